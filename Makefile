@@ -1,0 +1,46 @@
+# Everything hangs on this file. `make` alone lists what it can do.
+
+PYTHON  ?= python3
+WORKERS ?= 2
+VENV    := .venv
+BIN     := $(VENV)/bin
+STAMP   := $(VENV)/.installed
+
+# One torch thread per worker, so that the workers do not compete for the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS)
+
+.DEFAULT_GOAL := help
+.PHONY: help env test slow check format demo clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+env: $(STAMP) ## create .venv with the package and its tools, at the tested versions
+
+# The stamp comes last, so that an install that was cut short is taken up again.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[dev]"
+	@touch $@
+
+test: env ## run the test suite, without the slow tests
+	$(PYTEST) -m "not slow"
+
+slow: env ## run the slow tests only
+	$(PYTEST) -m slow
+
+check: env ## check format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: env ## format the code and fix what can be fixed
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+demo: env ## train an ensemble on handwritten digits, in under a minute
+	$(BIN)/python examples/digits.py
+
+clean: ## remove .venv, caches and build outputs
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,149 @@
+"""Predicting a whole dataset, batch by batch: `predict`."""
+
+from __future__ import annotations
+
+import operator
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from multitudes.predictive import Predictive
+
+__all__ = ["predict"]
+
+_LABELS = ("label", "labels")  # what Hugging Face's batches call their targets
+
+
+class Predictor(Protocol):
+    """What `predict` asks of a network. Every `Multitude` is one."""
+
+    @property
+    def predict(self) -> Callable[..., Predictive]:
+        """`predict(x)` or `predict(x, task=...)` for one batch."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters, whose device is where the inputs go."""
+        ...
+
+
+@torch.no_grad()
+def predict(
+    net: Predictor,
+    data: Tensor | Iterable[Any],
+    *,
+    task: str | None = None,
+    batch_size: int | None = None,
+    progress: bool | None = None,
+    device: torch.device | str | None = None,
+) -> Predictive:
+    """Predict all of `data` in batches, keeping nothing but the predictions, on the CPU.
+
+    Args:
+        net: a multitude; it stays on its device.
+        data: a tensor `[N, ...]`, or an iterable of batches such as a `DataLoader`. A batch is an input, or a
+            tuple or list that starts with one, the rest being targets, which are left alone. An input is a
+            tensor, a mapping of keyword arguments (`"label"` and `"labels"` are dropped), or, inside a batch,
+            a tuple of positional arguments.
+        task: how to read the predictions (see `Predictive`); the network's own task by default.
+        batch_size: how many inputs of a tensor to run at a time, 256 by default.
+        progress: whether to show progress on stderr; by default on a terminal, after two seconds.
+        device: where inputs are moved to; by default where the network's parameters are.
+
+    >>> class Doubtful(nn.Module):
+    ...     def predict(self, x):
+    ...         return Predictive(torch.stack([x, -x]))
+    >>> predict(Doubtful(), torch.randn(1000, 10))
+    Predictive(task='classification', members=2, inputs=1000, outputs=[10])
+    """
+    batches = _batches(data, batch_size)
+    options = {} if task is None else {"task": task}
+    if device is None:
+        device = next((parameter.device for parameter in net.parameters()), None)
+    parts: list[Predictive] = []
+    bar = _ProgressBar(operator.length_hint(batches), progress)
+    try:
+        for index, batch in enumerate(batches):
+            try:
+                parts.append(net.predict(_input(batch, device), **options).cpu())
+            except ValueError as error:
+                raise ValueError(f"batch {index} of data: {error}") from error
+            bar.update(len(parts))
+    finally:
+        bar.clear()
+    if not parts:
+        raise ValueError("data must hold at least one batch, got none")
+    return Predictive.concat(parts)
+
+
+def _batches(data: Tensor | Iterable[Any], batch_size: int | None) -> Iterable[Any]:
+    """The batches of `data`: a tensor is cut, an iterable of batches passes through."""
+    if isinstance(data, Tensor):
+        if data.ndim == 0 or len(data) == 0:
+            raise ValueError(f"data must hold at least one input, got shape {list(data.shape)}")
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        return data.split(batch_size or 256)
+    if batch_size is not None:
+        raise ValueError(
+            f"batch_size cuts a tensor, and data is a {type(data).__name__} with its own batches"
+        )
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        raise ValueError(f"data must come in batches, got a {type(data).__name__}: wrap it in a DataLoader")
+    return data
+
+
+def _input(batch: Any, device: torch.device | str | None) -> Any:
+    """What the network is called with: the batch without its targets, on `device`."""
+    x = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    if isinstance(x, Tensor):
+        return x.to(device)
+    if isinstance(x, Mapping):
+        return {key: _moved(value, device) for key, value in x.items() if key not in _LABELS}
+    if isinstance(x, tuple | list) and x:
+        return tuple(_moved(value, device) for value in x)
+    raise ValueError(
+        f"a batch must be, or start with, a tensor, a mapping or a tuple, got {type(x).__name__}"
+    )
+
+
+def _moved(value: Any, device: torch.device | str | None) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+class _ProgressBar:
+    """One line on stderr that overwrites itself and is gone when the work is done."""
+
+    def __init__(self, total: int, shown: bool | None) -> None:
+        self.total = total  # 0: unknown
+        self.shown = sys.stderr.isatty() if shown is None else shown
+        self.start = time.monotonic()
+        self.next_draw = self.start + (2.0 if shown is None else 0.0)
+        self.width = 0
+
+    def update(self, done: int) -> None:
+        """Say that `done` batches are done, ten times a second at most."""
+        now = time.monotonic()
+        if not self.shown or now < self.next_draw:
+            return
+        self.next_draw = now + 0.1
+        line = f"{done} batches, {done / max(now - self.start, 1e-9):.1f} batches/s"
+        if self.total:
+            share = min(1.0, done / self.total)
+            line = f"{share:4.0%} [{'=' * int(20 * share):20}] {line}"
+        self._write(line.ljust(self.width))  # blanks cover what is left of a longer line
+        self.width = len(line)
+
+    def clear(self) -> None:
+        """Leave the terminal as it was."""
+        if self.width:
+            self._write(" " * self.width + "\r")
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write("\r" + text)
+        sys.stderr.flush()

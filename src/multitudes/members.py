@@ -1,0 +1,253 @@
+"""Members that share no weight: one storage, three ways to run it.
+
+`Members` keeps one plain network and its parameters and buffers stacked, `[M, ...]`, under the network's own
+names. Fusing networks is stacking, taking one out is slicing, and both are exact.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from multitudes.multitude import Criterion, Input, Multitude, prediction_in, split_call
+from multitudes.packing import CannotPack, Plan, plan
+
+RUNNERS = ("auto", "loop", "packed", "stacked")
+
+
+class Members(Multitude):
+    """M networks of one architecture that share no weight.
+
+    `net.runner` says how they run: `"loop"` one after the other, `"packed"` with their channels side by side
+    in grouped layers, `"stacked"` under `torch.vmap`. `"auto"`, the default, loops on a CPU, where grouped
+    convolutions are slow, and on a GPU takes the first of packed, stacked and loop that can run the network.
+    """
+
+    independent = True
+
+    def __init__(self, networks: Iterable[nn.Module], members: int, task: str = "classification") -> None:
+        super().__init__(_stacked_copy(networks, members), members, task)
+        self._runner = "auto"
+        self._refused: dict[str, str] = {}
+        self._proven: set[tuple[str, bool]] = set()
+        self._plans: dict[bool, Plan] = {}
+        self._trace()
+
+    # -- runners -----------------------------------------------------------------------------------------
+
+    @property
+    def runner(self) -> str:
+        return self._runner
+
+    @runner.setter
+    def runner(self, name: str) -> None:
+        if name not in RUNNERS:
+            raise ValueError(f"runner must be one of {', '.join(RUNNERS)}, got {name!r}")
+        if name in self._refused:
+            raise ValueError(f"runner {name!r} cannot run this network: {self._refused[name]}")
+        self._runner = name
+
+    def runners(self, device: torch.device | str) -> list[str]:
+        """The runners that `auto` tries on a device, in order."""
+        order = ["packed", "stacked", "loop"] if torch.device(device).type == "cuda" else ["loop"]
+        return [name for name in order if name not in self._refused]
+
+    def _predictions(self, x: Input) -> Tensor:
+        if self._runner != "auto":
+            return self._run(self._runner, x)
+        names = self.runners(next(self.parameters()).device)
+        if (names[0], self.training) in self._proven or torch.compiler.is_compiling():
+            return self._run(names[0], x)
+        return self._first_that_runs(names, x)
+
+    def _first_that_runs(self, names: list[str], x: Input) -> Tensor:
+        """Try the runners in order. What all of them refuse is the caller's mistake, and none is blamed."""
+        refusals: dict[str, str] = {}
+        for name in names[:-1]:
+            buffers = [(buffer, buffer.clone()) for buffer in self.buffers()]
+            try:
+                predictions = self._run(name, x)
+            except torch.OutOfMemoryError:
+                raise
+            except (CannotPack, RuntimeError, ValueError) as refusal:
+                refusals[name] = str(refusal)
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+                continue
+            break
+        else:
+            name = names[-1]
+            predictions = self._run(name, x)
+        self._refused |= refusals
+        self._proven.add((name, self.training))
+        return predictions
+
+    def _run(self, runner: str, x: Input) -> Tensor:
+        if runner == "packed":
+            predictions = self._plans[self.network.training](self.network, x)
+        else:
+            args, kwargs = split_call(x)
+            predictions = self._each(
+                runner, lambda state: prediction_in(functional_call(self.network, state, args, kwargs))
+            )
+        # A network that is a multitude itself answers each member with [S, B, ...].
+        return predictions.flatten(0, 1) if isinstance(self.network, Multitude) else predictions
+
+    def _each(self, runner: str, function: Callable[[dict[str, Tensor]], Tensor]) -> Tensor:
+        """`function` of each member's own state, `[M, ...]`, by `loop` or `stacked`."""
+        parameters, buffers = dict(self.named_parameters()), dict(self.named_buffers())
+        if runner == "stacked":
+            return torch.vmap(function, randomness="different")(parameters | buffers)
+        # `unbind` stacks the members' gradients once; buffers are sliced as views, for their updates to stay.
+        slices = {name: parameter.unbind() for name, parameter in parameters.items()}
+        return torch.stack(
+            [
+                function(
+                    {name: parts[index] for name, parts in slices.items()}
+                    | {name: buffer[index] for name, buffer in buffers.items()}
+                )
+                for index in range(self.members)
+            ]
+        )
+
+    def _trace(self) -> None:
+        try:
+            self._plans = {mode: plan(self.network, self.members, training=mode) for mode in (True, False)}
+        except CannotPack as refusal:
+            self._plans = {}
+            self._refused["packed"] = str(refusal)
+
+    # -- the protocol ------------------------------------------------------------------------------------
+
+    def loss(self, x: Input, y: Tensor, criterion: Criterion | None = None) -> Tensor:
+        if not isinstance(self.network, Multitude):
+            return super().loss(x, y, criterion)
+        objective = _Objective(self.network)
+
+        def member_loss(state: dict[str, Tensor]) -> Tensor:
+            state = {f"network.{name}": tensor for name, tensor in state.items()}
+            return functional_call(objective, state, (x, y, criterion))
+
+        return self._each("loop", member_loss).sum()
+
+    def _member(self, index: int) -> nn.Module:
+        return _with_tensors(self.network, lambda tensor: tensor[index])
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale each member's gradient to at most `max_norm`, as training it alone would; the norms, `[M]`.
+
+        A norm over all parameters at once would tie the members together.
+        """
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        norms = torch.stack([g.flatten(1).norm(dim=1) for g in gradients]).norm(dim=0)
+        scale = (max_norm / (norms + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(scale.view(-1, *[1] * (gradient.dim() - 1)))
+        return norms
+
+    def to(self, *args: Any, **kwargs: Any) -> Members:
+        """As `nn.Module.to`; a memory format is that of the members' own weights."""
+        memory_format = kwargs.pop("memory_format", None)
+        super().to(*args, **kwargs)
+        if memory_format is not None:
+            rank = {torch.channels_last: 5, torch.channels_last_3d: 6}.get(memory_format)
+            for tensor in self.parameters():
+                if tensor.dim() == rank:
+                    flat = tensor.data.flatten(0, 1).contiguous(memory_format=memory_format)
+                    tensor.data = flat.unflatten(0, tensor.shape[:2])
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_plans"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._plans = {}
+        if "packed" not in self._refused:
+            self._trace()
+
+
+class _Objective(nn.Module):
+    """A multitude's loss as a module's forward, for `functional_call`."""
+
+    def __init__(self, network: Multitude) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Input, y: Tensor, criterion: Criterion | None) -> Tensor:
+        return self.network.loss(x, y, criterion)
+
+
+def fuse(networks: Sequence[nn.Module], task: str = "classification") -> Members:
+    """One multitude of networks that were built or trained apart, exact to float rounding.
+
+    The networks must have the same architecture: the same names, shapes and dtypes. `fused.member(i)` gives
+    network `i` back.
+
+    >>> nets = [nn.Linear(3, 2) for _ in range(4)]
+    >>> net = fuse(nets)
+    >>> net(torch.ones(5, 3)).shape
+    torch.Size([4, 5, 2])
+    >>> torch.equal(net.member(2).weight, nets[2].weight)
+    True
+    """
+    networks = list(networks)
+    if not networks:
+        raise ValueError("networks must hold at least one network, got an empty list")
+    for network in networks:
+        if not isinstance(network, nn.Module):
+            raise ValueError(f"networks must hold nn.Module objects, got {type(network).__name__}")
+    return Members(networks, len(networks), task)
+
+
+def _stacked_copy(networks: Iterable[nn.Module], members: int) -> nn.Module:
+    """A copy of the first network whose tensors are all the networks' tensors, stacked.
+
+    The networks are taken one at a time, so that an iterator need not hold them all in memory.
+    """
+    stacked: nn.Module | None = None
+    for index, network in enumerate(networks):
+        if stacked is None:
+            stacked = _with_tensors(network, lambda tensor: tensor.new_empty(members, *tensor.shape))
+            slots = _state(stacked)
+        state = _state(network)
+        _check_alike(slots, state, index)
+        for name, slot in slots.items():
+            slot.data[index].copy_(state[name].detach())
+    assert stacked is not None
+    return stacked
+
+
+def _check_alike(slots: dict[str, Tensor], state: dict[str, Tensor], index: int) -> None:
+    if slots.keys() != state.keys():
+        name = min(slots.keys() ^ state.keys())
+        raise ValueError(f"networks[{index}] and networks[0] differ: only one of them has {name!r}")
+    for name, slot in slots.items():
+        want, got = slot.shape[1:], state[name].shape
+        if want != got or slot.dtype != state[name].dtype:
+            raise ValueError(
+                f"networks[{index}] and networks[0] differ at {name!r}: {list(got)} {state[name].dtype} against "
+                f"{list(want)} {slot.dtype}"
+            )
+
+
+def _state(network: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers by name, shared ones once, buffers left out of checkpoints included."""
+    for name, parameter in network.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(f"parameter {name!r} has no shape yet: run the network once before converting it")
+    return dict(network.named_parameters()) | dict(network.named_buffers())
+
+
+def _with_tensors(network: nn.Module, function: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of a network in which `function` has been put to every parameter and buffer, ties kept."""
+    memo: dict[int, Any] = {}
+    for tensor in _state(network).values():
+        new = function(tensor.detach()).clone(memory_format=torch.preserve_format)
+        memo[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+    return copy.deepcopy(network, memo)

@@ -1,0 +1,1 @@
+"""One file a paper: its layers, its conversion, its objective."""

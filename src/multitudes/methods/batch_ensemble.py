@@ -1,0 +1,105 @@
+"""BatchEnsemble: one shared weight, and rank-one factors for each member.
+
+Wen, Tran and Ba, *BatchEnsemble: an alternative approach to efficient ensemble and lifelong learning*, 2020.
+Member i's weight is `W_i = W * (s_i r_i^T)`, so that its layer is
+
+    y = W (x * r_i) * s_i + b_i,
+
+and all members run as one batch.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.multitude import MemberLayer, SharedMembers
+from multitudes.surgery import PRODUCTS, TRANSPOSED, Selector, check_arguments, redraw, replace, seeded, select
+
+
+class RankOne(MemberLayer):
+    """A layer shared by all members, with factors on its inputs (`r [M, I]`) and outputs (`s [M, O]`).
+
+    Maps the tiled batch `[M*B, I, ...]` to `[M*B, O, ...]`.
+    """
+
+    def __init__(self, layer: nn.Module, members: int) -> None:
+        super().__init__(copy.deepcopy(layer), members)
+        inputs, outputs = _widths(layer)
+        weight, bias = layer.get_parameter("weight").detach(), layer.bias
+        self.r = nn.Parameter(weight.new_ones(members, inputs))
+        self.s = nn.Parameter(weight.new_ones(members, outputs))
+        self.biases = nn.Parameter(bias.detach().repeat(members, 1)) if isinstance(bias, Tensor) else None
+        self.layer.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self._by_member(torch.mul, x, self.r)
+        y = self._by_member(torch.mul, self.layer(x), self.s)
+        return y if self.biases is None else self._by_member(torch.add, y, self.biases)
+
+    def fold(self, index: int) -> nn.Module:
+        plain = copy.deepcopy(self.layer)
+        weight = plain.get_parameter("weight")
+        weight.data.mul_(_outer(self.r[index].detach(), self.s[index].detach(), plain, weight))
+        if self.biases is not None:
+            plain.register_parameter("bias", nn.Parameter(self.biases[index].detach().clone()))
+        return plain
+
+
+def _widths(layer: nn.Module) -> tuple[int, int]:
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features
+    return layer.in_channels, layer.out_channels  # type: ignore[return-value]
+
+
+def _outer(r: Tensor, s: Tensor, layer: nn.Module, weight: Tensor) -> Tensor:
+    """`s r^T` in the shape of the layer's weight, group by group."""
+    groups = getattr(layer, "groups", 1)
+    r, s = r.view(groups, 1, -1), s.view(groups, -1, 1)
+    outer = (s * r).mT if isinstance(layer, TRANSPOSED) else s * r  # [G, O/G, I/G]
+    return outer.flatten(0, 1).reshape(*weight.shape[:2], *[1] * (weight.dim() - 2))
+
+
+def batch_ensemble(
+    model: nn.Module,
+    members: int = 4,
+    *,
+    factors: str = "normal",
+    spread: float | None = None,
+    layers: Selector = None,
+    init: str = "fresh",
+    seed: int | None = None,
+) -> SharedMembers:
+    """A BatchEnsemble: convolutions and linear layers get rank-one factors and a bias for each member.
+
+    The factors are drawn from N(1, `spread`) (`factors="normal"`) or are random signs (`"sign"`). From a
+    pretrained network, member 0 starts as that network, exactly, and the others close to it: `spread` is 0.5
+    for fresh networks and 0.1 for pretrained ones unless it is given. `layers` selects the layers.
+
+    >>> net = batch_ensemble(nn.Linear(3, 2), members=4)
+    >>> net(torch.ones(5, 3)).shape
+    torch.Size([4, 5, 2])
+    """
+    check_arguments(model, members, init)
+    if factors not in ("normal", "sign"):
+        raise ValueError(f"factors must be 'normal' or 'sign', got {factors!r}")
+    if spread is None:
+        spread = 0.5 if init == "fresh" else 0.1
+    if not spread >= 0:
+        raise ValueError(f"spread must be 0 or more, got {spread!r}")
+    chosen = select(model, layers, PRODUCTS)
+    with seeded(seed):
+        if init == "fresh":
+            model = redraw(copy.deepcopy(model))
+            chosen = {name: model.get_submodule(name) for name in chosen}
+        converted = {name: RankOne(layer, members) for name, layer in chosen.items()}
+        for layer in converted.values():
+            for factor in (layer.r.data, layer.s.data):
+                own = factor if init == "fresh" else factor[1:]
+                if factors == "normal":
+                    own.normal_(1.0, spread)
+                else:
+                    own.bernoulli_(0.5).mul_(2).sub_(1)
+    return SharedMembers(replace(model, converted), members)

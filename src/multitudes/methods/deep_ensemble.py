@@ -1,0 +1,59 @@
+"""Deep ensembles: independently initialised networks, trained side by side.
+
+Lakshminarayanan, Pritzel and Blundell, *Simple and scalable predictive uncertainty estimation using deep
+ensembles*, 2017. The predictive distribution is the members' mean,
+
+    p(y | x) = 1/M sum_m p(y | x, theta_m).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from multitudes.members import Members
+from multitudes.surgery import check_arguments, redraw, seeded
+
+
+def deep_ensemble(
+    model: nn.Module,
+    members: int = 5,
+    *,
+    init: str = "fresh",
+    perturb: float = 0.0,
+    seed: int | None = None,
+) -> Members:
+    """An ensemble of `members` networks like `model`, which is left as it was.
+
+    With `init="fresh"` each member is initialised anew by its layers' own `reset_parameters`; with
+    `"pretrained"` each is a copy, its weights moved by normal noise of `perturb` times each weight tensor's
+    own standard deviation. The same `seed` gives the same members; without one, torch's random state is used.
+
+    >>> net = deep_ensemble(nn.Linear(3, 2), members=4, seed=0)
+    >>> net(torch.ones(5, 3)).shape
+    torch.Size([4, 5, 2])
+    """
+    check_arguments(model, members, init)
+    if not perturb >= 0:
+        raise ValueError(f"perturb must be 0 or more, got {perturb!r}")
+    if init == "fresh" and perturb:
+        raise ValueError(f"perturb={perturb!r} needs init='pretrained'; fresh members differ anyway")
+
+    def networks() -> Iterator[nn.Module]:
+        for _ in range(members):
+            network = copy.deepcopy(model)
+            yield redraw(network) if init == "fresh" else _perturbed(network, perturb)
+
+    with seeded(seed):
+        return Members(networks(), members)
+
+
+def _perturbed(network: nn.Module, amount: float) -> nn.Module:
+    if amount:
+        for parameter in network.parameters():
+            if parameter.is_floating_point() and parameter.numel() > 1:
+                parameter.data.add_(torch.randn_like(parameter) * parameter.data.std(), alpha=amount)
+    return network

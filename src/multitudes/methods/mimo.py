@@ -1,0 +1,172 @@
+"""MIMO: one network, M inputs and M outputs.
+
+Havasi et al., *Training independent subnetworks for robust prediction*, 2021. The first layer takes M inputs
+side by side, the last gives M outputs, and everything between is shared. In training each output learns the
+label of its own input; in evaluation all M inputs are the same, and the outputs are an ensemble.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from multitudes.multitude import Criterion, Input, Multitude, call, evaluating
+from multitudes.surgery import (
+    CONVOLUTIONS,
+    PRODUCTS,
+    check_arguments,
+    example_for,
+    executed,
+    redraw,
+    replace,
+    seeded,
+)
+
+
+class Mimo(Multitude):
+    """A network of M inputs, side by side along axis `inputs`, and M outputs along axis `outputs`."""
+
+    def __init__(self, network: nn.Module, members: int, first: str, last: str, inputs: int, outputs: int) -> None:
+        super().__init__(network, members)
+        self.first, self.last = first, last
+        self.inputs, self.outputs = inputs, outputs
+        self.repetition, self.batch_repetition = 0.0, 1
+
+    def _predictions(self, x: Input) -> Tensor:
+        return self._answers([_tensor(x)] * self.members)
+
+    def _answers(self, inputs: list[Tensor]) -> Tensor:
+        """Member m's prediction for `inputs[m]`, each `[B, ...]`: `[M, B, ...]`."""
+        output = call(self.network, torch.cat(inputs, self.inputs))
+        axis = self.outputs % output.dim()
+        return output.unflatten(axis, (self.members, -1)).movedim(axis, 0)
+
+    def loss(self, x: Input, y: Tensor, criterion: Criterion | None = None) -> Tensor:
+        """The mean over members of each one's loss on its own, shuffled, inputs."""
+        x = _tensor(x)
+        orders = self._orders(len(x), x.device)
+        predictions = self._answers([x[order] for order in orders])
+        if criterion is None:
+            self._check_targets(predictions, y)
+            criterion = F.cross_entropy
+        losses = [criterion(p, y[order]) for p, order in zip(predictions, orders, strict=True)]
+        return self._combine(torch.stack(losses))
+
+    def _orders(self, batch: int, device: torch.device) -> list[Tensor]:
+        """Which inputs each member sees: a share `repetition` is the same for all, the rest shuffled apart."""
+        order = torch.randperm(batch * self.batch_repetition, device=device) % batch
+        split = round(len(order) * (1 - self.repetition))
+        apart, same = order[:split], order[split:]
+        return [
+            torch.cat([apart[torch.randperm(split, device=device)], same]) for _ in range(self.members)
+        ]
+
+    def _member(self, index: int) -> nn.Module:
+        """In evaluation the inputs are one input, so the first layer's weights for them add up."""
+        first, last = self.network.get_submodule(self.first), self.network.get_submodule(self.last)
+        folded = _resized(first, inputs=1 / self.members)
+        folded.weight.data = first.weight.data.unflatten(1, (self.members, -1)).sum(1)  # type: ignore[union-attr, operator]
+        mine = _resized(folded if first is last else last, outputs=1 / self.members)
+        for name, parameter in (folded if first is last else last).named_parameters():
+            mine.get_parameter(name).data = parameter.data.unflatten(0, (self.members, -1))[index].clone()
+        return replace(self.network, {self.first: folded} | {self.last: mine})
+
+
+def mimo(
+    model: nn.Module,
+    members: int = 3,
+    repetition: float = 0.0,
+    batch_repetition: int = 1,
+    *,
+    example: Tensor | None = None,
+    init: str = "fresh",
+    seed: int | None = None,
+) -> Mimo:
+    """A MIMO network: `members` inputs stacked on channels, `members` outputs.
+
+    In `loss` the inputs are shuffled independently for each member; the share `repetition` of them is the same
+    for all members (the paper's rho), and each batch is used `batch_repetition` times. From a pretrained
+    network, the evaluated function is kept exactly. `example` is one batch of inputs; where it is left out,
+    the usual sizes are tried.
+
+    >>> net = mimo(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), members=3)
+    >>> net(torch.ones(5, 3)).shape
+    torch.Size([3, 5, 2])
+    """
+    check_arguments(model, members, init)
+    if not 0.0 <= repetition <= 1.0:
+        raise ValueError(f"repetition must be between 0 and 1, got {repetition!r}")
+    if isinstance(batch_repetition, bool) or not isinstance(batch_repetition, int) or batch_repetition < 1:
+        raise ValueError(f"batch_repetition must be a whole number, 1 or more, got {batch_repetition!r}")
+    x = _tensor(example_for(model, example))
+    order = executed(model, x, PRODUCTS)
+    if not order:
+        raise ValueError(f"model ({type(model).__name__}) has no convolution or linear layer to take its input")
+    first, last = order[0], order[-1]
+    for name in (first, last):
+        layer = model.get_submodule(name)
+        if not isinstance(layer, (*CONVOLUTIONS, nn.Linear)) or getattr(layer, "groups", 1) != 1:
+            raise ValueError(f"MIMO cannot widen layer {name!r} ({layer}): it must be a plain convolution or linear")
+    with seeded(seed):
+        network = _widened(model, members, first, last)
+        if init == "fresh":
+            redraw(network)
+    inputs, outputs = _axes(model, x, first, last)
+    net = Mimo(network, members, first, last, inputs, outputs)
+    net.repetition, net.batch_repetition = repetition, batch_repetition
+    _check_outputs(net, model, x)
+    return net
+
+
+def _tensor(x: Input) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"MIMO puts inputs side by side, so x must be one tensor, got {type(x).__name__}")
+    return x
+
+
+def _widened(model: nn.Module, members: int, first: str, last: str) -> nn.Module:
+    """Wider first and last layers that compute, for M equal inputs, the model's own output M times."""
+    wide = _resized(model.get_submodule(first), inputs=members)
+    weight: Tensor = model.get_submodule(first).weight.data  # type: ignore[union-attr, assignment]
+    wide.weight.data = torch.cat([weight] * members, 1) / members  # type: ignore[union-attr]
+    old = wide if first == last else model.get_submodule(last)
+    head = _resized(old, outputs=members)
+    for name, parameter in old.named_parameters():
+        head.get_parameter(name).data = torch.cat([parameter.data] * members, 0)
+    return replace(model, {first: wide} | {last: head})
+
+
+def _resized(layer: nn.Module, inputs: float = 1, outputs: float = 1) -> nn.Module:
+    """A copy of a layer that says it has other widths; its weights are for the caller to set."""
+    layer = copy.deepcopy(layer)
+    names = ("in_features", "out_features") if isinstance(layer, nn.Linear) else ("in_channels", "out_channels")
+    for name, factor in zip(names, (inputs, outputs), strict=True):
+        setattr(layer, name, round(getattr(layer, name) * factor))
+    return layer
+
+
+def _axes(model: nn.Module, x: Tensor, first: str, last: str) -> tuple[int, int]:
+    """Where inputs and outputs lie side by side: on channels, or on the features of a `[B, T, H]` sequence."""
+    seen: dict[str, Tensor] = {}
+    layer = model.get_submodule(first)
+    handle = layer.register_forward_pre_hook(lambda _, args: seen.setdefault("first", args[0]) is None or None)
+    try:
+        with evaluating(model), torch.no_grad():
+            output = call(model, x)
+    finally:
+        handle.remove()
+    sequence = isinstance(layer, nn.Linear) and seen["first"].shape == x.shape
+    return (-1 if sequence else 1), (-1 if isinstance(model.get_submodule(last), nn.Linear) else 1)
+
+
+def _check_outputs(net: Mimo, model: nn.Module, x: Tensor) -> None:
+    with evaluating(net), evaluating(model), torch.no_grad():
+        want, got = call(model, x).shape, net(x).shape
+    if got != (net.members, *want):
+        raise ValueError(
+            f"MIMO cannot convert model ({type(model).__name__}): its last layer, {net.last!r}, does not give its "
+            f"output (widened, the network gives {list(got)} instead of {[net.members, *want]})"
+        )

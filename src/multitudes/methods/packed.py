@@ -1,0 +1,71 @@
+"""Packed-Ensembles: members narrow enough to cost, together, about as much as one network.
+
+Laurent et al., *Packed-Ensembles for efficient uncertainty estimation*, 2023. Packed-Ensembles-(alpha, M, gamma)
+scales the widths of a network by alpha, splits them among M members, and each member's layers into gamma
+groups, so that a layer has
+
+    M * (alpha C_in / M) * (alpha C_out / M) * s^2 / gamma
+
+weights. Three steps: narrow the network to `alpha / M` of its width, replicate it M times, run the replicas
+side by side.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from multitudes.members import Members
+from multitudes.multitude import Input
+from multitudes.narrow import Cut, apply_cuts, plan_cuts, rescaled
+from multitudes.surgery import Selector, check_arguments, example_for, redraw, seeded
+
+
+def packed(
+    model: nn.Module,
+    members: int = 4,
+    alpha: float = 2.0,
+    gamma: int = 1,
+    *,
+    min_channels: int = 64,
+    gamma_layers: Selector = None,
+    example: Input | None = None,
+    init: str = "fresh",
+    seed: int | None = None,
+) -> Members:
+    """A Packed-Ensemble-(alpha, M, gamma) of `model`, which is left as it was.
+
+    Widths are rounded up where they do not divide. `gamma` is not applied to the first and the last layer, nor
+    where a subgroup would have fewer than `min_channels` inputs, and only to layers that `gamma_layers`
+    selects; `net.summary()` tells every layer's widths and gamma. With `init="pretrained"` each member starts
+    from its own selection of the model's channels, scaled so that activations are as large as they were.
+    `example` is one batch of inputs, real ones at best; where it is left out, noise of the usual sizes is tried.
+
+    >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
+    >>> net = packed(model, members=4, alpha=2)
+    >>> net(torch.ones(5, 8)).shape
+    torch.Size([4, 5, 3])
+    >>> net.member(0)[0]
+    Linear(in_features=8, out_features=32, bias=True)
+    """
+    check_arguments(model, members, init)
+    if not 0 < alpha <= members:
+        raise ValueError(f"alpha must be above 0 and at most members={members}, got {alpha!r}")
+    notes: dict[str, Cut] = {}
+
+    def networks() -> Iterator[nn.Module]:
+        x = example_for(model, example)
+        for index in range(members):
+            if init == "pretrained" or index == 0:
+                cuts = plan_cuts(model, alpha / members, gamma, min_channels, gamma_layers, x)
+                network = apply_cuts(model, cuts, x)
+                notes.update(cuts)
+            yield redraw(copy.deepcopy(network)) if init == "fresh" else rescaled(network, model, cuts, x)
+
+    with seeded(seed):
+        net = Members(networks(), members)
+    net.notes = {name: cut.note for name, cut in notes.items()} | {"total": f"alpha {alpha:g}, gamma {gamma}"}
+    return net

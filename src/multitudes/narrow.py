@@ -1,0 +1,356 @@
+"""Narrowing: a network of the same kind with its hidden widths scaled down.
+
+Which of a layer's inputs survive depends on what happened between layers: additions, `cat`, `flatten`, pooling.
+Instead of analysing that, it is observed: each layer chooses the channels that it keeps, the others are set
+to NaN, and NaN goes through everything that a network does to channels, so that at the next layer the
+surviving inputs are those that are not NaN. One run on an example gives every layer's kept inputs and outputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.multitude import Input, call, evaluating
+from multitudes.scale import keep_scale
+from multitudes.surgery import (
+    CONVOLUTIONS,
+    PRODUCTS,
+    TRANSPOSED,
+    Selector,
+    example_for,
+    executed,
+    redraw,
+    replace,
+    seeded,
+    select,
+)
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+FOLLOWING = (*BATCH_NORMS, *INSTANCE_NORMS, nn.GroupNorm, nn.LayerNorm, nn.PReLU)
+"""Layers whose outputs are their inputs' channels."""
+MAKING = (*PRODUCTS, nn.Embedding)
+"""Layers that make channels of their own."""
+
+Choice = Callable[[int], Tensor]
+"""Which channels to keep of a given width: sorted indices."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What is left of one layer: the indices of its kept inputs and outputs, and its gamma."""
+
+    inputs: Tensor
+    outputs: Tensor
+    gamma: int = 1
+    note: str = ""
+
+
+class GroupedLinear(nn.Module):
+    """A linear layer of `groups` groups, `[..., I] -> [..., O]`, each of which sees its own share of the inputs."""
+
+    def __init__(self, in_features: int, out_features: int, groups: int, bias: bool = True) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.groups = in_features, out_features, groups
+        self.weight = nn.Parameter(torch.empty(out_features, in_features // groups))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = 1 / math.sqrt(self.weight.shape[1])  # as nn.Linear's, for the inputs that an output sees
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = x.unflatten(-1, (self.groups, -1)).unsqueeze(-2)
+        y = (parts @ self.weight.unflatten(0, (self.groups, -1)).mT).squeeze(-2).flatten(-2)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, groups={self.groups}"
+
+
+def narrow(
+    model: nn.Module,
+    factor: float,
+    groups: int = 1,
+    *,
+    min_channels: int = 64,
+    group_layers: Selector = None,
+    example: Input | None = None,
+    init: str = "fresh",
+    seed: int | None = None,
+) -> nn.Module:
+    """A copy of `model` with every hidden width scaled by `factor`, rounded up; inputs and outputs are kept.
+
+    Hidden layers selected by `group_layers` (all of them by default) are split into `groups` groups where the
+    widths divide and a group keeps at least `min_channels` inputs. With `init="pretrained"` the kept channels
+    keep their weights, each layer's scaled so that its outputs are as large as they were on the example.
+    `example` is one batch of inputs, real ones at best; where it is left out, noise of the usual sizes is tried.
+
+    >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
+    >>> narrow(model, 0.5)
+    Sequential(
+      (0): Linear(in_features=8, out_features=32, bias=True)
+      (1): ReLU()
+      (2): Linear(in_features=32, out_features=3, bias=True)
+    )
+    """
+    with seeded(seed):
+        example = example_for(model, example)
+        cuts = plan_cuts(model, factor, groups, min_channels, group_layers, example)
+        narrowed = apply_cuts(model, cuts, example)
+        return redraw(narrowed) if init == "fresh" else rescaled(narrowed, model, cuts, example)
+
+
+def plan_cuts(
+    model: nn.Module,
+    factor: float,
+    gamma: int,
+    min_channels: int,
+    gamma_layers: Selector,
+    example: Input,
+) -> dict[str, Cut]:
+    """Every layer's cut, by name. Channels are chosen at random, from torch's random state."""
+    if not 0 < factor <= 1:
+        raise ValueError(f"factor must be above 0 and at most 1, got {factor!r}")
+    if isinstance(gamma, bool) or not isinstance(gamma, int) or gamma < 1:
+        raise ValueError(f"gamma must be a whole number, 1 or more, got {gamma!r}")
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("torch.nn") and module._parameters and type(module) not in (
+            *MAKING, *FOLLOWING
+        ):  # fmt: skip
+            raise ValueError(
+                f"layer {name!r} is a {type(module).__name__}, which cannot be narrowed; deep_ensemble keeps it whole"
+            )
+    grouped = set(select(model, gamma_layers, PRODUCTS, "gamma_layers"))
+    order = executed(model, example, MAKING)
+    if not order:
+        raise ValueError(f"model ({type(model).__name__}) has no layer that can be narrowed")
+    whole = {order[0], order[-1]}
+    watch = _Watch(factor, order[-1])
+    with evaluating(model), torch.no_grad():
+        watch.run(model, example)
+    return {
+        name: _grouped(model.get_submodule(name), cut, factor, gamma if name in grouped - whole else 1, min_channels)
+        for name, cut in watch.cuts.items()
+    }
+
+
+def apply_cuts(model: nn.Module, cuts: dict[str, Cut], example: Input) -> nn.Module:
+    """The narrowed copy, with the kept channels' weights; checked on the example."""
+    narrowed = replace(model, {name: _cut(model.get_submodule(name), cut, name) for name, cut in cuts.items()})
+    with evaluating(model), evaluating(narrowed), torch.no_grad():
+        want = call(model, example).shape
+        try:
+            got = call(narrowed, example).shape
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(_unfit(model, str(error))) from error
+    if got != want:
+        raise ValueError(_unfit(model, f"it gives {list(got)} instead of {list(want)}"))
+    return narrowed
+
+
+def rescaled(narrowed: nn.Module, model: nn.Module, cuts: dict[str, Cut], example: Input) -> nn.Module:
+    """The narrowed network with its weights scaled so that activations are as large as the model's."""
+    products = {name: cut.outputs for name, cut in cuts.items() if type(model.get_submodule(name)) in PRODUCTS}
+    keep_scale(model, narrowed, example, example, products)
+    return narrowed
+
+
+def _unfit(model: nn.Module, reason: str) -> str:
+    alone = [name for name, _ in model.named_parameters() if type(_owner(model, name)) not in (*MAKING, *FOLLOWING)]
+    hint = f"; it has parameters of fixed width: {', '.join(alone)}" if alone else ""
+    return f"model ({type(model).__name__}) cannot be narrowed, since its forward fixes a hidden width: {reason}{hint}"
+
+
+def _owner(model: nn.Module, parameter: str) -> nn.Module:
+    return model.get_submodule(parameter.rpartition(".")[0])
+
+
+# -- observing which channels survive ----------------------------------------------------------------------
+
+
+class _Watch:
+    """One run in which each layer's dropped channels are NaN."""
+
+    def __init__(self, factor: float, last: str) -> None:
+        self.factor, self.last = factor, last
+        self.cuts: dict[str, Cut] = {}
+        self.chosen: dict[int, Tensor] = {}  # one choice a width, so that channels that are added agree
+
+    def run(self, model: nn.Module, example: Input) -> None:
+        handles = []
+        for name, module in model.named_modules():
+            if type(module) in (*MAKING, *FOLLOWING):
+                handles.append(module.register_forward_hook(lambda m, a, y, name=name: self.see(name, m, a[0], y)))
+        try:
+            call(model, example)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def see(self, name: str, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        following = type(layer) in FOLLOWING
+        embedding = isinstance(layer, nn.Embedding)
+        inputs = torch.arange(layer.num_embeddings) if embedding else _kept(x, _axis(layer, x), name)  # type: ignore[arg-type]
+        if following:
+            cut, out = Cut(inputs, inputs), torch.where(x.isnan(), torch.nan, 0.0).to(y)
+        else:
+            outputs = self._outputs(name, layer, inputs)
+            cut, out = Cut(inputs, outputs), torch.full_like(y, torch.nan)
+            axis = -1 if isinstance(layer, nn.Linear | nn.Embedding) else 1
+            out.index_fill_(axis, outputs.to(y.device), 0.0)
+        before = self.cuts.setdefault(name, cut)
+        if not (torch.equal(before.inputs, cut.inputs) and torch.equal(before.outputs, cut.outputs)):
+            raise ValueError(f"layer {name!r} is used in several places that see different channels")
+        return out
+
+    def _outputs(self, name: str, layer: Any, inputs: Tensor) -> Tensor:
+        width = _width(layer)
+        if _depthwise(layer):
+            each = width // layer.in_channels
+            return (inputs.unsqueeze(1) * each + torch.arange(each)).flatten()
+        if name == self.last:
+            return torch.arange(width)
+        if width not in self.chosen:
+            self.chosen[width] = choose(width, math.ceil(round(width * self.factor, 9)))
+        return self.chosen[width]
+
+
+def choose(width: int, count: int) -> Tensor:
+    """`count` of `width` channels, one at random from each of `count` equal stretches, sorted.
+
+    Stretches keep the choice even, so that each group of a grouped layer loses the same share.
+    """
+    edges = torch.arange(count + 1) * width // count
+    return edges[:-1] + (torch.rand(count) * (edges[1:] - edges[:-1])).long()
+
+
+def _axis(layer: nn.Module, x: Tensor) -> int:
+    if isinstance(layer, nn.Linear):
+        return -1
+    return -len(layer.normalized_shape) if isinstance(layer, nn.LayerNorm) else 1
+
+
+def _kept(x: Tensor, axis: int, name: str) -> Tensor:
+    nan = x.isnan().movedim(axis, 0).flatten(1)
+    dropped = nan.all(1)
+    if bool((nan.any(1) != dropped).any()) or bool(dropped.all()):
+        raise ValueError(
+            f"the channels that reach layer {name!r} are mixed on their way (by an attention, a softmax, a norm "
+            "over channels), so the network cannot be narrowed; deep_ensemble keeps it whole"
+        )
+    return (~dropped).nonzero()[:, 0].cpu()
+
+
+def _width(layer: Any) -> int:
+    names = {nn.Linear: "out_features", nn.Embedding: "embedding_dim"}
+    return int(getattr(layer, names.get(type(layer), "out_channels")))
+
+
+def _depthwise(layer: Any) -> bool:
+    return isinstance(layer, (*CONVOLUTIONS, *TRANSPOSED)) and layer.groups == layer.in_channels > 1
+
+
+def _grouped(layer: Any, cut: Cut, factor: float, gamma: int, min_channels: int) -> Cut:
+    """The cut with the largest gamma, up to the wanted one, that the layer's widths allow."""
+    if type(layer) in FOLLOWING:
+        regrouped = isinstance(layer, nn.GroupNorm) and len(cut.inputs) % layer.num_groups
+        note = f"{layer.num_groups} groups -> {_norm_groups(layer, len(cut.inputs))}" if regrouped else ""
+        return Cut(cut.inputs, cut.outputs, 1, note)
+    own, width = getattr(layer, "groups", 1), _width(layer)
+    exact = width * factor
+    wanted = 1 if _depthwise(layer) or isinstance(layer, (*TRANSPOSED, nn.Embedding)) else gamma
+    used = next(
+        g for g in range(wanted, 0, -1)
+        if g == 1 or not (len(cut.inputs) % (own * g) or len(cut.outputs) % (own * g))
+        and len(cut.inputs) // (own * g) >= min_channels
+    )  # fmt: skip
+    rounded = f", rounded up from {exact:g}" if width != len(cut.outputs) > exact + 1e-9 else ""
+    note = f"{len(cut.inputs)} -> {len(cut.outputs)}, gamma {used}{rounded}"
+    return Cut(cut.inputs, cut.outputs, used, note)
+
+
+# -- cutting -----------------------------------------------------------------------------------------------
+
+
+def _cut(layer: Any, cut: Cut, name: str) -> nn.Module:
+    """A smaller layer of the same class, with the kept channels' weights."""
+    inputs, outputs = len(cut.inputs), len(cut.outputs)
+    small = copy.deepcopy(layer)
+    if isinstance(layer, nn.LayerNorm):
+        small.normalized_shape = (inputs, *layer.normalized_shape[1:])
+        return _indexed(small, cut.inputs)
+    if isinstance(layer, nn.PReLU):
+        if layer.num_parameters == 1:
+            return small
+        small.num_parameters = inputs
+        return _indexed(small, cut.inputs)
+    if isinstance(layer, nn.GroupNorm):
+        small.num_channels, small.num_groups = inputs, _norm_groups(layer, inputs)
+        return _indexed(small, cut.inputs)
+    if type(layer) in FOLLOWING:
+        small.num_features = inputs
+        return _indexed(small, cut.inputs)
+    if isinstance(layer, nn.Embedding):
+        small.embedding_dim = outputs
+        small.weight = nn.Parameter(layer.weight.data[:, cut.outputs].clone())
+        return small
+    return _cut_product(layer, small, cut, name)
+
+
+def _cut_product(layer: Any, small: Any, cut: Cut, name: str) -> nn.Module:
+    inputs, outputs = len(cut.inputs), len(cut.outputs)
+    linear = isinstance(layer, nn.Linear)
+    groups = (inputs if _depthwise(layer) else getattr(layer, "groups", 1)) * cut.gamma
+    if inputs % groups or outputs % groups:
+        raise ValueError(f"layer {name!r} has {groups} groups, which do not divide its narrowed width of {inputs}")
+    if linear:
+        if cut.gamma > 1:
+            small = GroupedLinear(inputs, outputs, groups, layer.bias is not None).to(layer.weight)
+        small.in_features, small.out_features = inputs, outputs
+    else:
+        small.in_channels, small.out_channels, small.groups = inputs, outputs, groups
+    small.weight = nn.Parameter(_cut_weight(layer, cut, groups, name), layer.weight.requires_grad)
+    if layer.bias is not None:
+        small.bias = nn.Parameter(layer.bias.data[cut.outputs].clone(), layer.bias.requires_grad)
+    return small  # type: ignore[no-any-return]
+
+
+def _cut_weight(layer: Any, cut: Cut, groups: int, name: str) -> Tensor:
+    """`[O', I'/groups, ...]` of a layer's `[O, I/G, ...]`."""
+    weight, own = layer.weight.data, getattr(layer, "groups", 1)
+    transposed = isinstance(layer, TRANSPOSED)
+    if transposed:
+        weight = weight.unflatten(0, (own, -1)).transpose(1, 2).flatten(0, 1)  # [O, I/G, ...]
+    each = weight.shape[1]
+    kept = cut.inputs.view(groups, -1).repeat_interleave(len(cut.outputs) // groups, 0)  # [O', I'/groups]
+    local = kept - (cut.outputs * own // weight.shape[0] * each).unsqueeze(1)
+    if int(local.min()) < 0 or int(local.max()) >= each:
+        raise ValueError(f"layer {name!r} has {own} groups of {each} inputs, which its narrowed width does not fit")
+    small = weight[cut.outputs.unsqueeze(1), local]
+    if transposed:
+        small = small.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
+    return small.contiguous()  # type: ignore[no-any-return]
+
+
+def _norm_groups(layer: nn.GroupNorm, width: int) -> int:
+    return next(g for g in range(layer.num_groups, 0, -1) if width % g == 0)
+
+
+def _indexed(layer: nn.Module, index: Tensor) -> nn.Module:
+    """Keep the indexed entries of all of a layer's per-channel parameters and buffers."""
+    for name, parameter in layer.named_parameters():
+        setattr(layer, name, nn.Parameter(parameter.data[index].clone(), parameter.requires_grad))
+    for name, buffer in layer.named_buffers():
+        if buffer.dim():
+            setattr(layer, name, buffer[index].clone())
+    return layer

@@ -1,0 +1,298 @@
+"""The packed runner: members side by side in one network of grouped layers.
+
+A network is traced once by `torch.fx` into a list of steps. Running them, a value is one of three things:
+*shared*, a plain tensor (or number) that all members see alike; *packed*, `[B, M*C, ...]` with the members'
+channels side by side, member-major; or *stacked*, `[M, B, ...]`. Steps that `packed_rules` knows run on packed
+channels at full speed; any other step runs by itself under `torch.vmap`, which is right whatever the step
+does. So a network that mixes channels (a shuffle, a `cat`, an attention) is computed right, at some cost, and
+one that cannot be traced is refused.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from multitudes.packed_rules import FUNCTIONS, LAYERS, METHODS, RANDOM, CannotPack, Many, Packed, Stacked
+
+__all__ = ["CannotPack", "Plan", "plan"]
+
+# Questions about a value that have one answer for all members: asked of member 0.
+_ASKED = {"size", "dim", "ndimension", "numel", "is_floating_point", "element_size"}
+_ASKED_ATTRIBUTES = {"shape", "ndim", "dtype", "device", "is_cuda", "requires_grad", "layout"}
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The result of an earlier step, as an argument."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Step:
+    name: str
+    kind: str  # fx's: call_module, call_function, call_method, get_attr
+    target: Any
+    args: Any
+    kwargs: Any
+
+
+class Plan:
+    """The steps of one network in one mode; `plan(network, x)` gives `[M, B, ...]`.
+
+    The plan holds no weights: it reads them, stacked `[M, ...]`, from the network that it is given.
+    """
+
+    def __init__(self, graph: fx.Graph, members: int, training: bool, containers: list[str]) -> None:
+        self.members = members
+        self.training = training
+        self.containers = containers
+        self.inputs: list[tuple[str, str, bool, Any]] = []
+        self.steps: list[Step] = []
+        for node in graph.nodes:
+            args, kwargs = _refs(node.args), _refs(node.kwargs)
+            if node.op == "placeholder":
+                self.inputs.append((node.name, node.target, not node.args, args[0] if args else None))
+            elif node.op == "output":
+                self.output = args[0]
+            else:
+                self.steps.append(Step(node.name, node.op, node.target, args, kwargs))
+
+    def __call__(self, network: nn.Module, x: Any) -> Tensor:
+        if any(network.get_submodule(name).training != self.training for name in self.containers):
+            raise CannotPack("some of its modules are in training mode and some are not")
+        env = self._bind(x)
+        for step in self.steps:
+            args, kwargs = _fill(step.args, env), _fill(step.kwargs, env)
+            result = self._run(step, network, args, kwargs)
+            env[step.name] = result
+            if _writes_in_place(step):
+                env[step.args[0].name] = result
+        return self._answer(_fill(self.output, env))
+
+    def _bind(self, x: Any) -> dict[str, Any]:
+        if isinstance(x, dict):
+            given = dict(x)
+        else:
+            given = dict(zip((i[0] for i in self.inputs), x if isinstance(x, tuple) else (x,), strict=False))
+        env = {}
+        for name, target, required, default in self.inputs:
+            if required and name not in given and target not in given:
+                raise CannotPack(f"its argument {target!r} was not given")
+            env[name] = given.get(name, given.get(target, default))
+        return env
+
+    def _answer(self, output: Any) -> Tensor:
+        if isinstance(output, dict) or hasattr(output, "logits"):
+            output = output["logits"] if isinstance(output, dict) else output.logits
+        if isinstance(output, Tensor):  # no step had weights: every member says the same
+            return output.expand(self.members, *output.shape)
+        if not isinstance(output, Many):
+            raise CannotPack(f"it returns a {type(output).__name__}")
+        return output.stacked()
+
+    def _run(self, step: Step, network: nn.Module, args: Any, kwargs: Any) -> Any:
+        if step.kind == "get_attr":
+            return self._attribute(network, step.target)
+        if step.kind == "call_module":
+            return self._layer(step, network.get_submodule(step.target), args, kwargs)
+        return self._function(step, args, kwargs)
+
+    def _attribute(self, network: nn.Module, path: str) -> Any:
+        owner, _, name = path.rpartition(".")
+        module = network.get_submodule(owner)
+        value = getattr(module, name)
+        registered = name in module._parameters or name in module._buffers
+        return Stacked(value, self.members) if registered and value is not None else value
+
+    def _layer(self, step: Step, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        rule = LAYERS.get(type(layer))
+        if rule is not None and len(args) == 1 and not kwargs and isinstance(args[0], Many | Tensor):
+            result = rule(layer, args[0], self.members)
+            if result is not NotImplemented:
+                return result
+        state = dict(layer.named_parameters()) | dict(layer.named_buffers())
+        names = list(state)
+
+        def run(*values: Any) -> Any:
+            tensors, args, kwargs = dict(zip(names, values[: len(names)], strict=True)), *values[len(names) :]
+            return functional_call(layer, tensors, args, kwargs)
+
+        weights = [Stacked(tensor, self.members) for tensor in state.values()]
+        return self._vmap(run, (*weights, args, kwargs), step)
+
+    def _function(self, step: Step, args: Any, kwargs: Any) -> Any:
+        function = step.target if step.kind == "call_function" else _method(step.target)
+        if not _holds_many((args, kwargs)):
+            if not (step.target in RANDOM and isinstance(args[0], Tensor)):
+                return function(*args, **kwargs)
+            args = (Stacked(args[0].expand(self.members, *args[0].shape), self.members), *args[1:])
+        if _asks(step, args):
+            return function(args[0].stacked()[0], *args[1:], **kwargs)
+        rule = (FUNCTIONS if step.kind == "call_function" else METHODS).get(step.target)
+        if rule is not None:
+            result = rule(function, self.members, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if step.target == "view":  # members' values need not be contiguous
+            function = Tensor.reshape
+        return self._vmap(lambda a, k: function(*a, **k), (args, kwargs), step)
+
+    def _vmap(self, function: Callable[..., Any], values: Any, step: Step) -> Any:
+        """Any step at all: run it for each member under vmap."""
+        leaves, structure = tree_flatten(values)
+        many = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Many)]
+        if not many:
+            return function(*values)
+        outputs: Any = None
+
+        def one(*tensors: Tensor) -> tuple[Tensor, ...]:
+            nonlocal outputs
+            filled = list(leaves)
+            for i, tensor in zip(many, tensors, strict=True):
+                filled[i] = tensor
+            flat, outputs = tree_flatten(function(*tree_unflatten(filled, structure)))
+            outputs = (outputs, [v if not isinstance(v, Tensor) else None for v in flat])
+            return tuple(v for v in flat if isinstance(v, Tensor))
+
+        try:
+            tensors = iter(torch.vmap(one, randomness="different")(*[leaves[i].stacked() for i in many]))
+        except RuntimeError as error:
+            raise CannotPack(f"step {step.name!r} ({step.target}) failed: {error}") from error
+        structure, flat = outputs
+        count = len(flat)
+        filled = [Stacked(next(tensors), self.members) if v is None else v for v in flat] if count else []
+        return tree_unflatten(filled, structure)
+
+
+# -- tracing -----------------------------------------------------------------------------------------------
+
+
+def plan(network: nn.Module, members: int, training: bool) -> Plan:
+    """Trace a network in one mode, or raise `CannotPack` with the reason.
+
+    A trace keeps what the network's own code did while it was traced, so whatever a trace would freeze is
+    refused: control flow on values, random numbers drawn in plain Python, attributes written by `forward`.
+    """
+    hooked = [name for name, m in network.named_modules() if m._forward_hooks or m._forward_pre_hooks]
+    if hooked:
+        raise CannotPack(f"module {hooked[0]!r} has forward hooks, which must see each member's own tensors")
+    mode = {module: module.training for module in network.modules()}
+    attributes, noise = _attributes(network), _random_states()
+    try:
+        network.train(training)
+        tracer = _Tracer()
+        graph = tracer.trace(network)
+    except Exception as error:  # noqa: BLE001 - tracing runs the user's own code: anything may come
+        raise CannotPack(f"it cannot be traced ({type(error).__name__}: {error})") from error
+    finally:
+        for module, flag in mode.items():
+            module.training = flag
+    if _random_states() != noise:
+        raise CannotPack("it draws random numbers in its own code")
+    changed = [name for name, before in attributes.items() if before != _plain(network.get_submodule(name))]
+    if changed:
+        raise CannotPack(f"the forward of module {changed[0]!r} writes its own attributes")
+    return Plan(graph, members, training, sorted(tracer.entered))
+
+
+class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered: set[str] = {""}
+
+    def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
+        own = type(module).__module__.startswith("multitudes.") and ".models" not in type(module).__module__
+        leaf = own or type(module) in LAYERS or super().is_leaf_module(module, qualified_name)
+        if not leaf:
+            self.entered.add(qualified_name)
+        return leaf
+
+
+def _plain(module: nn.Module) -> dict[str, int]:
+    """The identities of a module's own attributes, those of nn.Module aside."""
+    return {key: id(value) for key, value in vars(module).items() if not key.startswith("_") and key != "training"}
+
+
+def _attributes(network: nn.Module) -> dict[str, dict[str, int]]:
+    return {name: _plain(module) for name, module in network.named_modules()}
+
+
+def _random_states() -> list[Any]:
+    states: list[Any] = [torch.get_rng_state().tolist(), random.getstate()]
+    if "numpy" in sys.modules:
+        states.append(str(sys.modules["numpy"].random.get_state()))
+    return states
+
+
+# -- arguments ---------------------------------------------------------------------------------------------
+
+
+def _refs(tree: Any) -> Any:
+    """fx's argument tree with nodes replaced by their names."""
+    if isinstance(tree, fx.Node):
+        return Ref(tree.name)
+    return _map_tree(_refs, tree)
+
+
+def _fill(tree: Any, env: dict[str, Any]) -> Any:
+    if isinstance(tree, Ref):
+        return env[tree.name]
+    return _map_tree(lambda part: _fill(part, env), tree)
+
+
+def _map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: function(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple) and not isinstance(tree, torch.Size):
+        return [function(part) for part in tree] if isinstance(tree, list) else tuple(function(p) for p in tree)
+    if isinstance(tree, slice):
+        return slice(function(tree.start), function(tree.stop), function(tree.step))
+    return tree
+
+
+def _holds_many(tree: Any) -> bool:
+    if isinstance(tree, dict):
+        return any(_holds_many(value) for value in tree.values())
+    if isinstance(tree, list | tuple):
+        return any(_holds_many(part) for part in tree)
+    return isinstance(tree, Many)
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def method(value: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(value, name)(*args, **kwargs)
+
+    return method
+
+
+def _asks(step: Step, args: Any) -> bool:
+    if not args or not isinstance(args[0], Many):
+        return False
+    if step.target is getattr:
+        return args[1] in _ASKED_ATTRIBUTES
+    return step.target in _ASKED or step.target is len
+
+
+def _writes_in_place(step: Step) -> bool:
+    if not step.args or not isinstance(step.args[0], Ref):
+        return False
+    if step.kind == "call_method":
+        return bool(step.target.endswith("_") and not step.target.endswith("__"))
+    return step.kind == "call_function" and step.target in _IN_PLACE
+
+
+_IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv, F.relu_, torch.relu_}

@@ -1,0 +1,61 @@
+"""1x1 convolutions of packed members on a GPU, where cuDNN's grouped ones are slow.
+
+Two ways that are faster: one dense convolution by the block-diagonal weight, whose zeros are free as long as
+memory, not arithmetic, is the limit; and, for wide layers, a batched product over channels-last views.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+DENSE_BELOW = 800.0
+"""Half-precision multiply-adds per value moved up to which the block-diagonal convolution wins. Measured on an
+H200 (see benchmarks/README.md), where arithmetic alone would set it near 200; the rest is what a batched
+product pays to lay its result out in channels again."""
+
+
+def worth_a_product(layer: Any, x: Tensor) -> bool:
+    """Whether a convolution of packed `x` is one that `pointwise` runs faster than cuDNN."""
+    return (
+        x.is_cuda
+        and x.dim() == 4
+        and layer.kernel_size == (1, 1)
+        and layer.padding in ((0, 0), "valid")
+        and layer.groups == 1
+        and x.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
+def pointwise(x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, int]) -> Tensor:
+    """1x1 convolution of `[B, M*I, H, W]` by the members' `[M, O, I, 1, 1]`: `[B, M*O, H', W']`."""
+    members, outputs, inputs = weight.shape[:3]
+    half = _computing_dtype(x) in (torch.bfloat16, torch.float16)
+    if half and members * inputs * outputs / (inputs + outputs) < DENSE_BELOW:
+        return F.conv2d(x, block_diagonal(weight), bias, stride)
+    x = x[:, :, :: stride[0], :: stride[1]]
+    batch, _, height, width = x.shape
+    rows = x.permute(0, 2, 3, 1).reshape(-1, members, inputs).transpose(0, 1)
+    product = torch.bmm(rows, weight.flatten(2).mT).transpose(0, 1)
+    product = product.reshape(batch, height, width, members * outputs).permute(0, 3, 1, 2)
+    return product if bias is None else product + bias.to(product.dtype).view(1, -1, 1, 1)
+
+
+def block_diagonal(weight: Tensor) -> Tensor:
+    """`[M, O, I, ...] -> [M*O, M*I, ...]`, zero outside the members' own blocks.
+
+    >>> block_diagonal(torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]]))
+    tensor([[1., 2., 0., 0.],
+            [0., 0., 3., 4.]])
+    """
+    members = weight.shape[0]
+    own = torch.eye(members, dtype=weight.dtype, device=weight.device)
+    own = own.view(members, 1, members, *[1] * (weight.dim() - 2))
+    return (weight.unsqueeze(2) * own).flatten(2, 3).flatten(0, 1)
+
+
+def _computing_dtype(x: Tensor) -> torch.dtype:
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
