@@ -256,7 +256,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _plain_attention() -> Iterator[None]:
-    """Torch's fused attention reads weights past the layers that hold them, and has no batching rule."""
+    """Without torch's fused attention, which vmap cannot batch."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -91,7 +91,12 @@ def replace(model: nn.Module, replacements: dict[str, nn.Module]) -> nn.Module:
     for name, new in replacements.items():
         old = model.get_submodule(name)
         memo[id(old)] = new.train(old.training)
-    return copy.deepcopy(model, memo)
+    replaced = copy.deepcopy(model, memo)
+    for module in replaced.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            # In evaluation it would read the weights of its linear layers instead of calling them.
+            module.activation_relu_or_gelu = 0
+    return replaced
 
 
 # -- initialise --------------------------------------------------------------------------------------------

@@ -1,0 +1,135 @@
+"""The table of cases: every method on every kind of small network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import multitudes as mt
+
+CLASSES = 5
+
+
+class Mlp(nn.Module):
+    """An MLP with batch norm, written as users write them: nested, with a functional activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Sequential(nn.Linear(24, 20)))
+        self.norm = nn.BatchNorm1d(20)
+        self.head = nn.Linear(20, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.norm(self.body(x))))
+
+
+class Cnn(nn.Module):
+    """A small CNN that flattens its feature maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 12, 3, padding=1)
+        self.conv2 = nn.Conv2d(12, 16, 3, padding=1)
+        self.fc1 = nn.Linear(16 * 2 * 2, 24)
+        self.fc2 = nn.Linear(24, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        return self.fc2(F.relu(self.fc1(x.view(x.size(0), -1))))
+
+
+def group_norm_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.SiLU(), nn.AvgPool2d(2),
+        nn.Conv2d(16, 24, 3, padding=1), nn.GroupNorm(4, 24), nn.PReLU(24), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(24, CLASSES),
+    )  # fmt: skip
+
+
+def separable_net() -> nn.Module:
+    """Depthwise and pointwise convolutions, with inverted widths as in MobileNets."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU6(),
+        nn.Conv2d(8, 24, 1), nn.ReLU6(), nn.Conv2d(24, 24, 3, padding=1, groups=24), nn.BatchNorm2d(24), nn.ReLU6(),
+        nn.Conv2d(24, 8, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES),
+    )  # fmt: skip
+
+
+class Transformer(nn.Module):
+    """One encoder layer over patches, with a class token and position embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 16, 4, stride=4)
+        self.token = nn.Parameter(torch.randn(1, 1, 16) * 0.02)
+        self.position = nn.Parameter(torch.randn(1, 5, 16) * 0.02)
+        self.encoder = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.patch(x).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.token.expand(len(x), -1, -1), tokens], 1) + self.position
+        return self.head(self.encoder(tokens)[:, 0])
+
+
+@dataclass(frozen=True)
+class Network:
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+
+    def model(self, seed: int = 0) -> nn.Module:
+        """A network that has seen some data, so that its statistics are not those of a new one."""
+        torch.manual_seed(seed)
+        model = self.build().train()
+        with torch.no_grad():
+            for _ in range(3):
+                model(torch.randn(8, *self.shape) * 2 + 0.5)
+        return model.eval()
+
+    def batch(self, size: int = 7, seed: int = 1) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(size, *self.shape, generator=generator)
+        return x, torch.randint(CLASSES, (size,), generator=generator)
+
+
+NETWORKS: dict[str, Network] = {
+    "mlp": Network(Mlp, (6,)),
+    "cnn": Network(Cnn, (3, 8, 8)),
+    "resnet18": Network(lambda: mt.models.resnet18(classes=CLASSES), (3, 8, 8)),
+    "group_norm": Network(group_norm_net, (3, 8, 8)),
+    "separable": Network(separable_net, (3, 8, 8)),
+    "transformer": Network(Transformer, (3, 8, 8)),
+}
+
+METHODS: dict[str, Callable[..., mt.Multitude]] = {
+    "deep_ensemble": mt.deep_ensemble,
+    "packed": mt.packed,
+    "batch_ensemble": mt.batch_ensemble,
+    "masksembles": mt.masksembles,
+    "mimo": mt.mimo,
+}
+
+INDEPENDENT = ("deep_ensemble", "packed")
+
+# A Packed-Ensemble narrows every width, and attention ties its widths together.
+CASES = [
+    pytest.param(method, network, id=f"{method}-{network}")
+    for method in METHODS
+    for network in NETWORKS
+    if (method, network) != ("packed", "transformer")
+]
+
+
+def build(method: str, model: nn.Module, network: str, members: int = 3, **options: object) -> mt.Multitude:
+    """The method's multitude of a model, with the options that it has."""
+    if method == "packed":
+        options.setdefault("alpha", 1.0 if members == 1 else 2.0)
+    if method in ("packed", "masksembles", "mimo"):
+        options.setdefault("example", NETWORKS[network].batch(2)[0])
+    return METHODS[method](model, members, **options)
