@@ -74,7 +74,7 @@ class Transformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.patch(x).flatten(2).transpose(1, 2)
-        tokens = torch.cat([self.token.expand(len(x), -1, -1), tokens], 1) + self.position
+        tokens = torch.cat([self.token.expand(x.shape[0], -1, -1), tokens], 1) + self.position
         return self.head(self.encoder(tokens)[:, 0])
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from multitudes.multitude import Criterion, Input, Multitude, prediction_in, split_call
+from multitudes.multitude import Criterion, Input, Multitude, prediction_in, split_call, tensors_in
 from multitudes.packing import CannotPack, Plan, plan
 
 RUNNERS = ("auto", "loop", "packed", "stacked")
@@ -25,7 +25,8 @@ class Members(Multitude):
 
     `net.runner` says how they run: `"loop"` one after the other, `"packed"` with their channels side by side
     in grouped layers, `"stacked"` under `torch.vmap`. `"auto"`, the default, loops on a CPU, where grouped
-    convolutions are slow, and on a GPU takes the first of packed, stacked and loop that can run the network.
+    convolutions are slow; on a GPU it times all three on the first batch and keeps the fastest (compiled, it
+    packs).
     """
 
     independent = True
@@ -34,7 +35,7 @@ class Members(Multitude):
         super().__init__(_stacked_copy(networks, members), members, task)
         self._runner = "auto"
         self._refused: dict[str, str] = {}
-        self._proven: set[tuple[str, bool]] = set()
+        self._fastest: dict[tuple[bool, int], str] = {}
         self._plans: dict[bool, Plan] = {}
         self._trace()
 
@@ -53,39 +54,44 @@ class Members(Multitude):
         self._runner = name
 
     def runners(self, device: torch.device | str) -> list[str]:
-        """The runners that `auto` tries on a device, in order."""
-        order = ["packed", "stacked", "loop"] if torch.device(device).type == "cuda" else ["loop"]
-        return [name for name in order if name not in self._refused]
+        """The runners that `auto` chooses from on a device: on a CPU always the loop."""
+        names = ["packed", "loop", "stacked"] if torch.device(device).type == "cuda" else ["loop"]
+        return [name for name in names if name not in self._refused]
 
     def _predictions(self, x: Input) -> Tensor:
-        if self._runner != "auto":
-            return self._run(self._runner, x)
-        names = self.runners(next(self.parameters()).device)
-        if (names[0], self.training) in self._proven or torch.compiler.is_compiling():
-            return self._run(names[0], x)
-        return self._first_that_runs(names, x)
+        return self._run(self._choose(x) if self._runner == "auto" else self._runner, x)
 
-    def _first_that_runs(self, names: list[str], x: Input) -> Tensor:
-        """Try the runners in order. What all of them refuse is the caller's mistake, and none is blamed."""
+    def _choose(self, x: Input) -> str:
+        names = self.runners(tensors_in(x)[0].device)
+        if len(names) == 1 or torch.compiler.is_compiling():
+            return names[0]
+        # Large and small batches may differ in what is fastest; powers of two are fine enough.
+        key = self.training, sum(tensor.numel() for tensor in tensors_in(x)).bit_length()
+        if key not in self._fastest:
+            self._fastest[key] = self._race(names, x)
+        return self._fastest[key]
+
+    def _race(self, names: list[str], x: Input) -> str:
+        """The fastest runner for `x`. One that cannot run it while another can is not asked again.
+
+        Nothing is left of the trials: no statistics, no random numbers drawn.
+        """
+        times: dict[str, float] = {}
         refusals: dict[str, str] = {}
-        for name in names[:-1]:
-            buffers = [(buffer, buffer.clone()) for buffer in self.buffers()]
-            try:
-                predictions = self._run(name, x)
-            except torch.OutOfMemoryError:
-                raise
-            except (CannotPack, RuntimeError, ValueError) as refusal:
-                refusals[name] = str(refusal)
-                for buffer, before in buffers:
-                    buffer.copy_(before)
-                continue
-            break
-        else:
-            name = names[-1]
-            predictions = self._run(name, x)
-        self._refused |= refusals
-        self._proven.add((name, self.training))
-        return predictions
+        buffers = [(buffer, buffer.clone()) for buffer in self.buffers()]
+        with torch.random.fork_rng(devices=[tensors_in(x)[0].device]):
+            for name in names:
+                try:
+                    times[name] = _milliseconds(lambda name=name: self._run(name, x))
+                except torch.OutOfMemoryError:
+                    continue
+                except (CannotPack, RuntimeError, ValueError) as refusal:
+                    refusals[name] = str(refusal)
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        if times:
+            self._refused |= refusals
+        return min(times, key=lambda name: times[name]) if times else "loop"
 
     def _run(self, runner: str, x: Input) -> Tensor:
         if runner == "packed":
@@ -102,7 +108,10 @@ class Members(Multitude):
         """`function` of each member's own state, `[M, ...]`, by `loop` or `stacked`."""
         parameters, buffers = dict(self.named_parameters()), dict(self.named_buffers())
         if runner == "stacked":
-            return torch.vmap(function, randomness="different")(parameters | buffers)
+            try:
+                return torch.vmap(function, randomness="different")(parameters | buffers)
+            except RuntimeError as error:
+                raise ValueError(f"runner 'stacked' failed on this network or input: {error}") from error
         # `unbind` stacks the members' gradients once; buffers are sliced as views, for their updates to stay.
         slices = {name: parameter.unbind() for name, parameter in parameters.items()}
         return torch.stack(
@@ -170,6 +179,18 @@ class Members(Multitude):
         self._plans = {}
         if "packed" not in self._refused:
             self._trace()
+
+
+def _milliseconds(function: Callable[[], Any], warmups: int = 2, repeats: int = 3) -> float:
+    for _ in range(warmups):
+        function()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(repeats):
+        function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / repeats
 
 
 class _Objective(nn.Module):

@@ -38,7 +38,7 @@ class Multitude(nn.Module):
         super().__init__()
         self._modules, self._parameters, self._buffers = network._modules, network._parameters, network._buffers
         self._non_persistent_buffers_set = network._non_persistent_buffers_set
-        self.__dict__["network"] = network  # past nn.Module's registration, which would put a name in front
+        object.__setattr__(self, "network", network)  # not registered, which would put a name in front
         self.training = network.training
         self.members = members
         self.task = task
@@ -71,7 +71,7 @@ class Multitude(nn.Module):
 
     def predict(self, x: Input, task: str | None = None) -> Predictive:
         """What the members say together about `x`, in evaluation mode and without gradients."""
-        for tensor in _tensors(x):
+        for tensor in tensors_in(x):
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
                 raise ValueError(f"x holds {int(tensor.isnan().sum())} NaN values; predictions would be meaningless")
         with evaluating(self), torch.no_grad():
@@ -92,6 +92,13 @@ class Multitude(nn.Module):
         raise NotImplementedError
 
     # -- what nn.Module must be told ---------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A multitude's own settings never clash with its network's names."""
+        if isinstance(value, Tensor | nn.Module):
+            super().__setattr__(name, value)
+        else:
+            object.__setattr__(self, name, value)
 
     def train(self, mode: bool = True) -> Multitude:
         super().train(mode)
@@ -145,7 +152,7 @@ class SharedMembers(Multitude):
     """
 
     def _predictions(self, x: Input) -> Tensor:
-        if self.training or any(t.is_cuda for t in _tensors(x)):
+        if self.training or any(t.is_cuda for t in tensors_in(x)):
             return call(self.network, tile(x, self.members)).unflatten(0, (self.members, -1))
         return torch.stack([self._alone(index, x) for index in range(self.members)])
 
@@ -235,7 +242,7 @@ def tile(x: Input, times: int) -> Input:
     return tuple(tiled(value) for value in x) if isinstance(x, tuple) else tiled(x)
 
 
-def _tensors(x: Input) -> list[Tensor]:
+def tensors_in(x: Input) -> list[Tensor]:
     values = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple) else (x,)
     return [value for value in values if isinstance(value, Tensor)]
 
@@ -268,7 +275,7 @@ def _plain_attention() -> Iterator[None]:
 @contextmanager
 def _told_in_terms_of(x: Input) -> Iterator[None]:
     """Turn what torch says about an input that does not fit into a ValueError that names the input."""
-    tensors = _tensors(x)
+    tensors = tensors_in(x)
     if not tensors:
         raise ValueError(f"x must be a tensor, or a tuple or mapping that holds one, got {type(x).__name__}")
     try:
@@ -283,10 +290,10 @@ def _told_in_terms_of(x: Input) -> Iterator[None]:
 
 
 def _one_per_input(predictions: Tensor, x: Input) -> Tensor:
-    batch = _tensors(x)[0].shape[:1]
+    batch = tensors_in(x)[0].shape[:1]
     if predictions.dim() < 2 or predictions.shape[1:2] != batch:
         raise ValueError(
-            f"x of shape {list(_tensors(x)[0].shape)} gave predictions of shape {list(predictions.shape)}: "
+            f"x of shape {list(tensors_in(x)[0].shape)} gave predictions of shape {list(predictions.shape)}: "
             "the first dimension of x must be the batch, and the network must give one prediction for each input"
         )
     return predictions

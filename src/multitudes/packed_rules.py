@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from multitudes.pointwise import pointwise, worth_a_product
 
 
-class CannotPack(Exception):
+class CannotPack(ValueError):
     """Why the packed runner cannot run a network."""
 
 

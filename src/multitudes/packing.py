@@ -155,25 +155,24 @@ class Plan:
         many = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Many)]
         if not many:
             return function(*values)
-        outputs: Any = None
+        found: list[Any] = []  # the structure of the result, and its parts that are no tensors
 
         def one(*tensors: Tensor) -> tuple[Tensor, ...]:
-            nonlocal outputs
             filled = list(leaves)
             for i, tensor in zip(many, tensors, strict=True):
                 filled[i] = tensor
-            flat, outputs = tree_flatten(function(*tree_unflatten(filled, structure)))
-            outputs = (outputs, [v if not isinstance(v, Tensor) else None for v in flat])
-            return tuple(v for v in flat if isinstance(v, Tensor))
+            parts, shape = tree_flatten(function(*tree_unflatten(filled, structure)))
+            found[:] = shape, [(isinstance(part, Tensor), part) for part in parts]
+            return tuple(part for part in parts if isinstance(part, Tensor))
 
         try:
             tensors = iter(torch.vmap(one, randomness="different")(*[leaves[i].stacked() for i in many]))
         except RuntimeError as error:
             raise CannotPack(f"step {step.name!r} ({step.target}) failed: {error}") from error
-        structure, flat = outputs
-        count = len(flat)
-        filled = [Stacked(next(tensors), self.members) if v is None else v for v in flat] if count else []
-        return tree_unflatten(filled, structure)
+        shape, parts = found
+        return tree_unflatten(
+            [Stacked(next(tensors), self.members) if is_tensor else part for is_tensor, part in parts], shape
+        )
 
 
 # -- tracing -----------------------------------------------------------------------------------------------

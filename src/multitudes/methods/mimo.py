@@ -164,9 +164,14 @@ def _axes(model: nn.Module, x: Tensor, first: str, last: str) -> tuple[int, int]
 
 def _check_outputs(net: Mimo, model: nn.Module, x: Tensor) -> None:
     with evaluating(net), evaluating(model), torch.no_grad():
-        want, got = call(model, x).shape, net(x).shape
-    if got != (net.members, *want):
+        want = [net.members, *call(model, x).shape]
+        try:
+            got = list(net(x).shape)
+            reason = f"it gives {got} instead of {want}"
+        except ValueError as error:
+            got, reason = None, str(error)
+    if got != want:
         raise ValueError(
-            f"MIMO cannot convert model ({type(model).__name__}): its last layer, {net.last!r}, does not give its "
-            f"output (widened, the network gives {list(got)} instead of {[net.members, *want]})"
+            f"MIMO cannot convert model ({type(model).__name__}): its output must come straight from its last layer, "
+            f"{net.last!r}; widened, {reason}"
         )

@@ -1,0 +1,244 @@
+"""Members that share weights: BatchEnsemble, Masksembles, MIMO."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import multitudes as mt
+from multitudes.methods.batch_ensemble import RankOne
+from multitudes.methods.masksembles import Masked, masks
+from tests.cases import CLASSES, NETWORKS
+
+LAYERS = {
+    "linear": (nn.Linear(6, 8), (6,)),
+    "sequence": (nn.Linear(6, 8, bias=False), (5, 6)),
+    "conv1d": (nn.Conv1d(6, 8, 3), (6, 9)),
+    "conv2d": (nn.Conv2d(6, 8, 3, stride=2, bias=False), (6, 7, 7)),
+    "grouped": (nn.Conv2d(6, 8, 3, groups=2), (6, 7, 7)),
+    "depthwise": (nn.Conv2d(6, 6, 3, groups=6), (6, 7, 7)),
+    "conv3d": (nn.Conv3d(6, 8, 2), (6, 3, 3, 3)),
+    "transposed": (nn.ConvTranspose2d(6, 8, 2, stride=2), (6, 4, 4)),
+    "transposed_grouped": (nn.ConvTranspose2d(6, 8, 2, groups=2), (6, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("kind", list(LAYERS))
+def test_rank_one_layers_are_the_paper_equation(kind: str) -> None:
+    layer, shape = LAYERS[kind]
+    ensemble = RankOne(layer, members=3)
+    with torch.no_grad():
+        ensemble.r.normal_(1, 0.5)
+        ensemble.s.normal_(1, 0.5)
+        if ensemble.biases is not None:
+            ensemble.biases.normal_()
+    x = torch.randn(4, *shape)
+    together = ensemble(x.repeat(3, *[1] * len(shape))).unflatten(0, (3, 4))
+    for i in range(3):
+        axis = -1 if isinstance(layer, nn.Linear) else 1
+        along = [-1 if d == axis % x.dim() else 1 for d in range(x.dim())]
+        y = F.linear(x * ensemble.r[i], layer.weight) if axis == -1 else ensemble.layer(x * ensemble.r[i].view(along))
+        want = y * ensemble.s[i].view(along)
+        if ensemble.biases is not None:
+            want = want + ensemble.biases[i].view(along)
+        torch.testing.assert_close(together[i], want)
+        torch.testing.assert_close(ensemble.fold(i)(x), want, rtol=1e-4, atol=1e-5)
+        assert type(ensemble.fold(i)) is type(layer)
+
+
+@pytest.mark.parametrize("kind", list(LAYERS))
+def test_masked_layers_see_their_members_channels_alone(kind: str) -> None:
+    layer, shape = LAYERS[kind]
+    drawn = masks(6, 3, 2.0)
+    ensemble = Masked(layer, drawn)
+    x = torch.randn(4, *shape)
+    together = ensemble(x.repeat(3, *[1] * len(shape))).unflatten(0, (3, 4))
+    for i in range(3):
+        axis = -1 if isinstance(layer, nn.Linear) else 1
+        dropped = x.movedim(axis, -1).clone()
+        dropped[..., drawn[i] == 0] = 0.0
+        want = layer(dropped.movedim(-1, axis))
+        torch.testing.assert_close(together[i], want)
+        torch.testing.assert_close(ensemble.fold(i)(x), want, rtol=1e-4, atol=1e-5)
+
+
+def test_batch_ensemble_factors_are_drawn_as_asked() -> None:
+    model = nn.Linear(2000, 1000)
+    normal = mt.batch_ensemble(model, 4, seed=0).network
+    for factor in (normal.r, normal.s):
+        torch.testing.assert_close(factor.mean().item(), 1.0, rtol=0.05, atol=0)
+        torch.testing.assert_close(factor.std().item(), 0.5, rtol=0.05, atol=0)
+    signs = mt.batch_ensemble(model, 4, factors="sign", seed=0).network
+    assert set(signs.r.unique().tolist()) == {-1.0, 1.0}
+    near = mt.batch_ensemble(model, 4, init="pretrained", seed=0).network
+    assert torch.equal(near.r[0], torch.ones(2000))
+    torch.testing.assert_close(near.r[1:].std().item(), 0.1, rtol=0.05, atol=0)
+    assert torch.equal(near.layer.weight, model.weight)
+    with pytest.raises(ValueError, match="factors must be 'normal' or 'sign', got 'uniform'"):
+        mt.batch_ensemble(model, 4, factors="uniform")
+    with pytest.raises(ValueError, match="spread must be 0 or more, got -1"):
+        mt.batch_ensemble(model, 4, spread=-1)
+
+
+@pytest.mark.parametrize("method", [mt.batch_ensemble, mt.masksembles])
+def test_running_members_one_by_one_is_running_them_as_one_batch(method: object) -> None:
+    case = NETWORKS["resnet18"]
+    net = method(case.model(), 3, example=case.batch(2)[0]) if method is mt.masksembles else method(case.model(), 3)
+    net.eval()
+    x, _ = case.batch(5)  # a number that 3 does not divide
+    tiled = net.network(x.repeat(3, 1, 1, 1)).unflatten(0, (3, 5))
+    torch.testing.assert_close(net(x), tiled, rtol=1e-4, atol=1e-5)
+
+
+def test_the_loss_of_members_that_share_weights_is_their_mean() -> None:
+    case = NETWORKS["cnn"]
+    net = mt.batch_ensemble(case.model(), 3)
+    x, y = case.batch()
+    want = torch.stack([F.cross_entropy(prediction, y) for prediction in net(x)]).mean()
+    torch.testing.assert_close(net.loss(x, y), want)
+
+
+# -- masks -------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(1, 300), st.integers(1, 12), st.floats(1.0, 8.0), st.integers(0, 99))
+def test_masks_have_equal_size_and_cover_every_channel(channels: int, members: int, scale: float, seed: int) -> None:
+    drawn = masks(channels, members, scale, torch.Generator().manual_seed(seed))
+    assert drawn.shape == (members, channels)
+    assert set(drawn.unique().tolist()) <= {0.0, 1.0}
+    assert len(drawn.sum(1).unique()) == 1
+    assert bool(drawn.any(0).all())
+    assert torch.equal(drawn, masks(channels, members, scale, torch.Generator().manual_seed(seed)))
+
+
+def test_masks_keep_the_share_of_channels_and_the_overlap_of_the_paper() -> None:
+    channels, members = 4096, 4
+    for scale in (1.5, 2.0, 3.0):
+        drawn = masks(channels, members, scale, torch.Generator().manual_seed(0))
+        share = 1 / (scale * (1 - (1 - 1 / scale) ** members))
+        torch.testing.assert_close(drawn.mean().item(), share, rtol=0.01, atol=0)
+        # Two masks of K ones over K * scale positions share K / scale of them.
+        overlaps = [(drawn[i] * drawn[j]).sum() / drawn[i].sum() for i in range(members) for j in range(i)]
+        torch.testing.assert_close(torch.stack(overlaps).mean().item(), 1 / scale, rtol=0.05, atol=0)
+
+
+def test_scale_one_gives_every_member_every_channel() -> None:
+    assert bool(masks(64, 4, 1.0).all())
+
+
+@pytest.mark.parametrize(("channels", "scale"), [(1, 6.0), (7, 5.9), (2048, 1.01), (2048, 6.0), (8192, 3.3)])
+def test_masks_of_any_width_are_quick(channels: int, scale: float) -> None:
+    start = time.process_time()
+    masks(channels, 4, scale)
+    assert time.process_time() - start < 1.0
+
+
+def test_masks_are_applied_in_the_networks_dtype() -> None:
+    net = mt.masksembles(NETWORKS["cnn"].model(), 3).to(torch.bfloat16).eval()
+    assert net(torch.randn(2, 3, 8, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        layer = mt.masksembles(NETWORKS["cnn"].model(), 3).network.conv2
+        assert layer._by_member(torch.mul, torch.ones(3, 12, 2, 2, dtype=torch.bfloat16), layer.masks).dtype is torch.bfloat16
+
+
+def test_the_data_is_not_masked() -> None:
+    net = mt.masksembles(NETWORKS["cnn"].model(), 3)
+    masked = [name for name, module in net.network.named_modules() if isinstance(module, Masked)]
+    assert masked == ["conv2", "fc1", "fc2"]
+    for scale in (0.5, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="scale must be 1 or more"):
+            mt.masksembles(NETWORKS["cnn"].model(), 3, scale)
+    with pytest.raises(ValueError, match="only one layer"):
+        mt.masksembles(nn.Linear(3, 2), 3)
+
+
+# -- MIMO --------------------------------------------------------------------------------------------------
+
+
+class Echo(nn.Module):
+    """Shows which inputs reach which output: a linear layer that a test sets to the identity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x))
+
+
+@pytest.mark.parametrize(("repetition", "batch_repetition"), [(0.0, 1), (0.5, 1), (1.0, 1), (0.25, 4)])
+def test_mimo_shuffles_inputs_apart_and_targets_with_them(repetition: float, batch_repetition: int) -> None:
+    net = mt.mimo(Echo(), 3, repetition, batch_repetition)
+    x = torch.arange(40.0).view(40, 1)
+    orders = net._orders(40, torch.device("cpu"))
+    for order in orders:
+        assert torch.equal(order.bincount(minlength=40), torch.full((40,), batch_repetition))
+    shared = (orders[0] == orders[1]) & (orders[1] == orders[2])
+    assert shared.sum() >= round(repetition * 40 * batch_repetition)
+    if repetition < 1:
+        assert shared.float().mean() < repetition + 0.2
+
+    seen = []
+
+    def criterion(prediction: Tensor, target: Tensor) -> Tensor:
+        seen.append((prediction, target))
+        return prediction.mean()
+
+    net._answers = lambda inputs: torch.stack(inputs)  # type: ignore[method-assign]
+    net.loss(x, x.clone(), criterion)
+    assert len(seen) == 3
+    for prediction, target in seen:  # every member learns the target of its own input
+        assert torch.equal(prediction, target)
+        assert len(prediction) == 40 * batch_repetition
+
+
+def test_mimo_puts_inputs_and_outputs_side_by_side() -> None:
+    model = NETWORKS["resnet18"].model()
+    net = mt.mimo(model, 4, example=NETWORKS["resnet18"].batch(2)[0])
+    assert net.conv1.weight.shape == (64, 12, 3, 3)
+    assert net.fc.weight.shape == (4 * CLASSES, 512)
+    inputs = [NETWORKS["resnet18"].batch(5, seed=s)[0] for s in range(4)]
+    net.eval()
+    raw = net.network(torch.cat(inputs, 1))
+    torch.testing.assert_close(net._answers(inputs), torch.stack(raw.chunk(4, dim=1)))
+
+
+def test_mimo_works_for_sequences_images_and_dense_prediction() -> None:
+    sequence = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+    assert mt.mimo(sequence, 3, example=torch.zeros(2, 5, 6))(torch.randn(7, 5, 6)).shape == (3, 7, 5, 4)
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(3 * 4 * 4, 8), nn.ReLU(), nn.Linear(8, 4))
+    assert mt.mimo(flat, 3, example=torch.zeros(2, 3, 4, 4))(torch.randn(7, 3, 4, 4)).shape == (3, 7, 4)
+    dense = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    assert mt.mimo(dense, 3)(torch.randn(7, 3, 8, 8)).shape == (3, 7, 4, 8, 8)
+    one = nn.Linear(6, 4)
+    net = mt.mimo(one, 3, init="pretrained")
+    x = torch.randn(7, 6)
+    torch.testing.assert_close(net(x), one(x).expand(3, 7, 4))
+    torch.testing.assert_close(net.member(1)(x), one(x))
+
+
+def test_mimo_keeps_a_pretrained_function_exactly() -> None:
+    case = NETWORKS["resnet18"]
+    model = case.model()
+    net = mt.mimo(model, 3, init="pretrained", example=case.batch(2)[0])
+    x, _ = case.batch()
+    torch.testing.assert_close(net(x), model(x).expand(3, -1, -1), rtol=1e-4, atol=1e-5)
+
+
+def test_bad_arguments_of_mimo() -> None:
+    with pytest.raises(ValueError, match="repetition must be between 0 and 1, got 1.5"):
+        mt.mimo(Echo(), 3, 1.5)
+    with pytest.raises(ValueError, match="batch_repetition must be a whole number, 1 or more, got 0"):
+        mt.mimo(Echo(), 3, 0.0, 0)
+    grouped = nn.Sequential(nn.Conv2d(4, 4, 1, groups=2), nn.Flatten(), nn.Linear(256, 2))
+    with pytest.raises(ValueError, match="MIMO cannot widen layer '0'"):
+        mt.mimo(grouped, 3)
+    with pytest.raises(ValueError, match="must come straight from its last layer, '0'"):
+        mt.mimo(nn.Sequential(nn.Linear(6, 4), nn.Unflatten(1, (2, 2)), nn.Flatten(1, 2), nn.Softmax(-1)), 3)

@@ -1,0 +1,351 @@
+"""Selecting, replacing, initialising anew, narrowing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import multitudes as mt
+from multitudes.narrow import GroupedLinear, choose
+from multitudes.surgery import PRODUCTS, example_for, redraw, replace, seeded, select
+from tests.cases import CLASSES, NETWORKS, Cnn
+from tests.test_members import DenseBlock, UNet
+
+# -- select ------------------------------------------------------------------------------------------------
+
+
+def test_selectors_pick_layers() -> None:
+    model = mt.models.resnet18()
+    convolutions = [name for name, m in model.named_modules() if isinstance(m, nn.Conv2d)]
+    assert list(select(model, None, (nn.Conv2d,))) == convolutions
+    assert list(select(model, r"layer1\..*conv2", PRODUCTS)) == ["layer1.0.conv2", "layer1.1.conv2"]
+    assert list(select(model, ["fc", "0.conv2"], PRODUCTS)) == [
+        "layer1.0.conv2", "layer2.0.conv2", "layer3.0.conv2", "layer4.0.conv2", "fc",
+    ]  # fmt: skip
+    assert list(select(model, lambda name, m: m.kernel_size == (1, 1), (nn.Conv2d,))) == [
+        f"layer{i}.0.downsample.0" for i in (2, 3, 4)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("selector", "sentence"),
+    [
+        ("layer9.*", "layers='layer9.*' selects nothing; it could select: conv1, conv2, fc1, fc2"),
+        (lambda name, module: False, "selects nothing"),
+        ([], "selects nothing"),
+        (["fc3"], "no layer is named 'fc3'; there are: conv1"),
+        ("conv[", "is not a regular expression"),
+    ],
+)
+def test_a_selector_that_selects_nothing_says_what_there_is(selector: object, sentence: str) -> None:
+    for method in (mt.batch_ensemble, mt.masksembles):
+        with pytest.raises(ValueError, match=sentence.replace("*", r"\*").replace("[", r"\[")):
+            method(Cnn(), layers=selector)
+
+
+def test_a_layer_that_cannot_be_converted_is_named() -> None:
+    with pytest.raises(ValueError, match="layer 'bn1' is a BatchNorm2d, which this method cannot convert"):
+        mt.batch_ensemble(mt.models.resnet18(), layers=["bn1"])
+
+
+@pytest.mark.parametrize("method", [mt.packed, mt.batch_ensemble, mt.masksembles, mt.mimo])
+def test_a_model_without_a_layer_to_convert_is_refused(method: object) -> None:
+    with pytest.raises(ValueError, match="model|input"):
+        method(nn.Sequential(nn.ReLU()), example=torch.zeros(2, 3)) if method is not mt.batch_ensemble else method(
+            nn.Sequential(nn.ReLU())
+        )
+
+
+# -- replace and redraw ------------------------------------------------------------------------------------
+
+
+def test_replacing_copies_and_reaches_every_use_of_a_layer() -> None:
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.Sequential(nn.ReLU(), shared)).eval()
+    new = nn.Linear(4, 4)
+    replaced = replace(model, {"0": new})
+    assert replaced[0] is replaced[1][1] is new
+    assert model[0] is model[1][1] is shared
+    assert not new.training
+    assert replace(shared, {"": new}) is new
+
+
+def test_fresh_members_have_the_layers_own_distribution() -> None:
+    net = mt.deep_ensemble(nn.Linear(400, 300), members=4, seed=0)
+    bound = 1 / 400**0.5
+    assert net.weight.abs().max() <= bound
+    torch.testing.assert_close(net.weight.std((1, 2)), torch.full((4,), bound / 3**0.5), rtol=0.02, atol=0)
+    he = mt.deep_ensemble(mt.models.resnet18(), members=2, seed=0).layer4[0].conv2.weight
+    torch.testing.assert_close(he.std().item(), (2 / (512 * 9)) ** 0.5, rtol=0.02, atol=0)
+
+
+def test_batch_norm_statistics_start_anew() -> None:
+    net = mt.deep_ensemble(NETWORKS["resnet18"].model(), members=2)
+    assert not net.bn1.running_mean.any()
+    assert not net.bn1.num_batches_tracked.any()
+
+
+def test_attention_tokens_and_positions_differ_between_fresh_members() -> None:
+    net = mt.deep_ensemble(NETWORKS["transformer"].model(), members=3)
+    for name, parameter in net.named_parameters():
+        if not ("norm" in name or "bias" in name):  # those start constant
+            assert not torch.allclose(parameter[0], parameter[1]), name
+            assert not torch.allclose(parameter[1], parameter[2]), name
+    for name in ("token", "position"):
+        torch.testing.assert_close(net.get_parameter(name).std().item(), 0.02, rtol=0.35, atol=0)
+
+
+def test_redraw_leaves_constants_and_frozen_parameters_that_stand_alone() -> None:
+    model = nn.Module()
+    model.scale = nn.Parameter(torch.full((8,), 1e-4))
+    model.table = nn.Parameter(torch.randn(8), requires_grad=False)
+    before = model.table.clone()
+    redraw(model)
+    assert torch.equal(model.scale, torch.full((8,), 1e-4))
+    assert torch.equal(model.table, before)
+
+
+def test_perturbed_copies_are_near_the_pretrained_network() -> None:
+    model = NETWORKS["cnn"].model()
+    net = mt.deep_ensemble(model, members=3, init="pretrained", perturb=0.01, seed=0)
+    difference = (net.conv1.weight - model.conv1.weight).std() / model.conv1.weight.std()
+    torch.testing.assert_close(difference.item(), 0.01, rtol=0.1, atol=0)
+    with pytest.raises(ValueError, match="perturb must be 0 or more, got -1"):
+        mt.deep_ensemble(model, init="pretrained", perturb=-1)
+    with pytest.raises(ValueError, match=r"perturb=0.1 needs init='pretrained'"):
+        mt.deep_ensemble(model, perturb=0.1)
+
+
+def test_a_seed_does_not_touch_torchs_state() -> None:
+    torch.manual_seed(1)
+    want = torch.rand(3)
+    torch.manual_seed(1)
+    with seeded(7):
+        torch.rand(5)
+    assert torch.equal(torch.rand(3), want)
+
+
+# -- examples ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("network", list(NETWORKS))
+def test_an_example_is_found_for_the_usual_networks(network: str) -> None:
+    model = NETWORKS[network].model()
+    assert model(example_for(model)).shape == (2, CLASSES)
+
+
+def test_no_example_is_an_error_that_asks_for_one() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.fc(x + y)
+
+    with pytest.raises(ValueError, match="pass one batch as example="):
+        mt.packed(Odd(), 2)
+    pair = (torch.randn(2, 3), torch.randn(2, 3))
+    assert mt.deep_ensemble(Odd(), 2)(pair).shape == (2, 2, 2)
+
+
+# -- narrow ------------------------------------------------------------------------------------------------
+
+
+def widths(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape[:2]) for name, p in model.named_parameters() if p.dim() > 1}
+
+
+def test_narrowing_scales_hidden_widths_and_keeps_input_and_output() -> None:
+    wide, narrow = widths(mt.models.resnet18()), widths(mt.narrow(mt.models.resnet18(), 0.25))
+    assert narrow["conv1.weight"] == (16, 3)
+    assert narrow["fc.weight"] == (10, 128)
+    for name in wide.keys() - {"conv1.weight", "fc.weight"}:
+        assert narrow[name] == (wide[name][0] // 4, wide[name][1] // 4)
+
+
+def test_narrowing_follows_flatten_cat_and_depthwise_layers() -> None:
+    cnn = mt.narrow(Cnn(), 0.3, example=torch.zeros(1, 3, 8, 8))  # 12 -> 3.6, 16 -> 4.8, 24 -> 7.2, rounded up
+    assert widths(cnn) == {
+        "conv1.weight": (4, 3), "conv2.weight": (5, 4), "fc1.weight": (8, 20), "fc2.weight": (CLASSES, 8),
+    }  # fmt: skip
+    dense = mt.narrow(DenseBlock(), 0.5, example=torch.zeros(1, 3, 8, 8))
+    assert [conv.in_channels for conv in dense.grow] == [3, 5, 7]
+    unet = mt.narrow(UNet(), 0.5, example=torch.zeros(1, 3, 8, 8))
+    assert (unet.up.in_channels, unet.up.out_channels, unet.out.in_channels) == (8, 4, 4 + 4 + 3)
+    separable = mt.narrow(NETWORKS["separable"].model(), 0.5)
+    assert (separable[5].in_channels, separable[5].out_channels, separable[5].groups) == (12, 12, 12)
+
+
+def test_norms_are_narrowed_and_their_groups_are_told() -> None:
+    net = mt.packed(NETWORKS["group_norm"].model(), members=4, alpha=1)
+    assert "4 groups -> 3" in net.summary()
+    assert net.member(0)[5].num_groups == 3
+    assert net.member(0)[6].num_parameters == 6
+
+
+def test_grouped_convolutions_keep_their_groups_or_are_refused() -> None:
+    def grouped(width: int) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(3, width, 1), nn.Conv2d(width, width, 3, groups=4), nn.Flatten(), nn.Linear(width * 36, 2)
+        )
+
+    x = torch.randn(2, 3, 8, 8)
+    assert mt.narrow(grouped(16), 0.5, example=x)[1].groups == 4
+    with pytest.raises(ValueError, match="layer '1' has 4 groups, which do not divide its narrowed width of 6"):
+        mt.narrow(grouped(12), 0.5, example=x)
+
+
+class FixedWidth(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 16, 1), nn.Linear(16, 2)
+        self.scale = nn.Parameter(torch.ones(16, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc((self.conv(x) * self.scale).mean((2, 3)))
+
+
+class FixedView(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 16, 1), nn.Linear(16 * 4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(F.adaptive_avg_pool2d(self.conv(x), 2).view(-1, 16 * 4))
+
+
+def test_networks_that_fix_a_width_are_refused() -> None:
+    x = torch.zeros(2, 3, 8, 8)
+    with pytest.raises(ValueError, match="fixes a hidden width.*parameters of fixed width: scale"):
+        mt.narrow(FixedWidth(), 0.5, example=x)
+    with pytest.raises(ValueError, match="fixes a hidden width"):
+        mt.narrow(FixedView(), 0.5, example=x)
+    with pytest.raises(ValueError, match="'encoder.self_attn' is a MultiheadAttention, which cannot be narrowed"):
+        mt.packed(NETWORKS["transformer"].model(), 2, 1)
+    with pytest.raises(ValueError, match="reach layer '2' are mixed"):
+        mt.narrow(nn.Sequential(nn.Linear(4, 8), nn.Softmax(-1), nn.Linear(8, 2)), 0.5)
+
+
+def test_channels_are_chosen_evenly() -> None:
+    for width, count in ((64, 32), (10, 3), (7, 7), (512, 200)):
+        kept = choose(width, count)
+        assert len(kept.unique()) == count
+        assert kept.max() < width
+        for parts in (2, 4):
+            if width % parts == 0 and count % parts == 0:
+                shares = [((kept >= p * width // parts) & (kept < (p + 1) * width // parts)).sum() for p in range(parts)]
+                assert len({int(share) for share in shares}) == 1
+
+
+def test_a_pretrained_member_computes_with_the_chosen_channels() -> None:
+    """Brute force: the narrowed network is the whole one with its other channels set to zero, up to scale."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 16, bias=False), nn.ReLU(), nn.Linear(16, 3, bias=False)).double()
+    x = torch.randn(50, 5).double()
+    small = mt.narrow(model, 0.25, init="pretrained", example=x, seed=0)
+    rows = small[0].weight / small[0].weight.norm(dim=1, keepdim=True)
+    originals = model[0].weight / model[0].weight.norm(dim=1, keepdim=True)
+    kept = (rows @ originals.T).argmax(1)
+    hidden = model[1](model[0](x))[:, kept]
+    want = hidden @ model[2].weight[:, kept].T
+    scale = model(x).square().mean().sqrt() / want.square().mean().sqrt()
+    torch.testing.assert_close(small(x), want * scale)
+
+
+@pytest.mark.parametrize("network", ["mlp", "cnn", "resnet18", "group_norm", "separable"])
+@pytest.mark.parametrize("method", [mt.packed, mt.masksembles])
+def test_pretrained_activations_keep_their_scale(network: str, method: object) -> None:
+    model = NETWORKS[network].model()
+    x, _ = NETWORKS[network].batch(64)
+    net = method(model, 4, 2.0, init="pretrained", example=x, seed=0).eval()
+    predictions = net(x)
+    if method is mt.masksembles:  # its members share their weights, and so their scale
+        predictions = predictions.flatten(0, 1).unsqueeze(0)
+    ratio = predictions.square().mean((1, 2)).sqrt() / model(x).square().mean().sqrt()
+    torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=0.25, atol=0)
+
+
+# -- packed ------------------------------------------------------------------------------------------------
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def all_but_first_of_block(name: str, module: nn.Module) -> bool:
+    return not name.endswith("conv1")
+
+
+def test_parameter_counts_are_the_papers() -> None:
+    r18, r50 = mt.models.resnet18(), mt.models.resnet50()
+    assert f"{parameters(mt.deep_ensemble(r18, 4)) / 1e6:.2f}" == "44.70"
+    assert f"{parameters(mt.deep_ensemble(r50, 4)) / 1e6:.2f}" == "94.08"
+    assert f"{parameters(mt.batch_ensemble(r18, 4)) / 1e6:.2f}" == "11.21"
+    assert f"{parameters(mt.mimo(r18, 4)) / 1e6:.2f}" == "11.19"
+    packed = [mt.packed(model, 4, 2, 2, gamma_layers=all_but_first_of_block) for model in (r18, r50)]
+    assert [f"{parameters(net) / 1e6:.2f}" for net in packed] == ["8.18", "14.55"]
+
+
+@pytest.mark.parametrize(("alpha", "members", "gamma"), [(2, 4, 1), (2, 4, 2), (3, 3, 2), (2, 8, 2), (1, 2, 4)])
+def test_every_layer_has_the_weights_of_the_formula(alpha: int, members: int, gamma: int) -> None:
+    model = mt.models.resnet18()
+    net = mt.packed(model, members, alpha, gamma)
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.Conv2d) or name == "conv1":
+            continue
+        got = net.get_submodule(name)
+        inputs, outputs = -(-alpha * layer.in_channels // members), -(-alpha * layer.out_channels // members)
+        used = got.groups
+        assert used <= gamma
+        assert net.get_parameter(f"{name}.weight").numel() == members * inputs * outputs * layer.kernel_size[0] ** 2 // used
+        if used < gamma:  # only where a subgroup would be too small, or does not divide
+            assert inputs // gamma < 64 or inputs % gamma or outputs % gamma
+        assert f"gamma {used}" in net.notes[name]
+    assert net.get_submodule("conv1").groups == 1
+
+
+def test_gamma_splits_linear_layers_too() -> None:
+    model = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 3))
+    net = mt.packed(model, 2, 2, 2)
+    assert isinstance(net.member(0)[2], GroupedLinear)
+    assert net.get_parameter("2.weight").numel() == 2 * 512 * 512 // 2
+    layer = GroupedLinear(6, 4, 2)
+    whole = torch.zeros(4, 6)
+    whole[:2, :3], whole[2:, 3:] = layer.weight[:2], layer.weight[2:]
+    x = torch.randn(7, 5, 6)
+    torch.testing.assert_close(layer(x), F.linear(x, whole, layer.bias))
+
+
+def test_full_width_members_are_a_deep_ensemble() -> None:
+    case = NETWORKS["resnet18"]
+    net = mt.packed(case.model(), members=3, alpha=3, example=case.batch(2)[0]).eval()
+    fused = mt.fuse([net.member(i) for i in range(3)])
+    x, _ = case.batch()
+    net.runner = fused.runner = "packed"
+    assert torch.equal(net(x), fused(x))
+    assert repr(net.member(0)) == repr(case.model())
+
+
+def test_rounding_is_told() -> None:
+    net = mt.packed(Cnn(), members=4, alpha=2.5, example=torch.zeros(1, 3, 8, 8))
+    assert "rounded up from 7.5" in net.summary()
+    assert "alpha 2.5, gamma 1" in net.summary().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"alpha": 0}, "alpha must be above 0 and at most members=4, got 0"),
+        ({"alpha": 5}, "alpha must be above 0 and at most members=4, got 5"),
+        ({"gamma": 0}, "gamma must be a whole number, 1 or more, got 0"),
+        ({"gamma_layers": "none"}, "gamma_layers='none' selects nothing"),
+    ],
+)
+def test_bad_arguments_of_packed(options: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        mt.packed(Cnn(), 4, example=torch.zeros(1, 3, 8, 8), **options)
+    with pytest.raises(ValueError, match="factor must be above 0 and at most 1, got 1.5"):
+        mt.narrow(Cnn(), 1.5, example=torch.zeros(1, 3, 8, 8))
