@@ -227,6 +227,22 @@ def test_any_criterion_works(method: str, network: str) -> None:
 
 
 @contract
+def test_one_training_loop_serves_every_method(method: str, network: str) -> None:
+    case = NETWORKS[network]
+    net = build(method, case.model(), network).train()
+    assert not net.clip_grad_norm_(1.0).any()  # no gradients yet
+    x, y = case.batch(8)
+    net.loss(x, y).backward()
+    before = net.clip_grad_norm_(1e-3)
+    assert bool((before > 1e-3).all())
+    torch.testing.assert_close(net.clip_grad_norm_(1.0), torch.full_like(before, 1e-3), rtol=0.01, atol=0)
+    with pytest.raises(ValueError, match="criterion must give one number"):
+        net.loss(x, y, lambda p, t: F.cross_entropy(p, t, reduction="none"))
+    with pytest.raises(ValueError):
+        net.loss(x, y[:3])
+
+
+@contract
 def test_compiled_agrees_with_eager(method: str, network: str) -> None:
     if network == "resnet18":
         network = "group_norm"  # the same layers many times over: long to compile, nothing new

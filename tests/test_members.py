@@ -272,6 +272,34 @@ class Reused(nn.Module):
         return x / x.shape[1] ** 0.5 + torch.arange(8.0)
 
 
+class Aliased(nn.Module):
+    """What a trace easily gets wrong: aliases written in place, optional arguments, questions about types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 8, 1), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, gain: float = 3.0) -> Tensor:
+        y = self.conv(x)
+        z = y
+        y += 1.0
+        y *= 0.5
+        count = x.shape[0]
+        count += 1
+        if mask is None:
+            y = F.relu(y)
+        return self.fc((z + gain * y).mean((2, 3))) * count
+
+
+class Asks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) if isinstance(x, Tensor) else self.fc(x) * 2.0
+
+
 class Written(nn.Module):
     """Takes the length of its input and assigns to a part of a tensor, which no trace can follow."""
 
@@ -298,6 +326,8 @@ HARD = {
     "lstm": (Recurrent, (5, 6)),
     "tied": (Tied, (6,)),
     "reused": (Reused, (6,)),
+    "aliased": (Aliased, (3, 8, 8)),
+    "asks": (Asks, (6,)),
     "written": (Written, (6,)),
     "cumulative": (lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 4)), (6,)),
     "weight_norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 8)), nn.Linear(8, 4)), (6,)),
@@ -306,7 +336,7 @@ HARD = {
 }
 MAY_REFUSE = {
     ("branches", "packed"), ("branches", "stacked"), ("written", "packed"), ("cumulative", "stacked"),
-    ("lstm", "packed"), ("lstm", "stacked"),
+    ("lstm", "packed"), ("lstm", "stacked"), ("asks", "packed"),
 }  # fmt: skip
 
 
@@ -378,6 +408,36 @@ def test_what_a_trace_would_freeze_is_refused(kind: str) -> None:
     with pytest.raises(ValueError, match="random numbers" if kind != "counter" else "writes its own attributes"):
         net.runner = "packed"
     assert net(torch.randn(2, 3, 8, 8)).shape == (2, 2, CLASSES)
+
+
+def test_settings_that_change_are_traced_again() -> None:
+    class Gain(Cnn):
+        gain = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.gain
+
+    model = Gain()
+    model.gain = 2.0
+    net = mt.fuse([model, model])
+    net.runner = "packed"
+    x = torch.randn(2, 3, 8, 8)
+    before = net(x)
+    net.network.gain = 6.0
+    torch.testing.assert_close(net(x), 3 * before)
+
+
+def test_arguments_that_a_network_does_not_take_are_refused() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    for runner in RUNNERS:
+        net = mt.fuse([Aliased(), Aliased()])
+        net.runner = runner
+        assert net({"x": x}).shape == net((x,)).shape == (2, 2, 4)
+        for wrong in ((x, None, 1.0, 2.0), {"x": x, "other": x}, {"y": x}):
+            with pytest.raises((ValueError, TypeError)):
+                net(wrong)
+    net = mt.fuse([Aliased(), Aliased()])
+    assert not torch.equal(net((x, torch.ones(1))), net(x))
 
 
 def test_hooks_keep_seeing_each_members_tensors() -> None:
@@ -499,6 +559,10 @@ def test_networks_that_differ_cannot_be_fused() -> None:
         mt.fuse([nn.Linear(2, 2), "net"])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="has no shape yet"):
         mt.fuse([nn.LazyLinear(2), nn.LazyLinear(2)])
+    with pytest.raises(ValueError, match=r"networks\[1\] and networks\[0\] differ at '1': Tanh.*ReLU"):
+        mt.fuse([nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2), nn.Tanh())])
+    with pytest.raises(ValueError, match="'stride': \\(2, 2\\).*'stride': \\(1, 1\\)"):
+        mt.fuse([nn.Conv2d(3, 2, 1), nn.Conv2d(3, 2, 1, stride=2)])
     with pytest.raises(ValueError, match="runner must be one of auto, loop, packed, stacked, got 'fast'"):
         mt.fuse([nn.Linear(2, 2)]).runner = "fast"
 

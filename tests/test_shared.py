@@ -233,12 +233,12 @@ def test_mimo_keeps_a_pretrained_function_exactly() -> None:
 
 
 def test_bad_arguments_of_mimo() -> None:
-    with pytest.raises(ValueError, match="repetition must be between 0 and 1, got 1.5"):
+    with pytest.raises(ValueError, match="repetition must be 0 or more and at most 1, got 1.5"):
         mt.mimo(Echo(), 3, 1.5)
     with pytest.raises(ValueError, match="batch_repetition must be a whole number, 1 or more, got 0"):
         mt.mimo(Echo(), 3, 0.0, 0)
     grouped = nn.Sequential(nn.Conv2d(4, 4, 1, groups=2), nn.Flatten(), nn.Linear(256, 2))
     with pytest.raises(ValueError, match="MIMO cannot widen layer '0'"):
         mt.mimo(grouped, 3)
-    with pytest.raises(ValueError, match="must come straight from its last layer, '0'"):
+    with pytest.raises(ValueError, match="its output come straight from its last layer, '0'"):
         mt.mimo(nn.Sequential(nn.Linear(6, 4), nn.Unflatten(1, (2, 2)), nn.Flatten(1, 2), nn.Softmax(-1)), 3)

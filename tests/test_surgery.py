@@ -58,6 +58,27 @@ def test_a_model_without_a_layer_to_convert_is_refused(method: object) -> None:
         )
 
 
+@pytest.mark.parametrize("method", [mt.packed, mt.batch_ensemble, mt.masksembles, mt.mimo])
+def test_a_multitude_is_not_converted_again(method: object) -> None:
+    with pytest.raises(ValueError, match="model is a multitude already"):
+        method(mt.deep_ensemble(Cnn(), 2))
+
+
+def test_layers_that_share_a_weight_are_named() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.there, self.back = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.back.weight = self.there.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.back(self.there(x))
+
+    for method in (mt.packed, mt.batch_ensemble, mt.masksembles, mt.mimo):
+        with pytest.raises(ValueError, match="layers 'back' and 'there' share a weight"):
+            method(Tied(), 2)
+
+
 # -- replace and redraw ------------------------------------------------------------------------------------
 
 
@@ -198,6 +219,34 @@ def test_grouped_convolutions_keep_their_groups_or_are_refused() -> None:
         mt.narrow(grouped(12), 0.5, example=x)
 
 
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.mean, self.variance = nn.Linear(6, 16), nn.Linear(16, 1), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.body(x))
+        return torch.cat([self.mean(h), self.variance(h)], 1)
+
+
+def test_several_layers_may_give_the_output() -> None:
+    small = mt.narrow(TwoHeads(), 0.25)
+    assert widths(small) == {"body.weight": (4, 6), "mean.weight": (1, 4), "variance.weight": (1, 4)}
+    net = mt.packed(TwoHeads(), 4)
+    x, y = torch.randn(5, 6), torch.randn(5, 1)
+    assert net.loss(x, y, mt.gaussian_nll).isfinite()
+    assert net.predict(x, task="gaussian").variance.shape == (5, 1)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 12), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.scaled_dot_product_attention(*self.first(x).chunk(3, -1)))
+
+
 class FixedWidth(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -225,6 +274,8 @@ def test_networks_that_fix_a_width_are_refused() -> None:
         mt.narrow(FixedView(), 0.5, example=x)
     with pytest.raises(ValueError, match="'encoder.self_attn' is a MultiheadAttention, which cannot be narrowed"):
         mt.packed(NETWORKS["transformer"].model(), 2, 1)
+    with pytest.raises(ValueError, match="attention ties its widths together"):
+        mt.narrow(SelfAttention(), 0.5, example=torch.zeros(2, 5, 6))
     with pytest.raises(ValueError, match="reach layer '2' are mixed"):
         mt.narrow(nn.Sequential(nn.Linear(4, 8), nn.Softmax(-1), nn.Linear(8, 2)), 0.5)
 
@@ -259,6 +310,9 @@ def test_a_pretrained_member_computes_with_the_chosen_channels() -> None:
 @pytest.mark.parametrize("method", [mt.packed, mt.masksembles])
 def test_pretrained_activations_keep_their_scale(network: str, method: object) -> None:
     model = NETWORKS[network].model()
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            layer.bias.data.zero_()  # biases are kept, and are no part of the scale
     x, _ = NETWORKS[network].batch(64)
     net = method(model, 4, 2.0, init="pretrained", example=x, seed=0).eval()
     predictions = net(x)
@@ -338,8 +392,9 @@ def test_rounding_is_told() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"alpha": 0}, "alpha must be above 0 and at most members=4, got 0"),
-        ({"alpha": 5}, "alpha must be above 0 and at most members=4, got 5"),
+        ({"alpha": 0}, "alpha must be above 0 and at most 4, got 0"),
+        ({"alpha": 5}, "alpha must be above 0 and at most 4, got 5"),
+        ({"alpha": "2"}, "alpha must be above 0 and at most 4, got '2'"),
         ({"gamma": 0}, "gamma must be a whole number, 1 or more, got 0"),
         ({"gamma_layers": "none"}, "gamma_layers='none' selects nothing"),
     ],
@@ -347,5 +402,9 @@ def test_rounding_is_told() -> None:
 def test_bad_arguments_of_packed(options: dict[str, object], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         mt.packed(Cnn(), 4, example=torch.zeros(1, 3, 8, 8), **options)
+    with pytest.raises(ValueError, match="init must be"):
+        mt.narrow(Cnn(), 0.5, init="foo")
+    with pytest.raises(ValueError, match="groups must be"):
+        mt.narrow(Cnn(), 0.5, 0)
     with pytest.raises(ValueError, match="factor must be above 0 and at most 1, got 1.5"):
         mt.narrow(Cnn(), 1.5, example=torch.zeros(1, 3, 8, 8))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from multitudes.multitude import Criterion, Input, Multitude, prediction_in, split_call, tensors_in
+from multitudes.multitude import Criterion, Input, Multitude, evaluating, prediction_in, split_call, tensors_in
 from multitudes.packing import CannotPack, Plan, plan
 
 RUNNERS = ("auto", "loop", "packed", "stacked")
@@ -31,8 +31,8 @@ class Members(Multitude):
 
     independent = True
 
-    def __init__(self, networks: Iterable[nn.Module], members: int, task: str = "classification") -> None:
-        super().__init__(_stacked_copy(networks, members), members, task)
+    def __init__(self, networks: Iterable[nn.Module], members: int) -> None:
+        super().__init__(_stacked_copy(networks, members), members)
         self._runner = "auto"
         self._refused: dict[str, str] = {}
         self._fastest: dict[tuple[bool, int], str] = {}
@@ -95,7 +95,7 @@ class Members(Multitude):
 
     def _run(self, runner: str, x: Input) -> Tensor:
         if runner == "packed":
-            predictions = self._plans[self.network.training](self.network, x)
+            predictions = self._plan(x)(self.network, x)
         else:
             args, kwargs = split_call(x)
             predictions = self._each(
@@ -125,11 +125,35 @@ class Members(Multitude):
         )
 
     def _trace(self) -> None:
+        self._proven = False
         try:
             self._plans = {mode: plan(self.network, self.members, training=mode) for mode in (True, False)}
         except CannotPack as refusal:
             self._plans = {}
             self._refused["packed"] = str(refusal)
+
+    def _plan(self, x: Input) -> Plan:
+        """The steps for the current mode: traced again where settings have changed, proven once on an input."""
+        if not torch.compiler.is_compiling():
+            if self._plans and self._plans[self.training].outdated(self.network):
+                self._trace()
+            if self._plans and not self._proven:
+                self._prove(x)
+        if not self._plans:
+            raise CannotPack(f"runner 'packed' cannot run this network: {self._refused['packed']}")
+        return self._plans[self.training]
+
+    def _prove(self, x: Input) -> None:
+        """Compare the plan with the loop: a trace follows most of Python, not all of it."""
+        with evaluating(self), torch.no_grad():
+            want = self._run("loop", x)
+            got = self._plans[False](self.network, x)
+        half = torch.is_autocast_enabled(want.device.type) or want.dtype in (torch.bfloat16, torch.float16)
+        got, want = got.flatten().float(), want.flatten().float()
+        if not torch.equal(got.isfinite(), want.isfinite()) or not _distance(got, want) <= (0.1 if half else 0.01):
+            self._plans = {}
+            self._refused["packed"] = "its trace and the network itself give different predictions"
+        self._proven = True
 
     # -- the protocol ------------------------------------------------------------------------------------
 
@@ -153,7 +177,9 @@ class Members(Multitude):
         A norm over all parameters at once would tie the members together.
         """
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        norms = torch.stack([g.flatten(1).norm(dim=1) for g in gradients]).norm(dim=0)
+        if not gradients:
+            return torch.zeros(self.members)
+        norms = torch.stack([g.reshape(self.members, -1).norm(dim=1) for g in gradients]).norm(dim=0)
         scale = (max_norm / (norms + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             gradient.mul_(scale.view(-1, *[1] * (gradient.dim() - 1)))
@@ -181,6 +207,12 @@ class Members(Multitude):
             self._trace()
 
 
+def _distance(got: Tensor, want: Tensor) -> float:
+    """The relative error where both are finite."""
+    finite = want.isfinite()
+    return ((got - want)[finite].norm() / want[finite].norm().clamp(min=1e-12)).item()
+
+
 def _milliseconds(function: Callable[[], Any], warmups: int = 2, repeats: int = 3) -> float:
     for _ in range(warmups):
         function()
@@ -204,7 +236,7 @@ class _Objective(nn.Module):
         return self.network.loss(x, y, criterion)
 
 
-def fuse(networks: Sequence[nn.Module], task: str = "classification") -> Members:
+def fuse(networks: Sequence[nn.Module]) -> Members:
     """One multitude of networks that were built or trained apart, exact to float rounding.
 
     The networks must have the same architecture: the same names, shapes and dtypes. `fused.member(i)` gives
@@ -223,7 +255,7 @@ def fuse(networks: Sequence[nn.Module], task: str = "classification") -> Members
     for network in networks:
         if not isinstance(network, nn.Module):
             raise ValueError(f"networks must hold nn.Module objects, got {type(network).__name__}")
-    return Members(networks, len(networks), task)
+    return Members(networks, len(networks))
 
 
 def _stacked_copy(networks: Iterable[nn.Module], members: int) -> nn.Module:
@@ -234,10 +266,14 @@ def _stacked_copy(networks: Iterable[nn.Module], members: int) -> nn.Module:
     stacked: nn.Module | None = None
     for index, network in enumerate(networks):
         if stacked is None:
+            settings = _settings(network)
             stacked = _with_tensors(network, lambda tensor: tensor.new_empty(members, *tensor.shape))
             slots = _state(stacked)
         state = _state(network)
         _check_alike(slots, state, index)
+        for name, other in _settings(network).items():
+            if settings[name] != other:
+                raise ValueError(f"networks[{index}] and networks[0] differ at {name!r}: {other} against {settings[name]}")
         for name, slot in slots.items():
             slot.data[index].copy_(state[name].detach())
     assert stacked is not None
@@ -255,6 +291,16 @@ def _check_alike(slots: dict[str, Tensor], state: dict[str, Tensor], index: int)
                 f"networks[{index}] and networks[0] differ at {name!r}: {list(got)} {state[name].dtype} against "
                 f"{list(want)} {slot.dtype}"
             )
+
+
+def _settings(network: nn.Module) -> dict[str, str]:
+    """What every module is, beside its tensors: its class and its plain settings."""
+    plain = (int, float, str, bool, tuple, type(None))
+    return {
+        name: f"{type(module).__name__} "
+        + str({k: v for k, v in vars(module).items() if isinstance(v, plain) and k[0] != "_" and k != "training"})
+        for name, module in network.named_modules()
+    }
 
 
 def _state(network: nn.Module) -> dict[str, Tensor]:

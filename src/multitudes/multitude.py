@@ -34,14 +34,14 @@ class Multitude(nn.Module):
     independent = False
     """Whether the members share no weight. Then each learns from its own loss, and the losses add up."""
 
-    def __init__(self, network: nn.Module, members: int, task: str = "classification") -> None:
+    def __init__(self, network: nn.Module, members: int) -> None:
         super().__init__()
         self._modules, self._parameters, self._buffers = network._modules, network._parameters, network._buffers
         self._non_persistent_buffers_set = network._non_persistent_buffers_set
         object.__setattr__(self, "network", network)  # not registered, which would put a name in front
         self.training = network.training
         self.members = members
-        self.task = task
+        self.task = "classification"
         self.notes: dict[str, str] = {}
         self._targets_checked = False
 
@@ -67,7 +67,7 @@ class Multitude(nn.Module):
         if criterion is None:
             self._check_targets(predictions, y)
             criterion = F.cross_entropy
-        return self._combine(torch.stack([criterion(prediction, y) for prediction in predictions]))
+        return self._combine([criterion(prediction, y) for prediction in predictions])
 
     def predict(self, x: Input, task: str | None = None) -> Predictive:
         """What the members say together about `x`, in evaluation mode and without gradients."""
@@ -129,8 +129,15 @@ class Multitude(nn.Module):
             for name, kind, count, note in rows
         )
 
-    def _combine(self, losses: Tensor) -> Tensor:
-        return losses.sum() if self.independent else losses.mean()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradient to at most `max_norm`, member by member where they share no weight; the norm(s)."""
+        return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
+
+    def _combine(self, losses: list[Tensor]) -> Tensor:
+        if losses[0].dim():
+            raise ValueError(f"criterion must give one number, the batch's mean, got shape {list(losses[0].shape)}")
+        total = torch.stack(losses)
+        return total.sum() if self.independent else total.mean()
 
     def _check_targets(self, predictions: Tensor, y: Tensor) -> None:
         """Class labels must be classes. On a GPU only the first batch is read, since reading stalls it."""
@@ -174,11 +181,7 @@ class SharedMembers(Multitude):
 
 
 class MemberLayer(nn.Module):
-    """A user's layer that treats the rows of each member in its own way (see `SharedMembers`).
-
-    It is no drop-in for code that reads `layer.weight` past its forward: such code fails instead of leaving the
-    members out.
-    """
+    """A user's layer that treats the rows of each member in its own way (see `SharedMembers`)."""
 
     def __init__(self, layer: nn.Module, members: int) -> None:
         super().__init__()
@@ -186,6 +189,11 @@ class MemberLayer(nn.Module):
         self.members = members
         self.member: int | None = None
         self.axis = -1 if isinstance(layer, nn.Linear) else 1
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight's shape and dtype, for networks that ask; it has no values, since no member has just these."""
+        return self.layer.get_parameter("weight").detach().to("meta")
 
     def fold(self, index: int) -> nn.Module:
         """The plain layer that member `index` sees."""

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from multitudes.multitude import Input, call, evaluating
 from multitudes.scale import keep_scale
@@ -24,8 +26,12 @@ from multitudes.surgery import (
     PRODUCTS,
     TRANSPOSED,
     Selector,
+    check_arguments,
+    check_count,
+    check_number,
     example_for,
     executed,
+    hooked,
     redraw,
     replace,
     seeded,
@@ -103,6 +109,9 @@ def narrow(
       (2): Linear(in_features=32, out_features=3, bias=True)
     )
     """
+    check_arguments(model, 1, init)
+    check_number("factor", factor, 0, high=1, above=True)
+    check_count("groups", groups)
     with seeded(seed):
         example = example_for(model, example)
         cuts = plan_cuts(model, factor, groups, min_channels, group_layers, example)
@@ -119,10 +128,6 @@ def plan_cuts(
     example: Input,
 ) -> dict[str, Cut]:
     """Every layer's cut, by name. Channels are chosen at random, from torch's random state."""
-    if not 0 < factor <= 1:
-        raise ValueError(f"factor must be above 0 and at most 1, got {factor!r}")
-    if isinstance(gamma, bool) or not isinstance(gamma, int) or gamma < 1:
-        raise ValueError(f"gamma must be a whole number, 1 or more, got {gamma!r}")
     for name, module in model.named_modules():
         if type(module).__module__.startswith("torch.nn") and module._parameters and type(module) not in (
             *MAKING, *FOLLOWING
@@ -134,10 +139,14 @@ def plan_cuts(
     order = executed(model, example, MAKING)
     if not order:
         raise ValueError(f"model ({type(model).__name__}) has no layer that can be narrowed")
-    whole = {order[0], order[-1]}
-    watch = _Watch(factor, order[-1])
     with evaluating(model), torch.no_grad():
-        watch.run(model, example)
+        last = {order[-1]}
+        watch = _Watch(factor, last)
+        if bool(watch.run(model, example).isnan().any()):  # several layers give the output
+            last = {name for name in order if _gives_output(model, name, example)}
+            watch = _Watch(factor, last)
+            watch.run(model, example)
+    whole = last | {order[0]}
     return {
         name: _grouped(model.get_submodule(name), cut, factor, gamma if name in grouped - whole else 1, min_channels)
         for name, cut in watch.cuts.items()
@@ -178,24 +187,23 @@ def _owner(model: nn.Module, parameter: str) -> nn.Module:
 # -- observing which channels survive ----------------------------------------------------------------------
 
 
-class _Watch:
-    """One run in which each layer's dropped channels are NaN."""
+class _Watch(TorchFunctionMode):
+    """One run in which each layer's dropped channels are NaN; layers in `last` keep all of theirs."""
 
-    def __init__(self, factor: float, last: str) -> None:
+    def __init__(self, factor: float, last: set[str]) -> None:
+        super().__init__()
         self.factor, self.last = factor, last
         self.cuts: dict[str, Cut] = {}
         self.chosen: dict[int, Tensor] = {}  # one choice a width, so that channels that are added agree
 
-    def run(self, model: nn.Module, example: Input) -> None:
-        handles = []
-        for name, module in model.named_modules():
-            if type(module) in (*MAKING, *FOLLOWING):
-                handles.append(module.register_forward_hook(lambda m, a, y, name=name: self.see(name, m, a[0], y)))
-        try:
-            call(model, example)
-        finally:
-            for handle in handles:
-                handle.remove()
+    def run(self, model: nn.Module, example: Input) -> Tensor:
+        with self, hooked(model, (*MAKING, *FOLLOWING), lambda name, m, args, y: self.see(name, m, args[0], y)):
+            return call(model, example)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.scaled_dot_product_attention:
+            raise ValueError("attention ties its widths together, so it cannot be narrowed; deep_ensemble keeps it whole")
+        return function(*args, **(kwargs or {}))
 
     def see(self, name: str, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         following = type(layer) in FOLLOWING
@@ -218,11 +226,23 @@ class _Watch:
         if _depthwise(layer):
             each = width // layer.in_channels
             return (inputs.unsqueeze(1) * each + torch.arange(each)).flatten()
-        if name == self.last:
+        if name in self.last:
             return torch.arange(width)
         if width not in self.chosen:
             self.chosen[width] = choose(width, math.ceil(round(width * self.factor, 9)))
         return self.chosen[width]
+
+
+def _gives_output(model: nn.Module, name: str, example: Input) -> bool:
+    """Whether a layer's output reaches the network's without another layer between: NaN gets through."""
+
+    def mark(other: str, layer: nn.Module, args: Any, y: Tensor) -> Tensor:
+        if type(layer) in FOLLOWING:
+            return torch.where(args[0].isnan(), torch.nan, 0.0).to(y)
+        return torch.full_like(y, torch.nan if other == name else 0.0)
+
+    with hooked(model, (*MAKING, *FOLLOWING), mark):
+        return bool(call(model, example).isnan().any())
 
 
 def choose(width: int, count: int) -> Tensor:

@@ -10,10 +10,11 @@ one that cannot be traced is refused.
 
 from __future__ import annotations
 
+import inspect
 import operator
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,10 +55,10 @@ class Plan:
     The plan holds no weights: it reads them, stacked `[M, ...]`, from the network that it is given.
     """
 
-    def __init__(self, graph: fx.Graph, members: int, training: bool, containers: list[str]) -> None:
+    def __init__(self, graph: fx.Graph, members: int, training: bool, settings: dict[str, dict[str, int]]) -> None:
         self.members = members
         self.training = training
-        self.containers = containers
+        self.settings = settings  # those of the modules whose own code was traced
         self.inputs: list[tuple[str, str, bool, Any]] = []
         self.steps: list[Step] = []
         for node in graph.nodes:
@@ -69,29 +70,31 @@ class Plan:
             else:
                 self.steps.append(Step(node.name, node.op, node.target, args, kwargs))
 
+    def outdated(self, network: nn.Module) -> bool:
+        """Whether a setting that the traced code may have read has changed since."""
+        return any(_plain(network.get_submodule(name)) != before for name, before in self.settings.items())
+
     def __call__(self, network: nn.Module, x: Any) -> Tensor:
-        if any(network.get_submodule(name).training != self.training for name in self.containers):
+        if any(network.get_submodule(name).training != self.training for name in self.settings):
             raise CannotPack("some of its modules are in training mode and some are not")
         env = self._bind(x)
         for step in self.steps:
             args, kwargs = _fill(step.args, env), _fill(step.kwargs, env)
             result = self._run(step, network, args, kwargs)
             env[step.name] = result
-            if _writes_in_place(step):
+            if _writes_in_place(step) and isinstance(result, Many | Tensor):
                 env[step.args[0].name] = result
         return self._answer(_fill(self.output, env))
 
     def _bind(self, x: Any) -> dict[str, Any]:
-        if isinstance(x, dict):
-            given = dict(x)
-        else:
-            given = dict(zip((i[0] for i in self.inputs), x if isinstance(x, tuple) else (x,), strict=False))
-        env = {}
-        for name, target, required, default in self.inputs:
-            if required and name not in given and target not in given:
-                raise CannotPack(f"its argument {target!r} was not given")
-            env[name] = given.get(name, given.get(target, default))
-        return env
+        """The placeholders' values. Optional arguments were traced at their defaults and cannot be given."""
+        required = [name for name, _, required, _ in self.inputs if required]
+        given = dict(x) if isinstance(x, Mapping) else dict(enumerate(x if isinstance(x, tuple) else (x,)))
+        names = required if isinstance(x, Mapping) else list(range(len(required)))
+        if given.keys() != set(names):
+            raise CannotPack(f"it takes {', '.join(required)} and was given {', '.join(map(str, given))}")
+        values = dict(zip(required, (given[name] for name in names), strict=True))
+        return values | {name: default for name, _, required, default in self.inputs if not required}
 
     def _answer(self, output: Any) -> Tensor:
         if isinstance(output, dict) or hasattr(output, "logits"):
@@ -192,7 +195,7 @@ def plan(network: nn.Module, members: int, training: bool) -> Plan:
     try:
         network.train(training)
         tracer = _Tracer()
-        graph = tracer.trace(network)
+        graph = tracer.trace(network, _defaults(network))
     except Exception as error:  # noqa: BLE001 - tracing runs the user's own code: anything may come
         raise CannotPack(f"it cannot be traced ({type(error).__name__}: {error})") from error
     finally:
@@ -203,7 +206,35 @@ def plan(network: nn.Module, members: int, training: bool) -> Plan:
     changed = [name for name, before in attributes.items() if before != _plain(network.get_submodule(name))]
     if changed:
         raise CannotPack(f"the forward of module {changed[0]!r} writes its own attributes")
-    return Plan(graph, members, training, sorted(tracer.entered))
+    return Plan(graph, members, training, {name: attributes[name] for name in sorted(tracer.entered)})
+
+
+def _defaults(network: nn.Module) -> dict[str, Any]:
+    """The optional arguments of a forward, which are traced as they are."""
+    parameters = inspect.signature(network.forward).parameters.values()
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise CannotPack(f"its forward takes any number of arguments ({parameter})")
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+class _Proxy(fx.Proxy):
+    """fx's stand-in for a tensor, which takes `a += b` for `a = a + b`; here it stays in place."""
+
+    def __iadd__(self, other: Any) -> fx.Proxy:
+        return self._in_place(operator.iadd, other)
+
+    def __isub__(self, other: Any) -> fx.Proxy:
+        return self._in_place(operator.isub, other)
+
+    def __imul__(self, other: Any) -> fx.Proxy:
+        return self._in_place(operator.imul, other)
+
+    def __itruediv__(self, other: Any) -> fx.Proxy:
+        return self._in_place(operator.itruediv, other)
+
+    def _in_place(self, function: Callable[..., Any], other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
 
 
 class _Tracer(fx.Tracer):
@@ -213,6 +244,9 @@ class _Tracer(fx.Tracer):
         super().__init__()
         self.entered: set[str] = {""}
 
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
     def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
         own = type(module).__module__.startswith("multitudes.") and ".models" not in type(module).__module__
         leaf = own or type(module) in LAYERS or super().is_leaf_module(module, qualified_name)
@@ -221,9 +255,16 @@ class _Tracer(fx.Tracer):
         return leaf
 
 
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
 def _plain(module: nn.Module) -> dict[str, int]:
-    """The identities of a module's own attributes, those of nn.Module aside."""
-    return {key: id(value) for key, value in vars(module).items() if not key.startswith("_") and key != "training"}
+    """The identities of a module's own attributes, those of nn.Module and fx aside."""
+    return {
+        key: id(value)
+        for key, value in vars(module).items()
+        if key not in _MODULE_ATTRIBUTES and not key.startswith("_tensor_constant")
+    }
 
 
 def _attributes(network: nn.Module) -> dict[str, dict[str, int]]:

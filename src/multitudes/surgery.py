@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +44,8 @@ def select(
         raise ValueError(f"model ({type(model).__name__}) has no layer that can be converted: {names}")
     if selector is None:
         return able
+    if not (callable(selector) or isinstance(selector, Iterable)):
+        raise ValueError(f"{argument} must be None, a regular expression, a list of names or a function, got {selector!r}")
     if isinstance(selector, str):
         chosen = {name: m for name, m in able.items() if _fullmatch(selector, name, argument)}
     elif callable(selector):
@@ -51,7 +53,8 @@ def select(
     else:
         chosen = _listed(model, able, list(selector), argument)
     if not chosen:
-        raise ValueError(f"{argument}={selector!r} selects nothing; it could select: {', '.join(able)}")
+        given = "a function" if callable(selector) else repr(selector)
+        raise ValueError(f"{argument}={given} selects nothing; it could select: {', '.join(able)}")
     return chosen
 
 
@@ -88,6 +91,7 @@ def replace(model: nn.Module, replacements: dict[str, nn.Module]) -> nn.Module:
 
     A layer that the network uses in several places is replaced in all of them. Training modes are kept.
     """
+    _check_untied(model, replacements)
     memo: dict[int, Any] = {}
     for name, new in replacements.items():
         old = model.get_submodule(name)
@@ -98,6 +102,19 @@ def replace(model: nn.Module, replacements: dict[str, nn.Module]) -> nn.Module:
             # In evaluation it would read the weights of its linear layers instead of calling them.
             module.activation_relu_or_gelu = 0
     return replaced
+
+
+def _check_untied(model: nn.Module, names: Iterable[str]) -> None:
+    """A weight that two layers share would be two weights after one of them is replaced."""
+    owners: dict[int, set[tuple[int, str]]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add((id(module), name))
+    for name in names:
+        for parameter in model.get_submodule(name).parameters():
+            if len(owners[id(parameter)]) > 1:
+                tied = sorted(owner for _, owner in owners[id(parameter)])
+                raise ValueError(f"layers {' and '.join(map(repr, tied))} share a weight, so {name!r} cannot be replaced")
 
 
 # -- initialise --------------------------------------------------------------------------------------------
@@ -192,17 +209,28 @@ def _shapes(first: nn.Module | None) -> list[tuple[int, ...]]:
     return batched
 
 
-def executed(model: nn.Module, example: Input, kinds: tuple[type[nn.Module], ...]) -> list[str]:
-    """The names of the layers of these kinds, in the order in which a forward reaches them."""
-    names = {module: name for name, module in model.named_modules() if type(module) in kinds}
-    order: list[str] = []
-    handles = [m.register_forward_pre_hook(lambda m, _: order.append(names[m])) for m in names]
+@contextmanager
+def hooked(
+    model: nn.Module, kinds: tuple[type[nn.Module], ...], hook: Callable[[str, nn.Module, Any, Any], Any]
+) -> Iterator[None]:
+    """Let `hook(name, layer, args, output)` see, and perhaps replace, the outputs of the layers of these kinds."""
+    handles = [
+        module.register_forward_hook(lambda m, args, y, name=name: hook(name, m, args, y))
+        for name, module in model.named_modules()
+        if type(module) in kinds
+    ]
     try:
-        with evaluating(model), torch.no_grad():
-            call(model, example)
+        yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def executed(model: nn.Module, example: Input, kinds: tuple[type[nn.Module], ...]) -> list[str]:
+    """The names of the layers of these kinds, in the order in which a forward reaches them."""
+    order: list[str] = []
+    with hooked(model, kinds, lambda name, *_: order.append(name)), evaluating(model), torch.no_grad():
+        call(model, example)
     return list(dict.fromkeys(order))
 
 
@@ -254,11 +282,26 @@ def _check_independent(net: Multitude, example: Input, before: Tensor, tolerance
 # -- arguments ---------------------------------------------------------------------------------------------
 
 
-def check_arguments(model: nn.Module, members: int, init: str) -> None:
-    """What every method asks of its first arguments."""
+def check_arguments(model: nn.Module, members: int, init: str, plain: bool = True) -> None:
+    """What every method asks of its first arguments; most ask for a `plain` network."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
-    if isinstance(members, bool) or not isinstance(members, int) or members < 1:
-        raise ValueError(f"members must be a whole number, 1 or more, got {members!r}")
+    if plain and isinstance(model, Multitude):
+        raise ValueError(f"model is a multitude already ({type(model).__name__} of {model.members} members)")
+    check_count("members", members)
     if init not in ("fresh", "pretrained"):
         raise ValueError(f"init must be 'fresh' or 'pretrained', got {init!r}")
+
+
+def check_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number, 1 or more, got {value!r}")
+
+
+def check_number(name: str, value: float, low: float, high: float = float("inf"), above: bool = False) -> None:
+    """A real number from `low` (or above it) to `high`."""
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    if not real or not (low < value if above else low <= value) or not value <= high or value == float("inf"):
+        least = f"above {low:g}" if above else f"{low:g} or more"
+        most = "" if high == float("inf") else f" and at most {high:g}"
+        raise ValueError(f"{name} must be {least}{most}, got {value!r}")

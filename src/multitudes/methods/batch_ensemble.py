@@ -16,7 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.multitude import MemberLayer, SharedMembers
-from multitudes.surgery import PRODUCTS, TRANSPOSED, Selector, check_arguments, redraw, replace, seeded, select
+from multitudes.surgery import (
+    PRODUCTS,
+    TRANSPOSED,
+    Selector,
+    check_arguments,
+    check_number,
+    redraw,
+    replace,
+    seeded,
+    select,
+)
 
 
 class RankOne(MemberLayer):
@@ -87,8 +97,7 @@ def batch_ensemble(
         raise ValueError(f"factors must be 'normal' or 'sign', got {factors!r}")
     if spread is None:
         spread = 0.5 if init == "fresh" else 0.1
-    if not spread >= 0:
-        raise ValueError(f"spread must be 0 or more, got {spread!r}")
+    check_number("spread", spread, 0)
     chosen = select(model, layers, PRODUCTS)
     with seeded(seed):
         if init == "fresh":
@@ -102,4 +111,6 @@ def batch_ensemble(
                     own.normal_(1.0, spread)
                 else:
                     own.bernoulli_(0.5).mul_(2).sub_(1)
-    return SharedMembers(replace(model, converted), members)
+    net = SharedMembers(replace(model, converted), members)
+    net.notes = {name: "a rank-one factor for each member" for name in converted}
+    return net

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from multitudes.members import Members
-from multitudes.surgery import check_arguments, redraw, seeded
+from multitudes.surgery import check_arguments, check_number, redraw, seeded
 
 
 def deep_ensemble(
@@ -36,9 +36,8 @@ def deep_ensemble(
     >>> net(torch.ones(5, 3)).shape
     torch.Size([4, 5, 2])
     """
-    check_arguments(model, members, init)
-    if not perturb >= 0:
-        raise ValueError(f"perturb must be 0 or more, got {perturb!r}")
+    check_arguments(model, members, init, plain=False)
+    check_number("perturb", perturb, 0)
     if init == "fresh" and perturb:
         raise ValueError(f"perturb={perturb!r} needs init='pretrained'; fresh members differ anyway")
 

@@ -23,6 +23,7 @@ from multitudes.surgery import (
     TRANSPOSED,
     Selector,
     check_arguments,
+    check_number,
     example_for,
     executed,
     redraw,
@@ -124,8 +125,7 @@ def masksembles(
     torch.Size([4, 5, 2])
     """
     check_arguments(model, members, init)
-    if not 1.0 <= scale < float("inf"):
-        raise ValueError(f"scale must be 1 or more, got {scale!r}")
+    check_number("scale", scale, 1)
     chosen = select(model, layers, PRODUCTS)
     with seeded(seed):
         x = example_for(model, example) if layers is None or init == "pretrained" else None
@@ -138,7 +138,10 @@ def masksembles(
         network = replace(model, converted)
         if init == "pretrained" and scale > 1:
             keep_scale(model, network, x, tile(x, members), {name: None for name in converted})
-    return SharedMembers(network, members)
+    net = SharedMembers(network, members)
+    for name, layer in converted.items():
+        net.notes[name] = f"each member sees {int(layer.masks[0].sum())} of {layer.masks.shape[1]} inputs"
+    return net
 
 
 def _inputs(layer: nn.Module) -> int:

@@ -18,6 +18,8 @@ from multitudes.surgery import (
     CONVOLUTIONS,
     PRODUCTS,
     check_arguments,
+    check_count,
+    check_number,
     example_for,
     executed,
     redraw,
@@ -47,13 +49,15 @@ class Mimo(Multitude):
     def loss(self, x: Input, y: Tensor, criterion: Criterion | None = None) -> Tensor:
         """The mean over members of each one's loss on its own, shuffled, inputs."""
         x = _tensor(x)
+        if len(y) != len(x):
+            raise ValueError(f"y must have one target for each of the {len(x)} inputs, got {len(y)}")
         orders = self._orders(len(x), x.device)
         predictions = self._answers([x[order] for order in orders])
         if criterion is None:
             self._check_targets(predictions, y)
             criterion = F.cross_entropy
         losses = [criterion(p, y[order]) for p, order in zip(predictions, orders, strict=True)]
-        return self._combine(torch.stack(losses))
+        return self._combine(losses)
 
     def _orders(self, batch: int, device: torch.device) -> list[Tensor]:
         """Which inputs each member sees: a share `repetition` is the same for all, the rest shuffled apart."""
@@ -97,10 +101,8 @@ def mimo(
     torch.Size([3, 5, 2])
     """
     check_arguments(model, members, init)
-    if not 0.0 <= repetition <= 1.0:
-        raise ValueError(f"repetition must be between 0 and 1, got {repetition!r}")
-    if isinstance(batch_repetition, bool) or not isinstance(batch_repetition, int) or batch_repetition < 1:
-        raise ValueError(f"batch_repetition must be a whole number, 1 or more, got {batch_repetition!r}")
+    check_number("repetition", repetition, 0, high=1)
+    check_count("batch_repetition", batch_repetition)
     x = _tensor(example_for(model, example))
     order = executed(model, x, PRODUCTS)
     if not order:
@@ -172,6 +174,6 @@ def _check_outputs(net: Mimo, model: nn.Module, x: Tensor) -> None:
             got, reason = None, str(error)
     if got != want:
         raise ValueError(
-            f"MIMO cannot convert model ({type(model).__name__}): its output must come straight from its last layer, "
-            f"{net.last!r}; widened, {reason}"
+            f"MIMO cannot convert model ({type(model).__name__}): its input must go straight into its first layer, "
+            f"{net.first!r}, and its output come straight from its last layer, {net.last!r}; widened, {reason}"
         )

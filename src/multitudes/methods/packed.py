@@ -21,13 +21,13 @@ from torch import nn
 from multitudes.members import Members
 from multitudes.multitude import Input
 from multitudes.narrow import Cut, apply_cuts, plan_cuts, rescaled
-from multitudes.surgery import Selector, check_arguments, example_for, redraw, seeded
+from multitudes.surgery import Selector, check_arguments, check_count, check_number, example_for, redraw, seeded
 
 
 def packed(
     model: nn.Module,
     members: int = 4,
-    alpha: float = 2.0,
+    alpha: float | None = None,
     gamma: int = 1,
     *,
     min_channels: int = 64,
@@ -38,6 +38,7 @@ def packed(
 ) -> Members:
     """A Packed-Ensemble-(alpha, M, gamma) of `model`, which is left as it was.
 
+    `alpha` is above 0 and at most `members`, where every member is as wide as the model; by default 2.
     Widths are rounded up where they do not divide. `gamma` is not applied to the first and the last layer, nor
     where a subgroup would have fewer than `min_channels` inputs, and only to layers that `gamma_layers`
     selects; `net.summary()` tells every layer's widths and gamma. With `init="pretrained"` each member starts
@@ -52,8 +53,9 @@ def packed(
     Linear(in_features=8, out_features=32, bias=True)
     """
     check_arguments(model, members, init)
-    if not 0 < alpha <= members:
-        raise ValueError(f"alpha must be above 0 and at most members={members}, got {alpha!r}")
+    alpha = min(2, members) if alpha is None else alpha
+    check_number("alpha", alpha, 0, high=members, above=True)
+    check_count("gamma", gamma)
     notes: dict[str, Cut] = {}
 
     def networks() -> Iterator[nn.Module]:
