@@ -145,7 +145,10 @@ def test_masks_are_applied_in_the_networks_dtype() -> None:
     assert net(torch.randn(2, 3, 8, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
     with torch.autocast("cpu", torch.bfloat16):
         layer = mt.masksembles(NETWORKS["cnn"].model(), 3).network.conv2
-        assert layer._by_member(torch.mul, torch.ones(3, 12, 2, 2, dtype=torch.bfloat16), layer.masks).dtype is torch.bfloat16
+        assert (
+            layer._by_member(torch.mul, torch.ones(3, 12, 2, 2, dtype=torch.bfloat16), layer.masks).dtype
+            is torch.bfloat16
+        )
 
 
 def test_the_data_is_not_masked() -> None:

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.narrow import GroupedLinear, choose
+from multitudes.narrow import choose
 from multitudes.surgery import PRODUCTS, example_for, redraw, replace, seeded, select
 from tests.cases import CLASSES, NETWORKS, Cnn
-from tests.test_members import DenseBlock, UNet
+from tests.hard_networks import DenseBlock, UNet
 
 # -- select ------------------------------------------------------------------------------------------------
 
@@ -210,7 +210,10 @@ def test_norms_are_narrowed_and_their_groups_are_told() -> None:
 def test_grouped_convolutions_keep_their_groups_or_are_refused() -> None:
     def grouped(width: int) -> nn.Module:
         return nn.Sequential(
-            nn.Conv2d(3, width, 1), nn.Conv2d(width, width, 3, groups=4), nn.Flatten(), nn.Linear(width * 36, 2)
+            nn.Conv2d(3, width, 1),
+            nn.Conv2d(width, width, 3, groups=4),
+            nn.Flatten(),
+            nn.Linear(width * 36, 2),
         )
 
     x = torch.randn(2, 3, 8, 8)
@@ -287,7 +290,9 @@ def test_channels_are_chosen_evenly() -> None:
         assert kept.max() < width
         for parts in (2, 4):
             if width % parts == 0 and count % parts == 0:
-                shares = [((kept >= p * width // parts) & (kept < (p + 1) * width // parts)).sum() for p in range(parts)]
+                shares = [
+                    ((kept >= p * width // parts) & (kept < (p + 1) * width // parts)).sum() for p in range(parts)
+                ]
                 assert len({int(share) for share in shares}) == 1
 
 
@@ -320,91 +325,3 @@ def test_pretrained_activations_keep_their_scale(network: str, method: object) -
         predictions = predictions.flatten(0, 1).unsqueeze(0)
     ratio = predictions.square().mean((1, 2)).sqrt() / model(x).square().mean().sqrt()
     torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=0.25, atol=0)
-
-
-# -- packed ------------------------------------------------------------------------------------------------
-
-
-def parameters(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
-
-
-def all_but_first_of_block(name: str, module: nn.Module) -> bool:
-    return not name.endswith("conv1")
-
-
-def test_parameter_counts_are_the_papers() -> None:
-    r18, r50 = mt.models.resnet18(), mt.models.resnet50()
-    assert f"{parameters(mt.deep_ensemble(r18, 4)) / 1e6:.2f}" == "44.70"
-    assert f"{parameters(mt.deep_ensemble(r50, 4)) / 1e6:.2f}" == "94.08"
-    assert f"{parameters(mt.batch_ensemble(r18, 4)) / 1e6:.2f}" == "11.21"
-    assert f"{parameters(mt.mimo(r18, 4)) / 1e6:.2f}" == "11.19"
-    packed = [mt.packed(model, 4, 2, 2, gamma_layers=all_but_first_of_block) for model in (r18, r50)]
-    assert [f"{parameters(net) / 1e6:.2f}" for net in packed] == ["8.18", "14.55"]
-
-
-@pytest.mark.parametrize(("alpha", "members", "gamma"), [(2, 4, 1), (2, 4, 2), (3, 3, 2), (2, 8, 2), (1, 2, 4)])
-def test_every_layer_has_the_weights_of_the_formula(alpha: int, members: int, gamma: int) -> None:
-    model = mt.models.resnet18()
-    net = mt.packed(model, members, alpha, gamma)
-    for name, layer in model.named_modules():
-        if not isinstance(layer, nn.Conv2d) or name == "conv1":
-            continue
-        got = net.get_submodule(name)
-        inputs, outputs = -(-alpha * layer.in_channels // members), -(-alpha * layer.out_channels // members)
-        used = got.groups
-        assert used <= gamma
-        assert net.get_parameter(f"{name}.weight").numel() == members * inputs * outputs * layer.kernel_size[0] ** 2 // used
-        if used < gamma:  # only where a subgroup would be too small, or does not divide
-            assert inputs // gamma < 64 or inputs % gamma or outputs % gamma
-        assert f"gamma {used}" in net.notes[name]
-    assert net.get_submodule("conv1").groups == 1
-
-
-def test_gamma_splits_linear_layers_too() -> None:
-    model = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 3))
-    net = mt.packed(model, 2, 2, 2)
-    assert isinstance(net.member(0)[2], GroupedLinear)
-    assert net.get_parameter("2.weight").numel() == 2 * 512 * 512 // 2
-    layer = GroupedLinear(6, 4, 2)
-    whole = torch.zeros(4, 6)
-    whole[:2, :3], whole[2:, 3:] = layer.weight[:2], layer.weight[2:]
-    x = torch.randn(7, 5, 6)
-    torch.testing.assert_close(layer(x), F.linear(x, whole, layer.bias))
-
-
-def test_full_width_members_are_a_deep_ensemble() -> None:
-    case = NETWORKS["resnet18"]
-    net = mt.packed(case.model(), members=3, alpha=3, example=case.batch(2)[0]).eval()
-    fused = mt.fuse([net.member(i) for i in range(3)])
-    x, _ = case.batch()
-    net.runner = fused.runner = "packed"
-    assert torch.equal(net(x), fused(x))
-    assert repr(net.member(0)) == repr(case.model())
-
-
-def test_rounding_is_told() -> None:
-    net = mt.packed(Cnn(), members=4, alpha=2.5, example=torch.zeros(1, 3, 8, 8))
-    assert "rounded up from 7.5" in net.summary()
-    assert "alpha 2.5, gamma 1" in net.summary().splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"alpha": 0}, "alpha must be above 0 and at most 4, got 0"),
-        ({"alpha": 5}, "alpha must be above 0 and at most 4, got 5"),
-        ({"alpha": "2"}, "alpha must be above 0 and at most 4, got '2'"),
-        ({"gamma": 0}, "gamma must be a whole number, 1 or more, got 0"),
-        ({"gamma_layers": "none"}, "gamma_layers='none' selects nothing"),
-    ],
-)
-def test_bad_arguments_of_packed(options: dict[str, object], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        mt.packed(Cnn(), 4, example=torch.zeros(1, 3, 8, 8), **options)
-    with pytest.raises(ValueError, match="init must be"):
-        mt.narrow(Cnn(), 0.5, init="foo")
-    with pytest.raises(ValueError, match="groups must be"):
-        mt.narrow(Cnn(), 0.5, 0)
-    with pytest.raises(ValueError, match="factor must be above 0 and at most 1, got 1.5"):
-        mt.narrow(Cnn(), 1.5, example=torch.zeros(1, 3, 8, 8))

@@ -46,10 +46,10 @@ def predict(
 
     Args:
         net: a multitude; it stays on its device.
-        data: a tensor `[N, ...]`, or an iterable of batches such as a `DataLoader`. A batch is an input, or a
-            tuple or list that starts with one, the rest being targets, which are left alone. An input is a
-            tensor, a mapping of keyword arguments (`"label"` and `"labels"` are dropped), or, inside a batch,
-            a tuple of positional arguments.
+        data: a tensor `[N, ...]`, one batch as a mapping, or an iterable of batches such as a `DataLoader`.
+            A batch is an input, or a tuple or list that starts with one, the rest being targets, which are left
+            alone. An input is a tensor, a mapping of keyword arguments (`"label"` and `"labels"` are dropped),
+            or, inside a batch, a tuple of positional arguments.
         task: how to read the predictions (see `Predictive`); the network's own task by default.
         batch_size: how many inputs of a tensor to run at a time, 256 by default.
         progress: whether to show progress on stderr; by default on a terminal, after two seconds.
@@ -61,6 +61,8 @@ def predict(
     >>> predict(Doubtful(), torch.randn(1000, 10))
     Predictive(task='classification', members=2, inputs=1000, outputs=[10])
     """
+    if not callable(getattr(net, "predict", None)):
+        raise ValueError(f"net must be a multitude, got a {type(net).__name__}: convert it first")
     batches = _batches(data, batch_size)
     options = {} if task is None else {"task": task}
     if device is None:
@@ -89,10 +91,10 @@ def _batches(data: Tensor | Iterable[Any], batch_size: int | None) -> Iterable[A
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         return data.split(batch_size or 256)
+    if isinstance(data, Mapping):
+        return [data]  # one batch of keyword arguments
     if batch_size is not None:
-        raise ValueError(
-            f"batch_size cuts a tensor, and data is a {type(data).__name__} with its own batches"
-        )
+        raise ValueError(f"batch_size cuts a tensor, and data is a {type(data).__name__} with its own batches")
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         raise ValueError(f"data must come in batches, got a {type(data).__name__}: wrap it in a DataLoader")
     return data
@@ -107,9 +109,7 @@ def _input(batch: Any, device: torch.device | str | None) -> Any:
         return {key: _moved(value, device) for key, value in x.items() if key not in _LABELS}
     if isinstance(x, tuple | list) and x:
         return tuple(_moved(value, device) for value in x)
-    raise ValueError(
-        f"a batch must be, or start with, a tensor, a mapping or a tuple, got {type(x).__name__}"
-    )
+    raise ValueError(f"a batch must be, or start with, a tensor, a mapping or a tuple, got {type(x).__name__}")
 
 
 def _moved(value: Any, device: torch.device | str | None) -> Any:

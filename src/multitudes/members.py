@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from multitudes.multitude import Criterion, Input, Multitude, evaluating, prediction_in, split_call, tensors_in
-from multitudes.packing import CannotPack, Plan, plan
+from multitudes.multitude import (
+    Criterion,
+    Input,
+    Multitude,
+    evaluating,
+    prediction_in,
+    split_call,
+    tensors_in,
+)
+from multitudes.packing import CannotPack, Plan, trace
 
 RUNNERS = ("auto", "loop", "packed", "stacked")
 
@@ -59,11 +68,18 @@ class Members(Multitude):
         return [name for name in names if name not in self._refused]
 
     def _predictions(self, x: Input) -> Tensor:
-        return self._run(self._choose(x) if self._runner == "auto" else self._runner, x)
+        if self._runner != "auto":
+            return self._run(self._runner, x)
+        if torch.compiler.is_compiling():
+            return self._run(self.runners(tensors_in(x)[0].device)[0], x)
+        try:
+            return self._run(self._choose(x), x)
+        except CannotPack:  # not any more: some of its modules may have been frozen since
+            return self._run("loop", x)
 
     def _choose(self, x: Input) -> str:
         names = self.runners(tensors_in(x)[0].device)
-        if len(names) == 1 or torch.compiler.is_compiling():
+        if len(names) == 1:
             return names[0]
         # Large and small batches may differ in what is fastest; powers of two are fine enough.
         key = self.training, sum(tensor.numel() for tensor in tensors_in(x)).bit_length()
@@ -72,25 +88,20 @@ class Members(Multitude):
         return self._fastest[key]
 
     def _race(self, names: list[str], x: Input) -> str:
-        """The fastest runner for `x`. One that cannot run it while another can is not asked again.
+        """The fastest of the runners that can run `x`.
 
         Nothing is left of the trials: no statistics, no random numbers drawn.
         """
         times: dict[str, float] = {}
-        refusals: dict[str, str] = {}
         buffers = [(buffer, buffer.clone()) for buffer in self.buffers()]
         with torch.random.fork_rng(devices=[tensors_in(x)[0].device]):
             for name in names:
                 try:
-                    times[name] = _milliseconds(lambda name=name: self._run(name, x))
-                except torch.OutOfMemoryError:
+                    times[name] = _milliseconds(partial(self._run, name, x))
+                except (RuntimeError, ValueError):  # what no runner can run is raised by the loop, after the race
                     continue
-                except (CannotPack, RuntimeError, ValueError) as refusal:
-                    refusals[name] = str(refusal)
         for buffer, before in buffers:
             buffer.copy_(before)
-        if times:
-            self._refused |= refusals
         return min(times, key=lambda name: times[name]) if times else "loop"
 
     def _run(self, runner: str, x: Input) -> Tensor:
@@ -127,22 +138,22 @@ class Members(Multitude):
     def _trace(self) -> None:
         self._proven = False
         try:
-            self._plans = {mode: plan(self.network, self.members, training=mode) for mode in (True, False)}
+            self._plans = {mode: trace(self.network, self.members, training=mode) for mode in (True, False)}
         except CannotPack as refusal:
             self._plans = {}
             self._refused["packed"] = str(refusal)
 
     def _plan(self, x: Input) -> Plan:
         """The steps for the current mode: traced again where settings have changed, proven once on an input."""
-        if not torch.compiler.is_compiling():
-            if self._plans and self._plans[self.training].outdated(self.network):
-                self._trace()
-            if self._plans and not self._proven:
-                self._prove(x)
+        if self._plans and not torch.compiler.is_compiling() and self._plans[self.training].outdated(self.network):
+            self._trace()
+        if self._plans and not self._proven:
+            self._prove(x)
         if not self._plans:
             raise CannotPack(f"runner 'packed' cannot run this network: {self._refused['packed']}")
         return self._plans[self.training]
 
+    @torch.compiler.disable
     def _prove(self, x: Input) -> None:
         """Compare the plan with the loop: a trace follows most of Python, not all of it."""
         with evaluating(self), torch.no_grad():
@@ -201,10 +212,11 @@ class Members(Multitude):
         return {key: value for key, value in self.__dict__.items() if key != "_plans"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         self._plans = {}
         if "packed" not in self._refused:
             self._trace()
+            self._proven = state["_proven"]
 
 
 def _distance(got: Tensor, want: Tensor) -> float:
@@ -273,7 +285,9 @@ def _stacked_copy(networks: Iterable[nn.Module], members: int) -> nn.Module:
         _check_alike(slots, state, index)
         for name, other in _settings(network).items():
             if settings[name] != other:
-                raise ValueError(f"networks[{index}] and networks[0] differ at {name!r}: {other} against {settings[name]}")
+                raise ValueError(
+                    f"networks[{index}] and networks[0] differ at {name!r}: {other} against {settings[name]}"
+                )
         for name, slot in slots.items():
             slot.data[index].copy_(state[name].detach())
     assert stacked is not None

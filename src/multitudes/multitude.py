@@ -36,7 +36,11 @@ class Multitude(nn.Module):
 
     def __init__(self, network: nn.Module, members: int) -> None:
         super().__init__()
-        self._modules, self._parameters, self._buffers = network._modules, network._parameters, network._buffers
+        self._modules, self._parameters, self._buffers = (
+            network._modules,
+            network._parameters,
+            network._buffers,
+        )
         self._non_persistent_buffers_set = network._non_persistent_buffers_set
         object.__setattr__(self, "network", network)  # not registered, which would put a name in front
         self.training = network.training
@@ -174,9 +178,7 @@ class SharedMembers(Multitude):
                 layer.member = None
 
     def _member(self, index: int) -> nn.Module:
-        folded = {
-            id(layer): layer.fold(index) for layer in self.network.modules() if isinstance(layer, MemberLayer)
-        }
+        folded = {id(layer): layer.fold(index) for layer in self.network.modules() if isinstance(layer, MemberLayer)}
         return copy.deepcopy(self.network, folded)
 
 
@@ -199,9 +201,7 @@ class MemberLayer(nn.Module):
         """The plain layer that member `index` sees."""
         raise NotImplementedError
 
-    def _by_member(
-        self, function: Callable[[Tensor, Tensor], Tensor], x: Tensor, values: Tensor
-    ) -> Tensor:
+    def _by_member(self, function: Callable[[Tensor, Tensor], Tensor], x: Tensor, values: Tensor) -> Tensor:
         """`function` of the rows of x `[M*B, C, ...]` and their member's own of `values [M, C]`, in x's dtype."""
         shape = [1] * x.dim()
         shape[self.axis] = -1
@@ -228,6 +228,7 @@ def call(network: nn.Module, x: Input) -> Tensor:
 
 
 def prediction_in(output: Any) -> Tensor:
+    """A network's output, or the `logits` of it."""
     if isinstance(output, Tensor):
         return output
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
@@ -251,6 +252,7 @@ def tile(x: Input, times: int) -> Input:
 
 
 def tensors_in(x: Input) -> list[Tensor]:
+    """The tensors that a network is called with."""
     values = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple) else (x,)
     return [value for value in values if isinstance(value, Tensor)]
 

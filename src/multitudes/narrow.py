@@ -8,10 +8,7 @@ surviving inputs are those that are not NaN. One run on an example gives every l
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from multitudes.cuts import FOLLOWING, MAKING, Cut, cut_layer, is_depthwise, norm_groups, width_of
 from multitudes.multitude import Input, call, evaluating
 from multitudes.scale import keep_scale
 from multitudes.surgery import (
-    CONVOLUTIONS,
     PRODUCTS,
     TRANSPOSED,
     Selector,
@@ -37,50 +34,6 @@ from multitudes.surgery import (
     seeded,
     select,
 )
-
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-FOLLOWING = (*BATCH_NORMS, *INSTANCE_NORMS, nn.GroupNorm, nn.LayerNorm, nn.PReLU)
-"""Layers whose outputs are their inputs' channels."""
-MAKING = (*PRODUCTS, nn.Embedding)
-"""Layers that make channels of their own."""
-
-Choice = Callable[[int], Tensor]
-"""Which channels to keep of a given width: sorted indices."""
-
-
-@dataclass(frozen=True)
-class Cut:
-    """What is left of one layer: the indices of its kept inputs and outputs, and its gamma."""
-
-    inputs: Tensor
-    outputs: Tensor
-    gamma: int = 1
-    note: str = ""
-
-
-class GroupedLinear(nn.Module):
-    """A linear layer of `groups` groups, `[..., I] -> [..., O]`, each of which sees its own share of the inputs."""
-
-    def __init__(self, in_features: int, out_features: int, groups: int, bias: bool = True) -> None:
-        super().__init__()
-        self.in_features, self.out_features, self.groups = in_features, out_features, groups
-        self.weight = nn.Parameter(torch.empty(out_features, in_features // groups))
-        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        bound = 1 / math.sqrt(self.weight.shape[1])  # as nn.Linear's, for the inputs that an output sees
-        for parameter in self.parameters():
-            nn.init.uniform_(parameter, -bound, bound)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = x.unflatten(-1, (self.groups, -1)).unsqueeze(-2)
-        y = (parts @ self.weight.unflatten(0, (self.groups, -1)).mT).squeeze(-2).flatten(-2)
-        return y if self.bias is None else y + self.bias
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, groups={self.groups}"
 
 
 def narrow(
@@ -155,7 +108,7 @@ def plan_cuts(
 
 def apply_cuts(model: nn.Module, cuts: dict[str, Cut], example: Input) -> nn.Module:
     """The narrowed copy, with the kept channels' weights; checked on the example."""
-    narrowed = replace(model, {name: _cut(model.get_submodule(name), cut, name) for name, cut in cuts.items()})
+    narrowed = replace(model, {name: cut_layer(model.get_submodule(name), cut, name) for name, cut in cuts.items()})
     with evaluating(model), evaluating(narrowed), torch.no_grad():
         want = call(model, example).shape
         try:
@@ -197,18 +150,23 @@ class _Watch(TorchFunctionMode):
         self.chosen: dict[int, Tensor] = {}  # one choice a width, so that channels that are added agree
 
     def run(self, model: nn.Module, example: Input) -> Tensor:
-        with self, hooked(model, (*MAKING, *FOLLOWING), lambda name, m, args, y: self.see(name, m, args[0], y)):
+        with (
+            self,
+            hooked(model, (*MAKING, *FOLLOWING), lambda name, m, args, y: self.see(name, m, args[0], y)),
+        ):
             return call(model, example)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.scaled_dot_product_attention:
-            raise ValueError("attention ties its widths together, so it cannot be narrowed; deep_ensemble keeps it whole")
+            raise ValueError(
+                "attention ties its widths together, so it cannot be narrowed; deep_ensemble keeps it whole"
+            )
         return function(*args, **(kwargs or {}))
 
-    def see(self, name: str, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def see(self, name: str, layer: Any, x: Tensor, y: Tensor) -> Tensor:
         following = type(layer) in FOLLOWING
         embedding = isinstance(layer, nn.Embedding)
-        inputs = torch.arange(layer.num_embeddings) if embedding else _kept(x, _axis(layer, x), name)  # type: ignore[arg-type]
+        inputs = torch.arange(layer.num_embeddings) if embedding else _kept(x, _axis(layer, x), name)
         if following:
             cut, out = Cut(inputs, inputs), torch.where(x.isnan(), torch.nan, 0.0).to(y)
         else:
@@ -222,8 +180,8 @@ class _Watch(TorchFunctionMode):
         return out
 
     def _outputs(self, name: str, layer: Any, inputs: Tensor) -> Tensor:
-        width = _width(layer)
-        if _depthwise(layer):
+        width = width_of(layer)
+        if is_depthwise(layer):
             each = width // layer.in_channels
             return (inputs.unsqueeze(1) * each + torch.arange(each)).flatten()
         if name in self.last:
@@ -271,106 +229,20 @@ def _kept(x: Tensor, axis: int, name: str) -> Tensor:
     return (~dropped).nonzero()[:, 0].cpu()
 
 
-def _width(layer: Any) -> int:
-    names = {nn.Linear: "out_features", nn.Embedding: "embedding_dim"}
-    return int(getattr(layer, names.get(type(layer), "out_channels")))
-
-
-def _depthwise(layer: Any) -> bool:
-    return isinstance(layer, (*CONVOLUTIONS, *TRANSPOSED)) and layer.groups == layer.in_channels > 1
-
-
 def _grouped(layer: Any, cut: Cut, factor: float, gamma: int, min_channels: int) -> Cut:
     """The cut with the largest gamma, up to the wanted one, that the layer's widths allow."""
     if type(layer) in FOLLOWING:
         regrouped = isinstance(layer, nn.GroupNorm) and len(cut.inputs) % layer.num_groups
-        note = f"{layer.num_groups} groups -> {_norm_groups(layer, len(cut.inputs))}" if regrouped else ""
+        note = f"{layer.num_groups} groups -> {norm_groups(layer, len(cut.inputs))}" if regrouped else ""
         return Cut(cut.inputs, cut.outputs, 1, note)
-    own, width = getattr(layer, "groups", 1), _width(layer)
+    own, width = getattr(layer, "groups", 1), width_of(layer)
     exact = width * factor
-    wanted = 1 if _depthwise(layer) or isinstance(layer, (*TRANSPOSED, nn.Embedding)) else gamma
+    wanted = 1 if is_depthwise(layer) or isinstance(layer, (*TRANSPOSED, nn.Embedding)) else gamma
     used = next(
         g for g in range(wanted, 0, -1)
-        if g == 1 or not (len(cut.inputs) % (own * g) or len(cut.outputs) % (own * g))
-        and len(cut.inputs) // (own * g) >= min_channels
+        if g == 1 or (not (len(cut.inputs) % (own * g) or len(cut.outputs) % (own * g))
+        and len(cut.inputs) // (own * g) >= min_channels)
     )  # fmt: skip
     rounded = f", rounded up from {exact:g}" if width != len(cut.outputs) > exact + 1e-9 else ""
     note = f"{len(cut.inputs)} -> {len(cut.outputs)}, gamma {used}{rounded}"
     return Cut(cut.inputs, cut.outputs, used, note)
-
-
-# -- cutting -----------------------------------------------------------------------------------------------
-
-
-def _cut(layer: Any, cut: Cut, name: str) -> nn.Module:
-    """A smaller layer of the same class, with the kept channels' weights."""
-    inputs, outputs = len(cut.inputs), len(cut.outputs)
-    small = copy.deepcopy(layer)
-    if isinstance(layer, nn.LayerNorm):
-        small.normalized_shape = (inputs, *layer.normalized_shape[1:])
-        return _indexed(small, cut.inputs)
-    if isinstance(layer, nn.PReLU):
-        if layer.num_parameters == 1:
-            return small
-        small.num_parameters = inputs
-        return _indexed(small, cut.inputs)
-    if isinstance(layer, nn.GroupNorm):
-        small.num_channels, small.num_groups = inputs, _norm_groups(layer, inputs)
-        return _indexed(small, cut.inputs)
-    if type(layer) in FOLLOWING:
-        small.num_features = inputs
-        return _indexed(small, cut.inputs)
-    if isinstance(layer, nn.Embedding):
-        small.embedding_dim = outputs
-        small.weight = nn.Parameter(layer.weight.data[:, cut.outputs].clone())
-        return small
-    return _cut_product(layer, small, cut, name)
-
-
-def _cut_product(layer: Any, small: Any, cut: Cut, name: str) -> nn.Module:
-    inputs, outputs = len(cut.inputs), len(cut.outputs)
-    linear = isinstance(layer, nn.Linear)
-    groups = (inputs if _depthwise(layer) else getattr(layer, "groups", 1)) * cut.gamma
-    if inputs % groups or outputs % groups:
-        raise ValueError(f"layer {name!r} has {groups} groups, which do not divide its narrowed width of {inputs}")
-    if linear:
-        if cut.gamma > 1:
-            small = GroupedLinear(inputs, outputs, groups, layer.bias is not None).to(layer.weight)
-        small.in_features, small.out_features = inputs, outputs
-    else:
-        small.in_channels, small.out_channels, small.groups = inputs, outputs, groups
-    small.weight = nn.Parameter(_cut_weight(layer, cut, groups, name), layer.weight.requires_grad)
-    if layer.bias is not None:
-        small.bias = nn.Parameter(layer.bias.data[cut.outputs].clone(), layer.bias.requires_grad)
-    return small  # type: ignore[no-any-return]
-
-
-def _cut_weight(layer: Any, cut: Cut, groups: int, name: str) -> Tensor:
-    """`[O', I'/groups, ...]` of a layer's `[O, I/G, ...]`."""
-    weight, own = layer.weight.data, getattr(layer, "groups", 1)
-    transposed = isinstance(layer, TRANSPOSED)
-    if transposed:
-        weight = weight.unflatten(0, (own, -1)).transpose(1, 2).flatten(0, 1)  # [O, I/G, ...]
-    each = weight.shape[1]
-    kept = cut.inputs.view(groups, -1).repeat_interleave(len(cut.outputs) // groups, 0)  # [O', I'/groups]
-    local = kept - (cut.outputs * own // weight.shape[0] * each).unsqueeze(1)
-    if int(local.min()) < 0 or int(local.max()) >= each:
-        raise ValueError(f"layer {name!r} has {own} groups of {each} inputs, which its narrowed width does not fit")
-    small = weight[cut.outputs.unsqueeze(1), local]
-    if transposed:
-        small = small.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
-    return small.contiguous()  # type: ignore[no-any-return]
-
-
-def _norm_groups(layer: nn.GroupNorm, width: int) -> int:
-    return next(g for g in range(layer.num_groups, 0, -1) if width % g == 0)
-
-
-def _indexed(layer: nn.Module, index: Tensor) -> nn.Module:
-    """Keep the indexed entries of all of a layer's per-channel parameters and buffers."""
-    for name, parameter in layer.named_parameters():
-        setattr(layer, name, nn.Parameter(parameter.data[index].clone(), parameter.requires_grad))
-    for name, buffer in layer.named_buffers():
-        if buffer.dim():
-            setattr(layer, name, buffer[index].clone())
-    return layer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,11 @@ from multitudes.multitude import Input, MemberLayer, call, evaluating
 
 
 def keep_scale(
-    model: nn.Module, converted: nn.Module, example: Input, own_example: Input, kept: dict[str, Tensor | None]
+    model: nn.Module,
+    converted: nn.Module,
+    example: Input,
+    own_example: Input,
+    kept: Mapping[str, Tensor | None],
 ) -> None:
     """Scale the weights of `converted`, in place, so that its layers' outputs are as large as the model's.
 
@@ -36,7 +41,7 @@ def keep_scale(
     _run(converted, own_example, kept, adjust)
 
 
-def _run(model: nn.Module, example: Input, names: dict[str, Tensor | None], see: Any) -> None:
+def _run(model: nn.Module, example: Input, names: Iterable[str], see: Any) -> None:
     handles = [
         model.get_submodule(name).register_forward_hook(lambda layer, _, y, name=name: see(name, layer, y))
         for name in names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,7 +45,9 @@ def select(
     if selector is None:
         return able
     if not (callable(selector) or isinstance(selector, Iterable)):
-        raise ValueError(f"{argument} must be None, a regular expression, a list of names or a function, got {selector!r}")
+        raise ValueError(
+            f"{argument} must be None, a regular expression, a list of names or a function, got {selector!r}"
+        )
     if isinstance(selector, str):
         chosen = {name: m for name, m in able.items() if _fullmatch(selector, name, argument)}
     elif callable(selector):
@@ -65,9 +67,7 @@ def _fullmatch(pattern: str, name: str, argument: str) -> bool:
         raise ValueError(f"{argument}={pattern!r} is not a regular expression: {error}") from error
 
 
-def _listed(
-    model: nn.Module, able: dict[str, nn.Module], wanted: list[str], argument: str
-) -> dict[str, nn.Module]:
+def _listed(model: nn.Module, able: dict[str, nn.Module], wanted: list[str], argument: str) -> dict[str, nn.Module]:
     def named(names: Any, want: str) -> list[str]:
         return [name for name in names if name == want or name.endswith(f".{want}")]
 
@@ -86,7 +86,7 @@ def _listed(
     return {name: module for name, module in able.items() if name in chosen}
 
 
-def replace(model: nn.Module, replacements: dict[str, nn.Module]) -> nn.Module:
+def replace(model: nn.Module, replacements: Mapping[str, nn.Module]) -> nn.Module:
     """A copy of `model` in which the named layers are others. The model itself is left as it was.
 
     A layer that the network uses in several places is replaced in all of them. Training modes are kept.
@@ -114,7 +114,9 @@ def _check_untied(model: nn.Module, names: Iterable[str]) -> None:
         for parameter in model.get_submodule(name).parameters():
             if len(owners[id(parameter)]) > 1:
                 tied = sorted(owner for _, owner in owners[id(parameter)])
-                raise ValueError(f"layers {' and '.join(map(repr, tied))} share a weight, so {name!r} cannot be replaced")
+                raise ValueError(
+                    f"layers {' and '.join(map(repr, tied))} share a weight, so {name!r} cannot be replaced"
+                )
 
 
 # -- initialise --------------------------------------------------------------------------------------------
@@ -136,9 +138,10 @@ def redraw(model: nn.Module) -> nn.Module:
         for parameter in module.parameters(recurse=False):
             _redraw_alone(parameter)
     for module in model.modules():
-        if callable(getattr(module, "_init_weights", None)):
+        initialise = getattr(module, "_init_weights", None)
+        if callable(initialise):
             with _unmarked(module):
-                module.apply(module._init_weights)
+                module.apply(initialise)
             break
     return model
 
@@ -198,15 +201,14 @@ def example_for(model: nn.Module, example: Input | None = None) -> Input:
     raise ValueError(f"no input was found that fits the model ({type(model).__name__}): pass one batch as example=")
 
 
-def _shapes(first: nn.Module | None) -> list[tuple[int, ...]]:
+def _shapes(first: Any) -> list[tuple[int, ...]]:
     if isinstance(first, nn.Linear):
         return [(first.in_features,), (8, first.in_features)]
     if first is None:
         return []
-    channels, spatial = first.in_channels, len(first.kernel_size)  # type: ignore[arg-type]
+    channels, spatial = first.in_channels, len(first.kernel_size)
     sides = _LENGTHS if spatial == 1 else _SIDES if spatial == 2 else _SIDES[:6]
-    batched: list[tuple[int, ...]] = [(channels, *[side] * spatial) for side in sides]  # type: ignore[list-item]
-    return batched
+    return [(channels, *[side] * spatial) for side in sides]
 
 
 @contextmanager
@@ -273,7 +275,11 @@ def _check_independent(net: Multitude, example: Input, before: Tensor, tolerance
         other = copy.deepcopy(net)
         for parameter in other.parameters():
             parameter[poisoned] = torch.nan
-        groups = zip(before.unflatten(0, (net.members, -1)), other(example).unflatten(0, (net.members, -1)), strict=True)
+        groups = zip(
+            before.unflatten(0, (net.members, -1)),
+            other(example).unflatten(0, (net.members, -1)),
+            strict=True,
+        )
         for index, (was, now) in enumerate(groups):
             if index != poisoned and not torch.allclose(was, now, rtol=tolerance, atol=tolerance):
                 raise ValueError(f"member {index} depends on the weights of member {poisoned} (runner {runner!r})")
@@ -294,6 +300,7 @@ def check_arguments(model: nn.Module, members: int, init: str, plain: bool = Tru
 
 
 def check_count(name: str, value: int) -> None:
+    """A whole number, 1 or more."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a whole number, 1 or more, got {value!r}")
 

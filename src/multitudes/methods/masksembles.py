@@ -110,15 +110,16 @@ def masksembles(
     scale: float = 2.0,
     *,
     layers: Selector = None,
-    example: Tensor | None = None,
+    example: Input | None = None,
     init: str = "fresh",
     seed: int | None = None,
 ) -> SharedMembers:
     """Masksembles: fixed masks on the inputs of convolutions and linear layers, the first one's excepted.
 
     `scale` is 1 or more: 1 gives every member every channel, larger values less overlap. `layers` selects the
-    masked layers. From a pretrained network, masked layers' weights are scaled so that activations are as large as
-    they were on the example, one batch of inputs; where it is left out, noise of the usual sizes is tried. The same `seed` gives the same masks.
+    masked layers. From a pretrained network, their weights are scaled so that activations are as large as they
+    were on `example`, one batch of inputs; where it is left out, noise of the usual sizes is tried. The same
+    `seed` gives the same masks.
 
     >>> net = masksembles(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), members=4, scale=2.0)
     >>> net(torch.ones(5, 3)).shape
@@ -128,15 +129,15 @@ def masksembles(
     check_number("scale", scale, 1)
     chosen = select(model, layers, PRODUCTS)
     with seeded(seed):
-        x = example_for(model, example) if layers is None or init == "pretrained" else None
         if layers is None:
-            chosen = _all_but_first(model, chosen, x)
+            chosen = _all_but_first(model, chosen, example)
         if init == "fresh":
             model = redraw(copy.deepcopy(model))
         layer_of = {name: copy.deepcopy(model.get_submodule(name)) for name in chosen}
         converted = {name: Masked(layer, masks(_inputs(layer), members, scale)) for name, layer in layer_of.items()}
         network = replace(model, converted)
         if init == "pretrained" and scale > 1:
+            x = example_for(model, example)
             keep_scale(model, network, x, tile(x, members), {name: None for name in converted})
     net = SharedMembers(network, members)
     for name, layer in converted.items():
@@ -148,11 +149,9 @@ def _inputs(layer: nn.Module) -> int:
     return layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels  # type: ignore[return-value]
 
 
-def _all_but_first(
-    model: nn.Module, chosen: dict[str, nn.Module], example: Input
-) -> dict[str, nn.Module]:
+def _all_but_first(model: nn.Module, chosen: dict[str, nn.Module], example: Input | None) -> dict[str, nn.Module]:
     """The first layer's input is the data, which every member should see whole."""
-    first = executed(model, example, PRODUCTS)[0]
+    first = executed(model, example_for(model, example), PRODUCTS)[0]
     rest = {name: layer for name, layer in chosen.items() if name != first}
     if not rest:
         raise ValueError(f"model ({type(model).__name__}) has only one layer, {first!r}, and its input is the data")

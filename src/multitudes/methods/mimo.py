@@ -64,15 +64,13 @@ class Mimo(Multitude):
         order = torch.randperm(batch * self.batch_repetition, device=device) % batch
         split = round(len(order) * (1 - self.repetition))
         apart, same = order[:split], order[split:]
-        return [
-            torch.cat([apart[torch.randperm(split, device=device)], same]) for _ in range(self.members)
-        ]
+        return [torch.cat([apart[torch.randperm(split, device=device)], same]) for _ in range(self.members)]
 
     def _member(self, index: int) -> nn.Module:
         """In evaluation the inputs are one input, so the first layer's weights for them add up."""
         first, last = self.network.get_submodule(self.first), self.network.get_submodule(self.last)
         folded = _resized(first, inputs=1 / self.members)
-        folded.weight.data = first.weight.data.unflatten(1, (self.members, -1)).sum(1)  # type: ignore[union-attr, operator]
+        folded.get_parameter("weight").data = first.get_parameter("weight").data.unflatten(1, (self.members, -1)).sum(1)
         mine = _resized(folded if first is last else last, outputs=1 / self.members)
         for name, parameter in (folded if first is last else last).named_parameters():
             mine.get_parameter(name).data = parameter.data.unflatten(0, (self.members, -1))[index].clone()
@@ -132,8 +130,8 @@ def _tensor(x: Input) -> Tensor:
 def _widened(model: nn.Module, members: int, first: str, last: str) -> nn.Module:
     """Wider first and last layers that compute, for M equal inputs, the model's own output M times."""
     wide = _resized(model.get_submodule(first), inputs=members)
-    weight: Tensor = model.get_submodule(first).weight.data  # type: ignore[union-attr, assignment]
-    wide.weight.data = torch.cat([weight] * members, 1) / members  # type: ignore[union-attr]
+    weight = model.get_submodule(first).get_parameter("weight").data
+    wide.get_parameter("weight").data = torch.cat([weight] * members, 1) / members
     old = wide if first == last else model.get_submodule(last)
     head = _resized(old, outputs=members)
     for name, parameter in old.named_parameters():
@@ -157,7 +155,7 @@ def _axes(model: nn.Module, x: Tensor, first: str, last: str) -> tuple[int, int]
     handle = layer.register_forward_pre_hook(lambda _, args: seen.setdefault("first", args[0]) is None or None)
     try:
         with evaluating(model), torch.no_grad():
-            output = call(model, x)
+            call(model, x)
     finally:
         handle.remove()
     sequence = isinstance(layer, nn.Linear) and seen["first"].shape == x.shape

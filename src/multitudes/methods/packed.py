@@ -15,13 +15,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 
-import torch
 from torch import nn
 
+from multitudes.cuts import Cut
 from multitudes.members import Members
 from multitudes.multitude import Input
-from multitudes.narrow import Cut, apply_cuts, plan_cuts, rescaled
-from multitudes.surgery import Selector, check_arguments, check_count, check_number, example_for, redraw, seeded
+from multitudes.narrow import apply_cuts, plan_cuts, rescaled
+from multitudes.surgery import (
+    Selector,
+    check_arguments,
+    check_count,
+    check_number,
+    example_for,
+    redraw,
+    seeded,
+)
 
 
 def packed(

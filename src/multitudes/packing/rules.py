@@ -15,80 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multitudes.pointwise import pointwise, worth_a_product
+from multitudes.packing.pointwise import pointwise, worth_a_product
+from multitudes.packing.values import Many, Packed, Stacked, Value, as_packed, as_stacked, rank_of
 
 
-class CannotPack(ValueError):
-    """Why the packed runner cannot run a network."""
-
-
-class Many:
-    """One value for each of `members` members."""
-
-    def __init__(self, tensor: Tensor, members: int) -> None:
-        self.tensor = tensor
-        self.members = members
-
-    def stacked(self) -> Tensor:
-        """`[M, B, ...]`"""
-        raise NotImplementedError
-
-    def packed(self) -> Tensor:
-        """`[B, M*C, ...]`"""
-        raise NotImplementedError
-
-    def rank(self) -> int:
-        """The number of dimensions that a member sees."""
-        raise NotImplementedError
-
-    def like(self, tensor: Tensor) -> Many:
-        return type(self)(tensor, self.members)
-
-
-class Packed(Many):
-    """`[B, M*C, ...]`: the members' channels side by side."""
-
-    def stacked(self) -> Tensor:
-        return self.tensor.unflatten(1, (self.members, -1)).movedim(1, 0)
-
-    def packed(self) -> Tensor:
-        return self.tensor
-
-    def rank(self) -> int:
-        return self.tensor.dim()
-
-
-class Stacked(Many):
-    """`[M, B, ...]`: one member after the other."""
-
-    def stacked(self) -> Tensor:
-        return self.tensor
-
-    def packed(self) -> Tensor:
-        if self.tensor.dim() < 3:
-            raise CannotPack(f"a value of shape {list(self.tensor.shape[1:])} has no channels")
-        return self.tensor.movedim(0, 1).flatten(1, 2)
-
-    def rank(self) -> int:
-        return self.tensor.dim() - 1
-
-
-Value = Many | Tensor
-
-
-def as_packed(value: Value, members: int) -> Tensor:
-    """`[B, M*C, ...]`; a shared value is repeated."""
-    if isinstance(value, Many):
-        return value.packed()
-    return value.repeat(1, members, *[1] * (value.dim() - 2))
-
-
-def as_stacked(value: Value, members: int) -> Tensor:
-    """`[M, B, ...]`; a shared value is expanded."""
-    return value.stacked() if isinstance(value, Many) else value.expand(members, *value.shape)
-
-
-def _flat(tensor: Tensor | None) -> Tensor | None:
+def _flat(tensor: Tensor | None) -> Any:
     """Stacked weights `[M, C, ...]` as those of one wide layer, `[M*C, ...]`, a view."""
     return None if tensor is None else tensor.flatten(0, 1)
 
@@ -99,10 +30,10 @@ def _flat(tensor: Tensor | None) -> Tensor | None:
 def convolution(layer: Any, value: Value, members: int) -> Any:
     """A shared input needs one plain convolution; after that, grouped ones."""
     spatial = len(layer.kernel_size)
-    if _rank(value) != spatial + 2:
+    if rank_of(value) != spatial + 2:
         return NotImplemented
     shared = isinstance(value, Tensor)
-    x = value if shared else value.packed()
+    x = value.packed() if isinstance(value, Many) else value
     weight, bias = _flat(layer.weight), _flat(layer.bias)
     if not shared and worth_a_product(layer, x):
         return Packed(pointwise(x, layer.weight, bias, layer.stride), members)
@@ -117,13 +48,15 @@ def convolution(layer: Any, value: Value, members: int) -> Any:
 
 
 def transposed_convolution(layer: Any, value: Value, members: int) -> Any:
+    """Grouped, as `convolution`; a shared input is repeated."""
     x = as_packed(value, members)
     spatial = len(layer.kernel_size)
     run = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[spatial - 1]
     groups = layer.groups * members
     weight, bias = _flat(layer.weight), _flat(layer.bias)
     return Packed(
-        run(x, weight, bias, layer.stride, layer.padding, layer.output_padding, groups, layer.dilation), members
+        run(x, weight, bias, layer.stride, layer.padding, layer.output_padding, groups, layer.dilation),
+        members,
     )
 
 
@@ -140,10 +73,7 @@ def _linear(value: Value, weight: Tensor, bias: Tensor | None, members: int) -> 
         return Stacked(wide.unflatten(-1, (members, -1)).movedim(-2, 0), members)
     x = value.stacked()
     rows = x.flatten(1, -2)
-    if bias is None:
-        product = torch.bmm(rows, weight.mT)
-    else:
-        product = torch.baddbmm(bias.unsqueeze(1), rows, weight.mT)
+    product = torch.bmm(rows, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), rows, weight.mT)
     return Stacked(product.unflatten(1, x.shape[1:-1]), members)
 
 
@@ -163,6 +93,7 @@ def batch_norm(layer: Any, value: Value, members: int) -> Packed:
 
 
 def instance_norm(layer: Any, value: Value, members: int) -> Any:
+    """Per channel and input."""
     x = as_packed(value, members)
     if x.dim() != _INSTANCE_RANKS[type(layer)]:
         return NotImplemented
@@ -173,12 +104,14 @@ def instance_norm(layer: Any, value: Value, members: int) -> Any:
 
 
 def group_norm(layer: Any, value: Value, members: int) -> Packed:
+    """M times the groups."""
     weight, bias = _flat(layer.weight), _flat(layer.bias)
     x = as_packed(value, members)
     return Packed(F.group_norm(x, members * layer.num_groups, weight, bias, layer.eps), members)
 
 
 def layer_norm(layer: Any, value: Value, members: int) -> Stacked:
+    """Over the last dimensions, which stacking leaves alone."""
     x = as_stacked(value, members)
     x = F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
     shape = (members, *[1] * (x.dim() - 1 - len(layer.normalized_shape)), *layer.normalized_shape)
@@ -190,6 +123,7 @@ def layer_norm(layer: Any, value: Value, members: int) -> Stacked:
 
 
 def prelu(layer: Any, value: Value, members: int) -> Any:
+    """Per channel; a slope for all channels becomes one for each."""
     x = as_packed(value, members)
     slopes = layer.weight
     if slopes.shape[1] == 1:
@@ -198,6 +132,7 @@ def prelu(layer: Any, value: Value, members: int) -> Any:
 
 
 def elementwise(layer: nn.Module, value: Value, members: int) -> Value:
+    """In whatever way the values lie."""
     return value.like(layer(value.tensor)) if isinstance(value, Many) else layer(value)
 
 
@@ -212,20 +147,22 @@ def dropout(layer: nn.Module, value: Value, members: int) -> Value:
     """Members draw their own noise, also on a shared input."""
     if not layer.training:
         return value
-    return value.like(layer(value.tensor)) if isinstance(value, Many) else Stacked(layer(as_stacked(value, members)), members)
+    return (
+        value.like(layer(value.tensor))
+        if isinstance(value, Many)
+        else Stacked(layer(as_stacked(value, members)), members)
+    )
 
 
 def channel_dropout(layer: nn.Module, value: Value, members: int) -> Any:
+    """Whole channels, each member's its own."""
     if not layer.training:
         return value
-    return Packed(layer(as_packed(value, members)), members) if _rank(value) >= 3 else NotImplemented
-
-
-def _rank(value: Value) -> int:
-    return value.rank() if isinstance(value, Many) else value.dim()
+    return Packed(layer(as_packed(value, members)), members) if rank_of(value) >= 3 else NotImplemented
 
 
 def flatten(layer: Any, value: Value, members: int) -> Any:
+    """Features stay next to their member's."""
     if isinstance(value, Tensor):
         return layer(value)
     return Packed(layer(value.packed()), members) if layer.start_dim >= 1 else NotImplemented
@@ -235,6 +172,7 @@ def flatten(layer: Any, value: Value, members: int) -> Any:
 
 
 def pointwise_function(function: Callable[..., Any], members: int, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """One value at a time."""
     if not isinstance(x, Many) or any(isinstance(a, Many | Tensor) for a in (*args, *kwargs.values())):
         return NotImplemented
     return x.like(function(x.tensor, *args, **kwargs))
@@ -256,12 +194,14 @@ def binary(function: Callable[..., Any], members: int, a: Any, b: Any, **kwargs:
 
 
 def channelwise_function(function: Callable[..., Any], members: int, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """One channel at a time."""
     if not isinstance(x, Many) or x.rank() < 2 or kwargs.get("return_indices"):
         return NotImplemented
     return Packed(function(x.packed(), *args, **kwargs), members)
 
 
 def flatten_function(function: Callable[..., Any], members: int, x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
+    """As the layer."""
     if not isinstance(x, Many) or start_dim < 1:
         return NotImplemented
     return Packed(function(x.packed(), start_dim, end_dim), members)
@@ -289,15 +229,16 @@ def reduce(function: Callable[..., Any], members: int, x: Any, dim: Any = None, 
 def concatenate(function: Callable[..., Any], members: int, tensors: Any, dim: int = 0) -> Any:
     """Along channels, each member's parts go next to each other."""
     values = list(tensors)
-    if not all(isinstance(v, Packed | Tensor) and _rank(v) >= 2 for v in values):
+    if not all(isinstance(v, Packed | Tensor) and rank_of(v) >= 2 for v in values):
         return NotImplemented
-    if dim % _rank(values[0]) != 1:
+    if dim % rank_of(values[0]) != 1:
         return NotImplemented
     parts = [as_packed(v, members).unflatten(1, (members, -1)) for v in values]
     return Packed(torch.cat(parts, 2).flatten(1, 2), members)
 
 
 def linear_function(function: Callable[..., Any], members: int, x: Any, weight: Any, bias: Any = None) -> Any:
+    """As the layer, by a weight that the network holds itself."""
     if not isinstance(weight, Stacked) or not isinstance(bias, Stacked | None):
         return NotImplemented
     return _linear(x, weight.tensor, None if bias is None else bias.tensor, members)

@@ -1,19 +1,8 @@
-"""The packed runner: members side by side in one network of grouped layers.
-
-A network is traced once by `torch.fx` into a list of steps. Running them, a value is one of three things:
-*shared*, a plain tensor (or number) that all members see alike; *packed*, `[B, M*C, ...]` with the members'
-channels side by side, member-major; or *stacked*, `[M, B, ...]`. Steps that `packed_rules` knows run on packed
-channels at full speed; any other step runs by itself under `torch.vmap`, which is right whatever the step
-does. So a network that mixes channels (a shuffle, a `cat`, an attention) is computed right, at some cost, and
-one that cannot be traced is refused.
-"""
+"""A plan: the steps of a traced network, run for all members at once."""
 
 from __future__ import annotations
 
-import inspect
 import operator
-import random
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +13,8 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from multitudes.packed_rules import FUNCTIONS, LAYERS, METHODS, RANDOM, CannotPack, Many, Packed, Stacked
-
-__all__ = ["CannotPack", "Plan", "plan"]
+from multitudes.packing.rules import FUNCTIONS, LAYERS, METHODS, RANDOM
+from multitudes.packing.values import CannotPack, Many, Stacked
 
 # Questions about a value that have one answer for all members: asked of member 0.
 _ASKED = {"size", "dim", "ndimension", "numel", "is_floating_point", "element_size"}
@@ -42,6 +30,8 @@ class Ref:
 
 @dataclass(frozen=True)
 class Step:
+    """One operation of the traced network."""
+
     name: str
     kind: str  # fx's: call_module, call_function, call_method, get_attr
     target: Any
@@ -72,7 +62,7 @@ class Plan:
 
     def outdated(self, network: nn.Module) -> bool:
         """Whether a setting that the traced code may have read has changed since."""
-        return any(_plain(network.get_submodule(name)) != before for name, before in self.settings.items())
+        return any(settings_of(network.get_submodule(name)) != before for name, before in self.settings.items())
 
     def __call__(self, network: nn.Module, x: Any) -> Tensor:
         if any(network.get_submodule(name).training != self.training for name in self.settings):
@@ -178,104 +168,16 @@ class Plan:
         )
 
 
-# -- tracing -----------------------------------------------------------------------------------------------
-
-
-def plan(network: nn.Module, members: int, training: bool) -> Plan:
-    """Trace a network in one mode, or raise `CannotPack` with the reason.
-
-    A trace keeps what the network's own code did while it was traced, so whatever a trace would freeze is
-    refused: control flow on values, random numbers drawn in plain Python, attributes written by `forward`.
-    """
-    hooked = [name for name, m in network.named_modules() if m._forward_hooks or m._forward_pre_hooks]
-    if hooked:
-        raise CannotPack(f"module {hooked[0]!r} has forward hooks, which must see each member's own tensors")
-    mode = {module: module.training for module in network.modules()}
-    attributes, noise = _attributes(network), _random_states()
-    try:
-        network.train(training)
-        tracer = _Tracer()
-        graph = tracer.trace(network, _defaults(network))
-    except Exception as error:  # noqa: BLE001 - tracing runs the user's own code: anything may come
-        raise CannotPack(f"it cannot be traced ({type(error).__name__}: {error})") from error
-    finally:
-        for module, flag in mode.items():
-            module.training = flag
-    if _random_states() != noise:
-        raise CannotPack("it draws random numbers in its own code")
-    changed = [name for name, before in attributes.items() if before != _plain(network.get_submodule(name))]
-    if changed:
-        raise CannotPack(f"the forward of module {changed[0]!r} writes its own attributes")
-    return Plan(graph, members, training, {name: attributes[name] for name in sorted(tracer.entered)})
-
-
-def _defaults(network: nn.Module) -> dict[str, Any]:
-    """The optional arguments of a forward, which are traced as they are."""
-    parameters = inspect.signature(network.forward).parameters.values()
-    for parameter in parameters:
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise CannotPack(f"its forward takes any number of arguments ({parameter})")
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
-
-
-class _Proxy(fx.Proxy):
-    """fx's stand-in for a tensor, which takes `a += b` for `a = a + b`; here it stays in place."""
-
-    def __iadd__(self, other: Any) -> fx.Proxy:
-        return self._in_place(operator.iadd, other)
-
-    def __isub__(self, other: Any) -> fx.Proxy:
-        return self._in_place(operator.isub, other)
-
-    def __imul__(self, other: Any) -> fx.Proxy:
-        return self._in_place(operator.imul, other)
-
-    def __itruediv__(self, other: Any) -> fx.Proxy:
-        return self._in_place(operator.itruediv, other)
-
-    def _in_place(self, function: Callable[..., Any], other: Any) -> fx.Proxy:
-        return self.tracer.create_proxy("call_function", function, (self, other), {})
-
-
-class _Tracer(fx.Tracer):
-    proxy_buffer_attributes = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entered: set[str] = {""}
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Proxy(node, self)
-
-    def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
-        own = type(module).__module__.startswith("multitudes.") and ".models" not in type(module).__module__
-        leaf = own or type(module) in LAYERS or super().is_leaf_module(module, qualified_name)
-        if not leaf:
-            self.entered.add(qualified_name)
-        return leaf
-
-
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
-def _plain(module: nn.Module) -> dict[str, int]:
+def settings_of(module: nn.Module) -> dict[str, int]:
     """The identities of a module's own attributes, those of nn.Module and fx aside."""
     return {
         key: id(value)
         for key, value in vars(module).items()
         if key not in _MODULE_ATTRIBUTES and not key.startswith("_tensor_constant")
     }
-
-
-def _attributes(network: nn.Module) -> dict[str, dict[str, int]]:
-    return {name: _plain(module) for name, module in network.named_modules()}
-
-
-def _random_states() -> list[Any]:
-    states: list[Any] = [torch.get_rng_state().tolist(), random.getstate()]
-    if "numpy" in sys.modules:
-        states.append(str(sys.modules["numpy"].random.get_state()))
-    return states
 
 
 # -- arguments ---------------------------------------------------------------------------------------------

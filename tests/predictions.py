@@ -1,0 +1,37 @@
+"""Names, numbers and comparisons that the tests of `Predictive` share."""
+
+import re
+
+import pytest
+import torch
+
+PER_CLASS = ("probs", "log_probs")
+PER_MEMBER = ("member_probs", "member_log_probs")
+PER_INPUT = (
+    "label",
+    "confidence",
+    "entropy",
+    "expected_entropy",
+    "mutual_information",
+    "variance",
+    "disagreement",
+    "max_logit",
+)
+CLASSIFICATION = PER_CLASS + PER_MEMBER + PER_INPUT
+MOMENTS = ("mean", "epistemic_variance", "aleatoric_variance", "variance", "std")
+
+
+def randn(*shape, dtype=torch.float32, scale=3.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype)
+
+
+def close(actual, expected, atol=1e-6, rtol=1e-5):
+    """Equal in shape and, to rounding, in value; the dtypes may differ."""
+    expected = torch.as_tensor(expected)
+    torch.testing.assert_close(actual, expected.to(actual.dtype), atol=atol, rtol=rtol)
+
+
+def raises(sentence):
+    """A ValueError that is this very sentence."""
+    return pytest.raises(ValueError, match=f"^{re.escape(sentence)}$")

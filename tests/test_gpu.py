@@ -1,0 +1,110 @@
+"""What only a GPU can show: channels-last, half precision, 1x1 convolutions as products, the race of the runners."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import multitudes as mt
+from multitudes.packing import pointwise
+from tests.cases import NETWORKS
+from tests.hard_networks import HARD
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+RUNNERS = ("loop", "packed", "stacked")
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+class Bottleneck(nn.Module):
+    """1x1 convolutions with and without bias and stride, around a 3x3 one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 32, 1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 16, 1, bias=False), nn.BatchNorm2d(16),
+            nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 64, 1, stride=2), nn.ReLU(),
+        )  # fmt: skip
+        self.head = nn.Linear(64, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).mean((2, 3)))
+
+
+@pytest.mark.parametrize("dense_below", [0.0, 1e9])
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_runners_agree_channels_last(
+    dense_below: float, half: bool, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pointwise, "DENSE_BELOW", dense_below)
+    torch.manual_seed(0)
+    net = mt.deep_ensemble(Bottleneck(), 3).cuda().to(memory_format=torch.channels_last).train(training)
+    x = torch.randn(8, 3, 16, 16, device="cuda").to(memory_format=torch.channels_last)
+    y = torch.randint(5, (8,), device="cuda")
+    outputs, gradients = {}, {}
+    for runner in RUNNERS:
+        one = copy.deepcopy(net)
+        one.runner = runner
+        with torch.autocast("cuda", torch.bfloat16, enabled=half):
+            outputs[runner] = one(x).float()
+            loss = sum(F.cross_entropy(p, y) for p in outputs[runner])
+        loss.backward()
+        gradients[runner] = torch.cat([p.grad.flatten() for p in one.parameters()])
+    for runner in ("packed", "stacked"):
+        for got, want in ((outputs[runner], outputs["loop"]), (gradients[runner], gradients["loop"])):
+            assert (got - want).norm() / want.norm() < (3e-2 if half else 1e-4)
+
+
+@pytest.mark.parametrize("name", list(HARD))
+def test_the_automatic_choice_is_right_for_hard_networks(name: str) -> None:
+    build, shape = HARD[name]
+    torch.manual_seed(0)
+    models = [build().cuda().eval() for _ in range(3)]
+    net = mt.fuse(models)
+    x = torch.randn(5, *shape, device="cuda")
+    if name == "reused":
+        pytest.xfail("the network itself adds a CPU constant to a GPU tensor")
+    together = net(x)
+    for index, model in enumerate(models):
+        torch.testing.assert_close(together[index], model(x), rtol=1e-3, atol=1e-4)
+
+
+def test_the_race_leaves_no_trace() -> None:
+    case = NETWORKS["resnet18"]
+    raced = mt.fuse([case.model(seed).train() for seed in range(2)]).cuda()
+    plain = copy.deepcopy(raced)
+    plain.runner = "loop"
+    x = case.batch()[0].cuda()
+    torch.manual_seed(3)
+    state = torch.cuda.get_rng_state()
+    raced(x)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    plain(x)
+    for name, buffer in raced.named_buffers():
+        torch.testing.assert_close(buffer, plain.get_buffer(name), rtol=1e-4, atol=1e-5)
+    assert set(raced._fastest.values()) <= set(RUNNERS)
+
+
+def test_inputs_that_fit_no_runner_are_the_callers_mistake() -> None:
+    net = mt.fuse([NETWORKS["cnn"].model(seed) for seed in range(2)]).cuda()
+    with pytest.raises(ValueError, match="does not fit the network"):
+        net(torch.randn(2, 9, 8, 8, device="cuda"))
+    assert net(torch.randn(2, 3, 8, 8, device="cuda")).shape == (2, 2, 5)
+
+
+def test_compiled_packed_members_agree() -> None:
+    torch.compiler.reset()
+    net = mt.deep_ensemble(Bottleneck(), 3).cuda().to(memory_format=torch.channels_last).eval()
+    x = torch.randn(8, 3, 16, 16, device="cuda").to(memory_format=torch.channels_last)
+    net.runner = "packed"
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(net)(x), net(x), rtol=1e-3, atol=1e-4)

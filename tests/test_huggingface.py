@@ -1,0 +1,118 @@
+"""Hugging Face models, built from tiny configurations: called with keyword arguments, answering with `logits`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import multitudes as mt
+
+transformers = pytest.importorskip("transformers")
+
+
+def vit() -> nn.Module:
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=8, patch_size=4,
+        num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.ViTForImageClassification(config).eval()
+
+
+def bert() -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=16, num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertForSequenceClassification(config).eval()
+
+
+def resnet() -> nn.Module:
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=5
+    )
+    return transformers.ResNetForImageClassification(config).eval()
+
+
+def images() -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(3, 3, 8, 8)}
+
+
+def texts() -> dict[str, Tensor]:
+    mask = torch.ones(3, 9, dtype=torch.long)
+    mask[1, 5:] = 0
+    return {"input_ids": torch.randint(40, (3, 9)), "attention_mask": mask}
+
+
+MODELS = {"vit": (vit, images), "bert": (bert, texts), "resnet": (resnet, images)}
+every_model = pytest.mark.parametrize("name", list(MODELS))
+
+
+@every_model
+@pytest.mark.parametrize("runner", ["auto", "loop", "packed", "stacked"])
+def test_fused_models_equal_the_models(name: str, runner: str) -> None:
+    build, batch = MODELS[name]
+    torch.manual_seed(0)
+    models, x = [build() for _ in range(3)], batch()
+    net = mt.fuse(models)
+    try:
+        net.runner = runner
+        together = net(x)
+    except ValueError:
+        assert runner in ("packed", "stacked")  # their code branches on values, which the loop does not mind
+        return
+    for index, model in enumerate(models):
+        torch.testing.assert_close(together[index], model(**x).logits, rtol=1e-4, atol=1e-5)
+
+
+@every_model
+def test_an_ensemble_trains_and_predicts(name: str) -> None:
+    build, batch = MODELS[name]
+    net, x, y = mt.deep_ensemble(build(), members=2).train(), batch(), torch.tensor([0, 1, 4])
+    net.loss(x, y).backward()
+    unused = {n for n, p in build().named_parameters() if "pooler" in n and name == "vit"}
+    assert all(p.grad is not None for n, p in net.named_parameters() if n not in unused)
+    predictive = net.predict(x)
+    torch.testing.assert_close(predictive.probs.sum(1), torch.ones(3))
+    assert mt.predict(net, x).probs.shape == (3, 5)
+    torch.testing.assert_close(mt.predict(net, [x, x]).probs[3:], predictive.probs)
+    mt.check(net, x)
+
+
+@every_model
+def test_fresh_members_are_initialised_as_the_model_itself_is(name: str) -> None:
+    """By the model's own initialiser: the spread of every tensor is that of newly built models."""
+    build, _ = MODELS[name]
+    torch.manual_seed(0)
+    net = mt.deep_ensemble(build(), members=8, seed=0)
+    built = mt.fuse([build() for _ in range(8)])
+    for parameter_name, parameter in net.named_parameters():
+        other = built.get_parameter(parameter_name)
+        if parameter[0].numel() < 64:
+            continue
+        torch.testing.assert_close(parameter.std().item(), other.std().item(), rtol=0.15, atol=1e-8)
+        if other[0].std() > 0:
+            assert not torch.allclose(parameter[0], parameter[1]), parameter_name
+
+
+@pytest.mark.parametrize("name", ["vit", "resnet"])
+@pytest.mark.parametrize("method", [mt.batch_ensemble, mt.masksembles])
+def test_methods_that_share_weights_work(name: str, method: object) -> None:
+    build, batch = MODELS[name]
+    x = batch()
+    net = method(build(), members=2, example=x) if method is mt.masksembles else method(build(), members=2)
+    assert net(x).shape == (2, 3, 5)
+    mt.check(net, x)
+
+
+def test_a_packed_resnet() -> None:
+    x = images()
+    net = mt.packed(resnet(), members=2, alpha=1, example=x)
+    assert net(x).shape == (2, 3, 5)
+    mt.check(net, x)
+
+
+def test_models_that_cannot_be_narrowed_say_so() -> None:
+    for build, batch in (MODELS["vit"], MODELS["bert"]):
+        with pytest.raises(ValueError, match="cannot be narrowed"):
+            mt.packed(build(), members=2, alpha=1, example=batch())

@@ -1,0 +1,285 @@
+import io
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from multitudes import inference
+from multitudes.inference import predict
+from multitudes.predictive import Predictive
+from tests.predictions import close, raises, randn
+
+# predict: over tensors and loaders --------------------------------------------------------------------------
+
+
+class Fake(nn.Module):
+    """Three linear members, which remember what they were called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(randn(3, 4, 6))
+        self.seen = []
+
+    def predict(self, x, task="classification"):
+        self.seen.append(x)
+        x = x["x"] if isinstance(x, dict) else x[0] + x[1] if isinstance(x, tuple) else x
+        if x.isnan().any():
+            raise ValueError("x holds NaN")
+        return Predictive(x @ self.weight, task)
+
+
+class Unbatched(IterableDataset):
+    """A stream of batches whose length nobody knows."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+X = randn(10, 4, seed=3)
+Y = torch.arange(10)
+
+
+@pytest.fixture
+def net():
+    return Fake()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        X,
+        [X],
+        list(X.split(3)),
+        X.split(3),
+        iter(X.split(3)),
+        [(X[:7], Y[:7]), (X[7:], Y[7:])],
+        [[X[:7], Y[:7]], [X[7:], Y[7:]]],
+        [{"x": X[:7], "labels": Y[:7]}, {"x": X[7:], "label": Y[7:]}],
+        [({"x": X}, Y)],
+        [((X, torch.zeros(10, 4)), Y)],
+        DataLoader(TensorDataset(X, Y), batch_size=4),
+        DataLoader(TensorDataset(X), batch_size=4),
+        DataLoader([{"x": x, "label": y} for x, y in zip(X, Y, strict=True)], batch_size=3),
+        DataLoader(Unbatched(X.split(3)), batch_size=None),
+        Unbatched(X.split(3)),
+    ],
+    ids=lambda data: type(data).__name__,
+)
+def test_predict_gives_the_predictions_of_all_batches(net, data):
+    p = predict(net, data)
+    torch.testing.assert_close(p.predictions, (X @ net.weight).detach())
+
+
+@pytest.mark.parametrize(("batch_size", "sizes"), [(None, [10]), (4, [4, 4, 2]), (1, [1] * 10), (99, [10])])
+def test_a_tensor_is_cut_into_batches(net, batch_size, sizes):
+    predict(net, X, batch_size=batch_size)
+    assert [len(x) for x in net.seen] == sizes
+
+
+def test_a_tensor_is_cut_into_batches_of_256_by_default(net):
+    predict(net, randn(600, 4))
+    assert [len(x) for x in net.seen] == [256, 256, 88]
+
+
+def test_predict_keeps_no_graph_and_no_targets(net):
+    p = predict(net, [{"x": X, "labels": Y, "note": "kept"}])
+    assert not p.predictions.requires_grad and torch.is_grad_enabled()
+    assert net.seen[0].keys() == {"x", "note"}
+
+
+def test_predict_passes_the_task_on_only_if_there_is_one(net):
+    assert predict(net, X).task == "classification"
+    assert predict(net, X, task="gaussian").task == "gaussian"
+    net.predict = lambda x: Predictive(x @ net.weight, "regression")
+    assert predict(net, X).task == "regression"
+
+
+@pytest.mark.parametrize("data", [X, [(X, Y)], [{"x": X}], [((X, X), Y)]], ids=["tensor", "pair", "dict", "args"])
+def test_inputs_go_to_the_device_of_the_parameters(data):
+    net, seen = Fake().to("meta"), []
+    net.predict = lambda x: seen.append(x) or Predictive(torch.zeros(2, 10, 3))
+    predict(net, data)
+    values = seen[0].values() if isinstance(seen[0], dict) else seen[0] if isinstance(seen[0], tuple) else seen
+    assert len(values) >= 1 and all(value.is_meta for value in values)
+
+
+def test_inputs_go_to_the_device_asked_for(net):
+    seen = []
+    net.predict = lambda x: seen.append(x.device.type) or Predictive(torch.zeros(2, 10, 3))
+    predict(net, X, device="meta")
+    predict(net, X)
+    assert seen == ["meta", "cpu"]
+
+
+def test_each_batch_leaves_the_device_before_the_next(net, monkeypatch):
+    moved = []
+    monkeypatch.setattr(Predictive, "cpu", lambda self: moved.append(len(net.seen)) or self)
+    predict(net, X, batch_size=3)
+    assert moved == [1, 2, 3, 4]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_predictions_come_back_to_the_cpu():
+    net = Fake().cuda()
+    p = predict(net, X.split(3))
+    assert p.predictions.device.type == "cpu" and net.seen[0].is_cuda
+    close(p.predictions, (X @ net.weight.cpu()).detach(), atol=1e-4)
+
+
+def test_a_network_without_parameters_gets_the_inputs_as_they_are():
+    class Bare(nn.Module):
+        def predict(self, x):
+            return Predictive(torch.stack([x, -x]))
+
+    assert torch.equal(predict(Bare(), X).predictions, torch.stack([X, -X]))
+
+
+def test_a_batch_with_nan_is_named(net):
+    poisoned = X.clone()
+    poisoned[5, 2] = math.nan
+    with raises("batch 2 of data: x holds NaN") as caught:
+        predict(net, poisoned, batch_size=2)
+    assert str(caught.value.__cause__) == "x holds NaN"
+    assert len(net.seen) == 3
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ([], "data must hold at least one batch, got none"),
+        (iter(()), "data must hold at least one batch, got none"),
+        (X[:0], "data must hold at least one input, got shape [0, 4]"),
+        (torch.tensor(1.0), "data must hold at least one input, got shape []"),
+        (
+            TensorDataset(X, Y),
+            "data must come in batches, got a TensorDataset: wrap it in a DataLoader",
+        ),
+        (
+            X.numpy(),
+            "batch 0 of data: a batch must be, or start with, a tensor, a mapping or a tuple, got ndarray",
+        ),
+        (
+            [X, "rabbit"],
+            "batch 1 of data: a batch must be, or start with, a tensor, a mapping or a tuple, got str",
+        ),
+        ([()], "batch 0 of data: a batch must be, or start with, a tensor, a mapping or a tuple, got tuple"),
+    ],
+    ids=["list", "iterator", "no inputs", "scalar", "dataset", "array", "text", "empty batch"],
+)
+def test_data_that_cannot_be_predicted_is_refused(net, data, sentence):
+    with raises(sentence):
+        predict(net, data)
+
+
+def test_batch_sizes_are_checked(net):
+    with raises("batch_size must be at least 1, got 0"):
+        predict(net, X, batch_size=0)
+    with raises("batch_size cuts a tensor, and data is a list with its own batches"):
+        predict(net, [X], batch_size=4)
+
+
+# The progress bar -------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def screen(text):
+    """What a terminal shows after `text`: a carriage return goes back, and what follows overwrites."""
+    line = ""
+    for piece in text.split("\r"):
+        line = piece + line[len(piece) :]
+    return line.rstrip()
+
+
+@pytest.fixture
+def run(monkeypatch, net):
+    """Predicts in a world where each batch takes `seconds`; returns what was written to stderr."""
+
+    def run(seconds, data=None, stderr=None, **options):
+        clock = [100.0]
+        stderr = stderr or Terminal()
+        monkeypatch.setattr(inference.time, "monotonic", lambda: clock[0])
+        monkeypatch.setattr(inference.sys, "stderr", stderr)
+        slow = Fake.predict
+
+        def predict_slowly(self, x):
+            clock[0] += seconds
+            return slow(self, x)
+
+        monkeypatch.setattr(Fake, "predict", predict_slowly)
+        try:
+            predict(net, X.split(1) if data is None else data, **options)
+        finally:
+            monkeypatch.undo()
+        return stderr.getvalue()
+
+    return run
+
+
+def test_a_short_run_shows_nothing(run):
+    assert run(seconds=0.15) == ""
+
+
+def test_a_long_run_on_a_terminal_shows_progress_after_two_seconds(run):
+    lines = run(seconds=0.5).split("\r")
+    assert lines[1] == " 40% [========            ] 4 batches, 2.0 batches/s"
+    assert lines[-3] == "100% [====================] 10 batches, 2.0 batches/s"
+
+
+def test_a_long_run_elsewhere_shows_nothing(run):
+    assert run(seconds=0.5, stderr=io.StringIO()) == ""
+
+
+def test_progress_can_be_asked_for_and_refused(run):
+    assert "10 batches" in run(seconds=0.15, stderr=io.StringIO(), progress=True)
+    assert run(seconds=0.5, progress=False) == ""
+
+
+def test_progress_without_a_known_length_has_no_percentage(run):
+    text = run(seconds=1.0, data=(x for x in X.split(1)))
+    assert "10 batches, 1.0 batches/s" in text and "%" not in text
+
+
+def test_progress_is_drawn_ten_times_a_second_at_most(run):
+    batches = [X[:1]] * 1000
+    assert 10 <= run(seconds=0.001, data=batches, progress=True).count("batches,") <= 12
+
+
+def test_the_terminal_is_left_clean(run):
+    text = run(seconds=0.5)
+    assert "batches/s" in text and screen(text) == ""
+
+
+def test_the_terminal_is_left_clean_by_an_error(run):
+    stderr = Terminal()
+    with raises("batch 1 of data: x holds NaN"):
+        run(seconds=5.0, data=[X, X * math.nan], stderr=stderr)
+    assert "batches/s" in stderr.getvalue() and screen(stderr.getvalue()) == ""
+
+
+def test_progress_stops_at_100_percent_when_there_are_more_batches_than_promised(run):
+    class Modest(list):
+        def __len__(self):
+            return 4
+
+    text = run(seconds=1.0, data=Modest(X.split(1)))
+    assert "100% [====================] 10 batches" in text and "250%" not in text
+
+
+def test_a_shorter_line_covers_a_longer_one(monkeypatch):
+    clock, stderr = [0.0], Terminal()
+    monkeypatch.setattr(inference.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(inference.sys, "stderr", stderr)
+    bar = inference._ProgressBar(total=0, shown=True)
+    for done, clock[0] in ((1, 0.001), (2, 4.0)):
+        bar.update(done)
+    assert "1 batches, 1000.0 batches/s" in stderr.getvalue()
+    assert screen(stderr.getvalue()) == "2 batches, 0.5 batches/s"
