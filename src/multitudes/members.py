@@ -42,6 +42,7 @@ class Members(Multitude):
 
     def __init__(self, networks: Iterable[nn.Module], members: int) -> None:
         super().__init__(_stacked_copy(networks, members), members)
+        self._tied = len(list(self.parameters())) < len(list(self.named_parameters(remove_duplicate=False)))
         self._runner = "auto"
         self._refused: dict[str, str] = {}
         self._fastest: dict[tuple[bool, int], str] = {}
@@ -110,7 +111,10 @@ class Members(Multitude):
         else:
             args, kwargs = split_call(x)
             predictions = self._each(
-                runner, lambda state: prediction_in(functional_call(self.network, state, args, kwargs))
+                runner,
+                lambda state: prediction_in(
+                    functional_call(self.network, state, args, kwargs, tie_weights=self._tied)
+                ),
             )
         # A network that is a multitude itself answers each member with [S, B, ...].
         return predictions.flatten(0, 1) if isinstance(self.network, Multitude) else predictions
