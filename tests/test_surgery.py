@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multitudes as mt
+from multitudes.multitude import MemberLayer
 from multitudes.narrow import choose
 from multitudes.surgery import PRODUCTS, example_for, redraw, replace, seeded, select
 from tests.cases import CLASSES, NETWORKS, Cnn
@@ -146,6 +147,28 @@ def test_a_seed_does_not_touch_torchs_state() -> None:
     with seeded(7):
         torch.rand(5)
     assert torch.equal(torch.rand(3), want)
+
+
+def test_a_nested_network_converts_whole_and_keeps_its_weights() -> None:
+    model = nn.Sequential(
+        nn.Linear(4, 8), nn.Sequential(nn.ReLU(), nn.ModuleList([nn.Linear(8, 8)])[0]), nn.Linear(8, 2)
+    )
+    net = mt.batch_ensemble(model, 2, init="pretrained")
+    assert sum(isinstance(module, MemberLayer) for module in net.modules()) == 3
+    for name, parameter in model.named_parameters():
+        if name.endswith("weight"):
+            assert torch.equal(net.get_parameter(name.replace("weight", "layer.weight")), parameter)
+    narrowed = mt.packed(model, 2, 1, example=torch.zeros(2, 4))
+    assert widths(narrowed.member(0)) == {"0.weight": (4, 4), "1.1.weight": (4, 4), "2.weight": (2, 4)}
+
+
+@pytest.mark.parametrize("method", [mt.deep_ensemble, mt.packed, mt.batch_ensemble, mt.masksembles, mt.mimo])
+def test_linear_layers_over_sequences_work(method: object) -> None:
+    x = torch.randn(5, 7, 6)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    net = method(model, 2, example=x) if method not in (mt.deep_ensemble, mt.batch_ensemble) else method(model, 2)
+    assert net(x).shape == (2, 5, 7, 3)
+    mt.check(net, x)
 
 
 # -- examples ----------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ names. Fusing networks is stacking, taking one out is slicing, and both are exac
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -95,7 +96,8 @@ class Members(Multitude):
         """
         times: dict[str, float] = {}
         buffers = [(buffer, buffer.clone()) for buffer in self.buffers()]
-        with torch.random.fork_rng(devices=[tensors_in(x)[0].device]):
+        with torch.random.fork_rng(devices=[tensors_in(x)[0].device]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a slow runner loses the race; that is warning enough
             for name in names:
                 try:
                     times[name] = _milliseconds(partial(self._run, name, x))
@@ -112,9 +114,7 @@ class Members(Multitude):
             args, kwargs = split_call(x)
             predictions = self._each(
                 runner,
-                lambda state: prediction_in(
-                    functional_call(self.network, state, args, kwargs, tie_weights=self._tied)
-                ),
+                lambda state: prediction_in(functional_call(self.network, state, args, kwargs, tie_weights=self._tied)),
             )
         # A network that is a multitude itself answers each member with [S, B, ...].
         return predictions.flatten(0, 1) if isinstance(self.network, Multitude) else predictions

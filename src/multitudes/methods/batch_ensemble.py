@@ -14,6 +14,7 @@ import copy
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from multitudes.multitude import MemberLayer, SharedMembers
 from multitudes.surgery import (
@@ -45,14 +46,20 @@ class RankOne(MemberLayer):
         self.layer.register_parameter("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self._by_member(torch.mul, x, self.r)
-        y = self._by_member(torch.mul, self.layer(x), self.s)
+        if self.member is not None and self.layer.get_parameter("weight").numel() < x.numel():
+            y: Tensor = functional_call(self.layer, {"weight": self._weight_of(self.member)}, (x,))
+        else:
+            y = self._by_member(torch.mul, self.layer(self._by_member(torch.mul, x, self.r)), self.s)
         return y if self.biases is None else self._by_member(torch.add, y, self.biases)
+
+    def _weight_of(self, index: int) -> Tensor:
+        """A member's own weight, which is cheaper to scale than a large input is."""
+        weight = self.layer.get_parameter("weight")
+        return weight * _outer(self.r[index], self.s[index], self.layer, weight)
 
     def fold(self, index: int) -> nn.Module:
         plain = copy.deepcopy(self.layer)
-        weight = plain.get_parameter("weight")
-        weight.data.mul_(_outer(self.r[index].detach(), self.s[index].detach(), plain, weight))
+        plain.get_parameter("weight").data = self._weight_of(index).detach()
         if self.biases is not None:
             plain.register_parameter("bias", nn.Parameter(self.biases[index].detach().clone()))
         return plain

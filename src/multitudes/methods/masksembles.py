@@ -15,6 +15,7 @@ import copy
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from multitudes.multitude import Input, MemberLayer, SharedMembers, tile
 from multitudes.scale import keep_scale
@@ -79,12 +80,22 @@ class Masked(MemberLayer):
 
     def __init__(self, layer: nn.Module, drawn: Tensor) -> None:
         super().__init__(layer, len(drawn))
+        self.ones = int(drawn[0].sum())
         self.register_buffer("masks", drawn.to(layer.get_parameter("weight")))
 
     masks: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.member is not None and not isinstance(self.layer, TRANSPOSED) and getattr(self.layer, "groups", 1) == 1:
+            return self._seen(x, self.member)
         y: Tensor = self.layer(self._by_member(torch.mul, x, self.masks))
+        return y
+
+    def _seen(self, x: Tensor, member: int) -> Tensor:
+        """A member alone need not compute with the channels that it does not see."""
+        seen = self.masks[member].topk(self.ones).indices.sort().values
+        weight = self.layer.get_parameter("weight").index_select(1, seen)
+        y: Tensor = functional_call(self.layer, {"weight": weight}, (x.index_select(self.axis, seen),))
         return y
 
     def fold(self, index: int) -> nn.Module:

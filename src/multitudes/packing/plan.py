@@ -49,12 +49,15 @@ class Plan:
         self.members = members
         self.training = training
         self.settings = settings  # those of the modules whose own code was traced
-        self.inputs: list[tuple[str, str, bool, Any]] = []
+        self.required: list[str] = []
+        self.defaults: dict[str, Any] = {}
         self.steps: list[Step] = []
         for node in graph.nodes:
             args, kwargs = _refs(node.args), _refs(node.kwargs)
-            if node.op == "placeholder":
-                self.inputs.append((node.name, node.target, not node.args, args[0] if args else None))
+            if node.op == "placeholder" and args:
+                self.defaults[node.name] = args[0]
+            elif node.op == "placeholder":
+                self.required.append(node.name)
             elif node.op == "output":
                 self.output = args[0]
             else:
@@ -78,13 +81,13 @@ class Plan:
 
     def _bind(self, x: Any) -> dict[str, Any]:
         """The placeholders' values. Optional arguments were traced at their defaults and cannot be given."""
-        required = [name for name, _, required, _ in self.inputs if required]
-        given = dict(x) if isinstance(x, Mapping) else dict(enumerate(x if isinstance(x, tuple) else (x,)))
-        names = required if isinstance(x, Mapping) else list(range(len(required)))
-        if given.keys() != set(names):
-            raise CannotPack(f"it takes {', '.join(required)} and was given {', '.join(map(str, given))}")
-        values = dict(zip(required, (given[name] for name in names), strict=True))
-        return values | {name: default for name, _, required, default in self.inputs if not required}
+        if isinstance(x, Mapping):
+            given = dict(x)
+        else:
+            given = dict(zip(self.required, x if isinstance(x, tuple) else (x,), strict=False))
+        if given.keys() != set(self.required) or (isinstance(x, tuple) and len(x) != len(given)):
+            raise CannotPack(f"it is packed for the arguments {', '.join(self.required)} and no others")
+        return self.defaults | given
 
     def _answer(self, output: Any) -> Tensor:
         if isinstance(output, dict) or hasattr(output, "logits"):
@@ -128,7 +131,7 @@ class Plan:
     def _function(self, step: Step, args: Any, kwargs: Any) -> Any:
         function = step.target if step.kind == "call_function" else _method(step.target)
         if not _holds_many((args, kwargs)):
-            if not (step.target in RANDOM and isinstance(args[0], Tensor)):
+            if not (step.target in RANDOM and args and isinstance(args[0], Tensor)):
                 return function(*args, **kwargs)
             args = (Stacked(args[0].expand(self.members, *args[0].shape), self.members), *args[1:])
         if _asks(step, args):
@@ -160,7 +163,7 @@ class Plan:
 
         try:
             tensors = iter(torch.vmap(one, randomness="different")(*[leaves[i].stacked() for i in many]))
-        except RuntimeError as error:
+        except (RuntimeError, TypeError, AttributeError, IndexError) as error:
             raise CannotPack(f"step {step.name!r} ({step.target}) failed: {error}") from error
         shape, parts = found
         return tree_unflatten(
