@@ -195,7 +195,8 @@ class MemberLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The weight's shape and dtype, for networks that ask; it has no values, since no member has just these."""
-        return self.layer.get_parameter("weight").detach().to("meta")
+        weight: Any = self.layer.weight
+        return torch.empty_like(weight, device="meta")
 
     def fold(self, index: int) -> nn.Module:
         """The plain layer that member `index` sees."""

@@ -11,6 +11,7 @@ and all members run as one batch.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,8 @@ class RankOne(MemberLayer):
         self.layer.register_parameter("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.member is not None and self.layer.get_parameter("weight").numel() < x.numel():
+        weight: Any = self.layer.weight
+        if self.member is not None and weight.numel() < x.numel():
             y: Tensor = functional_call(self.layer, {"weight": self._weight_of(self.member)}, (x,))
         else:
             y = self._by_member(torch.mul, self.layer(self._by_member(torch.mul, x, self.r)), self.s)
@@ -54,7 +56,7 @@ class RankOne(MemberLayer):
 
     def _weight_of(self, index: int) -> Tensor:
         """A member's own weight, which is cheaper to scale than a large input is."""
-        weight = self.layer.get_parameter("weight")
+        weight: Any = self.layer.weight
         return weight * _outer(self.r[index], self.s[index], self.layer, weight)
 
     def fold(self, index: int) -> nn.Module:

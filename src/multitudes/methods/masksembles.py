@@ -12,6 +12,7 @@ settled by moving single ones instead of by drawing again until the count happen
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -94,8 +95,10 @@ class Masked(MemberLayer):
     def _seen(self, x: Tensor, member: int) -> Tensor:
         """A member alone need not compute with the channels that it does not see."""
         seen = self.masks[member].topk(self.ones).indices.sort().values
-        weight = self.layer.get_parameter("weight").index_select(1, seen)
-        y: Tensor = functional_call(self.layer, {"weight": weight}, (x.index_select(self.axis, seen),))
+        weight: Any = self.layer.weight
+        y: Tensor = functional_call(
+            self.layer, {"weight": weight.index_select(1, seen)}, (x.index_select(self.axis, seen),)
+        )
         return y
 
     def fold(self, index: int) -> nn.Module:

@@ -53,6 +53,7 @@ def packed(
     from its own selection of the model's channels, scaled so that activations are as large as they were.
     `example` is one batch of inputs, real ones at best; where it is left out, noise of the usual sizes is tried.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
     >>> net = packed(model, members=4, alpha=2)
     >>> net(torch.ones(5, 8)).shape
