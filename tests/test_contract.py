@@ -240,6 +240,14 @@ def test_one_training_loop_serves_every_method(method: str, network: str) -> Non
         net.loss(x, y, lambda p, t: F.cross_entropy(p, t, reduction="none"))
     with pytest.raises(ValueError):
         net.loss(x, y[:3])
+    with pytest.raises(ValueError, match="does not fit the network"):
+        net.loss(x[..., :0], y)
+
+
+def test_a_regression_without_its_criterion_is_noticed() -> None:
+    net = mt.deep_ensemble(nn.Linear(4, 1), 2)
+    with pytest.raises(ValueError, match="pass criterion="):  # the cross entropy of one class is 0, whatever it says
+        net.loss(torch.randn(3, 4), torch.randn(3, 1))
 
 
 @contract

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.packing import pointwise
-from tests.cases import NETWORKS
+from tests.cases import METHODS, NETWORKS
 from tests.hard_networks import HARD
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -74,6 +74,19 @@ def test_the_automatic_choice_is_right_for_hard_networks(name: str) -> None:
     together = net(x)
     for index, model in enumerate(models):
         torch.testing.assert_close(together[index], model(x), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("init", ["fresh", "pretrained"])
+def test_a_network_on_the_gpu_is_converted_there(method: str, init: str) -> None:
+    case = NETWORKS["separable"]
+    model, x = case.model().cuda(), case.batch()[0].cuda()
+    options = {"example": x} if method in ("packed", "masksembles", "mimo") else {}
+    nets = [METHODS[method](model, 3, init=init, seed=0, **options) for _ in range(2)]
+    assert {p.device.type for p in nets[0].parameters()} == {"cuda"}
+    torch.testing.assert_close(nets[0].predict(x).probs, nets[1].predict(x).probs, rtol=1e-4, atol=1e-5)
+    mt.check(nets[0], x, tolerance=1e-3)
+    nets[0].train().loss(x, torch.zeros(len(x), dtype=torch.long, device="cuda")).backward()
 
 
 def test_the_race_leaves_no_trace() -> None:

@@ -36,12 +36,8 @@ class Multitude(nn.Module):
 
     def __init__(self, network: nn.Module, members: int) -> None:
         super().__init__()
-        self._modules, self._parameters, self._buffers = (
-            network._modules,
-            network._parameters,
-            network._buffers,
-        )
-        self._non_persistent_buffers_set = network._non_persistent_buffers_set
+        for registry in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            object.__setattr__(self, registry, getattr(network, registry))
         object.__setattr__(self, "network", network)  # not registered, which would put a name in front
         self.training = network.training
         self.members = members
@@ -57,7 +53,7 @@ class Multitude(nn.Module):
         """`[B, ...] -> [S, B, ...]`, in training and in evaluation alike."""
         if torch.compiler.is_compiling():
             return self._predictions(x)
-        with _told_in_terms_of(x), _plain_attention():
+        with told_in_terms_of(x), _plain_attention():
             predictions = self._predictions(x)
         return _one_per_input(predictions, x)
 
@@ -145,10 +141,15 @@ class Multitude(nn.Module):
 
     def _check_targets(self, predictions: Tensor, y: Tensor) -> None:
         """Class labels must be classes. On a GPU only the first batch is read, since reading stalls it."""
+        if predictions.dim() < 3 or predictions.shape[2] == 1:
+            raise ValueError(
+                f"cross entropy needs predictions for two classes or more, got {list(predictions.shape)}; "
+                "pass criterion= for anything else"
+            )
         if y.is_floating_point() or torch.compiler.is_compiling() or (y.is_cuda and self._targets_checked):
             return
         self._targets_checked = True
-        classes = predictions.shape[2] if predictions.dim() > 2 else 0
+        classes = predictions.shape[2]
         wrong = y[(y != -100) & ((y < 0) | (y >= classes))]
         if wrong.numel():
             raise ValueError(f"y must hold classes 0 to {classes - 1}, got {wrong[0].item()}")
@@ -284,7 +285,7 @@ def _plain_attention() -> Iterator[None]:
 
 
 @contextmanager
-def _told_in_terms_of(x: Input) -> Iterator[None]:
+def told_in_terms_of(x: Input) -> Iterator[None]:
     """Turn what torch says about an input that does not fit into a ValueError that names the input."""
     tensors = tensors_in(x)
     if not tensors:

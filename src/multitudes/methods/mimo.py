@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multitudes.multitude import Criterion, Input, Multitude, call, evaluating
+from multitudes.multitude import Criterion, Input, Multitude, call, evaluating, told_in_terms_of
 from multitudes.surgery import (
     CONVOLUTIONS,
     PRODUCTS,
@@ -52,7 +52,8 @@ class Mimo(Multitude):
         if len(y) != len(x):
             raise ValueError(f"y must have one target for each of the {len(x)} inputs, got {len(y)}")
         orders = self._orders(len(x), x.device)
-        predictions = self._answers([x[order] for order in orders])
+        with told_in_terms_of(x):
+            predictions = self._answers([x[order] for order in orders])
         if criterion is None:
             self._check_targets(predictions, y)
             criterion = F.cross_entropy
