@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -161,28 +162,41 @@ def test_check_finds_members_that_mix() -> None:
 
 
 class Freezes(Cnn):
-    kind = "nothing"
-    calls = 0
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.calls, self.seen = kind, 0, []
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
         if self.kind == "counter":
-            self.calls = self.calls + 1
+            self.calls += 1
+        elif self.kind == "keeps":
+            self.features = x
+        elif self.kind == "collects":
+            self.seen.append(x)
         elif self.kind == "python":
             x = x * random.random()
         elif self.kind == "torch":
             x = x + torch.randn(CLASSES)
+        elif self.kind == "numpy":
+            x = x * float(np.random.rand())
         return x
 
 
-@pytest.mark.parametrize("kind", ["counter", "python", "torch"])
-def test_what_a_trace_would_freeze_is_refused(kind: str) -> None:
-    model = Freezes()
-    model.kind = kind
+@pytest.mark.parametrize("kind", ["counter", "keeps", "collects", "python", "torch", "numpy"])
+def test_what_a_trace_would_freeze_is_refused_and_undone(kind: str) -> None:
+    model = Freezes(kind)
+    states = [torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())]
     net = mt.fuse([model, model])
-    with pytest.raises(ValueError, match="random numbers" if kind != "counter" else "writes its own attributes"):
+    assert states == [torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())]
+    assert not vars(net.network).keys() - vars(model).keys() - {"_tensor_constant0"}
+    assert (net.network.calls, net.network.seen) == (0, [])
+    drawing = kind in ("python", "torch", "numpy")
+    with pytest.raises(ValueError, match="random numbers" if drawing else "writes its own attributes"):
         net.runner = "packed"
-    assert net(torch.randn(2, 3, 8, 8)).shape == (2, 2, CLASSES)
+    with torch.no_grad():
+        assert net(torch.randn(2, 3, 8, 8)).shape == (2, 2, CLASSES)
+    assert type(net.member(0)) is Freezes
 
 
 def test_settings_that_change_are_traced_again() -> None:

@@ -45,7 +45,9 @@ class Plan:
     The plan holds no weights: it reads them, stacked `[M, ...]`, from the network that it is given.
     """
 
-    def __init__(self, graph: fx.Graph, members: int, training: bool, settings: dict[str, dict[str, int]]) -> None:
+    def __init__(
+        self, graph: fx.Graph, members: int, training: bool, settings: dict[str, dict[str, tuple[int, int]]]
+    ) -> None:
         self.members = members
         self.training = training
         self.settings = settings  # those of the modules whose own code was traced
@@ -174,12 +176,20 @@ class Plan:
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
-def settings_of(module: nn.Module) -> dict[str, int]:
-    """The identities of a module's own attributes, those of nn.Module and fx aside."""
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module holds beside what nn.Module and fx put there."""
     return {
-        key: id(value)
+        key: value
         for key, value in vars(module).items()
         if key not in _MODULE_ATTRIBUTES and not key.startswith("_tensor_constant")
+    }
+
+
+def settings_of(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """The identities of a module's own attributes, and how much is in those that hold others."""
+    return {
+        key: (id(value), len(value) if isinstance(value, list | dict | set) else 0)
+        for key, value in own_attributes(module).items()
     }
 
 

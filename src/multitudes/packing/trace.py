@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import copy
 import inspect
 import operator
 import random
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from multitudes.packing.plan import Plan, settings_of
+from multitudes.packing.plan import Plan, own_attributes, settings_of
 from multitudes.packing.rules import LAYERS
 from multitudes.packing.values import CannotPack
 
@@ -28,24 +29,44 @@ def trace(network: nn.Module, members: int, training: bool) -> Plan:
     hooked = [name for name, m in network.named_modules() if m._forward_hooks or m._forward_pre_hooks]
     if hooked:
         raise CannotPack(f"module {hooked[0]!r} has forward hooks, which must see each member's own tensors")
-    mode = {module: module.training for module in network.modules()}
-    attributes, noise = _attributes(network), _random_states()
+    settings = {name: settings_of(module) for name, module in network.named_modules()}
+    tracer = _Tracer()
+    with _left_as_it_was(network) as drawn:
+        try:
+            network.train(training)
+            with _len_of_proxies():
+                graph = tracer.trace(network, _defaults(network))
+        except Exception as error:  # tracing runs the user's own code, so anything may come
+            raise CannotPack(f"it cannot be traced ({type(error).__name__}: {error})") from error
+        changed = [name for name, before in settings.items() if before != settings_of(network.get_submodule(name))]
+        if changed:
+            raise CannotPack(f"the forward of module {changed[0]!r} writes its own attributes")
+        if drawn():
+            raise CannotPack("it draws random numbers in its own code")
+    return Plan(graph, members, training, {name: settings[name] for name in sorted(tracer.entered)})
+
+
+@contextmanager
+def _left_as_it_was(network: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Undo what running a network's code did to it and to the random states; yields whether numbers were drawn."""
+    modes = {module: module.training for module in network.modules()}
+    attributes = {module: own_attributes(module) for module in modes}
+    contents = [
+        (value, copy.copy(value)) for held in attributes.values() for value in held.values() if isinstance(value, list)
+    ]
+    states = _random_states()
     try:
-        network.train(training)
-        tracer = _Tracer()
-        with _len_of_proxies():
-            graph = tracer.trace(network, _defaults(network))
-    except Exception as error:
-        raise CannotPack(f"it cannot be traced ({type(error).__name__}: {error})") from error
+        yield lambda: [get() for get, _, _ in states] != [before for _, _, before in states]
     finally:
-        for module, flag in mode.items():
-            module.training = flag
-    if _random_states() != noise:
-        raise CannotPack("it draws random numbers in its own code")
-    changed = [name for name, before in attributes.items() if before != settings_of(network.get_submodule(name))]
-    if changed:
-        raise CannotPack(f"the forward of module {changed[0]!r} writes its own attributes")
-    return Plan(graph, members, training, {name: attributes[name] for name in sorted(tracer.entered)})
+        for module, mode in modes.items():
+            module.training = mode
+            for key in own_attributes(module).keys() - attributes[module].keys():
+                del vars(module)[key]
+            vars(module).update(attributes[module])
+        for value, before in contents:
+            value[:] = before
+        for _, put, before in states:
+            put(before)
 
 
 def _defaults(network: nn.Module) -> dict[str, Any]:
@@ -111,12 +132,16 @@ class _Tracer(fx.Tracer):
         return leaf
 
 
-def _attributes(network: nn.Module) -> dict[str, dict[str, int]]:
-    return {name: settings_of(module) for name, module in network.named_modules()}
+State = tuple[Callable[[], Any], Callable[[Any], Any], Any]
 
 
-def _random_states() -> list[Any]:
-    states: list[Any] = [torch.get_rng_state().tolist(), random.getstate()]
+def _random_states() -> list[State]:
+    """How to get and to put each random state, and what it is now, in a form that compares."""
+    ways: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+        (lambda: torch.get_rng_state().tolist(), lambda s: torch.set_rng_state(torch.tensor(s, dtype=torch.uint8))),
+        (random.getstate, random.setstate),
+    ]
     if "numpy" in sys.modules:
-        states.append(str(sys.modules["numpy"].random.get_state()))
-    return states
+        numpy = sys.modules["numpy"].random
+        ways.append((lambda: [v.tolist() if hasattr(v, "tolist") else v for v in numpy.get_state()], numpy.set_state))
+    return [(get, put, get()) for get, put in ways]
