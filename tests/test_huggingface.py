@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,11 @@ def resnet() -> nn.Module:
         embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=5
     )
     return transformers.ResNetForImageClassification(config).eval()
+
+
+def mobilenet() -> nn.Module:
+    config = transformers.MobileNetV1Config(depth_multiplier=0.25, num_labels=5)
+    return transformers.MobileNetV1ForImageClassification(config).eval()
 
 
 def images() -> dict[str, Tensor]:
@@ -95,11 +102,10 @@ def test_fresh_members_are_initialised_as_the_model_itself_is(name: str) -> None
             assert not torch.allclose(parameter[0], parameter[1]), parameter_name
 
 
-@pytest.mark.parametrize("name", ["vit", "resnet"])
+@pytest.mark.parametrize("build", [vit, resnet, mobilenet])  # the last reads its layers' strides and kernel sizes
 @pytest.mark.parametrize("method", [mt.batch_ensemble, mt.masksembles])
-def test_methods_that_share_weights_work(name: str, method: object) -> None:
-    build, batch = MODELS[name]
-    x = batch()
+def test_methods_that_share_weights_work(build: Callable[[], nn.Module], method: object) -> None:
+    x = images()
     net = method(build(), members=2, example=x) if method is mt.masksembles else method(build(), members=2)
     assert net(x).shape == (2, 3, 5)
     mt.check(net, x)

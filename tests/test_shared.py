@@ -104,6 +104,18 @@ def test_the_loss_of_members_that_share_weights_is_their_mean() -> None:
     torch.testing.assert_close(net.loss(x, y), want)
 
 
+def test_networks_may_ask_a_layer_for_its_settings_but_not_compute_with_its_weight() -> None:
+    layer = RankOne(nn.Conv2d(3, 8, 3, stride=2), 4)
+    assert (layer.stride, layer.in_channels, layer.weight.shape, layer.weight.dtype) == (
+        (2, 2), 3, (8, 3, 3, 3), torch.float32,
+    )  # fmt: skip
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = layer.nothing
+    assert bool(F.conv2d(torch.randn(2, 3, 8, 8), layer.weight).isnan().all())
+    with pytest.raises(AttributeError, match="bias"):
+        _ = Masked(nn.Linear(8, 2), masks(8, 2, 2.0)).bias
+
+
 # -- masks -------------------------------------------------------------------------------------------------
 
 

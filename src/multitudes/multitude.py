@@ -193,11 +193,19 @@ class MemberLayer(nn.Module):
         self.member: int | None = None
         self.axis = -1 if isinstance(layer, nn.Linear) else 1
 
+    def __getattr__(self, name: str) -> Any:
+        """The layer's plain settings (`stride`, `in_features`), which networks may ask for; never its tensors."""
+        if name != "layer" and "layer" in self._modules:
+            setting = getattr(self.layer, name, None)
+            if setting is not None and not isinstance(setting, Tensor):
+                return setting
+        return super().__getattr__(name)
+
     @property
     def weight(self) -> Tensor:
-        """The weight's shape and dtype, for networks that ask; it has no values, since no member has just these."""
+        """The weight's shape, dtype and device, for networks that ask; its values are NaN, for no member has them."""
         weight: Any = self.layer.weight
-        return torch.empty_like(weight, device="meta")
+        return weight.new_full((), torch.nan).expand(weight.shape)
 
     def fold(self, index: int) -> nn.Module:
         """The plain layer that member `index` sees."""

@@ -36,6 +36,8 @@ def trace(network: nn.Module, members: int, training: bool) -> Plan:
             network.train(training)
             with _len_of_proxies():
                 graph = tracer.trace(network, _defaults(network))
+        except CannotPack:
+            raise
         except Exception as error:  # tracing runs the user's own code, so anything may come
             raise CannotPack(f"it cannot be traced ({type(error).__name__}: {error})") from error
         changed = [name for name, before in settings.items() if before != settings_of(network.get_submodule(name))]
