@@ -20,6 +20,7 @@ from multitudes.multitude import (
     Criterion,
     Input,
     Multitude,
+    Told,
     evaluating,
     prediction_in,
     split_call,
@@ -126,7 +127,7 @@ class Members(Multitude):
             try:
                 return torch.vmap(function, randomness="different")(parameters | buffers)
             except RuntimeError as error:
-                raise ValueError(f"runner 'stacked' failed on this network or input: {error}") from error
+                raise Told(f"runner 'stacked' failed on this network or input: {error}") from error
         # `unbind` stacks the members' gradients once; buffers are sliced as views, for their updates to stay.
         slices = {name: parameter.unbind() for name, parameter in parameters.items()}
         return torch.stack(

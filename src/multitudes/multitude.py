@@ -20,6 +20,10 @@ Criterion = Callable[[Tensor, Tensor], Tensor]
 """`(prediction [B, ...], target [B, ...]) -> mean over the batch`."""
 
 
+class Told(ValueError):
+    """An error that says what is wrong in the library's own words."""
+
+
 class Multitude(nn.Module):
     """A network that gives many predictions: one for each member, or one for each draw.
 
@@ -244,7 +248,7 @@ def prediction_in(output: Any) -> Tensor:
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if isinstance(logits, Tensor):
         return logits
-    raise ValueError(
+    raise Told(
         f"the network returned a {type(output).__name__}; it must return a tensor, or an object with `logits` "
         "(wrap it in a module that picks the prediction)"
     )
@@ -300,13 +304,13 @@ def told_in_terms_of(x: Input) -> Iterator[None]:
         raise ValueError(f"x must be a tensor, or a tuple or mapping that holds one, got {type(x).__name__}")
     try:
         yield
-    except (torch.OutOfMemoryError, NotImplementedError):
+    except (torch.OutOfMemoryError, NotImplementedError, Told):
         raise
-    except (RuntimeError, IndexError) as error:
+    except (RuntimeError, IndexError, ValueError) as error:
         if "CUDA error" in str(error):
             raise
         shapes = ", ".join(f"{list(t.shape)} ({t.dtype})" for t in tensors)
-        raise ValueError(f"x of shape {shapes} does not fit the network: {error}") from error
+        raise Told(f"x of shape {shapes} does not fit the network: {error}") from error
 
 
 def _one_per_input(predictions: Tensor, x: Input) -> Tensor:

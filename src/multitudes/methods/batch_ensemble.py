@@ -67,10 +67,10 @@ class RankOne(MemberLayer):
         return plain
 
 
-def _widths(layer: nn.Module) -> tuple[int, int]:
+def _widths(layer: Any) -> tuple[int, int]:
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
-    return layer.in_channels, layer.out_channels  # type: ignore[return-value]
+    return layer.in_channels, layer.out_channels
 
 
 def _outer(r: Tensor, s: Tensor, layer: nn.Module, weight: Tensor) -> Tensor:

@@ -159,8 +159,8 @@ def masksembles(
     return net
 
 
-def _inputs(layer: nn.Module) -> int:
-    return layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels  # type: ignore[return-value]
+def _inputs(layer: Any) -> int:
+    return int(layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels)
 
 
 def _all_but_first(model: nn.Module, chosen: dict[str, nn.Module], example: Input | None) -> dict[str, nn.Module]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from multitudes.multitude import Told
 
-class CannotPack(ValueError):
+
+class CannotPack(Told):
     """Why the packed runner cannot run a network."""
 
 

@@ -1,0 +1,144 @@
+"""What tracing a network must notice: frozen state, hooks, modes, settings, arguments."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import multitudes as mt
+from tests.cases import CLASSES, NETWORKS, Cnn
+from tests.hard_networks import HARD, Aliased
+
+RUNNERS = ("loop", "packed", "stacked")
+
+
+class Freezes(Cnn):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.calls, self.seen = kind, 0, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if self.kind == "counter":
+            self.calls += 1
+        elif self.kind == "keeps":
+            self.features = x
+        elif self.kind == "collects":
+            self.seen.append(x)
+        elif self.kind == "python":
+            x = x * random.random()
+        elif self.kind == "torch":
+            x = x + torch.randn(CLASSES)
+        elif self.kind == "numpy":
+            x = x * float(np.random.rand())
+        return x
+
+
+@pytest.mark.parametrize("kind", ["counter", "keeps", "collects", "python", "torch", "numpy"])
+def test_what_a_trace_would_freeze_is_refused_and_undone(kind: str) -> None:
+    model = Freezes(kind)
+    states = [torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())]
+    net = mt.fuse([model, model])
+    assert states == [torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())]
+    assert not vars(net.network).keys() - vars(model).keys() - {"_tensor_constant0"}
+    assert (net.network.calls, net.network.seen) == (0, [])
+    drawing = kind in ("python", "torch", "numpy")
+    with pytest.raises(ValueError, match="random numbers" if drawing else "writes its own attributes"):
+        net.runner = "packed"
+    with torch.no_grad():
+        assert net(torch.randn(2, 3, 8, 8)).shape == (2, 2, CLASSES)
+    assert type(net.member(0)) is Freezes
+
+
+def test_settings_that_change_are_traced_again() -> None:
+    class Gain(Cnn):
+        gain = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.gain
+
+    model = Gain()
+    model.gain = 2.0
+    net = mt.fuse([model, model])
+    net.runner = "packed"
+    x = torch.randn(2, 3, 8, 8)
+    before = net(x)
+    net.network.gain = 6.0
+    torch.testing.assert_close(net(x), 3 * before)
+
+
+def test_arguments_that_a_network_does_not_take_are_refused() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    for runner in RUNNERS:
+        net = mt.fuse([Aliased(), Aliased()])
+        net.runner = runner
+        assert net({"x": x}).shape == net((x,)).shape == (2, 2, 4)
+        for wrong in ((x, None, 1.0, 2.0), {"x": x, "other": x}, {"y": x}):
+            with pytest.raises((ValueError, TypeError)):
+                net(wrong)
+    net = mt.fuse([Aliased(), Aliased()])
+    assert not torch.equal(net((x, torch.ones(1))), net(x))
+
+
+def test_hooks_keep_seeing_each_members_tensors() -> None:
+    model = Cnn()
+    seen: list[torch.Size] = []
+    model.conv1.register_forward_hook(lambda _, __, y: seen.append(y.shape))
+    net = mt.fuse([model, model, model])
+    with pytest.raises(ValueError, match="'conv1' has forward hooks"):
+        net.runner = "packed"
+    net(torch.randn(2, 3, 8, 8))
+    assert seen == [torch.Size([2, 12, 8, 8])] * 3
+
+
+def test_a_half_frozen_network_is_not_run_packed() -> None:
+    net = mt.fuse([NETWORKS["resnet18"].model().train() for _ in range(2)])
+    net.runner = "packed"
+    net.layer1.eval()
+    with pytest.raises(ValueError, match="training mode"):
+        net(torch.randn(2, 3, 8, 8))
+    net.runner = "auto"
+    net._choose = lambda x: "packed"  # as on a GPU, where it was the fastest before
+    assert net(torch.randn(2, 3, 8, 8)).shape == (2, 2, CLASSES)
+
+
+@pytest.mark.parametrize("name", ["unet", "attention", "aliased"])
+def test_the_packed_runner_compiles_as_one_graph(name: str) -> None:
+    torch.compiler.reset()
+    build, shape = HARD[name]
+    net = mt.fuse([build().eval() for _ in range(2)])
+    net.runner = "packed"
+    x = torch.randn(3, *shape)
+    want = net(x)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_trace_that_differs_from_its_network_is_not_used_compiled_either() -> None:
+    torch.compiler.reset()
+    build, shape = HARD["asks"]
+    net = mt.fuse([build() for _ in range(2)])
+    net.runner = "packed"
+    with pytest.raises(ValueError, match="different predictions"):
+        torch.compile(net, backend="eager")(torch.randn(3, *shape))
+
+
+def test_frozen_batch_norms_stay_frozen_in_every_runner() -> None:
+    net = mt.fuse([model.train() for model in (NETWORKS["resnet18"].model(seed) for seed in (0, 1))])
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    x, _ = NETWORKS["resnet18"].batch()
+    outputs = []
+    for runner in RUNNERS:
+        net.runner = runner
+        outputs.append(net(x))
+    for other in outputs[1:]:
+        torch.testing.assert_close(other, outputs[0], rtol=1e-4, atol=1e-5)
+    for name, buffer in net.named_buffers():
+        assert torch.equal(buffer, before[name])
