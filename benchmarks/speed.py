@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import multitudes as mt
+from multitudes.packing import pointwise
 
 METHODS: dict[str, Callable[[nn.Module], mt.Multitude]] = {
     "deep ensemble, 4": partial(mt.deep_ensemble, members=4),
@@ -114,7 +115,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--calls", type=int, default=1, help="calls timed together; more for a GPU")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--dense-below", type=float, default=pointwise.DENSE_BELOW, help="see packing/pointwise.py")
     args = parser.parse_args()
+    pointwise.DENSE_BELOW = args.dense_below
 
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = True

@@ -166,7 +166,7 @@ class _Watch(TorchFunctionMode):
     def see(self, name: str, layer: Any, x: Tensor, y: Tensor) -> Tensor:
         following = type(layer) in FOLLOWING
         embedding = isinstance(layer, nn.Embedding)
-        inputs = torch.arange(layer.num_embeddings) if embedding else _kept(x, _axis(layer, x), name)
+        inputs = torch.arange(layer.num_embeddings) if embedding else _kept(x, _axis(layer), name)
         if following:
             cut, out = Cut(inputs, inputs), torch.where(x.isnan(), torch.nan, 0.0).to(y)
         else:
@@ -212,7 +212,7 @@ def choose(width: int, count: int) -> Tensor:
     return edges[:-1] + (torch.rand(count) * (edges[1:] - edges[:-1])).long()
 
 
-def _axis(layer: nn.Module, x: Tensor) -> int:
+def _axis(layer: nn.Module) -> int:
     if isinstance(layer, nn.Linear):
         return -1
     return -len(layer.normalized_shape) if isinstance(layer, nn.LayerNorm) else 1

@@ -22,6 +22,7 @@ from multitudes.surgery import (
     check_number,
     example_for,
     executed,
+    hooked,
     redraw,
     replace,
     seeded,
@@ -151,15 +152,16 @@ def _resized(layer: nn.Module, inputs: float = 1, outputs: float = 1) -> nn.Modu
 
 def _axes(model: nn.Module, x: Tensor, first: str, last: str) -> tuple[int, int]:
     """Where inputs and outputs lie side by side: on channels, or on the features of a `[B, T, H]` sequence."""
-    seen: dict[str, Tensor] = {}
     layer = model.get_submodule(first)
-    handle = layer.register_forward_pre_hook(lambda _, args: seen.setdefault("first", args[0]) is None or None)
-    try:
-        with evaluating(model), torch.no_grad():
-            call(model, x)
-    finally:
-        handle.remove()
-    sequence = isinstance(layer, nn.Linear) and seen["first"].shape == x.shape
+    seen: list[torch.Size] = []
+
+    def see(name: str, _: nn.Module, args: tuple[Tensor, ...], __: Tensor) -> None:
+        if name == first:
+            seen.append(args[0].shape)
+
+    with hooked(model, (type(layer),), see), evaluating(model), torch.no_grad():
+        call(model, x)
+    sequence = isinstance(layer, nn.Linear) and seen[0] == x.shape
     return (-1 if sequence else 1), (-1 if isinstance(model.get_submodule(last), nn.Linear) else 1)
 
 
