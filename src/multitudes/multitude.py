@@ -99,7 +99,7 @@ class Multitude(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """A multitude's own settings never clash with its network's names."""
-        if isinstance(value, Tensor | nn.Module):
+        if isinstance(value, (Tensor, nn.Module)):
             super().__setattr__(name, value)
         else:
             object.__setattr__(self, name, value)

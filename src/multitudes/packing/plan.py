@@ -37,6 +37,9 @@ class Step:
     target: Any
     args: Any
     kwargs: Any
+    draws: bool  # random numbers
+    writes: bool  # into its first argument
+    asks: bool  # something that has one answer for all members
 
 
 class Plan:
@@ -63,7 +66,9 @@ class Plan:
             elif node.op == "output":
                 self.output = args[0]
             else:
-                self.steps.append(Step(node.name, node.op, node.target, args, kwargs))
+                kind, target = node.op, node.target
+                what = target in RANDOM, _writes_in_place(kind, target, args), _asks(target, args)
+                self.steps.append(Step(node.name, kind, target, args, kwargs, *what))
 
     def outdated(self, network: nn.Module) -> bool:
         """Whether a setting that the traced code may have read has changed since."""
@@ -77,7 +82,7 @@ class Plan:
             args, kwargs = _fill(step.args, env), _fill(step.kwargs, env)
             result = self._run(step, network, args, kwargs)
             env[step.name] = result
-            if _writes_in_place(step) and isinstance(result, Many | Tensor):
+            if step.writes and isinstance(result, (Many, Tensor)):
                 env[step.args[0].name] = result
         return self._answer(_fill(self.output, env))
 
@@ -116,7 +121,7 @@ class Plan:
 
     def _layer(self, step: Step, layer: nn.Module, args: Any, kwargs: Any) -> Any:
         rule = LAYERS.get(type(layer))
-        if rule is not None and len(args) == 1 and not kwargs and isinstance(args[0], Many | Tensor):
+        if rule is not None and len(args) == 1 and not kwargs and isinstance(args[0], (Many, Tensor)):
             result = rule(layer, args[0], self.members)
             if result is not NotImplemented:
                 return result
@@ -133,10 +138,10 @@ class Plan:
     def _function(self, step: Step, args: Any, kwargs: Any) -> Any:
         function = step.target if step.kind == "call_function" else _method(step.target)
         if not _holds_many((args, kwargs)):
-            if not (step.target in RANDOM and args and isinstance(args[0], Tensor)):
+            if not (step.draws and args and isinstance(args[0], Tensor)):
                 return function(*args, **kwargs)
             args = (Stacked(args[0].expand(self.members, *args[0].shape), self.members), *args[1:])
-        if _asks(step, args):
+        if step.asks and isinstance(args[0], Many):
             return function(args[0].stacked()[0], *args[1:], **kwargs)
         rule = (FUNCTIONS if step.kind == "call_function" else METHODS).get(step.target)
         if rule is not None:
@@ -188,7 +193,7 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
 def settings_of(module: nn.Module) -> dict[str, tuple[int, int]]:
     """The identities of a module's own attributes, and how much is in those that hold others."""
     return {
-        key: (id(value), len(value) if isinstance(value, list | dict | set) else 0)
+        key: (id(value), len(value) if isinstance(value, (list, dict, set)) else 0)
         for key, value in own_attributes(module).items()
     }
 
@@ -212,7 +217,7 @@ def _fill(tree: Any, env: dict[str, Any]) -> Any:
 def _map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: function(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple) and not isinstance(tree, torch.Size):
+    if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
         return [function(part) for part in tree] if isinstance(tree, list) else tuple(function(p) for p in tree)
     if isinstance(tree, slice):
         return slice(function(tree.start), function(tree.stop), function(tree.step))
@@ -222,7 +227,7 @@ def _map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
 def _holds_many(tree: Any) -> bool:
     if isinstance(tree, dict):
         return any(_holds_many(value) for value in tree.values())
-    if isinstance(tree, list | tuple):
+    if isinstance(tree, (list, tuple)):
         return any(_holds_many(part) for part in tree)
     return isinstance(tree, Many)
 
@@ -234,20 +239,18 @@ def _method(name: str) -> Callable[..., Any]:
     return method
 
 
-def _asks(step: Step, args: Any) -> bool:
-    if not args or not isinstance(args[0], Many):
-        return False
-    if step.target is getattr:
+def _asks(target: Any, args: Any) -> bool:
+    if target is getattr:
         return args[1] in _ASKED_ATTRIBUTES
-    return step.target in _ASKED or step.target is len
+    return bool(args) and (target in _ASKED or target is len)
 
 
-def _writes_in_place(step: Step) -> bool:
-    if not step.args or not isinstance(step.args[0], Ref):
+def _writes_in_place(kind: str, target: Any, args: Any) -> bool:
+    if not args or not isinstance(args[0], Ref):
         return False
-    if step.kind == "call_method":
-        return bool(step.target.endswith("_") and not step.target.endswith("__"))
-    return step.kind == "call_function" and step.target in _IN_PLACE
+    if kind == "call_method":
+        return bool(target.endswith("_") and not target.endswith("__"))
+    return kind == "call_function" and target in _IN_PLACE
 
 
 _IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv, F.relu_, torch.relu_}

@@ -173,7 +173,7 @@ def flatten(layer: Any, value: Value, members: int) -> Any:
 
 def pointwise_function(function: Callable[..., Any], members: int, x: Any, *args: Any, **kwargs: Any) -> Any:
     """One value at a time."""
-    if not isinstance(x, Many) or any(isinstance(a, Many | Tensor) for a in (*args, *kwargs.values())):
+    if not isinstance(x, Many) or any(isinstance(a, (Many, Tensor)) for a in (*args, *kwargs.values())):
         return NotImplemented
     return x.like(function(x.tensor, *args, **kwargs))
 
@@ -182,7 +182,7 @@ def binary(function: Callable[..., Any], members: int, a: Any, b: Any, **kwargs:
     """Where both lie alike and have the same channels; a number joins anything."""
     if kwargs:
         return NotImplemented
-    if not isinstance(a, Many | Tensor) or not isinstance(b, Many | Tensor):
+    if not isinstance(a, (Many, Tensor)) or not isinstance(b, (Many, Tensor)):
         many = a if isinstance(a, Many) else b
         return many.like(function(*(v.tensor if isinstance(v, Many) else v for v in (a, b))))
     if not isinstance(a, Many) or not isinstance(b, Many) or a.rank() != b.rank():
@@ -209,7 +209,7 @@ def flatten_function(function: Callable[..., Any], members: int, x: Any, start_d
 
 def reshape(function: Callable[..., Any], members: int, x: Any, *shape: Any) -> Any:
     """`x.view(batch, -1)` keeps the members' features side by side."""
-    sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], list | tuple) else shape
+    sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (list, tuple)) else shape
     if not isinstance(x, Packed) or len(sizes) != 2 or sizes[0] != x.tensor.shape[0] or sizes[1] != -1:
         return NotImplemented
     return Packed(x.tensor.reshape(x.tensor.shape[0], -1), members)
@@ -220,7 +220,7 @@ def reduce(function: Callable[..., Any], members: int, x: Any, dim: Any = None, 
     if not isinstance(x, Packed) or dim is None:
         return NotImplemented
     rank = x.tensor.dim()
-    dims = [d % rank for d in (dim if isinstance(dim, list | tuple) else [dim])]
+    dims = [d % rank for d in (dim if isinstance(dim, (list, tuple)) else [dim])]
     if min(dims) < 2:
         return NotImplemented
     return Packed(function(x.tensor, dim, *args, **kwargs), members)
@@ -229,7 +229,7 @@ def reduce(function: Callable[..., Any], members: int, x: Any, dim: Any = None, 
 def concatenate(function: Callable[..., Any], members: int, tensors: Any, dim: int = 0) -> Any:
     """Along channels, each member's parts go next to each other."""
     values = list(tensors)
-    if not all(isinstance(v, Packed | Tensor) and rank_of(v) >= 2 for v in values):
+    if not all(isinstance(v, (Packed, Tensor)) and rank_of(v) >= 2 for v in values):
         return NotImplemented
     if dim % rank_of(values[0]) != 1:
         return NotImplemented
@@ -239,7 +239,7 @@ def concatenate(function: Callable[..., Any], members: int, tensors: Any, dim: i
 
 def linear_function(function: Callable[..., Any], members: int, x: Any, weight: Any, bias: Any = None) -> Any:
     """As the layer, by a weight that the network holds itself."""
-    if not isinstance(weight, Stacked) or not isinstance(bias, Stacked | None):
+    if not isinstance(weight, Stacked) or not isinstance(bias, (Stacked, type(None))):
         return NotImplemented
     return _linear(x, weight.tensor, None if bias is None else bias.tensor, members)
 
