@@ -15,6 +15,8 @@ from typing import Literal
 
 from torch import Tensor, flatten, nn
 
+from multitudes.models.checks import check_counts
+
 Stem = Literal["small", "imagenet"]
 
 
@@ -31,14 +33,24 @@ def reset_he(module: nn.Module) -> None:
             nn.init.normal_(child.weight, std=(2 / fan_out) ** 0.5)
 
 
-def conv3x3(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
+def conv3x3(inputs: int, outputs: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:
     """A 3x3 convolution `[B, inputs, H, W] -> [B, outputs, H / stride, W / stride]`, without a bias."""
-    return nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=False)
+    return nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, groups=groups, bias=False)
 
 
 def conv1x1(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
     """A 1x1 convolution `[B, inputs, H, W] -> [B, outputs, H / stride, W / stride]`, without a bias."""
     return nn.Conv2d(inputs, outputs, kernel_size=1, stride=stride, bias=False)
+
+
+def build_stem(stem: Stem, channels: int, width: int) -> tuple[nn.Conv2d, nn.Module]:
+    """The first convolution, `channels` to `width`, and what pools after it."""
+    if stem == "small":
+        return conv3x3(channels, width), nn.Identity()
+    if stem == "imagenet":
+        conv = nn.Conv2d(channels, width, kernel_size=7, stride=2, padding=3, bias=False)
+        return conv, nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
+    raise ValueError(f'stem must be "small" or "imagenet", got {stem!r}.')
 
 
 def _downsample(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
@@ -53,8 +65,10 @@ class BasicBlock(nn.Module):
 
     expansion = 1
 
-    def __init__(self, inputs: int, width: int, stride: int = 1) -> None:
+    def __init__(self, inputs: int, width: int, stride: int = 1, groups: int = 1, width_per_group: int = 64) -> None:
         super().__init__()
+        if (groups, width_per_group) != (1, 64):
+            raise ValueError(f"groups and width_per_group need Bottleneck blocks, got {groups} and {width_per_group}.")
         self.conv1 = conv3x3(inputs, width, stride)
         self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
@@ -73,19 +87,20 @@ class Bottleneck(nn.Module):
     """1x1, 3x3, 1x1: `[B, inputs, H, W] -> [B, 4 * width, H / stride, W / stride]`.
 
     The stride is on the 3x3 convolution ("v1.5", as in torchvision), not on the first 1x1 as in the paper,
-    where it would discard three quarters of the input.
+    where it would discard three quarters of the input. The 3x3 convolution has `groups` groups of
+    `width_per_group` channels where `width` is 64, and in proportion elsewhere.
     """
 
     expansion = 4
 
-    def __init__(self, inputs: int, width: int, stride: int = 1) -> None:
+    def __init__(self, inputs: int, width: int, stride: int = 1, groups: int = 1, width_per_group: int = 64) -> None:
         super().__init__()
-        outputs = width * self.expansion
-        self.conv1 = conv1x1(inputs, width)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = conv3x3(width, width, stride)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.conv3 = conv1x1(width, outputs)
+        inner, outputs = width * width_per_group // 64 * groups, width * self.expansion
+        self.conv1 = conv1x1(inputs, inner)
+        self.bn1 = nn.BatchNorm2d(inner)
+        self.conv2 = conv3x3(inner, inner, stride, groups)
+        self.bn2 = nn.BatchNorm2d(inner)
+        self.conv3 = conv1x1(inner, outputs)
         self.bn3 = nn.BatchNorm2d(outputs)
         self.relu = nn.ReLU(inplace=True)
         self.downsample = _downsample(inputs, outputs, stride)
@@ -108,6 +123,8 @@ class ResNet(nn.Module):
         stem: "small" for images of about 32 x 32, "imagenet" for images of about 224 x 224.
         channels: channels of the input image.
         width: channels of the first stage, before the block's expansion.
+        groups: groups of each bottleneck's 3x3 convolution.
+        width_per_group: channels of such a group in a first stage of width 64.
 
     Shape: `[B, channels, H, W] -> [B, classes]`.
     """
@@ -122,29 +139,24 @@ class ResNet(nn.Module):
         stem: Stem = "small",
         channels: int = 3,
         width: int = 64,
+        groups: int = 1,
+        width_per_group: int = 64,
     ) -> None:
         super().__init__()
         if len(depths) != 4 or min(depths) < 1:
             raise ValueError(f"depths must be four numbers of at least 1, got {tuple(depths)}.")
-        for name, value in {"classes": classes, "channels": channels, "width": width}.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
+        check_counts(classes=classes, channels=channels, width=width, groups=groups, width_per_group=width_per_group)
+        if width * width_per_group < 64:
+            raise ValueError(f"width_per_group must be 64 / width or more, got {width_per_group} with width {width}.")
 
-        self.maxpool: nn.Module
-        if stem == "small":
-            self.conv1 = conv3x3(channels, width)
-            self.maxpool = nn.Identity()
-        elif stem == "imagenet":
-            self.conv1 = nn.Conv2d(channels, width, kernel_size=7, stride=2, padding=3, bias=False)
-            self.maxpool = nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
-        else:
-            raise ValueError(f'stem must be "small" or "imagenet", got {stem!r}.')
+        self.conv1, self.maxpool = build_stem(stem, channels, width)
         self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
 
         def stage(inputs: int, width: int, depth: int, stride: int) -> nn.Sequential:
-            rest = (block(width * block.expansion, width) for _ in range(depth - 1))
-            return nn.Sequential(block(inputs, width, stride), *rest)
+            grouping = (groups, width_per_group)
+            rest = (block(width * block.expansion, width, 1, *grouping) for _ in range(depth - 1))
+            return nn.Sequential(block(inputs, width, stride, *grouping), *rest)
 
         wide = width * block.expansion
         self.layer1 = stage(width, width, depths[0], stride=1)

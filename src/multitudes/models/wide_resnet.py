@@ -3,36 +3,15 @@
 WRN-d-k has pre-activation blocks, `y = shortcut(x) + conv(relu(bn(conv(relu(bn(x))))))`, in three stages
 of `n = (d - 4) / 6` blocks with `16 k`, `32 k` and `64 k` channels: shallow and wide where a ResNet is deep
 and narrow. Convolutions have no biases, and there is no dropout.
+
+The paper's network for ImageNet, WRN-50-2, is a ResNet-50 whose bottlenecks are twice as wide inside.
 """
 
 from torch import Tensor, flatten, nn
 
-from multitudes.models.resnet import conv1x1, conv3x3, reset_he
-
-
-class PreactivationBlock(nn.Module):
-    """Two 3x3 convolutions, each after BatchNorm and ReLU: `[B, inputs, H, W] -> [B, outputs, H', W']`.
-
-    `H' = H / stride` and `W' = W / stride`.
-    """
-
-    def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
-        super().__init__()
-        self.bn1 = nn.BatchNorm2d(inputs)
-        self.conv1 = conv3x3(inputs, outputs, stride)
-        self.bn2 = nn.BatchNorm2d(outputs)
-        self.conv2 = conv3x3(outputs, outputs)
-        self.relu = nn.ReLU(inplace=True)
-        same_shape = stride == 1 and inputs == outputs
-        self.shortcut = None if same_shape else conv1x1(inputs, outputs, stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.relu(self.bn1(x))
-        # A projection reads the activated input, but the identity must stay the raw one: the sum of all
-        # blocks then runs through the network untouched.
-        identity = x if self.shortcut is None else self.shortcut(out)
-        out = self.conv2(self.relu(self.bn2(self.conv1(out))))
-        return out + identity
+from multitudes.models.checks import check_counts
+from multitudes.models.preact_resnet import PreactivationBlock
+from multitudes.models.resnet import Bottleneck, ResNet, Stem, conv3x3, reset_he
 
 
 class WideResNet(nn.Module):
@@ -53,9 +32,7 @@ class WideResNet(nn.Module):
         super().__init__()
         if depth < 10 or (depth - 4) % 6 != 0:
             raise ValueError(f"depth must be 6 n + 4 with n at least 1 (10, 16, 22, 28, ...), got {depth}.")
-        for name, value in {"width": width, "classes": classes, "channels": channels}.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
+        check_counts(width=width, classes=classes, channels=channels)
 
         def stage(inputs: int, outputs: int, stride: int) -> nn.Sequential:
             rest = (PreactivationBlock(outputs, outputs) for _ in range((depth - 4) // 6 - 1))
@@ -90,3 +67,8 @@ def wide_resnet(depth: int, width: int, classes: int = 10, channels: int = 3) ->
 def wide_resnet28_10(classes: int = 10, channels: int = 3) -> WideResNet:
     """WRN-28-10: `[B, channels, H, W] -> [B, classes]`, 36.48 M parameters."""
     return WideResNet(28, 10, classes, channels)
+
+
+def wide_resnet50_2(classes: int = 10, stem: Stem = "small", channels: int = 3) -> ResNet:
+    """WRN-50-2: `[B, channels, H, W] -> [B, classes]`, 66.85 M parameters; names and shapes are torchvision's."""
+    return ResNet(Bottleneck, (3, 4, 6, 3), classes, stem, channels, width_per_group=128)

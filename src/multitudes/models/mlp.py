@@ -1,0 +1,102 @@
+"""The multilayer perceptron: linear layers with an activation between them.
+
+Each hidden layer is linear, norm, activation, dropout, where norm and dropout are as wanted; a linear layer
+follows the last. An input of more than one dimension is flattened.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor, nn
+
+from multitudes.models.checks import check_counts, check_dropout
+from multitudes.models.resnet import reset_he
+
+Norm = Literal["batch", "layer"]
+NORMS: dict[Norm, type[nn.BatchNorm1d] | type[nn.LayerNorm]] = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+    "softplus": nn.Softplus,
+    "tanh": nn.Tanh,
+    "sigmoid": nn.Sigmoid,
+}
+
+
+class MLP(nn.Module):
+    """Hidden layers and a linear layer.
+
+    Args:
+        inputs: numbers in one input.
+        outputs: outputs of the last layer.
+        hidden: units of each hidden layer; none at all gives a linear model.
+        norm: "batch", "layer" or None.
+        activation: a key of `ACTIVATIONS`.
+        dropout: the rate of the dropout after each activation; no such layers where it is 0.
+        bias: whether hidden layers have biases.
+        output_bias: whether the last layer has one.
+
+    Shape: `[B, ...] -> [B, outputs]`, with `inputs` numbers in each input.
+    """
+
+    reset_parameters = reset_he
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        hidden: Sequence[int] = (256, 256),
+        norm: Norm | None = None,
+        activation: str = "relu",
+        dropout: float = 0.0,
+        bias: bool = True,
+        output_bias: bool = True,
+    ) -> None:
+        super().__init__()
+        check_counts(inputs=inputs, outputs=outputs)
+        if any(units < 1 for units in hidden):
+            raise ValueError(f"hidden must be numbers of at least 1, got {tuple(hidden)}.")
+        if norm is not None and norm not in NORMS:
+            raise ValueError(f'norm must be "batch", "layer" or None, got {norm!r}.')
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}.")
+        check_dropout(dropout)
+
+        layers: list[nn.Module] = []
+        for units in hidden:
+            layers.append(nn.Linear(inputs, units, bias))
+            if norm is not None:
+                layers.append(NORMS[norm](units))
+            layers.append(ACTIVATIONS[activation]())
+            if dropout > 0:
+                layers.append(nn.Dropout(dropout))
+            inputs = units
+        self.flatten = nn.Flatten()
+        self.layers = nn.Sequential(*layers)
+        self.fc = nn.Linear(inputs, outputs, output_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.layers(self.flatten(x)))
+
+
+def mlp(
+    inputs: int,
+    outputs: int,
+    hidden: Sequence[int] = (256, 256),
+    norm: Norm | None = None,
+    activation: str = "relu",
+    dropout: float = 0.0,
+    bias: bool = True,
+    output_bias: bool = True,
+) -> MLP:
+    """A multilayer perceptron, `[B, ...] -> [B, outputs]`; the arguments are those of `MLP`.
+
+    >>> import torch
+    >>> net = mlp(64, 10, hidden=(32,), norm="batch", dropout=0.1)
+    >>> [type(layer).__name__ for layer in net.layers]
+    ['Linear', 'BatchNorm1d', 'ReLU', 'Dropout']
+    >>> net(torch.zeros(2, 1, 8, 8)).shape
+    torch.Size([2, 10])
+    """
+    return MLP(inputs, outputs, hidden, norm, activation, dropout, bias, output_bias)
