@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.multitude import MemberLayer
 from multitudes.narrow import choose
+from multitudes.shared import MemberLayer
 from multitudes.surgery import PRODUCTS, example_for, redraw, replace, seeded, select
 from tests.cases import CLASSES, NETWORKS, Cnn
 from tests.hard_networks import DenseBlock, UNet
@@ -61,7 +61,7 @@ def test_a_model_without_a_layer_to_convert_is_refused(method: object) -> None:
 
 @pytest.mark.parametrize("method", [mt.packed, mt.batch_ensemble, mt.masksembles, mt.mimo])
 def test_a_multitude_is_not_converted_again(method: object) -> None:
-    with pytest.raises(ValueError, match="model is a multitude already"):
+    with pytest.raises(ValueError, match="model is a multitude"):
         method(mt.deep_ensemble(Cnn(), 2))
 
 

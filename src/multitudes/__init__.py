@@ -12,27 +12,66 @@ from multitudes.inference import predict
 from multitudes.members import Members, fuse
 from multitudes.methods.batch_ensemble import batch_ensemble
 from multitudes.methods.deep_ensemble import deep_ensemble
+from multitudes.methods.dropout import drop_connect, mc_dropout
 from multitudes.methods.masksembles import masksembles
 from multitudes.methods.mimo import mimo
 from multitudes.methods.packed import packed
+from multitudes.methods.patching import Patched, family, patched
+from multitudes.methods.smoothing import Blur, Prob, Smooth, head, smooth
+from multitudes.methods.snapshots import cyclic_lr, cyclic_sgmcmc, snapshots
+from multitudes.methods.subspace import Subspace, subspace, swa, swag
+from multitudes.methods.temporal import Stream, temporal
+from multitudes.methods.variance import Absolute, VarianceConv1d, VarianceConv2d, VarianceLinear, variance
 from multitudes.multitude import Multitude
 from multitudes.narrow import narrow
+from multitudes.phase import kappa, phase, sparsify
 from multitudes.predictive import Predictive, gaussian_nll
+from multitudes.stochastic import Stochastic
 from multitudes.surgery import check
+from multitudes.trajectory import Recorder
 
 __all__ = [
+    "Absolute",
+    "Blur",
     "Members",
     "Multitude",
+    "Patched",
     "Predictive",
+    "Prob",
+    "Recorder",
+    "Smooth",
+    "Stochastic",
+    "Stream",
+    "Subspace",
+    "VarianceConv1d",
+    "VarianceConv2d",
+    "VarianceLinear",
     "batch_ensemble",
     "check",
+    "cyclic_lr",
+    "cyclic_sgmcmc",
     "deep_ensemble",
+    "drop_connect",
+    "family",
     "fuse",
     "gaussian_nll",
+    "head",
+    "kappa",
     "masksembles",
+    "mc_dropout",
     "mimo",
     "models",
     "narrow",
     "packed",
+    "patched",
+    "phase",
     "predict",
+    "smooth",
+    "snapshots",
+    "sparsify",
+    "subspace",
+    "swa",
+    "swag",
+    "temporal",
+    "variance",
 ]

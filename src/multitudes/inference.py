@@ -41,6 +41,7 @@ def predict(
     batch_size: int | None = None,
     progress: bool | None = None,
     device: torch.device | str | None = None,
+    **options: Any,
 ) -> Predictive:
     """Predict all of `data` in batches, keeping nothing but the predictions, on the CPU.
 
@@ -54,6 +55,7 @@ def predict(
         batch_size: how many inputs of a tensor to run at a time, 256 by default.
         progress: whether to show progress on stderr; by default on a terminal, after two seconds.
         device: where inputs are moved to; by default where the network's parameters are.
+        options: of the network's own `predict`: `draws`, `seed`, `memory`, ... A seed gives each batch the same draws.
 
     >>> class Doubtful(nn.Module):
     ...     def predict(self, x):
@@ -64,7 +66,8 @@ def predict(
     if not callable(getattr(net, "predict", None)):
         raise ValueError(f"net must be a multitude, got a {type(net).__name__}: convert it first")
     batches = _batches(data, batch_size)
-    options = {} if task is None else {"task": task}
+    if task is not None:
+        options["task"] = task
     if device is None:
         device = next((parameter.device for parameter in net.parameters()), None)
     parts: list[Predictive] = []

@@ -16,17 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from multitudes.multitude import (
-    Criterion,
-    Input,
-    Multitude,
-    Told,
-    evaluating,
-    prediction_in,
-    split_call,
-    tensors_in,
-)
+from multitudes.calling import Input, Told, prediction_in, split_call, tensors_in
+from multitudes.multitude import Criterion, Divergence, Multitude, evaluating, plain
 from multitudes.packing import CannotPack, Plan, trace
+from multitudes.stochastic import as_member, expecting
 
 RUNNERS = ("auto", "loop", "packed", "stacked")
 
@@ -80,6 +73,12 @@ class Members(Multitude):
         except CannotPack:  # not any more: some of its modules may have been frozen since
             return self._run("loop", x)
 
+    def _prepare(self, x: Input) -> None:
+        if self._runner == "auto":
+            self._choose(x)
+        if "packed" in (self._runner, *self._fastest.values()) and not self._proven and self._plans:
+            self._prove(x)
+
     def _choose(self, x: Input) -> str:
         names = self.runners(tensors_in(x)[0].device)
         if len(names) == 1:
@@ -123,18 +122,24 @@ class Members(Multitude):
     def _each(self, runner: str, function: Callable[[dict[str, Tensor]], Tensor]) -> Tensor:
         """`function` of each member's own state, `[M, ...]`, by `loop` or `stacked`."""
         parameters, buffers = dict(self.named_parameters()), dict(self.named_buffers())
+
+        def of_one(index: int | Tensor, state: dict[str, Tensor]) -> Tensor:
+            with as_member(self.network, index, self.members):
+                return function(state)
+
         if runner == "stacked":
             try:
-                return torch.vmap(function, randomness="different")(parameters | buffers)
+                return torch.vmap(of_one, randomness="different")(torch.arange(self.members), parameters | buffers)
             except RuntimeError as error:
                 raise Told(f"runner 'stacked' failed on this network or input: {error}") from error
         # `unbind` stacks the members' gradients once; buffers are sliced as views, for their updates to stay.
         slices = {name: parameter.unbind() for name, parameter in parameters.items()}
         return torch.stack(
             [
-                function(
+                of_one(
+                    index,
                     {name: parts[index] for name, parts in slices.items()}
-                    | {name: buffer[index] for name, buffer in buffers.items()}
+                    | {name: buffer[index] for name, buffer in buffers.items()},
                 )
                 for index in range(self.members)
             ]
@@ -161,7 +166,7 @@ class Members(Multitude):
     @torch.compiler.disable
     def _prove(self, x: Input) -> None:
         """Compare the plan with the loop: a trace follows most of Python, not all of it."""
-        with evaluating(self), torch.no_grad():
+        with evaluating(self), expecting(self.network), torch.no_grad():
             want = self._run("loop", x)
             got = self._plans[False](self.network, x)
         half = torch.is_autocast_enabled(want.device.type) or want.dtype in (torch.bfloat16, torch.float16)
@@ -173,16 +178,27 @@ class Members(Multitude):
 
     # -- the protocol ------------------------------------------------------------------------------------
 
-    def loss(self, x: Input, y: Tensor, criterion: Criterion | None = None) -> Tensor:
+    def loss(
+        self, x: Input, y: Tensor, criterion: Criterion | None = None, *, dataset_size: int | None = None
+    ) -> Tensor:
         if not isinstance(self.network, Multitude):
-            return super().loss(x, y, criterion)
-        objective = _Objective(self.network)
+            return super().loss(x, y, criterion, dataset_size=dataset_size)
+        return self._sum_of(lambda network: network.loss(x, y, criterion, dataset_size=dataset_size))
 
-        def member_loss(state: dict[str, Tensor]) -> Tensor:
-            state = {f"network.{name}": tensor for name, tensor in state.items()}
-            return functional_call(objective, state, (x, y, criterion))
+    def kl(self, **prior: Any) -> Tensor:
+        """The sum of the members' divergences."""
+        if not self.divergences:
+            return torch.zeros(())
+        return self._sum_of(partial(_sum, self.divergences, prior))
 
-        return self._each("loop", member_loss).sum()
+    def _sum_of(self, function: Callable[[Any], Tensor]) -> Tensor:
+        """The sum over members of a function of each one's network."""
+        called = _Called(self.network, function)
+
+        def of_one(state: dict[str, Tensor]) -> Tensor:
+            return functional_call(called, {f"network.{name}": tensor for name, tensor in state.items()}, ())
+
+        return self._each("loop", of_one).sum()
 
     def _member(self, index: int) -> nn.Module:
         return _with_tensors(self.network, lambda tensor: tensor[index])
@@ -242,15 +258,20 @@ def _milliseconds(function: Callable[[], Any], warmups: int = 2, repeats: int = 
     return start.elapsed_time(end) / repeats
 
 
-class _Objective(nn.Module):
-    """A multitude's loss as a module's forward, for `functional_call`."""
+def _sum(divergences: Iterable[Divergence], prior: dict[str, Any], network: nn.Module) -> Tensor:
+    return torch.stack([divergence(network, **prior) for divergence in divergences]).sum()
 
-    def __init__(self, network: Multitude) -> None:
+
+class _Called(nn.Module):
+    """A function of a network as a module's forward, for `functional_call`."""
+
+    def __init__(self, network: nn.Module, function: Callable[[Any], Tensor]) -> None:
         super().__init__()
         self.network = network
+        self.function = function
 
-    def forward(self, x: Input, y: Tensor, criterion: Criterion | None) -> Tensor:
-        return self.network.loss(x, y, criterion)
+    def forward(self) -> Tensor:
+        return self.function(self.network)
 
 
 def fuse(networks: Sequence[nn.Module]) -> Members:
@@ -272,7 +293,7 @@ def fuse(networks: Sequence[nn.Module]) -> Members:
     for network in networks:
         if not isinstance(network, nn.Module):
             raise ValueError(f"networks must hold nn.Module objects, got {type(network).__name__}")
-    return Members(networks, len(networks))
+    return Members(map(plain, networks), len(networks)).like(networks[0])
 
 
 def _stacked_copy(networks: Iterable[nn.Module], members: int) -> nn.Module:
@@ -314,10 +335,11 @@ def _check_alike(slots: dict[str, Tensor], state: dict[str, Tensor], index: int)
 
 def _settings(network: nn.Module) -> dict[str, str]:
     """What every module is, beside its tensors: its class and its plain settings."""
-    plain = (int, float, str, bool, tuple, type(None))
+    kinds = (int, float, str, bool, tuple, type(None))
+    passing = ("training", "draw", "expects")
     return {
         name: f"{type(module).__name__} "
-        + str({k: v for k, v in vars(module).items() if isinstance(v, plain) and k[0] != "_" and k != "training"})
+        + str({k: v for k, v in vars(module).items() if isinstance(v, kinds) and k[0] != "_" and k not in passing})
         for name, module in network.named_modules()
     }
 

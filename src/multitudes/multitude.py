@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multitudes.predictive import Predictive
-
-Input = Tensor | tuple[Any, ...] | Mapping[str, Any]
-"""What a network is called with: one tensor, its positional arguments, or its keyword arguments."""
+from multitudes.adaptive import predict_adaptively
+from multitudes.calling import Input, Told, call, one_per_input, plain_attention, tensors_in, told_in_terms_of
+from multitudes.draws import Draws, Habits
+from multitudes.predictive import Predictive, averaged
+from multitudes.stochastic import expecting, stochastic_layers
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 """`(prediction [B, ...], target [B, ...]) -> mean over the batch`."""
 
-
-class Told(ValueError):
-    """An error that says what is wrong in the library's own words."""
+Divergence = Callable[..., Tensor]
+"""`(network, **prior) -> scalar`: a term of a variational objective."""
 
 
 class Multitude(nn.Module):
@@ -31,14 +31,18 @@ class Multitude(nn.Module):
     children, so that `state_dict()`, `named_parameters()` and attribute access read like the user's own
     network, with nothing put in front.
 
-    Subclasses say how the predictions are made (`_predictions`), whether their members share weights
-    (`independent`), and what one member is alone (`_member`).
+    Where layers draw (see `Stochastic`), evaluation makes `draws` draws of every member, member-major, and training
+    `training_draws`. Subclasses say how one draw of all members is made (`_predictions`), whether the members
+    share weights (`independent`), and what one member is alone (`_member`).
     """
 
     independent = False
     """Whether the members share no weight. Then each learns from its own loss, and the losses add up."""
 
-    def __init__(self, network: nn.Module, members: int) -> None:
+    expands = True
+    """Whether draws may lie side by side in one batch, each row a row of one draw."""
+
+    def __init__(self, network: nn.Module, members: int = 1) -> None:
         super().__init__()
         for registry in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             object.__setattr__(self, registry, getattr(network, registry))
@@ -46,54 +50,157 @@ class Multitude(nn.Module):
         self.training = network.training
         self.members = members
         self.task = "classification"
+        self.draws = 20
+        self.training_draws = 1
+        self.memory: str | float | None = None
+        self.divergences: tuple[Divergence, ...] = ()
         self.notes: dict[str, str] = {}
         self._targets_checked = False
+        self._habits = Habits()
 
     network: nn.Module
 
     # -- the four verbs ----------------------------------------------------------------------------------
 
-    def forward(self, x: Input) -> Tensor:
-        """`[B, ...] -> [S, B, ...]`, in training and in evaluation alike."""
-        if torch.compiler.is_compiling():
-            return self._predictions(x)
-        with told_in_terms_of(x), _plain_attention():
-            predictions = self._predictions(x)
-        return _one_per_input(predictions, x)
+    def forward(
+        self,
+        x: Input,
+        *,
+        draws: int | None = None,
+        seed: int | None = None,
+        memory: str | float | None = None,
+    ) -> Tensor:
+        """`[B, ...] -> [S, B, ...]`, where S is `members`, times the draws where layers draw.
 
-    def loss(self, x: Input, y: Tensor, criterion: Criterion | None = None) -> Tensor:
+        `draws=0` is the deterministic procedure: expectations instead of draws, one prediction for each member. A
+        `seed` makes the draws repeatable, whatever the memory, and leaves torch's random state alone. They are
+        made in chunks that stay inside `memory` (`"2GB"`, or a number of bytes), by default a quarter of what is
+        free.
+        """
+        if torch.compiler.is_compiling():
+            return self._all_draws(x, draws)
+        with told_in_terms_of(x), plain_attention():
+            predictions = self._all_draws(x, draws, seed, self.memory if memory is None else memory)
+        return one_per_input(predictions, x)
+
+    def loss(
+        self, x: Input, y: Tensor, criterion: Criterion | None = None, *, dataset_size: int | None = None
+    ) -> Tensor:
         """The training objective, a scalar.
 
         Members that share no weight are trained on the sum of their own losses, so that each learns exactly
-        as it would alone; members that share weights on the mean over members.
+        as it would alone; members that share weights on the mean over members. Where a member makes several
+        draws, its loss is that of its averaged prediction. With `dataset_size`, the number of training examples
+        N, the method's Kullback-Leibler divergence is added as `kl() / N`: the negative evidence lower bound
+        (ELBO), for one example.
         """
         predictions = self(x)
         if criterion is None:
             self._check_targets(predictions, y)
             criterion = F.cross_entropy
-        return self._combine([criterion(prediction, y) for prediction in predictions])
+        by_member = predictions.unflatten(0, (self.members, -1))
+        loss = self._combine([criterion(averaged(draws, self.task), y) for draws in by_member])
+        return loss + self._divergence_of_one(dataset_size)
 
-    def predict(self, x: Input, task: str | None = None) -> Predictive:
-        """What the members say together about `x`, in evaluation mode and without gradients."""
+    def kl(self, **prior: Any) -> Tensor:
+        """The divergence from the prior that the method's objective asks for, a scalar; 0 where it asks for none."""
+        return sum((divergence(self.network, **prior) for divergence in self.divergences), torch.zeros(()))
+
+    def predict(
+        self,
+        x: Input,
+        task: str | None = None,
+        *,
+        draws: int | str | None = None,
+        seed: int | None = None,
+        memory: str | float | None = None,
+        tolerance: float = 0.01,
+        max_draws: int = 200,
+    ) -> Predictive:
+        """What the members and draws say together about `x`, in evaluation mode and without gradients.
+
+        With `draws="auto"` each input is drawn until the standard error of its mean prediction is below
+        `tolerance`, at most `max_draws` times; `Predictive.draws` tells how often.
+        """
         for tensor in tensors_in(x):
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
                 raise ValueError(f"x holds {int(tensor.isnan().sum())} NaN values; predictions would be meaningless")
+        task = task or self.task
         with evaluating(self), torch.no_grad():
-            return Predictive(self(x), task or self.task)
+            if draws == "auto":
+                self._check_adaptive(tolerance, max_draws)
+                with told_in_terms_of(x), plain_attention():
+                    return predict_adaptively(self, x, task, tolerance, max_draws, seed, memory or self.memory)
+            return Predictive(self(x, draws=draws, seed=seed, memory=memory), task)
 
     def member(self, index: int) -> nn.Module:
-        """Member `index` alone, as a plain network of the user's own layer classes."""
+        """Member `index` alone: a plain network of the user's own layer classes, or one that draws."""
         if not isinstance(index, int) or not 0 <= index < self.members:
             raise ValueError(f"index must be a member's, 0 to {self.members - 1}, got {index!r}")
-        return self._member(index)
+        alone = self._member(index)
+        return Multitude(alone).like(self) if stochastic_layers(alone) else alone
 
     # -- what a subclass says ----------------------------------------------------------------------------
 
     def _predictions(self, x: Input) -> Tensor:
-        raise NotImplementedError
+        """One draw of every member, `[M, B, ...]`."""
+        return call(self.network, x).unsqueeze(0)
+
+    def _prepare(self, x: Input) -> None:
+        """What is to be found out about `x` before the first draw."""
 
     def _member(self, index: int) -> nn.Module:
-        raise NotImplementedError
+        return copy.deepcopy(self.network)
+
+    # -- draws -------------------------------------------------------------------------------------------
+
+    def _all_draws(
+        self, x: Input, draws: int | None, seed: int | None = None, memory: str | float | None = None
+    ) -> Tensor:
+        """`[M * D, B, ...]`, member-major."""
+        count = self._count(draws)
+        if count is None:
+            return self._predictions(x)
+        if count == 0:
+            with expecting(self.network):
+                return self._predictions(x)
+        if self.training:
+            drawn = torch.stack([self._predictions(x) for _ in range(count)])
+        elif torch.compiler.is_compiling():
+            lanes = torch.arange(count)
+            drawn = torch.vmap(lambda _: self._predictions(x), randomness="different")(lanes)
+        else:
+            drawn = self.draw_numbers(x, range(count), seed, memory)
+        return drawn.transpose(0, 1).flatten(0, 1)
+
+    def draw_numbers(self, x: Input, numbers: range, seed: int | None, memory: str | float | None) -> Tensor:
+        """The draws of these numbers, `[D, M, B, ...]`."""
+        with expecting(self.network):
+            self._prepare(x)
+        return Draws(self.network, self._predictions, x, self._habits, seed, memory, self.expands).make(numbers)
+
+    def _check_adaptive(self, tolerance: float, max_draws: int) -> None:
+        if not stochastic_layers(self.network):
+            raise ValueError("draws='auto': this network has no layer that draws")
+        if not (isinstance(tolerance, (int, float)) and tolerance > 0):
+            raise ValueError(f"tolerance must be above 0, got {tolerance!r}")
+        if isinstance(max_draws, bool) or not isinstance(max_draws, int) or max_draws < 2:
+            raise ValueError(f"max_draws must be a whole number, 2 or more, got {max_draws!r}")
+
+    def _count(self, draws: int | None) -> int | None:
+        """How many draws to make; None where the network makes none, or is making one."""
+        if draws is not None and (isinstance(draws, bool) or not isinstance(draws, int) or draws < 0):
+            raise Told(f"draws must be a whole number, 0 for expectations, or in predict 'auto', got {draws!r}")
+        layers = stochastic_layers(self.network)
+        if not layers:
+            if draws is not None and draws > 1:
+                raise Told(f"draws={draws}: this network has no layer that draws")
+            return None
+        if layers[0].expects or layers[0].draw is not None:
+            return None
+        if draws is None:
+            draws = self.training_draws if self.training else self.draws
+        return draws
 
     # -- what nn.Module must be told ---------------------------------------------------------------------
 
@@ -133,9 +240,37 @@ class Multitude(nn.Module):
             for name, kind, count, note in rows
         )
 
+    def parameter_groups(self, lr: float, **own: float) -> list[dict[str, Any]]:
+        """Parameter groups for an optimizer: parameters of a given last name have a learning rate of their own.
+
+        `torch.optim.Adam(net.parameter_groups(lr=3e-3, log_alpha=0.1))`
+        """
+        groups: dict[str, list[nn.Parameter]] = {name: [] for name in ("", *own)}
+        for name, parameter in self.named_parameters():
+            last = name.rpartition(".")[2]
+            groups[last if last in own else ""].append(parameter)
+        for name in own:
+            if not groups[name]:
+                raise ValueError(f"{name}={own[name]!r}: no parameter's last name is {name!r}")
+        return [{"params": group, "lr": own.get(name, lr)} for name, group in groups.items() if group]
+
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradient to at most `max_norm`, member by member where they share no weight; the norm(s)."""
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
+
+    def like(self, model: nn.Module) -> Self:
+        """Draw, and learn, as `model` does, where that is a multitude; returns itself."""
+        if isinstance(model, Multitude):
+            for setting in ("task", "draws", "training_draws", "memory", "divergences"):
+                setattr(self, setting, getattr(model, setting))
+        return self
+
+    def _divergence_of_one(self, dataset_size: int | None) -> Tensor | float:
+        if dataset_size is None or not self.divergences:
+            return 0.0
+        if isinstance(dataset_size, bool) or not isinstance(dataset_size, int) or dataset_size < 1:
+            raise ValueError(f"dataset_size must be the number of training examples, got {dataset_size!r}")
+        return self.kl() / dataset_size
 
     def _combine(self, losses: list[Tensor]) -> Tensor:
         if losses[0].dim():
@@ -159,118 +294,6 @@ class Multitude(nn.Module):
             raise ValueError(f"y must hold classes 0 to {classes - 1}, got {wrong[0].item()}")
 
 
-class SharedMembers(Multitude):
-    """Members that share one network's weights: the batch is tiled, `[M*B, ...]`, member-major.
-
-    Layers that tell the members apart have a `member` attribute: None when they see the tiled batch, `i` when
-    they see member `i`'s rows alone. In evaluation on a CPU the members run one after the other, which is
-    faster there than one large batch.
-    """
-
-    def _predictions(self, x: Input) -> Tensor:
-        if self.training or any(t.is_cuda for t in tensors_in(x)):
-            return call(self.network, tile(x, self.members)).unflatten(0, (self.members, -1))
-        return torch.stack([self._alone(index, x) for index in range(self.members)])
-
-    def _alone(self, index: int, x: Input) -> Tensor:
-        layers = [layer for layer in self.network.modules() if isinstance(layer, MemberLayer)]
-        for layer in layers:
-            layer.member = index
-        try:
-            return call(self.network, x)
-        finally:
-            for layer in layers:
-                layer.member = None
-
-    def _member(self, index: int) -> nn.Module:
-        folded = {id(layer): layer.fold(index) for layer in self.network.modules() if isinstance(layer, MemberLayer)}
-        return copy.deepcopy(self.network, folded)
-
-
-class MemberLayer(nn.Module):
-    """A user's layer that treats the rows of each member in its own way (see `SharedMembers`)."""
-
-    def __init__(self, layer: nn.Module, members: int) -> None:
-        super().__init__()
-        self.layer = layer
-        self.members = members
-        self.member: int | None = None
-        self.axis = -1 if isinstance(layer, nn.Linear) else 1
-
-    def __getattr__(self, name: str) -> Any:
-        """The layer's plain settings (`stride`, `in_features`), which networks may ask for; never its tensors."""
-        if name != "layer" and "layer" in self._modules:
-            setting = getattr(self.layer, name, None)
-            if setting is not None and not isinstance(setting, Tensor):
-                return setting
-        return super().__getattr__(name)
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight's shape, dtype and device, for networks that ask; its values are NaN, for no member has them."""
-        weight: Any = self.layer.weight
-        return weight.new_full((), torch.nan).expand(weight.shape)
-
-    def fold(self, index: int) -> nn.Module:
-        """The plain layer that member `index` sees."""
-        raise NotImplementedError
-
-    def _by_member(self, function: Callable[[Tensor, Tensor], Tensor], x: Tensor, values: Tensor) -> Tensor:
-        """`function` of the rows of x `[M*B, C, ...]` and their member's own of `values [M, C]`, in x's dtype."""
-        shape = [1] * x.dim()
-        shape[self.axis] = -1
-        if self.member is not None:
-            return function(x, values[self.member].to(x.dtype).view(shape))
-        rows = x.unflatten(0, (self.members, -1))
-        return function(rows, values.to(x.dtype).view(self.members, *shape)).flatten(0, 1)
-
-
-# -- calling any network -----------------------------------------------------------------------------------
-
-
-def split_call(x: Input) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments for a network called with `x`."""
-    if isinstance(x, Mapping):
-        return (), dict(x)
-    return (x if isinstance(x, tuple) else (x,)), {}
-
-
-def call(network: nn.Module, x: Input) -> Tensor:
-    """Run a network and find its prediction: the tensor it returns, or the `logits` of what it returns."""
-    args, kwargs = split_call(x)
-    return prediction_in(network(*args, **kwargs))
-
-
-def prediction_in(output: Any) -> Tensor:
-    """A network's output, or the `logits` of it."""
-    if isinstance(output, Tensor):
-        return output
-    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    if isinstance(logits, Tensor):
-        return logits
-    raise Told(
-        f"the network returned a {type(output).__name__}; it must return a tensor, or an object with `logits` "
-        "(wrap it in a module that picks the prediction)"
-    )
-
-
-def tile(x: Input, times: int) -> Input:
-    """The batch `times` times over, `[B, ...] -> [times*B, ...]`."""
-
-    def tiled(value: Any) -> Any:
-        return value.repeat(times, *[1] * (value.dim() - 1)) if isinstance(value, Tensor) and value.dim() else value
-
-    if isinstance(x, Mapping):
-        return {key: tiled(value) for key, value in x.items()}
-    return tuple(tiled(value) for value in x) if isinstance(x, tuple) else tiled(x)
-
-
-def tensors_in(x: Input) -> list[Tensor]:
-    """The tensors that a network is called with."""
-    values = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple) else (x,)
-    return [value for value in values if isinstance(value, Tensor)]
-
-
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside, each module's own mode again after."""
@@ -285,39 +308,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             model.network.training = model.training
 
 
-@contextmanager
-def _plain_attention() -> Iterator[None]:
-    """Without torch's fused attention, which vmap cannot batch."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
-@contextmanager
-def told_in_terms_of(x: Input) -> Iterator[None]:
-    """Turn what torch says about an input that does not fit into a ValueError that names the input."""
-    tensors = tensors_in(x)
-    if not tensors:
-        raise ValueError(f"x must be a tensor, or a tuple or mapping that holds one, got {type(x).__name__}")
-    try:
-        yield
-    except (torch.OutOfMemoryError, NotImplementedError, Told):
-        raise
-    except (RuntimeError, IndexError, ValueError) as error:
-        if "CUDA error" in str(error):
-            raise
-        shapes = ", ".join(f"{list(t.shape)} ({t.dtype})" for t in tensors)
-        raise Told(f"x of shape {shapes} does not fit the network: {error}") from error
-
-
-def _one_per_input(predictions: Tensor, x: Input) -> Tensor:
-    batch = tensors_in(x)[0].shape[:1]
-    if predictions.dim() < 2 or predictions.shape[1:2] != batch:
-        raise ValueError(
-            f"x of shape {list(tensors_in(x)[0].shape)} gave predictions of shape {list(predictions.shape)}: "
-            "the first dimension of x must be the batch, and the network must give one prediction for each input"
-        )
-    return predictions
+def plain(model: nn.Module) -> nn.Module:
+    """The network of a multitude that is one network which draws; any other model as it is."""
+    draws_alone = isinstance(model, Multitude) and type(model)._predictions is Multitude._predictions
+    return model.network if isinstance(model, Multitude) and draws_alone else model

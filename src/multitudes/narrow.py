@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from multitudes.calling import Input, call
 from multitudes.cuts import FOLLOWING, MAKING, Cut, cut_layer, is_depthwise, norm_groups, width_of
-from multitudes.multitude import Input, call, evaluating
+from multitudes.multitude import Multitude
 from multitudes.scale import keep_scale
+from multitudes.stochastic import Stochastic
 from multitudes.surgery import (
     PRODUCTS,
     TRANSPOSED,
@@ -29,6 +31,7 @@ from multitudes.surgery import (
     example_for,
     executed,
     hooked,
+    observing,
     redraw,
     replace,
     seeded,
@@ -62,6 +65,8 @@ def narrow(
       (2): Linear(in_features=32, out_features=3, bias=True)
     )
     """
+    if isinstance(model, Multitude):
+        raise ValueError(f"model is a multitude ({type(model).__name__}): narrow its network first, or use packed")
     check_arguments(model, 1, init)
     check_number("factor", factor, 0, high=1, above=True)
     check_count("groups", groups)
@@ -88,11 +93,16 @@ def plan_cuts(
             raise ValueError(
                 f"layer {name!r} is a {type(module).__name__}, which cannot be narrowed; deep_ensemble keeps it whole"
             )
+        if isinstance(module, Stochastic) and any(True for _ in module.parameters()):
+            raise ValueError(
+                f"layer {name!r} is a {type(module).__name__}, whose random weights cannot be narrowed; "
+                "deep_ensemble keeps it whole"
+            )
     grouped = set(select(model, gamma_layers, PRODUCTS, "gamma_layers"))
     order = executed(model, example, MAKING)
     if not order:
         raise ValueError(f"model ({type(model).__name__}) has no layer that can be narrowed")
-    with evaluating(model), torch.no_grad():
+    with observing(model):
         last = {order[-1]}
         watch = _Watch(factor, last)
         if bool(watch.run(model, example).isnan().any()):  # several layers give the output
@@ -109,7 +119,7 @@ def plan_cuts(
 def apply_cuts(model: nn.Module, cuts: dict[str, Cut], example: Input) -> nn.Module:
     """The narrowed copy, with the kept channels' weights; checked on the example."""
     narrowed = replace(model, {name: cut_layer(model.get_submodule(name), cut, name) for name, cut in cuts.items()})
-    with evaluating(model), evaluating(narrowed), torch.no_grad():
+    with observing(model, narrowed):
         want = call(model, example).shape
         try:
             got = call(narrowed, example).shape

@@ -110,6 +110,8 @@ class Predictive:
 
     predictions: Tensor
     task: str = "classification"
+    draws: Tensor | None = None
+    """How many draws each input took, `[B]`, where that was left to the inputs (`draws="auto"`)."""
 
     def __post_init__(self) -> None:
         if self.task not in _TASKS:
@@ -141,7 +143,7 @@ class Predictive:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies and pickles take the predictions alone: what follows from them can be computed again.
-        return type(self), (self.predictions, self.task)
+        return type(self), (self.predictions, self.task, self.draws)
 
     # Classification -------------------------------------------------------------------------------------
 
@@ -275,6 +277,11 @@ class Predictive:
             return self.member_probs.var(0, correction=0).mean(1)
         return self.epistemic_variance + self.aleatoric_variance
 
+    @property
+    def member_values(self) -> Tensor:
+        """What the mean prediction is the mean of, `[S, B, ...]`: each member's probabilities, or its means."""
+        return self.member_probs if self.task == "classification" else self._means_and_variances[0]
+
     def __getitem__(self, index: int | slice | Tensor | Sequence[int]) -> Predictive:
         """Select inputs by an int, a slice, a boolean mask `[B]` or positions; the batch dimension stays.
 
@@ -292,7 +299,7 @@ class Predictive:
         chosen = self.predictions[:, index]
         if chosen.ndim != self.predictions.ndim:
             raise IndexError(f"index must select along the {len(self)} inputs alone, got {index}")
-        return replace(self, predictions=chosen)
+        return replace(self, predictions=chosen, draws=None if self.draws is None else self.draws[index])
 
     @staticmethod
     def concat(parts: Iterable[Predictive]) -> Predictive:
@@ -311,16 +318,49 @@ class Predictive:
             one, other = list(first.predictions.shape), list(part.predictions.shape)
             if one[:1] + one[2:] != other[:1] + other[2:]:
                 raise ValueError(f"parts must have the same shape but for dim 1, got {one} and {other}")
-        return replace(first, predictions=torch.cat([part.predictions for part in parts], dim=1))
+        counts = [part.draws for part in parts if part.draws is not None]
+        return replace(
+            first,
+            predictions=torch.cat([part.predictions for part in parts], dim=1),
+            draws=torch.cat(counts) if len(counts) == len(parts) else None,
+        )
 
     def to(self, target: torch.device | torch.dtype | str) -> Predictive:
         """The same predictions on another device or in another dtype; itself where nothing changes."""
         moved = self.predictions.to(target)
-        return self if moved is self.predictions else replace(self, predictions=moved)
+        if moved is self.predictions:
+            return self
+        return replace(self, predictions=moved, draws=None if self.draws is None else self.draws.to(moved.device))
 
     def cpu(self) -> Predictive:
         """The same predictions on the CPU; itself if they are there."""
         return self.to("cpu")
+
+
+def averaged(predictions: Tensor, task: str, weights: Tensor | None = None) -> Tensor:
+    """The prediction that several predictions `[D, B, ...]` make together, in the form of one of them `[B, ...]`.
+
+    Classification: logits whose probabilities are the mean of theirs. Regression: their mean. Gaussian: the mean and
+    variance of their mixture. `weights [D]` add up to 1; without them all count the same.
+
+    >>> averaged(torch.tensor([[[2.0, 2.0]], [[1.0, 1.0]]]), "classification").exp()
+    tensor([[0.5000, 0.5000]])
+    """
+    if len(predictions) == 1:
+        return predictions[0]
+    values = _at_least_float32(predictions)
+    if weights is None:
+        weights = torch.full((len(values),), 1 / len(values))
+    weights = weights.to(values).view(-1, *[1] * (values.dim() - 1))
+    if task == "classification":
+        return (F.log_softmax(values, 2) + weights.log()).logsumexp(0)
+    if task == "regression":
+        return (weights * values).sum(0)
+    means, variances = split_gaussian(values, dim=2)
+    mean = (weights * means).sum(0)
+    variance = (weights * (variances + (means - mean).square())).sum(0)
+    raw = variance - VARIANCE_FLOOR
+    return torch.cat([mean, raw + torch.log(-torch.expm1(-raw))], 1)  # softplus backwards
 
 
 def _check_shape(shape: torch.Size, task: str) -> None:

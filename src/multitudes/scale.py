@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from multitudes.multitude import Input, MemberLayer, call, evaluating
+from multitudes.calling import Input, call
+from multitudes.shared import MemberLayer
+from multitudes.surgery import observing
 
 
 def keep_scale(
@@ -47,7 +48,7 @@ def _run(model: nn.Module, example: Input, names: Iterable[str], see: Any) -> No
         for name in names
     ]
     try:
-        with evaluating(model), torch.no_grad():
+        with observing(model):
             call(model, example)
     finally:
         for handle in handles:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from multitudes.calling import Input, call
 from multitudes.members import Members
-from multitudes.multitude import Input, Multitude, call, evaluating
+from multitudes.multitude import Multitude, evaluating, plain
+from multitudes.stochastic import expecting
 
 Selector = None | str | Sequence[str] | Callable[[str, nn.Module], bool]
 """Which layers: None for a method's default, a regular expression matched against the whole qualified name, a
@@ -193,7 +195,7 @@ def example_for(model: nn.Module, example: Input | None = None) -> Input:
     for shape in _shapes(first):
         x = torch.randn(2, *shape, device=where.device, dtype=where.dtype if where.is_floating_point() else None)
         try:
-            with evaluating(model), torch.no_grad():
+            with observing(model):
                 call(model, x)
         except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
             continue
@@ -209,6 +211,17 @@ def _shapes(first: Any) -> list[tuple[int, ...]]:
     channels, spatial = first.in_channels, len(first.kernel_size)
     sides = _LENGTHS if spatial == 1 else _SIDES if spatial == 2 else _SIDES[:6]
     return [(channels, *[side] * spatial) for side in sides]
+
+
+@contextmanager
+def observing(*models: nn.Module) -> Iterator[None]:
+    """Inside, networks run in evaluation, with expectations instead of draws, and without gradients."""
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(evaluating(model))
+            stack.enter_context(expecting(model))
+        stack.enter_context(torch.no_grad())
+        yield
 
 
 @contextmanager
@@ -231,7 +244,7 @@ def hooked(
 def executed(model: nn.Module, example: Input, kinds: tuple[type[nn.Module], ...]) -> list[str]:
     """The names of the layers of these kinds, in the order in which a forward reaches them."""
     order: list[str] = []
-    with hooked(model, kinds, lambda name, *_: order.append(name)), evaluating(model), torch.no_grad():
+    with hooked(model, kinds, lambda name, *_: order.append(name)), observing(model):
         call(model, example)
     return list(dict.fromkeys(order))
 
@@ -244,7 +257,7 @@ def check(net: Multitude, example: Input, tolerance: float = 1e-4) -> None:
 
     Each member's prediction must equal that of `net.member(i)` alone. Where members share no weight, no
     prediction may depend on another member's weights: with one member's weights set to NaN, the others' are
-    the same. Every runner that can run the network is checked.
+    the same. Every runner that can run the network is checked. Where layers draw, expectations are compared.
     """
     for runner in ("loop", "packed", "stacked") if isinstance(net, Members) else ("auto",):
         one = copy.deepcopy(net).eval()
@@ -252,7 +265,7 @@ def check(net: Multitude, example: Input, tolerance: float = 1e-4) -> None:
             try:
                 if isinstance(one, Members):
                     one.runner = runner
-                predictions = one(example)
+                predictions = one(example, draws=0)
             except ValueError:
                 if runner in ("packed", "stacked"):  # refused, so never used
                     continue
@@ -264,7 +277,9 @@ def check(net: Multitude, example: Input, tolerance: float = 1e-4) -> None:
 
 def _check_equal(net: Multitude, example: Input, together: Tensor, tolerance: float, runner: str) -> None:
     for index, prediction in enumerate(together.unflatten(0, (net.members, -1))):
-        alone = call(net.member(index).eval(), example).view_as(prediction)
+        member = net.member(index).eval()
+        alone = member(example, draws=0) if isinstance(member, Multitude) else call(member, example)
+        alone = alone.view_as(prediction)
         error = (prediction - alone).abs().max().item()
         if not error <= tolerance * max(1.0, alone.abs().max().item()):
             raise ValueError(f"member {index} differs from itself alone by {error:.2e} (runner {runner!r})")
@@ -277,7 +292,7 @@ def _check_independent(net: Multitude, example: Input, before: Tensor, tolerance
             parameter[poisoned] = torch.nan
         groups = zip(
             before.unflatten(0, (net.members, -1)),
-            other(example).unflatten(0, (net.members, -1)),
+            other(example, draws=0).unflatten(0, (net.members, -1)),
             strict=True,
         )
         for index, (was, now) in enumerate(groups):
@@ -288,15 +303,28 @@ def _check_independent(net: Multitude, example: Input, before: Tensor, tolerance
 # -- arguments ---------------------------------------------------------------------------------------------
 
 
-def check_arguments(model: nn.Module, members: int, init: str, plain: bool = True) -> None:
-    """What every method asks of its first arguments; most ask for a `plain` network."""
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
-    if plain and isinstance(model, Multitude):
-        raise ValueError(f"model is a multitude already ({type(model).__name__} of {model.members} members)")
+def check_arguments(model: nn.Module, members: int, init: str, nested: bool = False) -> nn.Module:
+    """What every method asks of its first arguments; returns the network to convert.
+
+    That is the network of a multitude which only draws. Other multitudes are converted by few (`nested`).
+    """
+    check_model(model, nested)
     check_count("members", members)
     if init not in ("fresh", "pretrained"):
         raise ValueError(f"init must be 'fresh' or 'pretrained', got {init!r}")
+    return plain(model)
+
+
+def check_model(model: nn.Module, nested: bool = False) -> nn.Module:
+    """A network, or a multitude which only draws, whose network it then returns."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
+    if isinstance(plain(model), Multitude) and not nested:
+        raise ValueError(
+            f"model is a multitude of members already ({type(model).__name__} of {model.members} members): "
+            "convert the network first and make members of it after"
+        )
+    return plain(model)
 
 
 def check_count(name: str, value: int) -> None:
@@ -305,10 +333,15 @@ def check_count(name: str, value: int) -> None:
         raise ValueError(f"{name} must be a whole number, 1 or more, got {value!r}")
 
 
-def check_number(name: str, value: float, low: float, high: float = float("inf"), above: bool = False) -> None:
-    """A real number from `low` (or above it) to `high`."""
+def check_number(
+    name: str, value: float, low: float, high: float = float("inf"), above: bool = False, below: float | None = None
+) -> None:
+    """A real number from `low` (or above it) to `high`, or to `below`, which it stays below."""
     real = isinstance(value, int | float) and not isinstance(value, bool)
-    if not real or not (low < value if above else low <= value) or not value <= high or value == float("inf"):
+    fits = real and (low < value if above else low <= value) and value <= high and value != float("inf")
+    if not fits or (below is not None and value >= below):
         least = f"above {low:g}" if above else f"{low:g} or more"
         most = "" if high == float("inf") else f" and at most {high:g}"
+        if below is not None:
+            most = f" and below {below:g}"
         raise ValueError(f"{name} must be {least}{most}, got {value!r}")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from multitudes.multitude import MemberLayer, SharedMembers
+from multitudes.shared import MemberLayer, SharedMembers
 from multitudes.surgery import (
     PRODUCTS,
     TRANSPOSED,
@@ -101,7 +101,7 @@ def batch_ensemble(
     >>> net(torch.ones(5, 3)).shape
     torch.Size([4, 5, 2])
     """
-    check_arguments(model, members, init)
+    original, model = model, check_arguments(model, members, init)
     if factors not in ("normal", "sign"):
         raise ValueError(f"factors must be 'normal' or 'sign', got {factors!r}")
     if spread is None:
@@ -120,6 +120,6 @@ def batch_ensemble(
                     own.normal_(1.0, spread)
                 else:
                     own.bernoulli_(0.5).mul_(2).sub_(1)
-    net = SharedMembers(replace(model, converted), members)
+    net = SharedMembers(replace(model, converted), members).like(original)
     net.notes = {name: "a rank-one factor for each member" for name in converted}
     return net

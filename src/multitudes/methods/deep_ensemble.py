@@ -36,18 +36,18 @@ def deep_ensemble(
     >>> net(torch.ones(5, 3)).shape
     torch.Size([4, 5, 2])
     """
-    check_arguments(model, members, init, plain=False)
+    original = check_arguments(model, members, init, nested=True)
     check_number("perturb", perturb, 0)
     if init == "fresh" and perturb:
         raise ValueError(f"perturb={perturb!r} needs init='pretrained'; fresh members differ anyway")
 
     def networks() -> Iterator[nn.Module]:
         for _ in range(members):
-            network = copy.deepcopy(model)
+            network = copy.deepcopy(original)
             yield redraw(network) if init == "fresh" else _perturbed(network, perturb)
 
     with seeded(seed):
-        return Members(networks(), members)
+        return Members(networks(), members).like(model)
 
 
 def _perturbed(network: nn.Module, amount: float) -> nn.Module:

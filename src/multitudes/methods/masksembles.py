@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from multitudes.multitude import Input, MemberLayer, SharedMembers, tile
+from multitudes.calling import Input, tile
 from multitudes.scale import keep_scale
+from multitudes.shared import MemberLayer, SharedMembers
 from multitudes.surgery import (
     PRODUCTS,
     TRANSPOSED,
@@ -139,7 +140,7 @@ def masksembles(
     >>> net(torch.ones(5, 3)).shape
     torch.Size([4, 5, 2])
     """
-    check_arguments(model, members, init)
+    original, model = model, check_arguments(model, members, init)
     check_number("scale", scale, 1)
     chosen = select(model, layers, PRODUCTS)
     with seeded(seed):
@@ -153,7 +154,7 @@ def masksembles(
         if init == "pretrained" and scale > 1:
             x = example_for(model, example)
             keep_scale(model, network, x, tile(x, members), {name: None for name in converted})
-    net = SharedMembers(network, members)
+    net = SharedMembers(network, members).like(original)
     for name, layer in converted.items():
         net.notes[name] = f"each member sees {int(layer.masks[0].sum())} of {layer.masks.shape[1]} inputs"
     return net

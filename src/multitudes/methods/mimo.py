@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multitudes.multitude import Criterion, Input, Multitude, call, evaluating, told_in_terms_of
+from multitudes.calling import Input, call, told_in_terms_of
+from multitudes.multitude import Criterion, Multitude
 from multitudes.surgery import (
     CONVOLUTIONS,
     PRODUCTS,
@@ -23,6 +24,7 @@ from multitudes.surgery import (
     example_for,
     executed,
     hooked,
+    observing,
     redraw,
     replace,
     seeded,
@@ -47,7 +49,9 @@ class Mimo(Multitude):
         axis = self.outputs % output.dim()
         return output.unflatten(axis, (self.members, -1)).movedim(axis, 0)
 
-    def loss(self, x: Input, y: Tensor, criterion: Criterion | None = None) -> Tensor:
+    def loss(
+        self, x: Input, y: Tensor, criterion: Criterion | None = None, *, dataset_size: int | None = None
+    ) -> Tensor:
         """The mean over members of each one's loss on its own, shuffled, inputs."""
         x = _tensor(x)
         if len(y) != len(x):
@@ -59,7 +63,7 @@ class Mimo(Multitude):
             self._check_targets(predictions, y)
             criterion = F.cross_entropy
         losses = [criterion(p, y[order]) for p, order in zip(predictions, orders, strict=True)]
-        return self._combine(losses)
+        return self._combine(losses) + self._divergence_of_one(dataset_size)
 
     def _orders(self, batch: int, device: torch.device) -> list[Tensor]:
         """Which inputs each member sees: a share `repetition` is the same for all, the rest shuffled apart."""
@@ -100,7 +104,7 @@ def mimo(
     >>> net(torch.ones(5, 3)).shape
     torch.Size([3, 5, 2])
     """
-    check_arguments(model, members, init)
+    original, model = model, check_arguments(model, members, init)
     check_number("repetition", repetition, 0, high=1)
     check_count("batch_repetition", batch_repetition)
     x = _tensor(example_for(model, example))
@@ -119,6 +123,7 @@ def mimo(
     inputs, outputs = _axes(model, x, first, last)
     net = Mimo(network, members, first, last, inputs, outputs)
     net.repetition, net.batch_repetition = repetition, batch_repetition
+    net.like(original)
     _check_outputs(net, model, x)
     return net
 
@@ -159,14 +164,14 @@ def _axes(model: nn.Module, x: Tensor, first: str, last: str) -> tuple[int, int]
         if name == first:
             seen.append(args[0].shape)
 
-    with hooked(model, (type(layer),), see), evaluating(model), torch.no_grad():
+    with hooked(model, (type(layer),), see), observing(model):
         call(model, x)
     sequence = isinstance(layer, nn.Linear) and seen[0] == x.shape
     return (-1 if sequence else 1), (-1 if isinstance(model.get_submodule(last), nn.Linear) else 1)
 
 
 def _check_outputs(net: Mimo, model: nn.Module, x: Tensor) -> None:
-    with evaluating(net), evaluating(model), torch.no_grad():
+    with observing(net, model):
         want = [net.members, *call(model, x).shape]
         try:
             got = list(net(x).shape)

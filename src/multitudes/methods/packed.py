@@ -17,9 +17,9 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from multitudes.calling import Input
 from multitudes.cuts import Cut
 from multitudes.members import Members
-from multitudes.multitude import Input
 from multitudes.narrow import apply_cuts, plan_cuts, rescaled
 from multitudes.surgery import (
     Selector,
@@ -61,7 +61,7 @@ def packed(
     >>> net.member(0)[0]
     Linear(in_features=8, out_features=32, bias=True)
     """
-    check_arguments(model, members, init)
+    original, model = model, check_arguments(model, members, init)
     alpha = min(2, members) if alpha is None else alpha
     check_number("alpha", alpha, 0, high=members, above=True)
     check_count("gamma", gamma)
@@ -77,6 +77,6 @@ def packed(
             yield redraw(copy.deepcopy(network)) if init == "fresh" else rescaled(network, model, cuts, x)
 
     with seeded(seed):
-        net = Members(networks(), members)
+        net = Members(networks(), members).like(original)
     net.notes = {name: cut.note for name, cut in notes.items()} | {"total": f"alpha {alpha:g}, gamma {gamma}"}
     return net

@@ -14,7 +14,8 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from multitudes.packing.rules import FUNCTIONS, LAYERS, METHODS, RANDOM
-from multitudes.packing.values import CannotPack, Many, Stacked
+from multitudes.packing.values import CannotPack, Many, Packed, Stacked
+from multitudes.stochastic import Stochastic, as_member
 
 # Questions about a value that have one answer for all members: asked of member 0.
 _ASKED = {"size", "dim", "ndimension", "numel", "is_floating_point", "element_size"}
@@ -133,7 +134,22 @@ class Plan:
             return functional_call(layer, tensors, args, kwargs)
 
         weights = [Stacked(tensor, self.members) for tensor in state.values()]
+        if isinstance(layer, Stochastic):
+            return self._drawn(layer, run, (*weights, args, kwargs), step)
         return self._vmap(run, (*weights, args, kwargs), step)
+
+    def _drawn(self, layer: Stochastic, run: Callable[..., Any], values: Any, step: Step) -> Any:
+        """A layer that draws: each member has random numbers of its own, on a shared value too."""
+        x = values[-2][0] if len(values) == 2 and len(values[-2]) == 1 else None
+        if layer.channelwise and layer.draw is None and isinstance(x, Packed):
+            return Packed(layer(x.packed()), self.members)
+        index = Stacked(torch.arange(self.members), self.members)
+
+        def of_one(index: Tensor, *values: Any) -> Any:
+            with as_member(layer, index, self.members):
+                return run(*values)
+
+        return self._vmap(of_one, (index, *values), step)
 
     def _function(self, step: Step, args: Any, kwargs: Any) -> Any:
         function = step.target if step.kind == "call_function" else _method(step.target)

@@ -18,6 +18,7 @@ from torch import fx, nn
 from multitudes.packing.plan import Plan, own_attributes, settings_of
 from multitudes.packing.rules import LAYERS
 from multitudes.packing.values import CannotPack
+from multitudes.stochastic import Stochastic
 
 
 def trace(network: nn.Module, members: int, training: bool) -> Plan:
@@ -128,6 +129,8 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
         own = type(module).__module__.startswith("multitudes.") and ".models" not in type(module).__module__
+        own = own and not getattr(type(module), "traceable", False)  # plain code over torch's own layers and functions
+        own = own or isinstance(module, Stochastic)
         leaf = own or type(module) in LAYERS or super().is_leaf_module(module, qualified_name)
         if not leaf:
             self.entered.add(qualified_name)

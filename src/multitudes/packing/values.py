@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from multitudes.multitude import Told
+from multitudes.calling import Told
 
 
 class CannotPack(Told):

@@ -1,0 +1,111 @@
+"""Calling any network: what it is called with, what it answers, and what is said when the two do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Input = Tensor | tuple[Any, ...] | Mapping[str, Any]
+"""What a network is called with: one tensor, its positional arguments, or its keyword arguments."""
+
+
+class Told(ValueError):
+    """An error that says what is wrong in the library's own words."""
+
+
+def split_call(x: Input) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments for a network called with `x`."""
+    if isinstance(x, Mapping):
+        return (), dict(x)
+    return (x if isinstance(x, tuple) else (x,)), {}
+
+
+def call(network: nn.Module, x: Input) -> Tensor:
+    """Run a network and find its prediction: the tensor it returns, or the `logits` of what it returns."""
+    args, kwargs = split_call(x)
+    return prediction_in(network(*args, **kwargs))
+
+
+def prediction_in(output: Any) -> Tensor:
+    """A network's output, or the `logits` of it."""
+    if isinstance(output, Tensor):
+        return output
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
+    raise Told(
+        f"the network returned a {type(output).__name__}; it must return a tensor, or an object with `logits` "
+        "(wrap it in a module that picks the prediction)"
+    )
+
+
+def tile(x: Input, times: int) -> Input:
+    """The batch `times` times over, `[B, ...] -> [times*B, ...]`."""
+
+    def tiled(value: Any) -> Any:
+        return value.repeat(times, *[1] * (value.dim() - 1)) if isinstance(value, Tensor) and value.dim() else value
+
+    if isinstance(x, Mapping):
+        return {key: tiled(value) for key, value in x.items()}
+    return tuple(tiled(value) for value in x) if isinstance(x, tuple) else tiled(x)
+
+
+def rows(x: Input, index: Tensor) -> Input:
+    """The inputs at these positions of the batch."""
+    batch = tensors_in(x)[0].shape[0]
+
+    def chosen(value: Any) -> Any:
+        return value[index] if isinstance(value, Tensor) and value.shape[:1] == (batch,) else value
+
+    if isinstance(x, Mapping):
+        return {key: chosen(value) for key, value in x.items()}
+    return tuple(chosen(value) for value in x) if isinstance(x, tuple) else chosen(x)
+
+
+def tensors_in(x: Input) -> list[Tensor]:
+    """The tensors that a network is called with."""
+    values = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple) else (x,)
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """Without torch's fused attention, which vmap cannot batch."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def told_in_terms_of(x: Input) -> Iterator[None]:
+    """Turn what torch says about an input that does not fit into a ValueError that names the input."""
+    tensors = tensors_in(x)
+    if not tensors:
+        raise ValueError(f"x must be a tensor, or a tuple or mapping that holds one, got {type(x).__name__}")
+    try:
+        yield
+    except (torch.OutOfMemoryError, NotImplementedError, Told):
+        raise
+    except (RuntimeError, IndexError, ValueError) as error:
+        if "CUDA error" in str(error):
+            raise
+        shapes = ", ".join(f"{list(t.shape)} ({t.dtype})" for t in tensors)
+        raise Told(f"x of shape {shapes} does not fit the network: {error}") from error
+
+
+def one_per_input(predictions: Tensor, x: Input) -> Tensor:
+    """Predictions `[S, B, ...]` as they are, or an error where B is not the number of inputs."""
+    batch = tensors_in(x)[0].shape[:1]
+    if predictions.dim() < 2 or predictions.shape[1:2] != batch:
+        raise ValueError(
+            f"x of shape {list(tensors_in(x)[0].shape)} gave predictions of shape {list(predictions.shape)}: "
+            "the first dimension of x must be the batch, and the network must give one prediction for each input"
+        )
+    return predictions

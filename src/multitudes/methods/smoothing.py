@@ -1,0 +1,346 @@
+"""Spatial smoothing: neighbouring points of a feature map are averaged, as if they were an ensemble.
+
+Park & Kim, *Blurs behave like ensembles: spatial smoothings to improve accuracy, uncertainty, and robustness*, 2022.
+Before each down-sampling, eq. (5) to (8):
+
+    Smooth(z) = Blur(Prob(z)),    Prob(z) = ReLU(tau tanh(z / tau)),    Blur = convolution by K = k k^T / |k|_1^2
+
+There are no weights. A smoothed network is a plain one, and every method takes it:
+`packed(smooth(model))`, `mc_dropout(smooth(model))`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from multitudes.calling import Input, call
+from multitudes.downsampling import GLOBAL, Call, MedianPool, Run, downsamplings
+from multitudes.insertion import after, before
+from multitudes.multitude import Multitude
+from multitudes.surgery import (
+    Selector,
+    check_count,
+    check_number,
+    example_for,
+    observing,
+    replace,
+    seeded,
+    select,
+)
+
+KERNELS = ((1,), (1, 1), (1, 2, 1), (1, 4, 6, 4, 1))
+PROBS = ("tanh", "relu6", "scale", "none")
+HEADS = ("gap", "max", "median", "mlp")
+
+
+# -- layers ------------------------------------------------------------------------------------------------
+
+
+class Prob(nn.Module):
+    """A feature map as unnormalised probabilities, `[B, C, H, W] -> [B, C, H, W]`, not below 0.
+
+    `"tanh"` is `ReLU(tau tanh(z / tau))`, at most tau; `"relu6"` is `min(ReLU(z), 6)`; `"scale"` is
+    `ReLU(z / tau)`, for which the paper has tau = 5; `"none"` leaves z as it is.
+
+    >>> Prob("tanh", tau=10)(torch.tensor([-1.0, 1.0, 100.0]))
+    tensor([ 0.0000, 0.9967, 10.0000])
+    """
+
+    traceable = True
+
+    def __init__(self, kind: str = "tanh", tau: float = 10.0) -> None:
+        super().__init__()
+        if kind not in PROBS:
+            raise ValueError(f"the kind of prob must be one of {', '.join(PROBS)}, got {kind!r}")
+        check_number("tau", tau, 0, above=True)
+        self.kind = kind
+        self.tau = tau
+
+    def forward(self, z: Tensor) -> Tensor:
+        if self.kind == "tanh":
+            return F.relu(self.tau * torch.tanh(z / self.tau))
+        if self.kind == "relu6":
+            return F.relu6(z)
+        if self.kind == "scale":
+            return F.relu(z / self.tau)
+        return z
+
+    def extra_repr(self) -> str:
+        return f"{self.kind!r}, tau={self.tau:g}" if self.kind in ("tanh", "scale") else repr(self.kind)
+
+
+class Blur(nn.Module):
+    """The average of each point and its neighbours, each channel by itself.
+
+    The kernels `k` are (1), (1, 1), (1, 2, 1) and (1, 4, 6, 4, 1), each the box (1, 1) convolved with itself, so that
+    a blur is an average pooling of 2 x 2 points with stride 1, done `n = len(k) - 1` times.
+
+    Maps keep their size, `[B, C, H, W] -> [B, C, H, W]`: they are continued by their border values, by one point more
+    after than before where `n` is odd, and a constant map stays as it is. `growing` maps are surrounded by zeros
+    instead, as in the paper's experiments, and all points that a kernel touches are kept:
+    `[B, C, H, W] -> [B, C, H + n, W + n]`.
+
+    >>> Blur((1, 2, 1), growing=True)(torch.ones(1, 1, 1, 1) * 16)
+    tensor([[[[1., 2., 1.],
+              [2., 4., 2.],
+              [1., 2., 1.]]]])
+    """
+
+    traceable = True
+
+    def __init__(self, kernel: Sequence[int] = (1, 1), growing: bool = False) -> None:
+        super().__init__()
+        if not isinstance(kernel, Sequence) or tuple(kernel) not in KERNELS:
+            raise ValueError(f"kernel must be one of {', '.join(map(str, KERNELS))}, got {kernel!r}")
+        self.kernel = tuple(kernel)
+        self.growing = growing
+        self.times = len(self.kernel) - 1
+        sides = (self.times // 2, self.times - self.times // 2)
+        self.pad = nn.Identity() if growing else nn.ReplicationPad2d((*sides, *sides))
+        self.box = nn.AvgPool2d(2, stride=1, padding=1 if growing else 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pad(x)
+        for _ in range(self.times):
+            x = self.box(x)
+        return x
+
+    def extra_repr(self) -> str:
+        return f"{self.kernel}, growing={self.growing}"
+
+
+class Smooth(nn.Module):
+    """Probabilistic spatial smoothing, `Blur(Prob(z))`, eq. (5).
+
+    `[B, C, H, W] -> [B, C, H, W]`, and a little larger where it is `growing` (see `Blur`).
+    """
+
+    traceable = True
+
+    def __init__(
+        self, kernel: Sequence[int] = (1, 1), prob: str = "tanh", tau: float = 10.0, growing: bool = False
+    ) -> None:
+        super().__init__()
+        self.prob = Prob(prob, tau)
+        self.blur = Blur(kernel, growing)
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.blur(self.prob(z))
+
+
+# -- conversion --------------------------------------------------------------------------------------------
+
+
+def smooth(
+    model: nn.Module,
+    kernel: Sequence[int] = (1, 1),
+    prob: str = "tanh",
+    tau: float = 10.0,
+    *,
+    growing: bool = False,
+    layers: Selector = None,
+    example: Input | None = None,
+) -> nn.Module:
+    """A copy of `model` with a `Smooth` before each down-sampling: a plain network with the same parameters.
+
+    Down-samplings are strided convolutions, pooling layers and the global pooling; a residual block is one, and is
+    smoothed as a whole. Not smoothed are the image, the max-pool of a stem and the global pooling of
+    pre-activation networks. So there are four in ResNets, three in pre-activation ResNets, five in VGG and, at
+    the encoder's poolings, four in U-Net. `layers` selects other layers or blocks that read feature maps.
+
+    The paper's settings are the defaults, but for `growing=True` (see `Blur`), which fits networks with a global
+    pooling. `Prob` cuts off negative values; where maps before a down-sampling have some, `prob="none"` keeps them.
+    `example` is one batch of inputs, with which the down-samplings are found; where it is left out, noise of the
+    usual sizes is tried. Checkpoints of `model` load into its smoothed copy.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.LazyLinear(10))
+    >>> _ = model(torch.zeros(1, 3, 32, 32))
+    >>> smooth(model)
+    Sequential(
+      (0): Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1))
+      (1): ReLU()
+      (smooth): Smooth(
+        (prob): Prob('tanh', tau=10)
+        (blur): Blur(
+          (1, 1), growing=False
+          (pad): ReplicationPad2d((0, 1, 0, 1))
+          (box): AvgPool2d(kernel_size=2, stride=1, padding=0)
+        )
+      )
+      (2): MaxPool2d(kernel_size=2, stride=2, padding=0, dilation=1, ceil_mode=False)
+      (3): Flatten(start_dim=1, end_dim=-1)
+      (4): Linear(in_features=1800, out_features=10, bias=True)
+    )
+    """
+    _check_plain(model)
+    Smooth(kernel, prob, tau, growing)  # which checks the settings, before any work
+    with seeded(0):
+        example = example_for(model, example)
+        run = Run(model, example)
+        names = _selected(run, layers) if layers is not None else _found(run)
+        new = {name: Smooth(kernel, prob, tau, growing) for name in names}
+        smoothed = before(model, new, example=example)
+        hint = "growing=False keeps the sizes of its maps" if growing else "layers= selects others"
+        _check_output(smoothed, example, run.output, f"smoothed before {', '.join(names)}", hint)
+    return smoothed
+
+
+def _check_plain(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
+    if isinstance(model, Multitude):
+        raise ValueError(
+            f"model is a multitude already ({type(model).__name__}): change the network first and convert it after, "
+            "as in packed(smooth(model)) or mc_dropout(smooth(model))"
+        )
+
+
+def _found(run: Run) -> list[str]:
+    names = downsamplings(run)
+    if not names:
+        raise ValueError(
+            f"model ({type(run.model).__name__}) has no down-sampling: no strided convolution or pooling layer after "
+            "its first layer. A pooling that its forward calls as a function cannot be seen: make it a layer, or "
+            "select layers that read feature maps by layers="
+        )
+    return names
+
+
+def _selected(run: Run, layers: Selector) -> list[str]:
+    kinds = tuple({type(module) for name, module in run.model.named_modules() if name})
+    names = [name for name in select(run.model, layers, kinds) if name]
+    for name in names:
+        calls = run.calls(name)
+        if not calls:
+            raise ValueError(f"layers: layer {name!r} is never called, so nothing can be smoothed before it")
+        for seen in calls:
+            if not seen.on_map:
+                shape = list(seen.input.shape) if isinstance(seen.input, Tensor) else type(seen.input).__name__
+                raise ValueError(f"layers: layer {name!r} reads {shape}, which is no feature map [B, C, H, W]")
+    return names
+
+
+def _check_output(model: nn.Module, example: Input, want: Tensor, what: str, hint: str) -> None:
+    with observing(model):
+        try:
+            got = call(model, example)
+            reason = f"it gives {list(got.shape)} instead of {list(want.shape)}"
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            got, reason = None, str(error)
+    if got is None or got.shape != want.shape:
+        raise ValueError(f"model ({type(model).__name__}) does not run when {what}: {reason}; {hint}")
+
+
+# -- classifier heads --------------------------------------------------------------------------------------
+
+
+def head(
+    model: nn.Module,
+    kind: str,
+    *,
+    hidden: int = 4096,
+    dropout: float = 0.5,
+    example: Input | None = None,
+    seed: int | None = None,
+) -> nn.Module:
+    """A copy of `model` with another classifier head, as compared in appendix C.1.
+
+    `"gap"`, `"max"` and `"median"` pool each map to its mean, maximum or median, and have one linear layer; `"mlp"`
+    pools to 7 x 7 points, as VGG does, flattens them and has two `hidden` layers with ReLU and `dropout`. Linear layers
+    keep their weights where their shapes are the same, and are drawn anew elsewhere.
+
+    The model's own head must be a pooling layer, a flattening and either one linear layer or an `nn.Sequential`
+    that ends with several.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+    >>> head(model, "max")[2:]
+    Sequential(
+      (2): AdaptiveMaxPool2d(output_size=1)
+      (3): Flatten(start_dim=1, end_dim=-1)
+      (4): Linear(in_features=8, out_features=5, bias=True)
+    )
+    """
+    _check_plain(model)
+    if kind not in HEADS:
+        raise ValueError(f"kind must be one of {', '.join(HEADS)}, got {kind!r}")
+    check_count("hidden", hidden)
+    check_number("dropout", dropout, 0)
+    if dropout >= 1:
+        raise ValueError(f"dropout must be below 1, got {dropout!r}")
+    with seeded(0):
+        example = example_for(model, example)
+        run = Run(model, example)
+    pooling, linears = _head(run)
+    with seeded(seed):
+        classifier = _classifier(kind, pooling, linears, hidden, dropout)
+    if kind == "mlp" and isinstance(pooling.module, nn.MaxPool2d):  # VGG's last, which is no part of its head
+        swapped = after(model, {pooling.name: nn.AdaptiveAvgPool2d(7)}, name="avgpool", example=example)
+    else:
+        swapped = replace(model, {pooling.name: _pooling(kind)})
+    swapped = _with_classifier(swapped, [seen.name for seen in linears], classifier)
+    hint = "its forward must flatten what its pooling layer gives, whatever its size"
+    _check_output(swapped, example, run.output, f"given the head {kind!r}", hint)
+    return swapped
+
+
+def _head(run: Run) -> tuple[Call, list[Call]]:
+    """The last pooling layer and the linear layers after it."""
+    poolings = [i for i, seen in enumerate(run.layers) if seen.downsamples or isinstance(seen.module, GLOBAL)]
+    last = max((i for i in poolings if run.layers[i].pools), default=None)
+    rest = [] if last is None else run.layers[last + 1 :]
+    linears = [seen for seen in rest if isinstance(seen.module, nn.Linear)]
+    paths = {seen.name.rpartition(".")[0] for seen in linears}
+    parents = [run.model.get_submodule(path) for path in paths]
+    reason = ""
+    if last is None or not linears:
+        reason = "no pooling layer comes before its linear layers (a pooling called as a function cannot be seen)"
+    elif any(seen.has_weights and seen not in linears for seen in rest) or linears[0].input.dim() != 2:
+        reason = f"there is more than a flattening between {run.layers[last].name!r} and {linears[0].name!r}"
+    elif len(linears) > 1 and not (len(parents) == 1 and type(parents[0]) is nn.Sequential):
+        reason = f"its linear layers ({', '.join(seen.name for seen in linears)}) are not together in an nn.Sequential"
+    elif any(len(run.calls(seen.name)) > 1 for seen in (run.layers[last], *linears)):
+        reason = "a layer of its head is used in other places too"
+    if reason:
+        raise ValueError(
+            f"model ({type(run.model).__name__}) has no head of a pooling layer, a flattening and linear layers that "
+            f"could be swapped: {reason}"
+        )
+    assert last is not None
+    return run.layers[last], linears
+
+
+def _pooling(kind: str) -> nn.Module:
+    pooling = {"gap": nn.AdaptiveAvgPool2d(1), "max": nn.AdaptiveMaxPool2d(1), "median": MedianPool()}
+    return pooling.get(kind, nn.AdaptiveAvgPool2d(7))
+
+
+def _classifier(kind: str, pooling: Call, linears: list[Call], hidden: int, dropout: float) -> nn.Module:
+    """One linear layer, or VGG's three."""
+    old: list[Any] = [seen.module for seen in linears]
+    channels, classes = pooling.input.shape[1], old[-1].out_features
+    widths = (49 * channels, hidden, hidden, classes) if kind == "mlp" else (channels, classes)
+    new: list[nn.Module] = []
+    for index, shape in enumerate(pairwise(widths)):
+        like = old[min(index, len(old) - 1)]
+        kept = len(old) == len(widths) - 1 and shape == (like.in_features, like.out_features)
+        own = {"bias": like.bias is not None, "device": like.weight.device, "dtype": like.weight.dtype}
+        new += [copy.deepcopy(like) if kept else nn.Linear(*shape, **own), nn.ReLU(), nn.Dropout(dropout)]
+    return nn.Sequential(*new[:-2]) if kind == "mlp" else new[0]
+
+
+def _with_classifier(model: nn.Module, linears: list[str], classifier: nn.Module) -> nn.Module:
+    """A copy with the classifier in the place of the first linear layer, without what follows up to the last."""
+    swapped = replace(model, {linears[0]: classifier})
+    path, _, first = linears[0].rpartition(".")
+    parent = swapped.get_submodule(path)
+    names = list(parent._modules)
+    for name in names[names.index(first) + 1 : names.index(linears[-1].rpartition(".")[2]) + 1]:
+        del parent._modules[name]
+    return swapped

@@ -1,0 +1,265 @@
+"""Snapshots of one training run: cyclic learning rates, and cyclic stochastic-gradient MCMC.
+
+Huang et al., *Snapshot ensembles: train 1, get M for free*, 2017, let the learning rate fall from alpha_0 to 0 along
+a cosine, M times in T steps, and keep the network at the end of each cycle:
+
+    alpha(t) = alpha_0 / 2 (cos(pi r(t)) + 1),    r(t) = mod(t, T/M) / (T/M).
+
+Zhang et al., *Cyclical stochastic gradient MCMC for Bayesian deep learning*, 2020, add noise in the last part of each
+cycle, where r(t) >= beta, and keep samples from it. For a loss that is the mean over N examples, with temperature tau
+and momentum m (0 for Langevin dynamics, above it for Hamiltonian),
+
+    v <- m v - alpha grad + sqrt(2 (1 - m) alpha tau / N) eps,    theta <- theta + v,
+
+samples from exp(-N (loss + weight_decay |theta|^2 / 2) / tau).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from multitudes.members import Members
+from multitudes.multitude import plain
+from multitudes.surgery import check_count, check_model, check_number
+from multitudes.trajectory import Checkpoints, Recorder, Trajectory
+
+# -- cycles ------------------------------------------------------------------------------------------------
+
+
+class CosineCycles(LRScheduler):
+    """A learning rate that falls along a cosine from the optimizer's own to 0, `cycles` times in `steps` steps."""
+
+    def __init__(self, optimizer: Optimizer, steps: int, cycles: int) -> None:
+        self.steps, self.cycles = steps, cycles
+        super().__init__(optimizer)
+
+    @property
+    def phase(self) -> float:
+        """How much of the current cycle is over, from 0 to below 1."""
+        return self.last_epoch * self.cycles % self.steps / self.steps
+
+    @property
+    def cycle_ended(self) -> bool:
+        """Whether the last step was a cycle's last: the time to record."""
+        done = self.last_epoch * self.cycles
+        return done // self.steps > (done - self.cycles) // self.steps
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Each group's learning rate, for the step to come."""
+        return [base * 0.5 * (1 + math.cos(math.pi * self.phase)) for base in self.base_lrs]
+
+
+def cyclic_lr(optimizer: Optimizer, steps: int, cycles: int) -> CosineCycles:
+    """A schedule for snapshots: `steps` in all, in `cycles` cycles.
+
+        recorder = mt.Recorder(model, keep=5)
+        schedule = mt.cyclic_lr(optimizer, steps=epochs * len(loader), cycles=5)
+        for x, y in batches:
+            ...                                   # loss.backward(), optimizer.step(), optimizer.zero_grad()
+            schedule.step()
+            if schedule.cycle_ended:
+                recorder.record()
+        net = mt.snapshots(model, recorder)
+
+    >>> optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    >>> schedule = cyclic_lr(optimizer, steps=4, cycles=2)
+    >>> for _ in range(4):
+    ...     rate = optimizer.param_groups[0]["lr"]
+    ...     optimizer.step()
+    ...     schedule.step()
+    ...     print(round(rate, 3), schedule.cycle_ended)
+    0.1 False
+    0.05 True
+    0.1 False
+    0.05 True
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    _check_cycles(steps, cycles)
+    return CosineCycles(optimizer, steps, cycles)
+
+
+def snapshots(model: nn.Module, checkpoints: Checkpoints) -> Members:
+    """A multitude whose members are the recorded snapshots of a network, each with its own buffers.
+
+    `checkpoints` are a `Recorder` or a list of state dicts; `model` is left as it was.
+
+    >>> model = nn.Linear(3, 2)
+    >>> recorder = Recorder(model)
+    >>> for _ in range(4):
+    ...     model.reset_parameters()
+    ...     recorder.record()
+    >>> snapshots(model, recorder)(torch.ones(5, 3)).shape
+    torch.Size([4, 5, 2])
+    """
+    check_model(model, nested=True)
+    states = Trajectory.of(checkpoints, model).states
+
+    def networks() -> Iterator[nn.Module]:
+        for state in states:
+            network = copy.deepcopy(plain(model))
+            network.load_state_dict(state, strict=False)  # what is no tensor stays the model's own
+            yield network
+
+    return Members(networks(), len(states)).like(model)
+
+
+# -- stochastic-gradient MCMC ------------------------------------------------------------------------------
+
+
+class Langevin(Optimizer):
+    """Gradient steps with noise: Langevin dynamics, or with momentum Hamiltonian. `noisy = False` is plain SGD.
+
+    The gradient is that of a loss which is the mean over `dataset_size` examples, or over a batch of them.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        dataset_size: int,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        temperature: float = 1.0,
+    ) -> None:
+        check_number("lr", lr, 0, above=True)
+        check_count("dataset_size", dataset_size)
+        check_number("momentum", momentum, 0)
+        if momentum >= 1:
+            raise ValueError(f"momentum must be below 1, got {momentum!r}")
+        check_number("weight_decay", weight_decay, 0)
+        check_number("temperature", temperature, 0)
+        options = {"momentum": momentum, "weight_decay": weight_decay, "temperature": temperature}
+        super().__init__(params, {"lr": lr, "dataset_size": dataset_size, **options})
+        self.noisy = True
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, group)
+        return loss
+
+    def _step(self, theta: Tensor, group: dict[str, Any]) -> None:
+        lr, momentum = group["lr"], group["momentum"]
+        gradient = theta.grad + group["weight_decay"] * theta
+        v = -lr * gradient
+        if momentum:
+            v += momentum * self.state[theta].get("v", 0.0)
+        if self.noisy:
+            variance = 2 * (1 - momentum) * lr * group["temperature"] / group["dataset_size"]
+            v += math.sqrt(variance) * torch.randn_like(theta)
+        if momentum:
+            self.state[theta]["v"] = v
+        theta.add_(v)
+
+
+class CyclicSgmcmc:
+    """An optimizer, its schedule and its recorder in one: see `cyclic_sgmcmc`."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Langevin, steps: int, cycles: int, exploration: float, samples: int
+    ) -> None:
+        self.model, self.optimizer, self.exploration = model, optimizer, exploration
+        self.schedule = cyclic_lr(optimizer, steps, cycles)
+        self.recorder = Recorder(model, keep=cycles * samples)
+        shares = [exploration + (1 - exploration) * (i + 1) / samples for i in range(samples)]
+        # Rounded to whole steps, halves up: they are one step apart at least, so none falls on another.
+        self._times = {math.floor((c + share) * steps / cycles + 0.5) for c in range(cycles) for share in shares}
+
+    def zero_grad(self) -> None:
+        """As an optimizer's."""
+        self.optimizer.zero_grad()
+
+    def step(self) -> bool:
+        """A step along the gradient, with noise where the cycle is at its sampling; whether a sample was recorded."""
+        self.optimizer.noisy = self.schedule.phase >= self.exploration
+        self.optimizer.step()
+        self.schedule.step()
+        due = self.schedule.last_epoch in self._times
+        if due:
+            self.recorder.record()
+        return due
+
+    def multitude(self) -> Members:
+        """The samples so far, as members."""
+        if not self.recorder.count:
+            raise ValueError("no sample has been recorded yet: the first comes towards the end of the first cycle")
+        return snapshots(self.model, self.recorder)
+
+
+def cyclic_sgmcmc(
+    model: nn.Module,
+    steps: int,
+    cycles: int,
+    dataset_size: int,
+    *,
+    lr: float = 0.5,
+    momentum: float = 0.0,
+    weight_decay: float = 5e-4,
+    temperature: float = 1.0,
+    exploration: float = 0.9,
+    samples: int = 3,
+) -> CyclicSgmcmc:
+    """A sampler that trains `model`, in place of an optimizer, and gives a multitude of what it has sampled.
+
+        sampler = mt.cyclic_sgmcmc(model, steps=150 * len(loader), cycles=3, dataset_size=50_000)
+        for x, y in batches:
+            F.cross_entropy(model(x), y).backward()
+            sampler.step()
+            sampler.zero_grad()
+        net = sampler.multitude()
+
+    Args:
+        model: the network to train; its loss must be a mean over examples.
+        steps: how many steps there will be in all.
+        cycles: how many times the learning rate falls from `lr` to 0.
+        dataset_size: how many training examples there are (N).
+        lr: the learning rate at the start of each cycle.
+        momentum: 0 for Langevin dynamics, above it for Hamiltonian.
+        weight_decay: the precision of the normal prior, divided by N.
+        temperature: 1 samples from the posterior, less from a sharper distribution.
+        exploration: the share of each cycle that runs without noise (beta).
+        samples: how many samples to record in each cycle, evenly spread over the rest of it.
+
+    >>> model = nn.Linear(3, 2)
+    >>> sampler = cyclic_sgmcmc(model, steps=100, cycles=2, dataset_size=20)
+    >>> for _ in range(100):
+    ...     model(torch.ones(5, 3)).square().mean().backward()
+    ...     _ = sampler.step()
+    ...     sampler.zero_grad()
+    >>> sampler.multitude()(torch.ones(5, 3)).shape
+    torch.Size([6, 5, 2])
+    """
+    check_model(model, nested=True)
+    _check_cycles(steps, cycles)
+    check_number("exploration", exploration, 0, high=1)
+    check_count("samples", samples)
+    if (1 - exploration) * steps / cycles < samples - 1e-6:
+        raise ValueError(
+            f"samples={samples} do not fit into the {(1 - exploration) * steps / cycles:.3g} steps of a cycle that are "
+            f"left after exploration={exploration:g}"
+        )
+    optimizer = Langevin(model.parameters(), lr, dataset_size, momentum, weight_decay, temperature)
+    return CyclicSgmcmc(model, optimizer, steps, cycles, exploration, samples)
+
+
+def _check_cycles(steps: int, cycles: int) -> None:
+    check_count("steps", steps)
+    check_count("cycles", cycles)
+    if cycles > steps:
+        raise ValueError(f"cycles must be at most steps={steps}, got {cycles}")

@@ -1,0 +1,396 @@
+"""Subspaces: weights drawn around a solution, or along the way to it.
+
+Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, draw weights around an optimum
+theta_0, the last checkpoint, or from the last checkpoints theta_1, ..., theta_K, in four ways:
+
+    random      theta_0 + 10 u v                    u uniform in [0, 1), v a random direction of length 1
+    dropout     theta_0 * mask / (1 - p)            each weight zero with probability p
+    diagonal    mean + std * eps                    the checkpoints' mean and standard deviation, weight by weight
+    low_rank    mean + sum_i z_i v_i                v_1, ..., v_k the checkpoints' principal directions, of length 1
+
+Izmailov et al., *Averaging weights leads to wider optima and better generalization*, 2018, take the mean (SWA).
+Maddox et al., *A simple baseline for Bayesian uncertainty in deep learning*, 2019, draw from a Gaussian around it
+(SWAG), where column i of D is theta_i minus the mean of the checkpoints up to the i-th:
+
+    mean + sqrt(scale) (sqrt(var) eps_1 + D eps_2 / sqrt(K - 1)).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from multitudes.batchnorm import Batches, accuracy, norms, statistics
+from multitudes.members import Members, fuse
+from multitudes.multitude import Multitude, evaluating
+from multitudes.stochastic import Draw, Stochastic, drawing, mixed
+from multitudes.surgery import check_count, check_model, check_number, seeded
+from multitudes.trajectory import Checkpoints, State, Trajectory, flat_state, flat_weights, unflattened, weights_of
+
+KINDS = ("random", "dropout", "diagonal", "low_rank")
+
+
+# -- networks that draw their weights ----------------------------------------------------------------------
+
+
+class Around(Stochastic):
+    """A network that runs with weights drawn around its own, by `drawn`.
+
+    It wears the names of the network, `plain`, whose own weights are the centre and the expectation; what
+    else the draws need are buffers named `trajectory_...`. All floating-point parameters are drawn, as one flat
+    vector, in the order of `named_parameters()`. A gradient goes to the centre.
+    """
+
+    noise = "network"
+    plain: nn.Module
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        for registry in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            object.__setattr__(self, registry, getattr(network, registry))
+        self.training = network.training
+        object.__setattr__(self, "plain", network)  # not registered, which would put a name in front
+        self.data: Batches | None = None
+        self.floor: float | None = None
+        self.tries = 5
+        # Networks that are fused must be alike in their settings, used or unused, and `plain` is not looked into.
+        self.expects, self.draw = False, None
+        self.settings = (type(network).__name__, *sorted((k, v) for k, v in vars(network).items() if _setting(k, v)))
+
+    def drawn(self, theta: Tensor) -> Tensor:
+        """A draw `[P]` of weights around `theta`."""
+        raise NotImplementedError
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.plain.training = self.training
+        return functional_call(self.plain, self.draw_state(), args, kwargs)
+
+    def draw_state(self) -> State:
+        """The weights of one draw, by name, and where there is data, the batch-norm statistics that go with them.
+
+        With a floor, weights of lower accuracy are rejected. Where all tries are, nothing is drawn: the centre stays.
+        """
+        if self.expects:
+            return {}
+        data = None if self.training else self.data
+        theta = flat_weights(self.plain)
+        with torch.autocast(theta.device.type, enabled=False):
+            for _ in range(1 if self.floor is None or data is None else self.tries):
+                state = unflattened(self.drawn(theta), self.plain)
+                if data is not None and norms(self.plain):
+                    state |= statistics(self.plain, state, data)
+                if data is None or self.floor is None or accuracy(self.plain, state, data) >= self.floor:
+                    return state
+        warnings.warn(
+            f"no weights of accuracy {self.floor:g} were found in {self.tries} tries, so the centre was taken; "
+            "lower the floor or the scale, or raise tries",
+            stacklevel=2,
+        )
+        return {}
+
+    def alone(self, state: State) -> nn.Module:
+        """A copy of the plain network with the tensors of `state`."""
+        own = {name: buffer for name, buffer in self._buffers.items() if name.startswith("trajectory_")}
+        network = copy.deepcopy(self.plain, {id(buffer): None for buffer in own.values()})
+        for name in own:
+            del network._buffers[name]
+        network.load_state_dict(state, strict=False)
+        network.training = self.training
+        return network
+
+    def reset_parameters(self) -> None:
+        """Fresh weights have no trajectory."""
+        raise ValueError(
+            "weights that are drawn around a trajectory cannot be initialised anew: fuse multitudes of their own "
+            "trajectories, or pass init='pretrained'"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Its own settings never clash with the network's names."""
+        if isinstance(value, (Tensor, nn.Module)):
+            super().__setattr__(name, value)
+        else:
+            object.__setattr__(self, name, value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Around:
+        self.plain._apply(fn, recurse)
+        return self
+
+
+class GaussianAround(Around):
+    """`theta + std * eps_1 + F^T eps_2`, with `std [P]` and `F [K, P]`, either of them None for nothing."""
+
+    trajectory_std: Tensor | None
+    trajectory_factor: Tensor | None
+
+    def __init__(self, network: nn.Module, std: Tensor | None, factor: Tensor | None) -> None:
+        super().__init__(network)
+        theta = flat_weights(network)
+        self.register_buffer("trajectory_std", None if std is None else std.to(theta))
+        self.register_buffer("trajectory_factor", None if factor is None else factor.to(theta))
+
+    def drawn(self, theta: Tensor) -> Tensor:
+        std, factor = self.trajectory_std, self.trajectory_factor
+        weights = theta
+        if std is not None:
+            weights = weights + std * self.normal(theta.shape, like=theta)
+        if factor is not None:
+            weights = weights + self.normal(factor.shape[:1], like=theta) @ factor
+        return weights
+
+
+class RandomAround(Around):
+    """`theta + scale * u * v`, with u uniform in [0, 1) and v a random direction of length 1."""
+
+    def __init__(self, network: nn.Module, scale: float) -> None:
+        super().__init__(network)
+        self.scale = scale
+
+    def drawn(self, theta: Tensor) -> Tensor:
+        direction = self.normal(theta.shape, like=theta)
+        length = self.scale * self.uniform((1,), like=theta)
+        return theta + length * direction / direction.norm()
+
+
+class DropoutAround(Around):
+    """Each weight zero with probability p, or else divided by 1 - p; p itself drawn from a range, for each draw."""
+
+    def __init__(self, network: nn.Module, low: float, high: float) -> None:
+        super().__init__(network)
+        self.low, self.high = low, high
+
+    def drawn(self, theta: Tensor) -> Tensor:
+        fine = theta.new_empty(0, dtype=torch.promote_types(theta.dtype, torch.float32))  # half precision rounds p
+        p = self.low + (self.high - self.low) * self.uniform((1,), like=fine)
+        kept = self.uniform(theta.shape, like=fine) >= p
+        return theta * kept / (1 - p).to(theta.dtype)
+
+
+def _setting(key: str, value: Any) -> bool:
+    return key[0] != "_" and key != "training" and isinstance(value, (int, float, str, bool, tuple, type(None)))
+
+
+class Subspace(Multitude):
+    """One network, each of whose draws has weights of its own."""
+
+    network: Around
+
+    def samples(self, draws: int | None = None, seed: int | None = None) -> Members:
+        """The networks that `draws` draws use, as members that stay.
+
+        A multitude that recomputes batch-norm statistics does so for every draw of every batch that it predicts.
+        Its samples have them once and for all. With the same seed, the predictions are the same.
+        """
+        draws = self.draws if draws is None else draws
+        check_count("draws", draws)
+        return Members(self._drawn_networks(draws, seed), draws).like(self)
+
+    @torch.no_grad()
+    def _drawn_networks(self, draws: int, seed: int | None) -> Iterator[nn.Module]:
+        draw = Draw(int(torch.randint(2**62, ())) if seed is None else seed)
+        for number in range(draws):
+            draw.lane = torch.tensor(number)
+            own_random_state = seeded(None if seed is None else mixed(seed, number))
+            with evaluating(self), drawing([self.network], draw), own_random_state:
+                state = self.network.draw_state()
+            yield self.network.alone(state)
+
+
+# -- conversions -------------------------------------------------------------------------------------------
+
+
+def subspace(
+    model: nn.Module,
+    kind: str,
+    checkpoints: Checkpoints | None = None,
+    *,
+    rank: int = 5,
+    p: float | tuple[float, float] = 0.1,
+    scale: float | None = None,
+    data: Any = None,
+    floor: float | None = None,
+    tries: int = 5,
+) -> Subspace | Members:
+    """A network whose weights are drawn from a subspace around a solution; `model` is left as it was.
+
+    Args:
+        model: the network, or `Members` that were trained together, each of which then gets its own subspace.
+        kind: `"random"` or `"dropout"`, around the last checkpoint; `"diagonal"` or `"low_rank"`, around the mean.
+        checkpoints: a `Recorder`, of which those that it keeps are used, or a list of state dicts. Without them,
+            `random` and `dropout` are around the model's own weights.
+        rank: how many principal directions `low_rank` has, fewer than there are checkpoints.
+        p: with which probability `dropout` zeroes a weight; a pair is a range, from which each draw takes its own.
+        scale: how far `random` goes at most, 10 by default; the factor of the Gaussians' deviations, 1 by default.
+            As the directions of `low_rank` have length 1, whatever the spread of the checkpoints, a small network
+            may need much less.
+        data: inputs `[N, ...]`, `(x, y)` or an iterable of batches. Where the network has batch norm, each draw
+            recomputes its statistics on them, which is a pass over all of them for each draw (`samples` does it
+            once); without data, all draws have the centre's own. It is no part of the state dict, and networks that
+            are fused use the first one's.
+        floor: reject weights that classify less than this share of `data` right: a pass over it for each try.
+        tries: how often to draw again. Where all are rejected, the draw is the centre, and a warning says so.
+
+    >>> model = nn.Linear(3, 2)
+    >>> checkpoints = [{k: v + i for k, v in model.state_dict().items()} for i in range(10)]
+    >>> net = subspace(model, "diagonal", checkpoints)
+    >>> net(torch.ones(5, 3), draws=30).shape
+    torch.Size([30, 5, 2])
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    check_count("rank", rank)
+    check_count("tries", tries)
+    low, high = _checked_range(p)
+    if scale is not None:
+        check_number("scale", scale, 0, above=True)
+    if floor is not None:
+        check_number("floor", floor, 0, high=1)
+        if data is None:
+            raise ValueError(f"floor={floor!r} needs data=(x, y) to measure the accuracy on")
+    data = Batches.of(data)
+    if checkpoints is None and kind in ("diagonal", "low_rank"):
+        raise ValueError(f"kind={kind!r} needs checkpoints: a Recorder or a list of state dicts")
+    if isinstance(model, Members):
+        options: dict[str, Any] = {"rank": rank, "p": p, "scale": scale, "data": data, "floor": floor, "tries": tries}
+        given = [model.state_dict()] if checkpoints is None else checkpoints
+        return _of_each(model, given, lambda m, c: subspace(m, kind, c, **options))
+
+    centre = _network(model)
+    given = [centre.state_dict()] if checkpoints is None else checkpoints
+    states = Trajectory.of(given, centre, least=1 if kind in ("random", "dropout") else 2).states
+    _load(centre, states[-1])
+    network: Around
+    if kind == "random":
+        network = RandomAround(centre, scale or 10.0)
+    elif kind == "dropout":
+        network = DropoutAround(centre, low, high)
+    else:
+        moments = Trajectory(states).moments()
+        _load(centre, moments.mean)
+        if kind == "diagonal":
+            network = GaussianAround(centre, (scale or 1.0) * flat_state(moments.variance, centre).sqrt(), None)
+        else:
+            network = GaussianAround(centre, None, (scale or 1.0) * _principal_directions(states, centre, rank))
+    return _finished(network, model, data, floor, tries)
+
+
+def swa(model: nn.Module, checkpoints: Checkpoints, *, data: Any = None) -> Multitude:
+    """The average of a network's weights along its way: a multitude of one member, which draws nothing.
+
+    `swa(...).member(0)` is the plain network. Of a `Recorder`, all that it has seen is averaged. Batch-norm
+    statistics are recomputed on `data` (see `subspace`), or without it, averaged like the weights.
+
+    >>> model = nn.Linear(3, 2)
+    >>> checkpoints = [{k: v + i for k, v in model.state_dict().items()} for i in range(3)]
+    >>> torch.allclose(swa(model, checkpoints).member(0).weight, model.weight + 1)
+    True
+    """
+    data = Batches.of(data)
+    if isinstance(model, Members):
+        return _of_each(model, checkpoints, lambda m, c: swa(m, c, data=data))
+    network = _network(model)
+    trajectory = Trajectory.of(checkpoints, network)
+    _load(network, trajectory.states[-1] | trajectory.moments().mean)
+    if data is not None and norms(network):
+        _load(network, statistics(network, {}, data))
+    return Multitude(network).like(model)
+
+
+def swag(
+    model: nn.Module, checkpoints: Checkpoints, *, rank: int | None = None, scale: float = 0.5, data: Any = None
+) -> Subspace | Members:
+    """A network whose weights are drawn from a Gaussian fitted to its way; `model` is left as it was.
+
+    Args:
+        model: the network, or `Members` that were trained together, each of which then gets its own Gaussian.
+        checkpoints: a `Recorder`, or a list of state dicts. The mean and the variance are of all that the recorder
+            has seen; the columns of D are of those that it keeps.
+        rank: how many columns D has, the last ones (K in the paper); by default as many as there are.
+        scale: of the covariance; 0.5 is the paper's formula.
+        data: inputs `[N, ...]`, `(x, y)` or an iterable of batches. Where the network has batch norm, each draw
+            recomputes its statistics on them (see `subspace`); without data, all draws have the averages.
+
+    >>> model = nn.Linear(3, 2)
+    >>> checkpoints = [{k: v + i for k, v in model.state_dict().items()} for i in range(10)]
+    >>> net = swag(model, checkpoints, rank=5)
+    >>> net(torch.ones(5, 3), draws=30).shape
+    torch.Size([30, 5, 2])
+    """
+    if rank is not None:
+        check_count("rank", rank)
+    check_number("scale", scale, 0, above=True)
+    data = Batches.of(data)
+    if isinstance(model, Members):
+        return _of_each(model, checkpoints, lambda m, c: swag(m, c, rank=rank, scale=scale, data=data))
+    centre = _network(model)
+    trajectory = Trajectory.of(checkpoints, centre, 2)
+    rank = len(trajectory.states) if rank is None else rank
+    if not 2 <= rank <= len(trajectory.states):
+        raise ValueError(f"rank must be 2 to {len(trajectory.states)}, the number of checkpoints, got {rank}")
+    deviations: list[Tensor] = []
+    for state, moments in trajectory.along():
+        deviations = [*deviations[1 - rank :], flat_state(state, centre) - flat_state(moments.mean, centre)]
+    std = math.sqrt(scale) * flat_state(moments.variance, centre).sqrt()
+    factor = math.sqrt(scale / (rank - 1)) * torch.stack(deviations)
+    _load(centre, trajectory.states[-1] | moments.mean)
+    return _finished(GaussianAround(centre, std, factor), model, data)
+
+
+def _network(model: nn.Module) -> nn.Module:
+    """A copy of the network to convert."""
+    network = check_model(model)
+    if isinstance(network, Around):
+        raise ValueError("model draws its weights around a trajectory already: convert the plain network")
+    if not weights_of(network):
+        raise ValueError(f"model ({type(network).__name__}) has no weights to draw")
+    return copy.deepcopy(network)
+
+
+def _of_each(
+    model: Members, checkpoints: Checkpoints, convert: Callable[[nn.Module, Trajectory], Multitude]
+) -> Members:
+    trajectory = Trajectory.of(checkpoints, model)
+    return fuse([convert(model.member(i), trajectory.of_member(i)) for i in range(model.members)])
+
+
+def _load(network: nn.Module, state: State) -> None:
+    network.load_state_dict(state, strict=False)  # what is no tensor stays the model's own
+
+
+def _principal_directions(states: list[State], network: nn.Module, rank: int) -> Tensor:
+    """The `rank` orthogonal directions, of length 1, in which the states differ most, `[rank, P]`."""
+    if rank >= len(states):
+        raise ValueError(f"rank={rank} needs {rank + 1} checkpoints or more, got {len(states)}")
+    rows = torch.stack([flat_state(state, network) for state in states])
+    _, lengths, directions = torch.linalg.svd(rows - rows.mean(0), full_matrices=False)
+    span = int((lengths > lengths[0] * len(states) * torch.finfo(rows.dtype).eps).sum())
+    if rank > span:
+        raise ValueError(f"rank={rank}, but the checkpoints differ in {span} directions only")
+    return directions[:rank]
+
+
+def _finished(
+    network: Around, model: nn.Module, data: Batches | None, floor: float | None = None, tries: int = 5
+) -> Subspace:
+    if data is not None and (norms(network) or floor is not None):
+        network.data, network.floor, network.tries = data, floor, tries
+        if norms(network):
+            _load(network.plain, statistics(network.plain, {}, data))
+        if floor is not None and (reached := accuracy(network.plain, {}, data)) < floor:
+            raise ValueError(f"floor={floor!r} is above the accuracy of the centre on data, {reached:.3f}")
+    return Subspace(network).like(model)
+
+
+def _checked_range(p: float | tuple[float, float]) -> tuple[float, float]:
+    low, high = p if isinstance(p, tuple) and len(p) == 2 else (p, p)
+    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (low, high))
+    if not numbers or not 0 <= low <= high < 1:
+        raise ValueError(f"p must be a probability in [0, 1), or a pair of them in order, got {p!r}")
+    return low, high

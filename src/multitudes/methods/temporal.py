@@ -1,0 +1,82 @@
+"""Temporal smoothing: recent predictions of a stream, averaged.
+
+Park et al., *Vector quantized Bayesian neural network inference for data streams*, 2021, as used by Park and Kim,
+*Blurs behave like ensembles*, 2022. Neighbouring frames of a stream show nearly the same thing, so past predictions
+are an ensemble that has been paid for already:
+
+    p(y | x_0) = sum_a w_a p(y | x_a),   w_a = exp(-decay * a) / sum_b exp(-decay * b),
+
+where `x_a` is the frame of a steps ago.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.calling import Input
+from multitudes.multitude import Multitude
+from multitudes.predictive import Predictive, averaged
+from multitudes.surgery import check_count, check_number
+
+
+class Stream(nn.Module):
+    """A network that watches: the prediction for each frame is averaged with those for the frames before it.
+
+    `stream(frame)`, of B streams side by side `[B, ...]`, gives a `Predictive` with the weighted average as its one
+    member. Only `frames` averaged predictions are held; `reset` forgets them, for the next stream.
+    """
+
+    def __init__(self, net: Multitude, frames: int, decay: float) -> None:
+        super().__init__()
+        self.net = net
+        self.frames = frames
+        self.decay = decay
+        self._recent: deque[Tensor] = deque(maxlen=frames)
+
+    def forward(self, frame: Input, task: str | None = None, **options: Any) -> Predictive:
+        """The next frame; `options` are those of the network's own `predict`."""
+        task = task or self.net.task
+        now = averaged(self.net.predict(frame, task, **options).predictions, task)
+        if self._recent and self._recent[0].shape != now.shape:
+            raise ValueError(
+                f"frame gave predictions of shape {list(now.shape)}, the frames before it of shape "
+                f"{list(self._recent[0].shape)}: call reset() before a new stream"
+            )
+        self._recent.appendleft(now)
+        ages = torch.arange(len(self._recent), dtype=torch.float64)
+        weights = torch.softmax(-self.decay * ages, 0)
+        return Predictive(averaged(torch.stack(list(self._recent)), task, weights).unsqueeze(0), task)
+
+    predict = forward  # so that `mt.predict(stream, frames)` goes through a whole stream
+
+    def reset(self) -> None:
+        """Forget the frames seen so far."""
+        self._recent.clear()
+
+    def __len__(self) -> int:
+        """How many frames are remembered."""
+        return len(self._recent)
+
+    def extra_repr(self) -> str:
+        return f"frames={self.frames}, decay={self.decay:g}"
+
+
+def temporal(net: nn.Module, frames: int = 5, decay: float = 0.8) -> Stream:
+    """A stream of predictions of `net`, each averaged with those for the `frames - 1` frames before it.
+
+    A frame's weight falls by `exp(-decay)` with each step into the past. `net` may be any multitude, or a plain
+    network; it is not copied.
+
+    >>> stream = temporal(nn.Linear(3, 2), frames=5, decay=0.8)
+    >>> stream(torch.ones(1, 3)).probs.shape, len(stream)
+    (torch.Size([1, 2]), 1)
+    """
+    if not isinstance(net, nn.Module):
+        raise ValueError(f"net must be a multitude or a network, got {type(net).__name__}")
+    check_count("frames", frames)
+    check_number("decay", decay, 0)
+    return Stream(net if isinstance(net, Multitude) else Multitude(net), frames, decay)

@@ -1,0 +1,355 @@
+"""The engine: draws are cheap, repeatable, inside their memory, and the same whichever way they are made."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import multitudes as mt
+from multitudes.memory import Meter, free_bytes, in_bytes
+from multitudes.stochastic import Stochastic
+
+WAYS = ("vmap", "expand", "loop")
+
+
+class Jitter(Stochastic):
+    """Adds normal noise to each row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.expects else x + self.normal(x.shape, like=x)
+
+
+class Foreign(Stochastic):
+    """Draws by itself from torch's own random state."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.expects else x + torch.randn(x.shape)
+
+
+class Residue(nn.Module):
+    """Writes the noise into a tensor that all draws share, which vmap cannot do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.jitter = Jitter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        y += self.jitter(x)
+        return y
+
+
+class Branch(nn.Module):
+    """Looks at the values, which vmap cannot do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.abs().max().item() < 1e6 else -x
+
+
+class Scaled(Stochastic):
+    """One factor serves the whole batch."""
+
+    noise = "weights"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.expects else x * self.uniform((), like=x)
+
+
+def small(*middle: nn.Module) -> mt.Multitude:
+    torch.manual_seed(0)
+    return mt.Multitude(nn.Sequential(nn.Linear(4, 8), *middle, nn.Linear(8, 3))).eval()
+
+
+def convolutional() -> mt.Multitude:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3), nn.Conv2d(8, 8, 3, padding=1),
+        nn.ReLU(inplace=True), nn.Dropout2d(0.2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3),
+    )  # fmt: skip
+    return mt.mc_dropout(model).eval()
+
+
+def by(way: str, net: mt.Multitude) -> mt.Multitude:
+    other = copy.deepcopy(net)
+    other._habits.way = way
+    return other
+
+
+# -- how many ----------------------------------------------------------------------------------------------
+
+
+def test_evaluation_makes_draws_and_training_one() -> None:
+    net, x = small(Jitter()), torch.randn(5, 4)
+    assert net(x).shape == (20, 5, 3)
+    net.draws = 50
+    assert net(x).shape == (50, 5, 3)
+    assert net(x, draws=7).shape == (7, 5, 3)
+    assert net.predict(x, draws=7).members == 7
+    net.train()
+    assert net(x).shape == (1, 5, 3)
+    net.training_draws = 4
+    assert net(x).shape == (4, 5, 3)
+
+
+def test_members_come_first() -> None:
+    net = mt.deep_ensemble(small(Jitter()), 3).eval()
+    x = torch.randn(5, 4)
+    drawn = net(x, draws=4000, seed=0).unflatten(0, (3, 4000))
+    for index in range(3):
+        member = net.member(index)
+        expected = member(x, draws=0)[0]  # the last layer is linear, so the mean of the draws is the expectation
+        error = drawn[index].std(0) / math.sqrt(4000)
+        assert ((drawn[index].mean(0) - expected).abs() < 5 * error).all()
+
+
+def test_members_draw_numbers_of_their_own() -> None:
+    one = small(Jitter())
+    net = mt.fuse([one.network, one.network]).eval()  # the same weights twice
+    x = torch.randn(5, 4)
+    for runner in ("loop", "packed", "stacked"):
+        net.runner = runner
+        first, second = net(x, draws=6, seed=1).unflatten(0, (2, 6))
+        assert not torch.isclose(first, second).any()
+
+
+def test_no_draws_are_expectations() -> None:
+    net, x = small(Jitter()), torch.randn(5, 4)
+    plain = net.network[2](net.network[0](x))
+    for training in (True, False):
+        torch.testing.assert_close(net.train(training)(x, draws=0)[0], plain)
+
+
+def test_a_network_without_noise_draws_itself() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.0), nn.Linear(8, 3)).eval()
+    x = torch.randn(5, 4)
+    for prediction in mt.mc_dropout(model, 0.0).eval()(x, draws=3):
+        torch.testing.assert_close(prediction, model(x))
+
+
+@pytest.mark.parametrize("draws", [-1, 2.5, True, "many"])
+def test_a_count_that_is_none_is_told(draws: object) -> None:
+    with pytest.raises(ValueError, match="draws must be a whole number"):
+        small(Jitter()).predict(torch.randn(5, 4), draws=draws)  # type: ignore[arg-type]
+
+
+def test_a_network_that_does_not_draw_says_so() -> None:
+    net = mt.deep_ensemble(nn.Linear(4, 3), 2)
+    x = torch.randn(5, 4)
+    assert net(x, draws=0).shape == net(x, draws=1).shape == (2, 5, 3)
+    for draws in (5, "auto"):
+        with pytest.raises(ValueError, match="no layer that draws"):
+            net.predict(x, draws=draws)  # type: ignore[arg-type]
+
+
+# -- seeds -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [convolutional, lambda: small(Foreign()), lambda: small(Jitter(), Foreign())])
+def test_a_seed_makes_draws_repeatable_and_leaves_torchs_state_alone(build: Callable[[], mt.Multitude]) -> None:
+    net = build()
+    x = torch.randn(5, 3, 6, 6) if isinstance(net.network[0], nn.Conv2d) else torch.randn(5, 4)
+    before = torch.get_rng_state()
+    first = net(x, draws=6, seed=3)
+    torch.testing.assert_close(net.predict(x, draws=6, seed=3).predictions, first, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.isclose(net(x, draws=6, seed=4), first).all()
+    assert not torch.isclose(first[0], first[1]).all()
+
+
+def test_without_a_seed_draws_follow_torchs_state() -> None:
+    net, x = convolutional(), torch.randn(5, 3, 6, 6)
+    torch.manual_seed(7)
+    first, second = net(x), net(x)
+    assert not torch.isclose(first, second).all()
+    torch.manual_seed(7)
+    assert torch.equal(net(x), first)
+
+
+def test_the_first_draws_are_the_same_however_many_there_are() -> None:
+    net, x = convolutional(), torch.randn(5, 3, 6, 6)
+    torch.testing.assert_close(net(x, draws=3, seed=1), net(x, draws=11, seed=1)[:3])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_draws_do_not_depend_on_the_way_they_are_made(way: str) -> None:
+    net, x = convolutional(), torch.randn(5, 3, 6, 6)
+    torch.testing.assert_close(by(way, net)(x, draws=9, seed=2), net(x, draws=9, seed=2))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("memory", [1, "20kB", "100 KiB", 1e9])
+def test_draws_do_not_depend_on_the_chunks(way: str, memory: str | float) -> None:
+    net, x = by(way, convolutional()), torch.randn(5, 3, 6, 6)
+    torch.testing.assert_close(net(x, draws=9, seed=2, memory=memory), convolutional()(x, draws=9, seed=2))
+
+
+@pytest.mark.parametrize("memory", [1, "2kB", 1e9])
+def test_foreign_random_numbers_do_not_depend_on_the_chunks_either(memory: str | float) -> None:
+    net, x = small(Foreign(), Jitter()), torch.randn(5, 4)
+    want = by("loop", net)(x, draws=9, seed=2)
+    torch.testing.assert_close(net(x, draws=9, seed=2, memory=memory), want)
+
+
+@pytest.mark.parametrize("runner", ["loop", "packed", "stacked"])
+def test_every_runner_draws_the_same(runner: str) -> None:
+    net = mt.deep_ensemble(convolutional(), 3).eval()
+    x = torch.randn(5, 3, 6, 6)
+    want = net(x, draws=4, seed=1)
+    net.runner = runner
+    torch.testing.assert_close(net(x, draws=4, seed=1), want, rtol=1e-4, atol=1e-5)
+
+
+# -- sharing, falling back ---------------------------------------------------------------------------------
+
+
+def test_what_comes_before_the_first_draw_is_computed_once() -> None:
+    model = mt.models.resnet18()
+    net = mt.mc_dropout(model, 0.2, ["fc"], where="before", example=torch.zeros(2, 3, 8, 8)).eval()
+    calls = {"conv1": 0, "fc.layer": 0}
+    for name in calls:
+        net.get_submodule(name).register_forward_hook(lambda *_, name=name: calls.__setitem__(name, calls[name] + 1))
+    assert net(torch.randn(4, 3, 8, 8), draws=16).shape == (16, 4, 10)
+    assert calls == {"conv1": 1, "fc.layer": 1}
+
+
+@pytest.mark.parametrize(
+    ("layers", "culprit", "way"),
+    [
+        ([Residue()], "'1' .Residue.", "one large batch"),
+        ([Jitter(), Branch()], "'2' .Branch.", "one large batch"),
+        ([Scaled(), Branch()], "'2' .Branch.", "one after the other"),
+    ],
+)
+def test_what_vmap_cannot_run_is_named_once_and_run_otherwise(layers: list[nn.Module], culprit: str, way: str) -> None:
+    net, x = small(*layers), torch.randn(5, 4)
+    with pytest.warns(UserWarning, match=f"vmap cannot run layer {culprit}.*{way}"):
+        drawn = net(x, draws=6, seed=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(net(x, draws=6, seed=2), drawn)
+        want = by("loop", net)(x, draws=6, seed=2)
+    torch.testing.assert_close(drawn, want)
+    torch.testing.assert_close(net(x, draws=6, seed=2, memory=1), want)
+
+
+def test_an_input_that_does_not_fit_is_told_without_a_warning() -> None:
+    net = small(Jitter())
+    with warnings.catch_warnings(), pytest.raises(ValueError, match="does not fit"):
+        warnings.simplefilter("error")
+        net(torch.randn(5, 7))
+    assert net._habits.way == "vmap"
+
+
+def test_gradients_reach_the_input_through_draws() -> None:
+    net, x = convolutional(), torch.randn(5, 3, 6, 6)
+    gradients = []
+    for way in WAYS:
+        x = x.detach().requires_grad_()
+        by(way, net)(x, draws=6, seed=2).square().sum().backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(gradients[0], gradients[2])
+    torch.testing.assert_close(gradients[1], gradients[2])
+
+
+# -- memory ------------------------------------------------------------------------------------------------
+
+
+def test_the_meter_counts_what_is_alive_at_once() -> None:
+    given = torch.zeros(1000)
+    with Meter() as meter:
+        a = given + 1
+        b = a * 2
+        given.mul_(2)  # no memory of its own
+        c = b.view(10, 100)
+        assert meter.live == 8000
+        del a
+        assert meter.live == 4000
+        del b, c
+        assert meter.live == 0
+    assert meter.peak == 8000
+
+
+@pytest.mark.parametrize("way", ["vmap", "expand"])
+@pytest.mark.parametrize("budget", [6e5, 2e6, 5e6])
+def test_many_draws_stay_inside_the_budget(way: str, budget: float) -> None:
+    net, x = by(way, convolutional()), torch.randn(16, 3, 16, 16)
+    with torch.no_grad(), Meter() as one:
+        net(x, draws=1)
+    assert one.peak < budget
+    for _ in range(2):  # while it is measured, and after
+        with torch.no_grad(), Meter() as meter:
+            drawn = net(x, draws=200, memory=budget)
+        assert meter.peak < budget + 2 * drawn.nbytes  # the answers themselves
+
+
+def test_sizes_are_read() -> None:
+    assert in_bytes("2GB") == 2e9
+    assert in_bytes("1.5 gib") == 1.5 * 2**30
+    assert in_bytes(4096) == 4096
+    for wrong in ("2 apples", "GB", "-1GB", 0, "1.2.3MB", "IB"):
+        with pytest.raises(ValueError, match="memory must be a size"):
+            in_bytes(wrong)
+    with pytest.raises(ValueError, match="memory must be a size"):
+        small(Jitter()).predict(torch.randn(2, 4), memory="much")
+    assert 1e6 < free_bytes(torch.device("cpu")) < 1e14
+
+
+# -- the loss ----------------------------------------------------------------------------------------------
+
+
+def test_training_draws_are_trained_on_their_averaged_prediction() -> None:
+    net, x, y = small(Jitter()).train(), torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
+    net.training_draws = 6
+    torch.manual_seed(3)
+    loss = net.loss(x, y)
+    torch.manual_seed(3)
+    probs = torch.stack([net.network(x).softmax(1) for _ in range(6)]).mean(0)
+    torch.testing.assert_close(loss, F.nll_loss(probs.log(), y))
+
+
+def test_averaged_gaussians_have_the_mixtures_mean_and_variance() -> None:
+    net, x, y = small(Jitter()).train(), torch.randn(5, 4), torch.randn(5, 1)
+    net.network[2] = nn.Linear(8, 2)
+    net.task, net.training_draws = "gaussian", 6
+    torch.manual_seed(3)
+    loss = net.loss(x, y, mt.gaussian_nll)
+    torch.manual_seed(3)
+    mean, raw = torch.stack([net.network(x) for _ in range(6)]).unbind(2)
+    variance = (F.softplus(raw) + 1e-6).mean(0) + mean.var(0, correction=0)
+    torch.testing.assert_close(loss, F.gaussian_nll_loss(mean.mean(0), y[:, 0], variance, full=True))
+
+
+def squared_weights(network: nn.Module, scale: float = 1.0) -> Tensor:
+    return scale * sum(p.square().sum() for p in network.parameters())
+
+
+def test_the_divergence_is_shared_among_the_examples() -> None:
+    net, x, y = small(Scaled()).train(), torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
+    net.divergences += (squared_weights,)
+    total = sum(p.square().sum() for p in net.parameters())
+    torch.testing.assert_close(net.kl(scale=3.0), 3 * total)
+    torch.manual_seed(3)
+    plain = net.loss(x, y)
+    torch.manual_seed(3)
+    torch.testing.assert_close(net.loss(x, y, dataset_size=50), plain + total / 50)
+    for wrong in (0, -3, 1.5, True):
+        with pytest.raises(ValueError, match="dataset_size"):
+            net.loss(x, y, dataset_size=wrong)  # type: ignore[arg-type]
+    ensemble = mt.deep_ensemble(net, 3, init="pretrained", perturb=0.1)
+    own = sum(squared_weights(ensemble.member(i)) for i in range(3))
+    torch.testing.assert_close(ensemble.kl(), own)
+
+
+def test_parameters_of_a_name_have_a_learning_rate_of_their_own() -> None:
+    net = small(Jitter())
+    groups = net.parameter_groups(lr=0.1, bias=0.5)
+    assert [(len(group["params"]), group["lr"]) for group in groups] == [(2, 0.1), (2, 0.5)]
+    with pytest.raises(ValueError, match="log_alpha"):
+        net.parameter_groups(lr=0.1, log_alpha=0.5)
