@@ -17,6 +17,7 @@ from multitudes.trajectory import Recorder
 from tests.trajectories import (
     WAY,
     assert_moments,
+    by_hand,
     drawn_weights,
     line,
     states,
@@ -72,17 +73,6 @@ def test_each_draw_can_have_a_dropout_probability_of_its_own() -> None:
     # All n weights are zero, and p is not seen, with probability p^n.
     grid = np.linspace(0.2, 0.6, 4001)
     assert abs(p.mean() - np.average(grid, weights=1 - grid**5)) < 5 * p.std() / np.sqrt(len(p))
-
-
-def by_hand(way: np.ndarray, rank: int, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and covariance of SWAG, as algorithm 1 of the paper collects them."""
-    mean, second, columns = np.zeros(5), np.zeros(5), []
-    for n, theta in enumerate(way):
-        mean = (n * mean + theta) / (n + 1)
-        second = (n * second + theta**2) / (n + 1)
-        columns.append(theta - mean)
-    d = np.array(columns[-rank:]).T
-    return mean, scale * (np.diag(second - mean**2) + d @ d.T / (rank - 1))
 
 
 @pytest.mark.parametrize(("rank", "scale"), [(3, 0.5), (6, 0.5), (2, 1.0)])

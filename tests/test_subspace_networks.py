@@ -17,12 +17,14 @@ import multitudes as mt
 from multitudes.methods.subspace import subspace, swa, swag
 from multitudes.stochastic import Stochastic
 from multitudes.trajectory import Recorder
+from tests.cases import NETWORKS
 from tests.trajectories import (
     CONVERSIONS,
     DRAWS,
     SMALL,
     WAY,
     assert_moments,
+    by_hand,
     line,
     normed,
     states,

@@ -69,3 +69,14 @@ CONVERSIONS: dict[str, Callable[..., mt.Multitude]] = {
     "dropout": lambda model, checkpoints, **o: subspace(model, "dropout", checkpoints, **o),
 }
 SMALL = [name for name in NETWORKS if name != "resnet18"]
+
+
+def by_hand(way: np.ndarray, rank: int, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and covariance of SWAG, as algorithm 1 of the paper collects them."""
+    mean, second, columns = np.zeros(5), np.zeros(5), []
+    for n, theta in enumerate(way):
+        mean = (n * mean + theta) / (n + 1)
+        second = (n * second + theta**2) / (n + 1)
+        columns.append(theta - mean)
+    d = np.array(columns[-rank:]).T
+    return mean, scale * (np.diag(second - mean**2) + d @ d.T / (rank - 1))
