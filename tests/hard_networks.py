@@ -154,6 +154,19 @@ class Tied(nn.Module):
         return self.back(torch.tanh(self.there(x)))
 
 
+class TwoNames(nn.Module):
+    """One layer, with batch norm of its own, known by two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+        self.second = self.first
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.second(self.first(x))))
+
+
 class Reused(nn.Module):
     """One layer in two places, a constant, arithmetic on sizes, and a view of a part written in place."""
 
@@ -222,6 +235,7 @@ HARD = {
     "branches": (Branches, (6,)),
     "lstm": (Recurrent, (5, 6)),
     "tied": (Tied, (6,)),
+    "two_names": (TwoNames, (6,)),
     "reused": (Reused, (6,)),
     "aliased": (Aliased, (3, 8, 8)),
     "asks": (Asks, (6,)),

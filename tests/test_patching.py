@@ -265,6 +265,30 @@ def test_components_of_a_fresh_network_start_apart() -> None:
     assert (correlations - torch.eye(4)).abs().max() < 0.1
 
 
+def test_components_that_would_all_be_zero_start_apart_too() -> None:
+    model = mlp()
+    for parameter in [*model[1].parameters(), *model[3].parameters()]:
+        nn.init.zeros_(parameter)
+    for patch in patches(patched(model, 3, init="pretrained", spread=0.2)).values():
+        fan_in = patch.weight[0, 0].numel()
+        assert 0.1 < patch.weight.std() * fan_in**0.5 < 0.3
+
+
+def test_fresh_members_forget_what_was_learned() -> None:
+    net = patched(mlp(), 3, None, mixing="learned", seed=0).train()
+    net(torch.randn(8, 4) + 3)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(5)
+    first, norm, _, _ = mt.deep_ensemble(net, 2, seed=0).network
+    assert first.weight.abs().max() <= 4**-0.5  # torch's own bound for a linear layer
+    torch.testing.assert_close(norm.weight.mean(1), torch.ones(2, 6))
+    torch.testing.assert_close(norm.bias.mean(1), torch.zeros(2, 6))
+    for components in (*first.weight, *norm.weight):
+        assert not torch.isclose(components[0], components[1]).any()
+    assert not (norm.mixing.logits.any() or norm.running_mean.any() or norm.num_batches_tracked.any())
+
+
 @pytest.mark.parametrize("mixing", ["uniform", [0.2, 0.3, 0.5]])
 def test_components_of_a_pretrained_network_start_around_it(mixing: Any) -> None:
     model, x = mlp(nn.LayerNorm), torch.randn(5, 4)

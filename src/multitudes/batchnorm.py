@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import Dataset, IterableDataset
 
-from multitudes.calling import Input, prediction_in, split_call, told_in_terms_of
+from multitudes.calling import Input, call_with, told_in_terms_of
 from multitudes.multitude import evaluating
 from multitudes.stochastic import expecting
 
@@ -169,7 +168,7 @@ def accuracy(network: nn.Module, state: State, batches: Batches) -> float:
 
 def _answer(network: nn.Module, state: State, x: Input) -> Tensor:
     with told_in_terms_of(x):
-        return prediction_in(functional_call(network, state, *split_call(x)))
+        return call_with(network, state, x)
 
 
 def _device(network: nn.Module) -> torch.device:

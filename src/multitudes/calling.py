@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 Input = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """What a network is called with: one tensor, its positional arguments, or its keyword arguments."""
@@ -28,6 +29,31 @@ def call(network: nn.Module, x: Input) -> Tensor:
     """Run a network and find its prediction: the tensor it returns, or the `logits` of what it returns."""
     args, kwargs = split_call(x)
     return prediction_in(network(*args, **kwargs))
+
+
+def slots(network: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
+    """All parameters and all buffers, by every place that holds them, but each module under one name only.
+
+    These are names to give `functional_call` with `tie_weights=False`: a tensor that two modules share is put into
+    both, and a module with two names gets its tensors back after the call, which it otherwise does not.
+    """
+    parameters: dict[str, nn.Parameter] = {}
+    buffers: dict[str, Tensor] = {}
+    for path, module in network.named_modules():
+        prefix = f"{path}." if path else ""
+        parameters |= {prefix + name: p for name, p in module._parameters.items() if p is not None}
+        buffers |= {prefix + name: b for name, b in module._buffers.items() if b is not None}
+    return parameters, buffers
+
+
+def call_with(network: nn.Module, state: Mapping[str, Tensor], x: Input) -> Tensor:
+    """Run a network with other tensors in the place of some of its own, by name, and find its prediction."""
+    own = dict(network.named_parameters()) | dict(network.named_buffers())
+    given = {id(own[name]): tensor for name, tensor in state.items() if name in own}
+    parameters, buffers = slots(network)
+    placed = {name: given[id(t)] for name, t in (parameters | buffers).items() if id(t) in given}
+    args, kwargs = split_call(x)
+    return prediction_in(functional_call(network, placed, args, kwargs, tie_weights=False))
 
 
 def prediction_in(output: Any) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from multitudes.calling import Input, Told, prediction_in, split_call, tensors_in
+from multitudes.calling import Input, Told, prediction_in, slots, split_call, tensors_in
 from multitudes.multitude import Criterion, Divergence, Multitude, evaluating, plain
 from multitudes.packing import CannotPack, Plan, trace
 from multitudes.stochastic import as_member, expecting
@@ -37,7 +37,6 @@ class Members(Multitude):
 
     def __init__(self, networks: Iterable[nn.Module], members: int) -> None:
         super().__init__(_stacked_copy(networks, members), members)
-        self._tied = len(list(self.parameters())) < len(list(self.named_parameters(remove_duplicate=False)))
         self._runner = "auto"
         self._refused: dict[str, str] = {}
         self._fastest: dict[tuple[bool, int], str] = {}
@@ -114,14 +113,14 @@ class Members(Multitude):
             args, kwargs = split_call(x)
             predictions = self._each(
                 runner,
-                lambda state: prediction_in(functional_call(self.network, state, args, kwargs, tie_weights=self._tied)),
+                lambda state: prediction_in(functional_call(self.network, state, args, kwargs, tie_weights=False)),
             )
         # A network that is a multitude itself answers each member with [S, B, ...].
         return predictions.flatten(0, 1) if isinstance(self.network, Multitude) else predictions
 
     def _each(self, runner: str, function: Callable[[dict[str, Tensor]], Tensor]) -> Tensor:
         """`function` of each member's own state, `[M, ...]`, by `loop` or `stacked`."""
-        parameters, buffers = dict(self.named_parameters()), dict(self.named_buffers())
+        parameters, buffers = slots(self.network)
 
         def of_one(index: int | Tensor, state: dict[str, Tensor]) -> Tensor:
             with as_member(self.network, index, self.members):
@@ -196,7 +195,8 @@ class Members(Multitude):
         called = _Called(self.network, function)
 
         def of_one(state: dict[str, Tensor]) -> Tensor:
-            return functional_call(called, {f"network.{name}": tensor for name, tensor in state.items()}, ())
+            state = {f"network.{name}": tensor for name, tensor in state.items()}
+            return functional_call(called, state, (), tie_weights=False)
 
         return self._each("loop", of_one).sum()
 

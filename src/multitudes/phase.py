@@ -143,7 +143,7 @@ class _Curvature:
 
         def entries(index: Tensor) -> Tensor:
             basis = F.one_hot(index, layer.out_features).to(zero)[:, None].expand(-1, len(zero), -1)
-            second = self._vmap(product, basis)[torch.arange(len(index)), :, index]  # [chunk, B]
+            second = self._vmap(product, basis)[torch.arange(len(index), device=index.device), :, index]  # [chunk, B]
             return second @ a.square()
 
         return self._in_chunks(entries, layer.out_features)

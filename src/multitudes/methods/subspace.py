@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from multitudes.batchnorm import Batches, accuracy, norms, statistics
+from multitudes.calling import call_with
 from multitudes.members import Members, fuse
 from multitudes.multitude import Multitude, evaluating
 from multitudes.stochastic import Draw, Stochastic, drawing, mixed
@@ -61,16 +61,15 @@ class Around(Stochastic):
         self.floor: float | None = None
         self.tries = 5
         # Networks that are fused must be alike in their settings, used or unused, and `plain` is not looked into.
-        self.expects, self.draw = False, None
         self.settings = (type(network).__name__, *sorted((k, v) for k, v in vars(network).items() if _setting(k, v)))
 
     def drawn(self, theta: Tensor) -> Tensor:
         """A draw `[P]` of weights around `theta`."""
         raise NotImplementedError
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         self.plain.training = self.training
-        return functional_call(self.plain, self.draw_state(), args, kwargs)
+        return call_with(self.plain, self.draw_state(), kwargs or args)
 
     def draw_state(self) -> State:
         """The weights of one draw, by name, and where there is data, the batch-norm statistics that go with them.
