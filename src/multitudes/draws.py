@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +23,9 @@ from torch import Tensor, nn
 from multitudes.calling import Input, tensors_in, tile
 from multitudes.memory import Meter, OverBudget, free_bytes, in_bytes
 from multitudes.stochastic import Draw, drawing, mixed, stochastic_layers
+
+CACHED = 128e6
+"""The bytes that draws may hold at once on a CPU, however much memory there is: more of them take longer each."""
 
 Predict = Callable[[Input], Tensor]
 """One draw of every member: `[B, ...] -> [M, B, ...]`."""
@@ -33,7 +37,15 @@ class Habits:
 
     way: str = "vmap"  # under vmap; "expand": as one batch of all draws' rows; "loop": one after the other
     draws_elsewhere: bool = False  # random numbers beside those that its stochastic layers ask for
-    bytes_per_draw: dict[Any, float] = field(default_factory=dict)
+    costs: dict[Any, Cost] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes alive at once: by what all draws share, when the first random number is drawn, and by each draw."""
+
+    shared: float
+    each: float
 
 
 @dataclass
@@ -156,22 +168,26 @@ class Draws:
         budget, since an operation's result is seen only when it is there.
         """
         key = torch.is_grad_enabled(), *((t.shape, t.dtype) for t in tensors_in(self.x))
-        budget = self.budget
-        known = self.habits.bytes_per_draw.get(key)
-        count = len(numbers) if known is None else max(1, min(len(numbers), int(budget / known)))
-        while known is None:
-            meter = self.draw.meter = Meter(budget / 2 if count > 1 else float("inf"))
+        most = self.budget if tensors_in(self.x)[0].is_cuda else CACHED
+        cost = self.habits.costs.get(key)
+        if cost is not None:
+            room = min(self.budget - cost.shared, most)
+            return several(numbers[: max(1, int(room / cost.each))])
+        count = len(numbers)
+        while True:
+            one = count == 1
+            meter = self.draw.meter = Meter(inf, inf) if one else Meter(self.budget / 2, most)
             try:
                 with meter:
                     result = several(numbers[:count])
-                self.habits.bytes_per_draw[key] = max(meter.peak, 1) / count
+                shared = meter.base or 0
+                self.habits.costs[key] = Cost(shared, max(1, meter.peak - shared) / count)
                 return result
             except OverBudget:
                 self.draw.forget()
                 count = (count + 1) // 2
             finally:
                 self.draw.meter = None
-        return several(numbers[:count])
 
     @cached_property
     def budget(self) -> float:

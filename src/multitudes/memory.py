@@ -22,14 +22,17 @@ class OverBudget(Exception):
 class Meter(TorchDispatchMode):
     """Counts the memory of the tensors made inside that are alive at once; stops above `budget` bytes.
 
-    Tensors that were there before are not counted, nor what an operation needs for itself alone.
+    Tensors that were there before are not counted, nor what an operation needs for itself alone. `base` is what was
+    alive when memory was first reserved, and `peak - base` may be limited as well, to `above_base` bytes.
     """
 
-    def __init__(self, budget: float = float("inf")) -> None:
+    def __init__(self, budget: float = float("inf"), above_base: float = float("inf")) -> None:
         super().__init__()
         self.budget = budget
+        self.above_base = above_base
         self.live = 0
         self.peak = 0
+        self.base: int | None = None
         self._known: dict[int, int] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -38,13 +41,17 @@ class Meter(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and _storage(leaf)._cdata not in given:
                 self._count(_storage(leaf))
-        if self.live > self.budget:
-            raise OverBudget
+        self._check(self.live)
         return result
 
     def reserve(self, size: int) -> None:
         """Ask for memory before it is taken."""
-        if self.live + size > self.budget:
+        if self.base is None:
+            self.base = self.peak = self.live
+        self._check(self.live + size)
+
+    def _check(self, live: int) -> None:
+        if live > self.budget or live - (self.base or 0) > self.above_base:
             raise OverBudget
 
     def _count(self, storage: torch.UntypedStorage) -> None:

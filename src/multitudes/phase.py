@@ -28,7 +28,7 @@ from multitudes.stochastic import expecting
 from multitudes.surgery import check_count, check_number, replace, seeded
 
 THRESHOLD = 10**1.5
-"""The paper's, for the first dense layer of LeNet-5 on MNIST."""
+"""The paper's, for the first dense layer of LeNet-5 on MNIST. kappa is a sum, and so grows with the examples."""
 
 
 # -- kappa -------------------------------------------------------------------------------------------------
@@ -122,16 +122,13 @@ class _Curvature:
         example's b, which is tried. Where any of this does not hold, None.
         """
         layer = self.network.get_submodule(name)
+        if not isinstance(layer, nn.Linear):
+            return None
         inputs: list[Tensor] = []
-        handle = layer.register_forward_hook(lambda _, args, b: inputs.append(args[0]))
+        handle = layer.register_forward_hook(lambda _, args, b: inputs.extend(args))
         call(self.network, self.x)
         handle.remove()
-        if (
-            not isinstance(layer, nn.Linear)
-            or len(inputs) != 1
-            or inputs[0].dim() != 2
-            or len(inputs[0]) != len(self.y)
-        ):
+        if len(inputs) != 1 or inputs[0].dim() != 2 or len(inputs[0]) != len(self.y):
             return None
         a, zero = inputs[0], inputs[0].new_zeros(len(inputs[0]), layer.out_features)
         product = _hessian(self._of_shift(layer), zero)
@@ -233,6 +230,8 @@ def sparsify(net: Multitude, kappa: float, to: str = "zero") -> Sparse:
     check_number("kappa", kappa, 0)
     if to not in ("zero", "mean"):
         raise ValueError(f"to must be 'zero' or 'mean', got {to!r}")
+    if not isinstance(net, Multitude):
+        raise ValueError(f"net must be a multitude, as variance(model) gives it, got {type(net).__name__}")
     _with_kappa(net)
     sparse = copy.deepcopy(net)
     weights = left = 0

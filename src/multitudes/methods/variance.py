@@ -88,7 +88,6 @@ class VarianceLayer(Stochastic):
     `kappa` is what `multitudes.phase.kappa` found last; it is not in the state dict.
     """
 
-    noise = "rows"
     plain: ClassVar[type[nn.Module]]
     settings: ClassVar[tuple[str, ...]]
     parameterization = ""
@@ -127,12 +126,13 @@ class VarianceLayer(Stochastic):
     def of(cls, layer: Any, **options: Any) -> Self:
         """From a plain layer, with its weights as expectations; in a zero-centred layer, as the sigmas."""
         settings = {name: getattr(layer, name) for name in cls.settings}
-        mu, bias = layer.weight, layer.bias
-        new = cls(**settings, bias=bias is not None, device=mu.device, dtype=mu.dtype, **options)
-        place = "sigma" if new.parameterization == "zero" else "weight"
-        setattr(new, place, copy.deepcopy(mu))
-        new.bias = copy.deepcopy(bias)
-        if new.parameterization != "zero":
+        mu = copy.deepcopy(layer.weight)
+        new = cls(**settings, bias=layer.bias is not None, device=mu.device, dtype=mu.dtype, **options)
+        new.bias = copy.deepcopy(layer.bias)
+        if new.parameterization == "zero":
+            new.sigma = mu
+        else:
+            new.weight = mu
             new.reset_spread()
         return new
 
@@ -220,7 +220,7 @@ class VarianceLayer(Stochastic):
             variance = self._product(_wide(x).square(), self.variance(), None)
             noise = self.normal(variance.shape, like=variance) * torch.sqrt(1e-16 + variance)
         if self.parameterization == "zero" and self.fixed is None:
-            bias = 0.0 if self.bias is None else self._per_unit(self.bias)
+            bias = 0.0 if self.bias is None else self.bias.view(-1, *[1] * (self.sigma.dim() - 2))
             return noise.to(x.dtype) + bias
         mean = self._product(x, self.mean(), self.bias)
         return mean + noise.to(mean.dtype)
@@ -228,10 +228,6 @@ class VarianceLayer(Stochastic):
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The plain layer's output with these weights."""
         raise NotImplementedError
-
-    def _per_unit(self, values: Tensor) -> Tensor:
-        """`[O]` in a shape that outputs broadcast with."""
-        return values
 
     # -- plain and sparse --------------------------------------------------------------------------------
 
@@ -280,9 +276,6 @@ class _VarianceConv(VarianceLayer):
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self._conv_forward(x, weight, bias)
 
-    def _per_unit(self, values: Tensor) -> Tensor:
-        return values.view(-1, *[1] * len(self.kernel_size))
-
 
 class VarianceConv1d(_VarianceConv, nn.Conv1d):
     """A convolution, `[B, I, L] -> [B, O, L']`, of random weights, drawn anew at each position (23, 24)."""
@@ -327,14 +320,17 @@ def variance(
     init: str = "fresh",
     seed: int | None = None,
 ) -> Multitude:
-    """A variance network: linear layers and convolutions get random weights, the last layer excepted.
+    """A variance network: linear layers and convolutions get random weights, the last one only where `layers` says so.
 
     `parameterization` says how: with one alpha for the `layer`, for each `neuron` or for each `weight`, all starting
-    at `log_alpha`; with `additive` noise, as large at the start; or with `zero` expectations. A zero-centred layer
-    wants an even nonlinearity after it, `Absolute()`; name it in `layers`. `kl` says how the divergence from
+    at `log_alpha`; with `additive` noise, about as large at the start; or with `zero` expectations. A zero-centred
+    layer wants an even nonlinearity after it, `Absolute()`; name it in `layers`. `kl` says how the divergence from
     the log-uniform prior is computed, `approximate` (eq. 10) or `stochastic` (eq. 9), or takes the `student` prior
-    with `nu` degrees of freedom. Train with `net.loss(x, y, dataset_size=N)`, and alpha at a higher rate than the
-    rest: `net.parameter_groups(lr=3e-3, log_alpha=0.1)`.
+    with `nu` degrees of freedom. With `init="pretrained"` the model's weights are the expectations, or the sigmas
+    of zero-centred layers.
+
+    Train with `net.loss(x, y, dataset_size=N)`, and alpha at a higher rate than the rest, by
+    `net.parameter_groups(lr=3e-3, log_alpha=0.1)`. The phase transition is clearest with batch norm after the layer.
 
     >>> model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> net = variance(model)
@@ -348,13 +344,15 @@ def variance(
     chosen = select(network, layers, tuple(LAYERS))
     if layers is None:
         chosen = _all_but_last(network, chosen)
-    _check_hooks(chosen)
+    hooked = [name for name, layer in chosen.items() if layer._forward_hooks or layer._forward_pre_hooks]
+    if hooked:
+        raise ValueError(f"layers: {hooked[0]!r} has forward hooks, which would be lost: remove them first")
     options: dict[str, Any] = {"parameterization": parameterization, "log_alpha": log_alpha, "kl": kl, "nu": nu}
     with seeded(seed):
         if init == "fresh":
             network = redraw(copy.deepcopy(network))
-        plain = {name: network.get_submodule(name) for name in chosen}
-        converted = {name: LAYERS[type(layer)].of(layer, **options) for name, layer in plain.items()}
+        drawn = {name: network.get_submodule(name) for name in chosen}
+        converted = {name: LAYERS[type(layer)].of(layer, **options) for name, layer in drawn.items()}
         if init == "fresh":
             for layer in converted.values():
                 layer.reset_spread()
@@ -368,16 +366,8 @@ def variance(
 def _all_but_last(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, nn.Module]:
     *hidden, last = chosen
     if not hidden:
-        raise ValueError(
-            f"model ({type(model).__name__}) has only one layer, {last!r}: name it in layers= to convert it"
-        )
+        raise ValueError(f"model ({type(model).__name__}) has only one layer: layers=[{last!r}] converts it")
     return {name: chosen[name] for name in hidden}
-
-
-def _check_hooks(chosen: dict[str, nn.Module]) -> None:
-    for name, layer in chosen.items():
-        if layer._forward_hooks or layer._forward_pre_hooks:
-            raise ValueError(f"layers: {name!r} has forward hooks, which would be lost: remove them first")
 
 
 def _check(parameterization: str, log_alpha: float, kl: str, nu: float) -> None:
