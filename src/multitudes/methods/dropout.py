@@ -143,6 +143,7 @@ def mc_dropout(
     `example` is one batch of inputs, with which residual blocks are found; where it is left out, the usual sizes
     are tried.
 
+    >>> import torch
     >>> net = mc_dropout(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 2))).eval()
     >>> net(torch.ones(5, 3), draws=7).shape
     torch.Size([7, 5, 2])
@@ -243,6 +244,7 @@ def drop_connect(model: nn.Module, p: float, layers: Selector = None) -> Multitu
 
     `layers` selects the layers, by default all convolutions and linear layers. Biases are kept.
 
+    >>> import torch
     >>> net = drop_connect(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), p=0.3).eval()
     >>> net(torch.ones(5, 3), draws=7).shape
     torch.Size([7, 5, 2])
