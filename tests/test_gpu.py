@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -119,3 +121,31 @@ def test_compiled_packed_members_agree() -> None:
     net.runner = "packed"
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(net)(x), net(x), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: mt.models.resnet18(),
+        lambda: mt.models.resnet18(stem="imagenet"),
+        lambda: mt.models.vgg16(),
+        lambda: mt.models.unet(5, width=8),
+        lambda: mt.models.wide_resnet(10, 2),
+        lambda: mt.models.resnext50(),
+        lambda: nn.Sequential(nn.Conv2d(3, 16, 3), nn.GroupNorm(4, 16), nn.SiLU(), nn.AvgPool2d(2), nn.Flatten()),
+    ],
+)
+@pytest.mark.parametrize("half", [False, True])
+def test_draws_run_under_vmap_channels_last(build: Callable[[], nn.Module], half: bool) -> None:
+    torch.manual_seed(0)
+    convolutions = [name for name, layer in build().named_modules() if isinstance(layer, nn.Conv2d)]
+    net = mt.mc_dropout(build(), 0.2, convolutions[:1], where="before", example=torch.zeros(2, 3, 32, 32))
+    net = net.cuda().to(memory_format=torch.channels_last).eval()
+    x = torch.randn(4, 3, 32, 32, device="cuda").to(memory_format=torch.channels_last)
+    with torch.autocast("cuda", torch.bfloat16, enabled=half), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drawn = net(x, draws=3, seed=0)
+        net._habits.way = "loop"
+        want = net(x, draws=3, seed=0)
+    error = (drawn - want).norm() / want.norm()
+    assert error < (0.05 if half else 1e-3)

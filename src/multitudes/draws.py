@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from multitudes.batching import vmap_friendly
 from multitudes.calling import Input, tensors_in, tile
 from multitudes.memory import Meter, OverBudget, free_bytes, in_bytes
 from multitudes.stochastic import Draw, drawing, mixed, stochastic_layers
@@ -144,7 +145,8 @@ class Draws:
     def _under_vmap(self, numbers: range) -> Tensor:
         def one(lane: Tensor) -> Tensor:
             self.draw.lane = lane
-            return self.predict(self.x)
+            with vmap_friendly():
+                return self.predict(self.x)
 
         return torch.vmap(one, randomness="different")(torch.arange(numbers.start, numbers.stop))
 
