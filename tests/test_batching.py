@@ -22,7 +22,7 @@ def test_batch_norm_in_evaluation(shape: tuple[int, ...], affine: bool, dtype: t
     statistics = torch.randn(5, dtype=torch.float64), torch.rand(5, dtype=torch.float64) + 0.5
     weights = (torch.randn(5, dtype=torch.float64), torch.randn(5, dtype=torch.float64)) if affine else (None, None)
     want = F.batch_norm(x.double(), *statistics, *weights, eps=1e-3)
-    with vmap_friendly():
+    with vmap_friendly(lambda: True):
         got = F.batch_norm(x, *statistics, *weights, False, 0.1, 1e-3)
     assert got.dtype == dtype
     torch.testing.assert_close(got, want.to(dtype))
@@ -32,12 +32,12 @@ def test_batch_norm_in_training_is_torchs_own() -> None:
     one, other = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
     x = torch.randn(5, 3, 4, 4)
     want = one(x)
-    with vmap_friendly():
+    with vmap_friendly(lambda: True):
         torch.testing.assert_close(other(x), want, rtol=0, atol=0)
     assert torch.equal(one.running_var, other.running_var)
     untracked = nn.BatchNorm2d(3, track_running_stats=False).eval()
     want = untracked(x)
-    with vmap_friendly():
+    with vmap_friendly(lambda: True):
         torch.testing.assert_close(untracked(x), want, rtol=0, atol=0)
 
 
@@ -46,9 +46,24 @@ def test_batch_norm_in_training_is_torchs_own() -> None:
 def test_average_pooling(size: object, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
     pool = nn.AdaptiveAvgPool2d(size)  # type: ignore[arg-type]
-    with vmap_friendly():
+    with vmap_friendly(lambda: True):
         got = pool(x)
     torch.testing.assert_close(got, pool(x))
+
+
+def test_a_convolution_with_a_bias_under_autocast() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Conv2d(3, 4, 3, stride=2, padding=1), torch.randn(2, 3, 8, 8)
+    with torch.autocast("cpu", torch.bfloat16), vmap_friendly(lambda: True):
+        got = layer(x)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), layer(x), rtol=2**-7, atol=2**-7)  # weights, products and sums are rounded
+
+
+def test_before_there_is_anything_batched_torchs_own_functions_run() -> None:
+    norm, x = nn.BatchNorm2d(3).eval(), torch.randn(2, 3, 4, 4)
+    with vmap_friendly(lambda: False):
+        assert torch.equal(norm(x), nn.functional.batch_norm(x, norm.running_mean, norm.running_var))
 
 
 class Noisy(mt.Stochastic):

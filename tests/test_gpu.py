@@ -149,3 +149,17 @@ def test_draws_run_under_vmap_channels_last(build: Callable[[], nn.Module], half
         want = net(x, draws=3, seed=0)
     error = (drawn - want).norm() / want.norm()
     assert error < (0.05 if half else 1e-3)
+
+
+@pytest.mark.parametrize("growing", [False, True])
+@pytest.mark.parametrize("kernel", [(1, 1), (1, 4, 6, 4, 1)])
+def test_blurs_have_the_same_gradients_channels_last(growing: bool, kernel: tuple[int, ...]) -> None:
+    blur = mt.Blur(kernel, growing=growing)
+    x = torch.randn(4, 8, 9, 9, device="cuda")
+    gradients = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        copied = x.clone(memory_format=memory_format).requires_grad_()
+        y = blur(copied)
+        y.backward(torch.linspace(-1, 1, y.numel(), device="cuda").view_as(y))
+        gradients.append(copied.grad)
+    torch.testing.assert_close(*gradients)

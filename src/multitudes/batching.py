@@ -7,10 +7,11 @@ pooling to one point a mean, attention two products and a softmax: all run on ba
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -18,20 +19,34 @@ from torch.overrides import TorchFunctionMode
 
 
 @contextmanager
-def vmap_friendly() -> Iterator[None]:
-    """Inside, batch norm in evaluation, global average pooling and attention are computed in vmap's own terms."""
-    with _OtherWords(), sdpa_kernel(SDPBackend.MATH):
+def vmap_friendly(batched: Callable[[], bool]) -> Iterator[None]:
+    """Inside, batch norm in evaluation, global average pooling and attention are computed in vmap's own terms.
+
+    `batched` says whether there are batched tensors yet: before that, torch's own functions are the faster ones.
+    """
+    with _OtherWords(batched), sdpa_kernel(SDPBackend.MATH):
         yield
 
 
 class _OtherWords(TorchFunctionMode):
+    def __init__(self, batched: Callable[[], bool]) -> None:
+        super().__init__()
+        self.batched = batched
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not self.batched():
+            return function(*args, **kwargs)
         if function is F.batch_norm:
             return _batch_norm(*args, **kwargs)
         if function is F.adaptive_avg_pool2d:
             return _average_pool(*args, **kwargs)
+        if function in _CONVOLUTIONS:
+            return _convolution(function, *args, **kwargs)
         return function(*args, **kwargs)
+
+
+_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 
 
 def _batch_norm(
@@ -53,7 +68,15 @@ def _batch_norm(
     if bias is not None:
         shift = shift + bias
     shape = (-1, *[1] * (input.dim() - 2))
-    return (input * scale.view(shape) + shift.view(shape)).to(input.dtype)
+    return torch.addcmul(shift.view(shape), input, scale.view(shape)).to(input.dtype)
+
+
+def _convolution(function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any) -> Tensor:
+    """Under autocast, vmap's convolution forgets to cast the bias."""
+    if bias is None or not torch.is_autocast_enabled(input.device.type):
+        return function(input, weight, bias, *rest)
+    y = function(input, weight, None, *rest)
+    return y + bias.to(y.dtype).view(-1, *[1] * (weight.dim() - 2))
 
 
 def _average_pool(input: Tensor, output_size: Any) -> Tensor:

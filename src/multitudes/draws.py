@@ -145,9 +145,10 @@ class Draws:
     def _under_vmap(self, numbers: range) -> Tensor:
         def one(lane: Tensor) -> Tensor:
             self.draw.lane = lane
-            with vmap_friendly():
+            with vmap_friendly(lambda: self.draw.begun):
                 return self.predict(self.x)
 
+        self.draw.begun = False
         return torch.vmap(one, randomness="different")(torch.arange(numbers.start, numbers.stop))
 
     def _as_one_batch(self, numbers: range) -> Tensor:

@@ -60,10 +60,12 @@ class Draw:
         self.seed = seed
         self.lane = torch.zeros((), dtype=torch.int64)
         self.rows: int | None = None
+        self.begun = False  # whether random numbers have been asked for
         self.meter: Meter | None = None
         self._generators: dict[tuple[int, torch.device], torch.Generator] = {}
 
     def numbers(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.begun = True
         if self.rows is None:
             return _Numbers.apply(self.lane, self, kind, shape, dtype, device)
         own = (shape[0] // self.rows, *shape[1:])

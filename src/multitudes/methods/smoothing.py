@@ -103,8 +103,9 @@ class Blur(nn.Module):
         self.growing = growing
         self.times = len(self.kernel) - 1
         sides = (self.times // 2, self.times - self.times // 2)
-        self.pad = nn.Identity() if growing else nn.ReplicationPad2d((*sides, *sides))
-        self.box = nn.AvgPool2d(2, stride=1, padding=1 if growing else 0)
+        # Padding of its own, since torch's average pooling with padding has wrong gradients on a GPU, channels-last.
+        self.pad = nn.ZeroPad2d(self.times) if growing else nn.ReplicationPad2d((*sides, *sides))
+        self.box = nn.AvgPool2d(2, stride=1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.pad(x)
