@@ -139,6 +139,13 @@ def test_a_count_that_is_none_is_told(draws: object) -> None:
         small(Jitter()).predict(torch.randn(5, 4), draws=draws)  # type: ignore[arg-type]
 
 
+def test_a_setting_that_is_no_count_is_told() -> None:
+    net = small(Jitter())
+    net.draws = -1
+    with pytest.raises(ValueError, match="draws must be a whole number"):
+        net(torch.randn(5, 4))
+
+
 def test_a_network_that_does_not_draw_says_so() -> None:
     net = mt.deep_ensemble(nn.Linear(4, 3), 2)
     x = torch.randn(5, 4)
@@ -296,8 +303,10 @@ def test_sizes_are_read() -> None:
     for wrong in ("2 apples", "GB", "-1GB", 0, "1.2.3MB", "IB"):
         with pytest.raises(ValueError, match="memory must be a size"):
             in_bytes(wrong)
-    with pytest.raises(ValueError, match="memory must be a size"):
+    with pytest.raises(ValueError, match="^memory must be a size"):
         small(Jitter()).predict(torch.randn(2, 4), memory="much")
+    with pytest.raises(ValueError, match="^seed must be a whole number"):
+        small(Jitter()).predict(torch.randn(2, 4), seed="a")  # type: ignore[arg-type]
     assert 1e6 < free_bytes(torch.device("cpu")) < 1e14
 
 

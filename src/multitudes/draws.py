@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.batching import vmap_friendly
-from multitudes.calling import Input, tensors_in, tile
+from multitudes.calling import Input, Told, tensors_in, tile
 from multitudes.memory import Meter, OverBudget, free_bytes, in_bytes
 from multitudes.stochastic import Draw, drawing, mixed, stochastic_layers
 
@@ -63,6 +63,8 @@ class Draws:
 
     def make(self, numbers: range) -> Tensor:
         """The draws of these numbers, `[D, M, B, ...]`."""
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
+            raise Told(f"seed must be a whole number, got {self.seed!r}")
         if self.memory is not None:
             in_bytes(self.memory)  # an error of its own, before anything else can go wrong
         self.layers = stochastic_layers(self.network)

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from multitudes.calling import Told
+
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -82,7 +84,7 @@ def in_bytes(memory: str | int | float) -> float:
     except (ValueError, KeyError):
         size = 0.0
     if not size > 0:
-        raise ValueError(f"memory must be a size such as '2GB' or '512MB', or a number of bytes, got {memory!r}")
+        raise Told(f"memory must be a size such as '2GB' or '512MB', or a number of bytes, got {memory!r}")
     return size
 
 

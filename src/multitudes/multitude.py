@@ -189,18 +189,17 @@ class Multitude(nn.Module):
 
     def _count(self, draws: int | None) -> int | None:
         """How many draws to make; None where the network makes none, or is making one."""
-        if draws is not None and (isinstance(draws, bool) or not isinstance(draws, int) or draws < 0):
-            raise Told(f"draws must be a whole number, 0 for expectations, or in predict 'auto', got {draws!r}")
+        count = draws
+        if count is None:
+            count = self.training_draws if self.training else self.draws
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise Told(f"draws must be a whole number, 0 for expectations, or in predict 'auto', got {count!r}")
         layers = stochastic_layers(self.network)
         if not layers:
             if draws is not None and draws > 1:
                 raise Told(f"draws={draws}: this network has no layer that draws")
             return None
-        if layers[0].expects or layers[0].draw is not None:
-            return None
-        if draws is None:
-            draws = self.training_draws if self.training else self.draws
-        return draws
+        return None if layers[0].expects or layers[0].draw is not None else count
 
     # -- what nn.Module must be told ---------------------------------------------------------------------
 
@@ -226,14 +225,17 @@ class Multitude(nn.Module):
     # -- the rest ----------------------------------------------------------------------------------------
 
     def summary(self) -> str:
-        """A table of the layers that hold weights: name, class, parameters, and what the method did to each."""
+        """A table of the layers: name, class, parameters, and what the method did to each."""
         rows = [
             (name or "(root)", type(layer).__name__, f"{count:,}", self.notes.get(name, ""))
             for name, layer in self.network.named_modules()
-            if (count := sum(p.numel() for p in layer.parameters(recurse=False)))
+            if (count := sum(p.numel() for p in layer.parameters(recurse=False))) or name in self.notes
         ]
         total = sum(p.numel() for p in self.parameters())
-        rows.append(("total", f"{self.members} members", f"{total:,}", self.notes.get("total", "")))
+        size = f"{self.members} member{'s' if self.members > 1 else ''}"
+        if stochastic_layers(self.network):
+            size += f" x {self.draws} draws"
+        rows.append(("total", size, f"{total:,}", self.notes.get("total", "")))
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         return "\n".join(
             f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {count:>{widths[2]}}  {note}".rstrip()
@@ -266,11 +268,11 @@ class Multitude(nn.Module):
         return self
 
     def _divergence_of_one(self, dataset_size: int | None) -> Tensor | float:
-        if dataset_size is None or not self.divergences:
+        if dataset_size is None:
             return 0.0
         if isinstance(dataset_size, bool) or not isinstance(dataset_size, int) or dataset_size < 1:
             raise ValueError(f"dataset_size must be the number of training examples, got {dataset_size!r}")
-        return self.kl() / dataset_size
+        return self.kl() / dataset_size if self.divergences else 0.0
 
     def _combine(self, losses: list[Tensor]) -> Tensor:
         if losses[0].dim():
