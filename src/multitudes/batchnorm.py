@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import Dataset, IterableDataset
 
-from multitudes.calling import Input, call_with, told_in_terms_of
+from multitudes.calling import Input, call_with, moved, split_batch, told_in_terms_of
 from multitudes.multitude import evaluating
 from multitudes.stochastic import expecting
 
@@ -24,7 +24,6 @@ State = dict[str, Tensor]
 ROWS = 256
 """The most rows of a tensor that run at a time."""
 
-_LABELS = ("label", "labels")
 _KINDS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -40,7 +39,7 @@ class Batches:
         if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
             raise ValueError(f"data must come in batches, got a {type(data).__name__}: wrap it in a DataLoader")
         if isinstance(data, Tensor | tuple | Mapping):
-            data = list(_cut(*_split(data)))
+            data = list(_cut(*split_batch(data)))
         elif not isinstance(data, Iterable):
             raise ValueError(f"data must be a tensor, a batch or an iterable of batches, got {type(data).__name__}")
         self.batches = list(data) if isinstance(data, Iterator) else data
@@ -55,29 +54,13 @@ class Batches:
         empty = True
         for batch in self.batches:
             empty = False
-            x, y = _split(batch)
-            yield _moved(x, device), None if y is None else y.to(device)
+            x, y = split_batch(batch)
+            yield moved(x, device), None if y is None else y.to(device)
         if empty:
             raise ValueError("data must hold at least one batch, got none")
 
     def __deepcopy__(self, memo: Any) -> Batches:
         return self
-
-
-def _split(batch: Any) -> tuple[Input, Tensor | None]:
-    if isinstance(batch, Mapping):
-        x: Any = {key: value for key, value in batch.items() if key not in _LABELS}
-        y = next((batch[key] for key in _LABELS if key in batch), None)
-    elif isinstance(batch, tuple | list) and batch:
-        x, y = batch[0], batch[1] if len(batch) > 1 else None
-        x = tuple(x) if isinstance(x, list) else x
-    else:
-        x, y = batch, None
-    if not isinstance(x, Tensor | tuple | Mapping):
-        raise ValueError(
-            f"a batch of data must be, or start with, a tensor, a tuple or a mapping, got {type(x).__name__}"
-        )
-    return x, y if isinstance(y, Tensor) else None
 
 
 def _cut(x: Input, y: Tensor | None) -> Iterator[tuple[Input, Tensor | None]]:
@@ -91,14 +74,6 @@ def _cut(x: Input, y: Tensor | None) -> Iterator[tuple[Input, Tensor | None]]:
         raise ValueError(f"data must hold at least one input, got shape {list(x.shape)}")
     targets = [None] * parts if y is None else y.tensor_split(parts)
     yield from zip(x.tensor_split(parts), targets, strict=True)
-
-
-def _moved(x: Any, device: torch.device) -> Any:
-    if isinstance(x, Mapping):
-        return {key: _moved(value, device) for key, value in x.items()}
-    if isinstance(x, tuple):
-        return tuple(_moved(value, device) for value in x)
-    return x.to(device) if isinstance(x, Tensor) else x
 
 
 def norms(network: nn.Module) -> dict[str, _BatchNorm]:

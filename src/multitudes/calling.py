@@ -92,6 +92,39 @@ def rows(x: Input, index: Tensor) -> Input:
     return tuple(chosen(value) for value in x) if isinstance(x, tuple) else chosen(x)
 
 
+LABELS = ("label", "labels")
+"""What Hugging Face's batches call their targets."""
+
+
+def split_batch(batch: Any) -> tuple[Input, Tensor | None]:
+    """What a network is called with, and the targets, of a batch of data.
+
+    A batch is an input, or a tuple or list that starts with one; or a mapping of keyword arguments, labels among them.
+    """
+    if isinstance(batch, Mapping):
+        x: Any = {key: value for key, value in batch.items() if key not in LABELS}
+        y = next((batch[key] for key in LABELS if key in batch), None)
+    elif isinstance(batch, (tuple, list)) and batch:
+        x, y = batch[0], batch[1] if len(batch) > 1 else None
+        if isinstance(x, Mapping):
+            x = {key: value for key, value in x.items() if key not in LABELS}
+        x = tuple(x) if isinstance(x, list) else x
+    else:
+        x, y = batch, None
+    if not isinstance(x, (Tensor, Mapping)) and not (isinstance(x, tuple) and x):
+        raise ValueError(f"a batch must be, or start with, a tensor, a mapping or a tuple, got {type(x).__name__}")
+    return x, y if isinstance(y, Tensor) else None
+
+
+def moved(x: Any, device: torch.device | str | None) -> Any:
+    """An input on another device."""
+    if isinstance(x, Mapping):
+        return {key: moved(value, device) for key, value in x.items()}
+    if isinstance(x, tuple):
+        return tuple(moved(value, device) for value in x)
+    return x.to(device) if isinstance(x, Tensor) else x
+
+
 def tensors_in(x: Input) -> list[Tensor]:
     """The tensors that a network is called with."""
     values = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple) else (x,)

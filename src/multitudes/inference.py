@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
+from multitudes.calling import moved, split_batch
 from multitudes.predictive import Predictive
 
 __all__ = ["predict"]
-
-_LABELS = ("label", "labels")  # what Hugging Face's batches call their targets
 
 
 class Predictor(Protocol):
@@ -75,7 +74,7 @@ def predict(
     try:
         for index, batch in enumerate(batches):
             try:
-                parts.append(net.predict(_input(batch, device), **options).cpu())
+                parts.append(net.predict(moved(split_batch(batch)[0], device), **options).cpu())
             except ValueError as error:
                 raise ValueError(f"batch {index} of data: {error}") from error
             bar.update(len(parts))
@@ -101,22 +100,6 @@ def _batches(data: Tensor | Iterable[Any], batch_size: int | None) -> Iterable[A
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         raise ValueError(f"data must come in batches, got a {type(data).__name__}: wrap it in a DataLoader")
     return data
-
-
-def _input(batch: Any, device: torch.device | str | None) -> Any:
-    """What the network is called with: the batch without its targets, on `device`."""
-    x = batch[0] if isinstance(batch, tuple | list) and batch else batch
-    if isinstance(x, Tensor):
-        return x.to(device)
-    if isinstance(x, Mapping):
-        return {key: _moved(value, device) for key, value in x.items() if key not in _LABELS}
-    if isinstance(x, tuple | list) and x:
-        return tuple(_moved(value, device) for value in x)
-    raise ValueError(f"a batch must be, or start with, a tensor, a mapping or a tuple, got {type(x).__name__}")
-
-
-def _moved(value: Any, device: torch.device | str | None) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
 
 
 class _ProgressBar:
