@@ -170,6 +170,11 @@ def test_a_seed_makes_draws_repeatable_and_leaves_torchs_state_alone(build: Call
     assert not torch.isclose(first[0], first[1]).all()
 
 
+def test_training_takes_no_seed() -> None:
+    with pytest.raises(ValueError, match="seed=3 is for evaluation"):
+        small(Jitter()).train()(torch.randn(5, 4), seed=3)
+
+
 def test_without_a_seed_draws_follow_torchs_state() -> None:
     net, x = convolutional(), torch.randn(5, 3, 6, 6)
     torch.manual_seed(7)

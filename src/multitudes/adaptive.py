@@ -37,8 +37,9 @@ def predict_adaptively(
 ) -> Predictive:
     """Draw until the standard error of each input's mean prediction is below `tolerance`.
 
-    The counts double, so an input that stops early has its draws repeated to the common number without moving its
-    mean, its spread, or anything else that follows from them. `Predictive.draws` tells each input's own number.
+    The counts double, so an input that stops early has its draws repeated to the common number: that moves no mean
+    over its draws (only the share of pairs that disagree, which counts a draw and its copy). `Predictive.draws` tells
+    each input's own number.
     """
     counts = schedule(max_draws)
     batch = tensors_in(x)[0].shape[0]

@@ -51,7 +51,7 @@ class Cost:
 
 @dataclass
 class Draws:
-    """Some draws to make: `numbers` of them, each known by its number and the seed."""
+    """Draws of one input, each known by its number and the seed."""
 
     network: nn.Module
     predict: Predict

@@ -165,6 +165,8 @@ class Multitude(nn.Module):
             with expecting(self.network):
                 return self._predictions(x)
         if self.training:
+            if seed is not None:
+                raise Told(f"seed={seed!r} is for evaluation; in training, draws follow torch's random state")
             drawn = torch.stack([self._predictions(x) for _ in range(count)])
         elif torch.compiler.is_compiling():
             lanes = torch.arange(count)
