@@ -159,6 +159,13 @@ def test_a_shared_activation_drops_in_each_of_its_places() -> None:
     assert len(seen) == 2
 
 
+def test_dropout_that_cannot_be_kept_on_is_told() -> None:
+    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+    with pytest.warns(UserWarning, match=r"layer 'self_attn' \(MultiheadAttention\) has dropout inside"):
+        net = mt.mc_dropout(model)
+    assert dropouts(net) == ["dropout", "dropout1", "dropout2"]
+
+
 def test_what_was_there_stays_on_beside_what_is_inserted() -> None:
     net = mt.mc_dropout(
         mt.models.small_cnn(dropout=0.1), 0.4, ["fc"], where="before", example=torch.zeros(2, 3, 32, 32)

@@ -12,6 +12,7 @@ of each activation.
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import torch.nn.functional as F
@@ -168,9 +169,14 @@ def mc_dropout(
         insert = insertion.after if where == "activation" else insertion.before
         network = insert(network, new, name="dropout", example=_any_example(network, example))
     net = Multitude(network).like(model)
-    net.notes = {
-        name: f"dropout {layer.p} stays on" for name, layer in network.named_modules() if type(layer) is Dropout
-    }
+    for name, layer in network.named_modules():
+        if isinstance(layer, Dropout):
+            net.notes[name] = f"dropout {layer.p} stays on"
+        elif isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)) and layer.dropout:
+            warnings.warn(
+                f"layer {name!r} ({type(layer).__name__}) has dropout inside, which stays off in evaluation",
+                stacklevel=2,
+            )
     return net
 
 
