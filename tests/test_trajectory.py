@@ -337,5 +337,5 @@ def test_data_that_cannot_be_measured_on_is_refused() -> None:
         statistics(normed(), {}, Batches([]))
     with pytest.raises(ValueError, match=r"x of shape \[4, 2\] \(torch.float32\) does not fit the network"):
         statistics(normed(), {}, Batches(x[:, :2]))
-    with pytest.raises(ValueError, match="a batch of data must be, or start with, a tensor"):
+    with pytest.raises(ValueError, match="a batch must be, or start with, a tensor"):
         statistics(normed(), {}, Batches(["no tensor"]))

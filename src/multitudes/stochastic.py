@@ -165,5 +165,7 @@ def drawing(layers: list[Stochastic], draw: Draw) -> Iterator[None]:
 
 def as_member(network: nn.Module, index: int | Tensor, members: int) -> AbstractContextManager[None]:
     """Inside, random numbers of a member's own, where the network is making a draw."""
-    draw = next((layer.draw for layer in stochastic_layers(network) if layer.draw is not None), None)
-    return nullcontext() if draw is None else draw.of_member(index, members)
+    for layer in stochastic_layers(network):
+        if layer.draw is not None:
+            return layer.draw.of_member(index, members)
+    return nullcontext()
