@@ -7,7 +7,7 @@ loss = net.loss(x, y)                        # the method's own objective
 p = net.predict(x)                           # p.probs, p.confidence, p.entropy, p.mutual_information
 """
 
-from multitudes import models
+from multitudes import metrics, models, shift
 from multitudes.inference import predict
 from multitudes.members import Members, fuse
 from multitudes.methods.batch_ensemble import batch_ensemble
@@ -59,6 +59,7 @@ __all__ = [
     "kappa",
     "masksembles",
     "mc_dropout",
+    "metrics",
     "mimo",
     "models",
     "narrow",
@@ -66,6 +67,7 @@ __all__ = [
     "patched",
     "phase",
     "predict",
+    "shift",
     "smooth",
     "snapshots",
     "sparsify",

@@ -1,0 +1,274 @@
+"""What a classification metric is given: predictions and classes, checked and laid out as rows.
+
+Every metric of this room is two plain functions, from `Rows` to sums and from sums to the result, and a thin
+`RowsMetric` over them. `read_rows` is the one place that knows what predictions and targets may look like.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from multitudes.predictive import Predictive
+
+__all__ = ["Prediction", "Rows", "RowsMetric", "check_count", "check_ignore", "mean_of", "read_rows"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Rows:
+    """N predictions and their classes: one row for each input, or for each pixel of dense predictions.
+
+    Several metrics of one batch can share its rows: what follows from them is checked and computed once, in float32
+    or better. Make them by `read_rows`.
+    """
+
+    probs: Tensor
+    """`[N, C]`, each row adding up to 1."""
+    target: Tensor
+    """The true classes, `[N]`."""
+    predictive: Predictive | None = None
+    """The members' predictions of the same rows, logits `[S, N, C]`; None where only probabilities were given."""
+
+    def __len__(self) -> int:
+        """N: how many rows there are."""
+        return len(self.target)
+
+    def __repr__(self) -> str:
+        members = None if self.predictive is None else self.predictive.members
+        return f"Rows(rows={len(self)}, classes={self.classes}, {members=})"
+
+    @property
+    def classes(self) -> int:
+        """C: how many classes there are."""
+        return self.probs.shape[1]
+
+    @cached_property
+    def log_probs(self) -> Tensor:
+        """Log of `probs`, `[N, C]`: exact also where they underflow if logits were given, else -inf at 0."""
+        return self.probs.log() if self.predictive is None else self.predictive.log_probs
+
+    @cached_property
+    def target_log_prob(self) -> Tensor:
+        """The log-probability of the true class, `[N]`."""
+        at = self.target[:, None]
+        if self.predictive is None:
+            return self.probs.gather(1, at)[:, 0].log()
+        return self.log_probs.gather(1, at)[:, 0]
+
+    @cached_property
+    def label(self) -> Tensor:
+        """The most probable class, `[N]`; of equally probable ones the first."""
+        return self.probs.argmax(1)
+
+    @cached_property
+    def confidence(self) -> Tensor:
+        """The probability of `label`, `[N]`."""
+        return self.probs.amax(1)
+
+    @cached_property
+    def correct(self) -> Tensor:
+        """Whether `label` is the true class, `[N]`, boolean."""
+        return self.label == self.target
+
+    def members(self, metric: str) -> Predictive:
+        """`predictive`, or an error that says that `metric` needs it."""
+        if self.predictive is None:
+            raise ValueError(
+                f"prediction must be a Predictive, since {metric} looks at each member, got only probabilities"
+            )
+        return self.predictive
+
+
+Prediction = Predictive | Tensor | Rows
+
+
+def read_rows(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Rows:
+    """Check predictions and classes, and lay them out as rows.
+
+    - `prediction`: a `Predictive` of classification, logits `[S, B, C, ...]`, or a tensor of probabilities
+      `[B, C, ...]` that add up to 1 over the classes (within 1e-4, or what half precision allows).
+    - `target`: the true classes, integers `[B, ...]`. Rows whose target is `ignore` are left out; nothing else is.
+
+    Rows that have been read before come without a target, and pass as they are but for `ignore`. What does not fit is
+    a ValueError that names the first bad value and its index.
+
+    >>> images = torch.tensor([[[0.5, 0.9]], [[0.5, 0.1]]]).transpose(0, 1)  # [1, 2, 2]: two pixels, two classes
+    >>> rows = read_rows(images, torch.tensor([[1, 255]]), ignore=255)
+    >>> rows, rows.probs, rows.target
+    (Rows(rows=1, classes=2, members=None), tensor([[0.5000, 0.5000]]), tensor([1]))
+    """
+    check_ignore(ignore)
+    if isinstance(prediction, Rows):
+        if target is not None:
+            raise ValueError(f"target must be left out where prediction is {prediction!r}, which has its targets")
+        return _without(prediction, ignore)
+    shape = _check_prediction(prediction)
+    classes = shape.pop(1)
+    target = _check_target(target, shape, classes, ignore)
+    if isinstance(prediction, Predictive):
+        predictive = _flat_predictive(prediction)
+        probs = predictive.probs
+        tolerance = _tolerance(probs.dtype)
+    else:
+        predictive = None
+        tolerance = _tolerance(prediction.dtype)
+        probs = prediction.detach().to(torch.promote_types(prediction.dtype, torch.float32))
+        probs = probs.movedim(1, -1).reshape(-1, classes)
+    _check_probs(probs, shape, tolerance)
+    if predictive is None:
+        probs = probs.clamp(max=1)  # the mean of several softmaxes may round to a little more
+    return _without(Rows(probs, target.to(probs.device).reshape(-1), predictive), ignore)
+
+
+def _without(rows: Rows, ignore: int | None) -> Rows:
+    """The rows whose target is not `ignore`; the same object where that is all of them."""
+    kept = rows.target != ignore if ignore is not None else None
+    if kept is None or bool(kept.all()):
+        return rows
+    if rows.predictive is None:
+        return Rows(rows.probs[kept], rows.target[kept])
+    predictive = rows.predictive[kept]
+    return Rows(predictive.probs, rows.target[kept], predictive)
+
+
+def check_ignore(ignore: int | None) -> None:
+    """Raise ValueError unless `ignore` can be a label."""
+    if ignore is not None and (not isinstance(ignore, int) or isinstance(ignore, bool)):
+        raise ValueError(f"ignore must be an integer label or None, got {ignore!r}")
+
+
+def check_count(name: str, value: int) -> int:
+    """`value`, or a ValueError that names the argument unless it is a whole number of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+    return value
+
+
+def mean_of(total: Tensor) -> Tensor:
+    """Sums `[2]` of a quantity and of how often it was seen -> its mean; NaN where there was nothing to see.
+
+    >>> mean_of(torch.tensor([1.0, 4.0]))
+    tensor(0.2500)
+    """
+    return total[0] / total[1]
+
+
+class RowsMetric(Metric):
+    """A metric whose state is one tensor of float64 sums: batches and processes are joined by adding them up.
+
+    A subclass says how rows become sums (`_sums`) and how sums become the result (`compute`).
+    """
+
+    full_state_update = False
+    is_differentiable = False
+    sums: Tensor
+
+    def __init__(self, ignore: int | None = None, *, shape: Sequence[int] = (2,), **kwargs: Any) -> None:
+        check_ignore(ignore)
+        super().__init__(**kwargs)
+        self.ignore = ignore
+        self.add_state("sums", torch.zeros(*shape, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def _sums(self, rows: Rows) -> Tensor:
+        raise NotImplementedError
+
+    def update(self, prediction: Prediction, target: Tensor | None = None) -> None:
+        """Add a batch; `read_rows` says what it may be."""
+        self.sums = self.sums + self._sums(read_rows(prediction, target, self.ignore)).to(self.sums.device)
+
+    def compute(self) -> Tensor:
+        """The mean over all rows so far, a float64 scalar; NaN if there were none."""
+        return mean_of(self.sums)
+
+
+# Checks -------------------------------------------------------------------------------------------------
+
+
+def _check_prediction(prediction: Predictive | Tensor) -> list[int]:
+    """The shape of its probabilities, `[B, C, ...]`."""
+    if isinstance(prediction, Predictive):
+        if prediction.task != "classification":
+            raise ValueError(f"prediction must be of task classification, got a Predictive of task {prediction.task}")
+        return list(prediction.predictions.shape[1:])
+    if not isinstance(prediction, Tensor) or not prediction.is_floating_point():
+        kind = getattr(prediction, "dtype", type(prediction).__name__)
+        raise ValueError(f"prediction must be a Predictive or a floating-point tensor of probabilities, got {kind}")
+    if prediction.ndim < 2 or prediction.shape[1] < 1:
+        raise ValueError(f"prediction must be probabilities [B, classes, ...], got shape {list(prediction.shape)}")
+    return list(prediction.shape)
+
+
+def _check_target(target: Tensor | None, shape: list[int], classes: int, ignore: int | None) -> Tensor:
+    """`target`, which must hold classes in the given shape `[B, ...]`."""
+    kind = getattr(target, "dtype", type(target).__name__)
+    if not isinstance(target, Tensor) or target.is_floating_point() or target.is_complex() or kind == torch.bool:
+        raise ValueError(f"target must be an integer tensor of classes {shape}, got {kind}")
+    if list(target.shape) != shape:
+        raise ValueError(f"target must have the prediction's shape without classes, {shape}, got {list(target.shape)}")
+    target = target.long()  # unsigned labels would wrap round when compared with a negative `ignore`
+    bad = (target < 0) | (target >= classes)
+    if ignore is not None:
+        bad &= target != ignore
+    if bool(bad.any()):
+        index = bad.nonzero()[0].tolist()
+        other = "" if ignore is None else f" or be {ignore}, which is ignored"
+        raise ValueError(
+            f"target must lie within 0 and {classes - 1}{other}, got {int(target[tuple(index)])} at index {index}"
+        )
+    return target
+
+
+def _check_probs(probs: Tensor, shape: list[int], tolerance: float) -> None:
+    """Raise ValueError unless the rows `[N, C]` are probabilities; `shape` is `[B, ...]`, with B * ... = N."""
+    good = (probs >= 0) & (probs <= 1 + tolerance)  # neither holds for NaN
+    if not bool(good.all()):
+        row, column = (~good).nonzero()[0].tolist()
+        value = float(probs[row, column])
+        batch, *place = _unravel(row, shape)
+        hint = "" if math.isnan(value) else "; a softmax over dim 1 turns logits into probabilities"
+        raise ValueError(
+            f"prediction must hold probabilities within 0 and 1, got {value:.6g} "
+            f"at index {[batch, column, *place]}{hint}"
+        )
+    totals = probs.sum(1, dtype=torch.float64)
+    good = (totals - 1).abs() <= tolerance
+    if not bool(good.all()):
+        row = int((~good).nonzero()[0])
+        raise ValueError(
+            f"prediction must add up to 1 over the classes in dim 1, got a sum of {float(totals[row]):.6g} "
+            f"at index {_unravel(row, shape)} of {shape}"
+        )
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """How far rounding may take a sum of probabilities from 1."""
+    return max(1e-4, 4 * torch.finfo(dtype).eps)
+
+
+def _unravel(number: int, shape: Sequence[int]) -> list[int]:
+    """The index in a tensor of this shape of its element `number`, counted along the last dimension first."""
+    index = []
+    for size in reversed(shape):
+        number, position = divmod(number, size)
+        index.append(position)
+    return index[::-1]
+
+
+def _flat_predictive(predictive: Predictive) -> Predictive:
+    """Logits `[S, B, C, ...]` as `[S, N, C]`."""
+    logits = predictive.predictions
+    if logits.requires_grad:
+        # Metrics compute without gradients. What a Predictive has computed it keeps, so they must not use the user's.
+        return replace(predictive, predictions=_flat_logits(logits.detach()), draws=None)
+    return predictive if logits.ndim == 3 else replace(predictive, predictions=_flat_logits(logits), draws=None)
+
+
+def _flat_logits(logits: Tensor) -> Tensor:
+    return logits.movedim(2, -1).flatten(1, -2)

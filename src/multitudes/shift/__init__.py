@@ -1,0 +1,17 @@
+"""Shifted data: what a network meets when its inputs are not like those it learnt from."""
+
+from multitudes.shift.attacks import Attack, fgsm, iterative_fast_sign, pgd
+from multitudes.shift.corruptions import CORRUPTIONS, EXTRA, corrupt
+from multitudes.shift.frequency import accuracy_by_frequency, frequency_noise
+
+__all__ = [
+    "CORRUPTIONS",
+    "EXTRA",
+    "Attack",
+    "accuracy_by_frequency",
+    "corrupt",
+    "fgsm",
+    "frequency_noise",
+    "iterative_fast_sign",
+    "pgd",
+]

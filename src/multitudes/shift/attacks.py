@@ -1,0 +1,398 @@
+"""Attacks on the predictive mean of a multitude, or on a plain network.
+
+- `fgsm`: one step along the sign of the gradient (Goodfellow et al., "Explaining and Harnessing Adversarial
+  Examples", 2015); with `frequencies=`, limited to a band of frequencies (Park & Kim, "Blurs Behave Like Ensembles",
+  2022, appendix E).
+- `pgd`: many steps inside a ball, after a random start (Madry et al., "Towards Deep Learning Models Resistant to
+  Adversarial Attacks", 2018).
+- `iterative_fast_sign`: many steps of a fixed length along the sign of the gradient, with no ball around the input
+  (Neklyudov et al., "Variance Networks: When Expectation Does Not Meet Your Expectations", 2019, section 6.3).
+
+The loss that an attack raises is that of the mean over members and draws, `-log (1/S sum_s p_s(y | x))`; a targeted
+attack lowers it for the class that it wants. Each step makes draws of its own: an expectation over draws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from multitudes.multitude import evaluating
+from multitudes.predictive import Predictive
+from multitudes.shift.frequency import (
+    Bounds,
+    band_at_full_size,
+    check_band,
+    check_call,
+    check_classes,
+    check_count,
+    check_labels,
+    check_positive,
+    check_seed,
+    class_predictions,
+)
+from multitudes.stochastic import mixed
+
+__all__ = ["Attack", "fgsm", "iterative_fast_sign", "pgd"]
+
+
+@dataclass(frozen=True)
+class Attack:
+    """Attacked images, and what the network said on the way there.
+
+    Iteration 0 is the input as it was given, iteration k what k steps have made of it, K the last.
+
+    >>> y, predicted = torch.tensor([0, 1, 1, 1]), torch.tensor([[0, 1, 1, 0], [0, 0, 0, 1]])
+    >>> attack = Attack(torch.zeros(4, 1), predicted, torch.zeros(2, 4), y, targeted=False, labels=y)
+    >>> attack.accuracy
+    tensor([0.7500, 0.5000])
+    >>> attack.success_rate  # of three that were right, two are now wrong
+    tensor([0.0000, 0.6667])
+    """
+
+    images: Tensor
+    """The attacked images, `[B, ...]`, of the input's dtype and on its device."""
+
+    predicted: Tensor
+    """The most probable class at each iteration, `[K + 1, B]`."""
+
+    entropies: Tensor
+    """The entropy of the predictive mean in nats at each iteration, `[K + 1, B]`."""
+
+    y: Tensor
+    """The classes that the attack leads away from, or to where it is `targeted`, `[B]`."""
+
+    targeted: bool
+    labels: Tensor | None
+    """The true classes, `[B]`, where they are known."""
+
+    @property
+    def accuracy(self) -> Tensor:
+        """The share of inputs whose true class is predicted, at each iteration, `[K + 1]`."""
+        if self.labels is None:
+            raise ValueError("accuracy needs the true classes: give the targeted attack labels=")
+        return (self.predicted == self.labels).float().mean(1)
+
+    @property
+    def success_rate(self) -> Tensor:
+        """The share of the inputs still to be fooled at first that have been, at each iteration, `[K + 1]`.
+
+        Untargeted: of the inputs whose class was predicted, those for which another is (the attack success rate of Park
+        & Kim, Table E.2). Targeted: of the inputs for which another class was predicted, those for which `y` is. NaN
+        where there was no such input.
+        """
+        reached = (self.predicted == self.y) if self.targeted else (self.predicted != self.y)
+        return reached[:, ~reached[0]].float().mean(1)
+
+    @property
+    def entropy(self) -> Tensor:
+        """The mean predictive entropy in nats, at each iteration, `[K + 1]`."""
+        return self.entropies.mean(1)
+
+    @staticmethod
+    def concat(parts: Iterable[Attack]) -> Attack:
+        """Join the attacks on several batches, which must be alike in their steps and in `targeted`."""
+        parts = list(parts)
+        if not parts:
+            raise ValueError("parts must hold at least one Attack, got none")
+        kinds = {(part.targeted, len(part.predicted), part.labels is None) for part in parts}
+        if len(kinds) > 1:
+            raise ValueError("parts must be alike in targeted, in their number of steps, and in having labels")
+        labels = [part.labels for part in parts if part.labels is not None]
+        return Attack(
+            images=torch.cat([part.images for part in parts]),
+            predicted=torch.cat([part.predicted for part in parts], 1),
+            entropies=torch.cat([part.entropies for part in parts], 1),
+            y=torch.cat([part.y for part in parts]),
+            targeted=parts[0].targeted,
+            labels=torch.cat(labels) if labels else None,
+        )
+
+
+def fgsm(
+    net: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    epsilon: float,
+    *,
+    frequencies: tuple[float, float] | None = None,
+    targeted: bool = False,
+    labels: Tensor | None = None,
+    draws: int | None = None,
+    seed: int | None = None,
+    bounds: Bounds = (0, 1),
+) -> Attack:
+    """The fast gradient sign method: `x + epsilon sign(grad L)`.
+
+    With `frequencies=(low, high)`, in units of pi (see `frequency_noise`), only that band of the sign's spectrum is
+    kept, and scaled so that the largest change to an image is epsilon: `x + c F^-1(F(sign(grad L)) * M)`.
+
+    Args:
+        net: a multitude for classification, or a plain network `[B, ...] -> [B, C]`. It is run in evaluation mode, and
+            left as it was.
+        x: images `[B, ...]`, inside the bounds.
+        y: the classes to lead away from, `[B]`; with `targeted`, the classes to lead to.
+        epsilon: the radius of the l-inf ball. It is respected exactly, after rounding and clipping too.
+        frequencies: the band that the perturbation is limited to, before it is clipped; None for all frequencies.
+        targeted: whether `y` are the classes to reach.
+        labels: the true classes of a targeted attack, for its accuracy.
+        draws: how many draws of each member the gradient is an expectation over; the network's own number by default.
+        seed: makes draws repeatable.
+        bounds: the least and the largest value of a pixel; None for none.
+
+    >>> net = nn.Linear(2, 2)
+    >>> _ = net.weight.data.copy_(torch.tensor([[1.0, -1.0], [0.0, 0.0]]))
+    >>> fgsm(net, torch.tensor([[0.5, 0.5]]), torch.tensor([0]), 0.25).images
+    tensor([[0.2500, 0.7500]])
+    """
+    check_positive("epsilon", epsilon)
+    if frequencies is not None:
+        check_band(frequencies, x)
+
+    def advance(images: Tensor, direction: Tensor) -> Tensor:
+        change = direction.sign()
+        if frequencies is not None:
+            change = band_at_full_size(change, *frequencies)
+        return _near(images, images + epsilon * change, epsilon, bounds)
+
+    return _attack(net, x, y, 1, advance, None, targeted, labels, draws, seed, bounds)
+
+
+def pgd(
+    net: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    epsilon: float,
+    steps: int = 10,
+    step_size: float | None = None,
+    norm: str = "linf",
+    *,
+    random_start: bool = True,
+    targeted: bool = False,
+    labels: Tensor | None = None,
+    draws: int | None = None,
+    seed: int | None = None,
+    bounds: Bounds = (0, 1),
+) -> Attack:
+    """Projected gradient descent: steps along the gradient, each projected back into the ball around `x`.
+
+    With `norm="linf"` a step is `step_size sign(grad L)`, with `norm="l2"` it is `step_size grad L / |grad L|_2`.
+
+    Args:
+        net, x, y, targeted, labels, draws, bounds: see `fgsm`.
+        epsilon: the radius of the ball. It is respected exactly, after rounding and clipping too; an l2 norm is that
+            computed in float64.
+        steps: how many steps.
+        step_size: the length of one; by default `2.5 epsilon / steps`, which can cross the ball.
+        norm: `"linf"` or `"l2"`, of the ball and of the steps.
+        random_start: whether to start from a point drawn uniformly from the ball, instead of from `x`.
+        seed: makes the start, and draws, repeatable.
+
+    >>> net = nn.Linear(2, 2)
+    >>> _ = net.weight.data.copy_(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
+    >>> pgd(net, torch.tensor([[0.5, 0.5]]), torch.tensor([0]), 0.25, norm="l2", random_start=False).images
+    tensor([[0.3500, 0.3000]])
+    """
+    check_positive("epsilon", epsilon)
+    check_count("steps", steps)
+    step = 2.5 * epsilon / steps if step_size is None else step_size
+    check_positive("step_size", step)
+    if norm not in ("linf", "l2"):
+        raise ValueError(f"norm must be 'linf' or 'l2', got {norm!r}")
+    near = _near if norm == "linf" else _near_l2
+
+    def advance(images: Tensor, direction: Tensor) -> Tensor:
+        unit = direction.sign() if norm == "linf" else _unit(direction)
+        return near(x, images + step * unit, epsilon, bounds)
+
+    def start() -> Tensor:
+        return near(x, x + epsilon * _in_unit_ball(x, norm, seed), epsilon, bounds)
+
+    return _attack(net, x, y, steps, advance, start if random_start else None, targeted, labels, draws, seed, bounds)
+
+
+def iterative_fast_sign(
+    net: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    step_size: float,
+    steps: int = 10,
+    *,
+    targeted: bool = False,
+    labels: Tensor | None = None,
+    draws: int | None = None,
+    seed: int | None = None,
+    bounds: Bounds = (0, 1),
+) -> Attack:
+    """The iterative fast sign attack: `x_{k+1} = x_k + step_size sign(grad L(x_k))`, clipped to the bounds alone.
+
+    Fig. 2 of the variance networks paper is the `success_rate` and the `entropy` of such an attack with
+    `targeted=True`, 10 draws of each network, and a step of 0.5 in units of pixels that the paper does not name: if
+    they go from 0 to 255, `step_size=0.5 / 255` here.
+
+    Args:
+        net, x, y, targeted, labels, draws, seed, bounds: see `fgsm`.
+        step_size: the paper's epsilon, the most that one step changes a pixel, exactly.
+        steps: how many steps.
+
+    >>> net = nn.Linear(2, 2)
+    >>> _ = net.weight.data.copy_(torch.tensor([[1.0, -1.0], [0.0, 0.0]]))
+    >>> iterative_fast_sign(net, torch.tensor([[0.5, 0.5]]), torch.tensor([0]), 0.125, steps=3, targeted=True).images
+    tensor([[0.8750, 0.1250]])
+    """
+    check_positive("step_size", step_size)
+    check_count("steps", steps)
+
+    def advance(images: Tensor, direction: Tensor) -> Tensor:
+        return _near(images, images + step_size * direction.sign(), step_size, bounds)
+
+    return _attack(net, x, y, steps, advance, None, targeted, labels, draws, seed, bounds)
+
+
+# -- the loop that all attacks share -------------------------------------------------------------------------
+
+
+def _attack(
+    net: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    steps: int,
+    advance: Callable[[Tensor, Tensor], Tensor],
+    start: Callable[[], Tensor] | None,
+    targeted: bool,
+    labels: Tensor | None,
+    draws: int | None,
+    seed: int | None,
+    bounds: Bounds,
+) -> Attack:
+    """`steps` times `advance(images, the direction in which the objective rises)`, from `start()` or from `x`."""
+    check_call(net, x, bounds)
+    check_labels("y", y, x)
+    check_seed(seed)
+    if labels is not None:
+        check_labels("labels", labels, x)
+        if not targeted:
+            raise ValueError("labels are for a targeted attack; an untargeted one has the true classes in y")
+        labels = labels.to(x.device)
+    y = y.to(x.device)
+    # With a seed, each iteration has draws of its own, or the attack would fit itself to one set of them.
+    seeds = [None if seed is None else mixed(seed, step) for step in range(steps + 1)]
+    said: list[tuple[Tensor, Tensor]] = []
+
+    def note(predictions: Tensor) -> None:
+        for name, classes in (("y", y), ("labels", labels)):
+            if classes is not None:
+                check_classes(name, classes, predictions.shape[2])
+        p = Predictive(predictions.detach())
+        said.append((p.label, p.entropy))
+
+    with evaluating(net), torch.inference_mode(False), torch.no_grad():
+        images = x.detach().clone()
+        if start:
+            note(class_predictions(net, images, draws, seeds[0]))
+            images = start()
+        for step in range(steps):
+            predictions, gradient = _gradient(net, images, y, draws, seeds[step])
+            if len(said) == step:  # what is said of a random start is left out: iteration 0 is the input
+                note(predictions)
+            images = advance(images, -gradient if targeted else gradient)
+        note(class_predictions(net, images, draws, seeds[steps]))
+    predicted, entropies = (torch.stack(each) for each in zip(*said, strict=True))
+    return Attack(images, predicted, entropies, y, targeted, labels if targeted else y)
+
+
+def _gradient(net: nn.Module, x: Tensor, y: Tensor, draws: int | None, seed: int | None) -> tuple[Tensor, Tensor]:
+    """The predictions for `x`, `[S, B, C]`, and the direction in which each input's loss rises, `[B, ...]`."""
+    with torch.enable_grad():
+        x = x.detach().clone().requires_grad_()
+        predictions = class_predictions(net, x, draws, seed)
+        check_classes("y", y, predictions.shape[2])
+        odds = _odds(predictions, y)
+        gradient = torch.autograd.grad(odds, x, allow_unused=True)[0] if odds.requires_grad else None
+    if gradient is None:
+        raise ValueError("net must be differentiable in x, got predictions without a gradient")
+    if not bool(gradient.isfinite().all()):
+        first = int((~gradient.flatten(1).isfinite()).any(1).nonzero()[0])
+        raise ValueError(f"net must have finite gradients, got NaN or infinity for input {first}")
+    return predictions, gradient
+
+
+def _odds(predictions: Tensor, y: Tensor) -> Tensor:
+    """`sum_b log (1 - p_b) / p_b`, where p_b is the mean over S of the probabilities of y_b, from `[S, B, C]`.
+
+    Its gradient is that of `-log p_b` divided by `1 - p_b`: the same direction, also where p_b rounds to 1.
+    """
+    values = predictions.to(torch.promote_types(predictions.dtype, torch.float32))
+    log_sum = F.log_softmax(values, 2).logsumexp(0)
+    own = F.one_hot(y.long(), values.shape[2]).bool()
+    return (log_sum.masked_fill(own, -math.inf).logsumexp(1) - log_sum[own]).sum()
+
+
+# -- balls ---------------------------------------------------------------------------------------------------
+
+
+def _near(x: Tensor, images: Tensor, epsilon: float, bounds: Bounds) -> Tensor:
+    """The nearest images inside the bounds that are at most epsilon from `x` in every pixel, exactly."""
+    radius = _rounded_down(epsilon, x.dtype)
+    return _clipped(torch.minimum(torch.maximum(images, -_edge(-x, radius)), _edge(x, radius)), bounds)
+
+
+def _near_l2(x: Tensor, images: Tensor, epsilon: float, bounds: Bounds) -> Tensor:
+    """Images inside the bounds whose l2 distance from `x` is at most epsilon, exactly."""
+    images = _clipped(images, bounds)
+    # What clipping and rounding leave beyond the ball is pulled back by a little more each time, at last to x itself.
+    slack = torch.finfo(x.dtype).eps / 2
+    while True:
+        change = images.double() - x.double()
+        length = torch.linalg.vector_norm(change.flatten(1), dim=1).view(-1, *[1] * (x.dim() - 1))
+        over = length > epsilon
+        if not bool(over.any()):
+            return images
+        pulled = (x.double() + epsilon / length * max(0.0, 1 - slack) * change).to(x.dtype)
+        images = _clipped(torch.where(over, pulled, images), bounds)
+        slack *= 2
+
+
+def _rounded_down(value: float, dtype: torch.dtype) -> float:
+    """A number of this dtype that is at most the value, which is 0 or more, and within two roundings of it."""
+    info = torch.finfo(dtype)
+    rounded = torch.tensor(value, dtype=torch.float64).to(dtype).double()
+    if rounded.item() > value:
+        rounded = (rounded * (1 - info.eps) - info.smallest_normal * info.eps).to(dtype)
+    return float(rounded.item())
+
+
+def _edge(x: Tensor, radius: float) -> Tensor:
+    """`x + radius`, or a little less where rounding has put it further away."""
+    edge = x + radius
+    while bool((over := edge.double() - x.double() > radius).any()):
+        less = torch.maximum(edge - edge.abs() * torch.finfo(x.dtype).eps, x)
+        edge = torch.where(over, less, edge)
+    return edge
+
+
+def _clipped(images: Tensor, bounds: Bounds) -> Tensor:
+    return images if bounds is None else images.clamp(*bounds)
+
+
+def _unit(direction: Tensor) -> Tensor:
+    """Each image's direction with an l2 norm of 1; 0 where it is 0."""
+    flat = direction.flatten(1)
+    flat = flat / flat.abs().amax(1, keepdim=True).clamp(min=torch.finfo(flat.dtype).tiny)  # squares could underflow
+    return F.normalize(flat, dim=1).view_as(direction)
+
+
+def _in_unit_ball(x: Tensor, norm: str, seed: int | None) -> Tensor:
+    """Points drawn uniformly from the unit ball, `[B, ...]`, on the CPU so that a seed means the same everywhere."""
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    if norm == "linf":
+        return (2 * torch.rand(x.shape, generator=generator, dtype=dtype) - 1).to(x)
+    directions = _unit(torch.randn(x.shape, generator=generator, dtype=dtype))
+    radii = torch.rand(len(x), generator=generator, dtype=dtype) ** (1 / x[0].numel())
+    return (radii.view(-1, *[1] * (x.dim() - 1)) * directions).to(x)

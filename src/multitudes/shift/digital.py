@@ -1,0 +1,143 @@
+"""What software does to images: contrast, elastic transformation, pixelation, JPEG; and saturation."""
+
+from __future__ import annotations
+
+import importlib
+from io import BytesIO
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from multitudes.shift.filters import gaussian_filter, level, separable, uniform
+
+CONTRAST = (0.75, 0.5, 0.4, 0.3, 0.15), (0.4, 0.3, 0.2, 0.1, 0.05)  # what stays of the contrast
+ELASTIC = (  # strength and smoothness of the displacement, size of the affine one: shares of the image's side
+    ((0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03)),
+    # The published numbers are shares of 244 pixels, for images of 224.
+    tuple(
+        (strength * 244 / 224, smoothness * 244 / 224, affine * 244 / 224)
+        for strength, smoothness, affine in (
+            (2, 0.7, 0.1),
+            (2, 0.08, 0.2),
+            (0.05, 0.01, 0.02),
+            (0.07, 0.01, 0.02),
+            (0.12, 0.01, 0.02),
+        )
+    ),
+)
+PIXELATE = (0.95, 0.9, 0.85, 0.75, 0.65), (0.6, 0.5, 0.4, 0.3, 0.25)  # share of the pixels a side that stay
+JPEG = (80, 65, 58, 50, 40), (25, 18, 15, 10, 7)  # quality
+SATURATE = (  # factor and addition
+    ((0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2)),
+    ((0.3, 0), (0.1, 0), (2, 0), (5, 0.1), (20, 0.2)),
+)
+
+
+def contrast(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
+    """`c (x - mean) + mean`, with each channel's mean over the image."""
+    mean = x.mean((2, 3), keepdim=True)
+    return (x - mean) * level(x, severity, *CONTRAST) + mean
+
+
+def saturate(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
+    """`a s + b` for the saturation s of hue, saturation and value.
+
+    A grey pixel of a colour image has hue 0, red, so that b > 0 makes it reddish, as in the published code. A grey
+    image has no colour to saturate and stays as it is.
+    """
+    if x.shape[1] == 1:
+        return x
+    factor, addition = level(x, severity, *SATURATE)
+    value = x.amax(1, keepdim=True)
+    below = value - x
+    spread = below.amax(1, keepdim=True)  # value times saturation
+    coloured = spread > 0
+    new_spread = (spread * factor + value * addition).minimum(value)
+    red = x.new_tensor([0, 1, 1]).reshape(1, 3, 1, 1)
+    return value - new_spread * torch.where(coloured, below / torch.where(coloured, spread, 1), red)
+
+
+def elastic_transform(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
+    """Move three points at random and the image with them, then each pixel by a smooth random displacement.
+
+    The sizes scale with the image's shorter side. Interpolation is linear; what comes from outside is reflected.
+    """
+    batch, _, height, width = x.shape
+    side = min(height, width)
+    strength, smoothness, affine = (share * side for share in level(x, severity, *ELASTIC))
+    row = torch.arange(height, dtype=x.dtype, device=x.device)[:, None].expand(height, width)
+    column = torch.arange(width, dtype=x.dtype, device=x.device).expand(height, width)
+    right, down, shift = _affine(x, affine, generator)[:, :, None, None].unbind(1)  # no product: places need all digits
+    places = column[..., None] * right + row[..., None] * down + shift  # [B, H, W, 2]
+    x = _sampled(x, places, at_centres=True)
+    moves = uniform((batch, 2, height, width), -1, 1, x, generator)
+    moves = strength * gaussian_filter(moves, smoothness, "reflect", truncate=3)
+    return _sampled(x, torch.stack([column, row], -1) + moves.movedim(1, -1), at_centres=False)
+
+
+def _affine(x: Tensor, size: float, generator: torch.Generator) -> Tensor:
+    """Matrices `[B, 3, 2]` from places `(column, row, 1)` back to where they came from, by three moved points."""
+    height, width = x.shape[2:]
+    arm = min(height, width) // 3
+    centre = torch.tensor([width // 2, height // 2], dtype=torch.float64, device=x.device)
+    arms = torch.tensor([[arm, arm], [arm, -arm], [-arm, -arm]], dtype=torch.float64, device=x.device)
+    moved = arms + uniform((len(x), 3, 2), -size, size, arms, generator)
+    moved = torch.cat([centre + moved, torch.ones_like(moved[..., :1])], -1)
+    return torch.linalg.solve(moved, (centre + arms).expand(len(x), -1, -1)).to(x.dtype)
+
+
+def _sampled(x: Tensor, places: Tensor, at_centres: bool) -> Tensor:
+    """Images `[B, C, H, W]` at places `[B, H, W, 2]` (column, row), reflected at the outer pixels' centres or edges."""
+    size = places.new_tensor([x.shape[3], x.shape[2]])
+    grid = 2 * places / (size - 1) - 1 if at_centres else (2 * places + 1) / size - 1
+    return F.grid_sample(x, grid, mode="bilinear", padding_mode="reflection", align_corners=at_centres)
+
+
+def pixelate(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
+    """Make the image smaller and larger again by box filters, which gives large pixels."""
+    share = level(x, severity, *PIXELATE)
+    height, width = x.shape[2:]
+    rows, columns = int(height * share), int(width * share)
+    small = separable(x, box_matrix(height, rows), box_matrix(width, columns))
+    return separable(small, box_matrix(rows, height), box_matrix(columns, width))
+
+
+def box_matrix(size: int, new_size: int) -> Tensor:
+    """The matrix `[new_size, size]` of Pillow's box filter: the mean of the pixels whose centres lie in the box.
+
+    Where a centre lies on the box's edge, rounding decides; the order of operations is Pillow's, so that it decides
+    alike.
+    """
+    scale = size / new_size
+    width = max(scale, 1.0)
+    pixel = torch.arange(size)
+    centre = ((torch.arange(new_size, dtype=torch.float64) + 0.5) * scale)[:, None]
+    first, end = ((centre + half + 0.5).long() for half in (-0.5 * width, 0.5 * width))
+    distance = (pixel - centre + 0.5) * (1 / width)
+    inside = (distance > -0.5) & (distance <= 0.5) & (pixel >= first) & (pixel < end)
+    return inside.double() / inside.sum(1, keepdim=True)
+
+
+def jpeg_compression(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
+    """Save as JPEG and read back, through Pillow, image by image on the CPU; in 8 bits, as JPEG is."""
+    pillow = _pillow()
+    quality = level(x, severity, *JPEG)
+    channels, height, width = x.shape[1:]
+    pixels = (x * 255).round().to(torch.uint8).movedim(1, -1).contiguous().cpu()
+    read = []
+    for image in pixels:
+        file = BytesIO()
+        mode = "RGB" if channels == 3 else "L"
+        pillow.frombytes(mode, (width, height), image.numpy().tobytes()).save(file, "JPEG", quality=quality)
+        read.append(bytearray(pillow.open(file).tobytes()))
+    out = torch.stack([torch.frombuffer(data, dtype=torch.uint8) for data in read])
+    return out.reshape(-1, height, width, channels).movedim(-1, 1).to(x) / 255
+
+
+def _pillow() -> Any:
+    try:
+        return importlib.import_module("PIL.Image")
+    except ImportError as error:
+        raise ImportError("jpeg_compression needs Pillow: pip install multitudes[shift]") from error

@@ -1,0 +1,308 @@
+"""Noise of a chosen frequency, and how a network bears it.
+
+Park & Kim, "Blurs Behave Like Ensembles: Spatial Smoothings to Improve Accuracy, Uncertainty, and Robustness" (2022),
+section 2.2 and Fig. 6: `x_noise = x + F^-1(F(delta) * M_f)`, where delta is Gaussian noise, F the two-dimensional
+Fourier transform and M_f a mask that lets a ring of frequencies of width w pass.
+
+Frequencies are in units of pi radians for each pixel, so that the paper's 0.3 pi is 0.3, and 1 is the highest that
+an image can hold. That of a wave is the larger of its vertical and its horizontal frequency: the paper does not say,
+but the authors' code makes M_f a square ring, the difference of two squares around frequency 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.calling import call
+from multitudes.multitude import Multitude, evaluating
+from multitudes.predictive import Predictive
+
+__all__ = ["accuracy_by_frequency", "band_limited", "band_mask", "frequency_noise"]
+
+Bounds = tuple[float, float] | None
+"""The least and the largest value that a pixel may have; None where there are no such values."""
+
+_DIGITS = 9  # frequencies are compared after rounding, so that neighbouring bands neither overlap nor leave a gap
+
+
+def band_mask(height: int, width: int, low: float, high: float) -> Tensor:
+    """Which of the coefficients of `torch.fft.fft2` lie in the band `low <= frequency < high`, `[H, W]` booleans.
+
+    A band that reaches 1 has the frequency 1 in it. A 4 x 4 image holds the frequencies 0, 0.5 and 1:
+
+    >>> band_mask(4, 4, 0.5, 0.9).int()
+    tensor([[0, 1, 0, 1],
+            [1, 1, 0, 1],
+            [0, 0, 0, 0],
+            [1, 1, 0, 1]], dtype=torch.int32)
+    """
+    frequency = _frequencies(height, width)
+    mask = (frequency >= round(low, _DIGITS)) & (frequency < round(high, _DIGITS))
+    return mask | (frequency == 1) if round(high, _DIGITS) == 1 else mask
+
+
+def band_limited(images: Tensor, low: float, high: float) -> Tensor:
+    """The part of `images`, `[..., H, W]`, whose frequencies lie in a band: `F^-1(F(images) * M)`.
+
+    >>> stripes = torch.tensor([[1.0, 3.0, 1.0, 3.0]] * 4)  # a mean of 2, and a wave of two pixels' length
+    >>> band_limited(stripes, 0.9, 1)[0]
+    tensor([-1.,  1., -1.,  1.])
+    """
+    _check_images("images", images)
+    height, width = images.shape[-2:]
+    mask = band_mask(height, width, low, high)
+    if not mask.any():
+        raise ValueError(
+            f"frequencies from {low:g} to {high:g} pass none that images of {height} x {width} pixels hold, "
+            f"which are {_spacing(height)} down and {_spacing(width)} across"
+        )
+    values = images.to(torch.promote_types(images.dtype, torch.float32))
+    half = mask[:, : width // 2 + 1].to(images.device)  # of a real image's spectrum, the rest is the mirror image
+    passed = torch.fft.irfft2(torch.fft.rfft2(values) * half, s=(height, width))
+    return passed.to(images.dtype)
+
+
+def frequency_noise(
+    images: Tensor,
+    frequency: float,
+    size: float = 0.1,
+    width: float = 0.1,
+    seed: int | None = None,
+    *,
+    bounds: Bounds = None,
+) -> Tensor:
+    """Images with Gaussian noise of one frequency, `x + F^-1(F(delta) * M_f)`, `[..., H, W]` as before.
+
+    Args:
+        images: floating-point images `[..., H, W]`; they are left as they are.
+        frequency: f, the middle of the ring, from 0 to 1 in units of pi.
+        size: the standard deviation of delta. That of the noise is smaller, since the mask stops most of it:
+            `size` times the square root of the share of the coefficients that pass, which grows with f.
+        width: w, from the inner edge of the ring to the outer.
+        seed: makes the noise repeatable on every device, and leaves torch's random state alone. The same seed has the
+            same delta at each frequency.
+        bounds: where the noisy images are clipped to. Clipping puts a little noise at other frequencies.
+
+    >>> x = torch.zeros(1, 1, 32, 32)
+    >>> noise = frequency_noise(x, 0.5, size=1.0, seed=0)
+    >>> (torch.fft.fft2(noise).abs() > 1e-3).sum(), band_mask(32, 32, 0.45, 0.55).sum()
+    (tensor(64), tensor(64))
+    """
+    _check_images("images", images)
+    low, high = _ring(frequency, width)
+    check_positive("size", size)
+    check_seed(seed)
+    check_bounds(bounds)
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    dtype = torch.promote_types(images.dtype, torch.float32)
+    # Drawn on the CPU, so that a seed means the same noise on every device.
+    delta = size * torch.randn(images.shape, generator=generator, dtype=dtype).to(images.device)
+    noisy = (images + band_limited(delta, low, high)).to(images.dtype)
+    return noisy if bounds is None else noisy.clamp(*bounds)
+
+
+def accuracy_by_frequency(
+    net: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    frequencies: Sequence[float] | None = None,
+    *,
+    size: float = 0.1,
+    width: float = 0.1,
+    draws: int | None = None,
+    seed: int | None = None,
+    batch_size: int = 256,
+    bounds: Bounds = None,
+) -> dict[float, float]:
+    """The accuracy against noise of each frequency (Fig. 6c): `{frequency: accuracy}`.
+
+    Args:
+        net: a multitude, whose predictive mean is judged, or a plain network `[B, ...] -> [B, C]`.
+        x: images `[N, ..., H, W]`.
+        y: their classes, `[N]`.
+        frequencies: where to measure; by default all multiples of `width` up to 1 whose rings are not empty. Where
+            `width` divides 1, those rings together are the whole spectrum.
+        size, width, bounds: of the noise, see `frequency_noise`.
+        draws: how many draws the multitude makes of each member.
+        seed: makes noise and draws repeatable.
+        batch_size: how many images are predicted at a time.
+
+    >>> blind = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1, 2))  # sees the mean alone
+    >>> _ = nn.init.constant_(blind[2].bias, 0.0), blind[2].weight.data.copy_(torch.tensor([[-1.0], [1.0]]))
+    >>> x = torch.linspace(-1, 1, 1000).view(-1, 1, 1, 1).expand(-1, 1, 4, 4)
+    >>> accuracy = accuracy_by_frequency(blind, x, (x[:, 0, 0, 0] > 0).long(), width=0.5, size=9.0, seed=0)
+    >>> accuracy[0.0] < 0.9, accuracy[0.5], accuracy[1.0]
+    (True, 1.0, 1.0)
+    """
+    check_call(net, x, None)
+    _check_images("x", x)
+    check_labels("y", y, x)
+    check_seed(seed)
+    check_positive("size", size)
+    check_bounds(bounds)
+    check_count("batch_size", batch_size)
+    chosen = _multiples(width, *x.shape[-2:]) if frequencies is None else list(frequencies)
+    if not chosen:
+        raise ValueError("frequencies must hold at least one, got none")
+    for frequency in chosen:
+        band_limited(torch.zeros(x.shape[-2:]), *_ring(frequency, width))  # says so where the ring is empty
+    accuracies = {}
+    for frequency in chosen:
+        noisy = frequency_noise(x, frequency, size, width, seed, bounds=bounds)
+        right = 0
+        for images, labels in zip(noisy.split(batch_size), y.split(batch_size), strict=True):
+            with evaluating(net), torch.no_grad():
+                predictions = class_predictions(net, images, draws, seed)
+            check_classes("y", labels, predictions.shape[2])
+            predicted = Predictive(predictions).label
+            right += int((predicted == labels.to(predicted.device)).sum())
+        accuracies[frequency] = right / len(x)
+    return accuracies
+
+
+# -- shared with the attacks ---------------------------------------------------------------------------------
+
+
+def class_predictions(net: nn.Module, x: Tensor, draws: int | None, seed: int | None) -> Tensor:
+    """What a multitude or a plain network says of the classes of `x`, `[S, B, C]`."""
+    if isinstance(net, Multitude):
+        if net.task != "classification":
+            raise ValueError(f"net must be for classification, got a multitude for {net.task}")
+        predictions = net(x, draws=draws, seed=seed)
+    elif draws is not None:
+        raise ValueError(f"draws={draws!r} is for a multitude, got a {type(net).__name__}")
+    else:
+        predictions = call(net, x)
+        predictions = predictions.unsqueeze(0) if predictions.dim() == 2 else predictions
+    if predictions.dim() != 3 or predictions.shape[1] != len(x) or predictions.shape[2] < 2:
+        raise ValueError(
+            f"net must give [S, B, C], or a plain network [B, C], with 2 or more classes and B = {len(x)} inputs, "
+            f"got {list(predictions.shape)}"
+        )
+    return predictions
+
+
+def band_at_full_size(change: Tensor, low: float, high: float) -> Tensor:
+    """The band's part of changes `[B, ..., H, W]` of size 1, each scaled to a largest change of 1.
+
+    It is 0 where the band has no part in a change.
+    """
+    part = band_limited(change, low, high)
+    peak = part.flatten(1).abs().amax(1).view(-1, *[1] * (part.dim() - 1))
+    return torch.where(peak > 1e-5, part / peak.clamp(min=1e-5), 0.0)  # what is smaller is rounding
+
+
+def check_band(frequencies: tuple[float, float], x: Tensor) -> None:
+    """A band must be two frequencies in order, with some frequency of the images between them."""
+    if not isinstance(frequencies, tuple) or len(frequencies) != 2 or not 0 <= frequencies[0] < frequencies[1] <= 1:
+        raise ValueError(f"frequencies must be (low, high), from 0 to 1 in units of pi, got {frequencies!r}")
+    if not isinstance(x, Tensor) or x.dim() < 3:
+        raise ValueError(f"frequencies={frequencies} need images x [B, ..., H, W], got {getattr(x, 'shape', x)}")
+    band_limited(torch.zeros(x.shape[-2:]), *frequencies)  # says so where the band is empty
+
+
+def check_count(name: str, value: int) -> None:
+    """A whole number, 1 or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number, 1 or more, got {value!r}")
+
+
+def check_labels(name: str, labels: Tensor, x: Tensor) -> None:
+    """Labels must be whole numbers, one for each input."""
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
+        kind = getattr(labels, "dtype", type(labels).__name__)
+        raise ValueError(f"{name} must be a tensor of whole numbers, got {kind}")
+    if labels.shape != x.shape[:1]:
+        raise ValueError(f"{name} must hold one class for each of {len(x)} inputs, got shape {list(labels.shape)}")
+    if labels.numel() and bool((labels < 0).any()):
+        first = int((labels < 0).nonzero()[0])
+        raise ValueError(f"{name} must hold classes, 0 or more, got {int(labels[first])} at {first}")
+
+
+def check_classes(name: str, labels: Tensor, classes: int) -> None:
+    """Labels must be among the classes that a network knows."""
+    if bool((wrong := labels >= classes).any()):
+        first = int(wrong.nonzero()[0])
+        raise ValueError(f"{name} must hold classes 0 to {classes - 1}, got {int(labels[first])} at {first}")
+
+
+def check_call(net: nn.Module, x: Tensor, bounds: Bounds) -> None:
+    """A network must be a module, and a batch finite floating-point numbers that lie within the bounds."""
+    if not isinstance(net, nn.Module):
+        raise ValueError(f"net must be a module, got a {type(net).__name__}")
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise ValueError(f"x must be a floating-point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+    if x.dim() < 2 or not x.numel():
+        raise ValueError(f"x must be [B, ...] with at least one input, got shape {list(x.shape)}")
+    check_bounds(bounds)
+    wrong = ~x.isfinite() if bounds is None else ~((x >= bounds[0]) & (x <= bounds[1]))
+    if bool(wrong.any()):
+        first = wrong.nonzero()[0].tolist()
+        where = "be finite" if bounds is None else f"lie within bounds={bounds}"
+        raise ValueError(f"x must {where}, got {x[tuple(first)].item()} at {first}")
+
+
+def check_positive(name: str, value: float, *, zero: bool = True) -> None:
+    """A finite number, above 0, or 0 where that makes sense."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        raise ValueError(f"{name} must be a finite number, {'0 or more' if zero else 'above 0'}, got {value!r}")
+
+
+def check_seed(seed: int | None) -> None:
+    """A seed is a whole number, or None."""
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise ValueError(f"seed must be a whole number, or None, got {seed!r}")
+
+
+def check_bounds(bounds: Bounds) -> None:
+    """Bounds are two finite numbers in order, or None."""
+    if bounds is None:
+        return
+    if not isinstance(bounds, tuple) or len(bounds) != 2:
+        raise ValueError(f"bounds must be None or (least, largest), got {bounds!r}")
+    if any(isinstance(b, bool) or not isinstance(b, (int, float)) or not math.isfinite(b) for b in bounds):
+        raise ValueError(f"bounds must be two finite numbers, got {bounds!r}")
+    if not bounds[0] < bounds[1]:
+        raise ValueError(f"bounds must be (least, largest) with the least first, got {bounds!r}")
+
+
+# -- details -------------------------------------------------------------------------------------------------
+
+
+def _frequencies(height: int, width: int) -> Tensor:
+    """The frequency of each coefficient of `torch.fft.fft2`, in units of pi, `[H, W]`."""
+    down = 2 * torch.fft.fftfreq(height, dtype=torch.float64).abs()
+    across = 2 * torch.fft.fftfreq(width, dtype=torch.float64).abs()
+    return torch.maximum(down[:, None], across).round(decimals=_DIGITS)
+
+
+def _ring(frequency: float, width: float) -> tuple[float, float]:
+    if isinstance(frequency, bool) or not isinstance(frequency, (int, float)) or not 0 <= frequency <= 1:
+        raise ValueError(f"frequency must be from 0 to 1, in units of pi, got {frequency!r}")
+    if isinstance(width, bool) or not isinstance(width, (int, float)) or not 0 < width <= 1:
+        raise ValueError(f"width must be above 0 and at most 1, in units of pi, got {width!r}")
+    return frequency - width / 2, frequency + width / 2
+
+
+def _multiples(step: float, height: int, width: int) -> list[float]:
+    """The multiples of `step` up to 1 whose rings hold some frequency of an image of this size."""
+    _ring(0.0, step)
+    middles = [round(number * step, _DIGITS) for number in range(int(1 / step + 1e-9) + 1)]
+    return [middle for middle in middles if band_mask(height, width, *_ring(middle, step)).any()]
+
+
+def _spacing(pixels: int) -> str:
+    return f"multiples of {2 / pixels:.3g}"
+
+
+def _check_images(name: str, images: Tensor) -> None:
+    if not isinstance(images, Tensor) or not images.is_floating_point():
+        kind = getattr(images, "dtype", type(images).__name__)
+        raise ValueError(f"{name} must be a floating-point tensor, got {kind}")
+    if images.dim() < 2 or not images.numel():
+        raise ValueError(f"{name} must be images [..., H, W], got shape {list(images.shape)}")

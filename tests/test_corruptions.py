@@ -1,0 +1,205 @@
+"""What holds for all corruptions of images; `test_corruption_forms.py` has what each of them is."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from multitudes.shift import CORRUPTIONS, EXTRA, corrupt
+
+ALL = CORRUPTIONS + EXTRA
+SEVERITIES = range(1, 6)
+WITHOUT_CHANCE = (
+    "defocus_blur",
+    "zoom_blur",
+    "brightness",
+    "contrast",
+    "pixelate",
+    "jpeg_compression",
+    "gaussian_blur",
+    "saturate",
+)
+BLURS = ("defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "gaussian_blur")
+
+
+def natural(batch: int, channels: int, height: int, width: int, seed: int = 0) -> Tensor:
+    """Smooth images whose amplitudes fall with the frequency as those of photographs do, channels alike."""
+    generator = torch.Generator().manual_seed(seed)
+    frequency = (torch.fft.fftfreq(height)[:, None] ** 2 + torch.fft.rfftfreq(width) ** 2).sqrt()
+    spectrum = torch.fft.rfft2(torch.randn(batch, channels, height, width, generator=generator))
+    images = torch.fft.irfft2(spectrum / frequency.clamp(min=1 / max(height, width)) ** 1.5, s=(height, width))
+    images = images + 2 * images.mean(1, keepdim=True)
+    images = (images - images.mean((1, 2, 3), keepdim=True)) / images.std((1, 2, 3), keepdim=True)
+    return (0.45 + 0.18 * images).clamp(0, 1)
+
+
+# -- what holds for all of them ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("shape", [(2, 3, 8, 8), (2, 1, 8, 8), (2, 1, 32, 32), (2, 3, 33, 47), (1, 3, 8, 70)], ids=str)
+def test_shape_type_and_range_are_kept_and_the_input_is_untouched(name: str, shape: tuple[int, ...]) -> None:
+    for severity in SEVERITIES:
+        images = natural(*shape)
+        before = images.clone()
+        out = corrupt(images, name, severity, seed=3)
+        assert out.shape == images.shape and out.dtype == images.dtype
+        assert bool(((out >= 0) & (out <= 1)).all())
+        assert torch.equal(images, before)
+        out.zero_()
+        assert torch.equal(images, before), "the result shares memory with the input"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_large_image_keeps_shape_and_range_and_changes(name: str) -> None:
+    images = natural(1, 3, 224, 224)
+    out = corrupt(images, name, 5, seed=0)
+    assert out.shape == images.shape
+    assert bool(((out >= 0) & (out <= 1)).all())
+    assert float((out - images).square().mean()) > 5e-4
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_gives_what_single_precision_gives(name: str, dtype: torch.dtype) -> None:
+    images = natural(2, 3, 32, 32).to(dtype)
+    out = corrupt(images, name, 3, seed=0)
+    assert out.dtype == dtype
+    assert torch.equal(out, corrupt(images.float(), name, 3, seed=0).to(dtype))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_double_precision_changes_images_as_much_as_single_precision(name: str) -> None:
+    images = natural(16, 3, 32, 32)  # other random numbers are drawn, so only sizes can be compared
+    out = corrupt(images.double(), name, 3, seed=0)
+    assert out.dtype == torch.float64
+    changes = [float((out - images).square().mean()) for out in (out, corrupt(images, name, 3, seed=0))]
+    assert changes[0] == pytest.approx(changes[1], rel=1e-4 if name in WITHOUT_CHANCE else 0.2)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_seed_gives_the_same_corruption_and_leaves_torchs_random_state_alone(name: str) -> None:
+    images = natural(2, 3, 32, 32)
+    state = torch.get_rng_state()
+    first, again, other = (corrupt(images, name, 4, seed=seed) for seed in (7, 7, 8))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first, again)
+    assert torch.equal(first, other) == (name in WITHOUT_CHANCE)
+
+
+def test_without_a_seed_torchs_random_state_decides() -> None:
+    images = natural(2, 3, 32, 32)
+    torch.manual_seed(0)
+    first, second = (corrupt(images, "gaussian_noise", 1) for _ in range(2))
+    torch.manual_seed(0)
+    assert torch.equal(corrupt(images, "gaussian_noise", 1), first)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_equal_images_of_a_batch_are_corrupted_differently_where_chance_is_at_work(name: str) -> None:
+    images = natural(1, 3, 32, 32).repeat(2, 1, 1, 1)
+    out = corrupt(images, name, 4, seed=0)
+    assert torch.equal(out[0], out[1]) == (name in WITHOUT_CHANCE)
+
+
+@pytest.mark.parametrize("name", [*BLURS, "snow", "fog", "brightness", "contrast", "elastic_transform", "pixelate"])
+@pytest.mark.parametrize("side", [32, 80])
+def test_a_grey_image_is_corrupted_like_a_colour_image_of_three_equal_channels(name: str, side: int) -> None:
+    grey = natural(2, 1, side, side)
+    out = corrupt(grey.repeat(1, 3, 1, 1), name, 5, seed=1)
+    torch.testing.assert_close(out, corrupt(grey, name, 5, seed=1).repeat(1, 3, 1, 1))
+
+
+def test_a_grey_image_has_nothing_to_saturate() -> None:
+    images = natural(2, 1, 16, 16)
+    assert torch.equal(corrupt(images, "saturate", 5), images)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_images_are_no_images(name: str) -> None:
+    assert corrupt(torch.zeros(0, 3, 32, 32), name, 1).shape == (0, 3, 32, 32)
+
+
+def test_images_of_up_to_64_pixels_a_side_take_the_parameters_of_cifar_larger_ones_those_of_imagenet() -> None:
+    for height, width, shift in ((64, 64, 0.05), (8, 64, 0.05), (64, 65, 0.1), (65, 8, 0.1)):
+        out = corrupt(torch.full((1, 1, height, width), 0.25), "brightness", 1)
+        torch.testing.assert_close(out, torch.full_like(out, 0.25 + shift))
+
+
+def test_images_that_need_gradients_give_images_that_do_not() -> None:
+    images = natural(1, 3, 16, 16).requires_grad_()
+    assert not corrupt(images, "contrast", 1).requires_grad
+
+
+# Severities whose published parameters change images no more than the severity before, for images of up to 64 pixels
+# a side and for larger ones.
+NOT_MORE = {
+    "small": {
+        "glass_blur": {2, 3, 5},  # pixels go as far and as often as before, and more blur evens out their exchange
+        "motion_blur": {4},  # a longer line with the same sigma: its end has no weight
+        "frost": {4, 5},  # hardly more ice on a much darker image: the one makes up for the other
+        "elastic_transform": {2, 3, 4, 5},  # ever smaller affine parts
+        "spatter": {4},  # mud instead of water
+        "saturate": {3},  # more saturation after less
+    },
+    "large": {
+        "frost": {4},  # as much ice on a darker image
+        "elastic_transform": {3},  # finer, and much smaller
+        "saturate": {3},
+    },
+}
+# Those for which it is up to the images: frost brightens and darkens, fog 4 is as thick as fog 3 and of finer detail.
+UP_TO_THE_IMAGES = {"small": {"frost": {3}}, "large": {"frost": {2}, "fog": {4}}}
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_the_mean_squared_change_grows_with_severity_but_where_the_published_parameters_do_not(
+    name: str, size: str
+) -> None:
+    images = natural(64, 3, 32, 32) if size == "small" else natural(12, 3, 96, 96)
+    change = [float((corrupt(images, name, severity, seed=0) - images).square().mean()) for severity in SEVERITIES]
+    falls = {number for number, (a, b) in enumerate(itertools.pairwise(change), start=2) if b <= a * (1 + 1e-4)}
+    either = UP_TO_THE_IMAGES[size].get(name, set())
+    assert falls - either == NOT_MORE[size].get(name, set())
+
+
+# -- what cannot be corrupted ------------------------------------------------------------------------------
+
+GOOD = torch.full((2, 3, 8, 8), 0.5)
+
+
+def spoilt(value: float) -> Tensor:
+    images = GOOD.clone()
+    images[1, 2, 3, 4] = value
+    images[1, 2, 3, 5] = value
+    return images
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((GOOD, "rain", 1), r"name must be one of gaussian_noise, .*, saturate, got 'rain'"),
+        ((GOOD, "fog", 0), "severity must be a whole number from 1 to 5, got 0"),
+        ((GOOD, "fog", 6), "severity .* got 6"),
+        ((GOOD, "fog", 2.5), "severity .* got 2.5"),
+        ((GOOD, "fog", True), "severity .* got True"),
+        ((GOOD, "fog", 1, -1), "seed must be a whole number, .* got -1"),
+        ((GOOD, "fog", 1, 0.5), "seed must be a whole number, .* got 0.5"),
+        ((GOOD.numpy(), "fog", 1), r"images must be a tensor .* got ndarray"),
+        ((GOOD[0], "fog", 1), r"images must be \[B, C, H, W\] .* got \[3, 8, 8\]"),
+        ((torch.zeros(1, 2, 8, 8), "fog", 1), r"images .* 1 or 3 channels .* got \[1, 2, 8, 8\]"),
+        ((torch.zeros(1, 3, 8, 7), "fog", 1), r"images .* 8 or more pixels a side, got \[1, 3, 8, 7\]"),
+        ((torch.zeros(1, 3, 8, 8, dtype=torch.uint8), "fog", 1), r"images must be of .* got torch.uint8"),
+        ((spoilt(1.5), "fog", 1), r"images must lie in \[0, 1\], got 1.5 at index \[1, 2, 3, 4\]"),
+        ((spoilt(-0.5), "fog", 1), r"images must lie in \[0, 1\], got -0.5 at index \[1, 2, 3, 4\]"),
+        ((spoilt(float("nan")), "fog", 1), r"images must lie in \[0, 1\], got nan at index \[1, 2, 3, 4\]"),
+    ],
+)
+def test_bad_input_is_named(arguments: tuple[object, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        corrupt(*arguments)

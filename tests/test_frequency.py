@@ -1,0 +1,220 @@
+"""Noise of one frequency, accuracy against it, and attacks of a band of frequencies."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import multitudes as mt
+from multitudes.shift.attacks import fgsm
+from multitudes.shift.frequency import accuracy_by_frequency, band_limited, band_mask, frequency_noise
+
+SIZES = [(32, 32), (8, 8), (9, 9), (12, 20), (7, 10), (1, 16)]
+
+
+def frequency_of(row: int, column: int, height: int, width: int) -> float:
+    """The larger of a coefficient's two frequencies in units of pi, a coefficient at a time."""
+    down = min(row, height - row) / height * 2
+    across = min(column, width - column) / width * 2
+    return max(down, across)
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+def test_the_mask_is_a_square_ring(height: int, width: int) -> None:
+    for low, high in [(0.0, 0.3), (0.23, 0.61), (0.6, 1.0), (0.0, 1.0)]:
+        mask = band_mask(height, width, low, high)
+        for row in range(height):
+            for column in range(width):
+                frequency = frequency_of(row, column, height, width)
+                assert mask[row, column] == (low <= frequency < high or frequency == high == 1)
+
+
+@pytest.mark.parametrize("pixels", [8, 20, 32, 40, 60, 224])
+@pytest.mark.parametrize("width", [0.05, 0.1, 0.125, 0.2, 0.25])
+def test_the_rings_at_the_multiples_of_their_width_share_the_spectrum_out(pixels: int, width: float) -> None:
+    rings = [
+        band_mask(pixels, pixels, i * width - width / 2, i * width + width / 2) for i in range(round(1 / width) + 1)
+    ]
+    assert torch.equal(torch.stack(rings).sum(0), torch.ones(pixels, pixels, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+def test_the_bands_of_an_image_add_up_to_it(height: int, width: int) -> None:
+    images = torch.randn(3, 2, height, width, dtype=torch.float64)
+    edges = [0.0, 0.21, 1.0] if min(height, width) < 7 else [0.0, 0.2, 0.5, 1.0]
+    parts = [band_limited(images, low, high) for low, high in pairwise(edges)]
+    torch.testing.assert_close(sum(parts), images)
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+def test_noise_has_energy_in_its_ring_alone(height: int, width: int) -> None:
+    x = torch.zeros(2, 3, height, width, dtype=torch.float64)
+    noise = frequency_noise(x, 0.5, size=1.0, width=0.3, seed=3).numpy()
+    energy = np.abs(np.fft.fft2(noise)) ** 2
+    for row in range(height):
+        for column in range(width):
+            inside = 0.35 <= frequency_of(row, column, height, width) < 0.65
+            assert ((energy[..., row, column] > 1e-12) == inside).all()
+
+
+def test_noise_is_gaussian_noise_whose_other_coefficients_are_taken_away() -> None:
+    x = torch.rand(4, 3, 16, 16, dtype=torch.float64)
+    delta = 0.3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).numpy()
+    mask = band_mask(16, 16, 0.55, 0.65).numpy()
+    inverse = np.fft.ifft2(np.fft.fft2(delta) * mask)
+    assert np.abs(inverse.imag).max() < 1e-12  # the mask is symmetric, so that noise is real
+    noisy = frequency_noise(x, 0.6, size=0.3, seed=9)
+    np.testing.assert_allclose(noisy.numpy(), x.numpy() + inverse.real, atol=1e-12)
+
+
+def test_the_size_of_noise_is_what_the_mask_lets_pass() -> None:
+    x = torch.zeros(400, 1, 16, 16)
+    for frequency in (0.25, 0.75):
+        noise = frequency_noise(x, frequency, size=2.0, width=0.2, seed=0)
+        share = band_mask(16, 16, frequency - 0.1, frequency + 0.1).float().mean().item()
+        # 400 images of at least 16 independent coefficients: the standard deviation's own error is below 1 %.
+        assert noise.std().item() == pytest.approx(2.0 * math.sqrt(share), rel=0.03)
+
+
+def test_a_seed_repeats_the_noise_and_leaves_the_random_state_and_the_images_alone() -> None:
+    x = torch.rand(2, 1, 8, 8)
+    before, state = x.clone(), torch.get_rng_state()
+    first, second, other = (frequency_noise(x, 0.5, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(frequency_noise(x, 0.5), frequency_noise(x, 0.5))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_noise_keeps_shape_dtype_and_bounds(dtype: torch.dtype) -> None:
+    x = torch.rand(2, 1, 8, 8).to(dtype)
+    noisy = frequency_noise(x, 0.5, size=3.0, seed=1, bounds=(0, 1))
+    assert noisy.dtype == dtype
+    assert noisy.shape == x.shape
+    assert noisy.min() == 0
+    assert noisy.max() == 1
+
+
+class Listener(nn.Module):
+    """Tells whether an image has energy in a band: class 1 where it has."""
+
+    def __init__(self, low: float, high: float) -> None:
+        super().__init__()
+        self.low, self.high = low, high
+
+    def forward(self, x: Tensor) -> Tensor:
+        loudness = band_limited(x, self.low, self.high).flatten(1).square().mean(1)
+        return torch.stack([torch.full_like(loudness, 1e-4), loudness], 1)
+
+
+def test_accuracy_falls_where_the_network_listens_and_nowhere_else() -> None:
+    x, y = torch.full((30, 1, 16, 16), 0.5), torch.zeros(30, dtype=torch.int64)
+    accuracy = accuracy_by_frequency(Listener(0.5, 0.7), x, y, width=0.125, size=0.5, seed=0, batch_size=7)
+    assert list(accuracy) == [i / 8 for i in range(9)]
+    assert accuracy == {f: float(f not in (0.5, 0.625)) for f in accuracy}
+
+
+def test_frequencies_that_small_images_do_not_hold_are_left_out() -> None:
+    x, y = torch.rand(4, 1, 8, 8), torch.zeros(4, dtype=torch.int64)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+    assert list(accuracy_by_frequency(net, x, y)) == [0.0, 0.3, 0.5, 0.8, 1.0]
+    assert list(accuracy_by_frequency(net, x, y, [1, 0.25])) == [1, 0.25]
+
+
+def test_a_multitude_is_judged_by_its_mean_and_left_in_its_mode() -> None:
+    torch.manual_seed(0)
+    x, y = torch.rand(40, 1, 8, 8), torch.randint(3, (40,))
+    net = mt.mc_dropout(nn.Sequential(nn.Flatten(), nn.Dropout(0.4), nn.Linear(64, 3))).train()
+    accuracy = accuracy_by_frequency(net, x, y, [0.5], size=0.5, draws=6, seed=4)
+    assert all(module.training for module in net.modules())
+    noisy = frequency_noise(x, 0.5, size=0.5, seed=4)
+    right = net.predict(noisy, draws=6, seed=4).probs.argmax(1) == y
+    assert accuracy == {0.5: int(right.sum()) / 40}
+
+
+def test_a_band_limited_perturbation_has_energy_in_its_band_alone() -> None:
+    torch.manual_seed(0)
+    net = mt.deep_ensemble(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), members=3).double()
+    x, y = torch.full((10, 1, 8, 8), 0.5, dtype=torch.float64), torch.arange(10)
+    full = fgsm(net, x, y, 0.1).images - x
+    limited = fgsm(net, x, y, 0.1, frequencies=(0.25, 0.6)).images - x
+    energy = torch.fft.fft2(limited).abs()
+    assert energy[..., ~band_mask(8, 8, 0.25, 0.6)].max() < 1e-12
+    torch.testing.assert_close(limited.abs().flatten(1).amax(1), torch.full((10,), 0.1, dtype=torch.float64))
+    part = band_limited(full, 0.25, 0.6)
+    torch.testing.assert_close(F.cosine_similarity(part.flatten(1), limited.flatten(1)), torch.ones(10).double())
+
+
+def test_a_band_that_the_sign_has_no_part_in_changes_nothing() -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(49, 2))
+    net[1].weight.data.copy_(torch.tensor([1.0, -1.0])[:, None].expand(2, 49))  # the sign is the same everywhere
+    x = torch.full((2, 1, 7, 7), 0.5)
+    assert torch.equal(fgsm(net, x, torch.tensor([0, 1]), 0.1, frequencies=(0.5, 1.0)).images, x)
+
+
+IMAGES, CLASSES, NET = torch.rand(2, 1, 8, 8), torch.zeros(2, dtype=torch.int64), Listener(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"frequency": 1.2}, "frequency must be from 0 to 1, in units of pi, got 1.2"),
+        ({"frequency": float("nan")}, "frequency must be from 0 to 1"),
+        ({"frequency": 0.1}, "frequencies from 0.05 to 0.15 pass none that images of 8 x 8"),
+        ({"width": 0}, "width must be above 0 and at most 1, in units of pi, got 0"),
+        ({"size": -1.0}, "size must be a finite number, 0 or more, got -1.0"),
+        ({"seed": 1.5}, "seed must be a whole number, or None, got 1.5"),
+        ({"bounds": (1, 0)}, r"bounds must be \(least, largest\) with the least first, got \(1, 0\)"),
+        ({"bounds": 3}, "bounds must be None or"),
+        ({"images": torch.zeros(8, 8, dtype=torch.uint8)}, "images must be a floating-point tensor, got torch.uint8"),
+        ({"images": torch.zeros(8)}, r"images must be images \[..., H, W\], got shape \[8\]"),
+    ],
+)
+def test_wrong_arguments_of_noise_are_told_by_name(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        frequency_noise(**{"images": IMAGES, "frequency": 0.5} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"frequencies": [0.5, 0.1]}, "frequencies from 0.05 to 0.15 pass none"),
+        ({"frequencies": []}, "frequencies must hold at least one"),
+        ({"y": CLASSES[:1]}, r"y must hold one class for each of 2 inputs, got shape \[1\]"),
+        ({"y": CLASSES.float()}, "y must be a tensor of whole numbers, got torch.float32"),
+        ({"y": CLASSES - 1}, "y must hold classes, 0 or more, got -1 at 0"),
+        ({"y": CLASSES + 2}, "y must hold classes 0 to 1, got 2 at 0"),
+        ({"batch_size": 0}, "batch_size must be a whole number, 1 or more, got 0"),
+        ({"width": 2.0}, "width must be above 0 and at most 1"),
+        ({"draws": 3}, "draws=3 is for a multitude, got a Listener"),
+        ({"net": abs}, "net must be a module"),
+        ({"x": IMAGES / 0}, r"x must be finite, got inf at \[0, 0, 0, 0\]"),
+        ({"x": IMAGES.int()}, "x must be a floating-point tensor, got torch.int32"),
+        ({"net": nn.Conv2d(1, 1, 1)}, r"net must give \[S, B, C\]"),
+    ],
+)
+def test_wrong_arguments_of_accuracy_are_told_by_name(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        accuracy_by_frequency(**{"net": NET, "x": IMAGES, "y": CLASSES} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("frequencies", "x", "message"),
+    [
+        ((0.5, 0.2), torch.rand(2, 1, 8, 8), r"frequencies must be \(low, high\), from 0 to 1 in units of pi"),
+        ((0.3, 0.4), torch.rand(2, 1, 8, 8), "frequencies from 0.3 to 0.4 pass none"),
+        ((0, 1), torch.rand(2, 64), "need images x"),
+    ],
+)
+def test_wrong_bands_of_fgsm_are_told_by_name(frequencies: tuple[float, float], x: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fgsm(nn.Sequential(nn.Flatten(), nn.Linear(64, 2)), x, CLASSES, 0.1, frequencies=frequencies)

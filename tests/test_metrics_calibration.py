@@ -1,0 +1,397 @@
+import copy
+import math
+import pickle
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics.functional.classification as tm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchmetrics.utilities import dim_zero_cat, dim_zero_sum
+
+from multitudes import metrics
+from multitudes.metrics import calibration
+from multitudes.predictive import Predictive
+
+
+def logits(*shape, seed=0):
+    return 2 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def classes(count, *shape, seed=1):
+    return torch.randint(count, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_case(n=200, c=4, seed=0):
+    return logits(n, c, seed=seed).softmax(1), classes(c, n, seed=seed + 1)
+
+
+def binary(confidences, correct):
+    """Predictions of two classes with the given confidences, right where `correct`."""
+    p = torch.tensor(confidences)
+    return torch.stack([p, 1 - p], 1), 1 - torch.tensor(correct).long()
+
+
+# Textbook computations -------------------------------------------------------------------------------------
+
+
+def text_bin(value, bins):
+    """The bin (k/bins, (k+1)/bins] of a value, edges rounded to its precision; 0 belongs to the first."""
+    for k in range(bins):
+        low, high = value.dtype.type(k / bins), value.dtype.type((k + 1) / bins)
+        if low < value <= high or (k == 0 and value == 0):
+            return k
+    raise AssertionError(value)
+
+
+def text_table(values, hits, bins):
+    """For each bin the list of its (value, hit)."""
+    table = [[] for _ in range(bins)]
+    for value, hit in zip(values, hits, strict=True):
+        table[text_bin(value, bins)].append((float(value), float(hit)))
+    return table
+
+
+def gap(members):
+    value, hit = np.mean(members, 0)
+    return abs(hit - value)
+
+
+def top(p, y):
+    p, y = p.numpy(), y.numpy()
+    return p.max(1), p.argmax(1) == y
+
+
+def text_ece(p, y, bins=15, min_count=1):
+    table = text_table(*top(p, y), bins)
+    return sum(len(m) / len(y) * gap(m) for m in table if len(m) >= min_count)
+
+
+def text_mce(p, y, bins=15, min_count=1):
+    return max(gap(m) for m in text_table(*top(p, y), bins) if len(m) >= min_count)
+
+
+def text_classwise(p, y, bins=15):
+    each = []
+    for c in range(p.shape[1]):
+        table = text_table(p[:, c].numpy(), (y == c).numpy(), bins)
+        each.append(sum(len(m) / len(y) * gap(m) for m in table if m))
+    return np.mean(each)
+
+
+def text_adaptive(p, y, bins=15):
+    confidence, correct = top(p, y)
+    confidence, n = confidence.astype(np.float32), len(y)
+    ordered = sorted(confidence)
+    edges = [ordered[math.ceil(k * n / bins) - 1] for k in range(1, bins)]
+    table = [[] for _ in range(bins)]
+    for value, hit in zip(confidence, correct, strict=True):
+        table[sum(value > edge for edge in edges)].append((float(value), float(hit)))
+    return sum(len(m) / n * gap(m) for m in table if m)
+
+
+def text_overconfidence(p, y):
+    confidence, correct = top(p, y)
+    return np.mean(confidence.astype(float)) - np.mean(correct)
+
+
+def numbers(bins, min_count=1):
+    """name -> function of one batch, metric for some number of classes, textbook."""
+    m, all_bins, kept = metrics, {"bins": bins}, {"bins": bins, "min_count": min_count}
+    table = {
+        "ece": (m.ece, lambda c, **k: m.ECE(**k), text_ece, kept),
+        "mce": (m.mce, lambda c, **k: m.MCE(**k), text_mce, kept),
+        "classwise": (m.classwise_ece, m.ClasswiseECE, text_classwise, all_bins),
+        "adaptive": (m.adaptive_ece, lambda c, **k: m.AdaptiveECE(**k), text_adaptive, all_bins),
+        "over": (m.overconfidence, lambda c: m.Overconfidence(), text_overconfidence, {}),
+    }
+    return {name: [partial(function, **options) for function in row] for name, (*row, options) in table.items()}
+
+
+CASES = {
+    "random": random_case(),
+    "two classes": random_case(c=2),
+    "many classes": random_case(n=30, c=100),
+    "one sample": random_case(n=1),
+    "fewer samples than bins": random_case(n=7),
+    "all of one class": (random_case()[0], torch.full((200,), 2)),
+    "perfect": (torch.eye(4), torch.arange(4)),
+    "surely wrong": (torch.eye(4).roll(1, 0), torch.arange(4)),
+    "one class": (torch.ones(3, 1), torch.zeros(3, dtype=torch.long)),
+    "ties": binary([0.8] * 9 + [0.6] * 5 + [0.5] * 3, [1, 0, 1, 1, 0, 1, 1, 1, 1, 1, 0, 0, 0, 1, 1, 1, 1]),
+    "edges": binary([0.6, 0.7, 0.8, 0.9, 0.5, 1.0], [1, 0, 1, 0, 1, 1]),
+    "empty bins": binary([0.99, 0.98, 0.51], [1, 0, 1]),
+    "float64": (random_case()[0].double(), random_case()[1]),
+}
+BINS = (1, 2, 10, 15, 20)
+NAMES = list(numbers(1))
+
+
+@pytest.mark.parametrize("bins", BINS)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_calibration_errors_are_the_textbooks(name, case, bins):
+    function, _, textbook = numbers(bins)[name]
+    result = function(*case)
+    assert result.dtype == torch.float64 and result.shape == ()
+    assert float(result) == pytest.approx(textbook(*case), rel=1e-6, abs=1e-7)
+
+
+def test_fifteen_bins_and_all_of_them_by_default():
+    p, y = random_case()
+    assert metrics.ece(p, y) == metrics.ece(p, y, bins=15, min_count=1)
+    assert [metrics.ECE().bins, metrics.MCE().bins, metrics.ClasswiseECE(4).bins, metrics.AdaptiveECE().bins] == [
+        15
+    ] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bins", [3, 7, 10, 15, 20])
+def test_a_confidence_on_an_edge_belongs_to_the_lower_bin_and_0_to_the_first(bins, dtype):
+    edges = torch.tensor([k / bins for k in range(bins + 1)], dtype=dtype)
+    assert calibration._bin_of(edges, bins).tolist() == [0, *range(bins)]
+    above = torch.nextafter(edges[:-1], torch.ones((), dtype=dtype))
+    assert calibration._bin_of(above, bins).tolist() == list(range(bins))
+
+
+def test_torchmetrics_agrees_on_ece_and_mce_where_no_confidence_is_on_an_edge():
+    p, y = random_case(n=500, c=5)
+    for bins in (10, 15, 20):
+        for ours, norm in ((metrics.ece, "l1"), (metrics.mce, "max")):
+            theirs = tm.multiclass_calibration_error(p, y, num_classes=5, n_bins=bins, norm=norm)
+            assert float(ours(p, y, bins=bins)) == pytest.approx(float(theirs), abs=1e-5)
+
+
+def test_one_bin_leaves_the_size_of_overconfidence():
+    p, y = random_case()
+    expected = pytest.approx(abs(float(metrics.overconfidence(p, y))))
+    assert float(metrics.ece(p, y, bins=1)) == expected
+    assert float(metrics.mce(p, y, bins=1)) == expected
+    assert float(metrics.adaptive_ece(p, y, bins=1)) == expected
+
+
+# Bins of few rows ------------------------------------------------------------------------------------------
+
+
+def test_min_count_6_drops_bins_of_at_most_5():
+    sixes, fives = binary([0.6] * 6, [1] * 6), binary([0.9] * 5, [0] * 5)
+    p, y = torch.cat([sixes[0], fives[0]]), torch.cat([sixes[1], fives[1]])
+    assert float(metrics.mce(p, y, bins=20, min_count=5)) == pytest.approx(0.9)
+    assert float(metrics.mce(p, y, bins=20, min_count=6)) == pytest.approx(0.4)
+    # n is the number of all rows, as in the equation of the paper.
+    assert float(metrics.ece(p, y, bins=20, min_count=6)) == pytest.approx(6 / 11 * 0.4)
+
+
+@pytest.mark.parametrize("min_count", [1, 2, 6, 12])
+@pytest.mark.parametrize("name", ["ece", "mce"])
+def test_min_count_is_the_textbooks(name, min_count):
+    function, metric, textbook = numbers(20, min_count)[name]
+    p, y = random_case()
+    metric = metric(4)
+    for piece in zip(p.split(33), y.split(33), strict=True):
+        metric.update(*piece)  # counts are those of all batches together
+    assert float(function(p, y)) == float(metric.compute()) == pytest.approx(textbook(p, y), rel=1e-6)
+
+
+def test_without_any_bin_left_there_is_no_answer():
+    p, y = random_case(n=3)
+    assert metrics.ece(p, y, min_count=4).isnan() and metrics.mce(p, y, min_count=4).isnan()
+
+
+# Reliability diagrams --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bins", BINS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_reliability_is_the_textbooks(case, bins):
+    metric = metrics.ReliabilityDiagram(bins)
+    metric.update(*case)
+    table = text_table(*top(*case), bins)
+    for diagram in (metrics.reliability(*case, bins=bins), metric.compute()):
+        assert diagram.edges.tolist() == [k / bins for k in range(bins + 1)]
+        assert diagram.count.tolist() == [len(m) for m in table]
+        confidence, correct = zip(*[np.mean(m, 0) if m else (math.nan, math.nan) for m in table], strict=True)
+        np.testing.assert_allclose(diagram.accuracy, correct, rtol=1e-12)
+        np.testing.assert_allclose(diagram.confidence, confidence, rtol=1e-12)
+
+
+# Equal mass ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n, bins", [(30, 15), (31, 15), (44, 15), (7, 3), (5, 5), (4, 9)])
+def test_adaptive_bins_of_distinct_confidences_have_equal_mass(n, bins):
+    confidence = torch.linspace(0.51, 0.99, n)
+    correct = torch.arange(n) % 3 == 0
+    parts, start = [], 0
+    for k in range(1, bins + 1):
+        end = math.ceil(k * n / bins)
+        parts.append((confidence[start:end].double(), correct[start:end].double()))
+        start = end
+    sizes = [len(part) for part, _ in parts]
+    assert max(sizes) - min(sizes) <= 1
+    expected = sum(len(a) / n * abs(float(a.mean() - b.mean())) for a, b in parts if len(a))
+    assert float(metrics.adaptive_ece(*binary(confidence.tolist(), correct.tolist()), bins=bins)) == pytest.approx(
+        expected, rel=1e-6
+    )
+
+
+def test_equal_confidences_share_an_adaptive_bin_whatever_their_order():
+    early = binary([0.75] * 8, [1, 1, 1, 1, 1, 1, 0, 0])
+    late = binary([0.75] * 8, [0, 0, 1, 1, 1, 1, 1, 1])
+    assert metrics.adaptive_ece(*early, bins=4) == metrics.adaptive_ece(*late, bins=4) == 0
+
+
+def test_classwise_ece_needs_the_number_of_classes_it_was_made_for():
+    with pytest.raises(ValueError, match="prediction must have classes=5 in dim 1, got 4"):
+        metrics.ClasswiseECE(5).update(*random_case())
+
+
+# Predictives, dense predictions, streaming -----------------------------------------------------------------
+
+
+@pytest.fixture(params=NAMES)
+def number(request):
+    return numbers(15)[request.param]
+
+
+def test_numbers_of_a_predictive_are_those_of_its_mean_probabilities(number):
+    p, y = Predictive(logits(5, 31, 4)), classes(4, 31)
+    assert float(number[0](p, y)) == pytest.approx(float(number[0](p.probs, y)), rel=1e-9)
+
+
+@pytest.mark.parametrize("ignore", [None, 255])
+def test_each_pixel_of_a_dense_prediction_is_a_row(number, ignore):
+    p, y = logits(2, 4, 3, 5).softmax(1), classes(4, 2, 3, 5)
+    if ignore is not None:
+        y[0, 1], y[1, 2, 3] = ignore, ignore
+    index = [(b, i, j) for b in range(2) for i in range(3) for j in range(5) if y[b, i, j] != ignore]
+    flat = torch.stack([p[b, :, i, j] for b, i, j in index]), torch.stack([y[at] for at in index])
+    assert float(number[0](p, y, ignore=ignore)) == pytest.approx(number[2](*flat), rel=1e-5)
+
+
+@pytest.mark.parametrize("batch", [1, 7, 200])
+def test_batches_of_any_size_give_what_one_batch_gives(number, batch):
+    p, y = random_case()
+    metric = number[1](4)
+    for piece in zip(p.split(batch), y.split(batch), strict=True):
+        metric.update(*piece)
+    assert float(metric.compute()) == pytest.approx(float(number[0](p, y)), rel=1e-10)
+    metric.reset()
+    metric.update(p[:5], y[:5])
+    assert float(metric.compute()) == pytest.approx(float(number[0](p[:5], y[:5])), rel=1e-10)
+
+
+def test_calling_a_metric_gives_the_batchs_number_and_keeps_the_total(number):
+    p, y = random_case()
+    metric = number[1](4)
+    assert float(metric(p[:20], y[:20])) == pytest.approx(float(number[0](p[:20], y[:20])))
+    assert float(metric(p[20:], y[20:])) == pytest.approx(float(number[0](p[20:], y[20:])))
+    assert float(metric.compute()) == pytest.approx(float(number[0](p, y)))
+
+
+def test_states_of_two_metrics_join_into_those_of_one_that_saw_all(number):
+    p, y = random_case()
+    one, other = number[1](4), number[1](4)
+    one.update(p[:70], y[:70])
+    other.update(p[70:], y[70:])
+    if isinstance(one, metrics.AdaptiveECE):
+        assert one._reductions["pairs"] is dim_zero_cat
+        one.pairs = [*other.pairs, *one.pairs]
+    else:
+        assert one._reductions["sums"] is dim_zero_sum
+        one.sums = one.sums + other.sums
+    assert float(one.compute()) == pytest.approx(float(number[0](p, y)), rel=1e-10)
+
+
+def test_a_metric_survives_copies_and_pickles(number):
+    metric = number[1](4)
+    metric.update(*random_case())
+    for twin in (copy.deepcopy(metric), pickle.loads(pickle.dumps(metric))):
+        assert twin.compute() == metric.compute()
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+def test_there_is_no_answer_about_nothing(number):
+    assert number[1](4).compute().isnan()
+    p, y = random_case(n=3)
+    assert number[0](p[:0], y[:0]).isnan()
+    assert number[0](p, torch.full_like(y, 9), ignore=9).isnan()
+
+
+# Properties ------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(2, 6), st.integers(1, 30), st.booleans())
+def test_errors_lie_within_0_and_1_in_their_order(seed, n, c, bins, sharp):
+    p, y = logits(n, c, seed=seed).mul(50 if sharp else 1).softmax(1), classes(c, n, seed=seed)
+    expected, largest = float(metrics.ece(p, y, bins=bins)), float(metrics.mce(p, y, bins=bins))
+    assert abs(float(metrics.overconfidence(p, y))) - 1e-9 <= expected <= largest + 1e-9 <= 1 + 1e-9
+    assert 0 <= float(metrics.adaptive_ece(p, y, bins=bins)) <= 1
+    assert 0 <= float(metrics.classwise_ece(p, y, bins=bins)) <= 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(2, 6), st.integers(1, 30))
+def test_the_order_of_samples_does_not_matter(seed, n, c, bins):
+    p, y = random_case(n, c, seed)
+    p = torch.where(p.amax(1, keepdim=True) > 0.7, p, p[:1])  # some of them are the same
+    mixed = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    for function in (metrics.ece, metrics.mce, metrics.adaptive_ece, metrics.classwise_ece):
+        shuffled = function(p[mixed], y[mixed], bins=bins)
+        assert float(shuffled) == pytest.approx(float(function(p, y, bins=bins)), abs=1e-12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(2, 6), st.integers(2, 5))
+def test_the_order_of_members_does_not_matter(seed, n, c, s):
+    z, y = logits(s, n, c, seed=seed).double(), classes(c, n, seed=seed)
+    mixed = torch.randperm(s, generator=torch.Generator().manual_seed(seed))
+    for function in (metrics.ece, metrics.mce, metrics.adaptive_ece, metrics.classwise_ece, metrics.overconfidence):
+        assert float(function(Predictive(z[mixed]), y)) == pytest.approx(float(function(Predictive(z), y)), abs=1e-7)
+
+
+def test_predictions_that_are_right_as_often_as_they_say_are_calibrated():
+    sure = binary([0.8] * 10 + [0.6] * 10, [1] * 8 + [0] * 2 + [1] * 6 + [0] * 4)
+    for function in (metrics.ece, metrics.mce, metrics.adaptive_ece, metrics.classwise_ece, metrics.overconfidence):
+        assert float(function(*sure)) == pytest.approx(0, abs=1e-7)
+
+
+# Bad input -------------------------------------------------------------------------------------------------
+
+
+def test_bad_input_is_named_with_its_first_index(number):
+    p, y = random_case()
+    bad = p.clone()
+    bad[3, 1] = math.nan
+    metric = number[1](4)
+    for ask in (number[0], metric.update):
+        with pytest.raises(ValueError, match=r"prediction must .* got nan at index \[3, 1\]"):
+            ask(bad, y)
+        with pytest.raises(ValueError, match=r"target must lie within 0 and 3, got 4 at index \[0\]"):
+            ask(p, torch.full_like(y, 4))
+        with pytest.raises(ValueError, match=r"target must have the prediction's shape"):
+            ask(p, y[:-1])
+
+
+@pytest.mark.parametrize("value", [0, -3, 2.5, None, True])
+def test_bad_bins(value):
+    message = "bins must be a whole number of at least 1, got"
+    for function in (metrics.ece, metrics.mce, metrics.adaptive_ece, metrics.classwise_ece, metrics.reliability):
+        with pytest.raises(ValueError, match=message):
+            function(*random_case(), bins=value)
+    for metric in (metrics.ECE, metrics.MCE, metrics.AdaptiveECE, metrics.ReliabilityDiagram):
+        with pytest.raises(ValueError, match=message):
+            metric(bins=value)
+    with pytest.raises(ValueError, match=message):
+        metrics.ClasswiseECE(4, bins=value)
+    with pytest.raises(ValueError, match="classes must be a whole number"):
+        metrics.ClasswiseECE(value)
+    for function in (metrics.ece, metrics.mce):
+        with pytest.raises(ValueError, match="min_count must be a whole number"):
+            function(*random_case(), min_count=value)
+    for metric in (metrics.ECE, metrics.MCE):
+        with pytest.raises(ValueError, match="min_count must be a whole number"):
+            metric(min_count=value)

@@ -1,0 +1,398 @@
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import sklearn.metrics
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchmetrics.utilities import dim_zero_sum
+
+from multitudes import metrics
+from multitudes.metrics import scoring
+from multitudes.predictive import Predictive
+
+
+def logits(*shape, seed=0):
+    return 2 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def classes(count, *shape, seed=1):
+    return torch.randint(count, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_case(n=57, c=4, seed=0):
+    return logits(n, c, seed=seed).softmax(1), classes(c, n, seed=seed + 1)
+
+
+# Textbook computations, one row at a time ------------------------------------------------------------------
+
+
+def order(row):
+    return sorted(range(len(row)), key=lambda c: (-row[c], c))
+
+
+def text_topk(p, y, k):
+    return np.mean([label in order(row)[:k] for row, label in zip(p, y, strict=True)])
+
+
+def text_nll(p, y):
+    return np.mean([-math.log(row[label]) if row[label] else math.inf for row, label in zip(p, y, strict=True)])
+
+
+def text_brier(p, y):
+    squares = [(row[c] - (c == label)) ** 2 for row, label in zip(p, y, strict=True) for c in range(len(row))]
+    return sum(squares) / len(y)
+
+
+SCORES = {
+    "accuracy": (metrics.accuracy, metrics.Accuracy, lambda p, y: text_topk(p, y, 1)),
+    "top-2": (partial(metrics.topk_accuracy, k=2), partial(metrics.TopKAccuracy, 2), lambda p, y: text_topk(p, y, 2)),
+    "nll": (metrics.nll, metrics.NLL, text_nll),
+    "brier": (metrics.brier, metrics.Brier, text_brier),
+    "error": (metrics.ensemble_error, metrics.EnsembleError, lambda p, y: 1 - text_topk(p, y, 1)),
+}
+
+CASES = {
+    "random": random_case(),
+    "two classes": random_case(c=2),
+    "many classes": random_case(n=20, c=300),
+    "one sample": random_case(n=1),
+    "all of one class": (random_case()[0], torch.full((57,), 2)),
+    "perfect": (torch.eye(4), torch.arange(4)),
+    "all wrong": (torch.eye(4).roll(1, 0), torch.arange(4)),
+    "zeros and ones": (torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.5, 0.0]]), torch.tensor([1, 1])),
+    "ties": (torch.tensor([[0.4, 0.4, 0.2], [0.2, 0.4, 0.4], [1 / 3] * 3, [1 / 3] * 3]), torch.tensor([1, 2, 1, 2])),
+    "float64": (random_case()[0].double(), random_case()[1]),
+}
+
+
+def rows(p, y):
+    return p.double().numpy().tolist(), y.tolist()
+
+
+@pytest.fixture(params=SCORES.values(), ids=SCORES)
+def score(request):
+    return request.param
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_scores_are_the_textbooks(score, case):
+    function, _, textbook = score
+    result = function(*case)
+    assert result.dtype == torch.float64 and result.shape == ()
+    assert float(result) == pytest.approx(textbook(*rows(*case)), rel=1e-6, abs=1e-12)
+
+
+def test_a_single_class_is_always_right():
+    p, y = torch.ones(3, 1), torch.zeros(3, dtype=torch.long)
+    assert metrics.accuracy(p, y) == metrics.topk_accuracy(p, y, k=1) == 1
+    assert metrics.nll(p, y) == metrics.brier(p, y) == metrics.ensemble_error(p, y) == 0
+
+
+def test_a_true_class_of_probability_0_has_infinite_nll_in_a_tensor_of_probabilities():
+    assert metrics.nll(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([0, 0])) == math.inf
+
+
+def test_nll_of_a_predictive_is_exact_where_probabilities_underflow():
+    p = Predictive(torch.tensor([[[0.0, -300.0]], [[0.0, -400.0]]]))
+    assert p.probs[0, 1] == 0
+    assert float(metrics.nll(p, torch.tensor([1]))) == pytest.approx(300 + math.log(2))
+
+
+def test_the_brier_score_of_nearly_perfect_predictions_keeps_its_digits():
+    p = torch.tensor([[1 - 1e-6, 1e-6]], dtype=torch.float64).float()
+    rest = 1 - p[0, 0].double()
+    expected = rest**2 + p[0, 1].double() ** 2
+    assert float(metrics.brier(p, torch.tensor([0]))) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_scikit_learn_agrees():
+    p, y = random_case(n=200, c=5)
+    q = p.double().numpy()
+    q /= q.sum(1, keepdims=True)
+    assert float(metrics.nll(p, y)) == pytest.approx(sklearn.metrics.log_loss(y, q, labels=range(5)), rel=1e-6)
+    assert float(metrics.accuracy(p, y)) == pytest.approx(sklearn.metrics.accuracy_score(y, q.argmax(1)))
+    top = sklearn.metrics.top_k_accuracy_score(y, q, k=3, labels=range(5))
+    assert float(metrics.topk_accuracy(p, y, k=3)) == pytest.approx(top)
+    p, y = random_case(n=200, c=2)
+    second = sklearn.metrics.brier_score_loss(y, p[:, 1].numpy())
+    assert float(metrics.brier(p, y)) == pytest.approx(2 * second, rel=1e-6)
+
+
+def test_top_1_is_accuracy_and_top_c_is_1_also_with_ties():
+    p, y = CASES["ties"]
+    assert metrics.topk_accuracy(p, y, k=1) == metrics.accuracy(p, y) == 0
+    assert metrics.topk_accuracy(p, y, k=3) == 1
+    with pytest.raises(ValueError, match="k must be at most the number of classes, 3, got 4"):
+        metrics.topk_accuracy(p, y, k=4)
+
+
+def test_scores_of_a_predictive_are_those_of_its_mean_probabilities(score):
+    p, y = Predictive(logits(5, 31, 4)), classes(4, 31)
+    assert float(score[0](p, y)) == pytest.approx(float(score[0](p.probs, y)), rel=1e-6)
+
+
+def test_the_members_error_is_the_mean_of_the_errors_of_each_alone():
+    z, y = logits(5, 31, 4), classes(4, 31)
+    alone = [1 - text_topk(*rows(z[i].softmax(1), y), 1) for i in range(5)]
+    assert float(metrics.member_error(Predictive(z), y)) == pytest.approx(np.mean(alone))
+
+
+def test_the_members_error_cannot_be_told_from_their_mean():
+    p, y = random_case()
+    with pytest.raises(ValueError, match="prediction must be a Predictive, since member_error looks at each member"):
+        metrics.member_error(p, y)
+
+
+# Dense predictions and ignored labels ----------------------------------------------------------------------
+
+
+def pixels(p, y):
+    found = [(p[b, :, i, j], y[b, i, j]) for b in range(len(y)) for i in range(3) for j in range(5)]
+    return torch.stack([row for row, _ in found]), torch.stack([label for _, label in found])
+
+
+def test_each_pixel_of_a_dense_prediction_is_a_row(score):
+    p, y = logits(2, 4, 3, 5).softmax(1), classes(4, 2, 3, 5)
+    assert float(score[0](p, y)) == pytest.approx(score[2](*rows(*pixels(p, y))), rel=1e-6)
+    z = logits(3, 2, 4, 3, 5)
+    mean = z.double().softmax(2).mean(0)
+    assert float(score[0](Predictive(z), y)) == pytest.approx(score[2](*rows(*pixels(mean, y))), rel=1e-5)
+
+
+def test_member_error_of_dense_predictions():
+    z, y = logits(3, 2, 4, 3, 5), classes(4, 2, 3, 5)
+    expected = (z.argmax(2) != y).double().mean()
+    assert float(metrics.member_error(Predictive(z), y)) == pytest.approx(float(expected))
+    y[0, 1], y[1, 2, 3] = 255, 255
+    expected = (z.argmax(2) != y)[:, y != 255].double().mean()
+    assert float(metrics.member_error(Predictive(z), y, ignore=255)) == pytest.approx(float(expected))
+
+
+@pytest.mark.parametrize("ignore", [255, -100, 2])
+@pytest.mark.parametrize("of", [lambda z: z.softmax(1), lambda z: Predictive(z[None])], ids=["tensor", "predictive"])
+def test_ignored_pixels_do_not_count(score, ignore, of):
+    z, y = logits(2, 4, 3, 5), classes(4, 2, 3, 5)
+    y[0, 1], y[1, 2, 3] = ignore, ignore
+    p_rows, y_rows = pixels(z.softmax(1), y)
+    kept = y_rows != ignore
+    assert float(score[0](of(z), y, ignore=ignore)) == pytest.approx(
+        score[2](*rows(p_rows[kept], y_rows[kept])), rel=1e-5
+    )
+
+
+def test_labels_may_be_unsigned_bytes():
+    p = torch.eye(3)
+    assert metrics.accuracy(p, torch.tensor([0, 255, 2], dtype=torch.uint8), ignore=255) == 1
+    with pytest.raises(ValueError, match=r"got 255 at index \[1\]"):
+        metrics.accuracy(p, torch.tensor([0, 255, 2], dtype=torch.uint8), ignore=-1)
+
+
+def test_the_mean_over_nothing_is_nan(score):
+    p, y = random_case(n=3)
+    assert score[0](p, torch.full_like(y, 9), ignore=9).isnan()
+    assert score[0](p[:0], y[:0]).isnan()
+
+
+# Streaming -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 7, 57])
+def test_batches_of_any_size_give_what_one_batch_gives(score, batch):
+    p, y = random_case()
+    metric = score[1]()
+    for piece in zip(p.split(batch), y.split(batch), strict=True):
+        metric.update(*piece)
+    assert float(metric.compute()) == pytest.approx(float(score[0](p, y)), rel=1e-12)
+    metric.reset()
+    metric.update(p[:5], y[:5])
+    assert float(metric.compute()) == pytest.approx(float(score[0](p[:5], y[:5])), rel=1e-12)
+
+
+def test_member_error_streams_over_predictives():
+    p, y = Predictive(logits(5, 31, 4)), classes(4, 31)
+    metric = metrics.MemberError()
+    for start in range(0, 31, 8):
+        metric.update(p[start : start + 8], y[start : start + 8])
+    assert float(metric.compute()) == pytest.approx(float(metrics.member_error(p, y)))
+
+
+def test_sums_of_two_metrics_add_up_to_those_of_one_that_saw_all(score):
+    p, y = random_case()
+    one, other, both = score[1](), score[1](), score[1]()
+    one.update(p[:20], y[:20])
+    other.update(p[20:], y[20:])
+    both.update(p, y)
+    assert both._reductions["sums"] is dim_zero_sum  # what joins the processes
+    one.sums = one.sums + other.sums
+    assert float(one.compute()) == pytest.approx(float(both.compute()), rel=1e-12)
+
+
+def test_rows_are_read_once_for_several_metrics(score):
+    p, y = Predictive(logits(5, 31, 4)), classes(4, 31)
+    rows = metrics.read_rows(p, y)
+    metric = score[1]()
+    metric.update(rows)
+    assert metric.compute() == score[0](rows) == score[0](p, y)
+    with pytest.raises(ValueError, match="target must be left out"):
+        metric.update(rows, y)
+
+
+@pytest.mark.parametrize("of", [lambda z: z.softmax(1), lambda z: Predictive(z[None])], ids=["tensor", "predictive"])
+def test_a_metric_ignores_its_label_also_in_rows_that_were_read_without_it(score, of):
+    p, y = of(logits(31, 4)), classes(4, 31)
+    metric = score[1](ignore=2)
+    metric.update(metrics.read_rows(p, y))
+    assert metric.sums[1] == (y != 2).sum() < 31
+    assert metric.compute() == score[0](p, y, ignore=2)
+
+
+def test_a_million_small_terms_do_not_lose_digits():
+    metric = metrics.NLL()
+    p = torch.tensor([[0.9, 0.1]]).expand(100_000, 2)
+    for _ in range(10):
+        metric.update(p, torch.zeros(100_000, dtype=torch.long))
+    assert float(metric.compute()) == pytest.approx(-math.log(float(p[0, 0])), rel=1e-7)
+
+
+def test_metrics_leave_the_gradients_of_a_predictive_alone(score):
+    z = logits(5, 31, 4).requires_grad_()
+    p, y = Predictive(z), classes(4, 31)
+    metric = score[1]()
+    metric.update(p, y)
+    assert not metric.compute().requires_grad and not score[0](p, y).requires_grad
+    p.log_probs.sum().backward()
+    assert z.grad is not None
+
+
+# Properties ------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 30), st.integers(2, 6), st.integers(1, 4))
+def test_the_order_of_samples_and_members_does_not_matter(seed, n, c, s):
+    z, y = logits(s, n, c, seed=seed), classes(c, n, seed=seed)
+    mixed = torch.Generator().manual_seed(seed)
+    members, samples = torch.randperm(s, generator=mixed), torch.randperm(n, generator=mixed)
+    for function in (metrics.accuracy, metrics.nll, metrics.brier, metrics.ensemble_error, metrics.member_error):
+        shuffled = function(Predictive(z[members][:, samples]), y[samples])
+        assert float(shuffled) == pytest.approx(float(function(Predictive(z), y)), rel=1e-5, abs=1e-7)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 30), st.integers(2, 6))
+def test_bounds(seed, n, c):
+    p, y = random_case(n, c, seed)
+    assert 0 <= metrics.brier(p, y) <= 2
+    assert metrics.nll(p, y) >= 0
+    top = [float(metrics.topk_accuracy(p, y, k=k)) for k in range(1, c + 1)]
+    assert top == sorted(top) and top[-1] == 1
+    assert float(metrics.accuracy(p, y) + metrics.ensemble_error(p, y)) == pytest.approx(1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 30), st.integers(2, 6), st.integers(2, 4))
+def test_the_ensembles_proper_scores_are_never_worse_than_its_members_mean(seed, n, c, s):
+    z, y = logits(s, n, c, seed=seed), classes(c, n, seed=seed)
+    for function in (metrics.nll, metrics.brier):
+        alone = np.mean([float(function(Predictive(z[i : i + 1]), y)) for i in range(s)])
+        assert float(function(Predictive(z), y)) <= alone + 1e-6
+
+
+# Bad input -------------------------------------------------------------------------------------------------
+
+
+def changed(value, *index):
+    p = random_case()[0].clone()
+    p[index] = value
+    return p
+
+
+GOOD_P, GOOD_Y = random_case()
+BAD = {
+    "nan": (changed(math.nan, 3, 1), GOOD_Y, r"prediction must hold probabilities .* got nan at index \[3, 1\]$"),
+    "infinite": (changed(math.inf, 3, 1), GOOD_Y, r"prediction must .* got inf at index \[3, 1\]"),
+    "above 1": (changed(1.25, 5, 0), GOOD_Y, r"prediction must .* got 1.25 at index \[5, 0\]; a softmax over dim 1"),
+    "below 0": (changed(-0.5, 5, 0), GOOD_Y, r"prediction must .* got -0.5 at index \[5, 0\]"),
+    "sum": (changed(torch.tensor([0.1, 0.2, 0.3, 0.1]), 7), GOOD_Y, r"add up to 1 .* got a sum of 0.7 at index \[7\]"),
+    "too few": (GOOD_P, GOOD_Y[1:], r"target must have the prediction's shape without classes, \[57\], got \[56\]"),
+    "column": (GOOD_P, GOOD_Y[:, None], r"target must have the prediction's shape .* got \[57, 1\]"),
+    "class 4": (GOOD_P, GOOD_Y.index_fill(0, torch.tensor([9, 11]), 4), r"within 0 and 3, got 4 at index \[9\]"),
+    "class -1": (GOOD_P, GOOD_Y.index_fill(0, torch.tensor([9, 11]), -1), r"within 0 and 3, got -1 at index \[9\]"),
+    "soft": (GOOD_P, GOOD_P, r"target must be an integer tensor of classes \[57\], got torch.float32"),
+    "bool": (GOOD_P, GOOD_Y > 1, r"target must be an integer tensor .* got torch.bool"),
+    "list": (GOOD_P, GOOD_Y.tolist(), r"target must be an integer tensor .* got list"),
+    "none": (GOOD_P, None, r"target must be an integer tensor .* got NoneType"),
+    "labels": (GOOD_Y, GOOD_Y, r"prediction must be a Predictive or a floating-point tensor .* got torch.int64"),
+    "one dim": (GOOD_P[:, 0], GOOD_Y, r"prediction must be probabilities \[B, classes, ...\], got shape \[57\]"),
+    "array": (GOOD_P.numpy(), GOOD_Y, r"prediction must be a Predictive or a floating-point tensor"),
+    "regression": (Predictive(GOOD_P[None], "regression"), GOOD_Y, r"task classification, got .* task regression"),
+    "nan logit": (Predictive(changed(math.nan, 3, 1)[None]), GOOD_Y, r"prediction must .* got nan at index \[3, 0\]"),
+}
+
+
+@pytest.mark.parametrize("p, y, message", BAD.values(), ids=BAD)
+def test_bad_input_is_named_with_its_first_index(score, p, y, message):
+    with pytest.raises(ValueError, match=message):
+        score[0](p, y)
+    metric = score[1]()
+    with pytest.raises(ValueError, match=message):
+        metric.update(p, y)
+    assert (metric.sums == 0).all()
+
+
+def test_the_index_of_a_bad_pixel_is_that_of_the_given_tensor():
+    p, y = logits(2, 4, 3, 5).softmax(1), classes(4, 2, 3, 5)
+    bad = p.clone()
+    bad[1, 2, 0, 3] = math.nan
+    with pytest.raises(ValueError, match=r"got nan at index \[1, 2, 0, 3\]"):
+        metrics.nll(bad, y)
+    bad = p.clone()
+    bad[1, :, 2, 4] /= 2
+    with pytest.raises(ValueError, match=r"sum of 0.5 at index \[1, 2, 4\] of \[2, 3, 5\]"):
+        metrics.nll(bad, y)
+    y[1, 2, 4] = 7
+    with pytest.raises(ValueError, match=r"got 7 at index \[1, 2, 4\]"):
+        metrics.nll(p, y)
+
+
+def test_nan_under_an_ignored_label_is_still_an_error():
+    with pytest.raises(ValueError, match=r"got nan at index \[0, 0\]"):
+        metrics.nll(torch.tensor([[math.nan, 0.5]]), torch.tensor([255]), ignore=255)
+
+
+def test_a_class_of_logit_minus_infinity_has_probability_0():
+    p = Predictive(torch.tensor([[[0.0, -math.inf]]]))
+    assert metrics.nll(p, torch.tensor([0])) == 0 and metrics.nll(p, torch.tensor([1])) == math.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_probabilities_in_half_precision_pass_and_are_summed_in_full(dtype):
+    p, y = random_case(n=500, c=100)
+    half = p.to(dtype)
+    assert float(metrics.nll(half, y)) == pytest.approx(text_nll(*rows(half, y)), rel=1e-6)
+    assert float(metrics.brier(half, y)) == pytest.approx(text_brier(*rows(half, y)), rel=1e-6)
+
+
+def test_a_mean_of_softmaxes_that_rounds_to_more_than_1_counts_as_1():
+    p = torch.tensor([[1 + 1.2e-7, 0.0]])
+    assert p[0, 0] > 1
+    assert metrics.nll(p, torch.tensor([0])) == 0
+
+
+@pytest.mark.parametrize("k", [0, -1, 1.5, True, "1"])
+def test_bad_k(k):
+    with pytest.raises(ValueError, match="k must be a whole number of at least 1, got"):
+        metrics.TopKAccuracy(k)
+    with pytest.raises(ValueError, match="k must be a whole number of at least 1, got"):
+        scoring.topk_accuracy(*random_case(), k=k)
+
+
+@pytest.mark.parametrize("ignore", [1.0, "void", True])
+def test_bad_ignore(score, ignore):
+    with pytest.raises(ValueError, match="ignore must be an integer label or None, got"):
+        score[1](ignore=ignore)
+    with pytest.raises(ValueError, match="ignore must be an integer label or None, got"):
+        score[0](*random_case(), ignore=ignore)
