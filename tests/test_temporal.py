@@ -60,6 +60,7 @@ def test_gaussian_averages_are_the_mixtures() -> None:
 
 def test_reset_starts_a_new_stream() -> None:
     stream = mt.temporal(Echo())
+    assert stream
     stream(torch.randn(1, 3))
     with pytest.raises(ValueError, match="reset"):
         stream(torch.randn(2, 3))

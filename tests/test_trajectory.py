@@ -339,3 +339,9 @@ def test_data_that_cannot_be_measured_on_is_refused() -> None:
         statistics(normed(), {}, Batches(x[:, :2]))
     with pytest.raises(ValueError, match="a batch must be, or start with, a tensor"):
         statistics(normed(), {}, Batches(["no tensor"]))
+
+
+def test_a_recorder_is_there_before_it_has_recorded() -> None:
+    recorder = Recorder(nn.Linear(1, 1))
+    assert recorder
+    assert len(recorder) == 0

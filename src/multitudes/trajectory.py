@@ -135,6 +135,10 @@ class Recorder:
     def __len__(self) -> int:
         return len(self._kept)
 
+    def __bool__(self) -> bool:
+        """True: `if recorder: recorder.record()` asks whether there is one, not whether it has recorded yet."""
+        return True
+
     def __iter__(self) -> Iterator[State]:
         return map(_loaded, list(self._kept))
 

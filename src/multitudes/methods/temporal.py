@@ -61,6 +61,10 @@ class Stream(nn.Module):
         """How many frames are remembered."""
         return len(self._recent)
 
+    def __bool__(self) -> bool:
+        """True, as any network is, also before its first frame."""
+        return True
+
     def extra_repr(self) -> str:
         return f"frames={self.frames}, decay={self.decay:g}"
 
