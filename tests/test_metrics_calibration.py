@@ -378,7 +378,7 @@ def test_bad_input_is_named_with_its_first_index(number):
 
 @pytest.mark.parametrize("value", [0, -3, 2.5, None, True])
 def test_bad_bins(value):
-    message = "bins must be a whole number of at least 1, got"
+    message = "bins must be a whole number, 1 or more, got"
     for function in (metrics.ece, metrics.mce, metrics.adaptive_ece, metrics.classwise_ece, metrics.reliability):
         with pytest.raises(ValueError, match=message):
             function(*random_case(), bins=value)

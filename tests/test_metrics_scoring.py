@@ -384,9 +384,9 @@ def test_a_mean_of_softmaxes_that_rounds_to_more_than_1_counts_as_1():
 
 @pytest.mark.parametrize("k", [0, -1, 1.5, True, "1"])
 def test_bad_k(k):
-    with pytest.raises(ValueError, match="k must be a whole number of at least 1, got"):
+    with pytest.raises(ValueError, match="k must be a whole number, 1 or more, got"):
         metrics.TopKAccuracy(k)
-    with pytest.raises(ValueError, match="k must be a whole number of at least 1, got"):
+    with pytest.raises(ValueError, match="k must be a whole number, 1 or more, got"):
         scoring.topk_accuracy(*random_case(), k=k)
 
 

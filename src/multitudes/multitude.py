@@ -24,6 +24,12 @@ Divergence = Callable[..., Tensor]
 """`(network, **prior) -> scalar`: a term of a variational objective."""
 
 
+def wear(wearer: nn.Module, network: nn.Module) -> None:
+    """Share a network's registries of parameters, buffers and children, and so its names."""
+    for registry in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+        object.__setattr__(wearer, registry, getattr(network, registry))
+
+
 class Multitude(nn.Module):
     """A network that gives many predictions: one for each member, or one for each draw.
 
@@ -44,8 +50,7 @@ class Multitude(nn.Module):
 
     def __init__(self, network: nn.Module, members: int = 1) -> None:
         super().__init__()
-        for registry in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
-            object.__setattr__(self, registry, getattr(network, registry))
+        wear(self, network)
         object.__setattr__(self, "network", network)  # not registered, which would put a name in front
         self.training = network.training
         self.members = members

@@ -327,10 +327,11 @@ def check_model(model: nn.Module, nested: bool = False) -> nn.Module:
     return plain(model)
 
 
-def check_count(name: str, value: int) -> None:
-    """A whole number, 1 or more."""
+def check_count(name: str, value: int) -> int:
+    """A whole number, 1 or more, which it returns."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a whole number, 1 or more, got {value!r}")
+    return value
 
 
 def check_number(

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from multitudes.batchnorm import Batches, accuracy, norms, statistics
 from multitudes.calling import call_with
 from multitudes.members import Members, fuse
-from multitudes.multitude import Multitude, evaluating
+from multitudes.multitude import Multitude, evaluating, wear
 from multitudes.stochastic import Draw, Stochastic, drawing, mixed
 from multitudes.surgery import check_count, check_model, check_number, seeded
 from multitudes.trajectory import Checkpoints, State, Trajectory, flat_state, flat_weights, unflattened, weights_of
@@ -53,8 +53,7 @@ class Around(Stochastic):
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
-        for registry in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
-            object.__setattr__(self, registry, getattr(network, registry))
+        wear(self, network)
         self.training = network.training
         object.__setattr__(self, "plain", network)  # not registered, which would put a name in front
         self.data: Batches | None = None

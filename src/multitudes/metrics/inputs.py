@@ -18,7 +18,7 @@ from torchmetrics import Metric
 
 from multitudes.predictive import Predictive
 
-__all__ = ["Prediction", "Rows", "RowsMetric", "check_count", "check_ignore", "mean_of", "read_rows"]
+__all__ = ["Prediction", "Rows", "RowsMetric", "check_ignore", "mean_of", "read_rows"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -142,13 +142,6 @@ def check_ignore(ignore: int | None) -> None:
     """Raise ValueError unless `ignore` can be a label."""
     if ignore is not None and (not isinstance(ignore, int) or isinstance(ignore, bool)):
         raise ValueError(f"ignore must be an integer label or None, got {ignore!r}")
-
-
-def check_count(name: str, value: int) -> int:
-    """`value`, or a ValueError that names the argument unless it is a whole number of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-    return value
 
 
 def mean_of(total: Tensor) -> Tensor:

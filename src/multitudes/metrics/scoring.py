@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.metrics.inputs import Prediction, Rows, RowsMetric, check_count, mean_of, read_rows
+from multitudes.metrics.inputs import Prediction, Rows, RowsMetric, mean_of, read_rows
+from multitudes.surgery import check_count
 
 __all__ = [
     "NLL",

@@ -24,19 +24,18 @@ from torch import Tensor, nn
 
 from multitudes.multitude import evaluating
 from multitudes.predictive import Predictive
-from multitudes.shift.frequency import (
+from multitudes.shift.checks import (
     Bounds,
-    band_at_full_size,
-    check_band,
     check_call,
     check_classes,
-    check_count,
     check_labels,
     check_positive,
     check_seed,
     class_predictions,
 )
+from multitudes.shift.frequency import band_at_full_size, check_band
 from multitudes.stochastic import mixed
+from multitudes.surgery import check_count
 
 __all__ = ["Attack", "fgsm", "iterative_fast_sign", "pgd"]
 
