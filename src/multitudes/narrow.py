@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from multitudes.calling import Input, call
+from multitudes.checks import check_count, check_number
 from multitudes.cuts import FOLLOWING, MAKING, Cut, cut_layer, is_depthwise, norm_groups, width_of
 from multitudes.multitude import Multitude
 from multitudes.scale import keep_scale
@@ -26,8 +27,6 @@ from multitudes.surgery import (
     TRANSPOSED,
     Selector,
     check_arguments,
-    check_count,
-    check_number,
     example_for,
     executed,
     hooked,

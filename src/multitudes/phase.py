@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp
 
 from multitudes.calling import Input, call, plain_attention, prediction_in, rows, split_call, tensors_in
+from multitudes.checks import check_count, check_number
 from multitudes.methods.variance import VarianceLayer, variance_layers
 from multitudes.multitude import Criterion, Multitude, plain
 from multitudes.stochastic import expecting
-from multitudes.surgery import check_count, check_number, replace, seeded
+from multitudes.surgery import replace, seeded
 
 THRESHOLD = 10**1.5
 """The paper's, for the first dense layer of LeNet-5 on MNIST. kappa is a sum, and so grows with the examples."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.calling import Input, call
+from multitudes.checks import check_count
 from multitudes.members import Members
 from multitudes.multitude import Multitude, evaluating, plain
 from multitudes.stochastic import expecting
@@ -325,24 +326,3 @@ def check_model(model: nn.Module, nested: bool = False) -> nn.Module:
             "convert the network first and make members of it after"
         )
     return plain(model)
-
-
-def check_count(name: str, value: int) -> int:
-    """A whole number, 1 or more, which it returns."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number, 1 or more, got {value!r}")
-    return value
-
-
-def check_number(
-    name: str, value: float, low: float, high: float = float("inf"), above: bool = False, below: float | None = None
-) -> None:
-    """A real number from `low` (or above it) to `high`, or to `below`, which it stays below."""
-    real = isinstance(value, int | float) and not isinstance(value, bool)
-    fits = real and (low < value if above else low <= value) and value <= high and value != float("inf")
-    if not fits or (below is not None and value >= below):
-        least = f"above {low:g}" if above else f"{low:g} or more"
-        most = "" if high == float("inf") else f" and at most {high:g}"
-        if below is not None:
-            most = f" and below {below:g}"
-        raise ValueError(f"{name} must be {least}{most}, got {value!r}")

@@ -11,7 +11,6 @@ net = mt.swag(model, recorder)
 from __future__ import annotations
 
 import copy
-import importlib
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.surgery import check_count
+from multitudes.checks import check_count, needed
 
 State = dict[str, Tensor]
 """A network's parameters and buffers by name, as its state dict has them."""
@@ -243,12 +242,7 @@ class _Disk:
 
 
 def _safetensors() -> Any:
-    try:
-        return importlib.import_module("safetensors.torch")
-    except ImportError as error:
-        raise ImportError(
-            "recording in a directory needs safetensors: pip install 'multitudes[safetensors]', or leave directory out"
-        ) from error
+    return needed("safetensors.torch", "safetensors", "recording in a directory")
 
 
 # -- what the methods read ---------------------------------------------------------------------------------

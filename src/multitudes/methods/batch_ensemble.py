@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from multitudes.checks import check_number
 from multitudes.shared import MemberLayer, SharedMembers
 from multitudes.surgery import (
     PRODUCTS,
     TRANSPOSED,
     Selector,
     check_arguments,
-    check_number,
     redraw,
     replace,
     seeded,

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from multitudes.checks import check_number
 from multitudes.members import Members
-from multitudes.surgery import check_arguments, check_number, redraw, seeded
+from multitudes.surgery import check_arguments, redraw, seeded
 
 
 def deep_ensemble(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from multitudes import insertion
 from multitudes.calling import Input
+from multitudes.checks import check_number
 from multitudes.downsampling import Call, Run, has_other_path
 from multitudes.multitude import Multitude
 from multitudes.stochastic import Stochastic
@@ -27,7 +28,6 @@ from multitudes.surgery import (
     CONVOLUTIONS,
     Selector,
     check_model,
-    check_number,
     example_for,
     replace,
     select,

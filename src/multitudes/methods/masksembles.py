@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from multitudes.calling import Input, tile
+from multitudes.checks import check_number
 from multitudes.scale import keep_scale
 from multitudes.shared import MemberLayer, SharedMembers
 from multitudes.surgery import (
@@ -26,7 +27,6 @@ from multitudes.surgery import (
     TRANSPOSED,
     Selector,
     check_arguments,
-    check_number,
     example_for,
     executed,
     redraw,

@@ -14,13 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multitudes.calling import Input, call, told_in_terms_of
+from multitudes.checks import check_count, check_number
 from multitudes.multitude import Criterion, Multitude
 from multitudes.surgery import (
     CONVOLUTIONS,
     PRODUCTS,
     check_arguments,
-    check_count,
-    check_number,
     example_for,
     executed,
     hooked,

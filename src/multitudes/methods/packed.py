@@ -18,14 +18,13 @@ from collections.abc import Iterator
 from torch import nn
 
 from multitudes.calling import Input
+from multitudes.checks import check_count, check_number
 from multitudes.cuts import Cut
 from multitudes.members import Members
 from multitudes.narrow import apply_cuts, plan_cuts, rescaled
 from multitudes.surgery import (
     Selector,
     check_arguments,
-    check_count,
-    check_number,
     example_for,
     redraw,
     seeded,

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.calling import Input
+from multitudes.checks import check_number
 from multitudes.methods.patching_layers import (
     ASSIGNMENTS,
     PATCHES,
@@ -48,7 +49,6 @@ from multitudes.surgery import (
     PRODUCTS,
     Selector,
     check_arguments,
-    check_number,
     example_for,
     executed,
     redraw,

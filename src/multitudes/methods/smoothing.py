@@ -21,13 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multitudes.calling import Input, call
+from multitudes.checks import check_count, check_number
 from multitudes.downsampling import GLOBAL, Call, MedianPool, Run, downsamplings
 from multitudes.insertion import after, before
 from multitudes.multitude import Multitude
 from multitudes.surgery import (
     Selector,
-    check_count,
-    check_number,
     example_for,
     observing,
     replace,

@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from multitudes.checks import check_count, check_number
 from multitudes.members import Members
 from multitudes.multitude import plain
-from multitudes.surgery import check_count, check_model, check_number
+from multitudes.surgery import check_model
 from multitudes.trajectory import Checkpoints, Recorder, Trajectory
 
 # -- cycles ------------------------------------------------------------------------------------------------

@@ -28,10 +28,11 @@ from torch import Tensor, nn
 
 from multitudes.batchnorm import Batches, accuracy, norms, statistics
 from multitudes.calling import call_with
+from multitudes.checks import check_count, check_number
 from multitudes.members import Members, fuse
 from multitudes.multitude import Multitude, evaluating, wear
 from multitudes.stochastic import Draw, Stochastic, drawing, mixed
-from multitudes.surgery import check_count, check_model, check_number, seeded
+from multitudes.surgery import check_model, seeded
 from multitudes.trajectory import Checkpoints, State, Trajectory, flat_state, flat_weights, unflattened, weights_of
 
 KINDS = ("random", "dropout", "diagonal", "low_rank")

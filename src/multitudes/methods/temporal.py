@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.calling import Input
+from multitudes.checks import check_count, check_number
 from multitudes.multitude import Multitude
 from multitudes.predictive import Predictive, averaged
-from multitudes.surgery import check_count, check_number
 
 
 class Stream(nn.Module):

@@ -26,9 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from multitudes.checks import check_number
 from multitudes.multitude import Multitude
 from multitudes.stochastic import Stochastic
-from multitudes.surgery import Selector, check_arguments, check_number, redraw, replace, seeded, select
+from multitudes.surgery import Selector, check_arguments, redraw, replace, seeded, select
 
 PARAMETERIZATIONS = ("layer", "neuron", "weight", "additive", "zero")
 KLS = ("approximate", "stochastic", "student")

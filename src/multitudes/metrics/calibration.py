@@ -23,8 +23,8 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
+from multitudes.checks import check_count
 from multitudes.metrics.inputs import Prediction, Rows, RowsMetric, check_ignore, mean_of, read_rows
-from multitudes.surgery import check_count
 
 __all__ = [
     "ECE",

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multitudes.checks import check_count
 from multitudes.metrics.inputs import Prediction, Rows, RowsMetric, mean_of, read_rows
-from multitudes.surgery import check_count
 
 __all__ = [
     "NLL",

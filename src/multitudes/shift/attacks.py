@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from multitudes.checks import check_count, check_seed
 from multitudes.multitude import evaluating
 from multitudes.predictive import Predictive
 from multitudes.shift.checks import (
@@ -30,12 +31,10 @@ from multitudes.shift.checks import (
     check_classes,
     check_labels,
     check_positive,
-    check_seed,
     class_predictions,
 )
 from multitudes.shift.frequency import band_at_full_size, check_band
 from multitudes.stochastic import mixed
-from multitudes.surgery import check_count
 
 __all__ = ["Attack", "fgsm", "iterative_fast_sign", "pgd"]
 

@@ -75,12 +75,6 @@ def check_positive(name: str, value: float, *, zero: bool = True) -> None:
         raise ValueError(f"{name} must be a finite number, {'0 or more' if zero else 'above 0'}, got {value!r}")
 
 
-def check_seed(seed: int | None) -> None:
-    """A seed is a whole number, or None."""
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise ValueError(f"seed must be a whole number, or None, got {seed!r}")
-
-
 def check_bounds(bounds: Bounds) -> None:
     """Bounds are two finite numbers in order, or None."""
     if bounds is None:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from multitudes.checks import check_seed
 from multitudes.shift import blur, digital, noise, weather
 
 Corruption = Callable[[Tensor, int, torch.Generator], Tensor]
@@ -87,8 +88,7 @@ def _check(images: Tensor, name: str, severity: int, seed: int | None) -> None:
         raise ValueError(f"name must be one of {', '.join(CORRUPTIONS + EXTRA)}, got {name!r}")
     if isinstance(severity, bool) or not isinstance(severity, int) or not 1 <= severity <= 5:
         raise ValueError(f"severity must be a whole number from 1 to 5, got {severity!r}")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63):
-        raise ValueError(f"seed must be a whole number, 0 or more and below 2**63, got {seed!r}")
+    check_seed(seed)
     if not isinstance(images, Tensor):
         raise ValueError(f"images must be a tensor [B, C, H, W], got {type(images).__name__}")
     if images.ndim != 4 or images.shape[1] not in (1, 3) or min(images.shape[2:]) < 8:

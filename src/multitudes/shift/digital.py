@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from io import BytesIO
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from multitudes.checks import needed
 from multitudes.shift.filters import gaussian_filter, level, separable, uniform
 
 CONTRAST = (0.75, 0.5, 0.4, 0.3, 0.15), (0.4, 0.3, 0.2, 0.1, 0.05)  # what stays of the contrast
@@ -122,7 +121,7 @@ def box_matrix(size: int, new_size: int) -> Tensor:
 
 def jpeg_compression(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
     """Save as JPEG and read back, through Pillow, image by image on the CPU; in 8 bits, as JPEG is."""
-    pillow = _pillow()
+    pillow = needed("PIL.Image", "shift", "jpeg_compression")
     quality = level(x, severity, *JPEG)
     channels, height, width = x.shape[1:]
     pixels = (x * 255).round().to(torch.uint8).movedim(1, -1).contiguous().cpu()
@@ -134,10 +133,3 @@ def jpeg_compression(x: Tensor, severity: int, generator: torch.Generator) -> Te
         read.append(bytearray(pillow.open(file).tobytes()))
     out = torch.stack([torch.frombuffer(data, dtype=torch.uint8) for data in read])
     return out.reshape(-1, height, width, channels).movedim(-1, 1).to(x) / 255
-
-
-def _pillow() -> Any:
-    try:
-        return importlib.import_module("PIL.Image")
-    except ImportError as error:
-        raise ImportError("jpeg_compression needs Pillow: pip install multitudes[shift]") from error

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from multitudes.checks import check_count, check_seed
 from multitudes.multitude import evaluating
 from multitudes.predictive import Predictive
 from multitudes.shift.checks import (
@@ -25,10 +26,8 @@ from multitudes.shift.checks import (
     check_classes,
     check_labels,
     check_positive,
-    check_seed,
     class_predictions,
 )
-from multitudes.surgery import check_count
 
 __all__ = ["accuracy_by_frequency", "band_limited", "band_mask", "frequency_noise"]
 

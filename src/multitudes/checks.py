@@ -1,0 +1,49 @@
+"""What arguments must be, and which packages must be there: one sentence where they are not."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+def check_count(name: str, value: int) -> int:
+    """A whole number, 1 or more, which it returns."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number, 1 or more, got {value!r}")
+    return value
+
+
+def check_number(
+    name: str, value: float, low: float, high: float = float("inf"), above: bool = False, below: float | None = None
+) -> None:
+    """A real number from `low` (or above it) to `high`, or to `below`, which it stays below."""
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    fits = real and (low < value if above else low <= value) and value <= high and value != float("inf")
+    if not fits or (below is not None and value >= below):
+        least = f"above {low:g}" if above else f"{low:g} or more"
+        most = "" if high == float("inf") else f" and at most {high:g}"
+        if below is not None:
+            most = f" and below {below:g}"
+        raise ValueError(f"{name} must be {least}{most}, got {value!r}")
+
+
+def check_seed(seed: int | None) -> None:
+    """A whole number that torch can be seeded with, or None."""
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63):
+        raise ValueError(f"seed must be None or a whole number, 0 or more and below 2**63, got {seed!r}")
+
+
+def needed(module: str, extra: str, what: str) -> Any:
+    """An optional module; where it is missing, an ImportError that says for `what`, and which extra has it.
+
+    >>> needed("json", "report", "a report").dumps([1])
+    '[1]'
+    >>> needed("nowhere", "report", "a report")
+    Traceback (most recent call last):
+    ImportError: a report needs nowhere: pip install 'multitudes[report]'
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ImportError(f"{what} needs {package}: pip install 'multitudes[{extra}]'") from error
