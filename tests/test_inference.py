@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from multitudes import inference
+from multitudes import progress
 from multitudes.inference import predict
 from multitudes.predictive import Predictive
 from tests.predictions import close, raises, randn
@@ -206,8 +206,8 @@ def run(monkeypatch, net):
     def run(seconds, data=None, stderr=None, **options):
         clock = [100.0]
         stderr = stderr or Terminal()
-        monkeypatch.setattr(inference.time, "monotonic", lambda: clock[0])
-        monkeypatch.setattr(inference.sys, "stderr", stderr)
+        monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+        monkeypatch.setattr(progress.sys, "stderr", stderr)
         slow = Fake.predict
 
         def predict_slowly(self, x):
@@ -276,9 +276,9 @@ def test_progress_stops_at_100_percent_when_there_are_more_batches_than_promised
 
 def test_a_shorter_line_covers_a_longer_one(monkeypatch):
     clock, stderr = [0.0], Terminal()
-    monkeypatch.setattr(inference.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(inference.sys, "stderr", stderr)
-    bar = inference._ProgressBar(total=0, shown=True)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(progress.sys, "stderr", stderr)
+    bar = progress.ProgressBar(total=0, shown=True)
     for done, clock[0] in ((1, 0.001), (2, 4.0)):
         bar.update(done)
     assert "1 batches, 1000.0 batches/s" in stderr.getvalue()

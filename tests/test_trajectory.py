@@ -14,7 +14,8 @@ from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, TensorDataset
 
 import multitudes as mt
-from multitudes.batchnorm import Batches, accuracy, statistics
+from multitudes.batches import Batches
+from multitudes.batchnorm import accuracy, statistics
 from multitudes.stochastic import Stochastic
 from multitudes.trajectory import Recorder, Trajectory
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import operator
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -14,8 +12,9 @@ from torch.utils.data import Dataset, IterableDataset
 
 from multitudes.calling import moved, split_batch
 from multitudes.predictive import Predictive
+from multitudes.progress import ProgressBar
 
-__all__ = ["predict"]
+__all__ = ["predict", "predictions"]
 
 
 class Predictor(Protocol):
@@ -31,7 +30,6 @@ class Predictor(Protocol):
         ...
 
 
-@torch.no_grad()
 def predict(
     net: Predictor,
     data: Tensor | Iterable[Any],
@@ -62,27 +60,40 @@ def predict(
     >>> predict(Doubtful(), torch.randn(1000, 10))
     Predictive(task='classification', members=2, inputs=1000, outputs=[10])
     """
-    if not callable(getattr(net, "predict", None)):
-        raise ValueError(f"net must be a multitude, got a {type(net).__name__}: convert it first")
-    batches = _batches(data, batch_size)
     if task is not None:
         options["task"] = task
+    parts = [part.cpu() for part, _ in predictions(net, _batches(data, batch_size), progress, device, **options)]
+    return Predictive.concat(parts)
+
+
+@torch.no_grad()
+def predictions(
+    net: Predictor,
+    batches: Iterable[Any],
+    progress: bool | None = None,
+    device: torch.device | str | None = None,
+    **options: Any,
+) -> Iterator[tuple[Predictive, Tensor | None]]:
+    """What `net` predicts of each batch, on its own device, and the batch's targets."""
+    if not callable(getattr(net, "predict", None)):
+        raise ValueError(f"net must be a multitude, got a {type(net).__name__}: convert it first")
     if device is None:
         device = next((parameter.device for parameter in net.parameters()), None)
-    parts: list[Predictive] = []
-    bar = _ProgressBar(operator.length_hint(batches), progress)
+    bar = ProgressBar(operator.length_hint(batches), progress)
+    index = -1
     try:
         for index, batch in enumerate(batches):
             try:
-                parts.append(net.predict(moved(split_batch(batch)[0], device), **options).cpu())
+                x, y = split_batch(batch)
+                predicted = net.predict(moved(x, device), **options)
             except ValueError as error:
                 raise ValueError(f"batch {index} of data: {error}") from error
-            bar.update(len(parts))
+            bar.update(index + 1)
+            yield predicted, y
     finally:
         bar.clear()
-    if not parts:
+    if index < 0:
         raise ValueError("data must hold at least one batch, got none")
-    return Predictive.concat(parts)
 
 
 def _batches(data: Tensor | Iterable[Any], batch_size: int | None) -> Iterable[Any]:
@@ -100,36 +111,3 @@ def _batches(data: Tensor | Iterable[Any], batch_size: int | None) -> Iterable[A
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         raise ValueError(f"data must come in batches, got a {type(data).__name__}: wrap it in a DataLoader")
     return data
-
-
-class _ProgressBar:
-    """One line on stderr that overwrites itself and is gone when the work is done."""
-
-    def __init__(self, total: int, shown: bool | None) -> None:
-        self.total = total  # 0: unknown
-        self.shown = sys.stderr.isatty() if shown is None else shown
-        self.start = time.monotonic()
-        self.next_draw = self.start + (2.0 if shown is None else 0.0)
-        self.width = 0
-
-    def update(self, done: int) -> None:
-        """Say that `done` batches are done, ten times a second at most."""
-        now = time.monotonic()
-        if not self.shown or now < self.next_draw:
-            return
-        self.next_draw = now + 0.1
-        line = f"{done} batches, {done / max(now - self.start, 1e-9):.1f} batches/s"
-        if self.total:
-            share = min(1.0, done / self.total)
-            line = f"{share:4.0%} [{'=' * int(20 * share):20}] {line}"
-        self._write(line.ljust(self.width))  # blanks cover what is left of a longer line
-        self.width = len(line)
-
-    def clear(self) -> None:
-        """Leave the terminal as it was."""
-        if self.width:
-            self._write(" " * self.width + "\r")
-
-    def _write(self, text: str) -> None:
-        sys.stderr.write("\r" + text)
-        sys.stderr.flush()

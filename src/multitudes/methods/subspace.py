@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.batchnorm import Batches, accuracy, norms, statistics
+from multitudes.batches import Batches
+from multitudes.batchnorm import accuracy, norms, statistics
 from multitudes.calling import call_with
 from multitudes.checks import check_count, check_number
 from multitudes.members import Members, fuse

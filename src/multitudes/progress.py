@@ -1,0 +1,39 @@
+"""Long work says how far it is: `ProgressBar`."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+
+class ProgressBar:
+    """One line on stderr that overwrites itself and is gone when the work is done."""
+
+    def __init__(self, total: int, shown: bool | None = None, unit: str = "batches") -> None:
+        self.total, self.unit = total, unit  # a total of 0 is unknown
+        self.shown = sys.stderr.isatty() if shown is None else shown
+        self.start = time.monotonic()
+        self.next_draw = self.start + (2.0 if shown is None else 0.0)
+        self.width = 0
+
+    def update(self, done: int) -> None:
+        """Say that `done` of them are done, ten times a second at most."""
+        now = time.monotonic()
+        if not self.shown or now < self.next_draw:
+            return
+        self.next_draw = now + 0.1
+        line = f"{done} {self.unit}, {done / max(now - self.start, 1e-9):.1f} {self.unit}/s"
+        if self.total:
+            share = min(1.0, done / self.total)
+            line = f"{share:4.0%} [{'=' * int(20 * share):20}] {line}"
+        self._write(line.ljust(self.width))  # blanks cover what is left of a longer line
+        self.width = len(line)
+
+    def clear(self) -> None:
+        """Leave the terminal as it was."""
+        if self.width:
+            self._write(" " * self.width + "\r")
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write("\r" + text)
+        sys.stderr.flush()
