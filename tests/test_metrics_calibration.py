@@ -9,29 +9,14 @@ import torch
 import torchmetrics.functional.classification as tm
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchmetrics.utilities import dim_zero_cat, dim_zero_sum
 
 from multitudes import metrics
 from multitudes.metrics import calibration
 from multitudes.predictive import Predictive
+from tests import metric_cases
+from tests.metric_cases import binary, changed, classes, joined, logits, orders, pixels, streamed, with_twins
 
-
-def logits(*shape, seed=0):
-    return 2 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def classes(count, *shape, seed=1):
-    return torch.randint(count, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def random_case(n=200, c=4, seed=0):
-    return logits(n, c, seed=seed).softmax(1), classes(c, n, seed=seed + 1)
-
-
-def binary(confidences, correct):
-    """Predictions of two classes with the given confidences, right where `correct`."""
-    p = torch.tensor(confidences)
-    return torch.stack([p, 1 - p], 1), 1 - torch.tensor(correct).long()
+random_case = partial(metric_cases.random_case, n=200)
 
 
 # Textbook computations -------------------------------------------------------------------------------------
@@ -189,10 +174,8 @@ def test_min_count_6_drops_bins_of_at_most_5():
 def test_min_count_is_the_textbooks(name, min_count):
     function, metric, textbook = numbers(20, min_count)[name]
     p, y = random_case()
-    metric = metric(4)
-    for piece in zip(p.split(33), y.split(33), strict=True):
-        metric.update(*piece)  # counts are those of all batches together
-    assert float(function(p, y)) == float(metric.compute()) == pytest.approx(textbook(p, y), rel=1e-6)
+    by_batches = float(streamed(metric(4), 33, p, y))  # counts are those of all batches together
+    assert float(function(p, y)) == by_batches == pytest.approx(textbook(p, y), rel=1e-6)
 
 
 def test_without_any_bin_left_there_is_no_answer():
@@ -266,21 +249,16 @@ def test_each_pixel_of_a_dense_prediction_is_a_row(number, ignore):
     p, y = logits(2, 4, 3, 5).softmax(1), classes(4, 2, 3, 5)
     if ignore is not None:
         y[0, 1], y[1, 2, 3] = ignore, ignore
-    index = [(b, i, j) for b in range(2) for i in range(3) for j in range(5) if y[b, i, j] != ignore]
-    flat = torch.stack([p[b, :, i, j] for b, i, j in index]), torch.stack([y[at] for at in index])
-    assert float(number[0](p, y, ignore=ignore)) == pytest.approx(number[2](*flat), rel=1e-5)
+    assert float(number[0](p, y, ignore=ignore)) == pytest.approx(number[2](*pixels(p, y, ignore)), rel=1e-5)
 
 
 @pytest.mark.parametrize("batch", [1, 7, 200])
 def test_batches_of_any_size_give_what_one_batch_gives(number, batch):
     p, y = random_case()
     metric = number[1](4)
-    for piece in zip(p.split(batch), y.split(batch), strict=True):
-        metric.update(*piece)
-    assert float(metric.compute()) == pytest.approx(float(number[0](p, y)), rel=1e-10)
+    assert float(streamed(metric, batch, p, y)) == pytest.approx(float(number[0](p, y)), rel=1e-10)
     metric.reset()
-    metric.update(p[:5], y[:5])
-    assert float(metric.compute()) == pytest.approx(float(number[0](p[:5], y[:5])), rel=1e-10)
+    assert float(streamed(metric, batch, p[:5], y[:5])) == pytest.approx(float(number[0](p[:5], y[:5])), rel=1e-10)
 
 
 def test_calling_a_metric_gives_the_batchs_number_and_keeps_the_total(number):
@@ -296,13 +274,7 @@ def test_states_of_two_metrics_join_into_those_of_one_that_saw_all(number):
     one, other = number[1](4), number[1](4)
     one.update(p[:70], y[:70])
     other.update(p[70:], y[70:])
-    if isinstance(one, metrics.AdaptiveECE):
-        assert one._reductions["pairs"] is dim_zero_cat
-        one.pairs = [*other.pairs, *one.pairs]
-    else:
-        assert one._reductions["sums"] is dim_zero_sum
-        one.sums = one.sums + other.sums
-    assert float(one.compute()) == pytest.approx(float(number[0](p, y)), rel=1e-10)
+    assert float(joined(one, other).compute()) == pytest.approx(float(number[0](p, y)), rel=1e-10)
 
 
 def test_a_metric_survives_copies_and_pickles(number):
@@ -336,11 +308,10 @@ def test_errors_lie_within_0_and_1_in_their_order(seed, n, c, bins, sharp):
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 40), st.integers(2, 6), st.integers(1, 30))
 def test_the_order_of_samples_does_not_matter(seed, n, c, bins):
-    p, y = random_case(n, c, seed)
-    p = torch.where(p.amax(1, keepdim=True) > 0.7, p, p[:1])  # some of them are the same
-    mixed = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    p, y = random_case(n=n, c=c, seed=seed)
+    p, (_, samples) = with_twins(p), orders(1, n, seed)
     for function in (metrics.ece, metrics.mce, metrics.adaptive_ece, metrics.classwise_ece):
-        shuffled = function(p[mixed], y[mixed], bins=bins)
+        shuffled = function(p[samples], y[samples], bins=bins)
         assert float(shuffled) == pytest.approx(float(function(p, y, bins=bins)), abs=1e-12)
 
 
@@ -348,9 +319,9 @@ def test_the_order_of_samples_does_not_matter(seed, n, c, bins):
 @given(st.integers(0, 10**6), st.integers(1, 40), st.integers(2, 6), st.integers(2, 5))
 def test_the_order_of_members_does_not_matter(seed, n, c, s):
     z, y = logits(s, n, c, seed=seed).double(), classes(c, n, seed=seed)
-    mixed = torch.randperm(s, generator=torch.Generator().manual_seed(seed))
+    members, _ = orders(s, n, seed)
     for function in (metrics.ece, metrics.mce, metrics.adaptive_ece, metrics.classwise_ece, metrics.overconfidence):
-        assert float(function(Predictive(z[mixed]), y)) == pytest.approx(float(function(Predictive(z), y)), abs=1e-7)
+        assert float(function(Predictive(z[members]), y)) == pytest.approx(float(function(Predictive(z), y)), abs=1e-7)
 
 
 def test_predictions_that_are_right_as_often_as_they_say_are_calibrated():
@@ -364,8 +335,7 @@ def test_predictions_that_are_right_as_often_as_they_say_are_calibrated():
 
 def test_bad_input_is_named_with_its_first_index(number):
     p, y = random_case()
-    bad = p.clone()
-    bad[3, 1] = math.nan
+    bad = changed(p, math.nan, 3, 1)
     metric = number[1](4)
     for ask in (number[0], metric.update):
         with pytest.raises(ValueError, match=r"prediction must .* got nan at index \[3, 1\]"):

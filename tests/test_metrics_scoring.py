@@ -7,24 +7,11 @@ import sklearn.metrics
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchmetrics.utilities import dim_zero_sum
 
 from multitudes import metrics
 from multitudes.metrics import scoring
 from multitudes.predictive import Predictive
-
-
-def logits(*shape, seed=0):
-    return 2 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def classes(count, *shape, seed=1):
-    return torch.randint(count, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def random_case(n=57, c=4, seed=0):
-    return logits(n, c, seed=seed).softmax(1), classes(c, n, seed=seed + 1)
-
+from tests.metric_cases import changed, classes, joined, logits, orders, pixels, random_case, streamed
 
 # Textbook computations, one row at a time ------------------------------------------------------------------
 
@@ -149,11 +136,6 @@ def test_the_members_error_cannot_be_told_from_their_mean():
 # Dense predictions and ignored labels ----------------------------------------------------------------------
 
 
-def pixels(p, y):
-    found = [(p[b, :, i, j], y[b, i, j]) for b in range(len(y)) for i in range(3) for j in range(5)]
-    return torch.stack([row for row, _ in found]), torch.stack([label for _, label in found])
-
-
 def test_each_pixel_of_a_dense_prediction_is_a_row(score):
     p, y = logits(2, 4, 3, 5).softmax(1), classes(4, 2, 3, 5)
     assert float(score[0](p, y)) == pytest.approx(score[2](*rows(*pixels(p, y))), rel=1e-6)
@@ -176,11 +158,8 @@ def test_member_error_of_dense_predictions():
 def test_ignored_pixels_do_not_count(score, ignore, of):
     z, y = logits(2, 4, 3, 5), classes(4, 2, 3, 5)
     y[0, 1], y[1, 2, 3] = ignore, ignore
-    p_rows, y_rows = pixels(z.softmax(1), y)
-    kept = y_rows != ignore
-    assert float(score[0](of(z), y, ignore=ignore)) == pytest.approx(
-        score[2](*rows(p_rows[kept], y_rows[kept])), rel=1e-5
-    )
+    expected = score[2](*rows(*pixels(z.softmax(1), y, ignore)))
+    assert float(score[0](of(z), y, ignore=ignore)) == pytest.approx(expected, rel=1e-5)
 
 
 def test_labels_may_be_unsigned_bytes():
@@ -203,20 +182,14 @@ def test_the_mean_over_nothing_is_nan(score):
 def test_batches_of_any_size_give_what_one_batch_gives(score, batch):
     p, y = random_case()
     metric = score[1]()
-    for piece in zip(p.split(batch), y.split(batch), strict=True):
-        metric.update(*piece)
-    assert float(metric.compute()) == pytest.approx(float(score[0](p, y)), rel=1e-12)
+    assert float(streamed(metric, batch, p, y)) == pytest.approx(float(score[0](p, y)), rel=1e-12)
     metric.reset()
-    metric.update(p[:5], y[:5])
-    assert float(metric.compute()) == pytest.approx(float(score[0](p[:5], y[:5])), rel=1e-12)
+    assert float(streamed(metric, batch, p[:5], y[:5])) == pytest.approx(float(score[0](p[:5], y[:5])), rel=1e-12)
 
 
 def test_member_error_streams_over_predictives():
     p, y = Predictive(logits(5, 31, 4)), classes(4, 31)
-    metric = metrics.MemberError()
-    for start in range(0, 31, 8):
-        metric.update(p[start : start + 8], y[start : start + 8])
-    assert float(metric.compute()) == pytest.approx(float(metrics.member_error(p, y)))
+    assert float(streamed(metrics.MemberError(), 8, p, y)) == pytest.approx(float(metrics.member_error(p, y)))
 
 
 def test_sums_of_two_metrics_add_up_to_those_of_one_that_saw_all(score):
@@ -225,9 +198,7 @@ def test_sums_of_two_metrics_add_up_to_those_of_one_that_saw_all(score):
     one.update(p[:20], y[:20])
     other.update(p[20:], y[20:])
     both.update(p, y)
-    assert both._reductions["sums"] is dim_zero_sum  # what joins the processes
-    one.sums = one.sums + other.sums
-    assert float(one.compute()) == pytest.approx(float(both.compute()), rel=1e-12)
+    assert float(joined(one, other).compute()) == pytest.approx(float(both.compute()), rel=1e-12)
 
 
 def test_rows_are_read_once_for_several_metrics(score):
@@ -274,8 +245,7 @@ def test_metrics_leave_the_gradients_of_a_predictive_alone(score):
 @given(st.integers(0, 10**6), st.integers(1, 30), st.integers(2, 6), st.integers(1, 4))
 def test_the_order_of_samples_and_members_does_not_matter(seed, n, c, s):
     z, y = logits(s, n, c, seed=seed), classes(c, n, seed=seed)
-    mixed = torch.Generator().manual_seed(seed)
-    members, samples = torch.randperm(s, generator=mixed), torch.randperm(n, generator=mixed)
+    members, samples = orders(s, n, seed)
     for function in (metrics.accuracy, metrics.nll, metrics.brier, metrics.ensemble_error, metrics.member_error):
         shuffled = function(Predictive(z[members][:, samples]), y[samples])
         assert float(shuffled) == pytest.approx(float(function(Predictive(z), y)), rel=1e-5, abs=1e-7)
@@ -304,19 +274,25 @@ def test_the_ensembles_proper_scores_are_never_worse_than_its_members_mean(seed,
 # Bad input -------------------------------------------------------------------------------------------------
 
 
-def changed(value, *index):
-    p = random_case()[0].clone()
-    p[index] = value
-    return p
-
-
 GOOD_P, GOOD_Y = random_case()
 BAD = {
-    "nan": (changed(math.nan, 3, 1), GOOD_Y, r"prediction must hold probabilities .* got nan at index \[3, 1\]$"),
-    "infinite": (changed(math.inf, 3, 1), GOOD_Y, r"prediction must .* got inf at index \[3, 1\]"),
-    "above 1": (changed(1.25, 5, 0), GOOD_Y, r"prediction must .* got 1.25 at index \[5, 0\]; a softmax over dim 1"),
-    "below 0": (changed(-0.5, 5, 0), GOOD_Y, r"prediction must .* got -0.5 at index \[5, 0\]"),
-    "sum": (changed(torch.tensor([0.1, 0.2, 0.3, 0.1]), 7), GOOD_Y, r"add up to 1 .* got a sum of 0.7 at index \[7\]"),
+    "nan": (
+        changed(GOOD_P, math.nan, 3, 1),
+        GOOD_Y,
+        r"prediction must hold probabilities .* got nan at index \[3, 1\]$",
+    ),
+    "infinite": (changed(GOOD_P, math.inf, 3, 1), GOOD_Y, r"prediction must .* got inf at index \[3, 1\]"),
+    "above 1": (
+        changed(GOOD_P, 1.25, 5, 0),
+        GOOD_Y,
+        r"prediction must .* got 1.25 at index \[5, 0\]; a softmax over dim 1",
+    ),
+    "below 0": (changed(GOOD_P, -0.5, 5, 0), GOOD_Y, r"prediction must .* got -0.5 at index \[5, 0\]"),
+    "sum": (
+        changed(GOOD_P, torch.tensor([0.1, 0.2, 0.3, 0.1]), 7),
+        GOOD_Y,
+        r"add up to 1 .* got a sum of 0.7 at index \[7\]",
+    ),
     "too few": (GOOD_P, GOOD_Y[1:], r"target must have the prediction's shape without classes, \[57\], got \[56\]"),
     "column": (GOOD_P, GOOD_Y[:, None], r"target must have the prediction's shape .* got \[57, 1\]"),
     "class 4": (GOOD_P, GOOD_Y.index_fill(0, torch.tensor([9, 11]), 4), r"within 0 and 3, got 4 at index \[9\]"),
@@ -329,7 +305,11 @@ BAD = {
     "one dim": (GOOD_P[:, 0], GOOD_Y, r"prediction must be probabilities \[B, classes, ...\], got shape \[57\]"),
     "array": (GOOD_P.numpy(), GOOD_Y, r"prediction must be a Predictive or a floating-point tensor"),
     "regression": (Predictive(GOOD_P[None], "regression"), GOOD_Y, r"task classification, got .* task regression"),
-    "nan logit": (Predictive(changed(math.nan, 3, 1)[None]), GOOD_Y, r"prediction must .* got nan at index \[3, 0\]"),
+    "nan logit": (
+        Predictive(changed(GOOD_P, math.nan, 3, 1)[None]),
+        GOOD_Y,
+        r"prediction must .* got nan at index \[3, 0\]",
+    ),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from multitudes.calling import moved, split_batch
+from multitudes.calling import Input, moved, split_batch
 from multitudes.predictive import Predictive
 from multitudes.progress import ProgressBar
 
@@ -72,9 +72,13 @@ def predictions(
     batches: Iterable[Any],
     progress: bool | None = None,
     device: torch.device | str | None = None,
+    prepare: Callable[[Any, int], Input] | None = None,
     **options: Any,
 ) -> Iterator[tuple[Predictive, Tensor | None]]:
-    """What `net` predicts of each batch, on its own device, and the batch's targets."""
+    """What `net` predicts of each batch, on its own device, and the batch's targets.
+
+    `prepare(x, number of the batch)` gives what the network is called with instead of `x`, which is on its device.
+    """
     if not callable(getattr(net, "predict", None)):
         raise ValueError(f"net must be a multitude, got a {type(net).__name__}: convert it first")
     if device is None:
@@ -85,7 +89,8 @@ def predictions(
         for index, batch in enumerate(batches):
             try:
                 x, y = split_batch(batch)
-                predicted = net.predict(moved(x, device), **options)
+                x = moved(x, device)
+                predicted = net.predict(x if prepare is None else prepare(x, index), **options)
             except ValueError as error:
                 raise ValueError(f"batch {index} of data: {error}") from error
             bar.update(index + 1)

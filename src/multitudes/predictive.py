@@ -1,7 +1,4 @@
-"""What S predictions of the same inputs say together: `Predictive`.
-
-`gaussian_nll` lives here too, since training and prediction must read mean and variance heads alike.
-"""
+"""What S predictions of the same inputs say together: `Predictive`."""
 
 from __future__ import annotations
 
@@ -10,51 +7,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from statistics import NormalDist
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["VARIANCE_FLOOR", "Predictive", "gaussian_nll", "split_gaussian"]
+from multitudes.gaussian import VARIANCE_FLOOR, gaussian_nll, join_gaussian, split_gaussian
 
-VARIANCE_FLOOR = 1e-6  # added to every predicted variance, so that no likelihood is infinite
+if TYPE_CHECKING:
+    from multitudes.calibrated import Calibration
+
+__all__ = ["VARIANCE_FLOOR", "Predictive", "averaged", "gaussian_nll", "split_gaussian"]
 
 _TASKS = ("classification", "regression", "gaussian")
-
-
-def split_gaussian(prediction: Tensor, dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Read the outputs of mean and variance heads: `[B, 2D, ...]` -> means, variances `[B, D, ...]`.
-
-    The first half of `dim` holds the means, the second half `r` with variance `softplus(r) + 1e-6`
-    (Lakshminarayanan et al., 2017, section 2.2.1).
-
-    >>> split_gaussian(torch.tensor([[3.0, 0.0]]))
-    (tensor([[3.]]), tensor([[0.6931]]))
-    """
-    if prediction.ndim <= dim or prediction.shape[dim] % 2:
-        raise ValueError(
-            f"gaussian predictions need as many raw variances as means, an even number in dim {dim}, "
-            f"got shape {list(prediction.shape)}"
-        )
-    mean, raw = _at_least_float32(prediction).chunk(2, dim)
-    return mean, F.softplus(raw) + VARIANCE_FLOOR
-
-
-def gaussian_nll(prediction: Tensor, target: Tensor) -> Tensor:
-    """The training criterion of `task="gaussian"`: `[B, 2D, ...]`, `[B, D, ...]` -> mean over everything.
-
-    `-log N(y; mean, variance) = (log(2 pi variance) + (y - mean)^2 / variance) / 2`, where `split_gaussian`
-    reads mean and variance from the prediction.
-
-    >>> gaussian_nll(torch.tensor([[3.0, 0.0]]), torch.tensor([[4.0]]))  # variance log 2
-    tensor(1.4570)
-    """
-    mean, variance = split_gaussian(prediction)
-    if target.shape != mean.shape:
-        # [B] against [B, 1] would broadcast to [B, B] and train on nonsense.
-        raise ValueError(f"target must have the means' shape {list(mean.shape)}, got {list(target.shape)}")
-    return 0.5 * (torch.log(2 * math.pi * variance) + (target - mean).square() / variance).mean()
 
 
 def _quantity(*tasks: str) -> Callable[[Callable[[Predictive], Tensor]], cached_property[Tensor]]:
@@ -86,6 +52,11 @@ class Predictive:
 
     Each quantity is computed when first asked for, in float32 or better, and kept: do not write into it.
 
+    The predictions of a calibrated network (`calibrate`) have a `set(level)`, and their `probs`, `log_probs`, `label`,
+    `confidence` and `entropy` are the calibrated ones. What is said of the members stays: `member_probs`,
+    `member_log_probs`, `expected_entropy`, `mutual_information`, `variance`, `disagreement`, `max_logit`. Scalings of
+    the predictions themselves ("member_temperature", "variance") change these too, since the members are others then.
+
     Two members that are sure of different classes, and two that are both unsure:
 
     >>> sure, unsure = [[8.0, 0.0], [0.0, 8.0]], [[0.0, 0.0], [0.0, 0.0]]
@@ -112,6 +83,8 @@ class Predictive:
     task: str = "classification"
     draws: Tensor | None = None
     """How many draws each input took, `[B]`, where that was left to the inputs (`draws="auto"`)."""
+    calibration: Calibration | None = None
+    """What a calibrated network knows of its errors, fitted to data that it was not trained on."""
 
     def __post_init__(self) -> None:
         if self.task not in _TASKS:
@@ -139,11 +112,12 @@ class Predictive:
         outputs = list(self.predictions.shape[2:])
         if self.task == "gaussian":
             outputs[0] //= 2
-        return f"Predictive(task='{self.task}', members={self.members}, inputs={len(self)}, {outputs=})"
+        calibrated = "" if self.calibration is None else ", calibrated=True"
+        return f"Predictive(task='{self.task}', members={self.members}, inputs={len(self)}, {outputs=}{calibrated})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies and pickles take the predictions alone: what follows from them can be computed again.
-        return type(self), (self.predictions, self.task, self.draws)
+        return type(self), (self.predictions, self.task, self.draws, self.calibration)
 
     # Classification -------------------------------------------------------------------------------------
 
@@ -157,6 +131,12 @@ class Predictive:
         """Probabilities of each member, `[S, B, C, ...]`."""
         return self.member_log_probs.exp()
 
+    @cached_property
+    def _mean_log_probs(self) -> Tensor:
+        """Log of the members' mean probabilities, as they are before any calibration, `[B, C, ...]`."""
+        # Rounding may leave the logarithm of a sum of ones a little above 0; a probability stops at 1.
+        return (self.member_log_probs.logsumexp(0) - math.log(self.members)).clamp(max=0)
+
     @_quantity("classification")
     def log_probs(self) -> Tensor:
         """Log of `probs`, `[B, C, ...]`, exact also where `probs` underflows.
@@ -165,8 +145,7 @@ class Predictive:
         >>> p.probs, p.log_probs
         (tensor([[1., 0.]]), tensor([[   0., -300.]]))
         """
-        # Rounding may leave the logarithm of a sum of ones a little above 0; a probability stops at 1.
-        return (self.member_log_probs.logsumexp(0) - math.log(self.members)).clamp(max=0)
+        return self._mean_log_probs if self.calibration is None else self.calibration.log_probs(self._mean_log_probs)
 
     @_quantity("classification")
     def probs(self) -> Tensor:
@@ -195,8 +174,12 @@ class Predictive:
 
     @_quantity("classification")
     def mutual_information(self) -> Tensor:
-        """Epistemic uncertainty in nats, `[B, ...]`: `entropy - expected_entropy`, never below 0."""
-        return (self.entropy - self.expected_entropy).clamp(min=0)
+        """Epistemic uncertainty in nats, `[B, ...]`: `entropy - expected_entropy`, never below 0.
+
+        Of calibrated predictions, the entropy meant here is that of the members' mean before calibration.
+        """
+        total = self.entropy if self.calibration is None else _entropy(self._mean_log_probs, dim=1)
+        return (total - self.expected_entropy).clamp(min=0)
 
     @_quantity("classification")
     def max_logit(self) -> Tensor:
@@ -277,6 +260,16 @@ class Predictive:
             return self.member_probs.var(0, correction=0).mean(1)
         return self.epistemic_variance + self.aleatoric_variance
 
+    def set(self, level: float = 0.9, *, seed: int | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """What holds the target with probability `level`, where the network was calibrated (`calibrate`).
+
+        Classification: a set of classes, boolean `[B, C, ...]`. Regression: an interval, `(low, high)`, each `[B]` or
+        `[B, D, ...]`. A `seed` is for randomized sets alone.
+        """
+        if self.calibration is None or self.calibration.conformal is None:
+            raise ValueError("set needs a network with conformal scores: calibrated = mt.calibrate(net, data) first")
+        return self.calibration.conformal.set(self, level, seed)
+
     @property
     def member_values(self) -> Tensor:
         """What the mean prediction is the mean of, `[S, B, ...]`: each member's probabilities, or its means."""
@@ -303,7 +296,7 @@ class Predictive:
 
     @staticmethod
     def concat(parts: Iterable[Predictive]) -> Predictive:
-        """Join batches along B: members, task and output shape must be the same.
+        """Join batches along B: members, task, output shape and calibration must be the same.
 
         >>> Predictive.concat([Predictive(torch.randn(4, 10, 3)), Predictive(torch.randn(4, 6, 3))])
         Predictive(task='classification', members=4, inputs=16, outputs=[3])
@@ -318,6 +311,8 @@ class Predictive:
             one, other = list(first.predictions.shape), list(part.predictions.shape)
             if one[:1] + one[2:] != other[:1] + other[2:]:
                 raise ValueError(f"parts must have the same shape but for dim 1, got {one} and {other}")
+            if not _same(part.calibration, first.calibration):
+                raise ValueError("parts must have the same calibration, or none, got predictions that differ in it")
         counts = [part.draws for part in parts if part.draws is not None]
         return replace(
             first,
@@ -330,7 +325,9 @@ class Predictive:
         moved = self.predictions.to(target)
         if moved is self.predictions:
             return self
-        return replace(self, predictions=moved, draws=None if self.draws is None else self.draws.to(moved.device))
+        draws = None if self.draws is None else self.draws.to(moved.device)
+        calibration = None if self.calibration is None else self.calibration.to(moved.device)
+        return replace(self, predictions=moved, draws=draws, calibration=calibration)
 
     def cpu(self) -> Predictive:
         """The same predictions on the CPU; itself if they are there."""
@@ -359,8 +356,7 @@ def averaged(predictions: Tensor, task: str, weights: Tensor | None = None) -> T
     means, variances = split_gaussian(values, dim=2)
     mean = (weights * means).sum(0)
     variance = (weights * (variances + (means - mean).square())).sum(0)
-    raw = variance - VARIANCE_FLOOR
-    return torch.cat([mean, raw + torch.log(-torch.expm1(-raw))], 1)  # softplus backwards
+    return join_gaussian(mean, variance)
 
 
 def _check_shape(shape: torch.Size, task: str) -> None:
@@ -377,6 +373,10 @@ def _check_shape(shape: torch.Size, task: str) -> None:
     else:
         return
     raise ValueError(f"predictions of task {task} must {need}, got shape {list(shape)}")
+
+
+def _same(one: Calibration | None, other: Calibration | None) -> bool:
+    return one is other or (one is not None and other is not None and one.equals(other))
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
-from torchmetrics.utilities import dim_zero_cat
 
 from multitudes.checks import check_count
-from multitudes.metrics.inputs import Prediction, Rows, RowsMetric, check_ignore, mean_of, read_rows
+from multitudes.metrics.inputs import Prediction, Rows, check_classes, check_ignore, read_rows
+from multitudes.metrics.streaming import KeptMetric, RowsMetric, mean_of, total_of
 
 __all__ = [
     "ECE",
@@ -227,8 +226,7 @@ class ReliabilityDiagram(_BinnedMetric):
 
 def overconfidence_update(rows: Rows) -> Tensor:
     """Rows -> the sum of `confidence - correct`, and the number of rows, `[2]`."""
-    gap = (rows.confidence.double() - rows.correct.double()).sum()
-    return torch.stack([gap, torch.full_like(gap, len(rows))])
+    return total_of(rows.confidence.double() - rows.correct.double())
 
 
 overconfidence_compute = mean_of
@@ -303,8 +301,7 @@ class ClasswiseECE(RowsMetric):
         self.bins = bins
 
     def _sums(self, rows: Rows) -> Tensor:
-        if rows.classes != self.classes:
-            raise ValueError(f"prediction must have classes={self.classes} in dim 1, got {rows.classes}")
+        check_classes(rows, self.classes)
         return classwise_ece_update(rows, self.bins)
 
     def compute(self) -> Tensor:
@@ -347,31 +344,25 @@ def adaptive_ece(
     return adaptive_ece_compute(adaptive_ece_update(read_rows(prediction, target, ignore)), bins)
 
 
-class AdaptiveECE(Metric):
+class AdaptiveECE(KeptMetric):
     """`adaptive_ece`, streaming.
 
-    The edges are known only at the end, so it keeps 8 bytes for each row: 8 MB for a million. It is the one metric here
-    whose state grows, and whose states are joined by concatenating them.
+    The edges are known only at the end, so it keeps 8 bytes for each row: 8 MB for a million.
     """
 
-    full_state_update = False
-    is_differentiable = False
     higher_is_better = False
-    pairs: list[Tensor]
 
     def __init__(self, bins: int = 15, ignore: int | None = None, **kwargs: Any) -> None:
         check_count("bins", bins)
         check_ignore(ignore)
-        super().__init__(**kwargs)
+        super().__init__(settings=(ignore,), **kwargs)
         self.bins = bins
         self.ignore = ignore
-        self.add_state("pairs", [], dist_reduce_fx="cat")
 
     def update(self, prediction: Prediction, target: Tensor | None = None) -> None:
         """Add a batch; `read_rows` says what it may be."""
-        self.pairs.append(adaptive_ece_update(read_rows(prediction, target, self.ignore)).to(self.device))
+        self._keep(adaptive_ece_update(read_rows(prediction, target, self.ignore)))
 
     def compute(self) -> Tensor:
         """The error over all rows so far."""
-        pairs = dim_zero_cat(self.pairs) if len(self.pairs) else torch.empty(0, 2, device=self.device)
-        return adaptive_ece_compute(pairs, self.bins)
+        return adaptive_ece_compute(self._kept(), self.bins)

@@ -1,7 +1,7 @@
 """What a classification metric is given: predictions and classes, checked and laid out as rows.
 
-Every metric of this room is two plain functions, from `Rows` to sums and from sums to the result, and a thin
-`RowsMetric` over them. `read_rows` is the one place that knows what predictions and targets may look like.
+`read_rows` is the one place that knows what predictions and targets may look like; `streaming.py` has the metrics
+over them, and `regression_inputs.py` is the same for regression.
 """
 
 from __future__ import annotations
@@ -14,11 +14,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
 from multitudes.predictive import Predictive
 
-__all__ = ["Prediction", "Rows", "RowsMetric", "check_ignore", "mean_of", "read_rows"]
+__all__ = [
+    "Prediction",
+    "Rows",
+    "check_classes",
+    "check_finite",
+    "check_ignore",
+    "check_mask",
+    "kind_of",
+    "places",
+    "read_rows",
+    "read_without_target",
+]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -39,6 +49,11 @@ class Rows:
     def __len__(self) -> int:
         """N: how many rows there are."""
         return len(self.target)
+
+    def __getitem__(self, index: slice | Tensor) -> Rows:
+        """Some of the rows: a slice of them, or those of a boolean mask `[N]`."""
+        predictive = None if self.predictive is None else self.predictive[index]
+        return Rows(self.probs[index], self.target[index], predictive)
 
     def __repr__(self) -> str:
         members = None if self.predictive is None else self.predictive.members
@@ -127,15 +142,33 @@ def read_rows(prediction: Prediction, target: Tensor | None = None, ignore: int 
     return _without(Rows(probs, target.to(probs.device).reshape(-1), predictive), ignore)
 
 
+def read_without_target(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Rows:
+    """`read_rows` for what needs no classes: `target` only says which rows to `ignore`, and may be left out.
+
+    The classes of rows that come without them are all 0, and nobody asks for them.
+    """
+    if target is None and isinstance(prediction, (Predictive, Tensor)):
+        if ignore is not None:
+            raise ValueError(f"target must be given where ignore={ignore} leaves rows out, got None")
+        target = torch.zeros(places(prediction), dtype=torch.long)
+    return read_rows(prediction, target, ignore)
+
+
+def places(prediction: Prediction) -> torch.Size:
+    """What has a prediction of its own, in the shape `[B, ...]`; of rows `[N]`."""
+    if isinstance(prediction, Rows):
+        return prediction.target.shape
+    shape = prediction.predictions.shape[1:] if isinstance(prediction, Predictive) else prediction.shape
+    return shape[:1] + shape[2:]
+
+
 def _without(rows: Rows, ignore: int | None) -> Rows:
     """The rows whose target is not `ignore`; the same object where that is all of them."""
     kept = rows.target != ignore if ignore is not None else None
-    if kept is None or bool(kept.all()):
-        return rows
-    if rows.predictive is None:
-        return Rows(rows.probs[kept], rows.target[kept])
-    predictive = rows.predictive[kept]
-    return Rows(predictive.probs, rows.target[kept], predictive)
+    return rows if kept is None or bool(kept.all()) else rows[kept]
+
+
+# Checks -------------------------------------------------------------------------------------------------
 
 
 def check_ignore(ignore: int | None) -> None:
@@ -144,44 +177,29 @@ def check_ignore(ignore: int | None) -> None:
         raise ValueError(f"ignore must be an integer label or None, got {ignore!r}")
 
 
-def mean_of(total: Tensor) -> Tensor:
-    """Sums `[2]` of a quantity and of how often it was seen -> its mean; NaN where there was nothing to see.
-
-    >>> mean_of(torch.tensor([1.0, 4.0]))
-    tensor(0.2500)
-    """
-    return total[0] / total[1]
+def check_classes(rows: Rows, classes: int) -> None:
+    """Raise ValueError unless the rows are of so many classes."""
+    if rows.classes != classes:
+        raise ValueError(f"prediction must have classes={classes} in dim 1, got {rows.classes}")
 
 
-class RowsMetric(Metric):
-    """A metric whose state is one tensor of float64 sums: batches and processes are joined by adding them up.
-
-    A subclass says how rows become sums (`_sums`) and how sums become the result (`compute`).
-    """
-
-    full_state_update = False
-    is_differentiable = False
-    sums: Tensor
-
-    def __init__(self, ignore: int | None = None, *, shape: Sequence[int] = (2,), **kwargs: Any) -> None:
-        check_ignore(ignore)
-        super().__init__(**kwargs)
-        self.ignore = ignore
-        self.add_state("sums", torch.zeros(*shape, dtype=torch.float64), dist_reduce_fx="sum")
-
-    def _sums(self, rows: Rows) -> Tensor:
-        raise NotImplementedError
-
-    def update(self, prediction: Prediction, target: Tensor | None = None) -> None:
-        """Add a batch; `read_rows` says what it may be."""
-        self.sums = self.sums + self._sums(read_rows(prediction, target, self.ignore)).to(self.sums.device)
-
-    def compute(self) -> Tensor:
-        """The mean over all rows so far, a float64 scalar; NaN if there were none."""
-        return mean_of(self.sums)
+def check_mask(name: str, mask: Any, shape: Sequence[int]) -> None:
+    """Raise ValueError unless `mask` is a boolean tensor of this shape."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != tuple(shape):
+        raise ValueError(f"{name} must be a boolean tensor {list(shape)}, got {kind_of(mask)}")
 
 
-# Checks -------------------------------------------------------------------------------------------------
+def check_finite(name: str, values: Tensor) -> None:
+    """Raise ValueError where a value is NaN or infinite."""
+    good = values.isfinite()
+    if not bool(good.all()):
+        at = (~good).nonzero()[0].tolist()
+        raise ValueError(f"{name} must hold finite values, got {float(values[tuple(at)])} at index {at}")
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, for an error: dtype and shape of a tensor, else its type."""
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _check_prediction(prediction: Predictive | Tensor) -> list[int]:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from multitudes.checks import check_count
-from multitudes.metrics.inputs import Prediction, Rows, RowsMetric, mean_of, read_rows
+from multitudes.metrics.inputs import Prediction, Rows, read_rows
+from multitudes.metrics.streaming import RowsMetric, mean_of, total_of
 
 __all__ = [
     "NLL",
@@ -30,18 +31,12 @@ __all__ = [
 ]
 
 
-def _total(values: Tensor) -> Tensor:
-    """Values of rows, `[N]` -> their sum and their number, `[2]`."""
-    total = values.sum(dtype=torch.float64)
-    return torch.stack([total, torch.full_like(total, len(values))])
-
-
 # Accuracy -----------------------------------------------------------------------------------------------
 
 
 def accuracy_update(rows: Rows) -> Tensor:
     """Rows -> how many were right, and of how many, `[2]`."""
-    return _total(rows.correct)
+    return total_of(rows.correct)
 
 
 accuracy_compute = mean_of
@@ -73,7 +68,7 @@ def topk_accuracy_update(rows: Rows, k: int) -> Tensor:
     # The order of `topk` among equals is left open; here the first of them comes first, as in `argmax`.
     earlier = torch.arange(rows.classes, device=own.device) < rows.target[:, None]
     ahead = (rows.probs > own) | ((rows.probs == own) & earlier)
-    return _total(ahead.sum(1) < k)
+    return total_of(ahead.sum(1) < k)
 
 
 topk_accuracy_compute = mean_of
@@ -97,8 +92,7 @@ class TopKAccuracy(RowsMetric):
     higher_is_better = True
 
     def __init__(self, k: int = 5, ignore: int | None = None, **kwargs: Any) -> None:
-        check_count("k", k)
-        super().__init__(ignore, **kwargs)
+        super().__init__(ignore, settings=(check_count("k", k),), **kwargs)
         self.k = k
 
     def _sums(self, rows: Rows) -> Tensor:
@@ -110,7 +104,7 @@ class TopKAccuracy(RowsMetric):
 
 def nll_update(rows: Rows) -> Tensor:
     """Rows -> the sum of `-log p(y)`, and the number of rows, `[2]`."""
-    return _total(-rows.target_log_prob)
+    return total_of(-rows.target_log_prob)
 
 
 nll_compute = mean_of
@@ -141,7 +135,7 @@ def brier_update(rows: Rows) -> Tensor:
     """Rows -> the sum of squared distances to the true class's corner, and the number of rows, `[2]`."""
     # Subtracting before squaring keeps what is left when a prediction is nearly perfect.
     distance = rows.probs.scatter_add(1, rows.target[:, None], rows.probs.new_full((len(rows), 1), -1.0))
-    return _total(distance.square().sum(1, dtype=torch.float64))
+    return total_of(distance.square().sum(1, dtype=torch.float64))
 
 
 brier_compute = mean_of
@@ -172,7 +166,7 @@ class Brier(RowsMetric):
 
 def ensemble_error_update(rows: Rows) -> Tensor:
     """Rows -> how many were wrong, and of how many, `[2]`."""
-    return _total(~rows.correct)
+    return total_of(~rows.correct)
 
 
 ensemble_error_compute = mean_of
@@ -195,7 +189,7 @@ class EnsembleError(RowsMetric):
 def member_error_update(rows: Rows) -> Tensor:
     """Rows -> the sum over rows of the share of members that were wrong, and the number of rows, `[2]`."""
     labels = rows.members("member_error").predictions.argmax(2)
-    return _total((labels != rows.target).mean(0, dtype=torch.float64))
+    return total_of((labels != rows.target).mean(0, dtype=torch.float64))
 
 
 member_error_compute = mean_of

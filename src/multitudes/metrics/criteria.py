@@ -1,0 +1,117 @@
+"""How uncertain a prediction is: eight criteria, each a score `[N]` for the inputs or pixels of `[B, C, ...]`.
+
+The score is higher the more a prediction looks out of distribution, or wrong:
+
+| criterion | score | |
+|---|---|---|
+| `max_probability` | `-max_c p_c` of the mean prediction p | Hendrycks & Gimpel, 2017 |
+| `entropy` | `H(p)`, the entropy of the mean prediction | |
+| `expected_entropy` | `mean_s H(p_s)`, the mean of the members' entropies | |
+| `mutual_information` | `H(p) - mean_s H(p_s)`, the expected-entropy gap | Houlsby et al., 2011 |
+| `variance` | the members' variance of a class's probability, mean over classes | |
+| `disagreement` | the share of pairs of members whose labels differ | |
+| `max_logit` | `-max_c mean_s z_sc` | Hendrycks et al., 2022 |
+| `energy` | `-mean_s log sum_c exp z_sc` | Liu et al., 2020 |
+
+Mutual information of class and member *is* the expected-entropy gap, since all members weigh the same: one quantity,
+one name. Of plain probabilities only the first two exist; the others look at members or logits, and need a
+`Predictive`. One of a single network will do: there nothing can disagree, and three scores are 0 throughout.
+Of calibrated predictions the first two are calibrated, and the others those of the members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from multitudes.metrics.inputs import Prediction, read_without_target
+
+__all__ = [
+    "CRITERIA",
+    "OF_PROBABILITIES",
+    "disagreement",
+    "energy",
+    "entropy",
+    "expected_entropy",
+    "max_logit",
+    "max_probability",
+    "mutual_information",
+    "variance",
+]
+
+
+def max_probability(prediction: Prediction) -> Tensor:
+    """Minus the largest mean probability, `[N]`.
+
+    >>> max_probability(torch.tensor([[0.75, 0.25], [0.5, 0.5]]))
+    tensor([-0.7500, -0.5000])
+    """
+    return -read_without_target(prediction).confidence
+
+
+def entropy(prediction: Prediction) -> Tensor:
+    """The entropy of the mean prediction in nats, `[N]`.
+
+    >>> entropy(torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
+    tensor([0.0000, 0.6931])
+    """
+    rows = read_without_target(prediction)
+    return torch.special.entr(rows.probs).sum(1) if rows.predictive is None else rows.predictive.entropy
+
+
+def expected_entropy(prediction: Prediction) -> Tensor:
+    """The mean of the members' entropies in nats, `[N]`."""
+    return read_without_target(prediction).members("expected_entropy").expected_entropy
+
+
+def mutual_information(prediction: Prediction) -> Tensor:
+    """The expected-entropy gap, `entropy - expected_entropy`, in nats, `[N]`; never below 0.
+
+    >>> from multitudes import Predictive
+    >>> apart, alike = [[9.0, 0.0], [0.0, 9.0]], [[0.0, 0.0], [0.0, 0.0]]
+    >>> mutual_information(Predictive(torch.tensor([apart, alike]).transpose(0, 1)))
+    tensor([0.6919, 0.0000])
+    """
+    return read_without_target(prediction).members("mutual_information").mutual_information
+
+
+def variance(prediction: Prediction) -> Tensor:
+    """The members' variance of a class's probability, mean over the classes, `[N]`."""
+    return read_without_target(prediction).members("variance").variance
+
+
+def disagreement(prediction: Prediction) -> Tensor:
+    """The share of pairs of members whose labels differ, `[N]`."""
+    return read_without_target(prediction).members("disagreement").disagreement
+
+
+def max_logit(prediction: Prediction) -> Tensor:
+    """Minus the largest of the members' mean logits, `[N]`."""
+    return -read_without_target(prediction).members("max_logit").max_logit
+
+
+def energy(prediction: Prediction) -> Tensor:
+    """The members' mean energy, `[N]`: minus the log of the sum of the exponentials of a member's logits.
+
+    >>> from multitudes import Predictive
+    >>> energy(Predictive(torch.tensor([[[3.0, 3.0], [0.0, 0.0]]])))  # -3 - log 2, and -log 2
+    tensor([-3.6931, -0.6931])
+    """
+    logits = read_without_target(prediction).members("energy").predictions
+    return -logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(2).mean(0)
+
+
+CRITERIA: dict[str, Callable[[Prediction], Tensor]] = {
+    "max_probability": max_probability,
+    "entropy": entropy,
+    "expected_entropy": expected_entropy,
+    "mutual_information": mutual_information,
+    "variance": variance,
+    "disagreement": disagreement,
+    "max_logit": max_logit,
+    "energy": energy,
+}
+OF_PROBABILITIES = ("max_probability", "entropy")
+"""The criteria that plain probabilities have."""

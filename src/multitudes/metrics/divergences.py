@@ -1,0 +1,176 @@
+"""How much the probabilities of the members of a multitude differ: KL and Jensen-Shannon divergences, in nats.
+
+Fort et al., *Deep Ensembles: A Loss Landscape Perspective*, 2019. All are means over rows, and over pairs of different
+members; `pairwise_*` tell who differs from whom, `[S, S]`. A single member does not differ from itself: its divergences
+are 0. No classes are needed, so `target` may be left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from multitudes.metrics.diversity import PairsMetric, over_pairs
+from multitudes.metrics.inputs import Prediction, Rows, read_without_target
+from multitudes.metrics.streaming import TargetlessMetric, counted, mean_of
+from multitudes.predictive import Predictive
+
+__all__ = [
+    "EnsembleJS",
+    "JSDivergence",
+    "KLDivergence",
+    "PairwiseJS",
+    "PairwiseKL",
+    "ensemble_js",
+    "js_divergence",
+    "kl_divergence",
+    "pairwise_js",
+    "pairwise_kl",
+]
+
+_CHUNK = 2**20  # how many float64 numbers are worked on at a time
+
+
+def _log_probs(predictive: Predictive) -> Iterator[Tensor]:
+    """The members' log-probabilities in float64, some rows at a time, `[S, n, C]`."""
+    members, _, classes = predictive.predictions.shape
+    for logits in predictive.predictions.split(max(1, _CHUNK // (members * classes)), 1):
+        yield F.log_softmax(logits.double(), 2)
+
+
+def pairwise_kl_update(rows: Rows) -> Tensor:
+    """Rows -> the sums of `KL(p_i || p_j)`, and the number of rows, `[2, S, S]`."""
+    predictive = rows.members("pairwise_kl")
+    total = rows.probs.new_zeros(predictive.members, predictive.members, dtype=torch.float64)
+    for log_probs in _log_probs(predictive):
+        logs = log_probs.flatten(1)
+        possible = logs > -math.inf
+        cross = logs.exp() @ logs.masked_fill(~possible, 0).T  # sum_nc p_i log p_j, where p_j is not 0
+        total += (cross.diagonal()[:, None] - cross).clamp(min=0)
+        if not bool(possible.all()):
+            total[possible.double() @ (~possible).double().T > 0] = math.inf
+    return counted(total, len(rows))
+
+
+def pairwise_js_update(rows: Rows) -> Tensor:
+    """Rows -> the sums of the members' Jensen-Shannon divergences, and the number of rows, `[2, S, S]`."""
+    predictive = rows.members("pairwise_js")
+    total = rows.probs.new_zeros(predictive.members, predictive.members, dtype=torch.float64)
+    for log_probs in _log_probs(predictive):
+        p = log_probs.exp()
+        entropy = -torch.xlogy(p, p).sum((1, 2))
+        for i in range(len(p)):
+            mean = (p[i] + p[i:]) / 2
+            apart = -torch.xlogy(mean, mean).sum((1, 2)) - (entropy[i] + entropy[i:]) / 2
+            total[i, i:] += apart.clamp(min=0)
+    return counted(total + total.triu(1).T, len(rows))
+
+
+def kl_divergence_update(rows: Rows) -> Tensor:
+    """Rows -> the sum of the mean over pairs of `KL(p_i || p_j)`, and the number of rows, `[2]`."""
+    return counted(over_pairs(pairwise_kl_update(rows)[0]), len(rows))
+
+
+def js_divergence_update(rows: Rows) -> Tensor:
+    """Rows -> the sum of the mean over pairs of their Jensen-Shannon divergence, and the number of rows, `[2]`."""
+    return counted(over_pairs(pairwise_js_update(rows)[0]), len(rows))
+
+
+def ensemble_js_update(rows: Rows) -> Tensor:
+    """Rows -> the sum of `H(mean) - mean H`, and the number of rows, `[2]`."""
+    total = rows.probs.new_zeros((), dtype=torch.float64)
+    for log_probs in _log_probs(rows.members("ensemble_js")):
+        p = log_probs.exp()
+        mean = p.mean(0)
+        total += (torch.xlogy(p, p).sum() / len(p) - torch.xlogy(mean, mean).sum()).clamp(min=0)
+    return counted(total, len(rows))
+
+
+pairwise_kl_compute = pairwise_js_compute = mean_of
+kl_divergence_compute = js_divergence_compute = ensemble_js_compute = mean_of
+
+
+def pairwise_kl(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Tensor:
+    """`KL(p_i || p_j) = sum_c p_ic log(p_ic / p_jc)`, mean over rows, with i down and j across, `[S, S]`.
+
+    It is exact also where probabilities underflow, and infinite only where a logit is.
+
+    >>> p = Predictive(torch.tensor([[[0.5, 0.5]], [[0.25, 0.75]]]).log())
+    >>> pairwise_kl(p)  # (log 2 + log(2/3)) / 2, and (log(1/2) + 3 log(3/2)) / 4
+    tensor([[0.0000, 0.1438],
+            [0.1308, 0.0000]], dtype=torch.float64)
+    """
+    return pairwise_kl_compute(pairwise_kl_update(read_without_target(prediction, target, ignore)))
+
+
+def pairwise_js(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Tensor:
+    """The Jensen-Shannon divergence `H((p_i + p_j) / 2) - (H(p_i) + H(p_j)) / 2`, mean over rows, `[S, S]`.
+
+    >>> p = Predictive(torch.tensor([[[0.0, 99.0]], [[99.0, 0.0]]]))
+    >>> pairwise_js(p)  # at most log 2
+    tensor([[0.0000, 0.6931],
+            [0.6931, 0.0000]], dtype=torch.float64)
+    """
+    return pairwise_js_compute(pairwise_js_update(read_without_target(prediction, target, ignore)))
+
+
+def kl_divergence(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Tensor:
+    """`KL(p_i || p_j)`, mean over rows and over both orders of every pair of members: see `pairwise_kl`."""
+    return kl_divergence_compute(kl_divergence_update(read_without_target(prediction, target, ignore)))
+
+
+def js_divergence(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Tensor:
+    """The Jensen-Shannon divergence, mean over rows and pairs of members: see `pairwise_js`."""
+    return js_divergence_compute(js_divergence_update(read_without_target(prediction, target, ignore)))
+
+
+def ensemble_js(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Tensor:
+    """`H(mean) - mean H = 1/S sum_s KL(p_s || mean)`, mean over rows: the JS divergence of all members together.
+
+    It is the mean of `Predictive.mutual_information`. Fort et al. print the sum over members; their code takes the
+    mean, and so does this.
+
+    >>> p = Predictive(torch.tensor([[[0.0, 99.0, 0.0]], [[99.0, 0.0, 0.0]], [[0.0, 0.0, 99.0]]]))
+    >>> round(float(ensemble_js(p)), 4)  # log 3
+    1.0986
+    """
+    return ensemble_js_compute(ensemble_js_update(read_without_target(prediction, target, ignore)))
+
+
+class PairwiseKL(TargetlessMetric, PairsMetric):
+    """`pairwise_kl`, streaming; it needs the number of `members` first."""
+
+    def _tables(self, rows: Rows) -> Tensor:
+        return pairwise_kl_update(rows)
+
+
+class PairwiseJS(TargetlessMetric, PairsMetric):
+    """`pairwise_js`, streaming; it needs the number of `members` first."""
+
+    def _tables(self, rows: Rows) -> Tensor:
+        return pairwise_js_update(rows)
+
+
+class KLDivergence(TargetlessMetric):
+    """`kl_divergence`, streaming."""
+
+    def _sums(self, rows: Rows) -> Tensor:
+        return kl_divergence_update(rows)
+
+
+class JSDivergence(TargetlessMetric):
+    """`js_divergence`, streaming."""
+
+    def _sums(self, rows: Rows) -> Tensor:
+        return js_divergence_update(rows)
+
+
+class EnsembleJS(TargetlessMetric):
+    """`ensemble_js`, streaming."""
+
+    def _sums(self, rows: Rows) -> Tensor:
+        return ensemble_js_update(rows)

@@ -1,0 +1,287 @@
+"""How much the members of a multitude differ: in their labels, their errors and their weights.
+
+- Disagreement, its share of the error, cosine similarity of weights: Fort et al., *Deep Ensembles: A Loss Landscape
+  Perspective*, 2019.
+- Q-statistic and correlation of errors: Kuncheva & Whitaker, *Measures of Diversity in Classifier Ensembles*, 2003.
+
+`divergences.py` compares their probabilities, `ambiguity.py` their losses. All are means over rows, and over pairs of
+different members. `pairwise_*` tell who differs from whom, `[S, S]`. A single member does not differ from itself: its
+disagreement is 0; the Q-statistic and the correlation, which compare two members' errors, are NaN. Where no classes are
+needed, `target` may be left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.checks import check_count
+from multitudes.metrics.inputs import Prediction, Rows, check_finite, read_rows, read_without_target
+from multitudes.metrics.streaming import RowsMetric, TargetlessMetric, counted, mean_of
+from multitudes.multitude import Multitude
+from multitudes.trajectory import Recorder, check_fits, flat_state, weights_of
+
+__all__ = [
+    "Disagreement",
+    "ErrorCorrelation",
+    "NormalisedDisagreement",
+    "PairwiseDisagreement",
+    "QStatistic",
+    "cosine_similarity",
+    "disagreement",
+    "error_correlation",
+    "normalised_disagreement",
+    "pairwise_disagreement",
+    "q_statistic",
+]
+
+_CHUNK = 2**20  # how many float64 numbers are worked on at a time
+
+
+class PairsMetric(RowsMetric):
+    """A metric whose sums are tables of pairs of members, `[tables, S, S]`: it needs the number of `members` first.
+
+    torchmetrics makes a scalar of a matrix of one number, which a single member has.
+    """
+
+    higher_is_better = None
+    tables = 2
+
+    def __init__(self, members: int, ignore: int | None = None, **kwargs: Any) -> None:
+        super().__init__(ignore, shape=(self.tables, check_count("members", members), members), **kwargs)
+        self.members = members
+
+    def _sums(self, rows: Rows) -> Tensor:
+        if (found := rows.members(type(self).__name__).members) != self.members:
+            raise ValueError(f"prediction must have members={self.members}, got {found}")
+        return self._tables(rows)
+
+    def _tables(self, rows: Rows) -> Tensor:
+        raise NotImplementedError
+
+
+def _off_diagonal(matrix: Tensor) -> Tensor:
+    """The entries `[S * (S - 1)]` of `[S, S]` that are of two different members."""
+    return matrix[~torch.eye(len(matrix), dtype=torch.bool, device=matrix.device)]
+
+
+def over_pairs(matrix: Tensor) -> Tensor:
+    """The mean over pairs of different members of `[S, S]`; 0 where there is no pair."""
+    pairs = _off_diagonal(matrix)
+    return pairs.sum() / max(1, len(pairs))
+
+
+# Labels -------------------------------------------------------------------------------------------------
+
+
+def pairwise_disagreement_update(rows: Rows) -> Tensor:
+    """Rows -> on how many each pair's labels differ, and of how many, `[2, S, S]`."""
+    labels = rows.members("pairwise_disagreement").predictions.argmax(2)
+    return counted(torch.stack([(labels != own).sum(1) for own in labels]), len(rows))
+
+
+pairwise_disagreement_compute = mean_of
+
+
+def pairwise_disagreement(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Tensor:
+    """The share of rows on which two members' labels differ, `[S, S]`.
+
+    >>> from multitudes import Predictive
+    >>> votes = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 0], [1, 0, 0, 0]])
+    >>> pairwise_disagreement(Predictive(nn.functional.one_hot(votes).float()))
+    tensor([[0.0000, 0.2500, 0.7500],
+            [0.2500, 0.0000, 0.5000],
+            [0.7500, 0.5000, 0.0000]], dtype=torch.float64)
+    """
+    return pairwise_disagreement_compute(pairwise_disagreement_update(read_without_target(prediction, target, ignore)))
+
+
+class PairwiseDisagreement(TargetlessMetric, PairsMetric):
+    """`pairwise_disagreement`, streaming; it needs the number of `members` first."""
+
+    def _tables(self, rows: Rows) -> Tensor:
+        return pairwise_disagreement_update(rows)
+
+
+def disagreement_update(rows: Rows) -> Tensor:
+    """Rows -> the sum of the shares of pairs of members whose labels differ, and the number of rows, `[2]`."""
+    return counted(over_pairs(pairwise_disagreement_update(rows)[0]), len(rows))
+
+
+disagreement_compute = mean_of
+
+
+def disagreement(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Tensor:
+    """The share of rows on which two members' labels differ, mean over pairs of members.
+
+    >>> from multitudes import Predictive
+    >>> votes = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 0], [1, 0, 0, 0]])
+    >>> float(disagreement(Predictive(nn.functional.one_hot(votes).float())))  # (0.25 + 0.75 + 0.5) / 3
+    0.5
+    """
+    return disagreement_compute(disagreement_update(read_without_target(prediction, target, ignore)))
+
+
+class Disagreement(TargetlessMetric):
+    """`disagreement`, streaming."""
+
+    def _sums(self, rows: Rows) -> Tensor:
+        return disagreement_update(rows)
+
+
+# Errors -------------------------------------------------------------------------------------------------
+
+
+def normalised_disagreement_update(rows: Rows) -> Tensor:
+    """Rows -> the sums of the shares of pairs that differ, and of members that err, `[2]`."""
+    wrong = rows.members("normalised_disagreement").predictions.argmax(2) != rows.target
+    return torch.stack([disagreement_update(rows)[0], wrong.mean(0, dtype=torch.float64).sum()])
+
+
+normalised_disagreement_compute = mean_of
+
+
+def normalised_disagreement(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Tensor:
+    """`d / (1 - a)`: the disagreement d, for members of the mean accuracy a; NaN at a = 1, where d is 0 too.
+
+    The less accurate members are, the more they may differ by chance (Fort et al., section 4.2).
+
+    >>> from multitudes import Predictive
+    >>> votes = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 0]])
+    >>> p = Predictive(nn.functional.one_hot(votes).float())
+    >>> float(normalised_disagreement(p, torch.tensor([0, 0, 1, 1])))  # 0.25 / (1 - 0.875)
+    2.0
+    """
+    return normalised_disagreement_compute(normalised_disagreement_update(read_rows(prediction, target, ignore)))
+
+
+class NormalisedDisagreement(RowsMetric):
+    """`normalised_disagreement`, streaming."""
+
+    higher_is_better = None
+
+    def _sums(self, rows: Rows) -> Tensor:
+        return normalised_disagreement_update(rows)
+
+
+def errors_update(rows: Rows) -> Tensor:
+    """Rows -> how often each pair is right or wrong together, `[4, S, S]`.
+
+    The tables are `N11` (both right), `N10` (only the first right), `N01` (only the second) and `N00` (both wrong).
+    """
+    right = (rows.members("q_statistic").predictions.argmax(2) == rows.target).double()
+    wrong = 1 - right
+    return torch.stack([one @ other.T for one in (right, wrong) for other in (right, wrong)])
+
+
+q_statistic_update = error_correlation_update = errors_update
+
+
+def q_statistic_compute(tables: Tensor) -> Tensor:
+    """Tables `[4, S, S]` -> Q, mean over pairs, a float64 scalar; NaN if it is not defined for some pair."""
+    n11, n10, n01, n00 = tables
+    return _off_diagonal((n11 * n00 - n01 * n10) / (n11 * n00 + n01 * n10)).mean()
+
+
+def error_correlation_compute(tables: Tensor) -> Tensor:
+    """Tables `[4, S, S]` -> the correlation, mean over pairs, a float64 scalar; NaN if not defined for some pair."""
+    n11, n10, n01, n00 = tables
+    spread = (n11 + n10) * (n01 + n00) * (n11 + n01) * (n10 + n00)
+    return _off_diagonal((n11 * n00 - n01 * n10) / spread.sqrt()).mean()
+
+
+def q_statistic(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Tensor:
+    """Yule's Q of two members' errors, `(N11 N00 - N01 N10) / (N11 N00 + N01 N10)`, mean over pairs; from -1 to 1.
+
+    0 where members err independently, above it where they err on the same rows. It is not defined, and NaN, where the
+    denominator is 0, as it is for a member that is always right.
+
+    >>> from multitudes import Predictive
+    >>> votes = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 1, 0]])
+    >>> p, y = Predictive(nn.functional.one_hot(votes).float()), torch.tensor([0, 0, 1, 0, 0])
+    >>> round(float(q_statistic(p, y)), 4), round(float(error_correlation(p, y)), 4)  # N11, N10, N01, N00 = 2, 1, 1, 1
+    (0.3333, 0.1667)
+    """
+    return q_statistic_compute(q_statistic_update(read_rows(prediction, target, ignore)))
+
+
+def error_correlation(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Tensor:
+    """Pearson's correlation of two members' errors, mean over pairs; NaN if some member is always right, or wrong."""
+    return error_correlation_compute(error_correlation_update(read_rows(prediction, target, ignore)))
+
+
+class QStatistic(PairsMetric):
+    """`q_statistic`, streaming; it needs the number of `members` first."""
+
+    tables = 4
+
+    def _tables(self, rows: Rows) -> Tensor:
+        return errors_update(rows)
+
+    def compute(self) -> Tensor:
+        """The mean over pairs of members, over all rows so far."""
+        return q_statistic_compute(self.sums)
+
+
+class ErrorCorrelation(QStatistic):
+    """`error_correlation`, streaming; it needs the number of `members` first."""
+
+    def compute(self) -> Tensor:
+        """The mean over pairs of members, over all rows so far."""
+        return error_correlation_compute(self.sums)
+
+
+# Weights ------------------------------------------------------------------------------------------------
+
+
+def cosine_similarity(
+    networks: Multitude | Recorder | Iterable[nn.Module | Mapping[str, Tensor]], model: nn.Module | None = None
+) -> Tensor:
+    """`theta_i . theta_j / (|theta_i| |theta_j|)` of the weights of any two networks, `[M, M]` on the CPU.
+
+    The networks are the members of a multitude, a list of networks of one architecture, a recorder's checkpoints, or a
+    list of state dicts; of those, `model` tells which tensors are weights, and which are buffers. NaN if all weights of
+    a network are 0.
+
+    >>> nets = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+    >>> for net, weight in zip(nets, ([3.0, 4.0], [4.0, 3.0]), strict=True):
+    ...     net.weight.data = torch.tensor([weight])
+    >>> cosine_similarity(nets)
+    tensor([[1.0000, 0.9600],
+            [0.9600, 1.0000]], dtype=torch.float64)
+    """
+    theta = _weights(networks, model)
+    products = torch.zeros(len(theta), len(theta), dtype=torch.float64)
+    for part in theta.split(max(1, _CHUNK // len(theta)), 1):
+        products += part.double() @ part.double().T
+    norms = products.diagonal().sqrt()
+    return (products / norms / norms[:, None]).clamp(-1, 1)
+
+
+def _weights(networks: Any, model: nn.Module | None) -> Tensor:
+    """All weights, `[M, P]`, on the CPU, in float32 or better."""
+    if isinstance(networks, Multitude):
+        networks = map(networks.member, range(networks.members))
+    elif isinstance(networks, Recorder):
+        model = networks.net if model is None else model
+    elif isinstance(networks, (nn.Module, Mapping)) or not isinstance(networks, Iterable):
+        raise ValueError(f"networks must be a multitude, or several networks, got {type(networks).__name__}")
+    vectors = []
+    for index, network in enumerate(networks):
+        if isinstance(network, nn.Module):
+            model = network if model is None else model
+            network = network.state_dict()
+        if not isinstance(network, Mapping):
+            raise ValueError(f"networks[{index}] must be a network or a state dict, got {type(network).__name__}")
+        if model is None:
+            raise ValueError("model must be given with state dicts, to tell weights from buffers, got None")
+        check_fits(model.state_dict(), network, f"networks[{index}]")
+        for name in weights_of(model):
+            check_finite(f"networks[{index}][{name!r}]", network[name])
+        vectors.append(flat_state(dict(network), model))
+    if not vectors:
+        raise ValueError("networks must hold at least one network, got none")
+    return torch.stack(vectors)

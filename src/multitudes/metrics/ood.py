@@ -1,0 +1,262 @@
+"""Tell inputs of another kind from those a network knows: AUROC, AUPR and FPR at 95 % recall, by any criterion.
+
+`criteria.py` has the criteria, scores that are higher the more a prediction looks out of distribution. Each distinct
+score is a threshold, so that equal scores are never torn apart, and the measures are scikit-learn's `roc_auc_score`
+and `average_precision_score`. torchmetrics squeezes scores into [0, 1] by a sigmoid in float32, which makes large ones
+equal; here are exact counts. A single network has no disagreement, and by that criterion an AUROC of 1/2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView, Iterator, KeysView, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from multitudes.checks import check_number
+from multitudes.metrics.criteria import CRITERIA, OF_PROBABILITIES
+from multitudes.metrics.inputs import Prediction, Rows, check_mask, kind_of, places, read_without_target
+from multitudes.metrics.streaming import KeptMetric
+
+__all__ = ["Detection", "OODDetection", "OODTable", "aupr", "auroc", "detect", "fpr_at_recall"]
+
+# Measures -----------------------------------------------------------------------------------------------
+
+
+def auroc(scores: Tensor, positive: Tensor) -> Tensor:
+    """The probability that a positive has a higher score than a negative, where a tie counts one half.
+
+    For all three measures `scores [N]` are higher for positives, and `positive [N]` is boolean; the result is a float64
+    scalar on the scores' device, NaN unless there are positives and negatives.
+
+    >>> float(auroc(torch.tensor([0.1, 0.3, 0.3, 0.9]), torch.tensor([False, False, True, True])))  # (3 + 1/2) / 4
+    0.875
+    """
+    return _auroc(*_counts(*_checked(scores, positive)))
+
+
+def aupr(scores: Tensor, positive: Tensor) -> Tensor:
+    """Average precision, `sum_k (R_k - R_k-1) P_k` over the distinct scores from the highest, as in scikit-learn.
+
+    Precision `P_k` and recall `R_k` are those of calling positive what scores at least as high as the k-th. Nothing is
+    interpolated between thresholds, which would be too optimistic (Davis & Goadrich, 2006).
+
+    >>> float(aupr(torch.tensor([0.1, 0.3, 0.5, 0.9]), torch.tensor([False, True, False, True])))  # (1 + 2/3) / 2
+    0.8333333333333333
+    """
+    return _aupr(*_counts(*_checked(scores, positive)))
+
+
+def fpr_at_recall(scores: Tensor, positive: Tensor, recall: float = 0.95) -> Tensor:
+    """The smallest false-positive rate of a threshold that finds the share `recall` of the positives or more.
+
+    >>> float(fpr_at_recall(torch.tensor([0.1, 0.3, 0.5, 0.9]), torch.tensor([False, True, False, True])))
+    0.5
+    """
+    check_number("recall", recall, 0, 1, above=True)
+    return _fpr(*_counts(*_checked(scores, positive)), recall)
+
+
+def _counts(scores: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
+    """How many positives, and negatives, score at least as high as the k-th distinct score: `[K + 1]`, from k = 0."""
+    scores, order = scores.sort(descending=True)
+    last = torch.ones_like(scores, dtype=torch.bool)
+    last[:-1] = scores[1:] != scores[:-1]
+    true = positive[order].cumsum(0)[last]
+    false = last.nonzero()[:, 0] + 1 - true
+    return F.pad(true, (1, 0)), F.pad(false, (1, 0))
+
+
+def _auroc(true: Tensor, false: Tensor) -> Tensor:
+    twice = ((true[1:] + true[:-1]) * false.diff()).sum()  # of trapezoids, in whole numbers
+    return _of_both(twice.double() / (2 * true[-1] * false[-1]), true, false)
+
+
+def _aupr(true: Tensor, false: Tensor) -> Tensor:
+    precision = true[1:].double() / (true + false)[1:]
+    return _of_both((true.diff() * precision).sum() / true[-1], true, false)
+
+
+def _fpr(true: Tensor, false: Tensor, recall: float) -> Tensor:
+    # A quotient is rounded as the number that was asked for is: 19 of 20 are 0.95.
+    enough = true.double() / true[-1] >= recall
+    return _of_both(torch.where(enough, false.double() / false[-1], torch.inf).amin(), true, false)
+
+
+def _of_both(measure: Tensor, true: Tensor, false: Tensor) -> Tensor:
+    return torch.where((true[-1] > 0) & (false[-1] > 0), measure, torch.nan)
+
+
+def _checked(scores: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
+    if not isinstance(scores, Tensor) or not scores.is_floating_point() or scores.ndim != 1:
+        raise ValueError(f"scores must be a floating-point tensor [N], got {kind_of(scores)}")
+    check_mask("positive", positive, scores.shape)
+    if bool(scores.isnan().any()):
+        raise ValueError(f"scores must not be NaN, got nan at index {scores.isnan().nonzero()[0].tolist()}")
+    return scores.detach(), positive.to(scores.device)
+
+
+# The table of all criteria ------------------------------------------------------------------------------
+
+
+class Detection(NamedTuple):
+    """How well one criterion tells outside from inside; NaN where one of them was empty."""
+
+    auroc: float
+    aupr: float
+    fpr: float  # at the table's recall
+
+
+class OODTable:
+    """A `Detection` for each criterion: `table["entropy"].auroc`.
+
+    It also holds how many predictions were `inside` and `outside`, which were `positive`, and the `recall` of `fpr`.
+    """
+
+    # Neither a dataclass nor a Mapping, into which torchmetrics would reach and which it would build anew.
+    def __init__(self, detections: dict[str, Detection], inside: int, outside: int, positive: str, recall: float):
+        self._detections = detections
+        self.inside = inside
+        self.outside = outside
+        self.positive = positive
+        self.recall = recall
+
+    def __getitem__(self, criterion: str) -> Detection:
+        return self._detections[criterion]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._detections)
+
+    def __len__(self) -> int:
+        return len(self._detections)
+
+    def keys(self) -> KeysView[str]:
+        """The criteria that were computed."""
+        return self._detections.keys()
+
+    def items(self) -> ItemsView[str, Detection]:
+        """The criteria and what they reached."""
+        return self._detections.items()
+
+    def __repr__(self) -> str:
+        width = max(map(len, self._detections), default=0)
+        lines = [f"{'':{width}}   auroc    aupr  {f'fpr{100 * self.recall:.4g}':>6}"]
+        lines += [f"{name:{width}}  {d.auroc:6.4f}  {d.aupr:6.4f}  {d.fpr:6.4f}" for name, d in self.items()]
+        return "\n".join([*lines, f"{self.inside} inside, {self.outside} outside; positive: {self.positive}"])
+
+
+def detect_update(rows: Rows, outside: bool | Tensor, criteria: Sequence[str] | None = None) -> Tensor:
+    """Rows, and which are outside -> that and the scores by each criterion, `[N, 1 + criteria]`.
+
+    Without a choice of criteria it is all of them, and NaN for those that plain probabilities do not have.
+    """
+    columns = [torch.as_tensor(outside, device=rows.probs.device).to(rows.probs.dtype).expand(len(rows))]
+    for name in CRITERIA if criteria is None else criteria:
+        if criteria is None and rows.predictive is None and name not in OF_PROBABILITIES:
+            columns.append(torch.full_like(columns[0], torch.nan))
+        else:
+            columns.append(CRITERIA[name](rows))
+    return torch.stack(columns, 1)
+
+
+def detect_compute(
+    table: Tensor, criteria: Sequence[str] | None = None, positive: str = "out", recall: float = 0.95
+) -> OODTable:
+    """What `detect_update` gave, of all rows -> how well each criterion tells outside from inside."""
+    outside, detections = table[:, 0] == 1, {}
+    for name, scores in zip(CRITERIA if criteria is None else criteria, table[:, 1:].T, strict=True):
+        if criteria is None and bool(scores.isnan().any()):
+            continue
+        counts = _counts(*_checked(scores, outside) if positive == "out" else _checked(-scores, ~outside))
+        detections[name] = Detection(float(_auroc(*counts)), float(_aupr(*counts)), float(_fpr(*counts, recall)))
+    return OODTable(detections, int((~outside).sum()), int(outside.sum()), positive, recall)
+
+
+def detect(
+    inside: Prediction,
+    outside: Prediction,
+    criteria: Sequence[str] | None = None,
+    positive: str = "out",
+    recall: float = 0.95,
+) -> OODTable:
+    """How well predictions of inputs inside and outside of the distribution can be told apart, by each criterion.
+
+    - `inside`, `outside`: a `Predictive` of classification or probabilities, `[B, C, ...]` and `[B', C, ...]`. Each
+      pixel of dense predictions counts.
+    - `criteria`: names of `CRITERIA`. Without them the table has all that exist for what is given: for plain
+      probabilities `max_probability` and `entropy`.
+    - `positive`: which of the two is to be found, and so is the positive class of AUPR and of the FPR, "out" or "in".
+    - `recall`: what share of the positives is to be found where false positives are counted.
+
+    >>> from multitudes import Predictive
+    >>> known = Predictive(torch.tensor([[[5.0, 0.0], [4.0, 0.0]], [[6.0, 0.0], [0.0, 1.0]]]))
+    >>> new = Predictive(torch.tensor([[[1.0, 0.0], [0.0, 9.0]], [[0.0, 1.0], [7.0, 0.0]]]))
+    >>> table = detect(known, new, criteria=["entropy", "disagreement", "energy"])
+    >>> table
+                   auroc    aupr   fpr95
+    entropy       1.0000  1.0000  0.0000
+    disagreement  0.7500  0.6667  0.5000
+    energy        0.5000  0.7500  1.0000
+    2 inside, 2 outside; positive: out
+    >>> table["disagreement"].auroc
+    0.75
+    """
+    _check_options(criteria, positive, recall)
+    rows = []
+    for name, prediction in (("inside", inside), ("outside", outside)):
+        try:
+            rows.append(read_without_target(prediction))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    if rows[0].classes != rows[1].classes:
+        raise ValueError(f"outside must have the classes of inside, {rows[0].classes}, got {rows[1].classes}")
+    device, other = rows[0].probs.device, rows[1].probs.device
+    if device != other:  # devices round differently, which would tear ties apart
+        raise ValueError(f"outside must be on the device of inside, {device}, got {other}")
+    tables = [detect_update(rows[0], False, criteria), detect_update(rows[1], True, criteria)]
+    return detect_compute(torch.cat(tables), criteria, positive, recall)
+
+
+class OODDetection(KeptMetric):
+    """`detect`, streaming.
+
+    Ranks are known only at the end, so it keeps a number for each prediction and criterion, and one more: in float32
+    36 MB for a million predictions and all criteria. Batches should come from one device, since each rounds in its own
+    way, which tears ties apart.
+    """
+
+    higher_is_better = None
+
+    def __init__(
+        self, criteria: Sequence[str] | None = None, positive: str = "out", recall: float = 0.95, **kwargs: Any
+    ) -> None:
+        _check_options(criteria, positive, recall)
+        names = criteria if criteria is None else list(criteria)
+        super().__init__(settings=(names,), **kwargs)
+        self.criteria = names
+        self.positive = positive
+        self.recall = recall
+        self.columns = 1 + len(CRITERIA if names is None else names)
+
+    def update(self, prediction: Prediction, outside: bool | Tensor) -> None:
+        """Add a batch `[B, C, ...]`, and whether it is outside: all of it, or where, a boolean tensor `[B, ...]`."""
+        rows = read_without_target(prediction)
+        if not isinstance(outside, bool):
+            check_mask("outside", outside, places(prediction))
+            outside = outside.flatten()
+        self._keep(detect_update(rows, outside, self.criteria))
+
+    def compute(self) -> OODTable:
+        """The table over all predictions so far; its measures are NaN unless there were some inside and outside."""
+        return detect_compute(self._kept(), self.criteria, self.positive, self.recall)
+
+
+def _check_options(criteria: Sequence[str] | None, positive: str, recall: float) -> None:
+    names = tuple(criteria) if isinstance(criteria, (list, tuple)) else ()
+    if criteria is not None and (not names or any(name not in tuple(CRITERIA) for name in names)):
+        raise ValueError(f"criteria must be None or a list of names from {', '.join(CRITERIA)}, got {criteria!r}")
+    if positive not in ("out", "in"):
+        raise ValueError(f"positive must be 'out' or 'in', got {positive!r}")
+    check_number("recall", recall, 0, 1, above=True)

@@ -1,0 +1,388 @@
+"""How good predicted values are: RMSE, log density, CRPS, intervals, and calibration of quantiles.
+
+Predictions are mixtures of the members' Gaussians (`regression_inputs.py` says which, and what `tau` is), and every
+output of every input is a value of its own: all numbers are one mean over all of them.
+
+- Density, CRPS and quantiles are those of the mixture itself. Without `tau`, members of `task="regression"` are points:
+  there is no density then, CRPS and quantiles are those of the members' step function, and few members make coarse
+  quantiles.
+- Intervals, and `gaussian_ece` which looks at all of them, are those of the Gaussian with the mixture's mean and
+  variance, as `Predictive.interval` gives them.
+
+Log density: Gal & Ghahramani, *Dropout as a Bayesian Approximation* (2016). CRPS of a mixture: Grimit et al., *The
+continuous ranked probability score for circular variables and its application to mesoscale forecast ensemble
+verification* (2006). Calibration: Kuleshov et al., *Accurate Uncertainties for Deep Learning Using Calibrated
+Regression* (2018). torchmetrics has an RMSE too; here it sums in float64, and reads what the others read.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multitudes.checks import check_count
+from multitudes.metrics.regression_inputs import (
+    Forecast,
+    ForecastMetric,
+    Forecasts,
+    IntervalMetric,
+    Intervals,
+    read_forecasts,
+    read_intervals,
+)
+from multitudes.metrics.streaming import mean_of, total_of
+
+__all__ = [
+    "CRPS",
+    "RMSE",
+    "GaussianECE",
+    "IntervalCoverage",
+    "IntervalWidth",
+    "LogDensity",
+    "QuantileCalibration",
+    "QuantileDiagram",
+    "crps",
+    "fit_precision",
+    "gaussian_ece",
+    "interval_coverage",
+    "interval_width",
+    "log_density",
+    "quantile_calibration",
+    "rmse",
+]
+
+
+# The mean -----------------------------------------------------------------------------------------------
+
+
+def rmse_update(forecasts: Forecasts) -> Tensor:
+    """Forecasts -> the sum of squared errors of the mean, and the number of values, `[2]`."""
+    return total_of((forecasts.mean - forecasts.target).square())
+
+
+def rmse_compute(sums: Tensor) -> Tensor:
+    """Sums `[2]` -> the root of the mean, a float64 scalar; NaN without values."""
+    return mean_of(sums).sqrt()
+
+
+def rmse(prediction: Forecast, target: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    """Root mean squared error of the members' mean: one root, over all outputs of all inputs.
+
+    >>> round(float(rmse(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]))), 4)  # sqrt((0 + 4) / 2)
+    1.4142
+    """
+    return rmse_compute(rmse_update(read_forecasts(prediction, target, scale=scale)))
+
+
+class RMSE(ForecastMetric):
+    """`rmse`, streaming."""
+
+    higher_is_better = False
+
+    def __init__(self, scale: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(scale=scale, **kwargs)
+
+    def _sums(self, forecasts: Forecasts) -> Tensor:
+        return rmse_update(forecasts)
+
+    def compute(self) -> Tensor:
+        """The error over all values so far."""
+        return rmse_compute(self.sums)
+
+
+# Proper scores ------------------------------------------------------------------------------------------
+
+
+def log_density_update(forecasts: Forecasts) -> Tensor:
+    """Forecasts -> the sum of `log p(y)`, and the number of values, `[2]`."""
+    if not forecasts.noisy:
+        raise ValueError("tau must be given where members predict no variance, since points have no density, got None")
+    return total_of(forecasts.log_density)
+
+
+log_density_compute = mean_of
+
+
+def log_density(
+    prediction: Forecast, target: Tensor | None = None, tau: float | None = None, scale: float = 1.0
+) -> Tensor:
+    """Mean log predictive density in nats, `log 1/S sum_s N(y; mu_s, sigma_s^2)`; above 0 where densities exceed 1.
+
+    With `tau` it is `logsumexp_s(-tau/2 (y - mu_s)^2) - log S - 1/2 log(2 pi) + 1/2 log tau`. Several outputs of one
+    input count one by one: it is the mean of their own densities, not the density of them all.
+
+    >>> from multitudes import Predictive
+    >>> p = Predictive(torch.tensor([[0.0], [2.0]]), task="regression")
+    >>> round(float(log_density(p, torch.tensor([1.0]), tau=1.0)), 4)  # both members are 1 off: -1/2 - 1/2 log(2 pi)
+    -1.4189
+    """
+    return log_density_compute(log_density_update(read_forecasts(prediction, target, tau, scale)))
+
+
+class LogDensity(ForecastMetric):
+    """`log_density`, streaming."""
+
+    higher_is_better = True
+
+    def _sums(self, forecasts: Forecasts) -> Tensor:
+        return log_density_update(forecasts)
+
+
+def fit_precision(prediction: Forecast, target: Tensor | None = None) -> float:
+    """The `tau` that maximises `log_density` of means `[S, B]` or `[S, B, D, ...]` on held-out data.
+
+    For a single member it is 1 / MSE. For several, `1 / tau` is at its best a weighted mean of squared errors, in which
+    the members that are nearer to a value weigh more: it lies between the mean of each value's least error and the mean
+    of all. There a grid is searched, then the surroundings of its best point by a finer one, until they are a point.
+
+    >>> fit_precision(torch.tensor([0.0, 0.0]), torch.tensor([1.0, 3.0]))
+    0.2
+    """
+    forecasts = read_forecasts(prediction, target)
+    if bool((forecasts.variances > 0).any()):
+        raise ValueError("prediction must be means alone: tau is no part of members that have a variance")
+    squares = (forecasts.target - forecasts.means).square()
+    least, most = float(squares.amin(0).mean()), float(squares.mean())
+    if not least > 0:  # 0, or NaN of no values
+        raise ValueError(
+            f"target must hold a value that no member hits exactly, or tau has no finite best, got {forecasts!r}"
+        )
+
+    def mean_log_density(log_tau: Tensor) -> Tensor:
+        return (-0.5 * log_tau.exp() * squares).logsumexp(0).mean() + 0.5 * log_tau
+
+    low, high = -math.log(most), -math.log(least)
+    while high - low > 1e-9:
+        grid = torch.linspace(low, high, 33, dtype=torch.float64, device=squares.device)
+        best = int(torch.stack([mean_log_density(point) for point in grid]).argmax())
+        low, high = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, 32)])
+    return math.exp((low + high) / 2)
+
+
+def crps_update(forecasts: Forecasts) -> Tensor:
+    """Forecasts -> the sum of CRPS, and the number of values, `[2]`."""
+    return total_of(forecasts.crps)
+
+
+crps_compute = mean_of
+
+
+def crps(prediction: Forecast, target: Tensor | None = None, tau: float | None = None, scale: float = 1.0) -> Tensor:
+    """Continuous ranked probability score of the mixture, the mean of `integral (F(x) - 1[y <= x])^2 dx`; 0 is best.
+
+    `1/S sum_s A(y - mu_s, sigma_s^2) - 1/(2 S^2) sum_st A(mu_s - mu_t, sigma_s^2 + sigma_t^2)`, where
+    `A(mu, sigma^2)` is the mean of `|N(mu, sigma^2)|`. Of points A is the distance, and a single point's CRPS its
+    absolute error.
+
+    >>> from multitudes import Predictive
+    >>> p = Predictive(torch.tensor([[0.0], [2.0]]), task="regression")
+    >>> float(crps(p, torch.tensor([1.0])))  # F is 1/2 from 0 to 2, and 1/2 off everywhere there
+    0.5
+    """
+    return crps_compute(crps_update(read_forecasts(prediction, target, tau, scale)))
+
+
+class CRPS(ForecastMetric):
+    """`crps`, streaming."""
+
+    higher_is_better = False
+
+    def _sums(self, forecasts: Forecasts) -> Tensor:
+        return crps_update(forecasts)
+
+
+# Intervals ----------------------------------------------------------------------------------------------
+
+
+def interval_coverage_update(intervals: Intervals) -> Tensor:
+    """Intervals -> how many hold their value, ends included, and of how many, `[2]`."""
+    return total_of((intervals.low <= intervals.target) & (intervals.target <= intervals.high))
+
+
+def interval_width_update(intervals: Intervals) -> Tensor:
+    """Intervals -> the sum of their widths, and their number, `[2]`."""
+    return total_of(intervals.high - intervals.low)
+
+
+interval_coverage_compute = interval_width_compute = mean_of
+
+
+def interval_coverage(
+    prediction: Forecast | tuple[Tensor, Tensor],
+    target: Tensor | None = None,
+    level: float = 0.95,
+    tau: float | None = None,
+) -> Tensor:
+    """The share of values within the central intervals of `level`, or within given ones, `(low, high)`.
+
+    >>> low, high = torch.tensor([0.0, 0.0]), torch.tensor([1.0, 1.0])
+    >>> float(interval_coverage((low, high), torch.tensor([0.5, 2.0])))
+    0.5
+    """
+    return interval_coverage_compute(interval_coverage_update(read_intervals(prediction, target, level, tau)))
+
+
+def interval_width(
+    prediction: Forecast | tuple[Tensor, Tensor],
+    target: Tensor | None = None,
+    level: float = 0.95,
+    tau: float | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """The mean width of the central intervals of `level`, or of given ones, `(low, high)`.
+
+    >>> from multitudes import Predictive
+    >>> p = Predictive(torch.tensor([[1.0], [3.0]]), task="regression")  # mean 2, standard deviation 1
+    >>> round(float(interval_width(p, torch.tensor([0.0]), level=0.95)), 4)  # 2 * 1.96
+    3.9199
+    """
+    return interval_width_compute(interval_width_update(read_intervals(prediction, target, level, tau, scale)))
+
+
+class IntervalCoverage(IntervalMetric):
+    """`interval_coverage`, streaming."""
+
+    higher_is_better = None
+
+    def _sums_of(self, intervals: Intervals) -> Tensor:
+        return interval_coverage_update(intervals)
+
+
+class IntervalWidth(IntervalMetric):
+    """`interval_width`, streaming."""
+
+    higher_is_better = False
+
+    def _sums_of(self, intervals: Intervals) -> Tensor:
+        return interval_width_update(intervals)
+
+
+# Calibration --------------------------------------------------------------------------------------------
+
+
+def _levels(count: int, like: Tensor) -> Tensor:
+    """The levels `1 / (count + 1), ..., count / (count + 1)`, in float64."""
+    return torch.arange(1, count + 1, dtype=torch.float64, device=like.device) / (count + 1)
+
+
+def _at_most(values: Tensor, levels: int) -> Tensor:
+    """Values in [0, 1], `[N]` -> how many are at most each level, and their number, `[levels + 1]`."""
+    below = (values <= _levels(check_count("levels", levels), values)[:, None]).sum(1)
+    return torch.cat([below, below.new_tensor([len(values)])]).double()
+
+
+class QuantileCalibration:
+    """The data of a diagram of quantiles: how often a value was at most the quantile of each level.
+
+    `levels [L]`, the levels p; `observed [L]`, the share of values with `F(y) <= p`, which is p if forecasts are
+    calibrated, and NaN without values; `count`, the number of values. Too narrow forecasts have too much observed at
+    low levels, and too little at high ones.
+    """
+
+    # Not a dataclass, into whose fields torchmetrics would reach and squeeze those of a single level.
+    def __init__(self, levels: Tensor, observed: Tensor, count: int) -> None:
+        self.levels = levels
+        self.observed = observed
+        self.count = count
+
+    @property
+    def error(self) -> Tensor:
+        """The mean of `|observed - level|`, a float64 scalar."""
+        return (self.observed - self.levels).abs().mean()
+
+    @property
+    def squared_error(self) -> Tensor:
+        """The mean of `(observed - level)^2`: the calibration error of Kuleshov et al. (eq. 9) with equal weights."""
+        return (self.observed - self.levels).square().mean()
+
+    def __repr__(self) -> str:
+        pairs = zip(self.levels.tolist(), self.observed.tolist(), strict=True)
+        return "\n".join([" level  observed", *(f"{level:.4f}    {share:.4f}" for level, share in pairs)])
+
+
+def quantile_calibration_update(forecasts: Forecasts, levels: int = 19) -> Tensor:
+    """Forecasts -> for each level how many values have `F(y)` at most that, and their number, `[levels + 1]`."""
+    return _at_most(forecasts.cdf, levels)
+
+
+def quantile_calibration_compute(sums: Tensor) -> QuantileCalibration:
+    """Sums `[levels + 1]` -> the data of the diagram."""
+    return QuantileCalibration(_levels(len(sums) - 1, sums), sums[:-1] / sums[-1], int(sums[-1]))
+
+
+def quantile_calibration(
+    prediction: Forecast, target: Tensor | None = None, levels: int = 19, tau: float | None = None
+) -> QuantileCalibration:
+    """The share of values with `F(y) <= p` for the levels `p = 1 / (levels + 1), ..., levels / (levels + 1)`.
+
+    >>> found = quantile_calibration(torch.zeros(4), torch.tensor([-2.0, -1.0, -0.5, 0.5]), levels=3, tau=1.0)
+    >>> found
+     level  observed
+    0.2500    0.5000
+    0.5000    0.7500
+    0.7500    1.0000
+    >>> float(found.error), float(found.squared_error)
+    (0.25, 0.0625)
+    """
+    return quantile_calibration_compute(quantile_calibration_update(read_forecasts(prediction, target, tau), levels))
+
+
+class QuantileDiagram(ForecastMetric):
+    """`quantile_calibration`, streaming."""
+
+    higher_is_better = None
+
+    def __init__(self, levels: int = 19, tau: float | None = None, **kwargs: Any) -> None:
+        super().__init__(tau, shape=(check_count("levels", levels) + 1,), **kwargs)
+        self.levels = levels
+
+    def _sums(self, forecasts: Forecasts) -> Tensor:
+        return quantile_calibration_update(forecasts, self.levels)
+
+    def compute(self) -> QuantileCalibration:  # type: ignore[override]
+        """The data of the diagram over all values so far."""
+        return quantile_calibration_compute(self.sums)
+
+
+def gaussian_ece_update(forecasts: Forecasts, levels: int = 19) -> Tensor:
+    """Forecasts -> for each level how many values its central interval holds, and their number, `[levels + 1]`."""
+    off = forecasts.target - forecasts.mean
+    z = torch.where(off == 0, 0.0, off / forecasts.std)
+    return _at_most(torch.erf(z.abs() / math.sqrt(2)), levels)  # the least level whose interval reaches the value
+
+
+def gaussian_ece_compute(sums: Tensor) -> Tensor:
+    """Sums `[levels + 1]` -> the mean distance of coverage and level, a float64 scalar; NaN without values."""
+    return (sums[:-1] / sums[-1] - _levels(len(sums) - 1, sums)).abs().mean()
+
+
+def gaussian_ece(
+    prediction: Forecast, target: Tensor | None = None, levels: int = 19, tau: float | None = None
+) -> Tensor:
+    """Expected calibration error of intervals: the mean over levels p of `|coverage of the central interval - p|`.
+
+    >>> y = torch.tensor([-1.5, -0.5, 0.2, 0.8])  # intervals of 1/4, 1/2, 3/4 reach 0.32, 0.67, 1.15
+    >>> float(gaussian_ece(torch.zeros(4), y, levels=3, tau=1.0))
+    0.0
+    """
+    return gaussian_ece_compute(gaussian_ece_update(read_forecasts(prediction, target, tau), levels))
+
+
+class GaussianECE(ForecastMetric):
+    """`gaussian_ece`, streaming."""
+
+    higher_is_better = False
+
+    def __init__(self, levels: int = 19, tau: float | None = None, **kwargs: Any) -> None:
+        super().__init__(tau, shape=(check_count("levels", levels) + 1,), **kwargs)
+        self.levels = levels
+
+    def _sums(self, forecasts: Forecasts) -> Tensor:
+        return gaussian_ece_update(forecasts, self.levels)
+
+    def compute(self) -> Tensor:
+        """The error over all values so far."""
+        return gaussian_ece_compute(self.sums)

@@ -1,0 +1,268 @@
+"""What a regression metric is given: members' Gaussians and the values that came true, checked and laid out as rows.
+
+Each member s says of a value y that it is Gaussian, `N(mu_s, sigma_s^2)`, and the S of them together are the mixture
+
+    p(y) = 1/S sum_s N(y; mu_s, sigma_s^2),    F(y) = 1/S sum_s Phi((y - mu_s) / sigma_s).
+
+`task="gaussian"` predicts the variances. `task="regression"` does not: there `tau`, the output precision, gives all
+members the variance `1 / tau` (Gal & Ghahramani, *Dropout as a Bayesian Approximation*, 2016), and without it the
+members are points, and F is the step function of their values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import NormalDist
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multitudes.checks import check_number
+from multitudes.metrics.inputs import check_finite
+from multitudes.metrics.streaming import SumsMetric
+from multitudes.predictive import Predictive, split_gaussian
+
+__all__ = [
+    "Forecast",
+    "ForecastMetric",
+    "Forecasts",
+    "IntervalMetric",
+    "Intervals",
+    "read_forecasts",
+    "read_intervals",
+]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Forecasts:
+    """N values as S members foresaw them, and as they came: one for each output of each input, in float64.
+
+    Several metrics of one batch can share them. Make them by `read_forecasts`.
+    """
+
+    means: Tensor
+    """`mu_s`, `[S, N]`."""
+    variances: Tensor
+    """`sigma_s^2`, `[S, N]`; 0 where members are points."""
+    target: Tensor
+    """The true values, `[N]`."""
+
+    def __len__(self) -> int:
+        """N: how many values there are."""
+        return len(self.target)
+
+    def __repr__(self) -> str:
+        return f"Forecasts(members={len(self.means)}, values={len(self)})"
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the mixture has a density: every variance is above 0."""
+        return bool((self.variances > 0).all())
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """The mixture's mean, `[N]`."""
+        return self.means.mean(0)
+
+    @cached_property
+    def std(self) -> Tensor:
+        """The mixture's standard deviation, `[N]`."""
+        return ((self.means - self.mean).square() + self.variances).mean(0).sqrt()
+
+    @cached_property
+    def log_density(self) -> Tensor:
+        """`log p(y)` of the mixture, `[N]`."""
+        squares = (self.target - self.means).square() / self.variances
+        logs = -0.5 * (squares + self.variances.log() + math.log(2 * math.pi))
+        return logs.logsumexp(0) - math.log(len(self.means))
+
+    @cached_property
+    def cdf(self) -> Tensor:
+        """`F(y)` of the mixture, `[N]`: uniform on [0, 1] if the forecasts are right."""
+        below = torch.special.ndtr((self.target - self.means) / self.variances.sqrt())
+        on_a_point = (self.variances == 0) & (self.target == self.means)  # 0 / 0 above; a step counts from where it is
+        return torch.where(on_a_point, 1.0, below).mean(0)
+
+    @cached_property
+    def crps(self) -> Tensor:
+        """`integral (F(x) - 1[y <= x])^2 dx` of the mixture, `[N]`."""
+        error = _mean_distance(self.target - self.means, self.variances).mean(0)
+        spread = torch.zeros_like(error)
+        for mean, variance in zip(self.means, self.variances, strict=True):  # all pairs at once may not fit
+            spread += _mean_distance(self.means - mean, self.variances + variance).mean(0)
+        return error - 0.5 * spread / len(self.means)
+
+    def interval(self, level: float) -> tuple[Tensor, Tensor]:
+        """The central interval of the Gaussian with the mixture's moments, as of `Predictive`, but with `1 / tau`."""
+        reach = -NormalDist().inv_cdf((1 - level) / 2) * self.std
+        return self.mean - reach, self.mean + reach
+
+
+def _mean_distance(mean: Tensor, variance: Tensor) -> Tensor:
+    """`A(mu, sigma^2)`, the mean of |X| for X from `N(mu, sigma^2)`: `2 sigma phi(z) + mu (2 Phi(z) - 1)`."""
+    sigma = variance.sqrt()
+    z = torch.where(mean == 0, 0.0, mean / sigma)  # infinite for a point, whose A is |mu|
+    return sigma * math.sqrt(2 / math.pi) * torch.exp(-0.5 * z.square()) + mean * torch.erf(z / math.sqrt(2))
+
+
+Forecast = Predictive | Tensor | Forecasts
+
+
+def read_forecasts(
+    prediction: Forecast, target: Tensor | None = None, tau: float | None = None, scale: float = 1.0
+) -> Forecasts:
+    """Check predictions and values, and lay them out as rows: every output of every input is one.
+
+    - `prediction`: a `Predictive` of regression, `[S, B]` or `[S, B, D, ...]`, or of Gaussians, `[S, B, 2D, ...]`; or a
+      tensor of means in the target's shape, which is that of a single member.
+    - `target`: the true values, `[B]` or `[B, D, ...]`.
+    - `tau`: the precision of the noise around the means, where the members do not predict it.
+    - `scale`: what outputs are multiplied by at last. If targets were standardised, their standard deviation takes
+      errors, widths and densities back to the original unit; `tau` is that of the standardised outputs.
+
+    Forecasts that have been read before come alone, and pass as they are. What does not fit is a ValueError that names
+    the first bad value and its index.
+
+    >>> p = Predictive(torch.tensor([[1.0, 2.0], [3.0, 2.0]]), task="regression")
+    >>> forecasts = read_forecasts(p, torch.tensor([2.0, 2.5]), tau=4.0)
+    >>> forecasts, forecasts.std
+    (Forecasts(members=2, values=2), tensor([1.1180, 0.5000], dtype=torch.float64))
+    """
+    check_noise(tau, scale)
+    if isinstance(prediction, Forecasts):
+        if target is not None or tau is not None or scale != 1:
+            raise ValueError(f"target, tau and scale must be left out where prediction is {prediction!r}, read before")
+        return prediction
+    means, variances = _members(prediction, tau)
+    target = _check_target(target, list(means.shape[1:]), means.device)
+    return Forecasts(means.flatten(1) * scale, variances.flatten(1) * scale**2, target.flatten() * scale)
+
+
+def _members(prediction: Predictive | Tensor, tau: float | None) -> tuple[Tensor, Tensor]:
+    """Each member's means and variances, `[S, B, ...]` in float64."""
+    if isinstance(prediction, Predictive):
+        if prediction.task not in ("regression", "gaussian"):
+            raise ValueError(f"prediction must be of task regression or gaussian, got one of task {prediction.task}")
+        if prediction.task == "gaussian" and tau is not None:
+            raise ValueError(f"tau must be left out for task gaussian, whose members predict their variance, got {tau}")
+        check_finite("prediction", prediction.predictions)
+        values = prediction.predictions.detach().double()
+        if prediction.task == "gaussian":
+            return split_gaussian(values, dim=2)
+    else:
+        if not isinstance(prediction, Tensor) or not prediction.is_floating_point():
+            kind = getattr(prediction, "dtype", type(prediction).__name__)
+            raise ValueError(f"prediction must be a Predictive or a floating-point tensor of means, got {kind}")
+        if prediction.ndim < 1:
+            raise ValueError("prediction must be means [B] or [B, D, ...], got a single number")
+        check_finite("prediction", prediction)
+        values = prediction.detach().double()[None]
+    return values, torch.full_like(values, 0.0 if tau is None else 1 / tau)
+
+
+# Intervals ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Intervals:
+    """N intervals and the values that came, `[N]` each."""
+
+    low: Tensor
+    high: Tensor
+    target: Tensor
+
+
+def read_intervals(
+    prediction: Forecast | tuple[Tensor, Tensor],
+    target: Tensor | None = None,
+    level: float = 0.95,
+    tau: float | None = None,
+    scale: float = 1.0,
+) -> Intervals:
+    """The central intervals of `prediction`, or given ones, `(low, high)` in the target's shape; ends may be infinite.
+
+    `level` says nothing about intervals that are given.
+    """
+    check_number("level", level, 0, above=True, below=1)
+    if not isinstance(prediction, tuple):
+        forecasts = read_forecasts(prediction, target, tau, scale)
+        return Intervals(*forecasts.interval(level), forecasts.target)
+    check_noise(tau, scale)
+    if tau is not None:
+        raise ValueError(f"tau must be left out where prediction is (low, high), got {tau}")
+    if len(prediction) != 2 or not all(isinstance(end, Tensor) for end in prediction):
+        kinds = [type(end).__name__ for end in prediction]
+        raise ValueError(f"prediction must be a pair of tensors (low, high), got a tuple of {kinds}")
+    low, high = prediction
+    if low.shape != high.shape or low.ndim < 1:
+        raise ValueError(f"low and high must be [B] or [B, D, ...] alike, got {list(low.shape)} and {list(high.shape)}")
+    bad = ~(low <= high)  # so for NaN
+    if bool(bad.any()):
+        at = bad.nonzero()[0].tolist()
+        ends = [float(end[tuple(at)]) for end in (low, high)]
+        raise ValueError(f"low must be at most high, got {ends[0]:.6g} and {ends[1]:.6g} at index {at}")
+    target = _check_target(target, list(low.shape), low.device)
+    return Intervals(*(end.detach().double().flatten() * scale for end in (low, high, target)))
+
+
+# Metrics ------------------------------------------------------------------------------------------------
+
+
+class ForecastMetric(SumsMetric):
+    """A metric of regression. A subclass says how forecasts become sums (`_sums`), and sums the result (`compute`)."""
+
+    def __init__(
+        self, tau: float | None = None, scale: float = 1.0, *, settings: tuple[object, ...] = (), **kwargs: Any
+    ) -> None:
+        check_noise(tau, scale)
+        super().__init__(settings=(tau, scale, *settings), **kwargs)
+        self.tau = tau
+        self.scale = scale
+
+    def _sums(self, forecasts: Forecasts) -> Tensor:
+        raise NotImplementedError
+
+    def update(self, prediction: Forecast, target: Tensor | None = None) -> None:
+        """Add a batch; `read_forecasts` says what it may be."""
+        self._add(self._sums(read_forecasts(prediction, target, self.tau, self.scale)))
+
+
+class IntervalMetric(ForecastMetric):
+    """A regression metric that looks at intervals alone: those of a `level`, or given ones."""
+
+    def __init__(self, level: float = 0.95, tau: float | None = None, scale: float = 1.0, **kwargs: Any) -> None:
+        check_number("level", level, 0, above=True, below=1)
+        super().__init__(tau, scale, settings=(level,), **kwargs)
+        self.level = level
+
+    def _sums_of(self, intervals: Intervals) -> Tensor:
+        raise NotImplementedError
+
+    def update(self, prediction: Forecast | tuple[Tensor, Tensor], target: Tensor | None = None) -> None:
+        """Add a batch; `read_intervals` says what it may be."""
+        self._add(self._sums_of(read_intervals(prediction, target, self.level, self.tau, self.scale)))
+
+
+# Checks -------------------------------------------------------------------------------------------------
+
+
+def check_noise(tau: float | None, scale: float) -> None:
+    """Raise ValueError unless `tau` and `scale` are positive numbers; `tau` may be None."""
+    if tau is not None:
+        check_number("tau", tau, 0, above=True)
+    check_number("scale", scale, 0, above=True)
+
+
+def _check_target(target: Tensor | None, shape: list[int], device: torch.device) -> Tensor:
+    """`target` in float64 on `device`; it must hold finite numbers in the given shape `[B, ...]`."""
+    kind = getattr(target, "dtype", type(target).__name__)
+    if not isinstance(target, Tensor) or target.is_complex() or kind == torch.bool:
+        raise ValueError(f"target must be a tensor of real values {shape}, got {kind}")
+    if list(target.shape) != shape:
+        # [B] against [B, 1] would broadcast to [B, B].
+        raise ValueError(f"target must have the shape of one member's means, {shape}, got {list(target.shape)}")
+    check_finite("target", target)
+    return target.detach().to(device, torch.float64)

@@ -1,0 +1,359 @@
+"""How well predictions stand shifted inputs: corruption errors, consistency along a sequence, success of attacks.
+
+- Corruption error, and relative to clean data: Hendrycks & Dietterich, *Benchmarking Neural Network Robustness to
+  Common Corruptions and Perturbations*, 2019. Of a table of NLLs or ECEs instead of errors, `corruption_error` gives
+  CNLL and CECE, and `mean_corruption_error` mCNLL and mCECE (Park & Kim, *Blurs Behave Like Ensembles*, 2022, eq. 35
+  and 36). Chang et al. (*Ensemble Model Patching*, 2019) take the unpatched network as their baseline.
+- Consistency, cross-entropy consistency and relative confidence: Park & Kim, eq. 37 to 39; consistency after Zhang,
+  *Making Convolutional Networks Shift-Invariant Again*, 2019.
+- Attack success rate: Park & Kim, Table E.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multitudes.metrics.inputs import Prediction, Rows, check_mask, places, read_rows, read_without_target
+from multitudes.metrics.streaming import RowsMetric, SumsMetric, mean_of, total_of
+from multitudes.predictive import Predictive
+
+__all__ = [
+    "AttackSuccessRate",
+    "Consistency",
+    "CrossEntropyConsistency",
+    "RelativeConfidence",
+    "attack_success_rate",
+    "consistency",
+    "corruption_error",
+    "cross_entropy_consistency",
+    "mean_corruption_error",
+    "relative_confidence",
+    "relative_corruption_error",
+    "relative_mean_corruption_error",
+]
+
+Table = Tensor | Sequence[Sequence[float]] | Mapping[str, Tensor | Sequence[float]]
+"""A score for each corruption and severity: `{corruption: 5 values}`, or `[K, 5]`."""
+
+# Corruptions --------------------------------------------------------------------------------------------
+
+
+def corruption_error(errors: Table, baseline: Table | None = None) -> Tensor:
+    """The error under each corruption, over its severities, relative to a baseline's, `[K]` in float64 on the CPU.
+
+    `CE_c = sum_s E_cs / sum_s E_cs^baseline`; without a baseline the mean over severities. Both tables are in the same
+    unit, shares or percent; a mapping's order is that of the result.
+
+    >>> errors = {"fog": [0.1, 0.1, 0.2, 0.2, 0.4], "snow": [0.2, 0.3, 0.3, 0.4, 0.6]}
+    >>> baseline = {"snow": [0.4, 0.4, 0.4, 0.4, 0.4], "fog": [0.3, 0.4, 0.4, 0.4, 0.5]}
+    >>> corruption_error(errors, baseline), corruption_error(errors)
+    (tensor([0.5000, 0.9000], dtype=torch.float64), tensor([0.2000, 0.3600], dtype=torch.float64))
+    """
+    names, table = _read_table("errors", errors)
+    if baseline is None:
+        return table.mean(1)
+    return _ratio(table, _read_like("baseline", baseline, names, table), names, "baseline's errors")
+
+
+def mean_corruption_error(errors: Table, baseline: Table | None = None) -> Tensor:
+    """mCE, the mean over corruptions of `corruption_error`, a float64 scalar.
+
+    >>> errors, baseline = [[0.1, 0.1, 0.2, 0.2, 0.4], [0.2, 0.3, 0.3, 0.4, 0.6]], [[0.4] * 5, [0.4] * 5]
+    >>> round(float(mean_corruption_error(errors, baseline)), 4)  # (0.5 + 0.9) / 2
+    0.7
+    """
+    return corruption_error(errors, baseline).mean()
+
+
+def relative_corruption_error(
+    errors: Table, clean: float, baseline: Table | None = None, baseline_clean: float | None = None
+) -> Tensor:
+    """How much the error grows under each corruption, relative to how much a baseline's grows, `[K]` in float64.
+
+    `sum_s (E_cs - E_clean) / sum_s (E_cs^baseline - E_clean^baseline)`; without a baseline the mean over severities of
+    the numerator. This is the definition of Hendrycks & Dietterich. Chang et al. print the model's own clean error in
+    the denominator too.
+
+    >>> errors, baseline = {"fog": [0.1, 0.1, 0.2, 0.2, 0.4]}, {"fog": [0.3, 0.4, 0.4, 0.4, 0.5]}
+    >>> relative_corruption_error(errors, 0.1, baseline, 0.2)  # 0.5 / 1
+    tensor([0.5000], dtype=torch.float64)
+    """
+    names, table = _read_table("errors", errors)
+    if (baseline is None) != (baseline_clean is None):
+        raise ValueError(f"baseline and baseline_clean must be given together, got baseline_clean={baseline_clean!r}")
+    growth = table - _read_clean("clean", clean)
+    if baseline is None or baseline_clean is None:
+        return growth.mean(1)
+    base = _read_like("baseline", baseline, names, table) - _read_clean("baseline_clean", baseline_clean)
+    return _ratio(growth, base, names, "baseline's errors beyond baseline_clean")
+
+
+def relative_mean_corruption_error(
+    errors: Table, clean: float, baseline: Table | None = None, baseline_clean: float | None = None
+) -> Tensor:
+    """Relative mCE, the mean over corruptions of `relative_corruption_error`, a float64 scalar."""
+    return relative_corruption_error(errors, clean, baseline, baseline_clean).mean()
+
+
+def _ratio(table: Tensor, base: Tensor, names: list[str], what: str) -> Tensor:
+    total = base.sum(1)
+    if bool((total == 0).any()):
+        raise ValueError(f"{what} must not add up to 0, as they do for {names[int((total == 0).nonzero()[0])]}")
+    return table.sum(1) / total
+
+
+def _read_table(argument: str, values: Table) -> tuple[list[str], Tensor]:
+    """The corruptions' names, and the scores `[K, severities]` in float64 on the CPU."""
+    if isinstance(values, Mapping):
+        names, rows = [repr(name) for name in values], list(values.values())
+    elif isinstance(values, (Tensor, Sequence)) and not isinstance(values, str) and getattr(values, "ndim", 2) == 2:
+        names, rows = [f"corruption {k}" for k in range(len(values))], list(values)
+    else:
+        raise ValueError(f"{argument} must be {{corruption: scores}} or [corruptions, severities], got {values!r}")
+    scores = [torch.as_tensor(row).detach().to("cpu", torch.float64) for row in rows]
+    if not scores or scores[0].ndim != 1 or not len(scores[0]):
+        raise ValueError(f"{argument} must hold one score or more for each of one corruption or more, got {values!r}")
+    for name, row in zip(names, scores, strict=True):
+        if row.shape != scores[0].shape:
+            raise ValueError(
+                f"{argument} must hold as many severities for {name} as for {names[0]}, {len(scores[0])}, "
+                f"got shape {list(row.shape)}"
+            )
+        if not bool(row.isfinite().all()):
+            bad = int((~row.isfinite()).nonzero()[0])
+            raise ValueError(f"{argument} must hold finite scores, got {float(row[bad])} for {name} at index {bad}")
+    return names, torch.stack(scores)
+
+
+def _read_like(argument: str, values: Table, names: list[str], like: Tensor) -> Tensor:
+    """The scores of the same corruptions and severities, in the same order, `[K, severities]`."""
+    found, table = _read_table(argument, values)
+    if sorted(found) != sorted(names):
+        raise ValueError(f"{argument} must hold the corruptions of errors, {', '.join(names)}, got {', '.join(found)}")
+    if table.shape != like.shape:
+        raise ValueError(f"{argument} must hold as many severities as errors, {like.shape[1]}, got {table.shape[1]}")
+    return table[[found.index(name) for name in names]]
+
+
+def _read_clean(argument: str, value: float) -> Tensor:
+    clean = torch.as_tensor(value, dtype=torch.float64)
+    if clean.ndim or not bool(clean.isfinite()):
+        raise ValueError(f"{argument} must be one finite number, the score without corruption, got {value!r}")
+    return clean.cpu()
+
+
+# Sequences ----------------------------------------------------------------------------------------------
+
+Frames = Predictive | Tensor | Iterable[Predictive | Tensor]
+"""The predictions of T frames, see `read_sequence`."""
+Masks = Tensor | Iterable[Tensor]
+"""Which inputs or pixels of the frames count: `[T, ...]`, or one mask for each frame."""
+
+
+def read_sequence(frames: Frames, masks: Masks | None = None) -> Iterator[tuple[Rows, Rows]]:
+    """Check the predictions of T frames, 2 or more, and give the rows of frames together with those of the next.
+
+    - One sequence: a `Predictive` of T inputs, or probabilities `[T, C]`.
+    - B sequences side by side: T `Predictive`s of B inputs, or T tensors of probabilities `[B, C, ...]`, as a list, or
+      from an iterator that need not hold them all; or one tensor `[T, B, C, ...]`.
+
+    In dense predictions every pixel is a sequence of its own. `masks` are true where it counts, such as
+    `target != 255`: boolean, a frame's own has the shape of its labels. A step counts if both of its ends do.
+    """
+    if masks is not None and not isinstance(masks, Iterable):
+        raise ValueError(f"masks must be None or boolean tensors, one for each frame, got {type(masks).__name__}")
+    if isinstance(frames, Predictive) or (isinstance(frames, Tensor) and frames.ndim == 2):
+        _check_length(len(frames))
+        rows, mask = _read_frame(frames, masks, "masks")
+        step = len(rows) // len(frames)
+        early, late = slice(0, len(rows) - step), slice(step, len(rows))
+        yield _that_count(rows[early], rows[late], None if mask is None else mask[early] & mask[late])
+        return
+    if isinstance(frames, (Rows, Mapping, str)) or not isinstance(frames, Iterable):
+        raise ValueError(f"frames must be a Predictive, probabilities, or several of them, got {type(frames).__name__}")
+    for number, ((before, one), (after, other)) in enumerate(pairwise(_read_frames(frames, masks))):
+        if after.probs.shape != before.probs.shape:
+            raise ValueError(
+                f"frames must be alike, got {after!r} in frames[{number + 1}] after {before!r} in frames[{number}]"
+            )
+        yield _that_count(before, after, None if one is None or other is None else one & other)
+
+
+def _read_frames(
+    frames: Iterable[Predictive | Tensor], masks: Iterable[Tensor] | None
+) -> Iterator[tuple[Rows, Tensor | None]]:
+    """The rows of each frame, and which of them count."""
+    given = None if masks is None else iter(masks)
+    count = 0
+    for count, frame in enumerate(frames, start=1):
+        mask = None if given is None else next(given, None)
+        if given is not None and mask is None:
+            raise ValueError(f"masks must be as many as the frames, got {count - 1} of them, and more frames")
+        try:
+            read = _read_frame(frame, mask, "mask")
+        except ValueError as error:
+            raise ValueError(f"frames[{count - 1}]: {error}") from error
+        yield read
+    _check_length(count)
+    if given is not None and next(given, None) is not None:
+        raise ValueError(f"masks must be as many as the frames, got {count} frames, and more masks")
+
+
+def _read_frame(frame: Predictive | Tensor, mask: Any, name: str) -> tuple[Rows, Tensor | None]:
+    rows = read_without_target(frame)
+    if mask is None:
+        return rows, None
+    check_mask(name, mask, places(frame))
+    return rows, mask.flatten().to(rows.probs.device)
+
+
+def _that_count(before: Rows, after: Rows, seen: Tensor | None) -> tuple[Rows, Rows]:
+    return (before, after) if seen is None else (before[seen], after[seen])
+
+
+def _check_length(frames: int) -> None:
+    if frames < 2:
+        raise ValueError(f"frames must be 2 or more, to compare each with the next, got {frames}")
+
+
+def consistency_update(before: Tensor, after: Tensor) -> Tensor:
+    """The labels of frames and of the next ones, `[N]` -> how many stayed, and of how many, `[2]`."""
+    return total_of(before == after)
+
+
+def cross_entropy_consistency_update(before: Rows, after: Rows) -> Tensor:
+    """The rows of frames and of the next ones -> the sum of their cross-entropies, and of how many, `[2]`."""
+    p = before.probs.double()
+    return total_of(-torch.where(p > 0, p * after.log_probs, 0).sum(1))
+
+
+consistency_compute = cross_entropy_consistency_compute = mean_of
+
+
+def consistency(frames: Frames, masks: Masks | None = None) -> Tensor:
+    """The share of steps from one frame to the next at which the label stays (eq. 37), a float64 scalar.
+
+    `1/M sum_i 1[g(x_i) = g(x_i+1)]`, with the most probable class g and M = T - 1 steps, mean over sequences.
+    `read_sequence` says what `frames` and `masks` may be.
+
+    >>> float(consistency(torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6], [0.1, 0.9], [0.2, 0.8]])))
+    0.75
+    """
+    sums = [consistency_update(before.label, after.label) for before, after in read_sequence(frames, masks)]
+    return consistency_compute(torch.stack(sums).sum(0))
+
+
+def cross_entropy_consistency(frames: Frames, masks: Masks | None = None) -> Tensor:
+    """How far the probabilities move from one frame to the next (eq. 38), in nats, a float64 scalar.
+
+    `-1/M sum_i f(x_i) . log f(x_i+1)`, with the mean probabilities f, mean over sequences. It is the entropy of f where
+    nothing moves, and more where something does: networks that are unsure have a high one, as the paper finds.
+
+    >>> round(float(cross_entropy_consistency(torch.tensor([[0.5, 0.5], [0.25, 0.75]]))), 4)  # (log 4 + log 4/3) / 2
+    0.837
+    """
+    sums = [cross_entropy_consistency_update(before, after) for before, after in read_sequence(frames, masks)]
+    return cross_entropy_consistency_compute(torch.stack(sums).sum(0))
+
+
+class Consistency(SumsMetric):
+    """`consistency`, streaming: one sequence, or batch of sequences, after the other; each step counts the same."""
+
+    higher_is_better = True
+
+    def update(self, frames: Frames, masks: Masks | None = None) -> None:
+        """Add a sequence, or several side by side; `read_sequence` says what it may be."""
+        sums = [self._step(before, after) for before, after in read_sequence(frames, masks)]
+        self._add(torch.stack(sums).sum(0))
+
+    def _step(self, before: Rows, after: Rows) -> Tensor:
+        return consistency_update(before.label, after.label)
+
+
+class CrossEntropyConsistency(Consistency):
+    """`cross_entropy_consistency`, streaming, as `Consistency` does."""
+
+    higher_is_better = False
+
+    def _step(self, before: Rows, after: Rows) -> Tensor:
+        return cross_entropy_consistency_update(before, after)
+
+
+# Single predictions -------------------------------------------------------------------------------------
+
+
+def relative_confidence_update(rows: Rows) -> Tensor:
+    """Rows -> the sum of `p(y) / max p`, and the number of rows, `[2]`."""
+    return total_of(rows.probs.gather(1, rows.target[:, None])[:, 0].double() / rows.confidence)
+
+
+relative_confidence_compute = mean_of
+
+
+def relative_confidence(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Tensor:
+    """The true class's probability relative to the largest, `p(y) / max p` (eq. 39), mean over `[B, C, ...]`.
+
+    1 for a right prediction; for a wrong one the smaller, the surer of itself it is.
+
+    >>> p = torch.tensor([[0.8, 0.2], [0.4, 0.6]])
+    >>> round(float(relative_confidence(p, torch.tensor([0, 0]))), 4)  # (1 + 0.4 / 0.6) / 2
+    0.8333
+    """
+    return relative_confidence_compute(relative_confidence_update(read_rows(prediction, target, ignore)))
+
+
+class RelativeConfidence(RowsMetric):
+    """`relative_confidence`, streaming."""
+
+    higher_is_better = True
+
+    def _sums(self, rows: Rows) -> Tensor:
+        return relative_confidence_update(rows)
+
+
+# Attacks ------------------------------------------------------------------------------------------------
+
+
+def attack_success_rate_update(clean: Rows, attacked: Rows) -> Tensor:
+    """The same rows before and after an attack -> how many right ones it made wrong, and of how many, `[2]`."""
+    device = clean.target.device
+    if not torch.equal(clean.target, attacked.target.to(device)):
+        raise ValueError(f"attacked must be of the inputs of clean, with the same targets, got {attacked!r}")
+    return total_of(~attacked.correct.to(device)[clean.correct])
+
+
+attack_success_rate_compute = mean_of
+
+
+def attack_success_rate(
+    clean: Prediction, attacked: Prediction, target: Tensor | None = None, ignore: int | None = None
+) -> Tensor:
+    """Of the inputs whose class was predicted, the share for which another is after the attack; NaN if there were none.
+
+    `clean` and `attacked` are the predictions `[B, C, ...]` for the same inputs before and after it.
+
+    >>> clean = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.4, 0.6]])
+    >>> attacked = torch.tensor([[0.6, 0.4], [0.3, 0.7], [0.2, 0.8], [0.1, 0.9]])
+    >>> round(float(attack_success_rate(clean, attacked, torch.tensor([0, 0, 0, 0]))), 4)  # 2 of the 3 that were right
+    0.6667
+    """
+    rows = read_rows(clean, target, ignore), read_rows(attacked, target, ignore)
+    return attack_success_rate_compute(attack_success_rate_update(*rows))
+
+
+class AttackSuccessRate(RowsMetric):
+    """`attack_success_rate`, streaming."""
+
+    higher_is_better = False
+
+    def update(  # type: ignore[override]
+        self, clean: Prediction, attacked: Prediction, target: Tensor | None = None
+    ) -> None:
+        """Add a batch's predictions before and after the attack."""
+        rows = read_rows(clean, target, self.ignore), read_rows(attacked, target, self.ignore)
+        self._add(attack_success_rate_update(*rows))

@@ -1,0 +1,207 @@
+"""Answer only where sure: the risk-coverage curve, the area under it (AURC), accuracy at a given coverage.
+
+A selective classifier answers the least uncertain share of its inputs, the *coverage*, and leaves the rest to somebody
+else; its *risk* is the share of wrong answers among those it gives (Geifman & El-Yaniv, *Selective Classification for
+Deep Neural Networks*, 2017). With n rows in the order of their uncertainty, least first,
+
+    risk(k/n) = 1/k sum_{i <= k} [label_i wrong],    AURC = 1/n sum_{k = 1..n} risk(k/n),
+
+and E-AURC is what AURC exceeds that of the best order by, in which all that is right comes first (Geifman et al.,
+*Bias-Reduced Uncertainty Estimation*, 2019).
+
+Rows of equal uncertainty have no order. They are taken in a random one, and the risk is its expectation: each counts
+as the mean error of those it is tied with. So nothing depends on the order in which rows come.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multitudes.checks import check_number
+from multitudes.metrics.criteria import CRITERIA
+from multitudes.metrics.inputs import Prediction, Rows, check_ignore, read_rows
+from multitudes.metrics.streaming import KeptMetric
+
+__all__ = [
+    "AURC",
+    "AccuracyAtCoverage",
+    "RiskCoverage",
+    "RiskCoverageCurve",
+    "accuracy_at_coverage",
+    "aurc",
+    "risk_coverage",
+]
+
+
+class RiskCoverage:
+    """A risk-coverage curve: of the share `coverage [n]`, which is `k/n`, a share `risk [n]` is wrong; in float64."""
+
+    # Not a dataclass, into whose fields torchmetrics would reach and squeeze those of a single row.
+    def __init__(self, coverage: Tensor, risk: Tensor) -> None:
+        self.coverage = coverage
+        self.risk = risk
+
+    def __repr__(self) -> str:
+        return f"RiskCoverage(rows={len(self.risk)}, aurc={float(self.aurc):.4f})"
+
+    @property
+    def aurc(self) -> Tensor:
+        """The area under the curve, the mean of its risks; NaN without rows."""
+        return self.risk.mean()
+
+    @property
+    def excess_aurc(self) -> Tensor:
+        """E-AURC: how far `aurc` is above that of the best order, 0 or more; NaN without rows."""
+        error = self.risk[-1:]  # of all rows
+        best = (self.coverage - (1 - error)).clamp(min=0) / self.coverage
+        return (self.risk - best).mean().clamp(min=0)
+
+    def accuracy_at(self, coverage: float) -> Tensor:
+        """The accuracy on the smallest share of rows that is `coverage` or more; NaN without rows."""
+        check_number("coverage", coverage, 0, 1, above=True)
+        return 1 - self.risk[self.coverage >= coverage][:1].mean()  # over one row, or over none: NaN
+
+    def coverage_at(self, risk: float) -> Tensor:
+        """The largest share of rows whose risk is `risk` or less; 0 if there is none, NaN without rows."""
+        check_number("risk", risk, 0, 1)
+        share = self.coverage[self.risk <= risk][-1:].sum()
+        return share if len(self.risk) else torch.full_like(share, torch.nan)
+
+
+# Functions of one batch ---------------------------------------------------------------------------------
+
+
+def risk_coverage_update(rows: Rows, criterion: str = "max_probability") -> Tensor:
+    """Rows -> how uncertain each is, and whether it was wrong, `[N, 2]`, in float32 or better."""
+    uncertainty = CRITERIA[_checked(criterion)](rows)
+    return torch.stack([uncertainty, (~rows.correct).to(uncertainty.dtype)], 1)
+
+
+def risk_coverage_compute(pairs: Tensor) -> RiskCoverage:
+    """Uncertainty and error of all rows, `[N, 2]` -> the curve."""
+    uncertainty, order = pairs[:, 0].sort()
+    wrong = pairs[order, 1].double()
+    _, group, size = uncertainty.unique_consecutive(return_inverse=True, return_counts=True)
+    errors = wrong.new_zeros(len(size)).scatter_add_(0, group, wrong)
+    # From each group's end, where the number of errors is whole, back by its mean error a row.
+    k = torch.arange(1, len(pairs) + 1, dtype=torch.float64, device=pairs.device)
+    missing = (size.cumsum(0)[group] - k) * (errors / size)[group]
+    # By a tensor: a GPU multiplies by the inverse of a number, and then 9 of 10 rows may be less than 0.9.
+    return RiskCoverage(k / k[-1:], (errors.cumsum(0)[group] - missing) / k)
+
+
+def risk_coverage(
+    prediction: Prediction,
+    target: Tensor | None = None,
+    criterion: str = "max_probability",
+    ignore: int | None = None,
+) -> RiskCoverage:
+    """The risk-coverage curve of `[B, C, ...]`; `criterion`, a name of `CRITERIA`, says what is uncertain.
+
+    >>> p = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.6, 0.4]])
+    >>> curve = risk_coverage(p, torch.tensor([0, 1, 1, 0]))
+    >>> curve.coverage.tolist(), curve.risk.tolist()
+    ([0.25, 0.5, 0.75, 1.0], [0.0, 0.5, 0.3333333333333333, 0.25])
+    >>> float(curve.accuracy_at(coverage=0.25)), float(curve.coverage_at(risk=0.3))
+    (1.0, 1.0)
+    """
+    _checked(criterion)
+    return risk_coverage_compute(risk_coverage_update(read_rows(prediction, target, ignore), criterion))
+
+
+def aurc(
+    prediction: Prediction,
+    target: Tensor | None = None,
+    criterion: str = "max_probability",
+    ignore: int | None = None,
+) -> Tensor:
+    """The area under the risk-coverage curve of `[B, C, ...]`, a float64 scalar; NaN without rows.
+
+    >>> p = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.6, 0.4]])
+    >>> round(float(aurc(p, torch.tensor([0, 1, 1, 0]))), 4)  # (0 + 1/2 + 1/3 + 1/4) / 4
+    0.2708
+    """
+    return risk_coverage(prediction, target, criterion, ignore).aurc
+
+
+def accuracy_at_coverage(
+    prediction: Prediction,
+    target: Tensor | None = None,
+    coverage: float = 0.9,
+    criterion: str = "max_probability",
+    ignore: int | None = None,
+) -> Tensor:
+    """The accuracy on the least uncertain share `coverage` of `[B, C, ...]`, rounded up to whole rows.
+
+    >>> p = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.6, 0.4]])
+    >>> float(accuracy_at_coverage(p, torch.tensor([0, 1, 1, 0]), coverage=0.5))
+    0.5
+    """
+    check_number("coverage", coverage, 0, 1, above=True)
+    return risk_coverage(prediction, target, criterion, ignore).accuracy_at(coverage)
+
+
+def _checked(criterion: str) -> str:
+    if criterion not in tuple(CRITERIA):
+        raise ValueError(f"criterion must be one of {', '.join(CRITERIA)}, got {criterion!r}")
+    return criterion
+
+
+# Streaming ----------------------------------------------------------------------------------------------
+
+
+class _CurveMetric(KeptMetric):
+    """What these metrics share: the uncertainty of every row, and whether it was wrong."""
+
+    def __init__(self, criterion: str = "max_probability", ignore: int | None = None, **kwargs: Any) -> None:
+        check_ignore(ignore)
+        super().__init__(settings=(_checked(criterion), ignore), **kwargs)
+        self.criterion = criterion
+        self.ignore = ignore
+
+    def update(self, prediction: Prediction, target: Tensor | None = None) -> None:
+        """Add a batch; `read_rows` says what it may be."""
+        self._keep(risk_coverage_update(read_rows(prediction, target, self.ignore), self.criterion))
+
+    def _curve(self) -> RiskCoverage:
+        return risk_coverage_compute(self._kept())
+
+
+class RiskCoverageCurve(_CurveMetric):
+    """`risk_coverage`, streaming; 8 MB for a million rows in float32, as for the other two."""
+
+    higher_is_better = None
+
+    def compute(self) -> RiskCoverage:
+        """The curve over all rows so far."""
+        return self._curve()
+
+
+class AURC(_CurveMetric):
+    """`aurc`, streaming."""
+
+    higher_is_better = False
+
+    def compute(self) -> Tensor:
+        """The area over all rows so far."""
+        return self._curve().aurc
+
+
+class AccuracyAtCoverage(_CurveMetric):
+    """`accuracy_at_coverage`, streaming."""
+
+    higher_is_better = True
+
+    def __init__(
+        self, coverage: float = 0.9, criterion: str = "max_probability", ignore: int | None = None, **kwargs: Any
+    ) -> None:
+        check_number("coverage", coverage, 0, 1, above=True)
+        super().__init__(criterion, ignore, **kwargs)
+        self.coverage = coverage
+
+    def compute(self) -> Tensor:
+        """The accuracy over all rows so far."""
+        return self._curve().accuracy_at(self.coverage)

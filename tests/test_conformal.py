@@ -1,0 +1,324 @@
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from multitudes.calibration import fit_calibration
+from multitudes.conformal import Conformal, Score, conformal_scores
+from multitudes.predictive import Predictive
+from tests.predictions import close, raises, randn
+
+
+def classifier(inputs=1500, classes=8, members=2, sharpness=2.0, seed=0):
+    """Members that are `sharpness` times as sure as they may be, and targets."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(inputs, classes, generator=generator)
+    y = logits.softmax(1).multinomial(1, generator=generator)[:, 0]
+    noise = 0.3 * torch.randn(members, inputs, classes, generator=generator)
+    return Predictive(sharpness * (logits + noise)), y
+
+
+def regressor(inputs=1500, task="gaussian", seed=0):
+    """Means that err by skewed, heavy-tailed noise, with variances that know its scale but not its size."""
+    generator = torch.Generator().manual_seed(seed)
+    mean, log_scale = torch.randn(2, inputs, 1, generator=generator)
+    error = torch.distributions.Exponential(1.0).icdf(torch.rand(inputs, 1, generator=generator)).square() - 1
+    spread = 0.5 * torch.randn(3, inputs, 1, generator=generator)
+    means = mean + log_scale.exp() * spread
+    raw = torch.cat([means, (2 * log_scale).expand_as(means)], 2)
+    return Predictive(raw if task == "gaussian" else means, task), mean + log_scale.exp() * error
+
+
+def coverage(p, y, score, level, splits=200, n=500, **settings):
+    """The share of new targets in their sets, for each of many random divisions into old and new inputs."""
+    shares = []
+    for split in range(splits):
+        order = torch.randperm(len(p), generator=torch.Generator().manual_seed(split))
+        old, new = order[:n], order[n:]
+        fitted = Conformal.fit(p[old], y[old], Score(score, **settings), seed=split)
+        chosen = fitted.set(p[new], level, seed=split)
+        if p.task == "classification":
+            held = chosen.gather(1, y[new].unsqueeze(1))
+        else:
+            held = (chosen[0] <= y[new]) & (y[new] <= chosen[1])
+        shares.append(held.double().mean())
+    shares = torch.stack(shares)
+    return float(shares.mean()), float(shares.std()) / math.sqrt(splits)
+
+
+# Coverage ---------------------------------------------------------------------------------------------------
+
+CLASSES = [
+    ("lac", {}),
+    ("aps", {}),
+    ("aps", {"randomized": True}),
+    ("raps", {"k_reg": 2, "penalty": 0.05}),
+    ("raps", {"k_reg": 0, "penalty": 0.1, "randomized": True}),
+]
+
+
+@pytest.mark.parametrize("level", [0.8, 0.9, 0.95])
+@pytest.mark.parametrize(("score", "settings"), CLASSES, ids=str)
+def test_sets_hold_the_class_as_often_as_they_say(score, settings, level):
+    p, y = classifier()
+    assert (p.label == y).double().mean() < 0.78  # else the most probable class alone would be enough
+    mean, error = coverage(p, y, score, level, **settings)
+    assert abs(mean - level) < 0.02
+    assert level - 3 * error <= mean <= level + 1 / 501 + 3 * error
+
+
+@pytest.mark.parametrize("level", [0.8, 0.9, 0.95])
+@pytest.mark.parametrize("task", ["regression", "gaussian"])
+@pytest.mark.parametrize("score", ["absolute", "scaled"])
+def test_intervals_hold_the_target_as_often_as_they_say(score, task, level):
+    p, y = regressor(task=task)
+    mean, error = coverage(p, y, score, level)
+    assert abs(mean - level) < 0.02
+    assert level - 3 * error <= mean <= level + 1 / 501 + 3 * error
+
+
+@pytest.mark.parametrize("score", ["lac", "aps"])
+def test_few_data_make_wide_sets_rather_than_broken_promises(score):
+    p, y = classifier(inputs=500)
+    mean, error = coverage(p, y, score, 0.9, splits=300, n=9)  # the threshold is the largest of nine scores
+    assert 0.9 - 3 * error <= mean <= 1
+
+
+def test_pixels_that_err_together_are_held_as_often_as_promised_on_average():
+    generator = torch.Generator().manual_seed(0)
+    sharpness = torch.randn(400, 1, 1, 1, generator=generator).exp()  # of an image: hard ones are hard everywhere
+    logits = sharpness * torch.randn(400, 4, 5, 5, generator=generator)
+    y = logits.softmax(1).movedim(1, -1).flatten(0, -2).multinomial(1, generator=generator).view(400, 5, 5)
+    p = Predictive(3 * logits[None])
+    mean, error = coverage(p, y, "lac", 0.8, splits=300, n=9)
+    assert 0.8 - 3 * error <= mean <= 0.8 + 1 / 10 + 3 * error
+
+
+def test_a_good_network_needs_but_its_most_probable_class():
+    p, y = classifier(sharpness=1.0)
+    y = torch.where(torch.rand(len(y), generator=torch.Generator().manual_seed(1)) < 0.97, p.label, y)
+    chosen = Conformal.fit(p, y, "aps").set(p, 0.9)
+    assert torch.equal(chosen, torch.nn.functional.one_hot(p.label, 8).bool())
+    mean, error = coverage(p, y, "aps", 0.9, randomized=True)  # randomized sets hold no more than they must
+    assert 0.9 - 3 * error <= mean <= 0.9 + 1 / 501 + 3 * error
+
+
+# Scores -----------------------------------------------------------------------------------------------------
+
+
+def by_hand(probs, c, score, k_reg=5, penalty=0.01):
+    """The score of class `c`, by loops."""
+    if score == "lac":
+        return 1 - probs[c]
+    before = [i for i, p in enumerate(probs) if p > probs[c] or (p == probs[c] and i < c)]
+    rank = len(before) + 1
+    return sum(probs[i] for i in before) + (penalty * max(0, rank - k_reg) if score == "raps" else 0)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("score", "settings"), [("lac", {}), ("aps", {}), ("raps", {"k_reg": 1, "penalty": 0.3})])
+def test_scores_and_sets_are_those_of_loops(score, settings, ties):
+    logits = randn(2, 30, 5).round() if ties else randn(2, 30, 5)
+    p, y = Predictive(logits), torch.arange(30) % 5
+    probs = p.probs.double().numpy()
+    expected = np.array([[by_hand(row, c, score, **settings) for c in range(5)] for row in probs])
+    own = expected[np.arange(30), y.numpy()]
+    close(conformal_scores(p, y, Score(score, **settings)), own, atol=1e-12)
+    fitted = Conformal.fit(p, y, Score(score, **settings))
+    for level in (0.3, 0.6, 0.9):
+        threshold = np.sort(own)[math.ceil(31 * level) - 1]
+        assert fitted.threshold(level) == pytest.approx(threshold, abs=1e-12)
+        assert np.array_equal(fitted.set(p, level).numpy(), expected <= threshold + 1e-9)
+
+
+@pytest.mark.parametrize("score", ["aps", "raps"])
+def test_every_set_holds_the_most_probable_class(score):
+    p, y = classifier(200)
+    fitted = Conformal.fit(p, y, Score(score, k_reg=0, penalty=1.0))
+    for level in (0.01, 0.5, 0.99):
+        assert fitted.set(p, level).gather(1, p.label[:, None]).all()
+
+
+def test_lac_may_leave_a_set_empty():
+    p, y = classifier(200)
+    assert not Conformal.fit(p, y, "lac").set(p, 0.3).any(1).all()
+
+
+def test_higher_levels_give_larger_sets():
+    p, y = classifier(200)
+    fitted = Conformal.fit(p, y)
+    sets = [fitted.set(p, level) for level in (0.5, 0.7, 0.9, 0.99)]
+    assert all(bool((small <= large).all()) for small, large in itertools.pairwise(sets))
+
+
+def test_a_penalty_makes_the_largest_sets_smaller():
+    p, y = classifier(2000, classes=20, sharpness=0.5)
+    plain, penalised = (Conformal.fit(p, y, s).set(p, 0.95).sum(1) for s in ("aps", Score("raps", 2, 0.2)))
+    assert penalised.max() < plain.max()
+
+
+def test_randomized_sets_are_repeatable_by_their_seed():
+    p, y = classifier(200)
+    fitted = Conformal.fit(p, y, Score("aps", randomized=True), seed=1)
+    assert torch.equal(fitted.set(p, 0.9, seed=3), fitted.set(p, 0.9, seed=3))
+    assert not torch.equal(fitted.set(p, 0.9, seed=3), fitted.set(p, 0.9, seed=4))
+    assert torch.equal(fitted.scores, Conformal.fit(p, y, Score("aps", randomized=True), seed=1).scores)
+
+
+def test_sets_are_the_same_however_many_inputs_are_sorted_together(monkeypatch):
+    p, y = classifier(200)
+    fitted = [Conformal.fit(p, y, Score("aps", randomized=True), seed=0)]
+    sets = [fitted[0].set(p, 0.9, seed=0)]
+    monkeypatch.setattr("multitudes.conformal._CHUNK", 60)
+    fitted.append(Conformal.fit(p, y, Score("aps", randomized=True), seed=0))
+    sets.append(fitted[1].set(p, 0.9, seed=0))
+    assert torch.equal(fitted[0].scores, fitted[1].scores) and torch.equal(*sets)
+
+
+# The finite-sample quantile ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 9, 10, 19, 99, 100, 999])
+def test_the_threshold_is_the_score_of_the_right_rank(n):
+    scores = torch.arange(1, n + 1).double()
+    fitted = Conformal(Score("lac"), scores, torch.ones(n).double())
+    for hundredths in range(1, 100):
+        rank = math.ceil((n + 1) * Fraction(hundredths, 100))
+        assert fitted.threshold(hundredths / 100) == (rank if rank <= n else math.inf)
+
+
+@pytest.mark.parametrize(
+    ("n", "level", "everything"), [(1, 0.9, True), (9, 0.9, False), (9, 0.95, True), (1, 0.5, False)]
+)
+def test_too_few_data_for_a_level_give_everything(n, level, everything):
+    p, y = classifier(n)
+    new, _ = classifier(50, seed=1)
+    assert bool(Conformal.fit(p, y, "lac").set(new, level).all()) == everything
+    for task in ("regression", "gaussian"):
+        p, y = regressor(n, task)
+        low, high = Conformal.fit(p, y).set(regressor(50, task, seed=1)[0], level)
+        assert bool((low == -math.inf).all() and (high == math.inf).all()) == everything
+
+
+def test_the_pixels_of_an_image_count_as_much_as_those_of_any_other():
+    p = Predictive(randn(1, 3, 4, 2, 3))
+    y = torch.randint(0, 4, (3, 2, 3), generator=torch.Generator().manual_seed(0))
+    y[0] = 255
+    y[0, 0, 0], y[1, 0, :2] = 2, 255
+    fitted = Conformal.fit(p, y, "lac", ignore=255)
+    images = [[1 - float(q) for q in p.probs[i].double().gather(0, own[None].clamp(max=3))[0][own != 255]]
+              for i, own in enumerate(y)]  # fmt: skip
+    assert [len(image) for image in images] == [1, 4, 6] and len(fitted.scores) == 11
+    for level in (0.2, 0.5, 0.7):
+        reached = [s for s in sorted(itertools.chain(*images))
+                   if sum(np.mean([t <= s for t in image]) for image in images) >= 4 * level]  # fmt: skip
+        assert fitted.threshold(level) == pytest.approx(reached[0], abs=1e-12)
+    assert fitted.threshold(0.76) == math.inf  # 4 * 0.76 is more than 3 images
+
+
+def test_dense_sets_have_a_place_for_every_class_and_pixel():
+    p = Predictive(randn(2, 20, 4, 3, 3))
+    y = torch.randint(0, 4, (20, 3, 3), generator=torch.Generator().manual_seed(0))
+    chosen = Conformal.fit(p, y).set(p, 0.9)
+    assert chosen.shape == (20, 4, 3, 3) and chosen.dtype == torch.bool
+    pixels = Predictive(p.predictions.movedim(2, -1).flatten(1, -2))
+    flat = Conformal.fit(pixels, y.flatten()).scores
+    close(Conformal.fit(p, y).scores, flat, atol=1e-7)
+
+
+# Intervals --------------------------------------------------------------------------------------------------
+
+
+def test_intervals_reach_as_far_as_the_score_of_the_right_rank():
+    p, y = regressor(19)
+    residual = (y - p.mean).abs().double()
+    low, high = Conformal.fit(p, y, "absolute").set(p, 0.9)
+    close(high - p.mean, torch.full_like(p.mean, float(residual.flatten().sort().values[17])))
+    close(p.mean - low, high - p.mean)
+    low, high = Conformal.fit(p, y, "scaled").set(p, 0.9)
+    close(high - p.mean, p.std * float((residual / p.std).flatten().sort().values[17]))
+    close(p.mean - low, high - p.mean)
+
+
+def test_intervals_are_closed_so_that_ties_count():
+    y = torch.tensor([0.0, 1.0, 1.0, 1.0, 2.0, 5.0, 1.0, 0.0, 1.0])
+    p = Predictive(torch.full((1, 9), 0.3), task="regression")
+    low, high = Conformal.fit(p, y).set(p, 0.6)  # the 6th of 9 residuals is one of five that are 0.7
+    assert torch.equal((low <= y) & (y <= high), y <= 1)
+
+
+def test_vectors_of_targets_have_an_interval_for_each_output():
+    p, y = Predictive(randn(3, 40, 2), task="regression"), randn(40, 2, seed=1)
+    low, high = Conformal.fit(p, y).set(p, 0.9)
+    assert low.shape == high.shape == (40, 2)
+    assert ((low <= y) & (y <= high)).double().mean() >= 0.9
+
+
+# What is wrong ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", [0, 1, -0.1, 90, math.nan, "0.9"])
+def test_a_level_lies_between_0_and_1(level):
+    p, y = classifier(20)
+    with raises(f"level must be above 0 and below 1, got {level!r}"):
+        Conformal.fit(p, y).set(p, level)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"name": "apps"}, "score must be one of absolute, aps, lac, raps, scaled, got 'apps'"),
+        ({"name": "raps", "k_reg": -1}, "k_reg must be a whole number, 0 or more, got -1"),
+        ({"name": "raps", "penalty": -0.1}, "penalty must be 0 or more, got -0.1"),
+        ({"name": "lac", "randomized": True}, "randomized=True is for 'aps' and 'raps', got 'lac'"),
+        ({"name": "aps", "randomized": 1}, "randomized must be True or False, got 1"),
+    ],
+    ids=str,
+)
+def test_a_score_that_is_none_is_told(settings, sentence):
+    with raises(sentence):
+        Score(**settings)
+
+
+def test_a_score_of_another_task_is_told():
+    with raises("score must be one of aps, lac, raps for classification, got 'scaled'"):
+        conformal_scores(*classifier(20), "scaled")
+    with raises("score must be one of absolute, scaled for regression, got 'aps'"):
+        conformal_scores(*regressor(20, "regression"), "aps")
+
+
+def test_a_scaled_score_needs_a_scale():
+    p = Predictive(torch.tensor([[1.0, 2.0, 3.0], [2.0, 2.0, 3.0]]), task="regression")
+    with raises(
+        "score 'scaled' needs standard deviations above 0, got 0 at index [1]: "
+        "use members that differ, task='gaussian', or 'absolute'"
+    ):
+        conformal_scores(p, torch.zeros(3), "scaled")
+
+
+@pytest.mark.parametrize(
+    ("target", "sentence"),
+    [
+        (torch.zeros(4), "target must have the means' shape [4, 1], got [4]"),
+        (torch.tensor([[0.0], [1.0], [math.nan], [0.0]]), "target must hold finite numbers, got nan at index [2, 0]"),
+        (torch.zeros(4, 1, dtype=torch.bool), "target must be a tensor of numbers, got torch.bool"),
+        ([0.0], "target must be a tensor of numbers, got list"),
+    ],
+    ids=str,
+)
+def test_numbers_that_do_not_fit_are_told(target, sentence):
+    with raises(sentence):
+        conformal_scores(regressor(4)[0], target)
+
+
+def test_classes_that_do_not_fit_are_told_by_their_index():
+    p, y = classifier(4)
+    with raises("target must lie within 0 and 7, got 8 at index [2]"):
+        conformal_scores(p, torch.tensor([0, 1, 8, 9]))
+    with raises("ignore=255 is a class, and the predictions are of task regression"):
+        conformal_scores(*regressor(4, "regression"), ignore=255)
+    with raises("seed must be None or a whole number, 0 or more and below 2**63, got -1"):
+        fit_calibration(p, y, seed=-1)

@@ -1,0 +1,93 @@
+"""Measuring on a GPU: the same numbers as on the CPU, wherever predictions, targets and images lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import multitudes as mt
+from multitudes import metrics
+from multitudes.evaluation import evaluate
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+LOGITS = 3 * torch.randn(3, 200, 7, generator=torch.Generator().manual_seed(0))
+TARGET = torch.randint(7, (200,), generator=torch.Generator().manual_seed(1))
+VALUES = torch.randn(3, 200, generator=torch.Generator().manual_seed(2))
+IMAGES = torch.rand(6, 3, 32, 32, generator=torch.Generator().manual_seed(3))
+
+CLASSIFICATION = [
+    "accuracy", "topk_accuracy", "nll", "brier", "ensemble_error", "member_error", "ece", "mce", "adaptive_ece",
+    "classwise_ece", "overconfidence", "aurc", "accuracy_at_coverage", "disagreement", "normalised_disagreement",
+    "kl_divergence", "js_divergence", "ensemble_js", "q_statistic", "error_correlation", "mean_iou", "relative_confidence",
+]  # fmt: skip
+REGRESSION = ["rmse", "crps", "interval_coverage", "interval_width", "gaussian_ece"]
+
+
+@pytest.mark.parametrize("name", CLASSIFICATION)
+def test_classification_metrics_agree(name):
+    metric = getattr(metrics, name)
+    own = metric(mt.Predictive(LOGITS), TARGET)
+    there = metric(mt.Predictive(LOGITS.cuda()), TARGET.cuda())
+    assert float(there) == pytest.approx(float(own), rel=1e-5, abs=1e-7)
+    assert float(metric(mt.Predictive(LOGITS.cuda()), TARGET)) == float(there)
+
+
+@pytest.mark.parametrize("name", REGRESSION)
+def test_regression_metrics_agree(name):
+    metric, y = getattr(metrics, name), torch.randn(200, generator=torch.Generator().manual_seed(4))
+    own = metric(mt.Predictive(VALUES, "regression"), y)
+    assert float(metric(mt.Predictive(VALUES.cuda(), "regression"), y.cuda())) == pytest.approx(float(own), rel=1e-5)
+
+
+def test_detection_agrees():
+    own = metrics.detect(mt.Predictive(LOGITS), mt.Predictive(LOGITS / 3))
+    there = metrics.detect(mt.Predictive(LOGITS.cuda()), mt.Predictive(LOGITS.cuda() / 3))
+    for criterion in own:
+        for measure in ("auroc", "aupr", "fpr"):
+            expected = float(getattr(own[criterion], measure))
+            assert float(getattr(there[criterion], measure)) == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", mt.shift.CORRUPTIONS + mt.shift.EXTRA)
+def test_corruptions_run_there_and_are_as_strong(name):
+    for severity in (1, 5):
+        there = mt.shift.corrupt(IMAGES.cuda(), name, severity, seed=0)
+        assert there.is_cuda and there.shape == IMAGES.shape and there.dtype == IMAGES.dtype
+        assert float(there.min()) >= 0 and float(there.max()) <= 1
+        assert torch.equal(there, mt.shift.corrupt(IMAGES.cuda(), name, severity, seed=0))
+        own = (mt.shift.corrupt(IMAGES, name, severity, seed=0) - IMAGES).square().mean()
+        assert float((there.cpu() - IMAGES).square().mean()) == pytest.approx(float(own), rel=0.5)
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 900, 7))
+
+
+@pytest.mark.parametrize("attack", ["fgsm", "pgd"])
+def test_attacks_stay_in_their_ball_there(attack):
+    net, y = mt.deep_ensemble(small(), 2).cuda(), torch.arange(6).cuda()
+    found = getattr(mt.shift, attack)(net, IMAGES.cuda(), y, 0.05, **({} if attack == "fgsm" else {"seed": 0}))
+    assert found.images.is_cuda and float((found.images.cpu() - IMAGES).abs().max()) <= 0.05 + 1e-6
+
+
+def test_an_evaluation_on_the_gpu_is_that_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    net, y = mt.deep_ensemble(small(), 2, seed=0), torch.arange(6)
+    options = {"shift": "contrast", "severities": [3], "ood": 1 - IMAGES}
+    own = evaluate(net, (IMAGES, y), **options)
+    there = evaluate(net.cuda(), (IMAGES, y), **options)
+    assert dict(there) == pytest.approx(dict(own), rel=1e-3, abs=1e-4, nan_ok=True)
+
+
+@pytest.mark.parametrize("scaling", ["temperature", "member_temperature", "vector", "isotonic"])
+def test_calibrated_networks_move_to_the_gpu(scaling):
+    torch.manual_seed(0)
+    x, y = torch.randn(300, 5), torch.randint(3, (300,))
+    own = mt.calibrate(mt.deep_ensemble(nn.Linear(5, 3), 2, seed=0), (x, y), scaling=scaling, seed=0)
+    expected = own.predict(x)
+    found = own.cuda().predict(x.cuda())
+    torch.testing.assert_close(found.probs.cpu(), expected.probs, atol=1e-4, rtol=1e-4)
+    assert (found.set(0.9).cpu() == expected.set(0.9)).float().mean() > 0.99

@@ -1,0 +1,133 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import multitudes as mt
+from multitudes import metrics
+from multitudes.predictive import Predictive
+from tests.metric_cases import classes, logits, text_consistency
+
+
+def video(t=6, s=3, b=2, c=3, h=4, w=5, seed=0):
+    """Logits `[T, S, B, C, H, W]`, and which pixels count, `[T, B, H, W]`."""
+    kept = torch.rand(t, b, h, w, generator=torch.Generator().manual_seed(seed + 1)) > 0.3
+    return logits(t, s, b, c, h, w, seed=seed), kept
+
+
+@pytest.mark.parametrize("shape", [{}, {"s": 1}, {"b": 1, "h": 1, "w": 1}, {"t": 2}], ids=str)
+def test_consistency_is_the_share_of_pixels_that_keep_their_label(shape):
+    z, kept = video(**shape)
+    frames = [Predictive(frame) for frame in z]
+    found = z.softmax(3).mean(1).argmax(2).numpy()
+    for masks in (None, kept):
+        result = metrics.consistency(frames, masks)
+        expected = text_consistency(found, None if masks is None else masks.numpy())
+        assert float(result) == pytest.approx(expected)
+        metric = metrics.TemporalConsistency()
+        for t, frame in enumerate(frames):
+            metric.update(frame.probs, None if masks is None else masks[t])
+        assert float(metric.compute()) == pytest.approx(expected)
+
+
+def test_a_single_frame_has_none_to_be_compared_with():
+    z, kept = video(t=1)
+    metric = metrics.TemporalConsistency()
+    metric.update(Predictive(z[0]), kept[0])
+    assert metric.compute().isnan()
+    with pytest.raises(ValueError, match="frames must be 2 or more, to compare each with the next, got 1"):
+        metrics.consistency([Predictive(z[0])], kept)
+
+
+@pytest.mark.parametrize("name", ["consistency", "cross_entropy_consistency"])
+def test_masked_pixels_do_not_count_in_whatever_form_a_video_comes(name):
+    z, kept = video(s=1)
+    function, frames = getattr(metrics, name), z[:, 0].softmax(2)
+    steps = []
+    for t in range(5):
+        for b, i, j in (kept[t] & kept[t + 1]).nonzero().tolist():
+            p, q = frames[t, b, :, i, j].double(), frames[t + 1, b, :, i, j].double()
+            steps.append(float(p.argmax() == q.argmax()) if name == "consistency" else -float(p @ q.log()))
+    expected = pytest.approx(np.mean(steps), rel=1e-6)
+    assert float(function(frames, kept)) == float(function(list(frames), list(kept))) == expected
+    assert float(function((Predictive(frame) for frame in z), iter(kept))) == expected
+    metric = metrics.Consistency() if name == "consistency" else metrics.CrossEntropyConsistency()
+    for b in range(2):  # each video as one predictive, whose inputs are its frames
+        metric.update(Predictive(z[:, :, b].movedim(0, 1)), kept[:, b])
+    assert float(metric.compute()) == expected
+
+
+def test_a_still_video_is_consistent_and_a_flickering_one_is_not():
+    still, flicker = torch.eye(2)[:1, :, None], torch.eye(2)[1:, :, None]
+    assert metrics.consistency([still] * 4) == 1
+    assert metrics.consistency([still, flicker] * 2) == 0
+
+
+def test_the_last_frame_of_a_video_is_not_compared_with_the_first_of_the_next():
+    one, other = torch.eye(2)[:1, :, None], torch.eye(2)[1:, :, None]
+    metric = metrics.TemporalConsistency()
+    for frame in (one, one, other):
+        metric.update(frame)
+    assert metric.compute() == 0.5
+    metric.new_sequence()
+    metric.update(one.expand(3, 2, 1))  # of any size
+    assert metric.compute() == 0.5 and metric.sums[1] == 2
+    metric.reset()
+    metric.update(one)
+    assert metric.compute().isnan()
+
+
+def test_calling_the_metric_compares_a_frame_with_the_one_before():
+    z, _ = video()
+    called, updated = metrics.TemporalConsistency(), metrics.TemporalConsistency()
+    for frame in z:
+        called(Predictive(frame))
+        updated.update(Predictive(frame))
+    assert called.compute() == updated.compute() and called.sums[1] == 5 * 40
+
+
+def test_temporal_smoothing_makes_a_noisy_video_more_consistent():
+    scene = 2 * torch.nn.functional.one_hot(classes(3, 1, 8, 8), 3).movedim(-1, 1)
+    stream = mt.temporal(torch.nn.Identity(), frames=5)
+    plain, smooth = metrics.TemporalConsistency(), metrics.TemporalConsistency()
+    for t in range(20):
+        frame = scene + logits(1, 3, 8, 8, seed=t)
+        plain.update(Predictive(frame[None]))
+        smooth.update(stream(frame))
+    assert smooth.compute() > plain.compute() + 0.1
+
+
+def test_bad_frames():
+    z, kept = video()
+    frames = [Predictive(frame) for frame in z]
+    with pytest.raises(ValueError, match="masks must be as many as the frames, got 5 of them, and more frames"):
+        metrics.consistency(frames, kept[1:])
+    with pytest.raises(ValueError, match="masks must be as many as the frames, got 5 frames, and more masks"):
+        metrics.consistency(frames[1:], kept)
+    with pytest.raises(ValueError, match="masks must be None or boolean tensors, one for each frame, got int"):
+        metrics.consistency(frames, 1)
+    with pytest.raises(
+        ValueError, match=r"frames\[2\]: mask must be a boolean tensor \[2, 4, 5\], got torch.bool \[4\]"
+    ):
+        metrics.consistency(frames, [kept[0], kept[1], kept[2, 0, :, 0], *kept[3:]])
+    with pytest.raises(ValueError, match=r"masks must be a boolean tensor \[6\], got list"):
+        metrics.consistency(torch.eye(3)[[0, 1, 2, 0, 1, 2]], [True] * 6)
+    metric = metrics.TemporalConsistency()
+    metric.update(frames[0])
+    with pytest.raises(ValueError, match=r"mask must be a boolean tensor \[2, 4, 5\], got torch.int64 \[2, 4, 5\]"):
+        metric.update(frames[1], kept[1].long())
+    with pytest.raises(ValueError, match=r"mask must be a boolean tensor \[2, 4, 5\], got torch.bool \[4, 5\]"):
+        metric.update(frames[1], kept[1, 0])
+    with pytest.raises(ValueError, match=r"size of the frame before, \[2, 4, 5\], got \[1, 4, 5\]; new_sequence\(\)"):
+        metric.update(frames[1][:1])
+    with pytest.raises(ValueError, match=r"prediction must hold probabilities within 0 and 1, got nan"):
+        metric.update(torch.full((2, 3, 4, 5), math.nan))
+    rows = metrics.read_rows(frames[1], kept[1].long())
+    for bad, got in ((torch.zeros(3), r"shape \[3\]"), (kept.tolist(), "list"), (None, "NoneType"), (rows, "Rows")):
+        with pytest.raises(ValueError, match=rf"prediction must be .*probabilities.* got {got}"):
+            metric.update(bad)
+    with pytest.raises(ValueError, match="prediction must be of task classification"):
+        metric.update(Predictive(z[0], "regression"))
+    metric.update(frames[1])  # nothing of all that was counted
+    assert metric.compute() == metrics.consistency(frames[:2])
