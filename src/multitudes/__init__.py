@@ -7,8 +7,12 @@ loss = net.loss(x, y)                        # the method's own objective
 p = net.predict(x)                           # p.probs, p.confidence, p.entropy, p.mutual_information
 """
 
-from multitudes import metrics, models, shift
+from multitudes import landscape, metrics, models, shift
+from multitudes.calibrated import Calibrated
+from multitudes.calibration import calibrate
+from multitudes.evaluation import evaluate
 from multitudes.inference import predict
+from multitudes.landscape import explain
 from multitudes.members import Members, fuse
 from multitudes.methods.batch_ensemble import batch_ensemble
 from multitudes.methods.deep_ensemble import deep_ensemble
@@ -26,6 +30,7 @@ from multitudes.multitude import Multitude
 from multitudes.narrow import narrow
 from multitudes.phase import kappa, phase, sparsify
 from multitudes.predictive import Predictive, gaussian_nll
+from multitudes.scores import Evaluation
 from multitudes.stochastic import Stochastic
 from multitudes.surgery import check
 from multitudes.trajectory import Recorder
@@ -33,6 +38,8 @@ from multitudes.trajectory import Recorder
 __all__ = [
     "Absolute",
     "Blur",
+    "Calibrated",
+    "Evaluation",
     "Members",
     "Multitude",
     "Patched",
@@ -47,16 +54,20 @@ __all__ = [
     "VarianceConv2d",
     "VarianceLinear",
     "batch_ensemble",
+    "calibrate",
     "check",
     "cyclic_lr",
     "cyclic_sgmcmc",
     "deep_ensemble",
     "drop_connect",
+    "evaluate",
+    "explain",
     "family",
     "fuse",
     "gaussian_nll",
     "head",
     "kappa",
+    "landscape",
     "masksembles",
     "mc_dropout",
     "metrics",

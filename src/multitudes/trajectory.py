@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.checks import check_count, needed
+from multitudes.files import replacing
 
 State = dict[str, Tensor]
 """A network's parameters and buffers by name, as its state dict has them."""
@@ -235,9 +236,9 @@ class _Disk:
         return moments
 
     def _write(self, name: str, state: State) -> Path:
-        path, unfinished = self.directory / name, self.directory / f"{name}.unfinished"
-        _safetensors().save_file(state, unfinished)
-        os.replace(unfinished, path)
+        path = self.directory / name
+        with replacing(path) as unfinished:
+            _safetensors().save_file(state, unfinished)
         return path
 
 
@@ -349,3 +350,18 @@ def unflattened(vector: Tensor, network: nn.Module) -> State:
         name: part.view(weight.shape).to(weight.dtype)
         for (name, weight), part in zip(weights.items(), parts, strict=True)
     }
+
+
+def principal_directions(states: list[State], network: nn.Module, count: int, argument: str = "rank") -> Tensor:
+    """The `count` orthogonal directions, of length 1, in which the states differ most, `[count, P]`.
+
+    `argument` is what the caller names the count by.
+    """
+    if count >= len(states):
+        raise ValueError(f"{argument}={count} needs {count + 1} checkpoints or more, got {len(states)}")
+    rows = torch.stack([flat_state(state, network) for state in states])
+    _, lengths, directions = torch.linalg.svd(rows - rows.mean(0), full_matrices=False)
+    span = int((lengths > lengths[0] * len(states) * torch.finfo(rows.dtype).eps).sum())
+    if count > span:
+        raise ValueError(f"{argument}={count}, but the checkpoints differ in {span} directions only")
+    return directions[:count]

@@ -34,7 +34,16 @@ from multitudes.members import Members, fuse
 from multitudes.multitude import Multitude, evaluating, wear
 from multitudes.stochastic import Draw, Stochastic, drawing, mixed
 from multitudes.surgery import check_model, seeded
-from multitudes.trajectory import Checkpoints, State, Trajectory, flat_state, flat_weights, unflattened, weights_of
+from multitudes.trajectory import (
+    Checkpoints,
+    State,
+    Trajectory,
+    flat_state,
+    flat_weights,
+    principal_directions,
+    unflattened,
+    weights_of,
+)
 
 KINDS = ("random", "dropout", "diagonal", "low_rank")
 
@@ -277,7 +286,7 @@ def subspace(
         if kind == "diagonal":
             network = GaussianAround(centre, (scale or 1.0) * flat_state(moments.variance, centre).sqrt(), None)
         else:
-            network = GaussianAround(centre, None, (scale or 1.0) * _principal_directions(states, centre, rank))
+            network = GaussianAround(centre, None, (scale or 1.0) * principal_directions(states, centre, rank))
     return _finished(network, model, data, floor, tries)
 
 
@@ -362,18 +371,6 @@ def _of_each(
 
 def _load(network: nn.Module, state: State) -> None:
     network.load_state_dict(state, strict=False)  # what is no tensor stays the model's own
-
-
-def _principal_directions(states: list[State], network: nn.Module, rank: int) -> Tensor:
-    """The `rank` orthogonal directions, of length 1, in which the states differ most, `[rank, P]`."""
-    if rank >= len(states):
-        raise ValueError(f"rank={rank} needs {rank + 1} checkpoints or more, got {len(states)}")
-    rows = torch.stack([flat_state(state, network) for state in states])
-    _, lengths, directions = torch.linalg.svd(rows - rows.mean(0), full_matrices=False)
-    span = int((lengths > lengths[0] * len(states) * torch.finfo(rows.dtype).eps).sum())
-    if rank > span:
-        raise ValueError(f"rank={rank}, but the checkpoints differ in {span} directions only")
-    return directions[:rank]
 
 
 def _finished(

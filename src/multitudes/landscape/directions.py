@@ -1,0 +1,196 @@
+"""Directions in weight space: vectors `[P]`, the weights in the order of `trajectory.flat_weights`.
+
+Li et al., *Visualizing the loss landscape of neural nets*, 2018, scale each filter of a random direction d to the norm
+of the same filter of the weights theta, and leave biases and norms where they are, so that two networks' landscapes
+can be compared:
+
+    d_ij  <-  d_ij / |d_ij| * |theta_ij|            filter j of layer i
+
+Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, look along the lines between
+solutions, the principal directions of a trajectory, and at weights of which some are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from multitudes.checks import check_count, check_number, check_seed
+from multitudes.landscape.weights import Solution, vector_of
+from multitudes.surgery import TRANSPOSED
+from multitudes.trajectory import Checkpoints, Trajectory, principal_directions, weights_of
+
+__all__ = ["Frame", "between", "dropped", "filter_normalised", "principal", "random_direction"]
+
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def random_direction(network: nn.Module, seed: int = 0) -> Tensor:
+    """Standard normal numbers, one for each weight, `[P]`, on the CPU.
+
+    >>> random_direction(nn.Linear(3, 2)).shape
+    torch.Size([8])
+    """
+    return torch.randn(_count(network), generator=_generator(seed))
+
+
+def filter_normalised(direction: Tensor, network: nn.Module) -> Tensor:
+    """`direction [P]` with the filter norms of the network's weights, and zero for biases and norms.
+
+    A filter is what makes one output channel: a row of a matrix or kernel, in transposed convolutions a column.
+
+    >>> network = nn.Linear(2, 2)
+    >>> _ = network.weight.data.copy_(torch.tensor([[3.0, 4.0], [0.0, 2.0]]))
+    >>> filter_normalised(torch.tensor([1.0, 0.0, 0.0, -7.0, 1.0, 1.0]), network)
+    tensor([ 5.,  0.,  0., -2.,  0.,  0.])
+    """
+    check_direction("direction", direction, network)
+    owners = {id(p): module for module in network.modules() for p in module._parameters.values() if p is not None}
+    parts, scaled = direction.detach().cpu().split([w.numel() for w in weights_of(network).values()]), []
+    for part, (name, weight) in zip(parts, weights_of(network).items(), strict=True):
+        owner, theta = owners[id(weight)], weight.detach().to(part)
+        if isinstance(owner, _NORMS) or theta.dim() < 2 or "bias" in name.rpartition(".")[2]:
+            scaled.append(torch.zeros_like(part))
+            continue
+        theta, d = (_filters(tensor, owner) for tensor in (theta, part.view_as(theta)))
+        across = tuple(range(2, d.dim()))
+        norm = torch.linalg.vector_norm(d, dim=across, keepdim=True)
+        length = torch.linalg.vector_norm(theta, dim=across, keepdim=True)
+        d = torch.where(norm > 0, d / norm * length, 0.0)
+        scaled.append((d.transpose(1, 2) if isinstance(owner, TRANSPOSED) else d).flatten())
+    return torch.cat(scaled)
+
+
+def _filters(weight: Tensor, owner: nn.Module) -> Tensor:
+    """`[groups, filters, ...]`: each filter's weights behind two dimensions."""
+    if isinstance(owner, TRANSPOSED):  # [groups * inputs, outputs, ...]
+        return weight.unflatten(0, (owner.groups, -1)).transpose(1, 2)
+    return weight.unsqueeze(0)
+
+
+def between(a: Solution, b: Solution, network: nn.Module | None = None) -> Tensor:
+    """The way from one solution to another, `b - a`, `[P]`; for state dicts, pass their `network`.
+
+    >>> a, b = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    >>> torch.equal(between(a, b), (b.weight - a.weight)[0].detach())
+    True
+    """
+    owner = network or next((given for given in (a, b) if isinstance(given, nn.Module)), None)
+    if owner is None:
+        raise ValueError("a and b are state dicts: pass the network that they are of as network=")
+    return vector_of(b, owner, "b") - vector_of(a, owner, "a")
+
+
+def principal(checkpoints: Checkpoints, network: nn.Module, count: int = 2) -> Tensor:
+    """The `count` orthogonal directions, of length 1, in which checkpoints differ most, `[count, P]`.
+
+    >>> network = nn.Linear(2, 1, bias=False)
+    >>> way = [{"weight": torch.tensor([[3.0 * step, 4.0 * step]])} for step in range(5)]
+    >>> principal(way, network, 1).abs()
+    tensor([[0.6000, 0.8000]])
+    """
+    check_count("count", count)
+    states = Trajectory.of(checkpoints, network, least=2).states
+    return principal_directions(states, network, count, "count")
+
+
+def dropped(network: nn.Module, p: float, seed: int = 0) -> Tensor:
+    """The way to the network's weights with dropout, `theta * mask / (1 - p) - theta`, `[P]`.
+
+    One step along it, each weight is zero with probability p, or else divided by 1 - p.
+
+    >>> network = nn.Linear(1000, 1, bias=False)
+    >>> _ = nn.init.ones_(network.weight)
+    >>> (1 + dropped(network, p=0.5)).unique()
+    tensor([0., 2.])
+    """
+    check_number("p", p, 0, below=1)
+    theta = vector_of(network, network, "network")
+    kept = torch.rand(len(theta), generator=_generator(seed)) >= p
+    return theta * kept / (1 - p) - theta
+
+
+# -- coordinates -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Frame:
+    """Coordinates on a line or plane in weight space: `origin [P]` and one or two `directions [A, P]`, in float64."""
+
+    origin: Tensor
+    directions: Tensor
+
+    @classmethod
+    def through(cls, points: Sequence[Tensor], names: Sequence[str] = ("a", "b", "c")) -> Frame:
+        """Orthonormal directions by Gram-Schmidt: the first from a to b, the second to c.
+
+        >>> frame = Frame.through([torch.zeros(3), torch.tensor([0.0, 0, 2]), torch.tensor([3.0, 0, 4])])
+        >>> frame.project(torch.tensor([3.0, 0, 4])), frame.directions
+        (tensor([4., 3.], dtype=torch.float64), tensor([[0., 0., 1.], [1., 0., 0.]], dtype=torch.float64))
+        """
+        origin, *others = (point.double() for point in points)
+        directions: list[Tensor] = []
+        for name, point in zip(names[1:], others, strict=True):
+            step = rest = point - origin
+            for direction in directions:
+                rest = rest - (rest @ direction) * direction
+            if not rest.norm() > 1e-6 * step.norm():
+                what = f"lies on the line through {names[0]} and {names[1]}" if directions else f"equals {names[0]}"
+                raise ValueError(f"{name} {what}, so that they span no {'plane' if directions else 'line'}")
+            directions.append(rest / rest.norm())
+        return cls(origin, torch.stack(directions))
+
+    @classmethod
+    def along(cls, origin: Tensor, directions: Sequence[Tensor]) -> Frame:
+        """Directions as they are: one step goes as far as they are long."""
+        frame = cls(origin.double(), torch.stack([direction.detach().cpu().double() for direction in directions]))
+        unit = frame.directions / frame.directions.norm(dim=1, keepdim=True)
+        if frame.axes == 2 and not (unit[1] - (unit[0] @ unit[1]) * unit[0]).norm() > 1e-6:
+            raise ValueError("the two directions lie on one line, so that they span no plane")
+        return frame
+
+    @property
+    def axes(self) -> int:
+        """How many directions there are."""
+        return len(self.directions)
+
+    def weights(self, coordinates: Tensor) -> Tensor:
+        """The weights at coordinates: `[..., A] -> [..., P]`, in float64."""
+        weights = self.origin
+        for axis, direction in enumerate(self.directions):
+            weights = weights + coordinates[..., axis, None] * direction
+        return weights
+
+    def project(self, weights: Tensor) -> Tensor:
+        """The coordinates of the nearest point: `[..., P] -> [..., A]`, in float64."""
+        gram = self.directions @ self.directions.T
+        return (weights.double() - self.origin) @ self.directions.T @ torch.linalg.inv(gram)
+
+
+def check_direction(name: str, direction: Tensor, network: nn.Module) -> None:
+    """A direction is one finite number for each weight, and not all zero."""
+    count = _count(network)
+    if not isinstance(direction, Tensor) or direction.shape != (count,):
+        got = f"shape {list(direction.shape)}" if isinstance(direction, Tensor) else type(direction).__name__
+        raise ValueError(f"{name} must be a vector of the network's {count} weights, got {got}")
+    bad = (~direction.isfinite()).nonzero()
+    if len(bad):
+        at = int(bad[0])
+        raise ValueError(f"{name} must be finite, got {direction[at].item()} at index {at}")
+    if not direction.any():
+        raise ValueError(f"{name} must lead somewhere, got zeros alone")
+
+
+def _count(network: nn.Module) -> int:
+    if not isinstance(network, nn.Module):
+        raise ValueError(f"network must be an nn.Module, got {type(network).__name__}")
+    return sum(weight.numel() for weight in weights_of(network).values())
+
+
+def _generator(seed: int) -> torch.Generator:
+    check_seed(seed)
+    return torch.Generator().manual_seed(seed)

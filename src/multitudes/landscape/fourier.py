@@ -1,0 +1,164 @@
+"""Feature maps in frequencies: which of them layers pass, and which ones a network bears.
+
+Park & Kim, "Blurs Behave Like Ensembles" (2022), section 2.2 and Fig. 6: the log amplitude of the Fourier transform of
+feature maps, relative to that of frequency 0. Dropout adds high frequencies, smoothing takes them away. Frequencies are
+in units of pi radians for each pixel: 1 is the highest that a row of points can hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.batches import Batches
+from multitudes.calling import tensors_in
+from multitudes.checks import check_count, check_seed
+from multitudes.landscape.features import AsMap, device_of, feature_maps
+from multitudes.landscape.figures import COLOURS, DASHES, figure, graph_objects
+from multitudes.shift.frequency import accuracy_by_frequency
+from multitudes.stochastic import mixed
+from multitudes.surgery import Selector
+
+__all__ = ["FeatureSpectrum", "FrequencyAccuracy", "LayerSpectrum", "feature_spectrum", "frequency_accuracy"]
+
+FLOOR = 1e-6
+"""The least amplitude, so that one of 0 has a logarithm."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSpectrum:
+    """Log amplitudes of one layer's maps, relative to frequency 0: mean over channels, inputs and executions."""
+
+    diagonal_frequencies: Tensor
+    """Of waves that go down and across alike, 0 to 1, `[F]`."""
+    diagonal: Tensor
+    """`[F]`, from 0 on."""
+    radial_frequencies: Tensor
+    """Of waves in all directions, 0 to the square root of 2 in the corners, `[R]`."""
+    radial: Tensor
+    """`[R]`, from 0 on."""
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureSpectrum:
+    """The spectra of layers by name, in the order in which the layers run."""
+
+    layers: dict[str, LayerSpectrum]
+
+    def plot(self, radial: bool = False) -> Any:
+        """The log amplitudes against the frequency (Fig. 6b), along the diagonal or by radius."""
+        fig = figure("Feature maps in frequencies", "frequency / π", "Δ log amplitude")
+        for number, (name, own) in enumerate(self.layers.items()):
+            x, y = (own.radial_frequencies, own.radial) if radial else (own.diagonal_frequencies, own.diagonal)
+            line = {"color": COLOURS[number % len(COLOURS)], "dash": DASHES[number // len(COLOURS) % len(DASHES)]}
+            fig.add_trace(graph_objects().Scatter(x=x.tolist(), y=y.tolist(), name=name, mode="lines", line=line))
+        return fig
+
+
+def feature_spectrum(
+    network: nn.Module,
+    data: Any,
+    layers: Selector = None,
+    draws: int | None = None,
+    *,
+    seed: int = 0,
+    maps: AsMap | None = None,
+) -> FeatureSpectrum:
+    """Log amplitudes of feature maps `[B, C, H, W]` by frequency, relative to frequency 0 (Fig. 6b).
+
+    Args:
+        network: any network; where it draws, the mean over executions is taken.
+        data: inputs `[N, ...]`, a batch, or an iterable of batches; targets are left alone.
+        layers: which layers, see `select`; by default all that call no other and give maps `[B, C, H, W]`.
+        draws: how many executions there are of each member; by default as many as the multitude makes.
+        seed: makes the draws repeatable.
+        maps: turns a layer's output into `[B, C, H, W]`, see `feature_maps`.
+
+    A wave of two pixels' length, half as strong as the mean, and the blur that takes it away:
+
+    >>> from multitudes.methods.smoothing import Blur
+    >>> board = 2.0 + (torch.arange(8)[:, None] + torch.arange(8)) % 2 * 2 - 1  # 1 and 3
+    >>> spectrum = feature_spectrum(nn.Sequential(nn.Identity(), Blur()), board.view(1, 1, 8, 8))
+    >>> spectrum.layers["0"].diagonal_frequencies[-1], spectrum.layers["0"].diagonal[-1].exp()
+    (tensor(1.), tensor(0.5000))
+    >>> spectrum.layers["1.box"].diagonal[-1].exp() < 0.1
+    tensor(True)
+    """
+    if not isinstance(network, nn.Module):
+        raise ValueError(f"network must be an nn.Module, got {type(network).__name__}")
+    check_seed(seed)
+    if draws is not None:
+        check_count("draws", draws)
+    sums: dict[str, Tensor] = {}
+    weights: dict[str, float] = {}
+    for number, (x, _) in enumerate(Batches(data).on(device_of(network))):
+        rows = tensors_in(x)[0].shape[0]
+        for seen in feature_maps(network, x, layers, draws, mixed(seed, number), maps):
+            for name, value in seen.items():
+                if value.dim() == 4:
+                    sums[name] = sums.get(name, torch.zeros(())) + rows * log_amplitudes(value).cpu()
+                    weights[name] = weights.get(name, 0) + rows
+                elif layers is not None:
+                    raise ValueError(
+                        f"layers: {name!r} must give maps [B, C, H, W], got {list(value.shape)}; see maps="
+                    )
+    if not sums:
+        raise ValueError(f"network ({type(network).__name__}) has no layer that gives maps [B, C, H, W]; see maps=")
+    return FeatureSpectrum({name: _spectrum(total / weights[name]) for name, total in sums.items()})
+
+
+def log_amplitudes(maps: Tensor) -> Tensor:
+    """The log amplitude of each frequency, mean over inputs and channels: `[B, C, H, W] -> [H, W]`, in fft's order."""
+    values = maps.to(torch.promote_types(maps.dtype, torch.float32))
+    return torch.fft.fft2(values).abs().clamp(min=FLOOR).log().mean((0, 1))
+
+
+def _spectrum(amplitudes: Tensor) -> LayerSpectrum:
+    height, width = amplitudes.shape
+    relative = amplitudes - amplitudes[0, 0]
+    side = min(height, width)
+    steps = torch.arange(side // 2 + 1)
+    diagonal = relative[(steps * height / side).round().long(), (steps * width / side).round().long()]
+    down, across = (2 * torch.fft.fftfreq(pixels, dtype=torch.float64).abs() for pixels in (height, width))
+    # Rings as wide as the distance of neighbouring frequencies, each around a multiple of it.
+    ring = (torch.hypot(down[:, None], across) * side / 2).round().long()
+    counts = torch.bincount(ring.flatten())
+    totals = torch.bincount(ring.flatten(), weights=relative.flatten().double())
+    there = counts > 0
+    radial = (totals[there] / counts[there]).to(relative.dtype)
+    return LayerSpectrum(steps * 2 / side, diagonal, there.nonzero()[:, 0] * 2 / side, radial)
+
+
+# -- noise of one frequency --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class FrequencyAccuracy:
+    """The accuracy against noise of each frequency."""
+
+    frequencies: Tensor
+    """In units of pi, `[F]`."""
+    accuracies: Tensor
+    """`[F]`."""
+
+    def plot(self) -> Any:
+        """Accuracy against frequency (Fig. 6c)."""
+        fig = figure("Accuracy against noise of one frequency", "frequency / π", "accuracy")
+        x, y = self.frequencies.tolist(), self.accuracies.tolist()
+        fig.add_trace(graph_objects().Scatter(x=x, y=y, mode="lines+markers"))
+        return fig
+
+
+def frequency_accuracy(
+    net: nn.Module, x: Tensor, y: Tensor, frequencies: Sequence[float] | None = None, **options: Any
+) -> FrequencyAccuracy:
+    """The accuracy against noise of each frequency (Fig. 6c), by `multitudes.shift.accuracy_by_frequency`.
+
+    `options` are its own: `size` and `width` of the noise, `draws`, `seed`, `batch_size`, `bounds`.
+    """
+    found = accuracy_by_frequency(net, x, y, frequencies, **options)
+    return FrequencyAccuracy(torch.tensor(list(found)), torch.tensor(list(found.values())))

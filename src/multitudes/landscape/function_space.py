@@ -1,0 +1,189 @@
+"""How far solutions lie apart, as weights and as functions.
+
+Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, section 4. For two solutions
+theta_1 and theta_2, with `f` the label that a network predicts,
+
+    cosine          theta_1 . theta_2 / (|theta_1| |theta_2|)
+    disagreement    1/N sum_n [f(x_n; theta_1) != f(x_n; theta_2)]
+
+and a map of functions, t-SNE of the softmax outputs of each solution, laid out in one vector (Fig. 2, 3 and 4). The
+finding: checkpoints of one training, and draws from subspaces around it, stay one function, however far they lie
+apart as weights; another initialisation gives another function.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.checks import check_number, check_seed, needed
+from multitudes.landscape.figures import COLOURS, SCALE, SYMBOLS, figure, graph_objects, styled
+from multitudes.landscape.solutions import Solutions, read_solutions
+from multitudes.metrics.divergences import pairwise_js
+from multitudes.metrics.diversity import cosine_similarity, pairwise_disagreement
+
+__all__ = ["FunctionMap", "Similarity", "function_map", "similarity"]
+
+MATRICES = ("cosine", "disagreement", "divergence")
+
+
+# -- matrices ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Similarity:
+    """How similar S solutions are, pair by pair: three matrices `[S, S]`, float64, on the CPU."""
+
+    labels: tuple[str, ...]
+    runs: tuple[str, ...]
+    kinds: tuple[str, ...]
+    cosine: Tensor
+    """Cosine of the angle between the weights; NaN between networks of different tensors."""
+    disagreement: Tensor
+    """The share of inputs on which the labels differ."""
+    divergence: Tensor
+    """The Jensen-Shannon divergence of the probabilities, in nats, mean over inputs."""
+
+    def __repr__(self) -> str:
+        return f"Similarity(solutions={len(self.labels)}, runs={len(set(self.runs))})"
+
+    def mean(self, matrix: str = "disagreement", *, same_run: bool, kind: str | None = None) -> float:
+        """The mean of a matrix over pairs of different solutions, both of one run or of two; NaN without such pairs.
+
+        `kind` takes the solutions of one kind alone.
+        """
+        if matrix not in MATRICES:
+            raise ValueError(f"matrix must be one of {', '.join(MATRICES)}, got {matrix!r}")
+        if kind is not None and kind not in self.kinds:
+            raise ValueError(f"kind must be one of {', '.join(sorted(set(self.kinds)))}, got {kind!r}")
+        names = list(dict.fromkeys(self.runs))
+        run = torch.tensor([names.index(name) for name in self.runs])
+        chosen = torch.tensor([kind is None or own == kind for own in self.kinds])
+        pairs = ((run == run[:, None]) == same_run) & chosen & chosen[:, None]
+        pairs &= ~torch.eye(len(run), dtype=torch.bool)
+        return float(getattr(self, matrix)[pairs].mean())
+
+    def plot(self) -> Any:
+        """The cosines of the weights beside the disagreement of the functions (Fig. 3)."""
+        subplots = needed("plotly.subplots", "plots", "a figure")
+        fig = subplots.make_subplots(cols=2, subplot_titles=("cosine of weights", "disagreement of labels"))
+        for column, values in enumerate((self.cosine, self.disagreement), start=1):
+            bar = {"x": 0.45 if column == 1 else 1.0, "thickness": 12}
+            names = list(self.labels)
+            heat = graph_objects().Heatmap(z=values.tolist(), x=names, y=names, colorscale=SCALE, colorbar=bar)
+            fig.add_trace(heat, row=1, col=column)
+        fig.update_xaxes(showticklabels=len(self.labels) <= 12)
+        fig.update_yaxes(showticklabels=len(self.labels) <= 12, autorange="reversed")
+        return styled(fig, "Similarity of solutions")
+
+
+def similarity(
+    solutions: Any, data: Any = None, *, model: nn.Module | None = None, draws: int = 10, seed: int = 0
+) -> Similarity:
+    """Weights and predictions of solutions against each other (Fig. 2, 3).
+
+    `solutions` are checkpoints, networks, members or draws, by run: see `read_solutions`, whose arguments these are.
+
+    >>> left, right = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    >>> _ = left.weight.data.copy_(torch.eye(2)), right.weight.data.copy_(2 * torch.eye(2).flip(0))
+    >>> s = similarity({"left": left, "right": right}, torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]]))
+    >>> s.cosine[0, 1].item(), round(s.disagreement[0, 1].item(), 4)  # at a right angle; (0, 0) is class 0 for both
+    (0.0, 0.6667)
+    """
+    read = read_solutions(solutions, data, model=model, draws=draws, seed=seed)
+    return Similarity(
+        read.labels,
+        read.runs,
+        read.kinds,
+        _cosines(read.networks),
+        pairwise_disagreement(read.predictive),
+        pairwise_js(read.predictive),
+    )
+
+
+def _cosines(networks: tuple[nn.Module, ...]) -> Tensor:
+    """`[S, S]`: cosines between networks that have the same tensors, NaN between others."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for index, network in enumerate(networks):
+        state = network.state_dict()
+        shapes = tuple((name, value.shape) for name, value in state.items() if isinstance(value, Tensor))
+        groups.setdefault(shapes, []).append(index)
+    cosines = torch.full((len(networks), len(networks)), torch.nan, dtype=torch.float64)
+    for group in groups.values():
+        at = torch.tensor(group)
+        cosines[at[:, None], at] = cosine_similarity([networks[index] for index in group])
+    return cosines
+
+
+# -- the map -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FunctionMap:
+    """Solutions as points of the plane: `points [S, 2]`, near each other where their predictions are."""
+
+    labels: tuple[str, ...]
+    runs: tuple[str, ...]
+    kinds: tuple[str, ...]
+    points: Tensor
+
+    def __repr__(self) -> str:
+        return f"FunctionMap(solutions={len(self.labels)}, runs={len(set(self.runs))})"
+
+    def plot(self) -> Any:
+        """The map, with a colour for each run and a symbol for each kind (Fig. 2c, 4)."""
+        fig = figure("Solutions in function space (t-SNE of predictions)")
+        runs, kinds = list(dict.fromkeys(self.runs)), list(dict.fromkeys(self.kinds))
+        groups: dict[tuple[str, str], list[int]] = {}
+        for index, place in enumerate(zip(self.runs, self.kinds, strict=True)):
+            groups.setdefault(place, []).append(index)
+        for (run, kind), group in groups.items():
+            colour, symbol = COLOURS[runs.index(run) % len(COLOURS)], SYMBOLS[kinds.index(kind) % len(SYMBOLS)]
+            x, y = self.points[group].T.tolist()
+            fig.add_scatter(
+                x=x,
+                y=y,
+                mode="markers",
+                marker={"color": colour, "symbol": symbol, "size": 9},
+                name=f"{run}, {kind}",
+                text=[self.labels[index] for index in group],
+            )
+        return fig.update_xaxes(showticklabels=False).update_yaxes(showticklabels=False)
+
+
+def function_map(
+    solutions: Any,
+    data: Any = None,
+    *,
+    perplexity: float | None = None,
+    model: nn.Module | None = None,
+    draws: int = 10,
+    seed: int = 0,
+) -> FunctionMap:
+    """t-SNE of the predicted probabilities of each solution, all inputs in one vector (Fig. 2c, 4).
+
+    `perplexity` is about how many neighbours each solution has, fewer than there are solutions: 30, or a third of
+    the others where they are few. The other arguments are those of `read_solutions`.
+    """
+    manifold = needed("sklearn.manifold", "landscape", "a map of functions")
+    check_seed(seed)
+    if perplexity is not None:
+        check_number("perplexity", perplexity, 0, above=True)
+    read = read_solutions(solutions, data, model=model, draws=draws, seed=seed)
+    if len(read) < 3:
+        raise ValueError(f"solutions must be 3 or more for a map, got {len(read)}")
+    if perplexity is None:
+        perplexity = min(30.0, (len(read) - 1) / 3)
+    if perplexity >= len(read):
+        raise ValueError(f"perplexity must be below the number of solutions, {len(read)}, got {perplexity:g}")
+    tsne = manifold.TSNE(perplexity=perplexity, init="pca", random_state=seed % 2**32)
+    points = tsne.fit_transform(_vectors(read).numpy())
+    return FunctionMap(read.labels, read.runs, read.kinds, torch.from_numpy(points))
+
+
+def _vectors(read: Solutions) -> Tensor:
+    """The probabilities that each solution predicts, `[S, N * C * ...]`."""
+    return read.predictive.member_probs.flatten(1)

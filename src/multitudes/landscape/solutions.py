@@ -1,0 +1,275 @@
+"""Solutions: networks in weight space and in function space, each with the run it comes from and its kind.
+
+What the analyses of function space look at is read here, once: checkpoints of a training, networks trained apart, the
+members of an ensemble, draws from a subspace around a solution (Fort, Hu and Lakshminarayanan, *Deep ensembles: a
+loss landscape perspective*, 2019, section 4).
+
+solutions = {
+    "run 0": {"checkpoints": recorder_0, **subspaces(recorder_0)},
+    "run 1": {"checkpoints": recorder_1, **subspaces(recorder_1)},
+}
+read = read_solutions(solutions, (x, y))
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.batches import Batches
+from multitudes.calling import split_batch
+from multitudes.checks import check_count, check_seed
+from multitudes.inference import predict
+from multitudes.methods.subspace import KINDS, Around, Subspace, subspace
+from multitudes.multitude import Multitude, plain
+from multitudes.predictive import Predictive
+from multitudes.stochastic import stochastic_layers
+from multitudes.trajectory import Checkpoints, Recorder, State, Trajectory
+
+__all__ = ["Solutions", "last_checkpoint", "read_solutions", "subspaces", "trajectory_of"]
+
+Held = list[tuple[Any, None]]
+"""Batches of inputs, kept, so that all solutions see the same ones in the same order."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Solutions:
+    """S solutions: where each comes from, its network, and its predictions of the same N inputs, on the CPU."""
+
+    labels: tuple[str, ...]
+    """A name of its own for each solution."""
+    runs: tuple[str, ...]
+    """The training that each belongs to."""
+    kinds: tuple[str, ...]
+    """What each is in its run: a checkpoint, a draw from a subspace, ..."""
+    predictive: Predictive
+    """Logits `[S, N, C, ...]`."""
+    networks: tuple[nn.Module, ...]
+    """The network of each; draws that are not of weights share one."""
+    target: Tensor | None = None
+    """The true classes, `[N, ...]`, where the data has them."""
+
+    def __len__(self) -> int:
+        """S: how many solutions there are."""
+        return len(self.labels)
+
+    def __repr__(self) -> str:
+        return f"Solutions(solutions={len(self)}, runs={len(set(self.runs))}, inputs={len(self.predictive)})"
+
+    def classes(self) -> Tensor:
+        """The target, or an error that says that it is needed."""
+        if self.target is None:
+            raise ValueError("data must hold the true classes, as (x, y) or batches of them, got inputs alone")
+        return self.target
+
+    def chosen(self, kind: str, runs: Iterable[str]) -> Predictive:
+        """The predictions of the solutions of a kind in some runs."""
+        wanted = set(runs)
+        places = enumerate(zip(self.runs, self.kinds, strict=True))
+        return Predictive(
+            self.predictive.predictions[[at for at, (run, own) in places if run in wanted and own == kind]]
+        )
+
+    def index(self, label: str) -> int:
+        """The position of a solution."""
+        if label not in self.labels:
+            raise ValueError(f"label must be one of {', '.join(self.labels)}, got {label!r}")
+        return self.labels.index(label)
+
+
+def read_solutions(
+    solutions: Any, data: Any = None, *, model: nn.Module | None = None, draws: int = 10, seed: int = 0
+) -> Solutions:
+    """Predict `data` by each of `solutions`, in evaluation mode; nothing that is given is changed.
+
+    Args:
+        solutions: runs by name, a list of runs, or one run. A run is whatever holds networks: a network; a state
+            dict; a `Recorder`; a list of networks or of state dicts; a multitude. Of a multitude each member is a
+            solution, and a run of its own where members share no weight; where it draws, each draw is a solution. A
+            run may also be a mapping that names its kinds: `{"checkpoints": recorder, "dropout": subspace(...)}`.
+        data: inputs `[N, ...]`, `(x, y)` or an iterable of batches, which is gone through once.
+        model: the network that state dicts are of; a `Recorder` knows its own.
+        draws: how many draws to make of a network that draws.
+        seed: of the draws.
+
+    >>> nets = [nn.Linear(3, 2) for _ in range(2)]
+    >>> read = read_solutions({"left": nets[0], "right": [nets[1].state_dict()] * 2}, torch.ones(5, 3), model=nets[0])
+    >>> read, read.labels
+    (Solutions(solutions=3, runs=2, inputs=5), ('left', 'right, checkpoint 0', 'right, checkpoint 1'))
+    """
+    if isinstance(solutions, Solutions):
+        if data is not None:
+            raise ValueError(f"data must be left out where solutions is {solutions!r}, which has its predictions")
+        return solutions
+    check_count("draws", draws)
+    check_seed(seed)
+    found = list(_found(solutions, model))
+    batches, target = _held(data)
+    rows: list[tuple[str, str, nn.Module]] = []
+    predictions: list[Tensor] = []
+    for run, kind, network in found:
+        for one, answers in _answers(network, batches, draws, seed):
+            rows += [(run, kind, one)] * len(answers)
+            predictions.append(answers)
+    _check_alike(predictions)
+    runs, kinds, networks = zip(*rows, strict=True)
+    return Solutions(_labels(runs, kinds), runs, kinds, Predictive(torch.cat(predictions)), networks, target)
+
+
+def _held(data: Any) -> tuple[Held, Tensor | None]:
+    """The inputs of `data`, batch by batch, and all targets `[N, ...]` on the CPU, or None where there are none.
+
+    A loader that shuffles would show each solution other inputs, so it is gone through once and kept.
+    """
+    if data is None:
+        raise ValueError("data must be inputs, (inputs, classes) or batches of them, got None")
+    parts = [split_batch(batch) for batch in Batches(data).batches]
+    targets = [y.cpu() for _, y in parts if y is not None]
+    if not parts:
+        raise ValueError("data must hold at least one batch, got none")
+    if targets and len(targets) < len(parts):
+        raise ValueError(f"data must have targets in all of its {len(parts)} batches or in none, got {len(targets)}")
+    return [(x, None) for x, _ in parts], torch.cat(targets) if targets else None
+
+
+# -- subspaces around a run --------------------------------------------------------------------------------
+
+
+def subspaces(
+    run: Checkpoints, model: nn.Module | None = None, kinds: Iterable[str] = KINDS, **options: Any
+) -> dict[str, Any]:
+    """Subspaces around the last checkpoints of a run, by kind (section 4.2); see `multitudes.subspace`.
+
+    `options` are those of `subspace`, for all kinds or, under a kind's name, for one:
+    `subspaces(recorder, data=(x, y), floor=0.65, low_rank={"scale": 0.1})`.
+
+    >>> model = nn.Linear(3, 2)
+    >>> checkpoints = [{k: v + i**j for j, (k, v) in enumerate(model.state_dict().items())} for i in range(9)]
+    >>> list(subspaces(checkpoints, model, low_rank={"rank": 1}))
+    ['random', 'dropout', 'diagonal', 'low_rank']
+    """
+    chosen = list(kinds)
+    for kind in chosen:
+        if kind not in KINDS:
+            raise ValueError(f"kinds must be among {', '.join(KINDS)}, got {kind!r}")
+    network, states = trajectory_of(run, model)
+    common = {name: value for name, value in options.items() if name not in KINDS}
+    common["data"] = Batches.of(common.get("data"))  # so that all kinds can go through it
+    return {kind: subspace(network, kind, states, **(common | options.get(kind, {}))) for kind in chosen}
+
+
+def trajectory_of(run: Checkpoints, model: nn.Module | None) -> tuple[nn.Module, list[State]]:
+    """The network of a run, and its last checkpoints, the oldest first."""
+    network = run.net if model is None and isinstance(run, Recorder) else model
+    if network is None:
+        raise ValueError("model must be the network that the state dicts are of, got None")
+    return network, Trajectory.of(run, network).states
+
+
+def last_checkpoint(run: Checkpoints, model: nn.Module | None = None) -> nn.Module:
+    """A copy of the run's network with the weights of its last checkpoint."""
+    network, states = trajectory_of(run, model)
+    return _loaded(network, states[-1])
+
+
+# -- from whatever holds networks to networks ----------------------------------------------------------------
+
+
+def _networks_in(source: Any, model: nn.Module | None = None, name: str = "solutions") -> Iterator[tuple[str, Any]]:
+    """The networks that `source` holds, each with its kind, one at a time; a multitude as it is."""
+    if isinstance(source, Recorder):
+        for state in Trajectory.of(source, source.net).states:
+            yield "checkpoint", _loaded(source.net, state)
+    elif isinstance(source, nn.Module):
+        drawing = bool(stochastic_layers(source.network if isinstance(source, Multitude) else source))
+        yield "draw" if drawing else "member" if isinstance(source, Multitude) else "network", source
+    elif _is_state(source):
+        if model is None:
+            raise ValueError(f"{name} holds state dicts: pass the network that they are of as model=")
+        yield "checkpoint", _loaded(model, Trajectory.of([source], model).states[0])
+    elif isinstance(source, Iterable) and not isinstance(source, (str, Mapping, Tensor)):
+        for index, part in enumerate(source):
+            yield from _networks_in(part, model, f"{name}[{index}]")
+    else:
+        raise ValueError(
+            f"{name} must be a network, a state dict, a Recorder, or a list of them, got {type(source).__name__}"
+        )
+
+
+def _found(solutions: Any, model: nn.Module | None) -> Iterator[tuple[str, str, nn.Module]]:
+    """Run, kind and network of each network or multitude of one member."""
+    named: dict[str, Any]
+    if isinstance(solutions, Mapping) and not _is_state(solutions):
+        named = {str(name): run for name, run in solutions.items()}
+    elif isinstance(solutions, (list, tuple)):
+        named = {f"run {index}": run for index, run in enumerate(solutions)}
+    else:
+        named = {"run 0": solutions}
+    empty = True
+    for run, source in named.items():
+        kinds = dict(source) if isinstance(source, Mapping) and not _is_state(source) else {None: source}
+        for kind, part in kinds.items():
+            place = f"solutions[{run!r}]" + (f"[{kind!r}]" if kind is not None else "")
+            for own_kind, network in _networks_in(part, model, place):
+                for suffix, alone in _alone(network):
+                    empty = False
+                    yield run + suffix, own_kind if kind is None else str(kind), alone
+    if empty:
+        raise ValueError("solutions must hold at least one network, got none")
+
+
+def _alone(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Each member by itself, and what to add to the name of its run."""
+    if isinstance(network, Multitude) and network.task != "classification":
+        raise ValueError(f"solutions must classify, got a multitude of task {network.task}")
+    if isinstance(network, Multitude):
+        own_run = network.independent and network.members > 1
+        for index in range(network.members):
+            yield f", member {index}" if own_run else "", plain(network.member(index))
+    else:
+        yield "", network
+
+
+def _answers(network: nn.Module, batches: Held, draws: int, seed: int) -> Iterator[tuple[nn.Module, Tensor]]:
+    """Networks, and the predictions of each, `[1, N, ...]`, or of its draws, `[D, N, ...]`."""
+    if isinstance(network, Around):
+        samples = Subspace(network).samples(draws, seed)
+        for index in range(draws):
+            yield from _answers(samples.member(index), batches, draws, seed)
+        return
+    options: dict[str, Any] = {"draws": draws, "seed": seed} if stochastic_layers(network) else {}
+    yield network, predict(Multitude(network), batches, task="classification", **options).predictions
+
+
+def _loaded(network: nn.Module, state: State) -> nn.Module:
+    loaded = copy.deepcopy(network)
+    loaded.load_state_dict(state, strict=False)  # what is no tensor in a state dict stays the model's own
+    return loaded
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, Mapping) and any(isinstance(entry, Tensor) for entry in value.values())
+
+
+def _labels(runs: Iterable[str], kinds: Iterable[str]) -> tuple[str, ...]:
+    """A name for each solution: its run's where it is the only one there, else with its kind and number."""
+    places = list(zip(runs, kinds, strict=True))
+    of_run, seen = Counter(run for run, _ in places), Counter[tuple[str, str]]()
+    labels = []
+    for run, kind in places:
+        labels.append(run if of_run[run] == 1 else f"{run}, {kind} {seen[run, kind]}")
+        seen[run, kind] += 1
+    return tuple(labels)
+
+
+def _check_alike(predictions: list[Tensor]) -> None:
+    shapes = {tuple(part.shape[1:]) for part in predictions}
+    if len(shapes) > 1:
+        one, other, *_ = sorted(shapes)
+        raise ValueError(f"solutions must give predictions of one shape, got {list(one)} and {list(other)}")

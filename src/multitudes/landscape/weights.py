@@ -1,0 +1,308 @@
+"""Settings of one network's weights, measured on the same data: `Gauge`.
+
+A setting is a vector `[P]`, the weights in the order of `trajectory.flat_weights`. Given solutions are measured as they
+are, to the last bit; any other settings several at a time (see `fused`).
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from multitudes.batches import Batches
+from multitudes.batchnorm import norms, statistics
+from multitudes.calling import Input, call_with, moved, plain_attention, tensors_in, told_in_terms_of
+from multitudes.checks import check_count
+from multitudes.landscape.fused import Fused, settings_at_once
+from multitudes.multitude import Criterion, Multitude, plain
+from multitudes.predictive import averaged
+from multitudes.progress import ProgressBar
+from multitudes.stochastic import Draw, drawing, expecting, mixed, stochastic_layers
+from multitudes.surgery import seeded
+from multitudes.trajectory import State, Trajectory, flat_state, unflattened, weights_of
+
+__all__ = ["Gauge", "Noise", "Scores", "Solution", "fingerprint", "measured", "single_network", "state_of", "vector_of"]
+
+Solution = nn.Module | Mapping[str, Tensor]
+"""A trained network, or its state dict."""
+
+MEASURES = ("loss", "accuracy", "agreement")
+
+
+# -- solutions ---------------------------------------------------------------------------------------------
+
+
+def single_network(network: nn.Module) -> nn.Module:
+    """The network itself, or that of a multitude that only draws; an error where it is several networks."""
+    if not isinstance(network, nn.Module):
+        raise ValueError(f"network must be an nn.Module, got {type(network).__name__}")
+    alone = plain(network)
+    if isinstance(alone, Multitude):
+        raise ValueError(
+            f"network must be one network, got {type(alone).__name__} of {alone.members}: take one out by member(i)"
+        )
+    if not weights_of(alone):
+        raise ValueError(f"network ({type(alone).__name__}) has no weights")
+    return alone
+
+
+def state_of(given: Solution, network: nn.Module, what: str) -> State:
+    """The tensors of a solution, checked to fit the network."""
+    state = given.state_dict() if isinstance(given, nn.Module) else given
+    if not isinstance(state, Mapping):
+        raise ValueError(f"{what} must be a network or its state dict, got {type(given).__name__}")
+    try:
+        return Trajectory.of([state], network).states[0]
+    except ValueError as error:
+        raise ValueError(str(error).replace("checkpoints[0]", what)) from error
+
+
+def vector_of(given: Solution, network: nn.Module, what: str) -> Tensor:
+    """The weights of a solution, `[P]`, on the CPU and in float32 or better."""
+    return flat_state(state_of(given, network, what), network)
+
+
+def fingerprint(*parts: Any) -> str:
+    """A hash of tensors, and of anything else by its `repr`.
+
+    >>> fingerprint(torch.ones(2), "loss") == fingerprint(torch.ones(2), "loss") != fingerprint(torch.zeros(2), "loss")
+    True
+    """
+    digest = hashlib.sha256()
+
+    def add(part: Any) -> None:
+        if isinstance(part, Tensor):
+            digest.update(f"{part.dtype}{list(part.shape)}".encode())
+            held = part.detach().cpu().contiguous()
+            digest.update(ctypes.string_at(held.data_ptr(), held.nbytes))
+        elif isinstance(part, Mapping):
+            add([entry for item in part.items() for entry in item])
+        elif isinstance(part, (list, tuple)):
+            digest.update(f"[{len(part)}".encode())
+            for entry in part:
+                add(entry)
+        else:
+            digest.update(f"{type(part).__name__}{part!r}".encode())
+
+    add(parts)
+    return digest.hexdigest()
+
+
+# -- measuring ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """K settings, measured: the loss, and where the targets are classes, accuracy and agreement; on the CPU."""
+
+    loss: Tensor
+    """`[K]`, float64."""
+    accuracy: Tensor | None
+    """`[K]`: the share of right labels."""
+    agreement: Tensor | None
+    """`[K, R]`: the share of labels that are those of each of R solutions."""
+
+    def at(self, index: int) -> Scores:
+        """One setting alone, as one of one."""
+        parts = (self.loss, self.accuracy, self.agreement)
+        loss, accuracy, agreement = (None if part is None else part[index : index + 1] for part in parts)
+        assert loss is not None
+        return Scores(loss, accuracy, agreement)
+
+    @classmethod
+    def concat(cls, parts: Sequence[Scores]) -> Scores:
+        """All settings of the parts, one after the other."""
+
+        def joined(name: str) -> Any:
+            values = [getattr(part, name) for part in parts]
+            return None if values[0] is None else torch.cat(values)
+
+        return cls(joined("loss"), joined("accuracy"), joined("agreement"))
+
+
+def measured(result: Any, what: str) -> Tensor:
+    """One of a result's measures, by name."""
+    if what not in MEASURES:
+        raise ValueError(f"what must be one of {', '.join(MEASURES)}, got {what!r}")
+    values: Tensor | None = getattr(result, what)
+    if values is None:
+        raise ValueError(f"what={what!r} needs classes as targets, and the data had none")
+    return values
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Whose random numbers a network that draws uses: those of `draws` draws of a seed, from number `first` on."""
+
+    seed: int
+    draws: int = 1
+    first: int = 0
+
+
+class Gauge:
+    """Measures weight settings of a network on data.
+
+    The network and its state dict are copied, so that nothing given is changed. Data are gone through once and kept.
+    Without noise, a network that draws gives expectations. With `batch_norm`, more data, the batch-norm statistics of
+    each setting are measured on them; given solutions keep their own.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        data: Any,
+        criterion: Criterion | None = None,
+        batch_norm: Any = None,
+        at_once: int | None = None,
+    ) -> None:
+        self.model = copy.deepcopy(single_network(network)).eval().requires_grad_(False)
+        self.task = network.task if isinstance(network, Multitude) else "classification"
+        self.criterion = F.cross_entropy if criterion is None else criterion
+        self.device = next(iter(weights_of(self.model).values())).device
+        self.batches = list(_batches(data, self.device))
+        self.norm_data = self._norm_data(batch_norm)
+        chosen = None if at_once is None else check_count("at_once", at_once)
+        self.classes = self._check_targets(criterion is None)
+        self.at_once = chosen or settings_at_once(self.model, self.batches[0][0])
+        self.references: list[list[Tensor]] = []
+        self._fused: Fused | None = None
+
+    def _norm_data(self, data: Any) -> Batches | None:
+        """Data for batch norm, where there is any; a loader that shuffles would show each setting others."""
+        if data is None or not norms(self.model):
+            return None
+        return Batches(list(Batches(data).on(self.device)))
+
+    def identity(self) -> list[Any]:
+        """What the measurements depend on beside the weights: for a fingerprint."""
+        criterion = getattr(self.criterion, "__qualname__", repr(self.criterion))
+        norm_data = None if self.norm_data is None else list(self.norm_data.batches)
+        return [repr(self.model), dict(self.model.named_buffers()), criterion, self.batches, norm_data]
+
+    def settle(self, given: Mapping[str, State]) -> None:
+        """Let the network have the buffers of the solutions that weights are taken between; they must be the same."""
+        own = tuple(norms(self.model)) if self.norm_data is not None else ()
+        (first, held), *others = given.items()
+        for name, state in others:
+            for buffer, _ in self.model.named_buffers():
+                recomputed = buffer.rpartition(".")[0] in own or buffer.endswith("num_batches_tracked")
+                if buffer in state and not recomputed and not torch.equal(state[buffer].cpu(), held[buffer].cpu()):
+                    raise ValueError(
+                        f"{first} and {name} differ in {buffer!r}, which lies on no line between weights; "
+                        "batch_norm=data recomputes batch-norm statistics at each point"
+                    )
+        self.model.load_state_dict(held, strict=False)
+
+    @torch.no_grad()
+    def given(self, states: Sequence[State], noise: Noise | None = None) -> Scores:
+        """The scores of solutions as they are, and from now on what agreement is with."""
+        self.references = []
+        here = [moved(state, self.device) for state in states]
+        answers = [[self._answer(state, x, noise) for x, _ in self.batches] for state in here]
+        if self.classes:
+            self.references = [[answer.argmax(1) for answer in of_one] for of_one in answers]
+        return Scores.concat([self._scores([answer.unsqueeze(0) for answer in of_one]) for of_one in answers])
+
+    @torch.no_grad()
+    def measure(self, weights: Tensor, noises: Sequence[Noise] | None = None) -> Scores:
+        """The scores of settings `[K, P]`, at most `at_once` of them; with noise, a network that draws draws."""
+        states = [unflattened(vector.to(self.device), self.model) for vector in weights]
+        states = [state | self.statistics(state) for state in states]
+        if noises is not None:
+            pairs = list(zip(states, noises, strict=True))
+            return self._scores(torch.stack([self._answer(s, x, n) for s, n in pairs]) for x, _ in self.batches)
+        if self._fused is None:
+            self._fused = Fused(self.model, self.at_once, [x for x, _ in self.batches])
+        self._fused.load(states)
+        return self._scores(self._fused.answers())
+
+    def measure_all(self, weights: Tensor, progress: bool | None = None) -> Scores:
+        """The scores of any number of settings `[K, P]`."""
+        bar, parts = ProgressBar(len(weights), progress, "points"), []
+        try:
+            for chunk in weights.split(self.at_once):
+                parts.append(self.measure(chunk))
+                bar.update(sum(len(part.loss) for part in parts))
+        finally:
+            bar.clear()
+        return Scores.concat(parts)
+
+    def statistics(self, state: State) -> State:
+        """The batch-norm statistics that go with weights, where they are recomputed."""
+        return {} if self.norm_data is None else statistics(self.model, state, self.norm_data)
+
+    def _answer(self, state: State, x: Input, noise: Noise | None) -> Tensor:
+        """One setting, by a plain call: `[B, ...]`."""
+        with told_in_terms_of(x), plain_attention():
+            if noise is None:
+                with expecting(self.model):
+                    return call_with(self.model, state, x)
+            draw = Draw(noise.seed)
+            answers = []
+            for number in range(noise.first, noise.first + noise.draws):
+                draw.lane = torch.tensor(number)
+                with drawing(stochastic_layers(self.model), draw), seeded(mixed(noise.seed, number)):
+                    answers.append(call_with(self.model, state, x))
+            return averaged(torch.stack(answers), self.task)
+
+    def _scores(self, answers: Iterable[Tensor]) -> Scores:
+        """The scores of K settings, from their answers `[K, B, ...]` to each batch."""
+        loss: Any = 0.0
+        right: Any = 0
+        agree: Any = 0
+        weight = counted = total = 0
+        for index, ((_, y), answer) in enumerate(zip(self.batches, answers, strict=True)):
+            counts = y != -100 if self.classes else torch.ones(len(y))
+            number = int(counts.sum())
+            if number:  # the mean over nothing is no number
+                loss = loss + torch.stack([self.criterion(one, y) for one in answer]).double().cpu() * number
+            weight += number
+            if self.classes:
+                labels = answer.argmax(2)
+                right = right + (labels == y).flatten(1).sum(1).cpu()
+                agreed = [(labels == of_one[index]).flatten(1).sum(1) for of_one in self.references]
+                agree = agree + (torch.stack(agreed, 1).cpu() if agreed else torch.zeros(len(labels), 0))
+                counted, total = counted + number, total + y.numel()
+        if not self.classes:
+            return Scores(loss / weight, None, None)
+        return Scores(loss / weight, right.double() / counted, agree.double() / total)
+
+    def _check_targets(self, cross_entropy: bool) -> bool:
+        """Whether the targets are classes of the predictions; an error where the loss cannot be computed."""
+        x, y = self.batches[0]
+        with torch.no_grad():
+            answer = self._answer({}, x, None)
+            classes = not y.is_floating_point() and answer.dim() == y.dim() + 1 and answer.shape[1] > 1
+            if cross_entropy and not classes and answer.shape != y.shape:
+                raise ValueError(
+                    f"data has targets of shape {list(y.shape)} for predictions of shape {list(answer.shape)}, where "
+                    "cross entropy needs classes: pass criterion= for anything else"
+                )
+            for _, y in self.batches if classes else []:
+                wrong = y[(y != -100) & ((y < 0) | (y >= answer.shape[1]))]
+                if len(wrong):
+                    raise ValueError(f"data must have classes 0 to {answer.shape[1] - 1}, got {wrong[0].item()}")
+            loss = self.criterion(answer, self.batches[0][1])
+        if not isinstance(loss, Tensor) or loss.dim():
+            raise ValueError(f"criterion must give one number, the batch's mean, got {loss!r}")
+        return classes
+
+
+def _batches(data: Any, device: torch.device) -> Iterator[tuple[Input, Tensor]]:
+    if data is None:
+        raise ValueError("data must be (inputs, targets) or an iterable of such batches, got None")
+    for index, (x, y) in enumerate(Batches(data).on(device)):
+        if y is None:
+            raise ValueError(f"data must have targets, as (x, y) or batches of them; batch {index} has none")
+        for tensor in tensors_in(x):
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                raise ValueError(f"data must be finite; batch {index} holds NaN or infinite inputs")
+        yield x, y

@@ -1,0 +1,235 @@
+"""The diversity-accuracy plane: limits and family against simulated labels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from multitudes.landscape.diversity_plane import (
+    DiversityPlane,
+    diversity_plane,
+    family,
+    fit_exponent,
+    lower_limit,
+    normalised,
+    upper_limit,
+)
+
+N = 100_000
+BOUND = 4 * 0.5 / N**0.5  # four standard errors of a share
+
+
+def other_class(labels: np.ndarray, classes: int, rng: np.random.Generator) -> np.ndarray:
+    """Any class but the given one, all equally likely."""
+    return (labels + rng.integers(1, classes, len(labels))) % classes
+
+
+def answers(truth: np.ndarray, accuracy: float, classes: int, rng: np.random.Generator) -> np.ndarray:
+    """Labels that are right with probability `accuracy`, and else any other class."""
+    right = rng.random(len(truth)) < accuracy
+    return np.where(right, truth, other_class(truth, classes, rng))
+
+
+def flipped(
+    truth: np.ndarray, labels: np.ndarray, p_right: float, p_wrong: float, classes: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Right labels flip to another class with one probability, wrong ones with another."""
+    flips = rng.random(len(labels)) < np.where(labels == truth, p_right, p_wrong)
+    return np.where(flips, other_class(labels, classes, rng), labels)
+
+
+@pytest.mark.parametrize("classes", [2, 3, 10, 100])
+@pytest.mark.parametrize("reference", [0.55, 0.7, 0.95])
+def test_labels_that_know_nothing_of_the_reference_differ_by_the_upper_limit(classes: int, reference: float) -> None:
+    rng = np.random.default_rng(0)
+    truth = rng.integers(0, classes, N)
+    own = answers(truth, reference, classes, rng)
+    for accuracy in (0.1, 0.5, 0.9):
+        labels = answers(truth, accuracy, classes, rng)
+        limit = upper_limit(torch.tensor(accuracy), reference, classes)
+        assert np.mean(labels != own) == pytest.approx(float(limit), abs=BOUND)
+
+
+@pytest.mark.parametrize("classes", [2, 3, 10, 100])
+@pytest.mark.parametrize("reference", [0.55, 0.7, 0.95])
+def test_labels_that_flip_at_random_differ_by_the_lower_limit_of_their_accuracy(classes: int, reference: float) -> None:
+    rng = np.random.default_rng(1)
+    truth = rng.integers(0, classes, N)
+    own = answers(truth, reference, classes, rng)
+    for p in (0.01, 0.3, 0.8):
+        labels = flipped(truth, own, p, p, classes, rng)
+        # Both accuracies are measured; where the reference knows little, their noise weighs more.
+        slope = (classes - 1) / (classes * reference - 1)
+        limit = lower_limit(torch.tensor(np.mean(labels == truth)), float(np.mean(own == truth)), classes)
+        assert np.mean(labels != own) == pytest.approx(float(limit), abs=BOUND * (1 + slope))
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.22, 1.0, 3.0])
+@pytest.mark.parametrize("classes", [2, 10])
+def test_the_family_is_what_flips_of_right_and_of_wrong_labels_give(classes: int, exponent: float) -> None:
+    rng = np.random.default_rng(2)
+    truth = rng.integers(0, classes, N)
+    own = answers(truth, 0.7, classes, rng)
+    for p in (0.05, 0.4, 0.9):
+        labels = flipped(truth, own, p, p**exponent, classes, rng)
+        accuracy, disagreement = family(torch.tensor(p), exponent, 0.7, classes)
+        assert np.mean(labels == truth) == pytest.approx(float(accuracy), abs=BOUND)
+        assert np.mean(labels != own) == pytest.approx(float(disagreement), abs=BOUND)
+
+
+def test_the_family_of_exponent_one_is_the_lower_limit() -> None:
+    accuracy, disagreement = family(torch.linspace(0, 1, 50, dtype=torch.float64), 1.0, 0.8, 10)
+    torch.testing.assert_close(lower_limit(accuracy, 0.8, 10), disagreement)
+
+
+def test_the_limits_meet_at_chance() -> None:
+    """A label that is no better than chance has nothing of the reference left."""
+    chance = torch.tensor(0.1, dtype=torch.float64)
+    torch.testing.assert_close(lower_limit(chance, 0.8, 10), upper_limit(chance, 0.8, 10))
+
+
+@pytest.mark.parametrize("exponent", [0.1, 0.22, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize(("reference", "classes"), [(0.7, 10), (0.65, 100)])
+def test_a_fit_finds_the_exponent_of_simulated_labels(exponent: float, reference: float, classes: int) -> None:
+    rng = np.random.default_rng(3)
+    truth = rng.integers(0, classes, N)
+    own = answers(truth, reference, classes, rng)
+    points = []
+    for p in np.linspace(0.02, 0.9, 40):
+        labels = flipped(truth, own, p, p**exponent, classes, rng)
+        points.append([np.mean(labels == truth), np.mean(labels != own)])
+    accuracy, disagreement = torch.tensor(points).T
+    fitted = fit_exponent(accuracy, disagreement, float(np.mean(own == truth)), classes)
+    assert fitted == pytest.approx(exponent, abs=0.02)
+
+
+def test_a_fit_is_the_least_sum_of_squares_that_scipy_finds() -> None:
+    optimize = pytest.importorskip("scipy.optimize")
+    rng = np.random.default_rng(4)
+    p = rng.uniform(0.05, 0.8, 12)
+    accuracy, disagreement = (v.numpy() for v in family(torch.tensor(p), 0.4, 0.75, 10))
+    accuracy, disagreement = accuracy + rng.normal(0, 0.02, 12), disagreement + rng.normal(0, 0.02, 12)
+
+    def residuals(unknown: np.ndarray) -> np.ndarray:
+        e, flips = unknown[0], unknown[1:]
+        a = 0.75 * (1 - flips) + 0.25 * flips**e / 9
+        d = 0.75 * flips + 0.25 * flips**e
+        return np.concatenate([a - accuracy, d - disagreement])
+
+    want = optimize.least_squares(
+        residuals, [0.4, *p], bounds=([0.01, *[0] * 12], [100, *[1] * 12]), xtol=1e-14, ftol=1e-14
+    ).x[0]
+    got = fit_exponent(torch.tensor(accuracy), torch.tensor(disagreement), 0.75, 10)
+    assert got == pytest.approx(want, abs=2e-3)
+
+
+# -- the plane of solutions --------------------------------------------------------------------------------
+
+
+class Answers(nn.Module):
+    """A network that answers input number n with a label that it has for it."""
+
+    def __init__(self, labels: Tensor, classes: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(nn.functional.one_hot(labels, classes).float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table[x]
+
+
+def simulated(size: int = 4000) -> tuple[dict[str, object], tuple[Tensor, Tensor]]:
+    """A reference, two more runs that know nothing of it, and perturbations of it."""
+    rng = np.random.default_rng(5)
+    truth = rng.integers(0, 10, size)
+    own = answers(truth, 0.8, 10, rng)
+
+    def network(labels: np.ndarray) -> nn.Module:
+        return Answers(torch.tensor(labels), 10)
+
+    around = [network(flipped(truth, own, p, p**0.3, 10, rng)) for p in np.linspace(0.05, 0.8, 8)]
+    runs = {f"run {i}": network(answers(truth, 0.8, 10, rng)) for i in (1, 2)}
+    return {"run 0": {"solution": network(own), "perturbed": around}, **runs}, (torch.arange(size), torch.tensor(truth))
+
+
+def plane() -> DiversityPlane:
+    return diversity_plane(*simulated())
+
+
+def test_independent_solutions_lie_on_the_upper_limit_and_perturbations_below() -> None:
+    found = plane()
+    assert found.reference == "run 0, solution 0"
+    assert found.disagreement[0] == 0 and found.diversity[0] == 0
+    limit = normalised(upper_limit(found.accuracy, found.reference_accuracy, 10), found.accuracy)
+    torch.testing.assert_close(found.diversity[-2:], limit[-2:], atol=0.1, rtol=0)
+    assert bool((found.diversity[1:-2] < limit[1:-2]).all())
+
+
+def test_a_plane_fits_an_exponent_to_each_kind_of_the_reference_run() -> None:
+    assert plane().exponents == {"perturbed": pytest.approx(0.3, abs=0.05)}
+
+
+def test_diversity_is_normalised_by_the_accuracy_of_the_solution() -> None:
+    solutions, (x, y) = simulated(200)
+    found = diversity_plane(solutions, (x, y), reference="run 1")
+    labels = torch.stack(
+        [
+            n.table.argmax(1)
+            for n in (solutions["run 0"]["solution"], *solutions["run 0"]["perturbed"], solutions["run 1"])
+        ]  # type: ignore[index]
+    )
+    for i, own in enumerate(labels):
+        accuracy, apart = np.mean((own == y).numpy()), np.mean((own != labels[-1]).numpy())
+        assert found.accuracy[i] == pytest.approx(accuracy)
+        assert found.diversity[i] == pytest.approx(apart / (1 - accuracy))
+
+
+def test_the_limits_of_a_plane_go_from_chance_to_its_best_solution() -> None:
+    found = plane()
+    accuracy, lower, upper = found.limits(50)
+    assert accuracy[0] == 0.1 and float(accuracy[-1]) == pytest.approx(float(found.accuracy.max()))
+    assert lower.shape == upper.shape == (50,)
+    assert bool((lower <= upper + 1e-12).all())
+
+
+def test_a_figure_shows_solutions_limits_and_fits() -> None:
+    pytest.importorskip("plotly")
+    names = [trace.name for trace in plane().plot().data]
+    assert names[:2] == ["lower limit", "upper limit"]
+    assert names[2] == "perturbed" and names[3].startswith("perturbed: e = 0.")
+    assert names[4:] == ["other runs, network", "reference: run 0, solution 0"]
+
+
+def test_a_perfect_reference_has_a_plane_without_a_fit() -> None:
+    y = torch.arange(20) % 2
+    solutions = {"a": {"k": [Answers(y, 2), Answers(1 - y, 2)]}}
+    found = diversity_plane(solutions, (torch.arange(20), y), reference="a, k 0")
+    assert found.exponents == {}
+    assert found.diversity.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda a: lower_limit(a, 0.1, 10), "reference must be an accuracy above chance, 1/10, got 0.1"),
+        (lambda a: upper_limit(a, 1.2, 10), "reference must be 0 or more and at most 1, got 1.2"),
+        (lambda a: upper_limit(a, 0.8, 1), "classes must be 2 or more, got 1"),
+        (lambda a: family(a, -1.0, 0.8, 10), "exponent must be 0 or more, got -1.0"),
+        (lambda a: fit_exponent(a, a, 1.0, 10), "reference must be below 1"),
+        (lambda a: fit_exponent(a, a[:1], 0.8, 10), r"got shapes \[2\] and \[1\]"),
+        (lambda a: fit_exponent(a, 2 * a, 0.8, 10), "disagreement must lie within 0 and 1, got 1.2.* at index 1"),
+        (lambda a: fit_exponent(a, 0 * a, 0.8, 10), "disagreement must be above 0 for some solution"),
+    ],
+)
+def test_what_is_wrong_is_said(call: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(torch.tensor([0.5, 0.6]))  # type: ignore[operator]
+
+
+def test_a_plane_needs_classes_and_a_reference_that_exists() -> None:
+    solutions, (x, y) = simulated(100)
+    with pytest.raises(ValueError, match="data must hold the true classes"):
+        diversity_plane(solutions, x)
+    with pytest.raises(ValueError, match="label must be one of run 0, solution 0, .*, got 'run 7'"):
+        diversity_plane(solutions, (x, y), reference="run 7")

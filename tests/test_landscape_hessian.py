@@ -1,0 +1,369 @@
+"""Curvature against the dense Hessian, closed forms and NumPy."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, hessian
+
+import multitudes as mt
+from multitudes.landscape.hessian import Hessian, hessian_spectrum, hessian_trace, signs, spectral_density
+from multitudes.landscape.sharpness import Objective
+from multitudes.stochastic import mixed
+
+
+def small_network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def small_data(rows: int = 40) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, 4, generator=generator).double(), torch.randint(3, (rows,), generator=generator)
+
+
+def dense(network: nn.Module, x: Tensor, y: Tensor, weight_decay: float = 0.0) -> Tensor:
+    """The Hessian from `torch.func.hessian`, `[P, P]`."""
+    weights = dict(network.named_parameters())
+    shapes = {name: weight.shape for name, weight in weights.items()}
+    flat = torch.cat([weight.detach().flatten() for weight in weights.values()])
+
+    def loss(vector: Tensor) -> Tensor:
+        parts = vector.split([shape.numel() for shape in shapes.values()])
+        own = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        return F.cross_entropy(functional_call(network, own, (x,)), y) + weight_decay / 2 * vector.square().sum()
+
+    return hessian(loss)(flat)
+
+
+def by_size(values: Tensor, top: int) -> Tensor:
+    return values[values.abs().argsort(descending=True)][:top]
+
+
+@pytest.mark.parametrize("method", ["lanczos", "power"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_top_eigenvalues_are_those_of_the_dense_hessian(method: str, dtype: torch.dtype) -> None:
+    network, (x, y) = small_network(), small_data()
+    want = by_size(torch.linalg.eigvalsh(dense(network, x, y)), 5)
+    network, x = copy.deepcopy(network).to(dtype), x.to(dtype)
+    found = hessian_spectrum(network, [(x, y)], 5, method=method, tolerance=1e-5, max_iterations=5000)
+    assert found.eigenvalues.dtype == dtype
+    assert ((found.eigenvalues[0].double() - want).abs() / want.abs()).max() < 1e-3
+    assert (found.residuals < 1e-3).all()
+
+
+def test_weight_decay_adds_itself_to_each_eigenvalue() -> None:
+    network, data = small_network(), [small_data()]
+    without, decayed = (hessian_spectrum(network, data, 2, weight_decay=decay).eigenvalues for decay in (0.0, 0.5))
+    torch.testing.assert_close(decayed, without + 0.5, rtol=1e-4, atol=1e-4)
+
+
+def test_each_mini_batch_has_the_spectrum_of_its_own_augmented_examples() -> None:
+    network, (x, y) = small_network(), small_data()
+    batches = [(x[:10], y[:10]), (x[10:], y[10:])]
+    found = hessian_spectrum(network, batches, 1, augment=lambda images: images.flip(1))
+    for (images, labels), largest in zip(batches, found.largest, strict=True):
+        want = by_size(torch.linalg.eigvalsh(dense(network, images.flip(1), labels)), 1)
+        torch.testing.assert_close(largest[None], want, rtol=1e-3, atol=0)
+
+
+def test_two_tensors_are_shuffled_into_mini_batches_and_only_some_are_looked_at() -> None:
+    network, data = small_network(), small_data(40)
+    assert hessian_spectrum(network, data, 1, batch_size=10).eigenvalues.shape == (4, 1)
+    assert hessian_spectrum(network, data, 1, batches=3, batch_size=10).eigenvalues.shape == (3, 1)
+    one, other = (hessian_spectrum(network, data, 1, batch_size=10, seed=seed).largest for seed in (0, 1))
+    assert not torch.allclose(one, other)
+
+
+def test_random_augmentation_is_drawn_once_for_a_mini_batch() -> None:
+    calls = []
+
+    def augment(x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return x + torch.randn_like(x)
+
+    network, data, state = small_network(), [small_data()], torch.get_rng_state()
+    found = [hessian_spectrum(network, data, 2, augment=augment).eigenvalues for _ in range(2)]
+    assert calls == [40, 40]
+    assert torch.equal(*found)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_hessian_of_mean_squares_is_the_second_moment_of_the_inputs() -> None:
+    x = torch.randn(50, 6, generator=torch.Generator().manual_seed(0)).double()
+    network = nn.Linear(6, 1, bias=False).double()
+    data = x, torch.randn(50, 1).double()
+    want = np.linalg.eigvalsh(2 * (x.T @ x).numpy() / 50)
+    found = hessian_spectrum(network, [data], 5, criterion=F.mse_loss)
+    np.testing.assert_allclose(found.eigenvalues[0].numpy(), want[::-1][:5], rtol=1e-4)
+    trace = hessian_trace(network, data, 400, criterion=F.mse_loss)
+    assert abs(trace.value - want.sum()) < 4 * trace.standard_error
+
+
+@pytest.mark.parametrize("sizes", [[40], [3, 30, 7]])
+def test_the_whole_sets_hessian_weighs_examples_alike_whatever_the_batches(sizes: list[int]) -> None:
+    network, (x, y) = small_network(), small_data()
+    batches = list(zip(x.split(sizes), y.split(sizes), strict=True))
+    product = Hessian(Objective(network, batches))
+    full = dense(network, x, y)
+    torch.testing.assert_close(torch.stack([product(row) for row in torch.eye(len(full)).double()]), full)
+
+
+def test_targets_that_cross_entropy_ignores_have_no_weight() -> None:
+    network, (x, y) = small_network(), small_data(8)
+    ignored = y.clone()
+    ignored[:3] = -100
+    product = Hessian(Objective(network, [(x[:4], ignored[:4]), (x[4:], ignored[4:])]))
+    full = dense(network, x[3:], y[3:])
+    torch.testing.assert_close(product(torch.ones(len(full)).double()), full.sum(1))
+
+
+def test_the_trace_is_the_dense_hessians_within_its_standard_error() -> None:
+    network, (x, y) = small_network(), small_data()
+    found = hessian_trace(network, (x, y), 300, weight_decay=0.1)
+    want = dense(network, x, y, 0.1).trace().item()
+    assert abs(found.value - want) < 4 * found.standard_error
+    # Hutchinson's variance for random signs is twice the sum of squares off the diagonal.
+    off = dense(network, x, y).clone().fill_diagonal_(0).square().sum().item()
+    assert found.standard_error == pytest.approx((2 * off / 300) ** 0.5, rel=0.2)
+
+
+def test_the_density_integrates_to_one_and_has_the_moments_of_the_eigenvalues() -> None:
+    network, (x, y) = small_network(), small_data()
+    full = dense(network, x, y)
+    values = torch.linalg.eigvalsh(full)
+    found = spectral_density(network, (x, y), steps=30, probes=20)
+    assert torch.trapezoid(found.density, found.grid).item() == pytest.approx(1, abs=1e-6)
+    assert found.weights.sum().item() == pytest.approx(1)
+    for order in (1, 2, 3):
+        power = torch.linalg.matrix_power(full, order)
+        # The variance of v^T A v for random signs v is twice the sum of squares off the diagonal of A.
+        error = (2 * (power.square().sum() - power.diagonal().square().sum()) / 20).sqrt().item() / len(full)
+        assert abs(found.moment(order) - values.pow(order).mean().item()) < 3 * error
+    assert found.nodes.max().item() == pytest.approx(values.max().item(), rel=1e-6)
+    assert found.nodes.min().item() == pytest.approx(values.min().item(), rel=1e-6)
+    mean = torch.trapezoid(found.density * found.grid, found.grid).item()
+    assert mean == pytest.approx(found.moment(1), abs=1e-6)
+
+
+def test_the_quadrature_of_one_probe_is_exact_for_its_own_moments() -> None:
+    """m nodes integrate polynomials of degree 2 m - 1: v^T H^k v for a vector of signs v."""
+    network, (x, y) = small_network(), small_data()
+    full = dense(network, x, y)
+    found = spectral_density(network, (x, y), steps=4, probes=1)
+    v = signs(torch.zeros(len(full)).double(), mixed(0, 0))
+    for order in range(8):
+        want = (v @ torch.linalg.matrix_power(full, order) @ v / len(v)).item()
+        assert found.moment(order) == pytest.approx(want, rel=1e-9)
+
+
+def test_the_density_of_two_eigenvalues_has_two_peaks_of_their_shares() -> None:
+    x = torch.diag(torch.tensor([1.0, 1.0, 1.0, 2.0]).double()) * 2**0.5  # mean squares: 1, 1, 1, 4
+    found = spectral_density(
+        nn.Linear(4, 1, bias=False).double(), (x, torch.zeros(4, 1).double()), 8, criterion=F.mse_loss
+    )
+    torch.testing.assert_close(found.nodes, torch.tensor([1.0, 4.0] * 4).double())
+    low = found.grid < 2.5
+    assert torch.trapezoid(found.density[low], found.grid[low]).item() == pytest.approx(0.75, abs=1e-3)
+
+
+def test_in_half_the_precision_the_density_still_has_its_moments() -> None:
+    network, (x, y) = small_network(), small_data()
+    fine = spectral_density(network, (x, y), steps=20, probes=2)
+    coarse = spectral_density(copy.deepcopy(network).float(), (x.float(), y), steps=20, probes=2)
+    for order in (1, 2, 3):
+        assert coarse.moment(order) == pytest.approx(fine.moment(order), rel=1e-4)
+
+
+def test_a_multitude_that_draws_has_the_hessian_of_its_expectation_or_of_fixed_draws() -> None:
+    network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+    net, (x, y) = mt.mc_dropout(network), small_data()
+    vector = torch.randn(sum(p.numel() for p in network.parameters())).double()
+    expected = Hessian(Objective(net, [(x, y)]))(vector)
+    torch.testing.assert_close(expected, dense(network.eval(), x, y) @ vector)
+    drawn = Hessian(Objective(net, [(x, y)], draws=3, seed=5))
+    torch.testing.assert_close(drawn(vector), drawn(vector))
+    assert not torch.allclose(drawn(vector), expected)
+    # Against differences of gradients, which know nothing of second derivatives.
+    objective, step = drawn.objective, 1e-5
+    ahead, behind = (objective.gradient(objective.start + sign * step * vector) for sign in (1, -1))
+    torch.testing.assert_close(drawn(vector), (ahead - behind) / (2 * step), rtol=1e-5, atol=1e-7)
+
+
+def test_independent_members_have_the_eigenvalues_of_each() -> None:
+    net = mt.deep_ensemble(small_network(), members=2)
+    data = [small_data()]
+    together = hessian_spectrum(net, data, 4).eigenvalues[0]
+    apart = torch.cat([hessian_spectrum(net.member(i), data, 4).eigenvalues[0] for i in range(2)])
+    torch.testing.assert_close(together, by_size(apart, 4), rtol=1e-3, atol=0)
+
+
+def states(network: nn.Module) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    own = network.state_dict()
+    return [
+        {key: value + 0.1 * torch.randn(value.shape, generator=generator) for key, value in own.items()}
+        for _ in range(4)
+    ]
+
+
+METHODS = {
+    "swag": lambda network: mt.swag(network, states(network)),
+    "batch_ensemble": lambda network: mt.batch_ensemble(network, 2),
+    "masksembles": lambda network: mt.masksembles(network, 2, 2.0),
+    "mimo": lambda network: mt.mimo(network, 2),
+    "packed": lambda network: mt.packed(network, members=2, alpha=2),
+    "variance": mt.variance,
+    "patched": lambda network: mt.patched(network, where="output", example=small_data()[0]),
+    "mc_dropout": lambda network: mt.mc_dropout(network, 0.2, where="activation"),
+    "both": lambda network: mt.deep_ensemble(mt.mc_dropout(network, 0.2, where="activation"), members=2),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_multitude_has_products_that_agree_with_differences_of_gradients(method: str) -> None:
+    torch.manual_seed(0)
+    net = METHODS[method](small_network())
+    draws = method in ("swag", "variance", "patched", "mc_dropout", "both")
+    for count in (0, 2) if draws else (0,):
+        objective = Objective(net, [small_data(12)], draws=count)
+        vector = torch.randn(objective.start.shape).double()
+        ahead, behind = (objective.gradient(objective.start + sign * 1e-5 * vector) for sign in (1, -1))
+        torch.testing.assert_close(Hessian(objective)(vector), (ahead - behind) / 2e-5, rtol=1e-5, atol=1e-7)
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.unsqueeze(1) * torch.arange(1, 4, device=x.device).view(1, 3, 1)
+        fused = F.scaled_dot_product_attention(tokens, tokens @ self.last.weight.T @ self.last.weight, tokens)
+        return self.last(self.inner(fused, fused, fused, need_weights=False)[0].mean(1))
+
+
+class Clamped(torch.autograd.Function):
+    """Without a forward derivative, and unknown to torch.func."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, slope):  # type: ignore[no-untyped-def]
+        return 3 * ctx.saved_tensors[0] ** 2 * slope
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Clamped.apply(self.inner(x))
+
+
+@pytest.mark.parametrize("network", [Attending(), Custom(), nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))])
+def test_any_network_has_products_that_agree_with_differences_of_gradients(network: nn.Module) -> None:
+    objective = Objective(network.double(), [small_data(12)], weight_decay=0.01)
+    vector = torch.randn(objective.start.shape, generator=torch.Generator().manual_seed(3)).double()
+    ahead, behind = (objective.gradient(objective.start + sign * 1e-5 * vector) for sign in (1, -1))
+    torch.testing.assert_close(Hessian(objective)(vector), (ahead - behind) / 2e-5, rtol=1e-5, atol=1e-7)
+
+
+def test_networks_are_called_with_mappings() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = small_network()
+
+        def forward(self, *, values: Tensor) -> Tensor:
+            return self.inner(values)
+
+    x, y = small_data()
+    found = hessian_spectrum(Named(), [{"values": x, "labels": y}], 1).largest
+    torch.testing.assert_close(found, hessian_spectrum(small_network(), [(x, y)], 1).largest, rtol=1e-4, atol=0)
+
+
+def test_batch_norm_uses_its_statistics_or_the_batchs_and_never_moves() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).double().train()
+    x, y = small_data()
+    before = copy.deepcopy(network.state_dict())
+    vector = torch.randn(sum(p.numel() for p in network.parameters())).double()
+    fixed = Hessian(Objective(network, [(x, y)]))(vector)
+    own = Hessian(Objective(network, [(x, y)], batch_statistics=True))(vector)
+    assert network.training and all(module.training for module in network.modules())
+    assert network[1].track_running_stats
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+    torch.testing.assert_close(fixed, dense(copy.deepcopy(network).eval(), x, y) @ vector)
+    # `torch.func.hessian` of batch norm in training is not even symmetric, so the differences of gradients judge.
+    objective = Objective(network, [(x, y)], batch_statistics=True)
+    ahead, behind = (objective.gradient(objective.start + sign * 1e-5 * vector) for sign in (1, -1))
+    torch.testing.assert_close(own, (ahead - behind) / 2e-5, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(own, fixed, rtol=1e-2)
+
+
+def test_frozen_weights_are_no_part_of_the_landscape() -> None:
+    network = small_network()
+    network[0].requires_grad_(False)
+    assert len(Objective(network, small_data()).start) == 27
+
+
+def test_a_loss_without_curvature_has_none() -> None:
+    network, (x, _) = nn.Linear(4, 1), small_data()
+    product = Hessian(Objective(network, (x.float(), torch.zeros(40, 1)), lambda prediction, _: prediction.mean()))
+    assert torch.equal(product(torch.ones(5)), torch.zeros(5))
+    product.forwards = False
+    assert torch.equal(product(torch.ones(5)), torch.zeros(5))
+    for method in ("lanczos", "power"):
+        flat = hessian_spectrum(
+            network, product.objective.data, 2, method=method, criterion=product.objective.criterion
+        )
+        assert flat.eigenvalues.tolist() == [[0, 0]]
+
+
+def test_power_iteration_that_is_stopped_early_says_so() -> None:
+    with pytest.warns(UserWarning, match="power iteration stopped early: residuals are up to"):
+        hessian_spectrum(small_network(), small_data(), 2, method="power", max_iterations=2)
+
+
+def test_results_have_figures() -> None:
+    network, data = small_network(), small_data()
+    spectrum = hessian_spectrum(network, data, 2, batch_size=10).plot()
+    assert len(spectrum.data[0].x) == 4 and len(spectrum.data[1].x) == 8
+    assert len(spectral_density(network, data, 5, points=100).plot().data[0].x) == 100
+    assert hessian_trace(network, data, 4).plot().data[1].y[-1] == hessian_trace(network, data, 4).value
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"top": 0}, "top must be a whole number"),
+        ({"top": 67}, "top must be below the number of weights, 67, got 67"),
+        ({"method": "qr"}, "method must be one of lanczos, power, got 'qr'"),
+        ({"weight_decay": -1.0}, "weight_decay must be 0 or more, got -1.0"),
+        ({"batches": 0}, "batches must be a whole number"),
+        ({"batch_size": 0}, "batch_size must be a whole number"),
+        ({"seed": -1}, "seed must be None or a whole number"),
+        ({"draws": 2}, "draws=2 is for a multitude, got a Sequential"),
+        ({"data": torch.zeros(3, 4)}, "data must hold targets"),
+        ({"data": (torch.zeros(3, 4), torch.zeros(2))}, "one target for each"),
+        ({"data": (torch.zeros(3, 5).double(), torch.zeros(3).long())}, "does not fit the network"),
+        ({"data": (torch.full((3, 4), torch.nan).double(), torch.zeros(3).long())}, "must be finite, got nan"),
+        ({"criterion": lambda p, y: p}, "criterion must give one number"),
+        ({"network": small_network().requires_grad_(False)}, "no parameter that requires a gradient"),
+        ({"network": "net"}, "network must be an nn.Module, got str"),
+    ],
+)
+def test_wrong_arguments_are_named(wrong: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        hessian_spectrum(**{"network": small_network(), "data": small_data(), "top": 1} | wrong)  # type: ignore[arg-type]
