@@ -219,7 +219,9 @@ class DiversityPlane:
             marker={"color": "green", "symbol": "star", "size": 14},
             name=f"reference: {self.reference}",
         )
-        return fig
+        least, most = float(self.accuracy.min()), float(self.accuracy.max())
+        margin = max(0.02, 0.2 * (most - least))  # the limits go on to chance, where nothing is to be seen
+        return fig.update_xaxes(range=[max(0.0, least - margin), min(1.0, most + margin)])
 
     def _add_curve(self, fig: Any, kind: str, colour: str, least: float) -> None:
         exponent = self.exponents[kind]

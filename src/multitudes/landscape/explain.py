@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from multitudes.batches import Batches
 from multitudes.checks import check_count, check_seed, needed
@@ -121,7 +121,7 @@ def explain(
             networks[0], kept, through=networks[:3], points=points, folder=folder, progress=progress,
             batch_norm=kept if _has_batch_norm(networks[0]) else None,
         ),
-        hessian_spectrum(networks[0], kept, top=1, batches=batches, seed=seed, progress=progress),
+        hessian_spectrum(networks[0], _joined(kept), 1, batches, batch_size=32, seed=seed, progress=progress),
     )  # fmt: skip
 
 
@@ -133,6 +133,13 @@ def _kept(data: Any) -> list[tuple[Any, Any]]:
     return batches
 
 
+def _joined(batches: list[tuple[Any, Any]]) -> Any:
+    """All inputs and all targets, which can be cut into mini-batches anew; batches that are no tensors stay."""
+    if not all(isinstance(x, Tensor) for x, _ in batches):
+        return batches
+    return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+
+
 def _different(networks: Iterable[nn.Module]) -> list[nn.Module]:
     """Each network once: the draws of one share it."""
     return list({id(network): network for network in networks}.values())
@@ -141,7 +148,7 @@ def _different(networks: Iterable[nn.Module]) -> list[nn.Module]:
 def _above_chance(found: Solutions) -> bool:
     """Whether the first solution knows something: without that, nothing can be learnt from how others differ."""
     first = found.predictive.predictions[0]
-    right = (first.argmax(1) == found.target).double().mean()
+    right = (first.argmax(1) == found.classes()).double().mean()
     return bool(right > 1 / first.shape[1])
 
 

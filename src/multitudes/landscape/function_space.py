@@ -76,7 +76,8 @@ class Similarity:
             heat = graph_objects().Heatmap(z=values.tolist(), x=names, y=names, colorscale=SCALE, colorbar=bar)
             fig.add_trace(heat, row=1, col=column)
         fig.update_xaxes(showticklabels=len(self.labels) <= 12)
-        fig.update_yaxes(showticklabels=len(self.labels) <= 12, autorange="reversed")
+        fig.update_yaxes(showticklabels=False, autorange="reversed")
+        fig.update_yaxes(showticklabels=len(self.labels) <= 12, col=1)  # the rows of both are the same
         return styled(fig, "Similarity of solutions")
 
 
@@ -148,7 +149,7 @@ class FunctionMap:
                 y=y,
                 mode="markers",
                 marker={"color": colour, "symbol": symbol, "size": 9},
-                name=f"{run}, {kind}",
+                name=run if len(kinds) == 1 else f"{run}, {kind}",
                 text=[self.labels[index] for index in group],
             )
         return fig.update_xaxes(showticklabels=False).update_yaxes(showticklabels=False)

@@ -107,10 +107,14 @@ class HessianSpectrum:
     def plot(self) -> Any:
         """The distribution of the first eigenvalues over mini-batches (Fig. 8), and of all that were computed."""
         fig = figure("Hessian max eigenvalue spectrum", "eigenvalue", "density")
-        for name, values, colour in (("top 1", self.largest, 0), ("all", self.eigenvalues.flatten(), 1)):
-            trace = graph_objects().Histogram(x=values.tolist(), name=name, histnorm="probability density", opacity=0.6)
-            fig.add_trace(trace.update(marker_color=COLOURS[colour]))
-        return fig.update_layout(barmode="overlay")
+        shown = {"top 1": self.largest}
+        if self.eigenvalues.shape[1] > 1:
+            shown["all"] = self.eigenvalues.flatten()
+        for (name, values), colour in zip(shown.items(), COLOURS, strict=False):
+            bins = max(10, math.isqrt(len(values)))  # few values are seen apart, not as one bar
+            options = {"histnorm": "probability density", "nbinsx": bins, "opacity": 0.6, "marker_color": colour}
+            fig.add_trace(graph_objects().Histogram(x=values.tolist(), name=name, **options))
+        return fig.update_layout(barmode="overlay", showlegend=True)
 
 
 def hessian_spectrum(
