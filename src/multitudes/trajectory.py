@@ -313,7 +313,7 @@ def _tensors(state: Any, index: int) -> State:
 def check_fits(want: Mapping[str, Any], got: Mapping[str, Tensor], what: str) -> None:
     """A checkpoint must have the tensors of a network's state dict, with their shapes."""
     shapes = {name: value.shape for name, value in want.items() if isinstance(value, Tensor)}
-    for name in [*(shapes.keys() - got.keys()), *(got.keys() - shapes.keys())]:
+    for name in [*sorted(shapes.keys() - got.keys()), *sorted(got.keys() - shapes.keys())]:
         holds = "lacks" if name in shapes else "holds"
         raise ValueError(f"{what} does not fit the model: it {holds} {name!r}")
     for name, shape in shapes.items():

@@ -1,0 +1,56 @@
+"""Rows that cannot be used: `BadRows` names and counts them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from multitudes.data.columns import Column
+from multitudes.data.images import Decoded
+from multitudes.data.sources import Source
+
+__all__ = ["BadRows"]
+
+
+class BadRows:
+    """The rows of a source that cannot be used, and why: an error, or with `skip` to be left out and counted."""
+
+    def __init__(self, source: Source, skip: bool) -> None:
+        self.source, self.skip = source, skip
+        self.rows: dict[int, str] = dict(source.broken)  # the reason
+        self.details: dict[int, str] = {}
+
+    def check(self, columns: Mapping[str, Column]) -> None:
+        """Rows must have a value in all of these columns."""
+        for name, column in columns.items():
+            lacks = "is missing or no finite number" if column.kind == "number" else "is missing"
+            for row in column.missing():
+                self.rows.setdefault(row, f"{name!r} {lacks}")
+        self._settle()
+
+    def check_images(self, rows: Tensor, decoded: Decoded) -> None:
+        """The images of these rows must have been decoded."""
+        for index, error in decoded.bad.items():
+            row = int(rows[index])
+            self.rows[row], self.details[row] = "the image is unreadable", f" ({error})"
+        self._settle()
+
+    def _settle(self) -> None:
+        if not self.rows or self.skip:
+            return
+        named = sorted(self.rows)[:3]
+        first = [f"{self.source.where(row)}: {self.rows[row]}{self.details.get(row, '')}" for row in named]
+        more = [f"and {len(self.rows) - 3} more"] if len(self.rows) > 3 else []
+        count = "1 bad row" if len(self.rows) == 1 else f"{len(self.rows)} bad rows"
+        raise ValueError(f"{self.source.name} has {count}: {'; '.join(first + more)}. skip_bad=True leaves them out")
+
+    def without(self, rows: Tensor) -> Tensor:
+        """Those of these rows that can be used."""
+        return rows[~torch.isin(rows, torch.tensor(list(self.rows), dtype=torch.int64))]
+
+    def counts(self) -> dict[str, int]:
+        """How many rows cannot be used, by reason."""
+        return dict(Counter(self.rows.values()))

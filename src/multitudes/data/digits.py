@@ -1,0 +1,54 @@
+"""Handwritten digits, 8 x 8, that come with scikit-learn, and pieces of photographs, which are none."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from multitudes.checks import needed
+from multitudes.data.splits import spread
+from multitudes.data.types import Data, Part
+
+__all__ = ["digits"]
+
+TEST, VALIDATION = 400, 300
+
+
+def digits() -> Data:
+    """The 1797 digits of scikit-learn, split once and for all: 1097 to train, 300 to validate, 400 to test.
+
+    The foreign inputs, "photographs", are 400 pieces of scikit-learn's two photographs. Each has the very pixel values
+    of one of the test digits, the brightest where the photograph is brightest: brightness and contrast are a digit's,
+    and only the shapes give it away.
+
+    >>> digits()
+    Data('digits': 1097 + 300 + 400 images of [1, 8, 8], 10 classes, 400 photographs)
+    """
+    found = needed("sklearn.datasets", "data", "the digits").load_digits()
+    x = (torch.from_numpy(found.images) * (255 / 16)).round().to(torch.uint8)[:, None]
+    y = torch.from_numpy(found.target).long()
+    rest = torch.arange(len(y))
+    parts = []
+    for count in (TEST, VALIDATION):
+        drawn = rest[spread(y[rest], count, seed=0)]
+        rest = rest[~torch.isin(rest, drawn)]
+        parts.append(Part(x[drawn], y[drawn]))
+    test, validation = parts
+    classes = tuple(str(name) for name in found.target_names)
+    return Data("digits", Part(x[rest], y[rest]), validation, test, classes, ood={"photographs": _photographs(test.x)})
+
+
+def _photographs(like: Tensor) -> Tensor:
+    """As many pieces of photographs as there are images in `like`, each with the pixel values of one of them."""
+    needed("PIL.Image", "data", "photographs")  # by which scikit-learn reads them
+    pieces = []
+    for photograph in needed("sklearn.datasets", "data", "photographs").load_sample_images().images:
+        grey = torch.tensor(photograph, dtype=torch.float64).mean(2)[None, None]
+        small = torch.nn.functional.avg_pool2d(grey, 2)[0, 0]  # finer detail than a digit's strokes would be noise
+        pieces.append(small.unfold(0, 8, 8).unfold(1, 8, 8).reshape(-1, 1, 8, 8))
+    every = torch.cat(pieces)
+    # Those with the most contrast: an even sky is no picture, and stretched it would be noise.
+    chosen = every.std((1, 2, 3)).argsort(descending=True, stable=True)[: len(like)].sort().values
+    darkest_first = every[chosen].flatten(1).argsort(stable=True)
+    pixels = torch.empty_like(like).flatten(1)
+    return pixels.scatter_(1, darkest_first, like.flatten(1).sort().values).view_as(like)

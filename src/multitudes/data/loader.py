@@ -1,0 +1,122 @@
+"""Batches on the device, in an order that can be taken up again: `Loader`; random crops and flips, batched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from multitudes.checks import check_count, check_seed
+from multitudes.data.types import Data, Part
+from multitudes.memory import free_bytes
+from multitudes.stochastic import mixed
+
+__all__ = ["AUGMENTATIONS", "Loader", "crop_and_flip"]
+
+AUGMENTATIONS = ("standard", "crop")
+"""Random crops of padded images: with random flips from left to right, and without, for digits and letters."""
+
+
+class Loader:
+    """Batches `(x, y)` of a part, on the device: `x` preprocessed, `y` classes or standardised numbers.
+
+    The order of an epoch depends on `seed` and the epoch's number alone, the augmentation of a batch on these and the
+    batch's number, on every device alike. Going through all batches of an epoch leads to the next epoch.
+    `start(epoch, batch)` says where the next iteration begins, so that training can be taken up in the middle.
+
+    The part as a whole is moved to the device, where it takes at most half of the free memory; else each batch is.
+
+    >>> part = Part(torch.tensor([[1.0], [3.0], [1.0], [3.0]]), torch.tensor([0, 1, 0, 1]))
+    >>> loader = Loader(part, Data("four", part, part, part, ("a", "b"), ("x",)), batch_size=3, shuffle=False)
+    >>> [(x.flatten().tolist(), y.tolist()) for x, y in loader]
+    [([-1.0, 1.0, -1.0], [0, 1, 0]), ([1.0], [1])]
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        data: Data,
+        batch_size: int,
+        device: torch.device | str = "cpu",
+        augment: str | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        check_count("batch_size", batch_size)
+        check_seed(seed)
+        if augment is not None and augment not in AUGMENTATIONS:
+            raise ValueError(f"augment must be None or one of {', '.join(AUGMENTATIONS)}, got {augment!r}")
+        if augment is not None and data.kind == "table":
+            raise ValueError(f"augment={augment!r} is for images, and {data.name} is a table")
+        if drop_last and batch_size > len(part):
+            raise ValueError(f"batch_size={batch_size} leaves no whole batch of {len(part)} rows: drop_last=False")
+        self.part, self.data, self.batch_size, self.device = part, data, batch_size, torch.device(device)
+        self.augment, self.shuffle, self.seed, self.drop_last = augment, shuffle, seed, drop_last
+        self.epoch, self._first = 0, 0
+        fits = part.x.nbytes <= free_bytes(self.device) / 2
+        self._x = part.x.to(self.device) if fits else part.x
+        self._y = data.standardised(part.y).to(self._x.device)
+
+    def __len__(self) -> int:
+        """The number of batches of an epoch."""
+        whole, rest = divmod(len(self.part), self.batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def start(self, epoch: int, batch: int = 0) -> None:
+        """The next iteration goes through this epoch, beginning with this batch."""
+        for name, value, most in (("epoch", epoch, None), ("batch", batch, len(self))):
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole or value < 0 or (most is not None and value > most):
+                limit = "" if most is None else f" and at most {most}, the batches of an epoch"
+                raise ValueError(f"{name} must be a whole number, 0 or more{limit}, got {value!r}")
+        self.epoch, self._first = epoch, batch
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        epoch, first = self.epoch, self._first
+        self._first = 0
+        order = self._order(epoch)
+        for batch in range(first, len(self)):
+            rows = order[batch * self.batch_size : (batch + 1) * self.batch_size]
+            yield self._batch(rows, epoch, batch)
+        self.epoch = epoch + 1
+
+    def _order(self, epoch: int) -> Tensor:
+        if not self.shuffle:
+            return torch.arange(len(self.part), device=self._x.device)
+        # Drawn on the CPU, so that every device has the same.
+        return torch.randperm(len(self.part), generator=self._generator(epoch)).to(self._x.device)
+
+    def _batch(self, rows: Tensor, epoch: int, batch: int) -> tuple[Tensor, Tensor]:
+        x = self._x[rows].to(self.device)
+        if self.augment is not None:
+            x = crop_and_flip(x, self._generator(epoch, batch), flip=self.augment == "standard")
+        return self.data.preprocess(self.data.scaled(x)), self._y[rows].to(self.device)
+
+    def _generator(self, *numbers: int) -> torch.Generator:
+        seed = self.seed
+        for number in numbers:
+            seed = mixed(seed, number)
+        return torch.Generator().manual_seed(seed)
+
+
+def crop_and_flip(x: Tensor, generator: torch.Generator, flip: bool = True) -> Tensor:
+    """Each image `[B, C, H, W]` moved at random by up to 4 pixels, and mirrored at random; black comes in.
+
+    Images of fewer than 32 pixels are moved by an eighth of their shorter side. Random numbers are drawn on the CPU
+    from `generator`.
+    """
+    count, _, height, width = x.shape
+    pad = max(1, min(4, min(height, width) // 8))
+    down, right = torch.randint(0, 2 * pad + 1, (2, count), generator=generator).to(x.device)
+    columns = torch.arange(width, device=x.device).expand(count, -1)
+    if flip:
+        mirrored = torch.rand(count, generator=generator).to(x.device) < 0.5
+        columns = torch.where(mirrored[:, None], columns.flip(1), columns)
+    rows = torch.arange(height, device=x.device) + down[:, None]
+    columns = columns + right[:, None]
+    padded = F.pad(x, (pad, pad, pad, pad)).permute(0, 2, 3, 1)
+    each = torch.arange(count, device=x.device)[:, None, None]
+    return padded[each, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()

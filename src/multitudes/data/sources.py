@@ -1,0 +1,284 @@
+"""Where data come from, read into columns: CSV, Parquet, NumPy and image files, folders of them, Hugging Face."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import warnings
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multitudes.checks import needed
+from multitudes.data.columns import Column, from_arrow, from_cells
+from multitudes.data.splits import PARTS, part_named
+
+__all__ = ["KINDS", "Source", "from_hub", "open_source", "short_name"]
+
+IMAGES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+KINDS = "'digits', a CSV, Parquet, .npz or .mtdata file, a folder of CSV, Parquet or image files, or a Hugging Face id"
+
+
+@dataclass(frozen=True)
+class Source:
+    """All rows of a source by column; which of them are whose part; where each was read.
+
+    `origins` are the files in their order, each with its number of rows; `broken` says of rows what is wrong with
+    them as a whole; `target` is the column to predict, where that is clear.
+    """
+
+    name: str
+    columns: Mapping[str, Column]
+    parts: Mapping[str, Tensor]
+    origins: Sequence[tuple[str, int]]
+    broken: Mapping[int, str] = field(default_factory=dict)
+    target: str | None = None
+
+    def __len__(self) -> int:
+        return sum(count for _, count in self.origins)
+
+    def column(self, argument: str, name: str) -> Column:
+        """The column of this name, which an argument asked for."""
+        if name not in self.columns:
+            raise ValueError(f"{argument}={name!r} is no column of {self.name}, which has {', '.join(self.columns)}")
+        return self.columns[name]
+
+    def where(self, row: int) -> str:
+        """The file, and the row in it, counted from 0."""
+        for name, count in self.origins:
+            if row < count:
+                return name if count == 1 else f"{name} row {row}"
+            row -= count
+        raise IndexError(row)
+
+
+def open_source(source: str | Path, split: str | None = None, fold: int = 0) -> Source:
+    """Read a source; `split` names a column that says each row's part, `fold` one of a .npz file's own splits."""
+    path = Path(source)
+    suffix = path.suffix.lower()
+    if path.is_dir():
+        found = _folder(path)
+    elif suffix in _READERS or suffix == ".npz":
+        if not path.is_file():
+            raise ValueError(f"source {str(source)!r} is no file")
+        found = _npz(path, fold) if suffix == ".npz" else _READERS[suffix](path.name, path.parent, [path])
+    elif path.exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", str(source)):
+        raise ValueError(f"a source must be {KINDS}, got {str(source)!r}")
+    else:
+        found = from_hub(str(source))
+    if fold and suffix != ".npz":
+        raise ValueError(f"fold={fold} is for .npz files that have splits of their own, got {str(source)!r}")
+    return found if split is None else _split_by(found, split)
+
+
+def short_name(source: str | Path) -> str:
+    """A name for a source: a file's or folder's own, the last part of an id.
+
+    >>> short_name("data/wine.csv"), short_name("ufldl-stanford/svhn:cropped_digits"), short_name("photos/")
+    ('wine', 'svhn', 'photos')
+    """
+    path = Path(source)
+    name = path.stem if path.suffix.lower() in {*_READERS, ".npz", ".mtdata"} else path.name
+    return (name or path.resolve().name).partition(":")[0]
+
+
+def _split_by(source: Source, split: str) -> Source:
+    """The source with the parts that its column `split` tells."""
+    column = source.column("split", split)
+    if column.kind != "text":
+        raise ValueError(f"split={split!r} must say train, validation or test, got a column of kind {column.kind}")
+    found: dict[str, list[int]] = {part: [] for part in PARTS}
+    for row, value in enumerate(column.values):
+        part = part_named(value or "")
+        if part is not None:
+            found[part].append(row)
+        elif row not in source.broken:
+            where = source.where(row)
+            raise ValueError(f"split={split!r} must say train, validation or test, got {value!r} at {where}")
+    rows = {part: torch.tensor(own) for part, own in found.items() if own}
+    columns = {name: other for name, other in source.columns.items() if name != split}
+    return replace(source, columns=columns, parts=rows)
+
+
+def _parts(stretches: Iterable[tuple[str | None, int]]) -> dict[str, Tensor]:
+    """Rows by part, from the number of rows of each stretch and its part, which is training if there is none."""
+    rows: dict[str, list[Tensor]] = {}
+    start = 0
+    for part, count in stretches:
+        rows.setdefault(part or "train", []).append(torch.arange(start, start + count))
+        start += count
+    return {part: torch.cat(pieces) for part, pieces in rows.items()}
+
+
+def _parts_of_files(origins: Iterable[tuple[str, int]]) -> dict[str, Tensor]:
+    """Rows by part, from the names of their files, or else of the folders above."""
+    return _parts((part_named(file.rpartition("/")[2]) or part_named(file), count) for file, count in origins)
+
+
+# -- files -------------------------------------------------------------------------------------------------
+
+
+def _folder(folder: Path) -> Source:
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not _hidden(path.relative_to(folder)))
+    for suffix, reader in _READERS.items():
+        if chosen := [path for path in files if path.suffix.lower() == suffix]:
+            return reader(folder.resolve().name, folder, chosen)
+    if images := [path for path in files if path.suffix.lower() in IMAGES]:
+        return _image_folder(folder, images)
+    raise ValueError(f"folder {str(folder)!r} holds no CSV, Parquet or image files")
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return path.relative_to(folder).as_posix()
+
+
+def _image_folder(folder: Path, files: Sequence[Path]) -> Source:
+    """Images whose class is the name of their folder; above the classes there may be folders of parts."""
+    labels, parts = [], []
+    for path in files:
+        *folders, _ = path.relative_to(folder).parts
+        part = part_named(folders[0]) if len(folders) > 1 else None
+        parts.append(part)
+        labels.append(next(iter(folders[1:] if part else folders), None))
+    columns = {"image": Column("image", [path.read_bytes() for path in files]), "label": Column("text", labels)}
+    origins = [(_relative(path, folder), 1) for path in files]
+    return Source(folder.resolve().name, columns, _parts((part, 1) for part in parts), origins, target="label")
+
+
+def _csv(name: str, folder: Path, files: Sequence[Path]) -> Source:
+    """CSV files with the same header; separated by comma, semicolon or tab, whichever the header has most of."""
+    header: list[str] = []
+    rows: list[list[str]] = []
+    origins, broken = [], {}
+    for path in files:
+        lines = _csv_lines(path)
+        names = [cell.strip() for cell in lines[0]] if lines else []
+        _same_columns(header or names, names, path)
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"{path.name} must name its columns apart in its first line, got {twice!r} twice")
+        header = names
+        for line in lines[1:]:
+            if len(line) != len(header):
+                broken[len(rows)] = f"the number of cells is not {len(header)}, that of the columns"
+                line = [""] * len(header)
+            rows.append(line)
+        origins.append((_relative(path, folder), len(lines) - 1))
+    if not rows:
+        raise ValueError(f"{name} holds no rows")
+    columns = {cell: from_cells(cells) for cell, cells in zip(header, zip(*rows, strict=True), strict=True)}
+    return Source(name, columns, _parts_of_files(origins), origins, broken)
+
+
+def _csv_lines(path: Path) -> list[list[str]]:
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+        header = re.sub('"[^"]*"', "", text[:65536]).partition("\n")[0]
+        most = max(",;\t", key=header.count)
+        return [line for line in csv.reader(io.StringIO(text, newline=""), delimiter=most) if line]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path.name} must be UTF-8, which byte {error.start} is not") from error
+    except csv.Error as error:
+        raise ValueError(f"{path.name} could not be read as CSV: {error}") from error
+
+
+def _parquet(name: str, folder: Path, files: Sequence[Path]) -> Source:
+    arrow = needed("pyarrow", "data", "a Parquet file")
+    parquet = needed("pyarrow.parquet", "data", "a Parquet file")
+    tables = []
+    for path in files:
+        try:
+            tables.append(parquet.read_table(path, partitioning=None))
+        except (arrow.ArrowInvalid, OSError) as error:
+            raise ValueError(f"{path} could not be read as Parquet: {str(error).splitlines()[0]}") from error
+        _same_columns(tables[0].column_names, tables[-1].column_names, path)
+    try:
+        table = arrow.concat_tables(tables, promote_options="permissive")
+    except (arrow.ArrowInvalid, arrow.ArrowTypeError) as error:
+        raise ValueError(f"the Parquet files of {name} differ in types: {str(error).splitlines()[0]}") from error
+    known = json.loads((tables[0].schema.metadata or {}).get(b"huggingface", b"{}"))
+    columns = from_arrow(table, known.get("info", {}).get("features", {}))
+    origins = [(_relative(path, folder), len(part)) for path, part in zip(files, tables, strict=True)]
+    return Source(name, columns, _parts_of_files(origins), origins)
+
+
+def _same_columns(names: Sequence[str], others: Sequence[str], path: Path) -> None:
+    if list(names) != list(others):
+        had, has = ", ".join(names), ", ".join(others)
+        raise ValueError(f"{path.name} must have the columns of the file before it, {had}, got {has}")
+
+
+def _npz(path: Path, fold: int) -> Source:
+    """Arrays `X` `[N, F]` and `y` `[N]`; `train_idx` and `test_idx` `[K, n]` are the rows of K splits."""
+    np = needed("numpy", "data", "a .npz file")
+    try:
+        arrays = dict(np.load(path, allow_pickle=False))
+        x, y = torch.from_numpy(arrays["X"]).double(), torch.from_numpy(arrays["y"])
+    except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path.name} must hold the arrays X and y, numbers both: {error}") from error
+    if x.dim() != 2 or y.shape != x.shape[:1]:
+        raise ValueError(f"{path.name} must hold X [N, F] and y [N], got {list(x.shape)} and {list(y.shape)}")
+    columns = {f"x{number}": Column("number", column) for number, column in enumerate(x.unbind(1))}
+    columns["y"] = Column("number", y.double(), whole=not y.is_floating_point())
+    parts = {"train": torch.arange(len(x))}
+    own = {name: np.atleast_2d(arrays[f"{name}_idx"]) for name in ("train", "test") if f"{name}_idx" in arrays}
+    folds = min(map(len, own.values())) if len(own) == 2 else 0
+    if fold >= max(folds, 1):
+        raise ValueError(f"fold={fold} must be one of the {folds} splits of {path.name}, counted from 0")
+    if folds:
+        parts = {part: torch.from_numpy(rows[fold].astype("int64")) for part, rows in own.items()}
+        together = torch.cat(list(parts.values()))
+        if len(together.unique()) < len(together) or together.min() < 0 or together.max() >= len(x):
+            raise ValueError(f"{path.name} must have different rows below {len(x)} in fold {fold}, for train and test")
+    return Source(path.name, columns, parts, [(path.name, len(x))], target="y")
+
+
+_READERS = {".parquet": _parquet, ".csv": _csv}
+
+
+# -- Hugging Face ------------------------------------------------------------------------------------------
+
+
+def from_hub(name: str) -> Source:
+    """A Hugging Face dataset, `"owner/name"` or `"owner/name:configuration"`, through the `datasets` library.
+
+    Where there are several configurations, none is the default and none is named, the first is taken, with a warning.
+    """
+    datasets = needed("datasets", "data", f"the Hugging Face dataset {name!r}")
+    path, _, config = name.partition(":")
+    try:
+        config = config or datasets.get_dataset_default_config_name(path) or _first_config(datasets, path)
+        loaded = datasets.load_dataset(path, config)
+    except Exception as error:  # whatever the library and the network can raise comes out as one sentence
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"a source must be {KINDS}, got {name!r}: no such file or folder, and as an id: {reason}"
+        ) from error
+    splits = {split: part_named(split) for split in loaded}
+    used = [split for split in splits if splits[split] or len(splits) == 1]
+    if unused := [split for split in splits if split not in used]:
+        warnings.warn(f"{name} also has {', '.join(unused)}, which is not used", stacklevel=2)
+    if not used:
+        raise ValueError(f"{name} must have a part for training, validation or test, got {', '.join(splits)}")
+    tables = [loaded[split].with_format("arrow")[:] for split in used]
+    features: Any = loaded[used[0]].features.to_dict()
+    columns = from_arrow(needed("pyarrow", "data", "a dataset").concat_tables(tables), features)
+    origins = [(split, len(table)) for split, table in zip(used, tables, strict=True)]
+    return Source(path, columns, _parts((splits[split], count) for split, count in origins), origins)
+
+
+def _first_config(datasets: Any, path: str) -> str:
+    names = datasets.get_dataset_config_names(path)
+    warnings.warn(f"{path} has the configurations {', '.join(names)}: {names[0]} is taken", stacklevel=3)
+    return str(names[0])

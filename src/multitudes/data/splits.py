@@ -1,0 +1,73 @@
+"""Which rows are for training, validation and test: by their names, or drawn."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from multitudes.checks import needed
+from multitudes.stochastic import mixed
+
+__all__ = ["PARTS", "part_named", "split_rows", "spread"]
+
+PARTS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval"),
+}
+"""The parts, and the words by which they go."""
+
+
+def part_named(name: str) -> str | None:
+    """The part that a file's or a split's name tells of, if any.
+
+    >>> part_named("train-00-of-10.parquet"), part_named("my_val"), part_named("latest")
+    ('train', 'validation', None)
+    """
+    words = re.split("[^a-z]+", name.lower())
+    return next((part for word in words for part, names in PARTS.items() if word in names), None)
+
+
+def spread(groups: Tensor, count: int, seed: int) -> Tensor:
+    """`count` of the N rows of `groups`, drawn by the seed, from each group its share, rounded up or down; in order.
+
+    >>> rows = spread(torch.tensor([0, 1, 0, 1, 0, 0]), 3, seed=0)
+    >>> len(rows), int((rows % 2 == 1).sum())  # of four and two, two and one
+    (3, 1)
+    """
+    # NumPy promises that the numbers of this generator never change, so that splits stay what they are.
+    random = needed("numpy", "data", "a split").random.RandomState([seed % 2**32, seed >> 32])
+    order = torch.from_numpy(random.permutation(len(groups)))
+    order = order[groups[order].argsort(stable=True)]
+    every = (2 * torch.arange(count) + 1) * len(groups) // (2 * count)
+    return order[every].sort().values
+
+
+def split_rows(
+    own: Mapping[str, Tensor], groups: Tensor, validation: float, test: float, seed: int
+) -> dict[str, Tensor]:
+    """The rows of each part: a source's own parts, and what is missing drawn from its training rows.
+
+    `groups` `[N]` are the classes of all rows. Without a training part, a single part is taken for all there is.
+    """
+    own = {part: rows for part, rows in own.items() if len(rows)}
+    if not own:
+        raise ValueError("no rows are left")
+    if "train" not in own:
+        if len(own) > 1:
+            raise ValueError(f"there is no training part, only {' and '.join(own)}")
+        own = {"train": next(iter(own.values()))}
+    pool, parts = own["train"], dict(own)
+    shares = {part: share for part, share in (("test", test), ("validation", validation)) if part not in own}
+    counts = {part: max(1, round(share * len(pool))) for part, share in shares.items()}
+    if sum(counts.values()) >= len(pool):
+        raise ValueError(f"{len(pool)} rows are too few to take {' and '.join(counts)} from")
+    for number, (part, count) in enumerate(counts.items()):
+        drawn = spread(groups[pool], count, mixed(seed, number))
+        rest = torch.ones(len(pool), dtype=torch.bool)
+        rest[drawn] = False
+        parts[part], pool = pool[drawn], pool[rest]
+    return {"train": pool, "validation": parts["validation"], "test": parts["test"]}

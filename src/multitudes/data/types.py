@@ -1,0 +1,205 @@
+"""What a network is trained and measured on: `Part`, one part of it, and `Data`, all of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+__all__ = ["Data", "Part"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Part:
+    """One part of a data set, N inputs and what is right for them, on the CPU.
+
+    `x` are images, uint8 `[N, C, H, W]`, or the features of a table, float32 `[N, F]`, as they are: not standardised.
+    `y` are classes, int64 `[N]`, or the numbers of a regression, float32 `[N]`, in their own units. `files` are the
+    encoded images, where they are known and decode to `x`; a prepared file keeps them instead of the pixels.
+    """
+
+    x: Tensor
+    y: Tensor
+    files: tuple[bytes, ...] = ()
+
+    def __post_init__(self) -> None:
+        image = self.x.dtype == torch.uint8 and self.x.dim() == 4
+        if not image and not (self.x.dtype == torch.float32 and self.x.dim() == 2):
+            kind = f"{self.x.dtype} {list(self.x.shape)}"
+            raise ValueError(f"x must be uint8 images [N, C, H, W] or float32 features [N, F], got {kind}")
+        if self.y.dtype not in (torch.int64, torch.float32) or self.y.shape != self.x.shape[:1]:
+            kind = f"{self.y.dtype} {list(self.y.shape)}"
+            raise ValueError(f"y must be int64 or float32, one for each of {len(self.x)} inputs, got {kind}")
+        if not image and not bool(self.x.isfinite().all()):
+            row, column = (~self.x.isfinite()).nonzero()[0].tolist()
+            raise ValueError(f"x must be finite, got {self.x[row, column].item()} at [{row}, {column}]")
+        if not len(self.x):
+            raise ValueError(f"x must hold at least one input, got shape {list(self.x.shape)}")
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __repr__(self) -> str:
+        return f"Part({len(self)} x {list(self.x.shape[1:])})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Data:
+    """Training, validation and test part, and foreign inputs that belong to none of the classes.
+
+    `classes` are the names of the classes, none for regression; `columns` the names of a table's features, none for
+    images; `ood` foreign inputs by name, each like `x`; `dropped` how many bad rows were left out, by reason.
+
+    >>> part = Part(torch.tensor([[1.0], [3.0]]), torch.tensor([10.0, 30.0]))
+    >>> data = Data("two points", part, part, part, columns=("a",))
+    >>> data
+    Data('two points': 2 + 2 + 2 rows of [1], regression)
+    >>> data.mean, data.std, data.preprocess(part.x).flatten()
+    (tensor([2.]), tensor([1.]), tensor([-1.,  1.]))
+    >>> data.target_mean, data.target_std
+    (20.0, 10.0)
+    """
+
+    name: str
+    train: Part
+    validation: Part
+    test: Part
+    classes: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    ood: Mapping[str, Tensor] = field(default_factory=dict)
+    dropped: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        like = self.train.x
+        inputs = {name: part.x for name, part in self.parts.items()} | dict(self.ood)
+        for name, x in inputs.items():
+            if x.shape[1:] != like.shape[1:] or x.dtype != like.dtype:
+                raise ValueError(
+                    f"{name} must hold inputs like those of train, {like.dtype} {list(like.shape[1:])}, "
+                    f"got {x.dtype} {list(x.shape[1:])}"
+                )
+        for name, part in self.parts.items():
+            if part.y.is_floating_point() == bool(self.classes):
+                kind = "classes" if self.classes else "numbers, since there are no classes"
+                raise ValueError(f"y of {name} must be {kind}, got {part.y.dtype}")
+            wrong = (part.y < 0) | (part.y >= len(self.classes)) if self.classes else ~part.y.isfinite()
+            if bool(wrong.any()):
+                first = int(wrong.nonzero()[0])
+                right = f"classes 0 to {len(self.classes) - 1}" if self.classes else "finite"
+                raise ValueError(f"y of {name} must be {right}, got {part.y[first].item()} at {first}")
+        if self.kind == "table" and len(self.columns) != like.shape[1]:
+            raise ValueError(f"columns must name the {like.shape[1]} features, got {len(self.columns)}")
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """The three parts by name."""
+        return {"train": self.train, "validation": self.validation, "test": self.test}
+
+    @property
+    def kind(self) -> str:
+        """ "image" or "table"."""
+        return "image" if self.train.x.dtype == torch.uint8 else "table"
+
+    @property
+    def task(self) -> str:
+        """ "classification" or "regression"."""
+        return "classification" if self.classes else "regression"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one input, `(C, H, W)` or `(F,)`."""
+        return tuple(self.train.x.shape[1:])
+
+    @property
+    def outputs(self) -> int:
+        """How many numbers a network answers with: the number of classes, or 1."""
+        return len(self.classes) or 1
+
+    # -- what a network sees -----------------------------------------------------------------------------
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """Inputs like those of a part as floating-point numbers: images in [0, 1], tables as they are."""
+        return x.float() / 255 if self.kind == "image" else x
+
+    def preprocess(self, x: Tensor) -> Tensor:
+        """What a network is called with: scaled inputs, minus the training part's mean, over its deviation."""
+        if not x.is_floating_point():
+            raise ValueError(f"x must be scaled before it is preprocessed, got {x.dtype}: call `scaled` first")
+        return (x - self.mean.to(x)) / self.std.to(x)
+
+    def standardised(self, y: Tensor) -> Tensor:
+        """What a network learns: classes as they are, numbers minus `target_mean`, over `target_std`."""
+        return y if self.classes else (y - self.target_mean) / self.target_std
+
+    @property
+    def mean(self) -> Tensor:
+        """Of the training part's scaled inputs, for each channel `[C, 1, 1]` or feature `[F]`."""
+        return self._moments[0]
+
+    @property
+    def std(self) -> Tensor:
+        """The deviation of the training part's scaled inputs, like `mean`; 1 where they are all the same."""
+        return self._moments[1]
+
+    @property
+    def target_mean(self) -> float:
+        """The mean of the training part's targets; 0 for classification."""
+        return self._target_moments[0]
+
+    @property
+    def target_std(self) -> float:
+        """The deviation of the training part's targets, 1 where they are all the same; 1 for classification."""
+        return self._target_moments[1]
+
+    @cached_property
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        x = self.train.x
+        if self.kind == "table":
+            mean, std = _mean_std(x)
+            return mean.float(), std.float()
+        # A histogram of each channel says all, without a copy of the images in floating point.
+        levels = torch.arange(256, dtype=torch.float64) / 255
+        counts = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in x.unbind(1)]).double()
+        share = counts / counts.sum(1, keepdim=True)
+        mean = share @ levels
+        variance = (share * (levels - mean[:, None]).square()).sum(1)
+        std = torch.where((counts > 0).sum(1) == 1, 1.0, variance.sqrt())
+        return mean.float()[:, None, None], std.float()[:, None, None]
+
+    @cached_property
+    def _target_moments(self) -> tuple[float, float]:
+        if self.classes:
+            return 0.0, 1.0
+        mean, std = _mean_std(self.train.y[:, None])
+        return mean.item(), std.item()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A SHA-256 of everything that a result can depend on: the same data, the same fingerprint."""
+        names = [self.classes, self.columns, tuple(self.ood)]
+        tensors = [*(tensor for part in self.parts.values() for tensor in (part.x, part.y)), *self.ood.values()]
+        shapes = [(str(tensor.dtype), list(tensor.shape)) for tensor in tensors]
+        digest = hashlib.sha256(json.dumps([names, shapes]).encode())
+        for tensor in tensors:
+            digest.update(tensor.contiguous().numpy().data)
+        return digest.hexdigest()
+
+    def __repr__(self) -> str:
+        counts = " + ".join(str(len(part)) for part in self.parts.values())
+        rows = "images" if self.kind == "image" else "rows"
+        task = f"{len(self.classes)} classes" if self.classes else "regression"
+        ood = "".join(f", {len(x)} {name}" for name, x in self.ood.items())
+        return f"Data({self.name!r}: {counts} {rows} of {list(self.shape)}, {task}{ood})"
+
+
+def _mean_std(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each column of `[N, F]`, in float64; a deviation of 1 where a column is constant."""
+    exact = x.double()
+    constant = x.amin(0) == x.amax(0)
+    mean = torch.where(constant, exact[0], exact.mean(0))
+    return mean, torch.where(constant, 1.0, exact.std(0, correction=0))

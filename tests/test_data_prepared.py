@@ -1,0 +1,264 @@
+"""Data that are as they are: the digits, prepared files, and what `Data` promises."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from multitudes import data as md
+from multitudes.data import Data, Part
+from multitudes.data.splits import spread
+from tests.predictions import raises
+from tests.test_data_images import encoded, parquet, pixels
+
+# -- digits ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def digits() -> Data:
+    return md.load("digits")
+
+
+def test_the_digits_are_all_of_scikit_learn_s_each_in_one_part(digits: Data) -> None:
+    theirs = load_digits()
+    known = sorted(
+        (image.astype(int).tobytes(), int(label)) for image, label in zip(theirs.images, theirs.target, strict=True)
+    )
+    ours = []
+    for part in digits.parts.values():
+        back = (part.x[:, 0].double() * 16 / 255).round().long().numpy()
+        ours += [(image.tobytes(), int(label)) for image, label in zip(back, part.y, strict=True)]
+    assert sorted(ours) == known
+    assert int(digits.train.x.min()) == 0 and int(digits.train.x.max()) == 255
+
+
+def test_the_digits_are_split_once_and_for_all_by_class(digits: Data) -> None:
+    assert [len(part) for part in digits.parts.values()] == [1097, 300, 400]
+    assert md.load("digits", seed=7).fingerprint == digits.fingerprint
+    share = np.bincount(load_digits().target) / 1797
+    for part in digits.parts.values():
+        assert np.abs(part.y.bincount().numpy() - share * len(part)).max() <= 2
+
+
+def test_photographs_have_the_pixels_of_the_test_digits_in_other_places(digits: Data) -> None:
+    photographs = digits.ood["photographs"]
+    assert photographs.shape == digits.test.x.shape
+    assert torch.equal(photographs.flatten(1).sort().values, digits.test.x.flatten(1).sort().values)
+    assert not (photographs == digits.test.x).flatten(1).all(1).any()
+    assert len(photographs.flatten(1).unique(dim=0)) == 400
+
+
+def test_what_is_prepared_is_not_read_in_another_way(digits: Data) -> None:
+    with raises("target= does not change 'digits', which is prepared: leave it out"):
+        md.load("digits", target="label")
+
+
+@pytest.mark.parametrize("count", [1, 7, 50, 99])
+def test_a_spread_takes_from_each_group_its_share(count: int) -> None:
+    groups = torch.tensor([0] * 60 + [1] * 30 + [2] * 9 + [3])[
+        torch.randperm(100, generator=torch.Generator().manual_seed(0))
+    ]
+    rows = spread(groups, count, seed=0)
+    assert len(rows.unique()) == count
+    for group, size in enumerate((60, 30, 9, 1)):
+        assert abs(int((groups[rows] == group).sum()) - size * count / 100) < 1
+
+
+# -- prepared files ----------------------------------------------------------------------------------------
+
+
+def table() -> Data:
+    x = torch.randn(12, 2, generator=torch.Generator().manual_seed(0))
+    part = Part(x, x.sum(1))
+    return Data("sums", part, part, part, columns=("a", "b=ü"), ood={"far away": x + 9}, dropped={"'a' is missing": 3})
+
+
+def equal(a: Data, b: Data) -> bool:
+    about = [(data.name, data.classes, data.columns, dict(data.dropped), list(data.ood)) for data in (a, b)]
+    return a.fingerprint == b.fingerprint and about[0] == about[1]
+
+
+def test_what_is_read_is_what_was_saved(tmp_path: Path, digits: Data) -> None:
+    for number, data in enumerate((digits, table())):
+        path = md.save(data, tmp_path / f"{number}.mtdata")
+        assert equal(md.read(path), data) and equal(md.load(path), data)
+        again = md.save(md.read(path), tmp_path / "again.mtdata")
+        assert again.read_bytes() == path.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.mtdata", "1.mtdata", "again.mtdata"]
+
+
+def smooth(count: int) -> list[np.ndarray]:
+    """Colour images that a JPEG says in few bytes."""
+    slope = np.linspace(0, 1, 64)
+    return [
+        np.stack([(255 * slope[None] * slope[:, None] ** (1 + row / 9)).astype("uint8")] * 3, 2) for row in range(count)
+    ]
+
+
+def test_encoded_images_are_kept_as_they_came(tmp_path: Path) -> None:
+    files = [encoded(array, format="JPEG") for array in smooth(20)]
+    data = md.load(parquet(tmp_path / "x.parquet", files, [0, 1] * 10, ["a", "b"]))
+    assert sorted(file for part in data.parts.values() for file in part.files) == sorted(files)
+    for file, image in zip(data.train.files, data.train.x, strict=True):
+        np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(file))), image.permute(1, 2, 0).numpy())
+    path = md.save(data, tmp_path / "x.mtdata")
+    held = np.load(path)
+    assert held["train.files"].tobytes() == b"".join(data.train.files)
+    assert held["train.ends"].tolist() == np.cumsum([len(file) for file in data.train.files]).tolist()
+    assert "train.x" not in held
+    read = md.read(path)
+    assert equal(read, data) and read.train.files == data.train.files
+    assert md.save(read, tmp_path / "again.mtdata").read_bytes() == path.read_bytes()
+
+
+def test_pixels_are_kept_where_they_are_smaller(tmp_path: Path) -> None:
+    data = md.load(parquet(tmp_path / "x.parquet", list(pixels(20, 4, 4)), [0, 1] * 10))
+    assert data.train.files and sum(map(len, data.train.files)) > data.train.x.nbytes
+    path = md.save(data, tmp_path / "x.mtdata")
+    assert "train.x" in np.load(path) and equal(md.read(path), data)
+
+
+def test_a_prepared_file_takes_limits_and_foreign_images(tmp_path: Path, digits: Data) -> None:
+    path = md.save(digits, tmp_path / "x.mtdata")
+    (tmp_path / "noise.png.d").mkdir()
+    (tmp_path / "noise.png.d" / "0.png").write_bytes(encoded(pixels(1, 8, 8)[0]))
+    data = md.load(path, limit=20, ood=tmp_path / "noise.png.d")
+    assert data.train.y.bincount().tolist() == [2] * 10
+    assert {name: len(x) for name, x in data.ood.items()} == {"photographs": 20, "noise.png.d": 1}
+
+
+def test_a_job_reads_a_prepared_file_with_numpy_and_pillow_alone(tmp_path: Path) -> None:
+    files = [encoded(array, format="JPEG") for array in smooth(20)]
+    data = md.load(parquet(tmp_path / "x.parquet", files, [0, 1] * 10, ["a", "b"]))
+    md.save(data, tmp_path / "x.mtdata")
+    script = (
+        "import sys\n"
+        "for name in ('datasets', 'pyarrow', 'pandas', 'sklearn', 'pydantic'): sys.modules[name] = None\n"
+        "from multitudes import data\n"
+        "print(data.load(sys.argv[1]).fingerprint)"
+    )
+    told = subprocess.run([sys.executable, "-c", script, str(tmp_path / "x.mtdata")], capture_output=True, text=True)
+    assert told.stdout.strip() == data.fingerprint, told.stderr
+
+
+def test_a_file_that_is_not_whole_is_refused(tmp_path: Path) -> None:
+    path = md.save(table(), tmp_path / "x.mtdata")
+    whole = path.read_bytes()
+    with raises(f"path must be a prepared file, got {str(tmp_path / 'y.mtdata')!r}, which is no file"):
+        md.read(tmp_path / "y.mtdata")
+    with raises(f"path must lie in a folder that is there, got {str(tmp_path / 'no' / 'x.mtdata')!r}"):
+        md.save(table(), tmp_path / "no" / "x.mtdata")
+    middle = len(whole) // 2
+    spoilt = bytearray(whole)
+    spoilt[middle] ^= 255
+    for content in (b"", b"text", whole[:middle], bytes(spoilt)):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="x.mtdata' is no whole file of prepared data: "):
+            md.read(path)
+    with path.open("wb") as file:
+        np.savez(file, about=np.frombuffer(json.dumps({"version": 99}).encode(), dtype="uint8"))
+    with pytest.raises(ValueError, match="prepared data: its version is 99, and this program reads version 1$"):
+        md.read(path)
+    with path.open("wb") as file:
+        np.savez(file, about=np.array([{"version": 1}], dtype=object))
+    with pytest.raises(ValueError, match="x.mtdata' is no whole file of prepared data: .*pickle"):
+        md.read(path)
+
+
+def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = md.save(table(), tmp_path / "x.mtdata")
+    before = path.read_bytes()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(np, "savez_compressed", full)
+    with pytest.raises(OSError, match="no space left"):
+        md.save(table(), path)
+    assert [file.name for file in tmp_path.iterdir()] == ["x.mtdata"] and path.read_bytes() == before
+
+
+# -- Data --------------------------------------------------------------------------------------------------
+
+
+def test_a_fingerprint_tells_every_change(digits: Data) -> None:
+    def with_train(x: torch.Tensor, y: torch.Tensor) -> Data:
+        return replace(digits, train=Part(x, y))
+
+    x, y = digits.train.x.clone(), digits.train.y.clone()
+    assert with_train(x, y).fingerprint == digits.fingerprint
+    x[5, 0, 3, 3] += 1
+    y[5] = (y[5] + 1) % 10
+    changed = [
+        with_train(x, digits.train.y),
+        with_train(digits.train.x, y),
+        replace(digits, ood={}),
+        replace(digits, classes=tuple("abcdefghij")),
+        replace(digits, train=digits.test, test=digits.train),
+    ]
+    assert len({data.fingerprint for data in [digits, *changed]}) == 6
+
+
+def test_scaled_images_lie_between_0_and_1_and_are_standardised(digits: Data) -> None:
+    scaled = digits.scaled(digits.train.x)
+    assert (scaled.min().item(), scaled.max().item()) == (0, 1)
+    z = digits.preprocess(scaled)
+    assert z.mean().item() == pytest.approx(0, abs=1e-5) and z.std(correction=0).item() == pytest.approx(1, rel=1e-5)
+    assert digits.preprocess(scaled.double()).dtype == torch.float64
+    with raises("x must be scaled before it is preprocessed, got torch.uint8: call `scaled` first"):
+        digits.preprocess(digits.train.x)
+
+
+def test_a_channel_that_never_changes_is_not_divided() -> None:
+    part = Part(torch.full((3, 2, 4, 4), 51, dtype=torch.uint8), torch.tensor([0, 1, 0]))
+    data = Data("even", part, part, part, ("a", "b"))
+    assert data.std.flatten().tolist() == [1, 1]
+    torch.testing.assert_close(data.preprocess(data.scaled(part.x)), torch.zeros(3, 2, 4, 4))
+
+
+IMAGES, FEATURES = torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "sentence"),
+    [
+        (
+            IMAGES[0],
+            torch.zeros(1),
+            "x must be uint8 images [N, C, H, W] or float32 features [N, F], got torch.uint8 [1, 4, 4]",
+        ),
+        (FEATURES, torch.zeros(3), "y must be int64 or float32, one for each of 2 inputs, got torch.float32 [3]"),
+        (FEATURES[:0], torch.zeros(0), "x must hold at least one input, got shape [0, 3]"),
+        (FEATURES / 0, torch.zeros(2), "x must be finite, got nan at [0, 0]"),
+    ],
+)
+def test_a_part_is_checked(x: torch.Tensor, y: torch.Tensor, sentence: str) -> None:
+    with raises(sentence):
+        Part(x, y)
+
+
+def test_parts_must_fit_each_other() -> None:
+    images, features = Part(IMAGES, torch.tensor([0, 1])), Part(FEATURES, torch.tensor([0.0, 1.0]))
+    with raises("test must hold inputs like those of train, torch.uint8 [1, 4, 4], got torch.float32 [3]"):
+        Data("x", images, images, features, ("a", "b"))
+    with raises("y of train must be classes 0 to 0, got 1 at 1"):
+        Data("x", images, images, images, ("a",))
+    with raises("y of train must be numbers, since there are no classes, got torch.int64"):
+        Data("x", images, images, images)
+    with raises("columns must name the 3 features, got 1"):
+        Data("x", features, features, features, columns=("a",))
+    endless = Part(FEATURES, torch.tensor([0.0, torch.inf]))
+    with raises("y of test must be finite, got inf at 1"):
+        Data("x", features, features, endless, columns=("a", "b", "c"))
