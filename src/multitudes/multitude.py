@@ -145,6 +145,12 @@ class Multitude(nn.Module):
         alone = self._member(index)
         return Multitude(alone).like(self) if stochastic_layers(alone) else alone
 
+    def freeze(self, draws: int = 8, seed: int | None = None) -> Multitude:
+        """`draws` draws of every member, made once: a deterministic multitude (see `multitudes.freezing`)."""
+        from multitudes.freezing import freeze  # which knows the methods, and so this class
+
+        return freeze(self, draws, seed)
+
     # -- what a subclass says ----------------------------------------------------------------------------
 
     def _predictions(self, x: Input) -> Tensor:
