@@ -38,8 +38,8 @@ format: env ## format the code and fix what can be fixed
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-demo: env ## train an ensemble on handwritten digits, in under a minute
-	$(BIN)/python examples/digits.py
+demo: env ## compare all methods on handwritten digits, and write a page about it; takes about three minutes
+	$(BIN)/multitudes compare digits --methods all --out runs/demo
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,7 +20,8 @@ IMAGES = torch.rand(6, 3, 32, 32, generator=torch.Generator().manual_seed(3))
 CLASSIFICATION = [
     "accuracy", "topk_accuracy", "nll", "brier", "ensemble_error", "member_error", "ece", "mce", "adaptive_ece",
     "classwise_ece", "overconfidence", "aurc", "accuracy_at_coverage", "disagreement", "normalised_disagreement",
-    "kl_divergence", "js_divergence", "ensemble_js", "q_statistic", "error_correlation", "mean_iou", "relative_confidence",
+    "kl_divergence", "js_divergence", "ensemble_js", "q_statistic", "error_correlation", "mean_iou",
+    "relative_confidence",
 ]  # fmt: skip
 REGRESSION = ["rmse", "crps", "interval_coverage", "interval_width", "gaussian_ece"]
 

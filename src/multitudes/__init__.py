@@ -7,10 +7,11 @@ loss = net.loss(x, y)                        # the method's own objective
 p = net.predict(x)                           # p.probs, p.confidence, p.entropy, p.mutual_information
 """
 
-from multitudes import landscape, metrics, models, shift
+from multitudes import data, landscape, metrics, models, shift
 from multitudes.calibrated import Calibrated
 from multitudes.calibration import calibrate
 from multitudes.evaluation import evaluate
+from multitudes.export import to_onnx
 from multitudes.inference import predict
 from multitudes.landscape import explain
 from multitudes.members import Members, fuse
@@ -30,9 +31,11 @@ from multitudes.multitude import Multitude
 from multitudes.narrow import narrow
 from multitudes.phase import kappa, phase, sparsify
 from multitudes.predictive import Predictive, gaussian_nll
+from multitudes.saving import load, save
 from multitudes.scores import Evaluation
 from multitudes.stochastic import Stochastic
 from multitudes.surgery import check
+from multitudes.training import fit
 from multitudes.trajectory import Recorder
 
 __all__ = [
@@ -58,16 +61,19 @@ __all__ = [
     "check",
     "cyclic_lr",
     "cyclic_sgmcmc",
+    "data",
     "deep_ensemble",
     "drop_connect",
     "evaluate",
     "explain",
     "family",
+    "fit",
     "fuse",
     "gaussian_nll",
     "head",
     "kappa",
     "landscape",
+    "load",
     "masksembles",
     "mc_dropout",
     "metrics",
@@ -78,6 +84,7 @@ __all__ = [
     "patched",
     "phase",
     "predict",
+    "save",
     "shift",
     "smooth",
     "snapshots",
@@ -86,5 +93,6 @@ __all__ = [
     "swa",
     "swag",
     "temporal",
+    "to_onnx",
     "variance",
 ]

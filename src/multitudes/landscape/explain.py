@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.batches import Batches
+from multitudes.batchnorm import norms
 from multitudes.checks import check_count, check_seed, needed
 from multitudes.files import replacing
 from multitudes.landscape.diversity_plane import DiversityPlane, diversity_plane
@@ -119,7 +120,7 @@ def explain(
         diversity_plane(found, reference=found.labels[0]) if _above_chance(found) else None,
         plane(
             networks[0], kept, through=networks[:3], points=points, folder=folder, progress=progress,
-            batch_norm=kept if _has_batch_norm(networks[0]) else None,
+            batch_norm=kept if norms(networks[0]) else None,
         ),
         hessian_spectrum(networks[0], _joined(kept), 1, batches, batch_size=32, seed=seed, progress=progress),
     )  # fmt: skip
@@ -150,7 +151,3 @@ def _above_chance(found: Solutions) -> bool:
     first = found.predictive.predictions[0]
     right = (first.argmax(1) == found.classes()).double().mean()
     return bool(right > 1 / first.shape[1])
-
-
-def _has_batch_norm(network: nn.Module) -> bool:
-    return any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in network.modules())

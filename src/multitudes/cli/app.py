@@ -1,0 +1,148 @@
+"""The program `multitudes`: its commands, and what it says when something goes wrong.
+
+An error is one sentence on stderr and exit code 2, with `--debug` its traceback. Ctrl-C is exit code 130.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import typer
+
+from multitudes.cli import answers, kept, study, tables
+from multitudes.cli.options import grouped
+
+__all__ = ["app", "main"]
+
+ERROR, INTERRUPTED = 2, 130
+
+app = typer.Typer(
+    name="multitudes",
+    help="Turn a network into many, and find out which way of doing so is worth its price for your data.",
+    epilog="Begin with: multitudes compare digits",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+data = typer.Typer(name="data", help="Prepare data.", no_args_is_help=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the program, and end the process with its exit code."""
+    if os.environ.get("GITHUB_ACTIONS") and not sys.stdout.isatty():
+        os.environ["_TYPER_FORCE_DISABLE_TERMINAL"] = "1"  # else Typer writes colours into logs
+    try:
+        code = app(args=None if arguments is None else list(arguments), prog_name="multitudes", standalone_mode=False)
+    except Exception as error:  # wrong usage: Typer's own errors have no public class in common
+        if not hasattr(error, "format_message"):
+            raise
+        _say(f"Error: {error.format_message()}")
+        code = ERROR
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def _guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that ends with a sentence and an exit code, whatever happens."""
+
+    def run(**values: Any) -> None:
+        debug = values["debug"]
+        try:
+            with warnings.catch_warnings():
+                if not debug:
+                    warnings.showwarning = lambda message, *_, **__: _say(f"Warning: {message}")
+                command(**values)
+        except (typer.Exit, BrokenPipeError):
+            raise
+        except KeyboardInterrupt as stopped:
+            _say(f"\n{_capital(str(stopped))}" if str(stopped) else "\nStopped. The same command starts it again.")
+            raise typer.Exit(INTERRUPTED) from None
+        except Exception as error:
+            if hasattr(error, "format_message"):
+                raise
+            if debug:
+                traceback.print_exc()
+            else:
+                _say(f"Error: {_sentence(error)}")
+            raise typer.Exit(ERROR) from None
+
+    for name in ("__name__", "__doc__", "__signature__", "__annotations__"):
+        setattr(run, name, getattr(command, name))
+    return run
+
+
+def _sentence(error: Exception) -> str:
+    """What went wrong; an error that no code here has worded may be a bug."""
+    if isinstance(error, (ValueError, ImportError, FloatingPointError)) and str(error):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first}".rstrip(": ") + " (--debug shows where)"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _add(to: typer.Typer, function: Callable[..., None], name: str, *examples: str) -> None:
+    shown = "\n\n".join(["[bold]Examples[/bold]", *(f"  {example}" for example in examples)])
+    to.command(name, epilog=shown)(_guarded(grouped(function)))
+
+
+_add(
+    app, study.compare, "compare",
+    "multitudes compare digits",
+    "multitudes compare study.toml --seeds 3",
+    "multitudes compare uoft-cs/cifar10 --ood ufldl-stanford/svhn --methods single,deep,packed --seeds 3",
+    "multitudes compare wine.csv --target quality --out runs/wine",
+)  # fmt: skip
+_add(
+    app, study.train, "train",
+    "multitudes train digits --method packed",
+    "multitudes train ./images --method packed --set members=8 --model resnet50 --out trained",
+    "accelerate launch -m multitudes train uoft-cs/cifar10 --method packed",
+)  # fmt: skip
+_add(
+    app, answers.evaluate, "evaluate",
+    "multitudes evaluate runs/digits/jobs/packed-0",
+    "multitudes evaluate trained ./other_images --shift all --ood ufldl-stanford/svhn --to scores.json",
+)  # fmt: skip
+_add(
+    app, answers.predict, "predict",
+    "multitudes predict runs/digits/jobs/packed-0 one.png two.png",
+    "multitudes predict trained ./images --to answers.csv",
+    "multitudes predict runs/wine/jobs/deep-0 new.csv --to answers.json --level 0.9",
+)  # fmt: skip
+_add(
+    app, kept.explain, "explain",
+    "multitudes explain runs/digits",
+    "multitudes explain runs/digits/jobs/deep-0 --to why.html",
+)  # fmt: skip
+_add(app, kept.report, "report", "multitudes report runs/digits")
+_add(
+    app, kept.export, "export",
+    "multitudes export runs/digits/jobs/packed-0 --to model.onnx",
+    "multitudes export runs/digits/jobs/mc_dropout-0 --to model.onnx --draws 16",
+)  # fmt: skip
+_add(app, tables.methods, "methods", "multitudes methods")
+_add(
+    app, tables.bench, "bench",
+    "multitudes bench",
+    "multitudes bench --model resnet18 --shape 3,32,32 --methods single,deep,packed --device cuda --batch 512",
+)  # fmt: skip
+_add(
+    data, tables.prepare, "prepare",
+    "multitudes data prepare uoft-cs/cifar10 --ood ufldl-stanford/svhn --to cifar10.mtdata",
+    "multitudes data prepare wine.csv --target quality --to wine.mtdata --skip-bad",
+)  # fmt: skip
+app.add_typer(data)

@@ -1,0 +1,198 @@
+"""What is shown: how far a study is, and tables. On a terminal it moves; in a pipe it is plain lines."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from multitudes.study.leaderboard import Row
+    from multitudes.study.local import JobProgress, Snapshot
+
+__all__ = ["console", "leaderboard_tables", "say", "show", "table", "watching"]
+
+WIDE = 1000
+"""The columns of a pipe, in which nothing is cut off."""
+
+
+def console(stderr: bool = False) -> Console:
+    """Where to write: on a terminal as wide as that is."""
+    file = sys.stderr if stderr else sys.stdout
+    return Console(file=file, width=None if file.isatty() else WIDE, highlight=False, soft_wrap=not file.isatty())
+
+
+def say(message: str) -> None:
+    """A line about what is going on, on stderr."""
+    console(stderr=True).print(Text(message, style="dim"))
+
+
+def show(*what: Any) -> None:
+    """Results, on stdout; text is shown as it is."""
+    out = console()
+    for each in what:
+        out.print(Text(each) if isinstance(each, str) else each)
+
+
+# -- how far a study is ------------------------------------------------------------------------------------
+
+Listener = Callable[["Snapshot"], None]
+
+
+@contextmanager
+def watching(every: float = 10.0) -> Iterator[Listener]:
+    """Something to tell how far a study is; in a pipe, a line for each job that ends, and `every` so many seconds."""
+    out = console(stderr=True)
+    if not out.is_terminal or out.is_dumb_terminal:
+        yield _Lines(every)
+        return
+    with Live(console=out, transient=True, refresh_per_second=5) as live:
+        yield _Panel(live)
+
+
+class _Lines:
+    """One line after the other."""
+
+    def __init__(self, every: float) -> None:
+        self.every, self.ended, self.said = every, -1, -every
+
+    def __call__(self, now: Snapshot) -> None:
+        ended = now.done + now.failed
+        if ended == self.ended and now.seconds - self.said < self.every:
+            return
+        self.ended, self.said = ended, now.seconds
+        parts = [_jobs(now), *map(_told, now.running)]
+        if now.left is not None and ended < now.total:
+            parts.append(f"about {_clock(now.left)} left")
+        print("; ".join(parts), file=sys.stderr, flush=True)
+
+
+class _Panel:
+    """All running jobs at once, redrawn in place."""
+
+    def __init__(self, live: Live) -> None:
+        self.live, self.drawn = live, 0.0
+
+    def __call__(self, now: Snapshot) -> None:
+        if time.monotonic() - self.drawn < 0.2:
+            return
+        self.drawn = time.monotonic()
+        left = "" if now.left is None else f", about {_clock(now.left)} left"
+        head = Text(f"{_jobs(now)}, {_clock(now.seconds)} passed{left}", style="bold")
+        jobs = Table.grid(padding=(0, 2))
+        for job in now.running:
+            bar = ProgressBar(total=max(job.epochs, 1), completed=job.epoch, width=24)
+            loss = "" if job.loss is None else f"loss {job.loss:.4f}"
+            jobs.add_row(job.name, bar, _doing(job), loss, _clock(job.seconds))
+        self.live.update(Group(head, jobs))
+
+
+def _jobs(now: Snapshot) -> str:
+    failed = f", {now.failed} failed" if now.failed else ""
+    return f"{now.done} of {now.total} jobs done{failed}"
+
+
+def _told(job: JobProgress) -> str:
+    loss = "" if job.loss is None else f", loss {job.loss:.4f}"
+    return f"{job.name}: {_doing(job)}{loss}"
+
+
+def _doing(job: JobProgress) -> str:
+    if job.event in ("evaluate", "done"):
+        return "measuring" if job.event == "evaluate" else "done"
+    return f"epoch {job.epoch} of {job.epochs}" if job.epochs else "starting"
+
+
+def _clock(seconds: float) -> str:
+    """Minutes and seconds.
+
+    >>> _clock(75.2), _clock(3700)
+    ('1:15', '1:01:40')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+# -- tables ------------------------------------------------------------------------------------------------
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]], words: int = 1) -> Table:
+    """Rows under a head; the first `words` columns are words, the rest numbers."""
+    made = Table(box=SIMPLE, pad_edge=False, show_edge=False)
+    for index, title in enumerate(head):
+        made.add_column(title, justify="left" if index < words else "right", no_wrap=index == 0 or index >= words)
+    for row in rows:
+        made.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+    return made
+
+
+COLUMNS = {
+    "accuracy": "accuracy %", "nll": "NLL", "ece": "ECE", "rmse": "RMSE", "log_density": "log density", "crps": "CRPS",
+    "shift/mean/accuracy": "shifted acc. %", "costs/parameters_ratio": "parameters",
+    "costs/multiply_adds_ratio": "multiply-adds", "costs/training_seconds_ratio": "training",
+    "costs/inference_per_second_ratio": "speed",
+}  # fmt: skip
+"""Scores and costs of the leaderboard, and their titles; costs are multiples of the single network's."""
+
+
+def leaderboard_tables(rows: Sequence[Row], width: int = WIDE) -> list[Table]:
+    """A row for each method; the best of a column has a star, what is within noise of it a tilde.
+
+    Where `width` is too small for all columns, the rest of them is in further tables. Foreign inputs are told apart by
+    mutual information (MI), which a single network has none of.
+    """
+    from multitudes.study.leaderboard import marks
+
+    titles = {name: title for name, title in COLUMNS.items() if any(name in row.values for row in rows)}
+    foreign = sorted({name for row in rows for name in row.values if name.endswith("/mutual_information/auroc")})
+    at = len([name for name in titles if not name.startswith("costs/")])
+    names = list(titles)[:at] + foreign + list(titles)[at:]
+    titles |= {name: f"{name.split('/')[1]} AUROC %, by MI" for name in foreign}
+    columns = []
+    for name in names:
+        marked = marks(rows, name)
+        columns.append([Text(titles[name]), *(_cell(row, name, marked[row.name]) for row in rows)])
+    first = [Text("method"), *(Text(row.name) for row in rows)]
+    return [_of_columns([first, *own]) for own in _fitting(columns, width - _width(first))]
+
+
+def _fitting(columns: list[list[Text]], width: int) -> Iterator[list[list[Text]]]:
+    """The columns in groups, each as wide as `width` at most, or a single column."""
+    group: list[list[Text]] = []
+    for column in columns:
+        if group and sum(map(_width, [*group, column])) > width:
+            yield group
+            group = []
+        group.append(column)
+    yield group
+
+
+def _width(column: list[Text]) -> int:
+    return max(map(len, column)) + 3  # two spaces and a line between columns
+
+
+def _of_columns(columns: list[list[Text]]) -> Table:
+    head, *body = zip(*columns, strict=True)
+    return table([title.plain for title in head], body)
+
+
+def _cell(row: Row, name: str, mark: str) -> Text:
+    if name not in row.values:
+        return Text("–", style="dim")
+    value = row.values[name]
+    if name.startswith("costs/"):
+        return Text(f"{value.mean:.2f} x")
+    scale, digits = (100, 1) if name.endswith(("accuracy", "auroc")) else (1, 4)
+    spread = "" if value.spread is None else f" ± {scale * value.spread:.{digits}f}"
+    sign = {"best": "* ", "noise": "~ "}.get(mark, "")
+    return Text(f"{sign}{scale * value.mean:.{digits}f}{spread}", style="bold" if mark == "best" else "")

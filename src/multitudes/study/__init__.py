@@ -1,0 +1,1 @@
+"""Many runs: which method is worth its price on the data at hand."""

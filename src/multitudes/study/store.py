@@ -1,0 +1,247 @@
+"""The run directory: where a study keeps its files, and what they say.
+
+    study.toml           the specification, with every default filled in
+    data.mtdata          the prepared data, unless they come with the package
+    data.json            what the data are: their fingerprint, kind, task and shape
+    jobs/METHOD-SEED/    config.json, log.jsonl, model.safetensors, predictions.npz and, last, metrics.json
+    report.html
+
+A file appears under its name when it is whole: it is written under another one and renamed. A job is done when its
+`metrics.json` is there. All is JSON, TOML, safetensors and NumPy arrays: nothing that is read back can run code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from multitudes.checks import needed
+
+__all__ = ["Job", "Run", "write_atomically"]
+
+UNFINISHED = ".unfinished"
+
+
+def write_atomically(path: str | Path, data: bytes | str) -> Path:
+    """Write a file whole or not at all, whenever the process or the machine dies; gives its path."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
+    try:
+        with unfinished.open("wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())  # else the name could reach the disk before the content
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return path
+
+
+class Job:
+    """One method with one seed: a directory, and what the files in it say."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+
+    @property
+    def name(self) -> str:
+        """METHOD-SEED."""
+        return self.directory.name
+
+    @property
+    def label(self) -> str:
+        """What the study calls the method, `"packed_8"`."""
+        return self.name.rpartition("-")[0]
+
+    @property
+    def seed(self) -> int:
+        """The seed of everything random in it."""
+        return int(self.name.rpartition("-")[2])
+
+    @property
+    def done(self) -> bool:
+        """Whether its results are there."""
+        return (self.directory / "metrics.json").is_file()
+
+    @property
+    def started(self) -> bool:
+        """Whether there is work that would be lost with its directory: results, or a checkpoint."""
+        return self.done or (self.directory / "checkpoint.safetensors").is_file()
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """What it was asked to do; None where nothing was."""
+        path = self.directory / "config.json"
+        return _json(path) if path.is_file() else None
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Scores, costs, history; see `metrics.json`."""
+        return _json(self.directory / "metrics.json")
+
+    @property
+    def predictions(self) -> dict[str, Any]:
+        """NumPy arrays by name; none where there is no `predictions.npz`."""
+        path = self.directory / "predictions.npz"
+        if not path.is_file():
+            return {}
+        with needed("numpy", "study", "the predictions of a job").load(path, allow_pickle=False) as arrays:
+            return dict(arrays)
+
+    def events(self, start: int = 0) -> tuple[list[dict[str, Any]], int]:
+        """What `log.jsonl` says from byte `start` on, whole lines alone, and the byte at which they end."""
+        try:
+            with (self.directory / "log.jsonl").open("rb") as file:
+                file.seek(start)
+                new = file.read()
+        except FileNotFoundError:
+            return [], start
+        end = new.rfind(b"\n") + 1
+        return [event for line in new[:end].splitlines() if (event := _event(line))], start + end
+
+    @property
+    def failure(self) -> str | None:
+        """Why it failed, in a sentence; None where it is done, has not been run, or was only broken off."""
+        events, _ = self.events()
+        if self.done or not events or events[-1].get("event") != "failed":
+            return None
+        return str(events[-1].get("message") or "it says no reason")
+
+    def clear(self) -> None:
+        """Take away what it has done, its results first, so that at no moment it seems done."""
+        (self.directory / "metrics.json").unlink(missing_ok=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def __repr__(self) -> str:
+        return f"Job({self.name!r}, {'done' if self.done else 'not done'})"
+
+
+class Run:
+    """A run directory, and the jobs of its `study.toml`; those of an earlier one are left where they are.
+
+    >>> import tempfile
+    >>> run = Run(tempfile.mkdtemp())
+    >>> _ = write_atomically(run.spec_path, "seeds = [0, 1]\\n[methods.single]\\n[methods.packed]\\nmembers = 4\\n")
+    >>> _ = write_atomically(run.job("single", 0).directory / "metrics.json", "{}")
+    >>> run.done, len(run.missing)
+    ([Job('single-0', done)], 3)
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+
+    @property
+    def spec_path(self) -> Path:
+        """Of the specification."""
+        return self.directory / "study.toml"
+
+    @property
+    def data_path(self) -> Path:
+        """Of the prepared data."""
+        return self.directory / "data.mtdata"
+
+    @property
+    def about_path(self) -> Path:
+        """Of what is known about the data."""
+        return self.directory / "data.json"
+
+    @property
+    def report_path(self) -> Path:
+        """Of the page."""
+        return self.directory / "report.html"
+
+    def job(self, label: str, seed: int) -> Job:
+        """The job of a method, by what the study calls it, and a seed; it need not be there yet."""
+        return Job(self.directory / "jobs" / f"{label}-{seed}")
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The specification, as TOML has it."""
+        if not self.spec_path.is_file():
+            raise ValueError(f"{str(self.directory)!r} is no run directory: there is no study.toml in it")
+        return tomllib.loads(self.spec_path.read_text(encoding="utf-8"))
+
+    @property
+    def about(self) -> dict[str, Any] | None:
+        """What is known about the data; None before they were prepared."""
+        return _json(self.about_path) if self.about_path.is_file() else None
+
+    @property
+    def jobs(self) -> list[Job]:
+        """All jobs of the study, method by method."""
+        spec = self.spec
+        return [self.job(label, seed) for label in spec["methods"] for seed in spec["seeds"]]
+
+    @property
+    def done(self) -> list[Job]:
+        """Those that have their results."""
+        return [job for job in self.jobs if job.done]
+
+    @property
+    def missing(self) -> list[Job]:
+        """Those that have none yet, failed or not."""
+        return [job for job in self.jobs if not job.done]
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Why the last try of a job failed, by name; a new run tries them again."""
+        return {job.name: failure for job in self.jobs if (failure := job.failure)}
+
+    @property
+    def stale(self) -> dict[str, list[str]]:
+        """What jobs have done that `study.toml` no longer asks for, by name: the differences."""
+        from multitudes.study.jobs import planned, stale_jobs
+        from multitudes.study.spec import Spec
+
+        about = self.about
+        return {} if about is None else stale_jobs(self, planned(Spec.load(self.spec_path), about))
+
+    def clean(self) -> None:
+        """Remove what a process left half-written when it was killed."""
+        for path in [*self.directory.glob(f".*{UNFINISHED}"), *self.directory.glob(f"jobs/*/.*{UNFINISHED}")]:
+            path.unlink(missing_ok=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """No two studies at the same time; the lock goes with the process, however that ends."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with (self.directory / ".lock").open("w") as file:
+            if os.name == "posix":
+                import fcntl
+
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise ValueError(f"another study is running in {str(self.directory)!r}: wait for it") from None
+                except OSError:
+                    pass  # a file system that knows no locks
+            yield
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.directory)!r})"
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{str(path)!r} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{str(path)!r} must hold a JSON object, got {type(found).__name__}")
+    return found
+
+
+def _event(line: bytes) -> dict[str, Any]:
+    """A line of a log; a line that was cut off when the machine died says nothing."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return {}
+    return event if isinstance(event, dict) else {}

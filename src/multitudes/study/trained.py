@@ -1,0 +1,79 @@
+"""A trained network and its data, read from the directory of a job."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multitudes.calibrated import Calibrated
+from multitudes.data import Data
+from multitudes.multitude import Multitude
+from multitudes.saving import load
+from multitudes.study.inputs import data_of, device_of
+from multitudes.study.leaderboard import leaderboard
+from multitudes.study.networks import build_network, outputs_of
+from multitudes.study.store import Job, Run
+
+__all__ = ["Trained", "find_job", "mixed_precision"]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a job has trained, and on what."""
+
+    job: Job
+    net: Multitude | Calibrated
+    data: Data
+    device: torch.device
+
+    @classmethod
+    def read(cls, path: str | Path, device: str | None = None, draws: int | None = None) -> Trained:
+        """From the directory of a job, or of a run that has one alone; the network is in evaluation mode."""
+        where = device_of(device)
+        job = find_job(path)
+        config = job.config or {}
+        data = data_of(config["data"], job.directory)
+        model = None
+        if config["model"].get("file") is not None:  # code of the user's own, which no file of weights holds
+            outputs = outputs_of(data.task, data.outputs)
+            model = build_network(config["model"], data.shape, outputs, job.directory)
+        net = load(job.directory / "model.safetensors", model)
+        if draws is not None and isinstance(net, Multitude):
+            net.draws = draws
+        return cls(job, net.to(where).eval(), data, where)
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """Inputs like those of a part, as the network gets them."""
+        return self.data.preprocess(self.data.scaled(x))
+
+
+def mixed_precision(device: torch.device, precision: str | None) -> AbstractContextManager[Any]:
+    """Inside, torch computes with this precision."""
+    return torch.autocast(device.type, torch.bfloat16) if precision == "bfloat16" else nullcontext()
+
+
+def find_job(path: str | Path) -> Job:
+    """The job in a directory: that of a job, or of a run that has one alone."""
+    path = Path(path)
+    if (path / "config.json").is_file():
+        job = Job(path)
+        if not job.done:
+            raise ValueError(f"{str(path)!r} is a job that is not done: {job.failure or 'run its study first'}")
+        return job
+    if not (path / "study.toml").is_file():
+        raise ValueError(f"JOB must be a directory RUN/jobs/METHOD-SEED, or that of a run, got {str(path)!r}")
+    run = Run(path)
+    done = run.done
+    if len(done) == 1:
+        return done[0]
+    if not done:
+        raise ValueError(f"no job of the run {str(path)!r} is done")
+    best = leaderboard(run)[0]
+    example = run.job(best.name, best.seeds[0]).directory
+    names = ", ".join(job.name for job in done)
+    raise ValueError(f"{str(path)!r} has {len(done)} jobs ({names}): say which, such as {str(example)!r}, the best")

@@ -1,0 +1,317 @@
+"""The command line: its help, its errors, and the commands that need no trained network."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import multitudes
+from multitudes import data as datasets
+from multitudes.cli import main
+from multitudes.cli.options import located
+from multitudes.cli.screen import console, leaderboard_tables, watching
+from multitudes.study.leaderboard import Row, Value
+from multitudes.study.local import JobProgress, Snapshot
+from multitudes.study.methods import METHODS
+from multitudes.study.networks import build_network
+
+COMMANDS = [
+    ["compare"], ["train"], ["evaluate"], ["predict"], ["explain"], ["report"], ["export"], ["methods"], ["bench"],
+    ["data", "prepare"],
+]  # fmt: skip
+PACKAGE = str(Path(multitudes.__file__).resolve().parents[1])
+
+
+@dataclass
+class Ran:
+    """How a command ended, and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+
+def multitudes_says(*arguments: object) -> Ran:
+    """Run the program in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    return Ran(int(ended.value.code or 0), out.getvalue(), err.getvalue())
+
+
+def sentence(ran: Ran) -> str:
+    """The one sentence by which a command has failed."""
+    assert ran.code == 2, ran
+    assert ran.out == "", "errors are told on stderr"
+    assert "Traceback" not in ran.err
+    lines = ran.err.strip().splitlines()
+    assert lines[-1].startswith("Error: "), ran.err
+    assert sum(line.startswith("Error: ") for line in lines) == 1
+    return lines[-1]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", PACKAGE)
+    monkeypatch.delenv("MULTITUDES_DATA", raising=False)
+    return tmp_path
+
+
+# -- help --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_explains_itself_with_examples_and_takes_the_common_options(command: list[str]) -> None:
+    ran = multitudes_says(*command, "--help")
+    assert ran.code == 0
+    for option in ("--device", "--precision", "--seed", "--debug"):
+        assert option in ran.out
+    assert "Examples" in ran.out
+    assert f"multitudes {' '.join(command)}" in ran.out.partition("Examples")[2]
+    assert "\x1b" not in ran.out
+
+
+def test_the_program_lists_its_commands() -> None:
+    ran = multitudes_says("--help")
+    for command in COMMANDS:
+        assert command[0] in ran.out
+
+
+def test_help_has_no_control_codes_in_the_log_of_a_github_action() -> None:
+    environment = {**os.environ, "GITHUB_ACTIONS": "true"}
+    done = subprocess.run(
+        [sys.executable, "-m", "multitudes", "compare", "--help"], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout
+
+
+# -- errors ------------------------------------------------------------------------------------------------
+
+
+def wine(path: Path, rows: int = 60, bad: dict[int, str] | None = None) -> Path:
+    """A table of numbers and words, with a number to predict."""
+    lines = ["acid,colour,quality"]
+    for row in range(rows):
+        line = f"{row % 7},{'red' if row % 3 else 'white'},{(row % 7) * 0.5 + (row % 3)}"
+        lines.append((bad or {}).get(row, line))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+ERRORS: dict[str, tuple[list[str], list[str]]] = {
+    "an unknown method": (
+        ["compare", "digits", "--methods", "pakced"],
+        ["single, deep, packed", "did you mean packed"],
+    ),
+    "an unknown network": (["compare", "digits", "--model", "resnet19"], ["resnet18", "'resnet19'"]),
+    "no epochs": (["compare", "digits", "--epochs", "0"], ["training.epochs must be 1 or more, got 0"]),
+    "no seeds": (["compare", "digits", "--seeds", "0"], ["--seeds"]),
+    "no data": (["compare"], ["DATA must be given", "digits"]),
+    "data twice": (["compare", "digits", "--data", "wine.csv"], ["'digits'", "'wine.csv'"]),
+    "no such file": (["compare", "nowhere.csv", "--target", "a"], ["nowhere.csv", "no file"]),
+    "a column that is not there": (["compare", "wine.csv", "--target", "taste"], ["'taste'", "acid, colour, quality"]),
+    "no target": (["compare", "wine.csv"], ["target", "acid, colour, quality"]),
+    "an unknown corruption": (["compare", "digits", "--shift", "rain"], ["'rain'", "fog"]),
+    "a severity that is none": (["compare", "digits", "--severities", "1,x"], ["severities", "'x'"]),
+    "a method for images on a table": (
+        ["compare", "wine.csv", "--target", "quality", "--methods", "smooth"],
+        ["methods.smooth", "no images"],
+    ),
+    "a share of GPUs without a cluster": (["compare", "digits", "--gpus", "0.5"], ["--gpus", "--ray"]),
+    "a study that is not there": (["compare", "nowhere.toml"], ["nowhere.toml", "cannot be read"]),
+    "a run directory that is a file": (["compare", "digits", "--out", "wine.csv"], ["wine.csv", "is a file"]),
+    "a setting without a value": (["train", "digits", "--set", "members"], ["KEY=VALUE", "'members'"]),
+    "a setting that a method has not": (["train", "digits", "--set", "tau=1"], ["'tau'", "members, alpha, gamma"]),
+    "a folder of data that is none": (["compare", "x", "--data-root", "nowhere"], ["--data-root", "'nowhere'"]),
+    "an unknown option": (["compare", "digits", "--frobnicate"], ["--frobnicate"]),
+    "an unknown command": (["compere", "digits"], ["compere"]),
+    "a device that is none": (["bench", "--device", "tpu"], ["--device", "tpu"]),
+    "a shape that is none": (["bench", "--shape", "8,8"], ["--shape", "'8,8'"]),
+    "no job": (["predict", ".", "wine.csv"], ["RUN/jobs/METHOD-SEED"]),
+    "no run": (["report", "."], ["no run directory"]),
+    "no place to export to": (["export", ".", "--to", "nowhere/a.onnx"], ["nowhere/a.onnx"]),
+    "an export that is no float32": (["export", ".", "--to", "a.onnx", "--precision", "bfloat16"], ["float32"]),
+    "a form that is not known": (["predict", ".", "wine.csv", "--to", "a.txt"], [".csv or .json", "a.txt"]),
+    "no place for answers": (["predict", ".", "wine.csv", "--to", "nowhere/a.csv"], ["--to", "nowhere/a.csv"]),
+    "no place for scores": (["evaluate", ".", "--to", "nowhere/a.json"], ["--to", "nowhere/a.json"]),
+    "an interval of everything": (["predict", ".", "wine.csv", "--level", "1"], ["--level", "1.0"]),
+    "a prepared file of another name": (["data", "prepare", "digits", "--to", "a.npz"], [".mtdata", "a.npz"]),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_an_error_is_one_sentence_that_names_what_is_wrong(case: str, elsewhere: Path) -> None:
+    wine(elsewhere / "wine.csv")
+    arguments, words = ERRORS[case]
+    told = sentence(multitudes_says(*arguments))
+    for word in words:
+        assert word in told
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", [["compare", "digits"], ["train", "digits"], ["bench"]], ids=" ".join)
+def test_a_gpu_that_is_not_there_is_said_before_any_work(command: list[str], elsewhere: Path) -> None:
+    assert "no GPU" in sentence(multitudes_says(*command, "--device", "cuda"))
+    assert not list(elsewhere.iterdir())
+
+
+STUDIES = {
+    "an unknown key": ("[training]\nepoch = 3\n", ["line 2", "'training.epoch'", "did you mean epochs"]),
+    "a key in the wrong table": ("seeds = 1\nepochs = 3\n", ["line 2", "[training] epochs"]),
+    "an impossible value": ("[training]\n\nlr = -1.0\n", ["line 3", "training.lr must be above 0", "-1.0"]),
+    "a setting that a method has not": ("[methods.packed]\nalfa = 2\n", ["line 2", "'alfa'", "did you mean alpha"]),
+    "no TOML": ("seeds = = 3\n", ["study.toml", "line 1"]),
+}
+
+
+@pytest.mark.parametrize("case", STUDIES)
+def test_a_wrong_study_names_the_key_and_the_line(case: str, elsewhere: Path) -> None:
+    text, words = STUDIES[case]
+    (elsewhere / "study.toml").write_text(text)
+    told = sentence(multitudes_says("compare", "study.toml"))
+    for word in words:
+        assert word in told
+
+
+def test_debug_shows_the_traceback_and_ends_with_the_same_code() -> None:
+    ran = multitudes_says("compare", "digits", "--epochs", "0", "--debug")
+    assert ran.code == 2
+    assert "Traceback (most recent call last)" in ran.err
+    assert "training.epochs must be 1 or more, got 0" in ran.err
+
+
+def test_an_error_that_nobody_has_worded_is_one_line_that_says_how_to_see_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("surprise")
+
+    monkeypatch.setattr(datasets, "load", broken)
+    told = sentence(multitudes_says("data", "prepare", "digits", "--to", "a.mtdata"))
+    assert "KeyError: 'surprise'" in told
+    assert "--debug" in told
+
+
+def test_ctrl_c_ends_with_130_and_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(datasets, "load", slow)
+    ran = multitudes_says("data", "prepare", "digits", "--to", "a.mtdata")
+    assert ran.code == 130
+    assert "Traceback" not in ran.err
+    assert "same command" in ran.err
+
+
+# -- commands that need no network -------------------------------------------------------------------------
+
+
+def test_methods_says_of_each_what_it_costs_and_when_to_pick_it() -> None:
+    ran = multitudes_says("methods")
+    assert ran.code == 0
+    for method in METHODS.values():
+        row = next(line for line in ran.out.splitlines() if line.split() and line.split()[0] == method.name)
+        assert method.costs in row
+        assert method.pick in row
+
+
+def test_bench_measures_in_multiples_of_the_single_network() -> None:
+    ran = multitudes_says(
+        "bench", "--model", "mlp", "--shape", "6", "--outputs", "3", "--methods", "deep,snapshots", "--batch", "8",
+        "--draws", "2", "--device", "cpu",
+    )  # fmt: skip
+    assert ran.code == 0
+    rows = {line.split()[0]: line for line in ran.out.splitlines() if " x)" in line}
+    count = sum(tensor.numel() for tensor in build_network({"name": "mlp"}, (6,), 3).parameters())
+    assert f"{count:,} (1.00 x)" in rows["single"]
+    assert f"{4 * count:,} (4.00 x)" in rows["deep"]
+    assert rows["single"].count("(1.00 x)") == 5
+    assert rows["snapshots"].count("(4.00 x)") == 2, "four networks to keep and to run"
+
+
+def test_prepared_data_are_the_data(elsewhere: Path) -> None:
+    wine(elsewhere / "wine.csv")
+    ran = multitudes_says("data", "prepare", "wine.csv", "--target", "quality", "--seed", "3", "--to", "wine.mtdata")
+    assert ran.code == 0
+    assert "regression" in ran.out and "wine.mtdata" in ran.out
+    assert datasets.read("wine.mtdata").fingerprint == datasets.load("wine.csv", target="quality", seed=3).fingerprint
+
+
+def test_bad_rows_stop_unless_they_are_skipped_and_counted(elsewhere: Path) -> None:
+    wine(elsewhere / "wine.csv", bad={4: "nan,red,1.0", 9: "1,,1.0", 20: "1,red"})
+    command = ["data", "prepare", "wine.csv", "--target", "quality", "--to", "wine.mtdata"]
+    told = sentence(multitudes_says(*command))
+    assert "3 bad rows" in told
+    assert "row 4" in told and "'acid'" in told
+    ran = multitudes_says(*command, "--skip-bad")
+    assert ran.code == 0
+    assert ran.out.count("Left out 1 bad row:") == 3
+    assert sum(len(part) for part in datasets.read("wine.mtdata").parts.values()) == 57
+
+
+def test_a_source_is_found_in_the_folder_of_data(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (elsewhere / "sets").mkdir()
+    wine(elsewhere / "sets" / "wine.csv")
+    command = ["data", "prepare", "wine.csv", "--target", "quality", "--to", "wine.mtdata"]
+    assert "no file" in sentence(multitudes_says(*command))
+    assert multitudes_says(*command, "--data-root", "sets").code == 0
+    monkeypatch.setenv("MULTITUDES_DATA", str(elsewhere / "sets"))
+    assert multitudes_says(*command).code == 0
+    assert located("wine.csv", elsewhere / "sets") == str(elsewhere / "sets" / "wine.csv")
+    assert located("owner/name", elsewhere / "sets") == "owner/name"
+
+
+# -- what is shown -----------------------------------------------------------------------------------------
+
+
+def test_the_leaderboard_marks_the_best_and_what_is_within_noise_of_it() -> None:
+    def row(name: str, accuracy: tuple[float, ...], nll: float, ratio: float) -> Row:
+        values = {
+            "accuracy": Value(accuracy, 100),
+            "nll": Value((nll, nll)),
+            "ood/svhn/mutual_information/auroc": Value((0.9,)),
+        }
+        return Row(name, name, (0, 1), values | {"costs/parameters_ratio": Value((ratio, ratio))})
+
+    rows = [
+        row("deep", (0.90, 0.92), 0.2, 4.0),
+        row("packed", (0.89, 0.92), 0.3, 1.0),
+        row("single", (0.5, 0.5), 0.4, 1.0),
+    ]
+    out = io.StringIO()
+    with redirect_stdout(out):
+        console().print(*leaderboard_tables(rows))
+    head, _, *body = out.getvalue().rstrip().splitlines()
+    assert re.split(r"\s{2,}", head.strip()) == ["method", "accuracy %", "NLL", "svhn AUROC %, by MI", "parameters"]
+    cells = [re.split(r"\s{2,}", line.strip()) for line in body]
+    assert cells[0][:3] == ["deep", "* 91.0 ± 1.4", "* 0.2000 ± 0.0000"]
+    assert cells[1][:3] == ["packed", "~ 90.5 ± 2.1", "0.3000 ± 0.0000"]
+    assert cells[2][:2] == ["single", "50.0 ± 0.0"]
+    assert [row[-1] for row in cells] == ["4.00 x", "1.00 x", "1.00 x"]
+    assert [len(table.columns) for table in leaderboard_tables(rows, width=50)] == [3, 3], "the methods stand in each"
+
+
+def test_in_a_pipe_progress_is_a_line_for_each_job_that_ends_and_one_now_and_then() -> None:
+    err = io.StringIO()
+    running = JobProgress("packed-0", "epoch", 3, 30, 0.25, 6.0)
+    with redirect_stderr(err), watching(every=10) as listener:
+        for seconds in (0, 1, 2, 9, 10.5):
+            listener(Snapshot(2, 0, 0, (running,), seconds, 75.0))
+        listener(Snapshot(2, 1, 0, (), 11, None))
+        listener(Snapshot(2, 1, 1, (), 12, None))
+    assert err.getvalue().splitlines() == [
+        "0 of 2 jobs done; packed-0: epoch 3 of 30, loss 0.2500; about 1:15 left",
+        "0 of 2 jobs done; packed-0: epoch 3 of 30, loss 0.2500; about 1:15 left",
+        "1 of 2 jobs done",
+        "1 of 2 jobs done, 1 failed",
+    ]

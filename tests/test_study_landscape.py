@@ -1,0 +1,52 @@
+"""The page's loss plane goes through networks of the study, and is measured anew when they change."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from multitudes.study.jobs import prepare
+from multitudes.study.landscape import write_landscape
+from multitudes.study.local import run_local
+from multitudes.study.spec import Spec
+from multitudes.study.trained import Trained
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    options = {"data": "digits", "methods": ["single", "deep"], "seeds": 1, "epochs": 1, "limit": 96, "shift": []}
+    run = prepare(Spec.of(**options), tmp_path_factory.mktemp("study") / "run")
+    assert not run_local(run, workers=2).failed
+    return run
+
+
+def test_the_plane_goes_through_three_members_of_the_deep_ensemble(run):
+    table = json.loads(write_landscape(run, points=4, images=50).read_text())["plane"]
+    assert (len(table["x"]), len(table["y"])) == (4, 4) and [len(row) for row in table["loss"]] == [4] * 4
+    trained = Trained.read(run.job("deep", 0).directory)
+    x, y = trained.inputs(trained.data.test.x[:50]), trained.data.test.y[:50]
+    with torch.no_grad():
+        losses = [float(F.cross_entropy(trained.net.member(i)(x), y)) for i in range(3)]
+    assert [spot["loss"] for spot in table["points"]] == pytest.approx(losses, rel=1e-5)
+    assert [spot["name"] for spot in table["points"]] == [f"deep-0, member {i}" for i in range(3)]
+    first, second = table["points"][:2]
+    assert (first["x"], first["y"], second["y"]) == pytest.approx((0, 0, 0), abs=1e-6) and second["x"] > 0
+
+
+def test_it_is_measured_again_only_when_a_job_is_newer(run):
+    path = write_landscape(run, points=3, images=20)
+    before = path.stat().st_mtime_ns
+    assert write_landscape(run, points=3, images=20).stat().st_mtime_ns == before
+    later = path.stat().st_mtime + 5
+    os.utime(run.job("single", 0).directory / "metrics.json", (later, later))
+    assert write_landscape(run, points=3, images=20).stat().st_mtime_ns != before
+
+
+def test_a_run_without_three_networks_alike_has_no_plane(tmp_path):
+    run = prepare(Spec.of(data="digits", methods=["single"], seeds=1, epochs=1, limit=64, shift=[]), tmp_path / "run")
+    run_local(run, workers=1)
+    assert write_landscape(run) is None and not (tmp_path / "run" / "landscape.json").exists()

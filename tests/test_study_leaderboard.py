@@ -1,0 +1,258 @@
+"""The leaderboard: means and spreads over seeds, what is noise, and the answer in words."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from multitudes.study.leaderboard import (
+    Row,
+    Value,
+    best,
+    better,
+    difference_error,
+    example_scores,
+    leaderboard,
+    marks,
+    verdict,
+    within_noise,
+)
+from multitudes.study.store import Run, write_atomically
+
+
+def row(name, *, seeds=3, cost=1e6, examples=None, count=1000, **scores):
+    """Scores are tuples, one value a seed."""
+    values = {key: Value(tuple(np.atleast_1d(value).tolist()), count) for key, value in scores.items()}
+    values["costs/multiply_adds"] = Value((cost,))
+    return Row(name, name, tuple(range(seeds)), values, lambda: examples or {})
+
+
+def write_job(run, label, seed, scores, costs=None, method=None, probs=None, target=None):
+    directory = run.job(label, seed).directory
+    write_atomically(directory / "config.json", json.dumps({"method": method or label}))
+    if probs is not None:
+        np.savez(directory / "predictions.npz", probs=probs, target=target)
+    scores = {name: {"value": value, "count": 400} for name, value in scores.items()}
+    write_atomically(directory / "metrics.json", json.dumps({"scores": scores, "costs": costs or {}}))
+
+
+@pytest.fixture
+def run(tmp_path):
+    text = "seeds = [0, 1, 2]\n[methods.single]\n[methods.packed_8]\n[methods.deep]\n[methods.mimo]\n"
+    write_atomically(tmp_path / "study.toml", text)
+    return Run(tmp_path)
+
+
+# -- rows --------------------------------------------------------------------------------------------------
+
+
+def test_a_row_has_the_mean_and_the_deviation_over_seeds_of_every_score_and_cost(run):
+    rng = np.random.default_rng(0)
+    nll, parameters = rng.random(3), rng.random(3)
+    for seed in range(3):
+        write_job(run, "packed_8", seed, {"nll": nll[seed]}, {"parameters": parameters[seed]}, method="packed")
+    (found,) = leaderboard(run)
+    assert (found.name, found.method, found.seeds) == ("packed_8", "packed", (0, 1, 2))
+    assert found["nll"] == pytest.approx(nll.mean())
+    assert found.values["nll"].spread == pytest.approx(nll.std(ddof=1))
+    assert found.values["nll"].count == 400
+    assert found["costs/parameters"] == pytest.approx(parameters.mean())
+
+
+def test_the_best_by_nll_comes_first_and_jobs_that_are_not_done_do_not_count(run):
+    for label, nll in (("single", 0.3), ("deep", 0.1), ("packed_8", 0.2)):
+        write_job(run, label, 0, {"nll": nll})
+    write_job(run, "single", 1, {"nll": 0.5})
+    assert [(r.name, r.seeds) for r in leaderboard(run)] == [("deep", (0,)), ("packed_8", (0,)), ("single", (0, 1))]
+    assert leaderboard(run)[2]["nll"] == 0.4
+
+
+def test_regression_is_ranked_by_log_density(run):
+    for label, density in (("single", -0.3), ("deep", 0.1)):
+        write_job(run, label, 0, {"rmse": 1.0, "log_density": density})
+    assert [r.name for r in leaderboard(run)] == ["deep", "single"]
+
+
+def test_a_score_that_is_nan_is_none_and_infinity_is_a_number(run):
+    write_job(run, "single", 0, {"nll": "inf", "aurc": None})
+    (found,) = leaderboard(run)
+    assert found["nll"] == math.inf and "aurc" not in found.values and math.isnan(found["aurc"])
+
+
+def test_one_seed_has_no_spread():
+    assert Value((0.5,)).spread is None
+
+
+def test_every_score_of_an_evaluation_and_every_cost_has_a_direction_unless_it_has_none():
+    assert [better(name) for name in ("accuracy", "ood/svhn/entropy/auroc", "log_density", "accuracy_at_90")] == [1] * 4
+    assert [better(name) for name in ("nll", "shift/mean/ece", "ood/svhn/entropy/fpr95", "rmse", "crps")] == [-1] * 5
+    assert better("costs/inference_per_second") == better("costs/inference_per_second_ratio") == 1
+    assert better("costs/training_seconds_ratio") == better("costs/peak_memory_bytes") == -1
+    assert [better(name) for name in ("disagreement", "coverage_95", "width_95", "ensemble_js")] == [0] * 4
+    assert best([row("a", disagreement=(0.1,)), row("b", disagreement=(0.2,))], "disagreement") is None
+
+
+# -- noise -------------------------------------------------------------------------------------------------
+
+
+def test_over_seeds_the_error_of_a_difference_is_that_of_welch():
+    rng = np.random.default_rng(1)
+    a, b = rng.normal(0, 1, 4), rng.normal(0.5, 3, 6)
+    statistic = stats.ttest_ind(a, b, equal_var=False).statistic
+    error = difference_error(row("a", nll=a), row("b", nll=b), "nll")
+    assert error == pytest.approx((a.mean() - b.mean()) / statistic)
+
+
+@pytest.mark.parametrize("name", ["accuracy", "nll", "brier"])
+def test_with_one_seed_the_error_is_that_of_the_paired_test_inputs(name):
+    rng = np.random.default_rng(2)
+    target = rng.integers(0, 3, 200)
+    ours, theirs = (example_scores({"probs": p, "target": target})[name] for p in rng.dirichlet([1] * 3, (2, 200)))
+    a = row("a", examples={name: ours}, **{name: (ours.mean(),)})
+    b = row("b", examples={name: theirs}, **{name: (theirs.mean(),)})
+    paired = stats.ttest_rel(ours, theirs).statistic
+    assert difference_error(a, b, name) == pytest.approx((ours.mean() - theirs.mean()) / paired)
+
+
+def test_what_each_input_contributes_adds_up_to_the_score():
+    rng = np.random.default_rng(3)
+    probs, target = rng.dirichlet([1] * 4, 50).astype("float32"), rng.integers(0, 4, 50)
+    found = example_scores({"probs": probs, "target": target})
+    assert found["accuracy"].mean() == np.mean([p.argmax() == t for p, t in zip(probs, target, strict=True)])
+    assert found["nll"].mean() == pytest.approx(-np.mean([np.log(p[t]) for p, t in zip(probs, target, strict=True)]))
+    onehot = np.eye(4)[target]
+    assert found["brier"].mean() == pytest.approx(((probs - onehot) ** 2).sum(1).mean())
+    assert example_scores({}) == {}
+
+
+def test_a_probability_of_zero_is_not_infinite_noise():
+    found = example_scores({"probs": np.array([[0.0, 1.0]]), "target": np.array([0])})
+    assert np.isfinite(found["nll"]).all()
+
+
+def test_the_error_of_a_difference_of_rmse_is_that_of_many_test_sets():
+    rng = np.random.default_rng(4)
+    shared = rng.normal(size=(2000, 300))
+    ours, theirs = (shared + 0.5 * rng.normal(size=shared.shape)) ** 2, (1.2 * shared) ** 2
+    differences = np.sqrt(ours.mean(1)) - np.sqrt(theirs.mean(1))
+    a = row("a", examples={"rmse": ours[0]}, rmse=(np.sqrt(ours[0].mean()),))
+    b = row("b", examples={"rmse": theirs[0]}, rmse=(np.sqrt(theirs[0].mean()),))
+    assert difference_error(a, b, "rmse") == pytest.approx(differences.std(), rel=0.15)
+
+
+def test_without_predictions_an_accuracy_has_its_binomial_error_and_nothing_else_has_one():
+    a, b = row("a", accuracy=(0.9,), nll=(0.3,), count=400), row("b", accuracy=(0.8,), nll=(0.2,), count=400)
+    assert difference_error(a, b, "accuracy") == pytest.approx(
+        math.sqrt(stats.binom.var(400, 0.9) / 400**2 + stats.binom.var(400, 0.8) / 400**2)
+    )
+    assert difference_error(a, b, "nll") is None
+    assert not within_noise(a, b, "nll")
+
+
+def test_within_noise_is_within_two_standard_errors():
+    a = row("a", nll=(0.0, 2.0))  # mean 1, standard error 1
+    for mean, noise in ((2.9, True), (3.1, False), (-0.9, True), (-1.1, False)):
+        assert within_noise(row("b", nll=(mean, mean)), a, "nll") == noise
+    assert within_noise(row("b", nll=(1.0, 1.0)), row("c", nll=(1.0, 1.0)), "nll")
+    assert not within_noise(row("b", nll=(math.inf, 1.0)), a, "nll")
+
+
+def test_marks_tell_the_best_and_what_is_within_noise_of_it():
+    rows = [row("a", nll=(0.1, 0.3)), row("b", nll=(0.1, 0.2)), row("c", nll=(5.0, 5.1)), row("d", nll=(math.inf,))]
+    assert marks(rows, "nll") == {"a": "noise", "b": "best", "c": "", "d": ""}
+    assert marks(rows, "disagreement") == dict.fromkeys("abcd", "")
+
+
+def test_noise_of_one_seed_is_read_from_the_predictions(run):
+    rng = np.random.default_rng(5)
+    target = rng.integers(0, 2, 400)
+    confident = np.where(target[:, None] == np.arange(2), 0.9, 0.1)
+    for label, probs in (("single", confident), ("deep", confident + rng.normal(0, 0.01, (400, 1)) * [1, -1])):
+        scores = {name: value.mean() for name, value in example_scores({"probs": probs, "target": target}).items()}
+        write_job(run, label, 0, scores, probs=probs, target=target)
+    a, b = leaderboard(run)
+    assert within_noise(b, a, "nll")
+    assert not within_noise(b, row("c", nll=(a["nll"] - 1,)), "nll")
+
+
+# -- the answer --------------------------------------------------------------------------------------------
+
+
+def sentences(text):
+    return text.replace("0.", "0_").replace("97.", "97_").replace("96.", "96_").count(".")
+
+
+def test_the_cheaper_method_within_noise_of_the_best_is_the_answer():
+    deep = row("deep", accuracy=(0.970, 0.976, 0.973), nll=(0.080, 0.081, 0.079), cost=4e6)
+    packed = row("packed", accuracy=(0.969, 0.975, 0.972), nll=(0.1, 0.101, 0.099), cost=1e6)
+    single = row("single", accuracy=(0.95, 0.951, 0.949), nll=(0.2, 0.21, 0.19), cost=0.9e6)
+    text = verdict([packed, deep, single])
+    assert text == (
+        "packed is 0.1 points below deep, the best by accuracy (97.3 %), at a quarter of its multiply-adds: "
+        "a difference within noise (3 seeds). "
+        "By NLL deep is the best (0.080), ahead of all others by more than noise."
+    )
+    assert sentences(text) == 2
+
+
+def test_where_nothing_is_within_noise_the_next_one_and_its_price_are_told():
+    deep = row("deep", accuracy=(0.970, 0.971), nll=(0.08, 0.081), cost=4e6, seeds=2)
+    single = row("single", accuracy=(0.95, 0.951), nll=(0.2, 0.21), cost=1e6, seeds=2)
+    assert verdict([deep, single]).startswith(
+        "deep is the best by accuracy (97.0 %) by more than noise (2 seeds); "
+        "the next, single, is 2.0 points below it, at a quarter of its multiply-adds."
+    )
+
+
+def test_where_the_best_is_the_cheapest_the_others_cost_no_less():
+    single = row("single", accuracy=(0.970, 0.976), nll=(0.1, 0.12), cost=1e6)
+    deep = row("deep", accuracy=(0.969, 0.975), nll=(0.11, 0.13), cost=4e6)
+    mimo = row("mimo", accuracy=(0.968, 0.975), nll=(0.3, 0.31), cost=1e6)
+    text = verdict([single, deep, mimo])
+    assert "single is the best by accuracy (97.3 %); deep and mimo, within noise of it (3 seeds), cost no less." in text
+    assert text.endswith("By NLL single is the best (0.110), with deep within noise of it.")
+
+
+def test_where_noise_is_unknown_it_is_not_claimed():
+    rows = [row("a", rmse=(1.0,), log_density=(0.1,), seeds=1), row("b", rmse=(2.0,), log_density=(0.0,), seeds=1)]
+    text = verdict(rows)
+    assert "one run of each cannot tell whether that is noise" in text
+    assert text.endswith("By log density a is the best (0.100).")
+
+
+def test_one_seed_is_told_as_such():
+    rows = [row(name, accuracy=(value,), nll=(0.1,), seeds=1) for name, value in (("a", 0.9), ("b", 0.899))]
+    assert "one seed, by the test inputs" in verdict(rows)
+
+
+@pytest.mark.parametrize(
+    "ratio, told",
+    [
+        (1 / 3, "a third of its multiply-adds"),
+        (0.5, "half its multiply-adds"),
+        (0.13, "13% of its multiply-adds"),
+        (0.001, "0.001 times its multiply-adds"),
+    ],
+)
+def test_prices_are_told_in_words(ratio, told):
+    a = row("a", accuracy=(0.97, 0.98), nll=(0.1, 0.1), cost=1e6)
+    b = row("b", accuracy=(0.96, 0.98), nll=(0.1, 0.1), cost=ratio * 1e6)
+    assert f"b is 0.5 points below a, the best by accuracy (97.5 %), at {told}: a difference" in verdict([a, b])
+
+
+def test_the_price_is_that_of_parameters_where_multiply_adds_are_unknown():
+    rows = []
+    for name, value, cost in (("a", (0.97, 0.98), 10), ("b", (0.96, 0.98), 5)):
+        values = {"accuracy": Value(value), "nll": Value(value), "costs/parameters": Value((cost, cost))}
+        rows.append(Row(name, name, (0, 1), values))
+    assert "at half its parameters" in verdict(rows)
+
+
+def test_with_nothing_to_compare_it_says_so():
+    assert verdict([]) == "No job is done yet, so there is nothing to compare."
+    assert verdict([row("a", accuracy=(0.97,), nll=(0.1,))]).startswith("Only a is done (accuracy 97.0 %)")
+    assert "no score" in verdict([row("a"), row("b")])
