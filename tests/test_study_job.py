@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +216,16 @@ def test_a_table_of_classes_needs_no_images(tmp_path: Path) -> None:
 OWN = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
 
 
-def test_a_job_that_was_killed_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As the jobs in other processes have: sums of several threads are rounded otherwise."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_a_job_that_was_killed_ends_as_if_it_had_not_been(tmp_path: Path, one_thread: None) -> None:
     """Also where recordings are some steps ahead of the last checkpoint, from which training goes on."""
     often = {"epochs": 20, "checkpoint_minutes": 0.0002}
     whole, killed = (written(tmp_path / which, config("swag", training=often)) for which in ("whole", "killed"))

@@ -256,3 +256,11 @@ def test_with_nothing_to_compare_it_says_so():
     assert verdict([]) == "No job is done yet, so there is nothing to compare."
     assert verdict([row("a", accuracy=(0.97,), nll=(0.1,))]).startswith("Only a is done (accuracy 97.0 %)")
     assert "no score" in verdict([row("a"), row("b")])
+
+
+def test_of_two_that_cost_the_same_the_answer_names_the_better_one():
+    deep = row("deep", accuracy=(0.970, 0.980, 0.975), nll=(0.1, 0.1, 0.1), cost=4e6)
+    worse = row("worse", accuracy=(0.968, 0.977, 0.973), nll=(0.1, 0.1, 0.1), cost=1e6)
+    single = row("single", accuracy=(0.969, 0.979, 0.974), nll=(0.1, 0.1, 0.1), cost=1e6)
+    for rows in ([deep, worse, single], [single, worse, deep]):
+        assert verdict(rows).startswith("single is 0.1 points below deep, the best by accuracy (97.5 %)")

@@ -86,10 +86,9 @@ def inference_cost(net: Multitude, x: Tensor, batch: int | None = None) -> Infer
     """
     most = min(len(x), BATCH)
     size = min(16, most) if batch is None else min(batch, most)
-    seconds = _seconds(net, x[:size])
-    while batch is None and seconds < LONG and size < most:
+    while batch is None and size < most and _warm_seconds(net, x[:size]) < LONG:
         size = min(2 * size, most)
-        seconds = _seconds(net, x[:size])
+    _warm_seconds(net, x[:size])
     times: list[float] = []
     while not _enough(times):
         times.append(_seconds(net, x[:size]))
@@ -99,6 +98,11 @@ def inference_cost(net: Multitude, x: Tensor, batch: int | None = None) -> Infer
 def _enough(times: list[float]) -> bool:
     """Whether the median of these times can be trusted: five or more that make up a while, or a long one."""
     return len(times) >= MOST or sum(times) > 10 * LONG or (len(times) >= 5 and sum(times) > LONG)
+
+
+def _warm_seconds(net: Multitude, x: Tensor) -> float:
+    """The second time: what the first finds out about inputs of a shape would count as theirs."""
+    return [_seconds(net, x) for _ in range(2)][1]
 
 
 def _seconds(net: Multitude, x: Tensor) -> float:
@@ -128,6 +132,7 @@ def training_cost(net: Multitude, x: Tensor, y: Tensor, how: Callable[[Multitude
     arguments = {**how(trained), **short}
     own = sum(tensor.nbytes for tensor in [*trained.parameters(), *trained.buffers()])
     if x.device.type == "cuda":
+        fit(copy.deepcopy(trained), [(x, y)], **arguments)  # the workspaces of CUDA's libraries come once, and stay
         _wait_for(x.device)
         before = torch.cuda.memory_allocated(x.device)
         torch.cuda.reset_peak_memory_stats(x.device)

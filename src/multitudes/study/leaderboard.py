@@ -239,7 +239,11 @@ def _price(rows: Sequence[Row], top: Row, name: str) -> str:
     """The cheapest method within noise of the best; or how far the next one is behind."""
     cost = next((cost for cost in COSTS if math.isfinite(top[cost])), "costs/parameters")
     equals = [row for row in rows if row is not top and within_noise(row, top, name)]
-    cheapest = min([top, *equals], key=lambda row: row[cost] if math.isfinite(row[cost]) else math.inf)
+
+    def price(row: Row) -> tuple[float, float]:  # of two that cost the same, the better one
+        return row[cost] if math.isfinite(row[cost]) else math.inf, -better(name) * row[name]
+
+    cheapest = min([top, *equals], key=price)
     if cheapest is not top:
         gap = (
             f"{cheapest.name} is {_gap(cheapest, top, name)} {top.name}, the best by {WORDS[name]} ({_told(name, top)})"
