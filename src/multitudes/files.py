@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["replacing"]
+__all__ = ["UNFINISHED", "replacing"]
+
+UNFINISHED = ".unfinished"
+"""How the names of files end that are being written, or that a killed process has left."""
 
 
 @contextmanager
@@ -22,9 +25,11 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     whole ['a.txt']
     """
     path = Path(path)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
     try:
         yield unfinished
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())  # else the name could reach the disk before the content
         os.replace(unfinished, path)
     except BaseException:
         unfinished.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from multitudes.files import replacing
 
-__all__ = ["Evaluation", "Score"]
+__all__ = ["Evaluation", "Score", "plain_number"]
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,14 @@ class Evaluation(Mapping[str, float]):
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         return "\n".join(f"{n:<{widths[0]}}  {v:>{widths[1]}}  {c:>{widths[2]}}" for n, v, c in rows)
 
+    def table(self) -> dict[str, dict[str, Any]]:
+        """The scores as JSON can hold them, `{name: {"value": ..., "count": ...}}`."""
+        return {name: {"value": plain_number(score.value), "count": score.count} for name, score in self.scores.items()}
+
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write JSON, `{name: {"value": ..., "count": ...}}`, whole or not at all. A value that is NaN is null."""
-        table = {name: {"value": _plain(score.value), "count": score.count} for name, score in self.scores.items()}
+        """Write the `table` as JSON, whole or not at all. A value that is NaN is null."""
         with replacing(path) as unfinished:
-            unfinished.write_text(json.dumps(table, indent=1, allow_nan=False) + "\n")
+            unfinished.write_text(json.dumps(self.table(), indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Evaluation:
@@ -90,8 +93,8 @@ class Evaluation(Mapping[str, float]):
             raise ValueError(f"path {str(path)!r} does not hold an evaluation: {error}") from error
 
 
-def _plain(value: float) -> float | str | None:
-    """JSON knows neither NaN nor infinity."""
+def plain_number(value: float) -> float | str | None:
+    """A number as JSON can hold it, which knows neither NaN (null) nor infinity (a text)."""
     if math.isnan(value):
         return None
     return value if math.isfinite(value) else str(value)

@@ -7,7 +7,6 @@ features, or the images as they came, encoded, one after the other, and where ea
 from __future__ import annotations
 
 import json
-import os
 import zipfile
 import zlib
 from pathlib import Path
@@ -20,6 +19,7 @@ from multitudes.checks import needed
 from multitudes.data.images import decode
 from multitudes.data.splits import PARTS
 from multitudes.data.types import Data, Part
+from multitudes.files import replacing
 
 __all__ = ["read", "save"]
 
@@ -46,13 +46,8 @@ def save(data: Data, path: str | Path) -> Path:
         else:
             arrays[f"{name}.x"] = part.x
     arrays |= {f"ood.{number}": x for number, x in enumerate(data.ood.values())}
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with unfinished.open("wb") as file:
-            np.savez_compressed(file, **{name: tensor.numpy() for name, tensor in arrays.items()})
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with replacing(path) as unfinished, unfinished.open("wb") as file:
+        np.savez_compressed(file, **{name: tensor.numpy() for name, tensor in arrays.items()})
     return path
 
 

@@ -132,7 +132,7 @@ def training_cost(net: Multitude, x: Tensor, y: Tensor, how: Callable[[Multitude
     arguments = {**how(trained), **short}
     own = sum(tensor.nbytes for tensor in [*trained.parameters(), *trained.buffers()])
     if x.device.type == "cuda":
-        fit(copy.deepcopy(trained), [(x, y)], **arguments)  # the workspaces of CUDA's libraries come once, and stay
+        fit(trained, [(x, y)], **arguments)  # what comes once: workspaces of CUDA's libraries, the race of the runners
         _wait_for(x.device)
         before = torch.cuda.memory_allocated(x.device)
         torch.cuda.reset_peak_memory_stats(x.device)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -33,7 +32,7 @@ from multitudes.metrics.scoring import NLL, Accuracy
 from multitudes.multitude import Criterion, Multitude
 from multitudes.predictive import Predictive
 from multitudes.saving import save
-from multitudes.scores import Evaluation
+from multitudes.scores import Evaluation, plain_number
 from multitudes.study import costs
 from multitudes.study.inputs import ScaledBatches, data_of, device_of
 from multitudes.study.methods import METHODS, Method, method_of
@@ -90,7 +89,7 @@ def _run(job: _Job, log: _Log) -> None:
     save(net, job.directory / "model.safetensors")
     write_atomically(job.directory / "predictions.npz", arrays)
     result = {
-        "scores": {name: {"value": _plain(s.value), "count": s.count} for name, s in scores.scores.items()},
+        "scores": scores.table(),
         "by_size": by_size,
         "costs": paid,
         "history": [asdict(epoch) for epoch in history],
@@ -220,7 +219,9 @@ def _trained(job: _Job, net: Multitude, log: _Log) -> tuple[Multitude, list[Epoc
     def tell(progress: Progress) -> None:
         if progress.epoch_ended:
             seconds = time.monotonic() - started
-            log("epoch", epoch=progress.epoch, epochs=progress.epochs, loss=_plain(progress.loss), seconds=seconds)
+            log(
+                "epoch", epoch=progress.epoch, epochs=progress.epochs, loss=plain_number(progress.loss), seconds=seconds
+            )
 
     callbacks = (tell,) if recorder is None else (_Record(recorder, times), tell)
     history = fit(
@@ -336,7 +337,9 @@ class _Growth:
         sign = 1 if self.data.classes else -1  # of a log density
         columns = {"nll": sign, "accuracy" if self.data.classes else "rmse": 1}
         rows = self.metrics.values()
-        table = {name: [_plain(sign * float(row[name].compute())) for row in rows] for name, sign in columns.items()}
+        table = {
+            name: [plain_number(sign * float(row[name].compute())) for row in rows] for name, sign in columns.items()
+        }
         return {"sizes": list(self.metrics), **table}
 
 
@@ -359,13 +362,6 @@ class _Log:
 def _sentence(error: Exception) -> str:
     first = next(iter(str(error).splitlines()), "")
     return first if isinstance(error, ValueError) and first else f"{type(error).__name__}: {first}".rstrip(": ")
-
-
-def _plain(value: float) -> float | str | None:
-    """JSON knows neither NaN nor infinity."""
-    if math.isnan(value):
-        return None
-    return value if math.isfinite(value) else str(value)
 
 
 def main(arguments: list[str] | None = None) -> None:

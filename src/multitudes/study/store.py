@@ -22,25 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from multitudes.checks import needed
+from multitudes.files import UNFINISHED, replacing
 
 __all__ = ["Job", "Run", "write_atomically"]
-
-UNFINISHED = ".unfinished"
 
 
 def write_atomically(path: str | Path, data: bytes | str) -> Path:
     """Write a file whole or not at all, whenever the process or the machine dies; gives its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
-    try:
-        with unfinished.open("wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
-            file.flush()
-            os.fsync(file.fileno())  # else the name could reach the disk before the content
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with replacing(path) as unfinished:
+        unfinished.write_bytes(data.encode() if isinstance(data, str) else data)
     return path
 
 
