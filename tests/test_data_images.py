@@ -137,7 +137,7 @@ def test_what_is_no_source_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
     kinds = sources.KINDS
     with raises(f"a source must be {kinds}, got 'no/where': no such file or folder, and as an id: no network"):
         md.load("no/where")
-    for wrong in ("", None):
+    for wrong in ("", None, "digit"):
         with raises(f"a source must be {kinds}, got {wrong!r}"):
             md.load(wrong)  # type: ignore[arg-type]
     with raises("source 'nowhere.csv' is no file"):

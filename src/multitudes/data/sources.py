@@ -23,7 +23,10 @@ from multitudes.data.splits import PARTS, part_named
 __all__ = ["KINDS", "Source", "from_hub", "open_source", "short_name"]
 
 IMAGES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
-KINDS = "'digits', a CSV, Parquet, .npz or .mtdata file, a folder of CSV, Parquet or image files, or a Hugging Face id"
+KINDS = (
+    "'digits', a CSV, Parquet, .npz or .mtdata file, a folder of CSV, Parquet or image files, "
+    "or a Hugging Face id such as 'owner/name'"
+)
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def open_source(source: str | Path, split: str | None = None, fold: int = 0) -> 
         if not path.is_file():
             raise ValueError(f"source {str(source)!r} is no file")
         found = _npz(path, fold) if suffix == ".npz" else _READERS[suffix](path.name, path.parent, [path])
-    elif path.exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", str(source)):
+    elif path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", str(source)):
         raise ValueError(f"a source must be {KINDS}, got {str(source)!r}")
     else:
         found = from_hub(str(source))

@@ -176,10 +176,12 @@ def loss_plane(results: Results) -> Section | None:
         return None
     points = plane.get("points", [])
     heights = {
-        "type": "contour", "x": plane["x"], "y": plane["y"], "z": plane["loss"], "colorscale": "Viridis",
+        "type": "contour", "x": plane["x"], "y": plane["y"], "colorscale": "Viridis",
+        # Far out the loss is a hundred times that of the valleys, which only a logarithm shows.
+        "z": [[math.log10(max(loss, 1e-12)) for loss in row] for row in plane["loss"]],
         "contours": {"coloring": "heatmap"}, "line": {"width": 0.5}, "ncontours": 24,
-        "colorbar": {"title": {"text": "loss"}, "thickness": 12},
-        "hovertemplate": "loss %{z:.3f}<extra></extra>",
+        "colorbar": {"title": {"text": "log10 loss"}, "thickness": 12},
+        "customdata": plane["loss"], "hovertemplate": "loss %{customdata:.3f}<extra></extra>",
     }  # fmt: skip
     networks = {
         "type": "scatter", "mode": "markers+text", "x": [point["x"] for point in points],
