@@ -312,23 +312,3 @@ def test_images_alone_can_be_smoothed(tmp_path: Path) -> None:
 def test_a_directory_without_a_configuration_is_no_job(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"directory must be that of a job.*no config\.json"):
         run(tmp_path / "nothing")
-
-
-# -- the bar -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
-def test_every_method_reads_more_than_94_percent_of_the_digits(tmp_path: Path, name: str) -> None:
-    content = config(name)
-    content |= {"data": {"source": "digits"}, "training": defaults((1, 8, 8))["training"]}
-    content["evaluation"] = {"draws": 20}
-    directory = written(tmp_path, content)
-    run(directory)
-    scores = metrics_of(directory)["scores"]
-    assert scores["accuracy"]["value"] > 0.94
-    if name == "deep":
-        single = written(tmp_path, {**content, "method": "single", "settings": {}})
-        run(single)
-        assert scores["nll"]["value"] < metrics_of(single)["scores"]["nll"]["value"]
-        assert scores["ood/photographs/mutual_information/auroc"]["value"] > 0.9

@@ -1,0 +1,23 @@
+"""The whole study on digits, all methods with three seeds: what its leaderboard must show."""
+
+from __future__ import annotations
+
+import pytest
+
+from multitudes.study.jobs import prepare
+from multitudes.study.leaderboard import leaderboard
+from multitudes.study.local import run_local
+from multitudes.study.methods import METHODS
+from multitudes.study.spec import Spec
+
+
+@pytest.mark.slow
+def test_on_digits_every_method_reads_well_and_deep_ensembles_know_what_they_do_not_know(tmp_path):
+    run = prepare(Spec.of(data="digits", seeds=3, shift=[]), tmp_path / "run")
+    assert not run_local(run, workers=2).failed
+    rows = {row.name: row for row in leaderboard(run)}
+    assert rows.keys() == METHODS.keys()
+    for name, row in rows.items():
+        assert len(row.seeds) == 3 and row["accuracy"] > 0.94, name
+    assert rows["deep"]["nll"] < rows["single"]["nll"]
+    assert rows["deep"]["ood/photographs/mutual_information/auroc"] > 0.9
