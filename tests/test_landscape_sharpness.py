@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.landscape.sharpness import Objective, expected_sharpness, loss_variance, sharpness
+from multitudes.landscape.objective import Objective
+from multitudes.landscape.sharpness import expected_sharpness, loss_variance, sharpness
 from multitudes.stochastic import mixed
 
 

@@ -127,7 +127,10 @@ def test_the_divergence_is_shared_among_the_examples_that_the_data_tell_of():
     fit(net, loader(), 1)
     fit(net, [(X, Y), (X[:4], Y[:4])], 1)
     fit(net, loader(), 1, dataset_size=7)
-    assert sizes == [96] * 6 + [100] * 2 + [7] * 6
+    part = mt.data.Part(X[:40], Y[:40])
+    rows = mt.data.Data("rows", part, part, part, classes=("a", "b", "c"), columns=tuple("abcdefgh"))
+    fit(net, mt.data.Loader(part, rows, 40), 1)
+    assert sizes == [96] * 6 + [100] * 2 + [7] * 6 + [40]
     with pytest.raises(ValueError, match="dataset_size must be given"):
         fit(net, iter([(X, Y)]), 1)
 

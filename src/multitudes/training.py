@@ -385,13 +385,9 @@ def _dataset_size(net: Multitude, data: Any, given: int | None) -> int | None:
         return check_count("dataset_size", given)
     if not net.divergences:
         return None
-    for holder in (data, getattr(data, "dataset", None), getattr(data, "part", None)):
-        examples = getattr(holder, "examples", None)
-        if isinstance(examples, int):
-            return examples
-    dataset = getattr(data, "dataset", None)
-    if isinstance(dataset, Sized):
-        return len(dataset)
+    for holder in (getattr(data, "dataset", None), getattr(data, "part", None)):  # of a DataLoader, of our own Loader
+        if isinstance(holder, Sized):
+            return len(holder)
     if isinstance(data, Sequence):
         return sum(len(y) for _, y in map(split_batch, data) if y is not None)
     raise ValueError("dataset_size must be given: the objective has a divergence, and data does not tell its size")

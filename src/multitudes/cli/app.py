@@ -66,7 +66,7 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt as stopped:
             _say(f"\n{_capital(str(stopped))}" if str(stopped) else "\nStopped. The same command starts it again.")
             raise typer.Exit(INTERRUPTED) from None
-        except Exception as error:
+        except Exception as error:  # whatever it is, a user gets one sentence, and with --debug all of it
             if hasattr(error, "format_message"):
                 raise
             if debug:

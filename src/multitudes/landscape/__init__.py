@@ -1,5 +1,6 @@
 """Why it works: what trained networks look like in weight space, in function space and inside."""
 
+from multitudes.landscape.density import hessian_trace, spectral_density
 from multitudes.landscape.directions import between, dropped, filter_normalised, principal, random_direction
 from multitudes.landscape.diversity_plane import DiversityPlane, diversity_plane
 from multitudes.landscape.explain import Explanation, explain
@@ -7,7 +8,7 @@ from multitudes.landscape.features import FeatureUncertainty, feature_uncertaint
 from multitudes.landscape.fourier import FeatureSpectrum, feature_spectrum, frequency_accuracy
 from multitudes.landscape.function_space import FunctionMap, Similarity, function_map, similarity
 from multitudes.landscape.growth import growth, initialisation_against_order, under_corruption, variants
-from multitudes.landscape.hessian import HessianSpectrum, hessian_spectrum, hessian_trace, spectral_density
+from multitudes.landscape.hessian import HessianSpectrum, hessian_spectrum
 from multitudes.landscape.path import Path, curve, tunnel
 from multitudes.landscape.plane import Plane, plane
 from multitudes.landscape.prior import Prior, function_prior

@@ -120,9 +120,7 @@ def tunnel(
     >>> path.weights.shape, path.scores.agreement[0, 0]
     (torch.Size([5, 9]), tensor(1., dtype=torch.float64))
     """
-    check_count("points", points)
-    if points < 3:
-        raise ValueError(f"points must be 3 or more, two ends and something between, got {points}")
+    _check_points(points)
     work = _Work(network, a, b, data, criterion, evaluation, batch_norm, seed)
     start, end = work.vectors
     way = (end - start) / (end - start).norm()
@@ -170,9 +168,7 @@ def curve(
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
-    check_count("points", points)
-    if points < 3:
-        raise ValueError(f"points must be 3 or more, two ends and something between, got {points}")
+    _check_points(points)
     check_number("weight_decay", weight_decay, 0)
     work = _Work(network, a, b, data, criterion, evaluation, batch_norm, seed)
     start, end = work.vectors
@@ -186,6 +182,11 @@ def curve(
     t = torch.linspace(0, 1, points, dtype=torch.float64)
     between = [_on_curve(kind, at, start, bend.detach(), end) for at in t[1:-1].tolist()]
     return work.path(t, torch.stack([start, *between, end]), kind)
+
+
+def _check_points(points: int) -> None:
+    if check_count("points", points) < 3:
+        raise ValueError(f"points must be 3 or more, two ends and something between, got {points}")
 
 
 def _on_curve(kind: str, t: float, a: Tensor, bend: Tensor, b: Tensor) -> Tensor:

@@ -1,0 +1,182 @@
+"""The loss of a network as a function of its weights, one vector: `Objective`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from multitudes.batches import Batches
+from multitudes.batchnorm import norms
+from multitudes.calling import Input, Told, call_with, moved, plain_attention, slots, told_in_terms_of
+from multitudes.checks import check_number, check_seed
+from multitudes.multitude import Criterion, Multitude, evaluating, plain
+from multitudes.predictive import averaged, gaussian_nll
+from multitudes.stochastic import expecting, mixed
+from multitudes.surgery import seeded
+
+__all__ = ["Objective", "flattened", "unit_direction"]
+
+CRITERIA: dict[str, Criterion] = {"classification": F.cross_entropy, "regression": F.mse_loss, "gaussian": gaussian_nll}
+
+
+@dataclass(eq=False)
+class Objective:
+    """The loss of a network on data, as a function of its trainable weights, one vector `w` `[P]`.
+
+    `L(w) = criterion + weight_decay / 2 |w|^2`, with cross entropy as the criterion, or what a multitude's task
+    asks for. The batches are read, and their inputs augmented, once, so that every evaluation sees the same data, and
+    kept on the CPU. The loss of several batches is the mean over their examples. Where layers draw, `draws=0` computes
+    with expectations; otherwise each batch has draws of its own, the same ones whenever it is evaluated, and the
+    loss is that of their averaged prediction. Members' losses are added or averaged as in `net.loss`. Batch norm uses
+    its running statistics, or with `batch_statistics` the batch's own, as in training; the running ones never move.
+
+    >>> network = nn.Linear(1, 1, bias=False)
+    >>> data = torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)
+    >>> objective = Objective(network, data, F.mse_loss)  # L(w) = (w^2 + 9 w^2) / 2
+    >>> objective.value(torch.tensor([2.0])), objective.gradient(torch.tensor([2.0]))
+    (tensor(20.), tensor([20.]))
+    """
+
+    network: nn.Module
+    data: Any
+    criterion: Criterion | None = None
+    weight_decay: float = 0.0
+    augment: Callable[[Any], Any] | None = None
+    draws: int = 0
+    seed: int = 0
+    batch_statistics: bool = False
+    batches: list[tuple[Input, Tensor]] = field(init=False, default_factory=list)
+    sizes: list[int] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._check()
+        task = self.network.task if isinstance(self.network, Multitude) else "classification"
+        self.criterion = CRITERIA[task] if self.criterion is None else self.criterion
+        ignores = self.criterion is F.cross_entropy  # it leaves targets of -100 out of its mean
+        if self.draws == 0:
+            self.network = plain(self.network)  # which torch.func can differentiate
+        self.weights = {name: p.detach() for name, p in self.network.named_parameters() if p.requires_grad}
+        if not self.weights:
+            raise ValueError(f"network ({type(self.network).__name__}) has no parameter that requires a gradient")
+        self.device = next(iter(self.weights.values())).device
+        for number, (x, y) in enumerate(Batches(self.data).on(torch.device("cpu"))):
+            if y is None:
+                raise ValueError("data must hold targets: pass (x, y), or batches of inputs and targets")
+            with seeded(mixed(self.seed, number)):
+                self.batches.append((x if self.augment is None else self.augment(x), y))
+            counted = y != -100 if ignores and not y.is_floating_point() else torch.ones_like(y)
+            self.sizes.append(int(counted.sum()))
+        if not sum(self.sizes):
+            raise ValueError("data must hold at least one target, got none")
+        loss = self.value(self.start)  # an input that does not fit says so here, in plain words
+        if not bool(loss.isfinite()):
+            raise ValueError(f"the loss of network on data must be finite, got {loss.item()}")
+
+    def _check(self) -> None:
+        if not isinstance(self.network, nn.Module):
+            raise ValueError(f"network must be an nn.Module, got {type(self.network).__name__}")
+        check_number("weight_decay", self.weight_decay, 0)
+        check_seed(self.seed)
+        if isinstance(self.draws, bool) or not isinstance(self.draws, int) or self.draws < 0:
+            raise ValueError(f"draws must be a whole number, 0 for expectations, got {self.draws!r}")
+        if self.draws and not isinstance(self.network, Multitude):
+            raise ValueError(f"draws={self.draws} is for a multitude, got a {type(self.network).__name__}")
+
+    @property
+    def start(self) -> Tensor:
+        """The network's own weights, `[P]`."""
+        dtype = torch.promote_types(next(iter(self.weights.values())).dtype, torch.float32)
+        return torch.cat([weight.flatten().to(dtype) for weight in self.weights.values()])
+
+    def value(self, w: Tensor, numbers: list[int] | None = None) -> Tensor:
+        """`L(w)`, a scalar, on all batches or on those of these numbers."""
+        with self.ready(), torch.no_grad():
+            loss = self.mean(lambda number: self.loss(number, self.split(w)), numbers)
+        return loss + 0.5 * self.weight_decay * w.square().sum()
+
+    def gradient(self, w: Tensor, numbers: list[int] | None = None) -> Tensor:
+        """The gradient of `L` at `w`, `[P]`."""
+
+        def of(number: int) -> Tensor:
+            leaves = {name: part.detach().requires_grad_() for name, part in self.split(w).items()}
+            loss = self.loss(number, leaves)
+            return flattened(torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)).to(w.dtype)
+
+        with self.ready(), torch.enable_grad():
+            return self.mean(of, numbers) + self.weight_decay * w
+
+    def mean(self, of: Callable[[int], Tensor], numbers: list[int] | None = None) -> Tensor:
+        """The mean over examples of what `of(number)` gives for each batch."""
+        chosen = [n for n in (range(len(self.batches)) if numbers is None else numbers) if self.sizes[n]]
+        total = sum(self.sizes[number] for number in chosen)
+        mean = of(chosen[0]) * (self.sizes[chosen[0]] / total)
+        for number in chosen[1:]:
+            mean += of(number) * (self.sizes[number] / total)
+        return mean
+
+    def loss(self, number: int, weights: dict[str, Tensor]) -> Tensor:
+        """The criterion on one batch, with these weights in the place of the network's; call it inside `ready`."""
+        x, y = moved(self.batches[number][0], self.device), self.batches[number][1].to(self.device)
+        network, criterion = self.network, self.criterion or F.cross_entropy
+        with told_in_terms_of(x):
+            if not isinstance(network, Multitude):
+                return _scalar(criterion(call_with(network, weights, x), y))
+            options = {"draws": self.draws, "seed": mixed(self.seed, number)}
+            own, places = dict(network.named_parameters()), slots(network)[0]
+            placed = {id(own[name]): weight for name, weight in weights.items()}
+            tensors: Any = {place: placed[id(p)] for place, p in places.items() if id(p) in placed}
+            predictions = functional_call(network, tensors, (x,), options, tie_weights=False)
+            by_member = predictions.unflatten(0, (network.members, -1))
+            losses = torch.stack([_scalar(criterion(averaged(drawn, network.task), y)) for drawn in by_member])
+            return losses.sum() if network.independent else losses.mean()
+
+    def split(self, vector: Tensor) -> dict[str, Tensor]:
+        """A vector `[P]` by the weights' names, in their shapes and dtypes."""
+        parts = vector.to(self.device).split([weight.numel() for weight in self.weights.values()])
+        return {
+            name: part.view(weight.shape).to(weight.dtype)
+            for (name, weight), part in zip(self.weights.items(), parts, strict=True)
+        }
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Inside, the network runs as the objective says; afterwards it is as it was."""
+        layers = norms(self.network) if self.batch_statistics else {}
+        with ExitStack() as stack:
+            stack.enter_context(evaluating(self.network))
+            if self.draws == 0:
+                stack.enter_context(expecting(self.network))
+            stack.enter_context(plain_attention())
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # fused attention has no second derivatives
+            for layer in layers.values():
+                layer.training, layer.track_running_stats = True, False
+            try:
+                yield
+            finally:
+                for layer in layers.values():
+                    layer.track_running_stats = True
+
+
+def flattened(tensors: Iterable[Tensor]) -> Tensor:
+    """Tensors as one vector, `[P]`, without their history."""
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def _scalar(loss: Tensor) -> Tensor:
+    if loss.dim():
+        raise Told(f"criterion must give one number, the batch's mean, got shape {list(loss.shape)}")
+    return loss
+
+
+def unit_direction(like: Tensor, seed: int) -> Tensor:
+    """A direction drawn uniformly, of length 1, `[P]`; a seed gives the same one on every device."""
+    direction = torch.randn(like.shape, generator=torch.Generator().manual_seed(seed), dtype=like.dtype)
+    return (direction / direction.norm()).to(like.device)

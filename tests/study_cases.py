@@ -1,0 +1,79 @@
+"""A study whose jobs train nothing, for the tests of what runs them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from multitudes.study.spec import Spec
+from multitudes.study.store import Run
+
+FAKE = """
+import json, os, sys, time, zlib
+from pathlib import Path
+
+behaviour, directory = json.loads(sys.argv[1]), Path(sys.argv[2])
+config = json.loads((directory / "config.json").read_text())
+
+def log(event, **what):
+    with (directory / "log.jsonl").open("a") as file:
+        file.write(json.dumps({"time": time.time(), "event": event, **what}) + "\\n")
+
+if (directory / "metrics.json").exists():
+    raise SystemExit("it was done already")
+(directory / f"started-{os.getpid()}").touch()
+how = behaviour.get(directory.name, "well")
+log("start")
+if how == "fails":
+    log("failed", message="the loss is not finite")
+    raise SystemExit(1)
+if how == "crashes":
+    raise RuntimeError("no memory left")
+if how == "dies":
+    os.kill(os.getpid(), 9)
+if how == "says nothing":
+    raise SystemExit(0)
+for epoch in range(3):
+    time.sleep(behaviour.get("seconds", 0) / 3)
+    log("epoch", epoch=epoch + 1, epochs=3, loss=1 / (epoch + 1))
+(directory / ".metrics.json.0.unfinished").write_text("half")
+if how == "hangs":
+    time.sleep(60)
+value = zlib.crc32(json.dumps([config["method"], config["settings"], config["seed"], config["training"]]).encode())
+scores = {"nll": {"value": value, "count": 1}, "threads": {"value": int(os.environ["OMP_NUM_THREADS"]), "count": 1}}
+(directory / ".metrics.json.0.unfinished").write_text(json.dumps({"scores": scores, "costs": {}}))
+(directory / ".metrics.json.0.unfinished").rename(directory / "metrics.json")
+log("done")
+"""
+
+
+@pytest.fixture
+def fake(tmp_path):
+    """A command that does what a job does, but for the training."""
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE)
+    return lambda **behaviour: [sys.executable, "-S", str(script), json.dumps(behaviour)]
+
+
+@pytest.fixture
+def table(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("a,b,y\n" + "".join(f"{i},{i % 7},{i * 0.5}\n" for i in range(60)))
+    return path
+
+
+@pytest.fixture
+def spec(table):
+    return Spec.of(data=table, target="y", methods=["single", "packed"], seeds=2, epochs=3)
+
+
+def snapshot_of(directory: Path) -> dict[str, tuple[int, bytes]]:
+    files = [path for path in directory.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(directory)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def metrics_of(run: Run) -> dict[str, bytes]:
+    return {job.name: (job.directory / "metrics.json").read_bytes() for job in run.jobs}
