@@ -206,6 +206,22 @@ def test_a_training_that_was_interrupted_ends_like_one_that_was_not(method, opti
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
+class Stream:
+    """Batches whose number nobody knows."""
+
+    def __iter__(self):
+        return iter(list(zip(X.split(20), Y.split(20), strict=True)))
+
+
+def test_also_where_nobody_knows_how_many_batches_there_are(tmp_path):
+    whole, pieces = network(), network()
+    fit(whole, Stream(), 3, checkpoint_minutes=0)
+    with pytest.raises(Killed):
+        fit(network(), Stream(), 3, checkpoint=tmp_path / "c", checkpoint_minutes=0, callbacks=[kill_at(8)])
+    fit(pieces, Stream(), 3, checkpoint=tmp_path / "c", checkpoint_minutes=0)
+    assert equal(whole, pieces)
+
+
 def test_a_training_that_has_ended_is_not_repeated(tmp_path):
     net, later = network(), network()
     fit(net, loader(), 2, checkpoint=tmp_path / "c")

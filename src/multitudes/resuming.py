@@ -33,6 +33,8 @@ class TrainingState:
     """How many epochs are done."""
     batch: int = 0
     """How many batches of the current one are done."""
+    batches: int | None = None
+    """How many an epoch has, once that is known; the learning rate depends on it."""
     step: int = 0
     total: float = 0.0
     """The sum of the losses of the current epoch."""

@@ -203,9 +203,8 @@ class Trainer:
         self.net, self.objective = objective.net, objective
         self.optimizer, self.how, self.checkpoint = optimizer, how, checkpoint
         self.data, self.epochs = data, epochs
-        self.batches = operator.length_hint(data) or None
         self.rates = [group["lr"] for group in optimizer.param_groups]
-        self.state = TrainingState()
+        self.state = TrainingState(batches=operator.length_hint(data) or None)
         self.device = next((parameter.device for parameter in self.net.parameters()), torch.device("cpu"))
 
     def run(self) -> list[Epoch]:
@@ -218,7 +217,7 @@ class Trainer:
         if self.how.accelerator is not None:
             self._distribute(self.how.accelerator)
         self.net.train()
-        bar = ProgressBar(self.epochs * (self.batches or 0), self.how.progress, "steps")
+        bar = ProgressBar(self.epochs * (self.state.batches or 0), self.how.progress, "steps")
         try:
             while self.state.epoch < self.epochs and not self.state.stopped:
                 self._epoch(bar)
@@ -242,7 +241,7 @@ class Trainer:
                 return
         if state.batch == 0:
             raise ValueError(f"data must hold at least one batch in every epoch, got none in epoch {state.epoch + 1}")
-        self.batches = state.batch
+        self.state.batches = state.batch
         mean = state.total / state.batch
         state.history.append(asdict(Epoch(state.epoch + 1, mean, self.optimizer.param_groups[0]["lr"], state.seconds)))
         self._tell(mean, epoch_ended=True)
@@ -275,7 +274,7 @@ class Trainer:
             yield x, y.to(self.device)
 
     def _step(self, x: Input, y: Tensor) -> float:
-        done = (self.state.epoch + self.state.batch / (self.batches or self.state.batch + 1)) / self.epochs
+        done = (self.state.epoch + self.state.batch / (self.state.batches or self.state.batch + 1)) / self.epochs
         factor = self.how.schedule(done)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
@@ -310,7 +309,7 @@ class Trainer:
     def _tell(self, loss: float, epoch_ended: bool) -> None:
         state = self.state
         told = Progress(
-            self.net, state.epoch + 1, self.epochs, state.batch, self.batches, state.step, loss,
+            self.net, state.epoch + 1, self.epochs, state.batch, self.state.batches, state.step, loss,
             self.optimizer.param_groups[0]["lr"], epoch_ended,
         )  # fmt: skip
         for callback in self.how.callbacks:
@@ -335,7 +334,7 @@ class Trainer:
             self.data = accelerator.prepare(self.data)
         else:
             self.data = _Share(self.data, accelerator.process_index, accelerator.num_processes)
-        self.batches = operator.length_hint(self.data) or None
+        self.state.batches = operator.length_hint(self.data) or self.state.batches
 
 
 class _Share:
