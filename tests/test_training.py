@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -320,13 +321,18 @@ net = mt.deep_ensemble(torch.nn.Sequential(torch.nn.Linear(8, 3)), 2, seed=0)
 batches = [(x, y) for x, y in zip(X.split(16), Y.split(16))]
 fit(net, batches, 2, accelerator=accelerator, clip=0.5)
 save_file(net.state_dict(), f"{sys.argv[1]}/{accelerator.process_index}.safetensors")
+accelerator.wait_for_everyone()
+torch.distributed.destroy_process_group()  # or one may abort when it finds the other gone
 """
 
 
 def test_two_processes_train_as_one_with_batches_of_twice_the_size(tmp_path):
     from safetensors.torch import load_file
 
-    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     env |= {"PYTHONPATH": os.pathsep.join([str(Path(mt.__file__).parents[1]), str(Path(__file__).parents[1])])}
     command = [sys.executable, "-c", WORKER, str(tmp_path)]
     workers = [subprocess.Popen(command, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]

@@ -69,7 +69,7 @@ def sharpness(
     >>> network = nn.Linear(1, 1, bias=False)
     >>> _ = nn.init.zeros_(network.weight)
     >>> data = torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)  # L(w) = 5 w^2
-    >>> round(sharpness(network, data, rho=0.1, criterion=F.mse_loss).value, 4)
+    >>> round(sharpness(network, data, rho=0.1, criterion=nn.functional.mse_loss).value, 4)
     0.05
     """
     check_number("rho", rho, 0, above=True)
