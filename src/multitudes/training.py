@@ -6,7 +6,6 @@ history = mt.fit(net, loader, epochs=75, optimizer="sgd", lr=0.05, schedule="cos
 
 from __future__ import annotations
 
-import math
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -24,6 +23,7 @@ from torch.utils.data import DataLoader
 from multitudes.calling import Input, moved, split_batch
 from multitudes.checks import check_count, check_number, check_seed
 from multitudes.diagnosis import first_bad_layer
+from multitudes.losses import Loss, Losses
 from multitudes.multitude import Criterion, Multitude
 from multitudes.progress import ProgressBar
 from multitudes.resuming import Checkpoint, TrainingState, random_state, set_random_state
@@ -33,11 +33,9 @@ from multitudes.surgery import seeded
 __all__ = ["Epoch", "Progress", "fit"]
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "sgd": lambda groups, lr, momentum, weight_decay: torch.optim.SGD(
-        groups, lr, momentum, weight_decay=weight_decay, nesterov=momentum > 0
-    ),
-    "adam": lambda groups, lr, momentum, weight_decay: torch.optim.Adam(groups, lr, weight_decay=weight_decay),
-    "adamw": lambda groups, lr, momentum, weight_decay: torch.optim.AdamW(groups, lr, weight_decay=weight_decay),
+    "sgd": lambda groups, lr, momentum, **more: torch.optim.SGD(groups, lr, momentum, nesterov=momentum > 0, **more),
+    "adam": lambda groups, lr, momentum, **more: torch.optim.Adam(groups, lr, **more),
+    "adamw": lambda groups, lr, momentum, **more: torch.optim.AdamW(groups, lr, **more),
 }
 RATES = {"sgd": 0.05, "adam": 1e-3, "adamw": 1e-3}
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16}
@@ -70,10 +68,14 @@ class Progress:
     """How many there are, where that is known."""
     step: int
     """How many steps have been made since the beginning."""
-    loss: float
-    """The loss of the last batch."""
+    last: Loss | float
     lr: float
     epoch_ended: bool
+
+    @property
+    def loss(self) -> float:
+        """The loss of the last batch, or the mean of the epoch that has ended. Asking may wait for a GPU."""
+        return float(self.last)
 
 
 Callback = Callable[[Progress], bool | None]
@@ -217,12 +219,15 @@ class Trainer:
         if self.how.accelerator is not None:
             self._distribute(self.how.accelerator)
         self.net.train()
+        self.losses = Losses(self.optimizer)
         bar = ProgressBar(self.epochs * (self.state.batches or 0), self.how.progress, "steps")
         try:
             while self.state.epoch < self.epochs and not self.state.stopped:
                 self._epoch(bar)
+            self._look(all_of_them=True)
         finally:
             bar.clear()
+            self.losses.close()
         self._save()
         return [Epoch(**epoch) for epoch in self.state.history]
 
@@ -231,17 +236,19 @@ class Trainer:
         start = time.monotonic() - state.seconds
         for x, y in self._batches():
             loss = self._step(x, y)
-            state.step, state.batch, state.total = state.step + 1, state.batch + 1, state.total + loss
+            state.step, state.batch = state.step + 1, state.batch + 1
             state.seconds = time.monotonic() - start
             bar.update(state.step)
             self._tell(loss, epoch_ended=False)
             if self.checkpoint is not None and self.checkpoint.due:
+                self._look(all_of_them=True)
                 self._save()
             if state.stopped:
                 return
         if state.batch == 0:
             raise ValueError(f"data must hold at least one batch in every epoch, got none in epoch {state.epoch + 1}")
         self.state.batches = state.batch
+        self._look(all_of_them=True)
         mean = state.total / state.batch
         state.history.append(asdict(Epoch(state.epoch + 1, mean, self.optimizer.param_groups[0]["lr"], state.seconds)))
         self._tell(mean, epoch_ended=True)
@@ -273,16 +280,15 @@ class Trainer:
                 x = x.to(memory_format=torch.channels_last)
             yield x, y.to(self.device)
 
-    def _step(self, x: Input, y: Tensor) -> float:
+    def _step(self, x: Input, y: Tensor) -> Loss:
         done = (self.state.epoch + self.state.batch / (self.state.batches or self.state.batch + 1)) / self.epochs
         factor = self.how.schedule(done)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
         with self._autocast():
             loss = self.wrapped(x, y)
-        value = float(loss.detach())
-        if not math.isfinite(value):
-            raise FloatingPointError(self._bad_news(value, x, y))
+        kept = self.losses.add(loss, (x, y), self.state.step + 1)
+        self._look()
         self.optimizer.zero_grad(set_to_none=True)
         if self.how.accelerator is None:
             loss.backward()
@@ -291,22 +297,31 @@ class Trainer:
         if self.how.clip is not None:
             self.net.clip_grad_norm_(self.how.clip)
         self.optimizer.step()
-        return value
+        return kept
+
+    def _look(self, all_of_them: bool = False) -> None:
+        """Look at the losses that have arrived: one that is bad ends the training."""
+        for loss in self.losses.take(all_of_them):
+            if loss.bad:
+                raise FloatingPointError(self._bad_news(loss))
+            self.state.total += float(loss)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, self.how.dtype) if self.how.dtype else nullcontext()
 
-    def _bad_news(self, value: float, x: Input, y: Tensor) -> str:
+    def _bad_news(self, loss: Loss) -> str:
+        x, y = loss.about
+
         def again() -> None:
             with self._autocast():
                 self.net.loss(x, y, self.objective.criterion, dataset_size=self.objective.dataset_size)
 
         return (
-            f"the loss is {value} at step {self.state.step + 1} (epoch {self.state.epoch + 1}) of training a "
+            f"the loss is {float(loss)} at step {loss.step} (epoch {self.state.epoch + 1}) of training a "
             f"{type(self.net).__name__}: {first_bad_layer(self.net, x, again)}; a lower lr or clip= may help"
         )
 
-    def _tell(self, loss: float, epoch_ended: bool) -> None:
+    def _tell(self, loss: Loss | float, epoch_ended: bool) -> None:
         state = self.state
         told = Progress(
             self.net, state.epoch + 1, self.epochs, state.batch, self.state.batches, state.step, loss,
@@ -375,7 +390,9 @@ def _optimizer(optimizer: Any, net: Multitude, lr: float | None, momentum: float
     learning = [parameter for parameter in net.parameters() if parameter.requires_grad]
     if not learning:
         raise ValueError("net must have parameters that learn, got none")
-    return OPTIMIZERS[optimizer](learning, rate, momentum, weight_decay)
+    # Fused ones are as exact; on a GPU they are faster, and nobody has to wait for the loss (see `Losses`).
+    fused = all(parameter.device.type == "cuda" for parameter in learning)
+    return OPTIMIZERS[optimizer](learning, rate, momentum, weight_decay=weight_decay, fused=fused or None)
 
 
 def _dataset_size(net: Multitude, data: Any, given: int | None) -> int | None:

@@ -13,7 +13,7 @@ from multitudes.data.types import Data, Part
 from multitudes.memory import free_bytes
 from multitudes.stochastic import mixed
 
-__all__ = ["AUGMENTATIONS", "Loader", "crop_and_flip"]
+__all__ = ["AUGMENTATIONS", "Loader", "moved", "random_moves"]
 
 AUGMENTATIONS = ("standard", "crop")
 """Random crops of padded images: with random flips from left to right, and without, for digits and letters."""
@@ -59,6 +59,8 @@ class Loader:
         fits = part.x.nbytes <= free_bytes(self.device) / 2
         self._x = part.x.to(self.device) if fits else part.x
         self._y = data.standardised(part.y).to(self._x.device)
+        # Copied once: a copy to a GPU waits for everything that the GPU has to do.
+        self._mean, self._std = data.mean.to(self.device), data.std.to(self.device)
 
     def __len__(self) -> int:
         """The number of batches of an epoch."""
@@ -78,9 +80,10 @@ class Loader:
         epoch, first = self.epoch, self._first
         self._first = 0
         order = self._order(epoch)
+        moves = None if self.augment is None else self._moves(epoch).to(self.device)
         for batch in range(first, len(self)):
-            rows = order[batch * self.batch_size : (batch + 1) * self.batch_size]
-            yield self._batch(rows, epoch, batch)
+            rows = slice(batch * self.batch_size, (batch + 1) * self.batch_size)
+            yield self._batch(order[rows], None if moves is None else moves[:, rows])
         self.epoch = epoch + 1
 
     def _order(self, epoch: int) -> Tensor:
@@ -89,11 +92,18 @@ class Loader:
         # Drawn on the CPU, so that every device has the same.
         return torch.randperm(len(self.part), generator=self._generator(epoch)).to(self._x.device)
 
-    def _batch(self, rows: Tensor, epoch: int, batch: int) -> tuple[Tensor, Tensor]:
+    def _moves(self, epoch: int) -> Tensor:
+        """How each image of the epoch is moved, batch by batch."""
+        sizes = [len(rows) for rows in torch.arange(len(self.part)).split(self.batch_size)]
+        shape, flip = self.part.x.shape[2:], self.augment == "standard"
+        drawn = [random_moves(size, shape, self._generator(epoch, batch), flip) for batch, size in enumerate(sizes)]
+        return torch.cat(drawn, 1)
+
+    def _batch(self, rows: Tensor, moves: Tensor | None) -> tuple[Tensor, Tensor]:
         x = self._x[rows].to(self.device)
-        if self.augment is not None:
-            x = crop_and_flip(x, self._generator(epoch, batch), flip=self.augment == "standard")
-        return self.data.preprocess(self.data.scaled(x)), self._y[rows].to(self.device)
+        if moves is not None:
+            x = moved(x, moves)
+        return (self.data.scaled(x) - self._mean) / self._std, self._y[rows].to(self.device)
 
     def _generator(self, *numbers: int) -> torch.Generator:
         seed = self.seed
@@ -102,21 +112,30 @@ class Loader:
         return torch.Generator().manual_seed(seed)
 
 
-def crop_and_flip(x: Tensor, generator: torch.Generator, flip: bool = True) -> Tensor:
-    """Each image `[B, C, H, W]` moved at random by up to 4 pixels, and mirrored at random; black comes in.
+def random_moves(count: int, size: tuple[int, ...], generator: torch.Generator, flip: bool = True) -> Tensor:
+    """How far down and right each of so many images is moved, and whether it is mirrored, `[3, count]`, on the CPU.
 
-    Images of fewer than 32 pixels are moved by an eighth of their shorter side. Random numbers are drawn on the CPU
-    from `generator`.
+    By up to 4 pixels either way; images of fewer than 32 pixels by an eighth of their shorter side.
     """
+    reach = _reach(size)
+    down, right = torch.randint(0, 2 * reach + 1, (2, count), generator=generator)
+    mirrored = torch.rand(count, generator=generator) < 0.5 if flip else torch.zeros(count, dtype=torch.bool)
+    return torch.stack([down, right, mirrored.long()])
+
+
+def moved(x: Tensor, moves: Tensor) -> Tensor:
+    """Images `[B, C, H, W]`, each moved and mirrored as `random_moves` says; black comes in."""
     count, _, height, width = x.shape
-    pad = max(1, min(4, min(height, width) // 8))
-    down, right = torch.randint(0, 2 * pad + 1, (2, count), generator=generator).to(x.device)
+    reach = _reach((height, width))
+    down, right, mirrored = moves
     columns = torch.arange(width, device=x.device).expand(count, -1)
-    if flip:
-        mirrored = torch.rand(count, generator=generator).to(x.device) < 0.5
-        columns = torch.where(mirrored[:, None], columns.flip(1), columns)
+    columns = torch.where(mirrored[:, None] > 0, columns.flip(1), columns) + right[:, None]
     rows = torch.arange(height, device=x.device) + down[:, None]
-    columns = columns + right[:, None]
-    padded = F.pad(x, (pad, pad, pad, pad)).permute(0, 2, 3, 1)
+    padded = F.pad(x, (reach, reach, reach, reach)).permute(0, 2, 3, 1)
     each = torch.arange(count, device=x.device)[:, None, None]
     return padded[each, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+
+
+def _reach(size: tuple[int, ...]) -> int:
+    """By how many pixels images of this height and width are moved at most."""
+    return max(1, min(4, min(size) // 8))
