@@ -191,7 +191,7 @@ def test_ctrl_c_stops_the_jobs_and_says_how_to_go_on(tmp_path: Path) -> None:
     job = Run(tmp_path / "run").job("single", 0)
     wait_for(lambda: epochs_said(job) > 0, process)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "0 of 2 jobs done: the same command again goes on from here" in err
     assert "Traceback" not in err

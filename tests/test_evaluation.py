@@ -55,6 +55,31 @@ def test_scores_are_those_of_the_metrics(net, data):
     assert set(result.counts.values()) == {60}
 
 
+def test_calibration_errors_are_over_the_bins_that_are_asked_for(net):
+    result, p = evaluate(net, LOADER, bins=4, min_count=9), net.predict(X)
+    assert result["ece"] == pytest.approx(float(metrics.ece(p, Y, bins=4, min_count=9)))
+    assert result["mce"] == pytest.approx(float(metrics.mce(p, Y, bins=4, min_count=9)))
+    assert result["classwise_ece"] == pytest.approx(float(metrics.classwise_ece(p, Y, bins=4)))
+    for name in ("bins", "min_count"):
+        with pytest.raises(ValueError, match=f"{name} must be a whole number, 1 or more, got 0"):
+            evaluate(net, LOADER, **{name: 0})
+
+
+def test_who_watches_is_told_every_prediction_of_the_data_and_of_what_is_foreign(net):
+    told: dict = {}
+
+    def watch(name, p, target):
+        told.setdefault(name, []).append((p, target))
+
+    evaluate(net, LOADER, ood={"other": OTHER}, shift="contrast", severities=[1], watch=watch)
+    assert list(told) == [None, "other"]
+    seen = mt.Predictive.concat([p for p, _ in told[None]])
+    torch.testing.assert_close(seen.predictions, net.predict(X).predictions)
+    assert torch.equal(torch.cat([target for _, target in told[None]]), Y)
+    torch.testing.assert_close(told["other"][0][0].predictions, net.predict(OTHER).predictions)
+    assert told["other"][0][1] is None
+
+
 def test_a_plain_network_is_an_ensemble_of_one(net):
     alone = evaluate(net.member(0), LOADER)
     assert alone["accuracy"] == pytest.approx(float((net.member(0)(X).argmax(1) == Y).float().mean()))

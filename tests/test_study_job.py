@@ -18,8 +18,11 @@ import torch
 
 from multitudes import data as datasets
 from multitudes.data import Data, Part
+from multitudes.data.splits import spread
+from multitudes.metrics import ece, mce, nll
 from multitudes.predictive import Predictive
 from multitudes.saving import load
+from multitudes.shift import corrupt
 from multitudes.study.job import run
 from multitudes.study.methods import METHODS
 from multitudes.study.networks import defaults
@@ -113,6 +116,32 @@ def test_scores_by_size_are_means_over_groups_of_so_many_members(deep: Path) -> 
     assert by_size["accuracy"][1] == pytest.approx(np.mean([pair.argmax(1) == target for pair in pairs]))
     assert by_size["nll"][1] == pytest.approx(
         -np.mean([np.log(pair[np.arange(100), target]) for pair in pairs]), rel=1e-4
+    )
+
+
+def test_calibration_by_size_is_that_of_all_groups_together(deep: Path) -> None:
+    by_size = metrics_of(deep)["by_size"]
+    members, target = probabilities(deep).member_probs, torch.from_numpy(np.load(deep / "predictions.npz")["target"])
+    pairs = torch.cat([members[:2].mean(0), members[2:].mean(0)])
+    together = Predictive(pairs.log()[None])
+    assert by_size["ece"][1] == pytest.approx(float(ece(together, target.repeat(2))), abs=1e-4)
+    assert by_size["mce"][1] == pytest.approx(float(mce(together, target.repeat(2))), abs=1e-4)
+    assert by_size["ece"][2] == pytest.approx(metrics_of(deep)["scores"]["ece"]["value"], abs=1e-6)
+
+
+def test_fewer_images_can_be_corrupted_and_drawn_less_often(tmp_path: Path) -> None:
+    few = {"shift_limit": 30, "shift_draws": 2, "bins": 5, "min_count": 4}
+    directory = written(tmp_path, config("mc_dropout", evaluation=few))
+    run(directory)
+    scores = metrics_of(directory)["scores"]
+    assert scores["shift/contrast/3/nll"]["count"] == 30 and scores["nll"]["count"] == 100
+    net, data = load(directory / "model.safetensors"), datasets.load("digits", limit=100)
+    rows = spread(data.test.y, 30, 0)
+    x = corrupt(data.scaled(data.test.x[rows]), "contrast", 3, seed=0)
+    p = net.predict(data.preprocess(x), draws=2, seed=0)
+    assert scores["shift/contrast/3/nll"]["value"] == pytest.approx(float(nll(p, data.test.y[rows])), rel=1e-4)
+    assert scores["shift/contrast/3/ece"]["value"] == pytest.approx(
+        float(ece(p, data.test.y[rows], bins=5, min_count=4)), rel=1e-4
     )
 
 
@@ -231,7 +260,7 @@ def test_a_job_that_was_killed_ends_as_if_it_had_not_been(tmp_path: Path, one_th
     whole, killed = (written(tmp_path / which, config("swag", training=often)) for which in ("whole", "killed"))
     run(whole)
     process = subprocess.Popen([sys.executable, "-m", "multitudes.study.job", str(killed)], env=OWN)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     checkpoint = killed / "checkpoint.safetensors"
     while not (checkpoint.exists() and list(killed.glob("recording/checkpoint-*"))) and time.monotonic() < deadline:
         time.sleep(0.001)

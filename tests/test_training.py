@@ -336,7 +336,7 @@ def test_two_processes_train_as_one_with_batches_of_twice_the_size(tmp_path):
     env |= {"PYTHONPATH": os.pathsep.join([str(Path(mt.__file__).parents[1]), str(Path(__file__).parents[1])])}
     command = [sys.executable, "-c", WORKER, str(tmp_path)]
     workers = [subprocess.Popen(command, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
-    assert [worker.wait(timeout=120) for worker in workers] == [0, 0]
+    assert [worker.wait(timeout=300) for worker in workers] == [0, 0]
     first, second = (load_file(tmp_path / f"{rank}.safetensors") for rank in range(2))
     net = mt.deep_ensemble(nn.Sequential(nn.Linear(8, 3)), 2, seed=0)
     fit(net, list(zip(X.split(32), Y.split(32), strict=True)), 2, clip=0.5)

@@ -13,7 +13,7 @@ from torchmetrics import Metric
 
 from multitudes.batches import Batches
 from multitudes.calling import Input
-from multitudes.checks import check_seed
+from multitudes.checks import check_count, check_seed
 from multitudes.inference import predictions
 from multitudes.metrics import (
     AURC,
@@ -59,13 +59,14 @@ SHIFTED = ("accuracy", "nll", "brier", "ece", "mean_iou", "rmse", "crps")
 """What is reported of corrupted images."""
 
 
-def _classification(p: Predictive) -> dict[str, dict[str, Metric]]:
+def _classification(p: Predictive, bins: int, min_count: int) -> dict[str, dict[str, Metric]]:
     """The metrics of class predictions like `p`, by group."""
     classes = p.predictions.shape[2]
     groups: dict[str, dict[str, Metric]] = {
         "scores": {"accuracy": Accuracy(), "nll": NLL(), "brier": Brier()},
         "calibration": {
-            "ece": ECE(), "mce": MCE(), "classwise_ece": ClasswiseECE(classes), "overconfidence": Overconfidence(),
+            "ece": ECE(bins, min_count), "mce": MCE(bins, min_count), "classwise_ece": ClasswiseECE(classes, bins),
+            "overconfidence": Overconfidence(),
         },
         "diversity": {
             "member_error": MemberError(), "disagreement": Disagreement(), "ensemble_js": EnsembleJS(),
@@ -127,6 +128,10 @@ class _Pass:
         return {prefix + name: Score(float(metric.compute()), self.count) for name, metric in found.items()}
 
 
+Watch = Callable[[str | None, Predictive, Tensor | None], None]
+"""What is told of every prediction: which data it is of, None for those that are scored; itself; and its targets."""
+
+
 # -- evaluate ----------------------------------------------------------------------------------------------
 
 
@@ -143,9 +148,12 @@ def evaluate(
     ignore: int | None = None,
     tau: float | None = None,
     scale: float = 1.0,
+    bins: int = 15,
+    min_count: int = 1,
     seed: int | None = None,
     device: Any = None,
     progress: bool | None = None,
+    watch: Watch | None = None,
     **options: Any,
 ) -> Evaluation:
     """Score `net` on `data`, and on what is not like it; predictions are streamed, and none of them kept.
@@ -164,9 +172,13 @@ def evaluate(
         ignore: a label whose pixels do not count.
         tau: for `task="regression"`, the precision of the noise around the members' values (see `metrics.log_density`).
         scale: what values are multiplied by, where targets were standardised.
+        bins: of confidence, for the calibration errors `ece`, `mce` and `classwise_ece`.
+        min_count: how many predictions a bin must hold to count for `ece` and `mce`.
         seed: of the draws, where the network draws, and of the corruptions, which without it are always the same.
         device: where the inputs go; by default where the network's parameters are.
         progress: whether to show progress on stderr; by default on a terminal, after two seconds.
+        watch: a function that is told every prediction of `data` and of `ood` as it is made, `watch(name, p, target)`,
+            to keep of it what it likes; `name` is that of the foreign data, and None for `data` itself.
         options: of the network's own `predict`: `task`, `draws`, `memory`, ...
 
     The result's names are those of the metrics, `"nll"`, and below `"shift/fog/3/nll"`, `"shift/mean/3/nll"` and
@@ -185,6 +197,8 @@ def evaluate(
     corruptions, versions = _checked_shift(shift, severities)
     foreign = {} if ood is None else dict(ood) if isinstance(ood, Mapping) else {"": ood}
     check_seed(seed)
+    check_count("bins", bins)
+    check_count("min_count", min_count)
     if seed is not None:
         options["seed"] = seed
     if baseline is not None and not (isinstance(baseline, Evaluation) and corruptions):
@@ -197,7 +211,8 @@ def evaluate(
 
     def measured(chosen: Sequence[str] = groups, only: Sequence[str] | None = None) -> _Pass:
         def make(p: Predictive) -> dict[str, Metric]:
-            kinds = _classification(p) if p.task == "classification" else _regression(p, tau, scale)
+            classes = p.task == "classification"
+            kinds = _classification(p, bins, min_count) if classes else _regression(p, tau, scale)
             named = {name: metric for group in chosen for name, metric in kinds.get(group, {}).items()}
             return {name: metric for name, metric in named.items() if only is None or name in only}
 
@@ -206,6 +221,8 @@ def evaluate(
     own, detection = measured(), OODDetection()
     for prediction, target in predicted(batches):
         own.update(prediction, target)
+        if watch is not None:
+            watch(None, prediction, target)
         if foreign:
             detection.update(prediction, False)
     scores = own.scores()
@@ -221,6 +238,8 @@ def evaluate(
         found = copy.deepcopy(detection)
         for prediction, _ in predicted(Batches(unknown).batches):
             found.update(prediction, True)
+            if watch is not None:
+                watch(name, prediction, None)
         scores |= _detected(found.compute(), f"ood/{name}/" if name else "ood/")
     return Evaluation(scores)
 

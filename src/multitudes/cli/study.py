@@ -31,6 +31,9 @@ def compare(
     seeds: Annotated[
         int | None, Option(min=1, help="Train each method this many times; --seed is the first seed.")
     ] = None,
+    scale: Annotated[
+        str | None, Option(metavar="NAME", help="A scale of the study.toml, one of its tables [scales.NAME].")
+    ] = None,
     out: Annotated[Path | None, Option(metavar="FOLDER", help="The run directory; by default runs/NAME.")] = None,
     workers: Annotated[int | None, Option(min=1, help="Jobs at a time; by default one a core, or a GPU.")] = None,
     ray: Annotated[str | None, Option(metavar="ADDRESS", help="Run the jobs on a Ray cluster: auto, or where.")] = None,
@@ -50,6 +53,8 @@ def compare(
     """
     options = {**reading.arguments(), **training.arguments(), **evaluation.arguments(), **_computing(common)}
     file = source if source and source.lower().endswith(".toml") else None
+    if scale is not None and file is None:
+        raise ValueError(f"--scale={scale} is one of a study.toml, and there is none")
     if gpus is not None and ray is None:
         raise ValueError(f"--gpus={gpus:g} is a job's share on a cluster: it needs --ray")
     if file is None and source and data:
@@ -61,12 +66,13 @@ def compare(
         options["data"] = located(found, reading.data_root)
     if methods is not None and methods != "all":
         options["methods"] = words(methods)
-    spec = _spec(file, options, seeds, common.seed)
+    spec = _rooted(_spec(file, options, seeds, common.seed, scale), reading.data_root)
     if methods == "all":
         spec = spec.model_copy(update={"methods": {}})
     if ray is None:
         _check_device(spec.device)
-    run = _prepared(spec, out or Path("runs") / _name(file or found or ""), rerun_stale)
+    name = _name(file or found or "") + (f"-{scale}" if scale else "")
+    run = _prepared(spec, out or Path("runs") / name, rerun_stale)
     outcome = _run(run, workers, ray, gpus)
     _conclude(run, outcome.failed)
 
@@ -113,16 +119,26 @@ def _computing(common: Common) -> dict[str, Any]:
     return {name: value for name, value in chosen.items() if value is not None}
 
 
-def _spec(file: str | None, options: dict[str, Any], count: int | None, first: int | None) -> Spec:
+def _spec(
+    file: str | None, options: dict[str, Any], count: int | None, first: int | None, scale: str | None = None
+) -> Spec:
     """The specification, with `count` seeds from `first` on, where they are given."""
     from multitudes.study.spec import Spec
 
-    spec = Spec.load(file, **options) if file else Spec.of(**options)
+    spec = Spec.load(file, scale, **options) if file else Spec.of(**options)
     if count is None and first is None:
         return spec
     first = first or 0
     seeds = list(range(first, first + (count or len(spec.seeds))))
     return spec.model_copy(update={"seeds": seeds})
+
+
+def _rooted(spec: Spec, root: Path | None) -> Spec:
+    """With the sources that a file names found within the data root too."""
+    if root is None:
+        return spec
+    found = {"source": located(spec.data.source, root), "ood": [located(each, root) for each in spec.data.ood]}
+    return spec.model_copy(update={"data": spec.data.model_copy(update=found)})
 
 
 def _name(source: str) -> str:

@@ -13,7 +13,7 @@ import io
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ from torchmetrics import Metric
 
 from multitudes.checks import check_seed, needed
 from multitudes.data import Data, Loader
+from multitudes.data.splits import spread
 from multitudes.evaluation import evaluate
 from multitudes.gaussian import gaussian_nll
-from multitudes.inference import predictions
+from multitudes.metrics import ECE, MCE, read_rows
 from multitudes.metrics.regression import RMSE, LogDensity
 from multitudes.metrics.scoring import NLL, Accuracy
 from multitudes.multitude import Criterion, Multitude
@@ -46,6 +47,8 @@ __all__ = ["main", "run"]
 
 KEPT = 16
 """The most members or draws whose predictions are kept."""
+GROUPS = 64
+"""The most groups of members or draws that the scores of a size are taken over."""
 SETTLING = 2048
 """The most training inputs that batch-norm statistics are computed on."""
 EVALUATION_SEED = 0
@@ -266,81 +269,94 @@ def _measured(job: _Job, net: Multitude) -> tuple[Evaluation, dict[str, Any], by
     """All scores, those by size of the ensemble, and the predictions as a NumPy archive."""
     data, options = job.data, job.config["evaluation"]
     size = options.get("batch_size", 256)
-    test = ScaledBatches(data, data.test.x, data.test.y, size)
-    # Regression has no corrupted images, and criteria of what is foreign are of classes.
+    bins = {"bins": options.get("bins", 15), "min_count": options.get("min_count", 1)}
+    how = {"preprocess": data.preprocess, "scale": data.target_std, "seed": EVALUATION_SEED, "progress": False, **bins}
+    # Criteria of what is foreign are of classes.
     foreign = {name: ScaledBatches(data, x, size=size) for name, x in data.ood.items()} if data.classes else {}
-    scores = evaluate(
-        net, test, shift=options.get("shift") or None, severities=options.get("severities", (1, 2, 3, 4, 5)),
-        ood=foreign, preprocess=data.preprocess, scale=data.target_std, seed=EVALUATION_SEED, progress=False,
-    )  # fmt: skip
-    growth = _Growth(options.get("sizes", (1, 2, 4, 8, 16)), data)
-    parts = []
-    for part, target in _predicted(job, net, test):
-        growth.update(part, target)
-        parts.append(_arrays(part, data))
-    arrays = _joined(parts) | {"target": data.test.y}
-    for name, batches in foreign.items():
-        members = [_arrays(part, data)["members"] for part, _ in _predicted(job, net, batches)]
-        arrays[f"ood/{name}/members"] = torch.cat(members, 1)
-    return scores, growth.table(), _archive(arrays)
+    kept = _Kept(data, _Growth(options.get("sizes", (1, 2, 4, 8, 16)), data, **bins))
+    scores = evaluate(net, ScaledBatches(data, data.test.x, data.test.y, size), ood=foreign, watch=kept, **how)
+    if options.get("shift"):
+        draws, net.draws = net.draws, options.get("shift_draws") or net.draws
+        corrupted = evaluate(
+            net, _corruptible(data, options.get("shift_limit"), size), shift=options["shift"],
+            severities=options.get("severities", (1, 2, 3, 4, 5)), tasks="scores", **how,
+        )  # fmt: skip
+        net.draws = draws
+        scores = Evaluation(scores.scores | {name: corrupted.scores[name] for name in corrupted if "shift/" in name})
+    return scores, kept.growth.table(), kept.archive()
 
 
-def _predicted(job: _Job, net: Multitude, batches: ScaledBatches) -> Iterator[tuple[Predictive, Tensor | None]]:
-    prepare = job.data.preprocess
-    for part, target in predictions(net, batches, False, None, lambda x, _: prepare(x), seed=EVALUATION_SEED):
-        yield part.cpu(), target
+def _corruptible(data: Data, limit: int | None, size: int) -> ScaledBatches:
+    """The test part, or as much of it as shall be corrupted, of each class its share."""
+    rows = torch.arange(len(data.test))
+    if limit is not None and limit < len(rows):
+        rows = spread(data.test.y, limit, EVALUATION_SEED)
+    return ScaledBatches(data, data.test.x[rows], data.test.y[rows], size)
 
 
-def _arrays(part: Predictive, data: Data) -> dict[str, Tensor]:
-    """What is kept of a batch; numbers in their own units."""
-    if data.classes:
-        return {"probs": part.probs.float(), "members": part.member_probs[:KEPT].half()}
-    mean, scale = data.target_mean, data.target_std
-    members = part.member_values[:KEPT, :, 0] * scale + mean
-    return {"mean": part.mean[:, 0] * scale + mean, "std": part.std[:, 0] * scale, "members": members}
+class _Kept:
+    """What is kept of the predictions while they are scored, for the page and for `multitudes predict`."""
 
+    def __init__(self, data: Data, growth: _Growth) -> None:
+        self.data, self.growth = data, growth
+        self.parts: dict[str, list[Tensor]] = {}
 
-def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.cat([part[name] for part in parts], int(name == "members")) for name in parts[0]}
+    def __call__(self, foreign: str | None, predicted: Predictive, target: Tensor | None) -> None:
+        part = predicted.cpu()
+        if foreign is None:
+            self.growth.update(part, None if target is None else target.cpu())
+        for name, tensor in self._arrays(part).items():
+            if foreign is None or name == "members":
+                self.parts.setdefault(name if foreign is None else f"ood/{foreign}/{name}", []).append(tensor)
 
+    def _arrays(self, part: Predictive) -> dict[str, Tensor]:
+        """Of a batch; numbers in their own units."""
+        if self.data.classes:
+            return {"probs": part.probs.float(), "members": part.member_probs[:KEPT].half()}
+        mean, scale = self.data.target_mean, self.data.target_std
+        members = part.member_values[:KEPT, :, 0] * scale + mean
+        return {"mean": part.mean[:, 0] * scale + mean, "std": part.std[:, 0] * scale, "members": members}
 
-def _archive(arrays: Mapping[str, Tensor]) -> bytes:
-    file = io.BytesIO()
-    np = needed("numpy", "study", "the predictions of a job")
-    np.savez_compressed(file, **{name: tensor.numpy() for name, tensor in arrays.items()})
-    return file.getvalue()
+    def archive(self) -> bytes:
+        """All of it as a NumPy archive."""
+        arrays = {name: torch.cat(parts, int(name.endswith("members"))) for name, parts in self.parts.items()}
+        file = io.BytesIO()
+        np = needed("numpy", "study", "the predictions of a job")
+        np.savez_compressed(file, **{name: tensor.numpy() for name, tensor in arrays.items()}, target=self.data.test.y)
+        return file.getvalue()
 
 
 class _Growth:
-    """Scores by the number of members or draws: the mean over groups of so many, none of which is in two."""
+    """Scores by the number of members or draws: over groups of so many, none of which is in two."""
 
-    def __init__(self, sizes: Any, data: Data) -> None:
-        self.sizes, self.data = sorted(set(sizes)), data
+    def __init__(self, sizes: Any, data: Data, bins: int, min_count: int) -> None:
+        self.sizes, self.data, self.bins = sorted(set(sizes)), data, (bins, min_count)
         self.metrics: dict[int, dict[str, Metric]] = {}
 
     def update(self, part: Predictive, target: Tensor | None) -> None:
         for size in [size for size in self.sizes if size <= part.members]:
             found = self.metrics.setdefault(size, self._made())
-            for start in range(0, part.members - size + 1, size):
+            for start in range(0, min(part.members - size + 1, GROUPS * size), size):
                 group = Predictive(part.predictions[start : start + size], part.task)
+                rows = (read_rows(group, target),) if self.data.classes else (group, target)
                 for metric in found.values():
-                    metric.update(group, target)
+                    metric.update(*rows)
 
     def _made(self) -> dict[str, Metric]:
         if self.data.classes:
-            return {"nll": NLL(), "accuracy": Accuracy()}
+            return {"nll": NLL(), "accuracy": Accuracy(), "ece": ECE(*self.bins), "mce": MCE(*self.bins)}
         scale = self.data.target_std
         return {"nll": LogDensity(scale=scale), "rmse": RMSE(scale=scale)}
 
     def table(self) -> dict[str, Any]:
         """`{"sizes": [...], "nll": [...], ...}`."""
-        sign = 1 if self.data.classes else -1  # of a log density
-        columns = {"nll": sign, "accuracy" if self.data.classes else "rmse": 1}
+        sign = {"nll": 1 if self.data.classes else -1}  # of a log density
         rows = self.metrics.values()
-        table = {
-            name: [plain_number(sign * float(row[name].compute())) for row in rows] for name, sign in columns.items()
+        columns = {
+            name: [plain_number(sign.get(name, 1) * float(row[name].compute())) for row in rows]
+            for name in self._made()
         }
-        return {"sizes": list(self.metrics), **table}
+        return {"sizes": list(self.metrics), **columns}
 
 
 # -- writing -----------------------------------------------------------------------------------------------

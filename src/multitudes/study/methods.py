@@ -202,7 +202,8 @@ def _variances(net: Multitude, training: Training, settings: Settings) -> Traini
     lr = 1e-3 if lr is None else lr
     alpha = settings["log_alpha_lr"]
     groups = net.parameter_groups(lr=lr) if alpha is None else net.parameter_groups(lr=lr, log_alpha=alpha)
-    return {**_longer(net, training, settings), "optimizer": torch.optim.Adam(groups), "lr": None}
+    fused = all(parameter.is_cuda for parameter in net.parameters()) or None
+    return {**_longer(net, training, settings), "optimizer": torch.optim.Adam(groups, fused=fused), "lr": None}
 
 
 def _wandering(net: Multitude, training: Training, settings: Settings) -> Training:

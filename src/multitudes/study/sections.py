@@ -134,6 +134,14 @@ class EvaluationSection(Section):
 
     shift: Corruptions | None = None
     severities: Severities = [1, 3, 5]
+    shift_limit: Count | None = None
+    """How many images of the test part are corrupted; None is all of them."""
+    shift_draws: Count | None = None
+    """How many draws are made of each of these; None is as many as of the others."""
     draws: Count = 20
     batch_size: Count = 256
     sizes: Sizes = [1, 2, 4, 8, 16]
+    bins: Count = 15
+    """Of confidence, for the calibration errors."""
+    min_count: Count = 1
+    """How many predictions a bin must hold to count for them."""

@@ -32,6 +32,7 @@ from typing import Any, Literal, Self
 
 from multitudes.study.methods import METHODS, methods_for
 from multitudes.study.networks import defaults, network_names
+from multitudes.study.scales import at_scale
 from multitudes.study.sections import (
     DataSection,
     EvaluationSection,
@@ -98,8 +99,8 @@ class Spec(Section):
     _file: str | None = PrivateAttr(default=None)
 
     @classmethod
-    def load(cls, path: str | Path, **options: Any) -> Self:
-        """Read a `study.toml`; options, named as in `of`, come before what it says."""
+    def load(cls, path: str | Path, scale: str | None = None, **options: Any) -> Self:
+        """Read a `study.toml`, at one of its scales; options, named as in `of`, come before what it says."""
         path = Path(path)
         try:
             text = path.read_text(encoding="utf-8")
@@ -108,7 +109,11 @@ class Spec(Section):
             raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}") from error
         except ValueError as error:  # no TOML, or not UTF-8
             raise ValueError(f"{path.name}: {str(error)[:1].lower()}{str(error)[1:]}") from error
-        return cls._checked(_merged(raw, options), path.parent, key_lines(text), path.name)
+        try:
+            raw, lines = at_scale(raw, key_lines(text), scale)
+        except ValueError as error:
+            raise ValueError(f"{path.name}: {error}") from error
+        return cls._checked(_merged(raw, options), path.parent, lines, path.name)
 
     @classmethod
     def of(cls, **options: Any) -> Self:
