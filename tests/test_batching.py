@@ -51,13 +51,39 @@ def test_average_pooling(size: object, shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(got, pool(x))
 
 
-def test_a_convolution_with_a_bias_under_autocast() -> None:
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_a_convolution_under_autocast(kind: type[nn.Module], bias: bool) -> None:
     torch.manual_seed(0)
-    layer, x = nn.Conv2d(3, 4, 3, stride=2, padding=1), torch.randn(2, 3, 8, 8)
+    layer, x = kind(3, 4, 3, stride=2, padding=1, bias=bias), torch.randn(6, 2, 3, 8, 8)  # type: ignore[arg-type]
+    want = torch.stack([layer(each) for each in x])
     with torch.autocast("cpu", torch.bfloat16), vmap_friendly(lambda: True):
-        got = layer(x)
-    assert got.dtype == torch.bfloat16
-    torch.testing.assert_close(got.float(), layer(x), rtol=2**-7, atol=2**-7)  # weights, products and sums are rounded
+        for got in (torch.vmap(layer)(x), torch.vmap(layer)(x.bfloat16()), torch.stack([layer(each) for each in x])):
+            assert got.dtype == torch.bfloat16
+            torch.testing.assert_close(got.float(), want, rtol=2**-6, atol=2**-6)  # everything is rounded
+        double = layer.double()(x[0].double())
+    assert double.dtype == torch.float64
+
+
+def test_a_convolution_with_settings_by_name() -> None:
+    x, weight, bias = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3), torch.randn(4)
+    with vmap_friendly(lambda: True):
+        got = F.conv2d(x, weight, bias=bias, stride=2, padding=1)
+    torch.testing.assert_close(got, F.conv2d(x, weight, bias, 2, 1), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_the_draws_of_a_unet_run_at_once_under_autocast(memory_format: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    net = mt.mc_dropout(mt.models.unet(3, width=4)).eval().to(memory_format=memory_format)  # type: ignore[call-overload]
+    x = torch.randn(1, 3, 16, 24)
+    with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
+        warnings.simplefilter("error")  # of another way than vmap
+        drawn = net(x, draws=3, seed=0)
+        net._habits.way = "loop"
+        want = net(x, draws=3, seed=0)
+    assert drawn.dtype == want.dtype == torch.bfloat16
+    torch.testing.assert_close(drawn, want, rtol=0.05, atol=0.02)
 
 
 def test_before_there_is_anything_batched_torchs_own_functions_run() -> None:

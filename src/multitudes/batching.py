@@ -46,7 +46,7 @@ class _OtherWords(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
+_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 
 def _batch_norm(
@@ -71,12 +71,16 @@ def _batch_norm(
     return torch.addcmul(shift.view(shape), input, scale.view(shape)).to(input.dtype)
 
 
-def _convolution(function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any) -> Tensor:
-    """Under autocast, vmap's convolution forgets to cast the bias."""
-    if bias is None or not torch.is_autocast_enabled(input.device.type):
-        return function(input, weight, bias, *rest)
-    y = function(input, weight, None, *rest)
-    return y + bias.to(y.dtype).view(-1, *[1] * (weight.dim() - 2))
+def _convolution(
+    function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **options: Any
+) -> Tensor:
+    """Under autocast, vmap's convolution forgets to cast the bias, and on a CPU whatever else is not cast already."""
+    kind = input.device.type
+    if not torch.is_autocast_enabled(kind) or input.dtype == torch.float64:  # which autocast leaves alone
+        return function(input, weight, bias, *rest, **options)
+    dtype = torch.get_autocast_dtype(kind)
+    y = function(input.to(dtype), weight.to(dtype), None, *rest, **options)
+    return y if bias is None else y + bias.to(dtype).view(-1, *[1] * (weight.dim() - 2))
 
 
 def _average_pool(input: Tensor, output_size: Any) -> Tensor:
