@@ -1,0 +1,201 @@
+"""Temporal and spatial smoothing: U-Net on CamVid.
+
+Park & Kim, *Blurs behave like ensembles: spatial smoothings to improve accuracy, uncertainty, and robustness*, 2022,
+Table E.4: U-Net and MC dropout, each with and without spatial smoothing, each with and without temporal smoothing.
+
+Each piece trains one network and measures it on two videos, frame by frame in their order. `test` are the test frames,
+which are a second apart. `val` are the validation frames, 15 of which are a second, nearly as in the paper, whose
+temporal smoothing reads the unlabelled frames between the labelled ones. Nothing is chosen by either of them.
+
+    python -m recipes.camvid --data-root DIR --only dnn,dnn_smooth
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import multitudes as mt
+from multitudes import metrics
+from recipes.camvid_data import CLASSES, UNLABELLED, Crops, Frames, balanced, place, read, sequences
+from recipes.recipe import Recipe
+
+SEED = 0
+DROPOUT = 0.5
+REMEMBERED = 6
+"""The frame itself, and the 5 before it."""
+DECAYS = (0.8, 1.6)
+"""The paper's for each step from frame to frame; and twice that, which is the paper's for a fifteenth of a second."""
+VIDEOS = ("test", "val")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much of it."""
+
+    shrink: int
+    """Frames are smaller by this factor."""
+    every: int
+    """One in so many training frames."""
+    first: int | None
+    """So many frames at the beginning of each video."""
+    width: int
+    crop: tuple[int, int]
+    batch_size: int
+    epochs: int
+    lr: float
+    draws: int
+
+
+SCALES = {
+    "smoke": Scale(4, every=9, first=6, width=8, crop=(72, 96), batch_size=2, epochs=8, lr=5e-3, draws=4),
+    "full": Scale(1, every=1, first=None, width=64, crop=(240, 320), batch_size=4, epochs=40, lr=1e-3, draws=30),
+}
+
+
+def work(recipe: Recipe, piece: str) -> dict[str, Any]:
+    """Train a network, and measure it on both videos."""
+    scale = SCALES[recipe.scale]
+    start = time.time()
+    train = frames_of(recipe, "train", every=scale.every, shrink=scale.shrink)
+    videos = {name: frames_of(recipe, name, first=scale.first, shrink=scale.shrink) for name in VIDEOS}
+    std, mean = torch.std_mean(train.images.float(), (0, 2, 3), keepdim=True)
+    been_read = time.time()
+    net = network(piece, scale.width).to(recipe.device)
+    history = trained(net, train, mean, std, scale, recipe, piece)
+    been_trained = time.time()
+    if recipe.device.type == "cuda":
+        convolve_in_bfloat16(net)
+    rows = [
+        {"video": name, "draws": draws, "decay": decay} | measured(net, video, mean, std, draws, decay)
+        for name, video in videos.items()
+        for draws, decay in passes(piece, scale.draws)
+    ]
+    return {
+        "settings": asdict(scale) | {"size": list(train.labels.shape[1:]), "frames": len(train), "seed": SEED},
+        "parameters": sum(parameter.numel() for parameter in net.parameters()),
+        "loss": rounded(history[-1].loss),
+        "seconds": {
+            "read": rounded(been_read - start),
+            "train": rounded(sum(epoch.seconds for epoch in history)),
+            "measure": rounded(time.time() - been_trained),
+        },
+        "videos": {name: described(video) for name, video in videos.items()},
+        "rows": rows,
+    }
+
+
+def frames_of(recipe: Recipe, part: str, **options: Any) -> Frames:
+    """The frames of a part, on the device; what was read is kept with the piece."""
+    frames = read(recipe.data_root / "camvid" / f"{part}.parquet", **options)
+    recipe.fingerprints[f"camvid/{part}"] = frames.fingerprint
+    return frames.to(recipe.device)
+
+
+# -- networks ----------------------------------------------------------------------------------------------
+
+
+def network(piece: str, width: int) -> mt.Multitude:
+    """The network of a piece. All four begin with the same weights."""
+    draws = piece.startswith("mc_dropout")
+    torch.manual_seed(SEED)
+    model: nn.Module = mt.models.unet(CLASSES, width=width, dropout=DROPOUT if draws else 0.0)
+    if piece.endswith("smooth"):
+        model = mt.smooth(model)
+    return mt.mc_dropout(model) if draws else mt.Multitude(model)
+
+
+def trained(
+    net: mt.Multitude, train: Frames, mean: Tensor, std: Tensor, scale: Scale, recipe: Recipe, piece: str
+) -> list[Any]:
+    """The paper's recipe: Adam, its rate cut to a fifth after 100 of 130 epochs, and classes that weigh alike."""
+    return mt.fit(
+        net,
+        Crops(train, mean, std, scale.crop, scale.batch_size),
+        scale.epochs,
+        optimizer="adam",
+        lr=scale.lr,
+        schedule={"name": "multistep", "milestones": [100 / 130], "factor": 0.2},
+        criterion=partial(F.cross_entropy, weight=balanced(train.labels), ignore_index=UNLABELLED),
+        precision="bfloat16" if recipe.device.type == "cuda" else "float32",
+        channels_last=recipe.device.type == "cuda",
+        seed=SEED,
+        checkpoint=recipe.networks / f"{piece}.safetensors",
+    )
+
+
+def convolve_in_bfloat16(net: nn.Module) -> None:
+    """Convolutions compute in bfloat16; the statistics of norms stay as they are."""
+    for layer in net.modules():
+        if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d)):
+            layer.bfloat16()
+
+
+# -- measuring ---------------------------------------------------------------------------------------------
+
+
+def passes(piece: str, draws: int) -> list[tuple[int, float | None]]:
+    """How each video is gone through: with how many draws of each frame, and with which decay of the frames before."""
+    several = [(draws, None)] if piece.startswith("mc_dropout") else []
+    return [(1, None), *several, *[(1, decay) for decay in DECAYS]]
+
+
+def measured(
+    net: mt.Multitude, video: Frames, mean: Tensor, std: Tensor, draws: int, decay: float | None
+) -> dict[str, float]:
+    """What the network says of a video, scored; with a `decay`, averaged with what it said of the frames before."""
+    scores: dict[str, Any] = {
+        "nll": metrics.NLL(),
+        "accuracy": metrics.Accuracy(),
+        "ece": metrics.ECE(bins=10),
+        "mean_iou": metrics.MeanIoU(CLASSES),
+    }
+    consistency = metrics.TemporalConsistency()
+    dtype = next(layer.weight.dtype for layer in net.modules() if isinstance(layer, nn.Conv2d))
+    for sequence in sequences(video.names):
+        consistency.new_sequence()
+        watching = net if decay is None else mt.temporal(net, frames=REMEMBERED, decay=decay)
+        for index in sequence:
+            x, y = (video.images[index, None] - mean) / std, video.labels[index, None].long()
+            x = x.to(dtype, memory_format=torch.channels_last)
+            p = watching.predict(x, draws=draws, seed=SEED + index)  # each frame has draws of its own
+            rows = metrics.read_rows(p, y, ignore=UNLABELLED)
+            for metric in scores.values():
+                metric.update(rows)
+            consistency.update(p.probs, y != UNLABELLED)
+    scores["consistency"] = consistency
+    return {name: rounded(float(metric.compute())) for name, metric in scores.items()}
+
+
+def described(video: Frames) -> dict[str, Any]:
+    """How long a video is, how many of the camera's frames are between two of its own, and how much it moves."""
+    found = sequences(video.names)
+    truth = metrics.TemporalConsistency()
+    for sequence in found:
+        truth.new_sequence()
+        for label in video.labels[sequence.start : sequence.stop, None].long():
+            truth.update(F.one_hot(label, CLASSES + 1).movedim(-1, 1).float(), label != UNLABELLED)
+    steps = {place(video.names[i + 1])[1] - place(video.names[i])[1] for sequence in found for i in sequence[:-1]}
+    return {
+        "sequences": [len(sequence) for sequence in found],
+        "step": max(steps),
+        "consistency": rounded(float(truth.compute())),
+    }
+
+
+def rounded(value: float) -> float:
+    """Five digits are more than the noise."""
+    return float(f"{value:.5g}")
+
+
+PIECES = ("dnn", "dnn_smooth", "mc_dropout", "mc_dropout_smooth")
+recipe = Recipe("camvid", __doc__, {piece: partial(work, piece=piece) for piece in PIECES})
+
+if __name__ == "__main__":
+    recipe.run()

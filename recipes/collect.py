@@ -1,0 +1,108 @@
+"""Takes what a recipe has measured into `results/`, without weights and predictions.
+
+    python -m recipes.collect runs/packed_cifar10 runs/variance_mnist
+
+A run of a study file gives one file for each of its jobs, a run of a script one for each of its pieces; those that are
+there already are replaced. Only what was done at full scale is evidence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from multitudes.study.store import Job, Run, write_atomically
+from recipes.recipe import ROOT, commit
+
+__all__ = ["collect", "main"]
+
+RESULTS = ROOT / "results"
+
+
+def collect(run: Path, results: Path = RESULTS) -> list[Path]:
+    """Write the pieces of a run to `results/RECIPE/`; gives the files."""
+    if not run.is_dir():
+        raise ValueError(f"run must be the directory of a run, got {str(run)!r}, which is none")
+    pieces = list(_jobs(run) if (run / "study.toml").is_file() else _pieces(run))
+    if not pieces:
+        raise ValueError(f"run must hold something that is done, got {str(run)!r}, which has no finished piece")
+    written = []
+    for piece in pieces:
+        if piece["scale"] != "full":
+            raise ValueError(f"{str(run)!r} was done at scale {piece['scale']}: only what is done in full is evidence")
+        path = results / piece["recipe"] / f"{piece['piece']}.json"
+        written.append(write_atomically(path, json.dumps(rounded(piece), indent=1, allow_nan=False) + "\n"))
+    return written
+
+
+def _pieces(run: Path) -> Iterator[dict[str, Any]]:
+    """Those of a script."""
+    for file in sorted(run.glob("*.json")):
+        yield json.loads(file.read_text("utf-8"))
+
+
+def _jobs(run: Path) -> Iterator[dict[str, Any]]:
+    """Those of a study file, told as a script tells its own."""
+    recipe, _, scale = run.name.partition("-")
+    file = ROOT / "recipes" / f"{recipe}.toml"
+    if not file.is_file():
+        raise ValueError(f"run must be named after its recipe, got {str(run)!r}, and there is no recipes/{recipe}.toml")
+    for job in Run(run).done:
+        yield {
+            "recipe": recipe,
+            "piece": job.name,
+            "scale": scale or "full",
+            "command": f"multitudes compare recipes/{recipe}.toml",
+            "commit": commit(),
+            "data": {_source(file): (job.config or {})["data"]["fingerprint"]},
+            **_measured(job),
+        }
+
+
+def _source(file: Path) -> str:
+    return tomllib.loads(file.read_text("utf-8"))["data"]["source"]
+
+
+def _measured(job: Job) -> dict[str, Any]:
+    metrics = dict(job.metrics)
+    about = {name: metrics.pop(name) for name in ("machine", "versions", "seconds")}
+    history = metrics.pop("history")
+    metrics["losses"] = [epoch["loss"] for epoch in history]
+    metrics["scores"] = {name: score["value"] for name, score in metrics["scores"].items()}
+    config = {name: value for name, value in (job.config or {}).items() if name not in ("data", "device", "version")}
+    return {**about, "result": {"config": config, **metrics}}
+
+
+def rounded(value: Any, digits: int = 6) -> Any:
+    """The same with numbers of so many digits, so that files stay small and can be read.
+
+    >>> rounded({"nll": [0.123456789, 1e-9]})
+    {'nll': [0.123457, 1e-09]}
+    """
+    if isinstance(value, Mapping):
+        return {key: rounded(each, digits) for key, each in value.items()}
+    if isinstance(value, str) or not isinstance(value, Sequence | float):
+        return value
+    if isinstance(value, Sequence):
+        return [rounded(each, digits) for each in value]
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else value
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.collect", description="Take runs into results/.")
+    parser.add_argument("runs", type=Path, nargs="+", help="directories of runs, named after their recipes")
+    for run in parser.parse_args(arguments).runs:
+        try:
+            print(f"{run}: {len(collect(run))} pieces")
+        except ValueError as error:
+            parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What the recipes that are scripts share: one command line, two scales, and pieces that are done once.
+
+    python -m recipes.variance_mnist --data-root DIR --scale smoke --out runs/variance_mnist
+
+A recipe is made of named pieces. Each is written to `OUT/PIECE.json` when it is done, together with what it was done
+with; the same command again does what is missing, and `--only` asks for some of them, so that a long recipe can be
+done bit by bit, or several at a time. `python -m recipes.collect OUT` takes the pieces into `results/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import multitudes as mt
+from multitudes.data import Data
+from multitudes.study.costs import machine, versions
+from multitudes.study.inputs import device_of
+from multitudes.study.store import write_atomically
+
+__all__ = ["SCALES", "Recipe", "commit"]
+
+SCALES = ("smoke", "full")
+"""Minutes on two cores and a subset of the data, to see that it works; and one GPU, up to half an hour."""
+
+ROOT = Path(__file__).parents[1]
+
+
+class Recipe:
+    """A recipe as the command line asks for it: where its data are, where its results go, and which pieces to do.
+
+    `work` has a function for each piece, in the order in which they are done; its result must be plain JSON.
+    """
+
+    def __init__(
+        self, name: str, description: str | None, work: Mapping[str, Callable[[Recipe], dict[str, Any]]]
+    ) -> None:
+        self.name, self.work = name, work
+        self.description = (description or "").strip()
+        self.fingerprints: dict[str, str] = {}
+
+    def run(self, arguments: Sequence[str] | None = None) -> None:
+        """Read the command line, and do the pieces that it asks for and that are not done."""
+        self._read(arguments)
+        for piece in self.pieces:
+            path = self.out / f"{piece}.json"
+            if path.is_file():
+                print(f"{piece}: done before")
+                continue
+            self.fingerprints.clear()
+            start = time.time()
+            result = self.work[piece](self)
+            seconds = time.time() - start
+            write_atomically(
+                path, json.dumps(self._about(piece, seconds) | {"result": result}, indent=1, allow_nan=False)
+            )
+            print(f"{piece}: {seconds:.0f} s", flush=True)
+
+    def data(self, source: str, **options: Any) -> Data:
+        """Data within the data root; what they are is kept with the piece that reads them."""
+        data = mt.data.load(self.data_root / source, **options)
+        self.fingerprints[source] = data.fingerprint
+        return data
+
+    @property
+    def smoke(self) -> bool:
+        """Whether this is only to see that it works."""
+        return self.scale == "smoke"
+
+    @property
+    def networks(self) -> Path:
+        """A folder for trained networks, which stay out of the results."""
+        folder = self.out / "networks"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _read(self, arguments: Sequence[str] | None) -> None:
+        parser = argparse.ArgumentParser(
+            prog=f"python -m recipes.{self.name}",
+            description=self.description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.add_argument("--data-root", type=Path, required=True, help="the folder with the data sets")
+        parser.add_argument("--out", type=Path, default=Path("runs") / self.name, help="where results go (%(default)s)")
+        parser.add_argument("--scale", choices=SCALES, default="full", help="how much of it (%(default)s)")
+        parser.add_argument("--device", help="cpu, cuda or auto (auto)")
+        parser.add_argument("--only", default=",".join(self.work), help="pieces, by default all: %(default)s")
+        given = parser.parse_args(arguments)
+        self.pieces = [piece for piece in given.only.split(",") if piece]
+        for piece in self.pieces:
+            if piece not in self.work:
+                parser.error(f"--only must be pieces of {', '.join(self.work)}, got {piece!r}")
+        if not given.data_root.is_dir():
+            parser.error(f"--data-root must be a folder, got {str(given.data_root)!r}, which is none")
+        self.data_root, self.out, self.scale = given.data_root, given.out, given.scale
+        self.device: torch.device = device_of(given.device)
+        self.command = shlex.join(["python", "-m", f"recipes.{self.name}", "--scale", self.scale])
+
+    def _about(self, piece: str, seconds: float) -> dict[str, Any]:
+        return {
+            "recipe": self.name,
+            "piece": piece,
+            "scale": self.scale,
+            "command": self.command,
+            "commit": commit(),
+            "data": dict(self.fingerprints),
+            "machine": machine(self.device),
+            "versions": versions(),
+            "seconds": seconds,
+        }
+
+
+def commit() -> str | None:
+    """The commit of the code that runs, with a + where it was changed since; MULTITUDES_COMMIT says it elsewhere."""
+    if told := os.environ.get("MULTITUDES_COMMIT"):
+        return told
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "--short=10", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "src", "recipes"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip() + ("+" if changed.stdout.strip() else "")

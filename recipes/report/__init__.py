@@ -1,0 +1,1 @@
+"""The page of results, made from the raw files alone."""

@@ -1,0 +1,34 @@
+"""Writes `results/README.md` and its figures from the raw files: `make results`, or `python -m recipes.report`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from multitudes.study.store import write_atomically
+from recipes.collect import RESULTS
+from recipes.report.page import Page
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.report", description="Make the page of results.")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where the page is not what it was")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the raw files are")
+    given = parser.parse_args(arguments)
+    page, path = Page(given.results), given.results / "README.md"
+    if given.check:
+        if not path.is_file() or path.read_text("utf-8") != page.text:
+            sys.exit(f"{path} does not say what the raw files say: run `make results`")
+        return
+    write_atomically(path, page.text)
+    for name, figure in page.figures.items():
+        figure.write_image(given.results / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    main()

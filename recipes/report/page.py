@@ -1,0 +1,99 @@
+"""The page of results: what must show, and a section for each recipe, with what it was done with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recipes.report.raw import MISSING, Claim, Raw, Section, table
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+__all__ = ["SECTIONS", "Page"]
+
+SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "packed_cifar10": ("packed_cifar10",),
+    "smoothing": ("smoothing", "smoothing_resnet18", "smoothing_vgg16"),
+    "patching_cifar10": ("patching_cifar10",),
+    "patching_uci": ("patching_uci",),
+    "variance_mnist": ("variance_mnist",),
+    "variance_attacks": ("variance_attacks",),
+    "ensembles_landscape": ("ensembles_landscape",),
+    "camvid": ("camvid",),
+}
+"""The sections in their order, each a module of this package, and the folders of raw files that it reads."""
+
+HEAD = """# Results
+
+The papers' experiments, rerun from [recipes](../recipes/README.md) on real data at the scale of one GPU, with the
+papers' numbers beside ours. This page is made from the raw files beside it by `make results`; nothing in it is typed in
+by hand but the papers' own numbers.
+"""
+
+HOLDS = {True: "yes", False: "**no**", None: "not measured"}
+
+
+class Page:
+    """The page, from the raw files in a directory."""
+
+    def __init__(self, results: Path) -> None:
+        self.raws = {name: Raw(results / name) for folders in SECTIONS.values() for name in folders}
+
+    @cached_property
+    def sections(self) -> dict[str, Section]:
+        """Of the recipes of which something has been measured."""
+        found = {}
+        for name, folders in SECTIONS.items():
+            raws = [self.raws[folder] for folder in folders]
+            if any(raw.pieces for raw in raws):
+                section: Callable[..., Section] = import_module(f"recipes.report.{name}").section
+                found[name] = section(*raws)
+        return found
+
+    @property
+    def claims(self) -> list[Claim]:
+        """All that must show."""
+        return [claim for section in self.sections.values() for claim in section.claims]
+
+    @property
+    def figures(self) -> dict[str, Figure]:
+        """By the way to their files, without the suffix."""
+        return {
+            f"{name}/{file}": figure
+            for name, section in self.sections.items()
+            for file, figure in section.figures.items()
+        }
+
+    @property
+    def text(self) -> str:
+        """The whole page as Markdown."""
+        rows = [[claim.text, HOLDS[claim.holds], claim.numbers or MISSING] for claim in self.claims]
+        parts = [HEAD, "## What must show\n", table(["claim", "holds", "numbers"], rows).replace("---:", "---") + "\n"]
+        for name, section in self.sections.items():
+            parts += [f"## {section.title}\n", section.text.strip() + "\n", self._made(name)]
+        return "\n".join(parts)
+
+    def _made(self, name: str) -> str:
+        """What the pieces were done with."""
+        pieces = [piece for folder in SECTIONS[name] for piece in self.raws[folder].pieces.values()]
+        rows = [_row(piece) for piece in pieces]
+        header = ["piece", "command", "commit", "data", "machine", "seconds"]
+        body = table(header, rows).replace("---:", "---")
+        return f"<details><summary>What it was done with</summary>\n\n{body}\n\n</details>\n"
+
+
+def _row(piece: Mapping[str, Any]) -> list[str]:
+    data = ", ".join(f"{name} `{str(fingerprint)[:12]}`" for name, fingerprint in piece["data"].items())
+    machine = f"{piece['machine']['name']}, torch {piece['versions']['torch']}"
+    return [
+        piece["piece"],
+        f"`{piece['command']} --data-root DIR`",
+        f"`{piece['commit'] or MISSING}`",
+        data or MISSING,
+        machine,
+        f"{piece['seconds']:.0f}",
+    ]
