@@ -17,6 +17,7 @@ import multitudes as mt
 from multitudes.batches import Batches
 from multitudes.batchnorm import accuracy, statistics
 from multitudes.stochastic import Stochastic
+from multitudes.training import fit
 from multitudes.trajectory import Recorder, Trajectory
 
 
@@ -108,18 +109,22 @@ def test_low_precision_weights_are_averaged_in_float32() -> None:
     assert recorder[0]["weight"].dtype == torch.bfloat16
 
 
+def test_recording_after_each_step_ends_no_training() -> None:
+    net = nn.Linear(2, 2)
+    recorder = Recorder(net)
+    history = fit(net, [(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))], 3, callbacks=[lambda _: recorder.step()])
+    assert len(history) == 3 and recorder.count == 6  # after each step, and after each epoch
+
+
 def test_every_nth_step_is_recorded() -> None:
     net = Scalar()
     recorder = Recorder(net, every=3)
-    assert [(net.at(step), recorder.step())[1] for step in range(1, 8)] == [
-        False,
-        False,
-        True,
-        False,
-        False,
-        True,
-        False,
-    ]
+    counts = []
+    for step in range(1, 8):
+        net.at(step)
+        recorder.step()
+        counts.append(recorder.count)
+    assert counts == [0, 0, 1, 1, 1, 2, 2]
     assert [state["weight"].item() for state in recorder] == [3.0, 6.0]
 
 

@@ -83,7 +83,7 @@ class Recorder:
     >>> recorder = Recorder(net, keep=2)
     >>> for weight in (1.0, 2.0, 3.0):
     ...     _ = nn.init.constant_(net.weight, weight)
-    ...     _ = recorder.step()
+    ...     recorder.step()
     >>> [state["weight"].item() for state in recorder], recorder.count, recorder.mean["weight"].item()
     ([2.0, 3.0], 3, 2.0)
     """
@@ -111,13 +111,11 @@ class Recorder:
         if self._disk is not None:
             self._take_up(self._disk, resume)
 
-    def step(self) -> bool:
-        """One more epoch, or training step; whether it has been recorded."""
+    def step(self) -> None:
+        """One more epoch, or training step; every `every`-th is recorded."""
         self._steps += 1
-        due = self._steps % self.every == 0
-        if due:
+        if self._steps % self.every == 0:
             self.record()
-        return due
 
     def record(self) -> None:
         """Record the network as it is."""

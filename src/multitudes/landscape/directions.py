@@ -158,9 +158,13 @@ class Frame:
         """How many directions there are."""
         return len(self.directions)
 
+    def to(self, device: torch.device | str) -> Frame:
+        """The same plane with its vectors on another device, where weights are then computed."""
+        return Frame(self.origin.to(device), self.directions.to(device))
+
     def weights(self, coordinates: Tensor) -> Tensor:
         """The weights at coordinates: `[..., A] -> [..., P]`, in float64."""
-        weights = self.origin
+        weights, coordinates = self.origin, coordinates.to(self.origin.device)
         for axis, direction in enumerate(self.directions):
             weights = weights + coordinates[..., axis, None] * direction
         return weights

@@ -103,8 +103,7 @@ class Plane:
         for index, (name, (at_x, at_y)) in enumerate(zip(self.solutions, self.coordinates.tolist(), strict=True)):
             marker = {"symbol": SYMBOLS[index % len(SYMBOLS)], "size": 12, "color": "white", "line": {"width": 2}}
             fig.add_trace(go.Scatter(x=[at_x], y=[at_y], name=name, mode="markers", marker=marker))
-        fig.update_layout(legend={"x": 0.01, "y": 0.99, "bgcolor": "rgba(255,255,255,0.7)"})
-        return fig
+        return fig.update_layout(legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"})  # on no solution
 
     def _line(self, values: Tensor, title: str) -> Any:
         fig, go = figure(title.capitalize(), "along the line", title), graph_objects()
@@ -201,6 +200,8 @@ def plane(
     if folder is not None:
         asked = (frame.origin, frame.directions, grid, list(states.items()), gauge.identity(), seeds, draws, noise)
         kept = Kept(folder, "plane", fingerprint(*asked))
+    # A large network's weights take a CPU longer than measuring them takes a GPU; not every other device has float64.
+    near = frame.to(gauge.device) if gauge.device.type == "cuda" else frame
     given_scores = []
     bar = ProgressBar(len(lanes) * len(grid), progress, "points")
     try:
@@ -211,7 +212,7 @@ def plane(
                 for start in range(0, len(missing), gauge.at_once):
                     chunk = missing[start : start + gauge.at_once]
                     noises = None if lane is None else [_at(lane, at, noise) for at in chunk]
-                    kept.add(number, chunk, gauge.measure(frame.weights(grid[chunk]), noises))
+                    kept.add(number, chunk, gauge.measure(near.weights(grid[chunk]), noises))
                     bar.update(len(kept.rows))
     finally:
         bar.clear()
