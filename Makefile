@@ -10,7 +10,7 @@ STAMP   := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help env test slow check format demo clean
+.PHONY: help env test slow check format demo results clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ format: env ## format the code and fix what can be fixed
 
 demo: env ## compare all methods on handwritten digits, and write a page about it; takes about three minutes
 	$(BIN)/multitudes compare digits --methods all --out runs/demo
+
+results: env ## make results/README.md and its figures from the raw files beside it
+	$(BIN)/python -m recipes.report
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

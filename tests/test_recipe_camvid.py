@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from recipes import camvid, camvid_data
 from recipes.camvid_data import CLASSES, UNLABELLED, Crops, Frames
 from recipes.report import camvid as report

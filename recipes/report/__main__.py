@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from multitudes.study.store import write_atomically
 from recipes.collect import RESULTS
 from recipes.report.page import Page
 
-__all__ = ["main"]
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+__all__ = ["drawn", "main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -27,7 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     write_atomically(path, page.text)
     for name, figure in page.figures.items():
-        figure.write_image(given.results / f"{name}.svg")
+        write_atomically(given.results / f"{name}.svg", drawn(figure))
+
+
+def drawn(figure: Figure) -> str:
+    """A figure as SVG, the same text every time: Plotly gives the names in it a random end."""
+    svg = figure.to_image("svg").decode()
+    end = re.search(r'id="defs-(\w+)"', svg)
+    return svg if end is None else svg.replace(end.group(1), "figure")
 
 
 if __name__ == "__main__":
