@@ -1,0 +1,299 @@
+"""Variance networks on MNIST: accuracies, parameterizations, and the phase transition of LeNet-5.
+
+Neklyudov, Molchanov, Ashukha and Vetrov, *Variance networks: when expectation does not meet your expectations*, 2018:
+Tables 1 and 2, Figures 3 to 5, and the numbers of appendices B and D.
+
+Each piece is one network, so that several can be trained at a time, each by a process of its own:
+
+    for piece in dropout all layer fast neuron weight additive student zero phase; do
+        python -m recipes.variance_mnist --data-root DIR --only $piece &
+    done; wait
+
+`dropout` and `all` (four variance layers) are Table 1; `layer`, `neuron`, `weight` and `additive`, with the first dense
+layer alone a variance layer, Table 2; `fast` is `layer` with a log alpha that learns much faster; `student` and `zero`
+are the appendices; `phase` has a smooth nonlinearity after that layer, and is looked at for Figures 3 to 5.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import multitudes as mt
+from multitudes.data import Data, Loader
+from multitudes.methods.variance import variance_layers
+from multitudes.phase import THRESHOLD
+from multitudes.training import Progress
+from recipes.recipe import Recipe
+
+EPOCHS = 100
+"""Of the networks that shall pass the transition, at full scale: what the recipe costs is proportional to it."""
+SHORT = 50
+"""Of the networks that are not waiting for a transition."""
+SEED = 0
+BATCH = 500
+RATE = 2e-3
+SHARED_RATE = 0.2
+"""Of a log alpha that many weights share. It has a long way to go, and its gradient is the sum of all of theirs."""
+FAST_RATE = 3.0
+"""Of the log alpha that is out of reach of the likelihood before the network has learned to use expectations."""
+OWN_RATE = 5e-3
+"""Of a log alpha, or log sigma, of a single weight: 100 epochs reach as far as the paper's 200 at its rate."""
+RECORDS = 20
+"""How often a network is looked at while it is trained."""
+DRAWS = 100
+RECORD_DRAWS = 20
+KAPPA_IMAGES = 5000
+SHARES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.97, 0.98, 0.985, 0.99, 0.995, 0.998, 0.999)
+"""Of the weights, to be fixed: Figure 5."""
+FIRST_BIN, LAST_BIN, BINS = -25.0, 5.0, 60
+"""Of the histograms of log10 |kappa|, Figure 3."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is done."""
+
+    epochs: int
+    batch: int
+    limit: int | None
+    records: int
+    draws: int
+    kappa_images: int
+
+
+def scale_of(recipe: Recipe, epochs: int) -> Scale:
+    """At full scale all of MNIST, for smoke a few steps on a subset."""
+    if recipe.smoke:
+        return Scale(2, 50, 1000, 1, 5, 100)
+    return Scale(epochs, BATCH, None, RECORDS, DRAWS, KAPPA_IMAGES)
+
+
+# -- networks ----------------------------------------------------------------------------------------------
+
+
+def lenet(after: nn.Module) -> nn.Module:
+    """LeNet-5 with batch norm after its first dense layer, as in the authors' code, and then `after`."""
+    model = mt.models.lenet5()
+    model.set_submodule("relu3", nn.Sequential(nn.BatchNorm1d(model.fc1.out_features), after))
+    return model
+
+
+def dropout() -> mt.Multitude:
+    """Half of the inputs of each dense layer are dropped."""
+    return mt.mc_dropout(mt.models.lenet5(), p=0.5, where="before", layers=["fc1", "fc2"])
+
+
+def variance(parameterization: str = "layer", layers: tuple[str, ...] = ("fc1",), kl: str = "approximate") -> Any:
+    """A variance LeNet-5: all its random layers are of one parameterization."""
+    after = mt.Absolute() if parameterization == "zero" else nn.ReLU()
+    return mt.variance(lenet(after), list(layers), parameterization, kl=kl, seed=SEED)
+
+
+def optimizer(net: mt.Multitude, shared: float = SHARED_RATE) -> torch.optim.Optimizer:
+    """Adam, at a rate of their own for the parameters that say how much weights spread."""
+    own: dict[str, float] = {}
+    for layer in variance_layers(net).values():
+        if layer.parameterization in ("layer", "neuron"):
+            own["log_alpha"] = shared
+        elif layer.parameterization == "weight":
+            own["log_alpha"] = OWN_RATE
+        elif layer.parameterization == "additive":
+            own["log_sigma"] = OWN_RATE
+    return torch.optim.Adam(net.parameter_groups(lr=RATE, **own), fused=True)
+
+
+# -- measuring ---------------------------------------------------------------------------------------------
+
+
+def accuracy(net: mt.Multitude, loader: Loader, draws: int) -> float:
+    """The share of a part that the mean over draws gets right; of the expectations, for 0 draws."""
+    right = sum((net.predict(x, draws=draws, seed=number).label == y).sum() for number, (x, y) in enumerate(loader))
+    return round(int(right) / len(loader.part), 5)
+
+
+def accuracies(net: mt.Multitude, loader: Loader, draws: int) -> dict[str, float]:
+    """By the three procedures of the paper's section 3."""
+    return {
+        "stochastic": accuracy(net, loader, 1),
+        "deterministic": accuracy(net, loader, 0),
+        "ensemble": accuracy(net, loader, draws),
+    }
+
+
+@torch.no_grad()
+def elbo(net: mt.Multitude, loader: Loader, draws: int = 5) -> float:
+    """The evidence lower bound of a part, eq. (1): the expected log-likelihood of all of it, less the divergence."""
+    total = 0.0
+    for number, (x, y) in enumerate(loader):
+        log_probs = net.predict(x, draws=draws, seed=number).member_log_probs
+        total -= float(F.nll_loss(log_probs.mean(0), y, reduction="sum"))
+    return round(total - float(net.kl()), 2)
+
+
+def log_alphas(net: mt.Multitude) -> dict[str, list[float]]:
+    """Of each variance layer with expectations, the least, the mean and the largest log alpha."""
+    found = {}
+    for name, layer in variance_layers(net).items():
+        if layer.parameterization != "zero":
+            values = layer.log_alphas().detach()
+            found[name] = [round(float(value), 3) for value in (values.min(), values.mean(), values.max())]
+    return found
+
+
+def centred(net: mt.Multitude) -> mt.Multitude:
+    """The network with the first dense layer's expectations set to 0 and its variances kept, eq. (11)."""
+    new = copy.deepcopy(net)
+    old: Any = net.network.fc1
+    layer = mt.VarianceLinear.of(old.expected(), parameterization="zero")
+    layer.sigma.data = old.variance().sqrt().detach()
+    new.network.fc1 = layer
+    return new
+
+
+# -- training ----------------------------------------------------------------------------------------------
+
+
+def train(
+    net: mt.Multitude,
+    data: Data,
+    scale: Scale,
+    device: torch.device,
+    shared: float = SHARED_RATE,
+    look: Callable[[mt.Multitude], dict[str, Any]] = lambda net: {},
+) -> dict[str, Any]:
+    """Train a network, looking at it now and then, and say what it can do in the end."""
+    net.to(device)
+    test = Loader(data.test, data, 500, device, shuffle=False)
+    at = record_epochs(scale.epochs, scale.records)
+    curve: list[dict[str, Any]] = []
+
+    def record(progress: Progress) -> None:
+        if progress.epoch_ended and progress.epoch in at:
+            said = accuracies(net, test, min(scale.draws, RECORD_DRAWS))
+            curve.append({"epoch": progress.epoch, **said, "log_alpha": log_alphas(net), **look(net)})
+
+    loader = Loader(data.train, data, scale.batch, device, seed=SEED, drop_last=True)
+    history = mt.fit(
+        net, loader, scale.epochs, optimizer=optimizer(net, shared), schedule="linear", callbacks=[record], seed=SEED
+    )
+    whole = Loader(data.train, data, 2000, device, shuffle=False)
+    return {
+        "epochs": scale.epochs,
+        "batch": scale.batch,
+        "log_alpha_rate": shared,
+        "images": len(data.train),
+        "draws": scale.draws,
+        "parameters": sum(parameter.numel() for parameter in net.parameters()),
+        "train_seconds": round(sum(epoch.seconds for epoch in history), 1),
+        **accuracies(net, test, scale.draws),
+        "elbo": elbo(net, whole) if net.divergences else None,
+        "log_alpha": log_alphas(net),
+        "curve": curve,
+    }
+
+
+def record_epochs(epochs: int, records: int) -> set[int]:
+    """So many epochs, closer to each other at the beginning, when more happens; the last is one.
+
+    >>> sorted(record_epochs(80, 8))
+    [1, 5, 11, 20, 31, 45, 61, 80]
+    """
+    return {max(1, round(epochs * (number / records) ** 2)) for number in range(1, records + 1)}
+
+
+def piece(
+    make: Callable[[], mt.Multitude], epochs: int, shared: float = SHARED_RATE
+) -> Callable[[Recipe], dict[str, Any]]:
+    """The work of a piece: train this network for so many epochs at full scale."""
+
+    def work(recipe: Recipe) -> dict[str, Any]:
+        scale = scale_of(recipe, epochs)
+        data = read(recipe, scale)
+        torch.manual_seed(SEED)
+        net = make()
+        result = train(net, data, scale, recipe.device, shared)
+        if log_alphas(net):
+            test = Loader(data.test, data, 500, recipe.device, shuffle=False)
+            result["centred"] = accuracy(centred(net), test, scale.draws)
+        return result
+
+    return work
+
+
+def read(recipe: Recipe, scale: Scale) -> Data:
+    """MNIST, of whose training images as few as possible are held back: nothing is chosen by them."""
+    return recipe.data("mnist", validation=0.01, limit=scale.limit)
+
+
+# -- the phase transition ----------------------------------------------------------------------------------
+
+
+def phase(recipe: Recipe) -> dict[str, Any]:
+    """Kappa along the training of a network with a smooth nonlinearity, and what it says about its weights."""
+    scale = scale_of(recipe, EPOCHS)
+    data = read(recipe, scale)
+    net = mt.variance(lenet(nn.Softplus()), ["fc1"], seed=SEED)
+    x, y = next(iter(Loader(data.train, data, scale.kappa_images, recipe.device, shuffle=False)))
+    whole = len(data.train) / len(y)
+
+    def look(net: mt.Multitude) -> dict[str, Any]:
+        found = mt.kappa(net, x, y, batch_size=1000)["fc1"] * whole
+        above = mt.phase(net, THRESHOLD / whole)["fc1"].share
+        return {"kappa": histogram(found), "above": round(above * found.numel())}
+
+    result = train(net, data, scale, recipe.device, look=look)
+    test = Loader(data.test, data, 500, recipe.device, shuffle=False)
+    kappas = mt.kappa(net, x, y, batch_size=1000)["fc1"]
+    return result | {
+        "centred": accuracy(centred(net), test, scale.draws),
+        "kappa_images": len(y),
+        "weights": kappas.numel(),
+        "bins": [FIRST_BIN, LAST_BIN, BINS],
+        "sparse": [sparse(net, threshold_of(kappas, share), whole, test, scale.draws) for share in SHARES],
+    }
+
+
+def histogram(kappas: Tensor) -> list[int]:
+    """How many weights' log10 |kappa| is in each bin; the first and the last bin have those beyond as well."""
+    logs = kappas.abs().clamp(min=10**FIRST_BIN).log10().clamp(FIRST_BIN, LAST_BIN)
+    return [int(count) for count in torch.histc(logs.float().cpu(), BINS, FIRST_BIN, LAST_BIN)]
+
+
+def threshold_of(kappas: Tensor, share: float) -> float:
+    """The threshold that a share of the weights lie below."""
+    ordered = kappas.abs().flatten().sort().values
+    return float(ordered[round(share * (len(ordered) - 1))])
+
+
+def sparse(net: mt.Multitude, threshold: float, whole: float, test: Loader, draws: int) -> dict[str, float]:
+    """The ensemble with all weights of |kappa| below a threshold fixed: to 0, or to their expectations."""
+    found = {"threshold": float(f"{threshold * whole:.4g}")}
+    for to in ("zero", "mean"):
+        fixed = mt.sparsify(net, threshold, to)
+        found |= {"fixed": round(fixed.fixed, 5), to: accuracy(fixed.net, test, draws)}
+    return found
+
+
+ALL = ("conv1", "conv2", "fc1", "fc2")
+PIECES: dict[str, Callable[[Recipe], dict[str, Any]]] = {
+    "dropout": piece(dropout, SHORT),
+    "all": piece(lambda: variance(layers=ALL), EPOCHS),
+    "layer": piece(lambda: variance("layer"), EPOCHS),
+    "fast": piece(lambda: variance("layer"), EPOCHS, FAST_RATE),
+    "neuron": piece(lambda: variance("neuron"), EPOCHS),
+    "weight": piece(lambda: variance("weight"), EPOCHS),
+    "additive": piece(lambda: variance("additive"), EPOCHS),
+    "student": piece(lambda: variance("layer", kl="student"), EPOCHS),
+    "zero": piece(lambda: variance("zero"), SHORT),
+    "phase": phase,
+}
+
+if __name__ == "__main__":
+    Recipe("variance_mnist", __doc__, PIECES).run()
