@@ -142,6 +142,12 @@ class Slow(nn.Module):
         return x
 
 
+def test_measuring_a_step_does_not_fail_at_a_rate_that_only_a_warm_up_bears() -> None:
+    x, y = torch.randn(8, 1, 8, 8), torch.randint(0, 10, (8,))
+    found = training_cost(Multitude(network()), x, y, lambda net: {"optimizer": "sgd", "lr": 1e6, "warmup": 0})
+    assert found.seconds > 0
+
+
 def test_speed_is_inputs_by_seconds() -> None:
     found = inference_cost(Multitude(Slow()), torch.randn(500, 2))
     assert found.batch == BATCH == 256

@@ -63,8 +63,8 @@ def section(raw: Raw) -> Section:
     found = {method: _seeds(raw, method) for method in METHODS}
     text = f"""ResNet-18 on CIFAR-10, four members, re-derived SVHN as what is foreign, told by the highest probability.
 Numbers are ours, with the deviation over seeds where there are several, and the paper's (means of five runs) in
-brackets. The paper trains on 50,000 images in batches of 128; ours are 49,000 images, batches of 512 and a rate four
-times as high, mixed precision, and a cosine schedule, all for 75 epochs.
+brackets. The paper trains on 50,000 images in batches of 128; ours are 49,000 images, batches of 512, a rate twice
+as high, mixed precision, and a cosine schedule, all for 75 epochs.
 
 {_quality(found)}
 

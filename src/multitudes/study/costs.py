@@ -125,10 +125,11 @@ class Step:
 def training_cost(net: Multitude, x: Tensor, y: Tensor, how: Callable[[Multitude], Mapping[str, Any]]) -> Step:
     """The median of the times of some steps of training on one batch, and the memory that is alive at most.
 
-    `how` gives the arguments of `fit` for a network. A copy is trained, for one epoch: `net` stays as it was.
+    `how` gives the arguments of `fit` for a network. A copy is trained, for one epoch and at a rate of 0: `net` stays as
+    it was, and no network goes bad for being trained on one batch without a warm-up.
     """
     trained = copy.deepcopy(net)
-    short = {"epochs": 1, "schedule": "constant", "warmup": 0, "compile": False, "seed": 0, "progress": False}
+    short = {"epochs": 1, "schedule": _standing, "warmup": 0, "compile": False, "seed": 0, "progress": False}
     arguments = {**how(trained), **short}
     own = sum(tensor.nbytes for tensor in [*trained.parameters(), *trained.buffers()])
     if x.device.type == "cuda":
@@ -145,6 +146,10 @@ def training_cost(net: Multitude, x: Tensor, y: Tensor, how: Callable[[Multitude
     clock = _Clock(x.device)
     fit(trained, [(x, y)] * (MOST + 1), **arguments, callbacks=(clock,))
     return Step(statistics.median(clock.times), own + peak)
+
+
+def _standing(done: float) -> float:
+    return 0.0
 
 
 class _Clock:
