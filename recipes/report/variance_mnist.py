@@ -77,7 +77,7 @@ def _done(raw: Raw) -> str:
         "all that is learned is in the variances. The network is Caffe's LeNet-5 with batch norm after the first dense "
         "layer, as in the authors' code; dropout has rate 0.5 before both dense layers, and no batch norm. \n\n"
         f"**Scaled down.** The paper trains 200 epochs in batches of 200, with Adam at 1e-3 falling linearly to 0. "
-        f"{scale}So that alpha gets as far in fewer steps, Adam starts at 2e-3, with 0.2 for a log alpha that many "
+        f"{scale}So that alpha gets as far in fewer steps, Adam starts at 2e-3, with 0.5 for a log alpha that many "
         "weights share and 5e-3 for one of a single weight. One seed. Stochastic is one draw, deterministic the "
         "expectations, ensemble the mean of the draws' probabilities."
     )

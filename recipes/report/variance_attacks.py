@@ -1,0 +1,168 @@
+"""Attacks on variance networks, beside what the paper says of its Figure 2 and in Table 1."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from recipes.report.raw import MISSING, Claim, Raw, Section, mean_of, number, percent, table
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+NAME = "variance_attacks"
+
+TABLE_1 = {"dropout": (91.0, 93.1, 93.4), "variance": (91.3, 10.0, 93.4)}
+"""VGG-like network on CIFAR-10: stochastic, deterministic and ensemble accuracy in percent."""
+
+CURVES = ("dropout, deterministic", "dropout", "deep ensemble", "variance", "variance ensemble")
+"""Figure 2. The paper prints no numbers for them."""
+
+PIECES = ("dropout-0", "variance-0", "deep_ensemble", "variance_ensemble")
+CHANCE = 0.2
+"""A deterministic accuracy below this counts as near chance, which is 0.1."""
+
+
+def section(raw: Raw) -> Section:
+    """What the page says about it, from the raw files alone."""
+    curves = attacks(raw)
+    text = [_done(raw), _accuracies(raw), _attacks(raw, curves)]
+    figures: dict[str, Figure] = {}
+    if curves:
+        figures = {
+            "success": curve_figure(curves, "success", "Targeted attacks that succeed", "share of images, %", 100),
+            "entropy": curve_figure(curves, "entropy", "Entropy under attack", "mean entropy, nats", 1),
+        }
+        text.append(
+            f"![Success rate of the attack over its steps]({NAME}/success.svg)\n\n"
+            f"![Mean entropy over the attack's steps]({NAME}/entropy.svg)"
+        )
+    return Section("Variance networks: attacks on CIFAR-10", "\n\n".join(text), claims(raw), figures)
+
+
+def attacks(raw: Raw) -> dict[str, dict[str, list[float]]]:
+    """The curves that there are, in the figure's order."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for piece in PIECES:
+        found |= (raw[piece] or {}).get("attacks", {})
+    return {name: found[name] for name in CURVES if name in found}
+
+
+# -- text --------------------------------------------------------------------------------------------------
+
+
+def _done(raw: Raw) -> str:
+    first = next(iter([*raw.matching("variance-").values(), *raw.matching("dropout-").values()]), None)
+    members = next((raw[name]["members"] for name in PIECES[2:] if raw[name] is not None), None)
+    scale = "" if first is None else f"Here {first['epochs']} epochs in batches of {first['batch']}"
+    scale += "" if not scale or members is None else f", and ensembles of {members} networks"
+    scale += f"; {first['attacked_images']:,} test images are attacked. " if first is not None else ""
+    return (
+        "Neklyudov et al. 2018, section 6.3: the VGG-like network of Zagoruyko, and targeted iterative fast-sign "
+        "attacks, whose every step moves each pixel by 0.5 of 255 towards a class that was drawn at random; the images "
+        "stay in [0, 1], and there is no other limit. A network that draws is attacked through the mean of ten draws, "
+        "anew at each step; ensembles of networks that draw have ten draws in all, as nearly as they can be shared. As "
+        "in the authors' code, the variance layers are the last three convolutions and the first dense layer, and the "
+        "dropout before them stays on.\n\n"
+        "**Scaled down.** The paper trains 550 epochs in batches of 100 with Adam at 1e-3 falling linearly to 0, and "
+        f"its ensembles have five networks. {scale}So that alpha gets as far, it starts at exp(-5) rather than "
+        "exp(-10), and learns at ten times the rate of the rest. One seed."
+    )
+
+
+def _accuracies(raw: Raw) -> str:
+    rows = []
+    for name, paper in TABLE_1.items():
+        found = raw[f"{name}-0"] or {}
+        ours = [found.get(key) for key in ("stochastic", "deterministic", "ensemble")]
+        rows.append([name, *[cell for a, b in zip(paper, ours, strict=True) for cell in (number(a, 1), percent(b))]])
+    for piece, name in (("deep_ensemble", "deep ensemble"), ("variance_ensemble", "variance ensemble")):
+        rows.append([name, *[MISSING] * 5, percent((raw[piece] or {}).get("ensemble"))])
+    header = ["network", "stochastic: paper", "ours", "deterministic: paper", "ours", "ensemble: paper", "ours"]
+    alphas = [net["log_alpha"] for net in raw.matching("variance-").values()]
+    mean = {layer: mean_of(values.get(layer) for values in alphas) for layer in (alphas[0] if alphas else {})}
+    reached = ", ".join(f"{layer} {number(value, 1)}" for layer, value in mean.items()) or MISSING
+    return (
+        f"**Table 1, CIFAR-10**, accuracy in percent.\n\n{table(header, rows)}\n\nlog alpha in the end: {reached}; in "
+        "the paper above 15 in the convolutions and above 12 in the dense layer."
+    )
+
+
+def _attacks(raw: Raw, curves: dict[str, dict[str, list[float]]]) -> str:
+    rows = []
+    for name in CURVES:
+        curve = curves.get(name)
+        if curve is None:
+            rows.append([name, *[MISSING] * 6])
+            continue
+        last = len(curve["success"]) - 1
+        rows.append([
+            name,
+            *[percent(curve["success"][min(step, last)]) for step in (last // 3, 2 * last // 3, last)],
+            percent(curve["accuracy"][last]), number(curve["entropy"][0]), number(curve["entropy"][last]),
+        ])  # fmt: skip
+    last = max((len(curve["success"]) - 1 for curve in curves.values()), default=0)
+    at = [f"success after {step}, %" for step in (last // 3, 2 * last // 3, last)] if last else ["success, %"] * 3
+    header = ["network", *at, "accuracy after all, %", "entropy before", "entropy after all"]
+    return (
+        "**Figure 2.** Success is the share of images, of those not taken for the wanted class before, that are taken "
+        f"for it. The paper prints no numbers.\n\n{table(header, rows)}"
+    )
+
+
+# -- claims ------------------------------------------------------------------------------------------------
+
+
+def claims(raw: Raw) -> list[Claim]:
+    """What the paper says of the figure."""
+    curves = attacks(raw)
+    success = {name: mean_of(curve["success"]) for name, curve in curves.items()}
+    rise = {name: curve["entropy"][-1] - curve["entropy"][0] for name, curve in curves.items()}
+    under = {name: mean_of(curve["entropy"]) for name, curve in curves.items()}
+    others = CURVES[:3]
+    variance = raw["variance-0"]
+    near_chance = None if variance is None else variance["deterministic"] < CHANCE
+    shown = "" if variance is None else f"{percent(variance['deterministic'])} %"
+    return [
+        Claim("The variance network's deterministic accuracy is near chance (below 20 %)", near_chance, shown),
+        _below("Attacks succeed less often against the variance network than against dropout and the deep ensemble, "
+               "on average over the steps", ["variance"], list(others), success, 100, "%"),
+        _below("They succeed least often against the ensemble of variance networks", ["variance ensemble"],
+               [*others, "variance"], success, 100, "%"),
+        _below("Entropy under attack is higher for the variance network and ensemble than for the others",
+               list(others), ["variance", "variance ensemble"], under, 1, "nats"),
+        _rising(rise),
+    ]  # fmt: skip
+
+
+def _below(
+    text: str, low: list[str], high: list[str], values: dict[str, float | None], factor: float, unit: str
+) -> Claim:
+    found = {name: values.get(name) for name in (*low, *high)}
+    known = {name: factor * value for name, value in found.items() if value is not None}
+    if len(known) < len(found):
+        return Claim(text, None)
+    numbers = ", ".join(f"{name} {number(value, 2)} {unit}" for name, value in known.items())
+    return Claim(text, max(known[name] for name in low) < min(known[name] for name in high), numbers)
+
+
+def _rising(rise: dict[str, float]) -> Claim:
+    text = "Only for the variance network and ensemble is entropy higher after the attack than before"
+    if set(rise) != set(CURVES):
+        return Claim(text, None)
+    numbers = ", ".join(f"{name} {value:+.3f}" for name, value in rise.items())
+    return Claim(text, all((value > 0) == name.startswith("variance") for name, value in rise.items()), numbers)
+
+
+# -- figures -----------------------------------------------------------------------------------------------
+
+
+def curve_figure(curves: dict[str, Any], key: str, title: str, axis: str, factor: float) -> Figure:
+    """A half of Figure 2."""
+    from multitudes.landscape.figures import DASHES, figure, graph_objects
+
+    go = graph_objects()
+    fig = figure(title, "steps of the attack", axis)
+    for index, (name, curve) in enumerate(curves.items()):
+        values = [factor * value for value in curve[key]]
+        fig.add_trace(go.Scatter(x=list(range(len(values))), y=values, name=name, line={"dash": DASHES[index]}))
+    return fig

@@ -1,0 +1,236 @@
+"""Iterative fast-sign attacks on dropout, deep ensembles, variance networks and ensembles of these, on CIFAR-10.
+
+Neklyudov, Molchanov, Ashukha and Vetrov, *Variance networks: when expectation does not meet your expectations*, 2018:
+Figure 2, and the CIFAR-10 rows of Table 1. The network is the VGG-like one of Zagoruyko (2015).
+
+Each network is a piece, so that several can be trained at a time, each by a process of its own; the ensembles are made
+of them, and come last:
+
+    for piece in dropout-0 dropout-1 dropout-2 variance-0 variance-1 variance-2; do
+        python -m recipes.variance_attacks --data-root DIR --only $piece &
+    done; wait
+    python -m recipes.variance_attacks --data-root DIR
+
+`dropout-0` and `variance-0` are attacked as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import multitudes as mt
+from multitudes.data import Data, Loader
+from multitudes.methods.variance import variance_layers
+from multitudes.shift.attacks import Attack, iterative_fast_sign
+from recipes.recipe import Recipe
+
+EPOCHS = 30
+"""At full scale: what the recipe costs is proportional to it, and to the number of members."""
+MEMBERS = 3
+BATCH = 256
+RATE = 1e-3
+LOG_ALPHA_RATE = 0.01
+DRAWS = 10
+"""Of a network, and of all members of an ensemble together."""
+FINAL_DRAWS = 50
+"""For the accuracies on the whole test part."""
+STEP = 0.5 / 255
+STEPS = 30
+IMAGES = 1000
+VARIANCE_LAYERS = ("features.40", "features.44", "features.48", "classifier.1")
+"""The last three convolutions and the first dense layer."""
+BETWEEN = ("features.43", "features.47")
+"""The dropout between these convolutions, which the authors leave out where they are variance layers."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is done."""
+
+    epochs: int
+    batch: int
+    rate: float
+    width: int
+    size: int
+    limit: int | None
+    draws: int
+    steps: int
+    images: int
+
+
+def scale_of(recipe: Recipe) -> Scale:
+    """At full scale all of CIFAR-10, for smoke a narrow network and a few steps on small images."""
+    if recipe.smoke:
+        return Scale(4, 50, 3e-3, 16, 16, 2000, 5, 4, 40)
+    return Scale(EPOCHS, BATCH, RATE, 64, 32, None, FINAL_DRAWS, STEPS, IMAGES)
+
+
+# -- networks ----------------------------------------------------------------------------------------------
+
+
+def plain(width: int) -> mt.Multitude:
+    """The VGG-like network: its dropout is for training, as deep ensembles and the deterministic procedure want it."""
+    return mt.Multitude(mt.models.VGGLike(width=width))
+
+
+def variance(width: int) -> mt.Multitude:
+    """The same with four variance layers; the dropout before them stays on, as in the authors' code."""
+    model = mt.models.VGGLike(width=width)
+    for name in BETWEEN:
+        model.set_submodule(name, nn.Identity())
+    return mt.variance(mt.mc_dropout(model), list(VARIANCE_LAYERS), init="pretrained")
+
+
+def of_pixels(network: nn.Module, data: Data) -> nn.Module:
+    """The network for images in [0, 1] rather than standardised ones: attacks change pixels."""
+    front = nn.BatchNorm2d(len(data.mean), eps=0.0, affine=False).to(next(network.parameters()).device)
+    assert front.running_mean is not None and front.running_var is not None
+    front.running_mean.copy_(data.mean.flatten())
+    front.running_var.copy_(data.std.flatten().square())
+    return nn.Sequential(front, network).eval()
+
+
+# -- measuring ---------------------------------------------------------------------------------------------
+
+
+def accuracy(net: mt.Multitude, data: Data, draws: int | None) -> float:
+    """On the whole test part; of the expectations, for 0 draws; None for a network that does not draw."""
+    device = next(net.parameters()).device
+    loader = Loader(data.test, data, 250, device, shuffle=False)
+    right = sum((net.predict(x, draws=draws, seed=number).label == y).sum() for number, (x, y) in enumerate(loader))
+    return round(int(right) / len(data.test), 5)
+
+
+def targets(labels: Tensor, classes: int, seed: int = 0) -> Tensor:
+    """For each image another class than its own, any of them as likely."""
+    generator = torch.Generator().manual_seed(seed)
+    return (labels + torch.randint(1, classes, labels.shape, generator=generator)) % classes
+
+
+def attacked(net: mt.Multitude, data: Data, scale: Scale, draws: int | None, batch: int = 100) -> dict[str, Any]:
+    """Figure 2 for a network that reads images in [0, 1]: success rate and mean entropy after each step."""
+    device = next(net.parameters()).device
+    x, labels = data.scaled(data.test.x[: scale.images]), data.test.y[: scale.images]
+    wanted = targets(labels, data.outputs)
+    parts = [
+        iterative_fast_sign(
+            net, x[rows].to(device), wanted[rows].to(device), STEP, scale.steps,
+            targeted=True, labels=labels[rows].to(device), draws=draws, seed=number,
+        )
+        for number, rows in enumerate(torch.arange(len(labels)).split(batch))
+    ]  # fmt: skip
+    attack = Attack.concat(parts)
+    curves = {"success": attack.success_rate, "entropy": attack.entropy, "accuracy": attack.accuracy}
+    return {name: [round(float(value), 5) for value in values] for name, values in curves.items()}
+
+
+# -- pieces ------------------------------------------------------------------------------------------------
+
+
+def train(net: mt.Multitude, data: Data, scale: Scale, device: torch.device, seed: int) -> dict[str, Any]:
+    """Adam, falling linearly to 0, with random crops and flips."""
+    on_gpu = device.type == "cuda"
+    net.to(device)
+    own = {"log_alpha": LOG_ALPHA_RATE} if variance_layers(net) else {}
+    history = mt.fit(
+        net, Loader(data.train, data, scale.batch, device, augment="standard", seed=seed, drop_last=True), scale.epochs,
+        optimizer=torch.optim.Adam(net.parameter_groups(lr=scale.rate, **own), fused=True), schedule="linear",
+        precision="bfloat16" if on_gpu else "float32", channels_last=on_gpu, seed=seed,
+    )  # fmt: skip
+    return {
+        "epochs": scale.epochs,
+        "batch": scale.batch,
+        "width": scale.width,
+        "images": len(data.train),
+        "draws": scale.draws,
+        "attacked_images": scale.images,
+        "train_seconds": round(sum(epoch.seconds for epoch in history), 1),
+        "loss": [round(epoch.loss, 4) for epoch in history],
+        "log_alpha": {name: round(layer.log_alphas().item(), 3) for name, layer in variance_layers(net).items()},
+    }
+
+
+def dropout_piece(recipe: Recipe, seed: int) -> dict[str, Any]:
+    """A network with dropout: by the deterministic procedure, and as an ensemble of draws."""
+    scale, data = scale_of(recipe), read(recipe)
+    torch.manual_seed(seed)
+    net = plain(scale.width)
+    result = train(net, data, scale, recipe.device, seed)
+    mt.save(net, recipe.networks / f"dropout-{seed}.safetensors")
+    result["deterministic"] = accuracy(net, data, None)
+    if seed == 0:
+        drawing = mt.mc_dropout(net.network)
+        result |= {"stochastic": accuracy(drawing, data, 1), "ensemble": accuracy(drawing, data, scale.draws)}
+        result["attacks"] = {
+            "dropout, deterministic": attacked(mt.Multitude(of_pixels(net.network, data)), data, scale, None),
+            "dropout": attacked(mt.Multitude(of_pixels(drawing.network, data)), data, scale, DRAWS),
+        }
+    return result
+
+
+def variance_piece(recipe: Recipe, seed: int) -> dict[str, Any]:
+    """A variance network: by all three procedures, and attacked as an ensemble of draws."""
+    scale, data = scale_of(recipe), read(recipe)
+    torch.manual_seed(seed)
+    net = variance(scale.width)
+    result = train(net, data, scale, recipe.device, seed)
+    mt.save(net, recipe.networks / f"variance-{seed}.safetensors")
+    result |= {
+        "stochastic": accuracy(net, data, 1),
+        "deterministic": accuracy(net, data, 0),
+        "ensemble": accuracy(net, data, scale.draws),
+    }
+    if seed == 0:
+        seen = mt.Multitude(of_pixels(net.network, data))
+        result["attacks"] = {"variance": attacked(seen, data, scale, DRAWS)}
+    return result
+
+
+def ensemble_piece(recipe: Recipe, kind: str, name: str) -> dict[str, Any]:
+    """All networks of a kind together, as members of one ensemble."""
+    files = [recipe.networks / f"{kind}-{seed}.safetensors" for seed in range(MEMBERS)]
+    scale, data = scale_of(recipe), read(recipe)
+    networks = [loaded(file) for file in files]
+    draws = None if kind == "dropout" else max(1, DRAWS // MEMBERS)
+    fused = mt.fuse(networks).to(recipe.device)
+    seen = mt.fuse([of_pixels(network, data) for network in networks]).to(recipe.device)
+    return {
+        "members": MEMBERS,
+        "draws": draws,
+        "attacked_images": scale.images,
+        "ensemble": accuracy(fused, data, draws),
+        "attacks": {name: attacked(seen, data, scale, draws)},
+    }
+
+
+def loaded(file: Path) -> nn.Module:
+    """The network that a piece has saved."""
+    if not file.is_file():
+        raise ValueError(f"{file} is missing: do the piece {file.stem} first")
+    net = mt.load(file)
+    assert isinstance(net, mt.Multitude)
+    return net.network
+
+
+def read(recipe: Recipe) -> Data:
+    """CIFAR-10, of whose training images as few as possible are held back: nothing is chosen by them."""
+    scale = scale_of(recipe)
+    return recipe.data("cifar10", validation=0.01, limit=scale.limit, size=None if scale.size == 32 else scale.size)
+
+
+PIECES: dict[str, Callable[[Recipe], dict[str, Any]]] = {
+    **{f"dropout-{seed}": partial(dropout_piece, seed=seed) for seed in range(MEMBERS)},
+    **{f"variance-{seed}": partial(variance_piece, seed=seed) for seed in range(MEMBERS)},
+    "deep_ensemble": partial(ensemble_piece, kind="dropout", name="deep ensemble"),
+    "variance_ensemble": partial(ensemble_piece, kind="variance", name="variance ensemble"),
+}
+
+if __name__ == "__main__":
+    Recipe("variance_attacks", __doc__, PIECES).run()

@@ -1,0 +1,137 @@
+"""The recipe for attacks on variance networks, and what its page says."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import multitudes as mt
+from multitudes.data import Data, Part
+from multitudes.methods.dropout import Dropout
+from multitudes.methods.variance import variance_layers
+from recipes import variance_attacks as recipe
+from recipes.recipe import Recipe
+from recipes.report import variance_attacks as report
+from recipes.report.raw import Raw
+
+DATA = os.environ.get("MULTITUDES_DATA")
+
+
+@pytest.fixture
+def data() -> Data:
+    torch.manual_seed(0)
+    part = Part(torch.randint(256, (12, 3, 16, 16), dtype=torch.uint8), torch.arange(12) % 10)
+    return Data("noise", part, part, part, tuple("0123456789"))
+
+
+SCALE = recipe.Scale(1, 4, 1e-3, 4, 16, None, 2, 3, 10)
+
+
+# -- networks ----------------------------------------------------------------------------------------------
+
+
+def test_the_variance_layers_are_the_last_three_convolutions_and_the_first_dense_layer() -> None:
+    net = recipe.variance(4)
+    convolutions = [name for name, layer in net.named_modules() if isinstance(layer, nn.Conv2d)]
+    assert list(variance_layers(net)) == [*convolutions[-3:], "classifier.1"]
+    order = [name for name, layer in net.named_modules() if isinstance(layer, (Dropout, nn.Conv2d))]
+    assert order[-6:] == ["features.36", *convolutions[-3:], "classifier.0", "classifier.4"]  # none in between
+
+
+def test_a_network_of_pixels_says_what_the_network_says_of_standardised_images(data: Data) -> None:
+    network = recipe.plain(4).network.eval()
+    x = data.scaled(data.test.x)
+    torch.testing.assert_close(recipe.of_pixels(network, data)(x), network(data.preprocess(x)), atol=1e-5, rtol=1e-5)
+
+
+def test_targets_are_other_classes_and_all_of_them() -> None:
+    labels = torch.arange(10).repeat(200)
+    wanted = recipe.targets(labels, 10)
+    assert (wanted != labels).all() and wanted.min() >= 0 and wanted.max() < 10
+    moves = ((wanted - labels) % 10).bincount(minlength=10)
+    assert moves[0] == 0 and moves[1:].min() > 150
+    assert torch.equal(wanted, recipe.targets(labels, 10))
+
+
+def test_an_attack_in_batches_moves_pixels_towards_the_targets(data: Data) -> None:
+    torch.manual_seed(0)
+    linear = mt.Multitude(nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 10)))
+    found = recipe.attacked(linear, data, SCALE, None, batch=4)
+    assert {len(values) for values in found.values()} == {SCALE.steps + 1}
+    assert found["success"][0] == 0 and found["success"][-1] > 0
+    assert found == recipe.attacked(linear, data, SCALE, None, batch=10)  # for it does not draw
+
+
+def test_an_ensemble_of_networks_that_are_not_there_names_the_piece_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="do the piece variance-1 first"):
+        recipe.loaded(tmp_path / "variance-1.safetensors")
+
+
+# -- the page ----------------------------------------------------------------------------------------------
+
+
+def curve(success: float, entropy: list[float]) -> dict[str, list[float]]:
+    return {"success": [0.0, success / 2, success], "entropy": entropy, "accuracy": [0.9, 0.5, 0.1]}
+
+
+def results() -> dict[str, dict[str, Any]]:
+    net = {"epochs": 2, "batch": 50, "attacked_images": 40, "stochastic": 0.9, "ensemble": 0.93, "log_alpha": {}}
+    alphas = {"features.40": 15.0, "classifier.1": 12.0}
+    return {
+        "dropout-0": net | {"deterministic": 0.93, "attacks": {
+            "dropout, deterministic": curve(0.9, [0.2, 0.2, 0.1]), "dropout": curve(0.8, [0.3, 0.3, 0.2])}},
+        "variance-0": net | {"deterministic": 0.1, "log_alpha": alphas,
+                             "attacks": {"variance": curve(0.6, [0.4, 0.5, 0.6])}},
+        "deep_ensemble": {"members": 3, "ensemble": 0.94, "attacks": {"deep ensemble": curve(0.7, [0.3, 0.3, 0.2])}},
+        "variance_ensemble": {"members": 3, "ensemble": 0.94,
+                              "attacks": {"variance ensemble": curve(0.5, [0.5, 0.6, 0.7])}},
+    }  # fmt: skip
+
+
+def raw_of(folder: Path, found: dict[str, dict[str, Any]]) -> Raw:
+    for name, result in found.items():
+        (folder / f"{name}.json").write_text(json.dumps({"result": result}))
+    return Raw(folder)
+
+
+def test_the_page_says_what_is_missing_and_claims_nothing_of_it(tmp_path: Path) -> None:
+    section = report.section(Raw(tmp_path))
+    assert "| variance | 91.3 | – | 10.0 | – | 93.4 | – |" in section.text
+    assert {claim.holds for claim in section.claims} == {None} and not section.figures
+
+
+def test_claims_are_read_from_the_numbers(tmp_path: Path) -> None:
+    section = report.section(raw_of(tmp_path, results()))
+    assert [claim.holds for claim in section.claims] == [True] * 5
+    assert [trace.name for trace in section.figures["success"].data] == list(report.CURVES)
+    assert "features.40 15.0, classifier.1 12.0" in section.text
+    worse = results()
+    worse["variance-0"]["attacks"]["variance"] = curve(1.0, [0.4, 0.1, 0.1])
+    assert [claim.holds for claim in report.claims(raw_of(tmp_path, worse))] == [True, False, True, False, False]
+
+
+# -- for real ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(DATA is None, reason="MULTITUDES_DATA names no folder of data sets")
+def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    work = Recipe(report.NAME, recipe.__doc__, recipe.PIECES)
+    arguments = ["--data-root", str(DATA), "--scale", "smoke", "--out", str(tmp_path), "--device", "cpu"]
+    work.run(arguments)
+    raw = Raw(tmp_path)
+    assert set(raw.pieces) == set(recipe.PIECES)
+    assert list(report.attacks(raw)) == list(report.CURVES)
+    for name in ("dropout-0", "variance-0", "variance_ensemble"):
+        assert raw[name]["ensemble"] > 0.13, name  # so short a training is only just above chance
+    assert min(raw["variance-0"]["log_alpha"].values()) > -4.5  # on its way from -5
+    report.section(raw)
+    capsys.readouterr()
+    work.run(arguments)
+    assert capsys.readouterr().out.count("done before") == len(recipe.PIECES)
