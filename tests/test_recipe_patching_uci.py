@@ -169,7 +169,7 @@ def test_the_page_has_our_numbers_beside_the_papers(tmp_path: Path) -> None:
     assert "| Yacht, paper | 1.59 ± 0.23 | 1.60 ± 0.28 | 12.90 ± 1.26 | 29.48 ± 5.14 |" in section.text
     assert "Boston" not in section.text and "targets as they are" in section.text
     assert [claim.holds for claim in section.claims] == [None] * 4
-    assert "relative.svg" in section.figures
+    assert "relative" in section.figures
 
 
 def test_the_page_needs_nothing(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ AHEAD = 8
 def section(raw: Raw) -> Section:
     """Tables 12 and 13, ours beside the paper's."""
     measured = [name for name in NAMES if name in raw]
-    figure = {"relative.svg": relative(raw, measured)} if measured else {}
+    figure = {"relative": relative(raw, measured)} if measured else {}
     parts = [
         INTRODUCTION,
         scaled_down(raw, measured),
