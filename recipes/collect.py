@@ -1,6 +1,7 @@
 """Takes what a recipe has measured into `results/`, without weights and predictions.
 
     python -m recipes.collect runs/packed_cifar10 runs/variance_mnist
+    python -m recipes.collect --again elsewhere/packed_cifar10            # the same once more
 
 A run of a study file gives one file for each of its jobs, a run of a script one for each of its pieces; those that are
 there already are replaced. Only what was done at full scale is evidence.
@@ -97,9 +98,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m recipes.collect", description="Take runs into results/.")
     parser.add_argument("runs", type=Path, nargs="+", help="directories of runs, named after their recipes")
-    for run in parser.parse_args(arguments).runs:
+    parser.add_argument("--again", action="store_true", help="second runs, to be compared with the first")
+    given = parser.parse_args(arguments)
+    for run in given.runs:
         try:
-            print(f"{run}: {len(collect(run))} pieces")
+            print(f"{run}: {len(collect(run, RESULTS / 'again' if given.again else RESULTS))} pieces")
         except ValueError as error:
             parser.error(str(error))
 

@@ -103,6 +103,7 @@ class Recipe:
             parser.error(f"--data-root must be a folder, got {str(given.data_root)!r}, which is none")
         self.data_root, self.out, self.scale = given.data_root, given.out, given.scale
         self.device: torch.device = device_of(given.device)
+        self.commit = commit()  # now: the files may change while this runs
         self.command = shlex.join(["python", "-m", f"recipes.{self.name}", "--scale", self.scale])
 
     def _about(self, piece: str, seconds: float) -> dict[str, Any]:
@@ -111,7 +112,7 @@ class Recipe:
             "piece": piece,
             "scale": self.scale,
             "command": self.command,
-            "commit": commit(),
+            "commit": self.commit,
             "data": dict(self.fingerprints),
             "machine": machine(self.device),
             "versions": versions(),

@@ -61,7 +61,7 @@ def test_a_split_among_others_learns_as_it_would_alone(
         theirs = dict(net.network.named_parameters()) | dict(net.network.named_buffers())
         for name in theirs:
             torch.testing.assert_close(ours[name][index], theirs[name][0], rtol=1e-3, atol=1e-4, msg=name)
-    assert (calls > 0) == (method != "ensemble")
+    assert (calls > 0) == (method not in ("ensemble", "norm"))
 
 
 def test_members_draw_noise_of_their_own(splits: list[tuple[Tensor, Tensor]]) -> None:
@@ -168,7 +168,7 @@ def test_the_page_has_our_numbers_beside_the_papers(tmp_path: Path) -> None:
     assert "| Yacht, ours | 2.00 ± 0.58 | 2.00 ± 0.00 | 9.00 ± 0.00 | 3.00 ± 0.00 |" in section.text
     assert "| Yacht, paper | 1.59 ± 0.23 | 1.60 ± 0.28 | 12.90 ± 1.26 | 29.48 ± 5.14 |" in section.text
     assert "Boston" not in section.text and "targets as they are" in section.text
-    assert [claim.holds for claim in section.claims] == [None] * 4
+    assert [claim.holds for claim in section.claims] == [None] * 5
     assert "relative" in section.figures
 
 
@@ -180,10 +180,12 @@ def test_the_page_needs_nothing(tmp_path: Path) -> None:
 def test_claims_are_read_from_the_numbers(tmp_path: Path) -> None:
     names = list(report.NAMES)
     worse, better = [3.0, 3.1, 2.9], [1.0, 1.1, 0.9]
-    raw = made_up(tmp_path, names, ecmp=better, emp=worse, dropout=[2.0, 2.2, 1.9], ensemble=worse)
-    assert [claim.holds for claim in report.section(raw).claims] == [True, True, True, False]
-    raw = made_up(tmp_path, names, ecmp=worse, emp=worse, dropout=worse, ensemble=better)
-    assert [claim.holds for claim in report.section(raw).claims] == [False, False, False, False]
+    raw = made_up(tmp_path, names, ecmp=better, emp=worse, dropout=[2.0, 2.2, 1.9], ensemble=worse, norm=better)
+    assert [claim.holds for claim in report.section(raw).claims] == [True, True, True, False, False]
+    raw = made_up(tmp_path, names, ecmp=worse, emp=worse, dropout=worse, ensemble=better, norm=[4.0, 4.2, 3.8])
+    assert [claim.holds for claim in report.section(raw).claims] == [False, False, False, False, True]
+    raw = made_up(tmp_path, names, ecmp=better, emp=worse, dropout=worse, ensemble=worse)
+    assert report.section(raw).claims[-1].holds is None
 
 
 def test_the_papers_own_tables_are_read_as_the_paper_says() -> None:

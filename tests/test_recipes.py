@@ -16,7 +16,7 @@ from multitudes.study.store import Run
 from recipes import recipe as frame
 from recipes.collect import RESULTS, collect, rounded
 from recipes.recipe import Recipe
-from recipes.report import packed_cifar10, patching_cifar10
+from recipes.report import again, packed_cifar10, patching_cifar10
 from recipes.report.__main__ import main as report
 from recipes.report.page import SECTIONS, Page
 from recipes.report.raw import Claim, Raw, Section
@@ -230,6 +230,26 @@ def test_the_page_counts_what_holds_and_what_was_not_measured(tmp_path):
     assert "| not measured |" in text and "## Packed-Ensembles: Table 1" in text
     assert "| single-0 | `multitudes compare recipes/packed_cifar10.toml --data-root DIR` |" in text
     assert Claim("a", None).numbers == ""
+
+
+def test_what_was_done_twice_is_compared_number_by_number(tmp_path):
+    write(tmp_path, "packed_cifar10", {"single-0": job()})
+    assert again.section(tmp_path) is None
+    write(tmp_path / "again", "packed_cifar10", {"single-0": job(nll=0.203)})
+    text = Page(tmp_path).text
+    assert "| packed_cifar10: single-0 | a GPU | 12 | 11 | 0.003000 | `scores.nll` |" in text
+    assert "| Runs are reproducible from the recipe and the seed | yes | largest difference 0.003000 |" in text
+    write(tmp_path / "worse" / "again", "packed_cifar10", {"single-0": job(nll=0.3)})
+    write(tmp_path / "worse", "packed_cifar10", {"single-0": job()})
+    assert "from the recipe and the seed | **no** |" in Page(tmp_path / "worse").text
+
+
+@pytest.mark.parametrize(
+    ("two", "sentence"), [({"b": 1}, "the result has other keys"), ({"a": [1]}, "a is of another length")]
+)
+def test_what_cannot_be_compared_gets_a_sentence(two, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        dict(again.differences({"a": [1, 2]}, two))
 
 
 def test_a_recipe_runs_where_asked(tmp_path):

@@ -148,10 +148,13 @@ def tell_planes(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
 def tell_tunnel(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
     """Fig. S2 and S3."""
     t, way, line, under = torch.tensor(piece["t"]), piece["tunnel"], piece["linear"], piece["stitched"]
-    scores = [Scores(*(torch.tensor(one[key]) for key in ("loss", "accuracy", "agreement"))) for one in (way, line)]
-    figures["tunnel"] = Path(t, torch.zeros(len(t), 0), *scores, "tunnel").plot()
-    parts = [torch.tensor(under[key]) for key in ("x", "y", "loss", "accuracy", "agreement")]
-    stitched = Stitched(*parts, tuple(under["knots"]), torch.tensor(under["share"]))
+    scores = {
+        name: Scores(*(torch.tensor(one[key]) for key in ("loss", "accuracy", "agreement")))
+        for name, one in (("scores", way), ("linear", line))
+    }
+    figures["tunnel"] = Path(t=t, weights=torch.zeros(len(t), 0), **scores, kind="tunnel").plot()
+    parts = {key: torch.tensor(under[key]) for key in ("x", "y", "loss", "accuracy", "agreement", "share")}
+    stitched = Stitched(**parts, knots=tuple(under["knots"]))
     figures["tunnel_agreement"] = stitched.plot("agreement").update_layout(showlegend=False)
     accuracies, agreements = on_path(under)
     rows = [

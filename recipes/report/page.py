@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recipes.report import again
 from recipes.report.raw import MISSING, Claim, Raw, Section, table
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Page:
     """The page, from the raw files in a directory."""
 
     def __init__(self, results: Path) -> None:
+        self.results = results
         self.raws = {name: Raw(results / name) for folders in SECTIONS.values() for name in folders}
 
     @cached_property
@@ -52,7 +54,8 @@ class Page:
             if any(raw.pieces for raw in raws):
                 section: Callable[..., Section] = import_module(f"recipes.report.{name}").section
                 found[name] = section(*raws)
-        return found
+        twice = again.section(self.results)
+        return found if twice is None else {**found, again.FOLDER: twice}
 
     @property
     def claims(self) -> list[Claim]:
@@ -79,6 +82,8 @@ class Page:
 
     def _made(self, name: str) -> str:
         """What the pieces were done with."""
+        if name not in SECTIONS:
+            return ""
         pieces = [piece for folder in SECTIONS[name] for piece in self.raws[folder].pieces.values()]
         rows = [_row(piece) for piece in pieces]
         header = ["piece", "command", "commit", "data", "machine", "seconds"]
