@@ -1,0 +1,69 @@
+"""The same recipe and seed once more: how far the numbers of two runs are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from recipes.report.raw import Claim, Raw, Section, number, table
+
+__all__ = ["FOLDER", "differences", "section"]
+
+FOLDER = "again"
+"""Where second runs are kept, as RECIPE/PIECE.json, like the first ones above it."""
+
+TIMES = ("seconds", "per_second", "costs", "machine", "versions")
+"""What is never twice the same."""
+
+NOISE = 0.01
+"""How far scores may be apart where a GPU adds up in another order: a point of accuracy, a hundredth of an NLL."""
+
+
+def section(results: Path) -> Section | None:
+    """All pieces that were done twice; None where there is none."""
+    rows, worst = [], 0.0
+    for folder in sorted((results / FOLDER).glob("*")):
+        first, second = Raw(results / folder.name), Raw(folder)
+        for piece in second.pieces:
+            if piece not in first:
+                raise ValueError(f"{FOLDER}/{folder.name}/{piece}.json has no first run beside it")
+            apart = dict(differences(first[piece], second[piece]))
+            name, most = max(apart.items(), key=lambda item: item[1])
+            worst = max(worst, most)
+            equal = sum(value == 0 for value in apart.values())
+            machine = second.pieces[piece]["machine"]["name"]
+            rows.append([f"{folder.name}: {piece}", machine, f"{len(apart)}", f"{equal}", number(most, 6), f"`{name}`"])
+    if not rows:
+        return None
+    header = ["piece", "machine", "numbers", "equal", "largest difference", "of"]
+    text = f"""Pieces that were run twice from the same recipe and seed, in processes of their own. All numbers of the
+two raw files but times are compared: scores as they are, everything larger than 1 by its relative difference.
+
+{table(header, rows)}
+"""
+    claim = Claim(
+        "Runs are reproducible from the recipe and the seed", worst <= NOISE, f"largest difference {number(worst, 6)}"
+    )
+    return Section("Reproducibility", text, [claim])
+
+
+def differences(one: Any, two: Any, place: str = "") -> Iterator[tuple[str, float]]:
+    """How far the numbers of two results are apart, each with its place; relative where they are larger than 1.
+
+    >>> dict(differences({"nll": [0.25, 200.0], "seconds": 3.0}, {"nll": [0.5, 100.0], "seconds": 9.0}))
+    {'nll[0]': 0.25, 'nll[1]': 0.5}
+    """
+    if isinstance(one, Mapping):
+        if not isinstance(two, Mapping) or list(one) != list(two):
+            raise ValueError(f"{place or 'the result'} has other keys the second time")
+        for key in one:
+            if not any(word in key for word in TIMES):
+                yield from differences(one[key], two[key], f"{place}.{key}" if place else key)
+    elif isinstance(one, Sequence) and not isinstance(one, str):
+        if len(one) != len(two):
+            raise ValueError(f"{place} is of another length the second time")
+        for index, pair in enumerate(zip(one, two, strict=True)):
+            yield from differences(*pair, f"{place}[{index}]")
+    elif isinstance(one, (int, float)) and not isinstance(one, bool):
+        yield place, abs(one - two) / max(1.0, abs(one), abs(two))
