@@ -201,6 +201,7 @@ def ensemble_piece(recipe: Recipe, kind: str, name: str) -> dict[str, Any]:
     draws = None if kind == "dropout" else max(1, DRAWS // MEMBERS)
     fused = mt.fuse(networks).to(recipe.device)
     seen = mt.fuse([of_pixels(network, data) for network in networks]).to(recipe.device)
+    fused.runner = seen.runner = "loop"  # the same on every device, and one member's activations at a time
     return {
         "members": MEMBERS,
         "draws": draws,

@@ -66,19 +66,21 @@ def section(raw: Raw) -> Section:
 
 
 def _done(raw: Raw) -> str:
-    first = next((raw[name] for name in ("layer", *NAMES) if raw[name] is not None), None)
-    scale = "" if first is None else (
-        f"Here {first['epochs']} epochs (dropout and zero-centred fewer) of {first['images']:,} images in batches of "
-        f"{first['batch']}; an ensemble is {first['draws']} draws. "
+    done = [raw[name] for name in ("layer", *NAMES) if raw[name] is not None]
+    epochs = " or ".join(map(str, sorted({result["epochs"] for result in done}, reverse=True)))
+    scale = "" if not done else (
+        f"Here {epochs} epochs (fewer for dropout and zero-centred weights, which wait for no transition) of "
+        f"{done[0]['images']:,} images in batches of {done[0]['batch']}; an ensemble is {done[0]['draws']} draws. "
+        "So that alpha gets as far in fewer steps, Adam starts at {:g}, with {:g} for a log alpha that many weights "
+        "share and {:g} for one of a single weight. ".format(*done[0]["rates"])
     )  # fmt: skip
     return (
         "Neklyudov et al., *Variance networks: when expectation does not meet your expectations*, 2018. Weights are "
         "drawn from N(mu, alpha mu²), and training pushes alpha up, until the expectations mu say nothing and "
         "all that is learned is in the variances. The network is Caffe's LeNet-5 with batch norm after the first dense "
-        "layer, as in the authors' code; dropout has rate 0.5 before both dense layers, and no batch norm. \n\n"
+        "layer, as in the authors' code; dropout has rate 0.5 before both dense layers, and no batch norm.\n\n"
         f"**Scaled down.** The paper trains 200 epochs in batches of 200, with Adam at 1e-3 falling linearly to 0. "
-        f"{scale}So that alpha gets as far in fewer steps, Adam starts at 2e-3, with 0.5 for a log alpha that many "
-        "weights share and 5e-3 for one of a single weight. One seed. Stochastic is one draw, deterministic the "
+        f"{scale}One seed. Stochastic is one draw, deterministic the "
         "expectations, ensemble the mean of the draws' probabilities."
     )
 
@@ -212,7 +214,7 @@ def _holds(raw: Raw, names: tuple[str, ...], text: str, holds: Any, shown: tuple
     if any(result is None for result in results):
         return Claim(text, None)
     numbers = ", ".join(
-        f"{NAMES[name]} {key} {_power(result[key]) if key == 'elbo' else percent(result[key], 2)}"
+        f"{NAMES[name]} {key} {_power(result[key]) if key == 'elbo' else percent(result[key], 2) + ' %'}"
         for name, result in zip(names, results, strict=True)
         for key in shown
     )
