@@ -94,7 +94,7 @@ def work(recipe: Recipe, piece: str) -> dict[str, Any]:
 def frames_of(recipe: Recipe, part: str, **options: Any) -> Frames:
     """The frames of a part, on the device; what was read is kept with the piece."""
     frames = read(recipe.data_root / "camvid" / f"{part}.parquet", **options)
-    recipe.fingerprints[f"camvid/{part}"] = frames.fingerprint
+    recipe.saw(f"camvid/{part}", frames.fingerprint)
     return frames.to(recipe.device)
 
 

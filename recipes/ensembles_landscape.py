@@ -87,14 +87,7 @@ def settings(recipe: Recipe) -> Settings:
 
 
 def images(recipe: Recipe) -> Data:
-    """CIFAR-10, with SVHN as foreign images; decoded once for all pieces of one command."""
-    data = _decoded(recipe)
-    recipe.fingerprints["cifar10"] = data.fingerprint
-    return data
-
-
-@functools.cache
-def _decoded(recipe: Recipe) -> Data:
+    """CIFAR-10, with SVHN as foreign images."""
     return recipe.data("cifar10", ood=recipe.data_root / "svhn", validation=0.04, limit=settings(recipe).limit)
 
 

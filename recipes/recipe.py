@@ -10,6 +10,7 @@ done bit by bit, or several at a time. `python -m recipes.collect OUT` takes the
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shlex
@@ -46,7 +47,8 @@ class Recipe:
     ) -> None:
         self.name, self.work = name, work
         self.description = (description or "").strip()
-        self.fingerprints: dict[str, str] = {}
+        self._seen: dict[str, list[str]] = {}
+        self._read_before: dict[str, Data] = {}
 
     def run(self, arguments: Sequence[str] | None = None) -> None:
         """Read the command line, and do the pieces that it asks for and that are not done."""
@@ -56,7 +58,7 @@ class Recipe:
             if path.is_file():
                 print(f"{piece}: done before")
                 continue
-            self.fingerprints.clear()
+            self._seen.clear()
             start = time.time()
             result = self.work[piece](self)
             seconds = time.time() - start
@@ -66,10 +68,19 @@ class Recipe:
             print(f"{piece}: {seconds:.0f} s", flush=True)
 
     def data(self, source: str, **options: Any) -> Data:
-        """Data within the data root; what they are is kept with the piece that reads them."""
-        data = mt.data.load(self.data_root / source, **options)
-        self.fingerprints[source] = data.fingerprint
+        """Data within the data root, read once for all pieces; what they are is kept with each that asks for them."""
+        asked = json.dumps([source, options], sort_keys=True, default=str)
+        if asked not in self._read_before:
+            self._read_before[asked] = mt.data.load(self.data_root / source, **options)
+        data = self._read_before[asked]
+        self.saw(source, data.fingerprint)
         return data
+
+    def saw(self, source: str, fingerprint: str) -> None:
+        """Keep with the piece what data it has seen; of several parts of a source, a fingerprint of theirs."""
+        seen = self._seen.setdefault(source, [])
+        if fingerprint not in seen:
+            seen.append(fingerprint)
 
     @property
     def smoke(self) -> bool:
@@ -113,11 +124,17 @@ class Recipe:
             "scale": self.scale,
             "command": self.command,
             "commit": self.commit,
-            "data": dict(self.fingerprints),
+            "data": {source: _together(seen) for source, seen in self._seen.items()},
             "machine": machine(self.device),
             "versions": versions(),
             "seconds": seconds,
         }
+
+
+def _together(fingerprints: Sequence[str]) -> str:
+    if len(fingerprints) == 1:
+        return fingerprints[0]
+    return hashlib.sha256("".join(fingerprints).encode()).hexdigest()
 
 
 def commit() -> str | None:

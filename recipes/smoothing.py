@@ -92,16 +92,9 @@ AMOUNTS = {
 # -- data and networks -------------------------------------------------------------------------------------
 
 
-@cache
-def _read(recipe: Recipe) -> Data:
-    return recipe.data("cifar10", validation=VALIDATION, limit=AMOUNTS[recipe.scale].limit)
-
-
 def cifar10(recipe: Recipe) -> Data:
-    """The data, read once for all pieces."""
-    data = _read(recipe)
-    recipe.fingerprints["cifar10"] = data.fingerprint
-    return data
+    """The data."""
+    return recipe.data("cifar10", validation=VALIDATION, limit=AMOUNTS[recipe.scale].limit)
 
 
 @cache
@@ -123,7 +116,7 @@ def studied(recipe: Recipe, method: str) -> tuple[mt.Multitude, Data]:
             f"{str(job)!r} has no trained network: run `{command}{' --scale smoke' if recipe.smoke else ''}` first"
         )
     data = _read_of_study(recipe, run / "jobs" / f"{METHODS[0]}-{SEED}")
-    recipe.fingerprints["cifar10"] = data.fingerprint
+    recipe.saw("cifar10", data.fingerprint)
     return _loaded(job / "model.safetensors", recipe), data
 
 

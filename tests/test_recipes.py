@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import multitudes as mt
+from multitudes.data import Data, Part
 from multitudes.study.jobs import check_methods
 from multitudes.study.spec import Spec
 from multitudes.study.store import Run
@@ -61,7 +63,7 @@ def test_a_study_runs_at_smoke_scale(path, tmp_path):
 def counting(calls: list[str]) -> Recipe:
     def one(recipe):
         calls.append("one")
-        recipe.fingerprints["data"] = "abc"
+        recipe.saw("data", "abc")
         return {"value": 1.23456789}
 
     def two(recipe):
@@ -82,6 +84,27 @@ def test_a_piece_is_done_once_and_says_what_it_was_done_with(tmp_path, capsys):
     assert piece["result"] == {"value": 1.23456789} and piece["data"] == {"data": "abc"}
     assert piece["command"] == "python -m recipes.packed_cifar10 --scale full" and piece["machine"]["device"] == "cpu"
     assert not (tmp_path / "run" / "two.json").exists()
+
+
+def test_data_are_read_once_and_told_with_every_piece(tmp_path, monkeypatch):
+    read: list = []
+    part = Part(torch.zeros(2, 1), torch.zeros(2))
+
+    def load(source, fold=0):
+        read.append((source, fold))
+        return Data("data", part, part, Part(torch.full((2, 1), float(fold)), torch.zeros(2)), columns=("a",))
+
+    monkeypatch.setattr(mt.data, "load", load)
+
+    def piece(folds):
+        return lambda recipe: {"names": [recipe.data("uci/a.npz", fold=fold).name for fold in folds]}
+
+    work = {"one": piece([0]), "two": piece([0, 1]), "three": piece([1, 0, 1])}
+    Recipe("patching_uci", "A recipe.", work).run(["--data-root", str(tmp_path), "--out", str(tmp_path / "run")])
+    assert read == [(tmp_path / "uci/a.npz", 0), (tmp_path / "uci/a.npz", 1)]
+    one, two, three = (json.loads((tmp_path / "run" / f"{name}.json").read_text())["data"] for name in work)
+    assert one == {"uci/a.npz": load("", 0).fingerprint} and list(two) == list(three) == ["uci/a.npz"]
+    assert len({one["uci/a.npz"], two["uci/a.npz"], three["uci/a.npz"]}) == 3
 
 
 @pytest.mark.parametrize(
