@@ -199,6 +199,16 @@ def test_grey_stays_grey_until_there_is_colour() -> None:
     np.testing.assert_array_equal(mixed[2], np.stack([grey[1]] * 3))
 
 
+def test_formats_may_change_from_image_to_image() -> None:
+    arrays = pixels(6, 8, 8, 3)
+    files = []
+    for array, kind in zip(arrays, ["png", "bmp", "bmp", "webp", "png", "tiff"], strict=True):
+        file = io.BytesIO()
+        Image.fromarray(array).save(file, kind, **({"lossless": True} if kind == "webp" else {}))
+        files.append(file.getvalue())
+    np.testing.assert_array_equal(opened(*files), arrays.transpose(0, 3, 1, 2))
+
+
 def test_palettes_transparency_two_tones_and_16_bits_are_understood() -> None:
     colour, alpha = pixels(1, 3, 4, 3)[0], pixels(1, 3, 4, 1, seed=1)[0]
     np.testing.assert_array_equal(opened(encoded(np.concatenate([colour, alpha], 2)))[0], colour.transpose(2, 0, 1))

@@ -49,12 +49,15 @@ def decode(
     kept: list[int] = []
     bad: dict[int, str] = {}
     resized = False
+    likely: list[str] = []
     for row, file in enumerate(files):
         try:
-            image = _opened(file)
+            raw = _opened(file, likely)
+            image = _plain(raw)
         except Exception as error:  # Pillow raises what its decoders raise, which is nearly anything
             bad[row] = _told(error)
             continue
+        likely = [raw.format]
         if channels is not None:
             image = image.convert("L" if channels == 1 else "RGB")
         height, width = size or (image.height, image.width)
@@ -100,17 +103,27 @@ def _room(count: int, channels: int, height: int, width: int) -> Tensor:
     return torch.empty(count, channels, height, width, dtype=torch.uint8)
 
 
-def _opened(file: bytes) -> Any:
-    """A Pillow image of mode L or RGB, turned the right way up."""
+def _opened(file: bytes, likely: Sequence[str]) -> Any:
+    """A Pillow image; the likely format is tried first, since trying them all takes as long as decoding."""
     pillow = needed("PIL.Image", "data", "reading images")
-    image = pillow.open(io.BytesIO(file))
+    try:
+        image = pillow.open(io.BytesIO(file), formats=likely or None)
+    except pillow.UnidentifiedImageError:
+        if not likely:
+            raise
+        image = pillow.open(io.BytesIO(file))
     image.load()
+    return image
+
+
+def _plain(image: Any) -> Any:
+    """An image of mode L or RGB, turned the right way up."""
     if image.getexif().get(0x0112, 1) != 1:  # a photograph that was taken with a turned camera
         image = needed("PIL.ImageOps", "data", "reading images").exif_transpose(image)
     if image.mode.startswith("I;16"):
         # Pillow would cut all above 255, instead of scaling.
         values = needed("numpy", "data", "reading images").asarray(image)
-        return pillow.fromarray((values >> 8).astype("uint8"))
+        return needed("PIL.Image", "data", "reading images").fromarray((values >> 8).astype("uint8"))
     if image.mode in ("I", "F"):
         raise ValueError(f"its pixels are 32-bit numbers, mode {image.mode}")
     return image.convert("L" if image.mode in ("1", "L", "LA", "La") else "RGB")

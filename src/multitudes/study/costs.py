@@ -125,8 +125,8 @@ class Step:
 def training_cost(net: Multitude, x: Tensor, y: Tensor, how: Callable[[Multitude], Mapping[str, Any]]) -> Step:
     """The median of the times of some steps of training on one batch, and the memory that is alive at most.
 
-    `how` gives the arguments of `fit` for a network. A copy is trained, for one epoch and at a rate of 0: `net` stays as
-    it was, and no network goes bad for being trained on one batch without a warm-up.
+    `how` gives the arguments of `fit` for a network. A copy is trained, for one epoch and at a rate of 0: `net` stays
+    as it was, and no network goes bad for being trained on one batch without a warm-up.
     """
     trained = copy.deepcopy(net)
     short = {"epochs": 1, "schedule": _standing, "warmup": 0, "compile": False, "seed": 0, "progress": False}
