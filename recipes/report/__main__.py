@@ -37,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def drawn(figure: Figure) -> str:
     """A figure as SVG, the same text every time: Plotly gives the names in it a random end."""
-    svg = figure.to_image("svg").decode()
+    panels = sum(name.startswith("xaxis") for name in figure.to_dict()["layout"])
+    svg = figure.to_image("svg", width=max(700, 320 * panels + 220), height=480).decode()
     end = re.search(r'id="defs-(\w+)"', svg)
     return svg if end is None else svg.replace(end.group(1), "figure")
 

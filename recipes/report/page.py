@@ -1,4 +1,4 @@
-"""The page of results: what must show, and a section for each recipe, with what it was done with."""
+"""The page of results: the papers' claims, and a section for each recipe, with what it was done with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipes.report import again
-from recipes.report.raw import MISSING, Claim, Raw, Section, table
+from recipes.report.raw import MISSING, Raw, Section, table
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -58,11 +58,6 @@ class Page:
         return found if twice is None else {**found, again.FOLDER: twice}
 
     @property
-    def claims(self) -> list[Claim]:
-        """All that must show."""
-        return [claim for section in self.sections.values() for claim in section.claims]
-
-    @property
     def figures(self) -> dict[str, Figure]:
         """By the way to their files, without the suffix."""
         return {
@@ -74,11 +69,18 @@ class Page:
     @property
     def text(self) -> str:
         """The whole page as Markdown."""
-        rows = [[claim.text, HOLDS[claim.holds], claim.numbers or MISSING] for claim in self.claims]
-        parts = [HEAD, "## What must show\n", table(["claim", "holds", "numbers"], rows).replace("---:", "---") + "\n"]
+        parts = [HEAD, "## What the papers say, and whether it shows\n", self._claims()]
         for name, section in self.sections.items():
             parts += [f"## {section.title}\n", section.text.strip() + "\n", self._made(name)]
         return "\n".join(parts)
+
+    def _claims(self) -> str:
+        rows = [
+            [section.title, claim.text.rstrip("."), HOLDS[claim.holds], claim.numbers or MISSING]
+            for section in self.sections.values()
+            for claim in section.claims
+        ]
+        return table(["of", "claim", "shows", "numbers"], rows).replace("---:", "---") + "\n"
 
     def _made(self, name: str) -> str:
         """What the pieces were done with."""
