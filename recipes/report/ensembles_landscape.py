@@ -134,8 +134,8 @@ def tell_planes(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
     ways = {f"way of {name}": torch.tensor(way) for name, way in piece["paths"].items() if name != "diagonal"}
     drawn = {"x": [x for x, _ in piece["paths"]["diagonal"]], "y": [y for _, y in piece["paths"]["diagonal"]]}
     for name, what in (("plane", "accuracy"), ("plane_agreement", "agreement")):
-        fig = found.plot(what, paths=ways).add_scatter(**drawn, mode="markers", name="diagonal Gaussian of run 0")
-        figures[name] = fig.update_layout(legend={"x": 1.2, "y": 1.0})  # within the plane it would hide run 1
+        fig = found.plot(what, paths=ways)
+        figures[name] = fig.add_scatter(**drawn, mode="markers", name="diagonal Gaussian of run 0")
     return "\n\n".join(
         [
             f"**The plane through the origin and two optima, on {piece['images']:,} test images** (Fig. 5, S1)",

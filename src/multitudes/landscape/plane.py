@@ -103,7 +103,7 @@ class Plane:
         for index, (name, (at_x, at_y)) in enumerate(zip(self.solutions, self.coordinates.tolist(), strict=True)):
             marker = {"symbol": SYMBOLS[index % len(SYMBOLS)], "size": 12, "color": "white", "line": {"width": 2}}
             fig.add_trace(go.Scatter(x=[at_x], y=[at_y], name=name, mode="markers", marker=marker))
-        return fig.update_layout(legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"})  # on no solution
+        return fig.update_layout(legend={"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top"})  # on no solution
 
     def _line(self, values: Tensor, title: str) -> Any:
         fig, go = figure(title.capitalize(), "along the line", title), graph_objects()
