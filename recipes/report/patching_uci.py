@@ -104,6 +104,8 @@ What the paper leaves open, or what differs:
 - Energy and Naval have two targets there; the standard splits have one.
 - The norm layers follow the activation here, as dropout does. The paper does not say.
 - Components start as variations of gamma 0.2 and beta 0 with a deviation of 0.02. The paper says "randomly".
+- The paper compares patched networks with batch norm to others without. How much of the difference is the norm's own
+  shows in the last column, and in the claim about it.
 - Weight decay is Adam's own (L2).
 - The norms' running statistics are used as training leaves them, which is right after an epoch's last batch, a smaller
   one (11 rows for Power, 41 for Naval). They are noisy, and dropout and the ensemble have none.
