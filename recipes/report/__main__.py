@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def drawn(figure: Figure) -> str:
-    """A figure as SVG, the same text every time: Plotly gives the names in it a random end."""
+    """A figure as SVG, the same text every time: by itself Plotly makes random names in it."""
+    for index, trace in enumerate(figure.data):
+        trace.uid = f"trace{index}"
     panels = sum(name.startswith("xaxis") for name in figure.to_dict()["layout"])
     svg = figure.to_image("svg", width=max(700, 320 * panels + 220), height=480).decode()
     end = re.search(r'id="defs-(\w+)"', svg)
