@@ -157,13 +157,22 @@ def train(net: mt.Multitude, data: Data, scale: Scale, device: torch.device, see
     }
 
 
+def trained(
+    recipe: Recipe, name: str, make: Callable[[int], mt.Multitude], seed: int
+) -> tuple[mt.Multitude, dict[str, Any]]:
+    """A network that is trained and kept for the ensembles, and how its training went."""
+    scale = scale_of(recipe)
+    torch.manual_seed(seed)
+    net = make(scale.width)
+    result = train(net, read(recipe), scale, recipe.device, seed)
+    mt.save(net, recipe.networks / f"{name}-{seed}.safetensors")
+    return net, result
+
+
 def dropout_piece(recipe: Recipe, seed: int) -> dict[str, Any]:
     """A network with dropout: by the deterministic procedure, and as an ensemble of draws."""
     scale, data = scale_of(recipe), read(recipe)
-    torch.manual_seed(seed)
-    net = plain(scale.width)
-    result = train(net, data, scale, recipe.device, seed)
-    mt.save(net, recipe.networks / f"dropout-{seed}.safetensors")
+    net, result = trained(recipe, "dropout", plain, seed)
     result["deterministic"] = accuracy(net, data, None)
     if seed == 0:
         drawing = mt.mc_dropout(net.network)
@@ -178,10 +187,7 @@ def dropout_piece(recipe: Recipe, seed: int) -> dict[str, Any]:
 def variance_piece(recipe: Recipe, seed: int) -> dict[str, Any]:
     """A variance network: by all three procedures, and attacked as an ensemble of draws."""
     scale, data = scale_of(recipe), read(recipe)
-    torch.manual_seed(seed)
-    net = variance(scale.width)
-    result = train(net, data, scale, recipe.device, seed)
-    mt.save(net, recipe.networks / f"variance-{seed}.safetensors")
+    net, result = trained(recipe, "variance", variance, seed)
     result |= {
         "stochastic": accuracy(net, data, 1),
         "deterministic": accuracy(net, data, 0),

@@ -12,22 +12,21 @@ import torch
 from torch import nn
 
 import multitudes as mt
-from multitudes.data import Data, Part
+from multitudes.data import Data
 from multitudes.methods.dropout import Dropout
 from multitudes.methods.variance import variance_layers
 from recipes import variance_attacks as recipe
 from recipes.recipe import Recipe
 from recipes.report import variance_attacks as report
 from recipes.report.raw import Raw
+from tests.noise import noise
 
 DATA = os.environ.get("MULTITUDES_DATA")
 
 
 @pytest.fixture
 def data() -> Data:
-    torch.manual_seed(0)
-    part = Part(torch.randint(256, (12, 3, 16, 16), dtype=torch.uint8), torch.arange(12) % 10)
-    return Data("noise", part, part, part, tuple("0123456789"))
+    return noise(12, 3, 16, 16)
 
 
 SCALE = recipe.Scale(1, 4, 1e-3, 4, 16, None, 2, 3, 10)

@@ -12,21 +12,20 @@ import torch
 from torch import nn
 
 import multitudes as mt
-from multitudes.data import Data, Loader, Part
+from multitudes.data import Data, Loader
 from multitudes.methods.variance import VarianceLinear
 from recipes import variance_mnist as recipe
 from recipes.recipe import Recipe
 from recipes.report import variance_mnist as report
 from recipes.report.raw import Raw
+from tests.noise import noise
 
 DATA = os.environ.get("MULTITUDES_DATA")
 
 
 @pytest.fixture
 def data() -> Data:
-    torch.manual_seed(0)
-    part = Part(torch.randint(256, (30, 1, 28, 28), dtype=torch.uint8), torch.arange(30) % 10)
-    return Data("noise", part, part, part, tuple("0123456789"))
+    return noise(30, 1, 28, 28)
 
 
 # -- networks and their training ---------------------------------------------------------------------------

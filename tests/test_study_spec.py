@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multitudes.data.loader import AUGMENTATIONS
+from multitudes.optimizers import OPTIMIZERS
 from multitudes.shift import CORRUPTIONS
 from multitudes.study.methods import METHODS
 from multitudes.study.sections import TrainingSection
 from multitudes.study.spec import Spec, SpecError
 from multitudes.study.toml import key_lines, to_toml
-from multitudes.training import OPTIMIZERS, PRECISIONS
+from multitudes.training import PRECISIONS
 
 DIGITS, SMALL_IMAGE, TABLE = (1, 8, 8), (3, 4, 4), (13,)
 

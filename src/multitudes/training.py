@@ -25,6 +25,7 @@ from multitudes.checks import check_count, check_number, check_seed
 from multitudes.diagnosis import first_bad_layer
 from multitudes.losses import Loss, Losses
 from multitudes.multitude import Criterion, Multitude
+from multitudes.optimizers import make_optimizer
 from multitudes.progress import ProgressBar
 from multitudes.resuming import Checkpoint, TrainingState, random_state, set_random_state
 from multitudes.schedules import Schedule, schedule_of
@@ -32,12 +33,6 @@ from multitudes.surgery import seeded
 
 __all__ = ["Epoch", "Progress", "fit"]
 
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "sgd": lambda groups, lr, momentum, **more: torch.optim.SGD(groups, lr, momentum, nesterov=momentum > 0, **more),
-    "adam": lambda groups, lr, momentum, **more: torch.optim.Adam(groups, lr, **more),
-    "adamw": lambda groups, lr, momentum, **more: torch.optim.AdamW(groups, lr, **more),
-}
-RATES = {"sgd": 0.05, "adam": 1e-3, "adamw": 1e-3}
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16}
 
 
@@ -166,7 +161,7 @@ def fit(
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
     factor = schedule_of(schedule, warmup / epochs)
-    chosen = _optimizer(optimizer, multitude, lr, momentum, weight_decay)
+    chosen = make_optimizer(optimizer, multitude, lr, momentum, weight_decay)
     objective = Objective(multitude, criterion, _dataset_size(multitude, data, dataset_size))
     if channels_last:
         multitude.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -376,23 +371,6 @@ def _module(net: Any) -> nn.Module:
     if not isinstance(net, nn.Module):
         raise ValueError(f"net must be a multitude or a network, got {type(net).__name__}")
     return net
-
-
-def _optimizer(optimizer: Any, net: Multitude, lr: float | None, momentum: float, weight_decay: float) -> Optimizer:
-    if isinstance(optimizer, Optimizer) or (callable(optimizer) and not isinstance(optimizer, str)):
-        if lr is not None:
-            raise ValueError(f"lr={lr!r} is for an optimizer by name; set it in the one that is given")
-        return optimizer if isinstance(optimizer, Optimizer) else optimizer(net.parameters())
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, or a torch optimizer, got {optimizer!r}")
-    rate = RATES[optimizer] if lr is None else lr
-    check_number("lr", rate, 0, above=True)
-    learning = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    if not learning:
-        raise ValueError("net must have parameters that learn, got none")
-    # Fused ones are as exact; on a GPU they are faster, and nobody has to wait for the loss (see `Losses`).
-    fused = all(parameter.device.type == "cuda" for parameter in learning)
-    return OPTIMIZERS[optimizer](learning, rate, momentum, weight_decay=weight_decay, fused=fused or None)
 
 
 def _dataset_size(net: Multitude, data: Any, given: int | None) -> int | None:

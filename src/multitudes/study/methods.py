@@ -29,6 +29,7 @@ from multitudes.methods.snapshots import snapshots
 from multitudes.methods.subspace import Subspace, subspace, swag
 from multitudes.methods.variance import variance
 from multitudes.multitude import Multitude
+from multitudes.optimizers import can_fuse
 from multitudes.schedules import Schedule, schedule_of
 from multitudes.trajectory import Recorder
 
@@ -202,7 +203,7 @@ def _variances(net: Multitude, training: Training, settings: Settings) -> Traini
     lr = 1e-3 if lr is None else lr
     alpha = settings["log_alpha_lr"]
     groups = net.parameter_groups(lr=lr) if alpha is None else net.parameter_groups(lr=lr, log_alpha=alpha)
-    fused = all(parameter.is_cuda for parameter in net.parameters()) or None
+    fused = can_fuse(net.parameters()) or None
     return {**_longer(net, training, settings), "optimizer": torch.optim.Adam(groups, fused=fused), "lr": None}
 
 
