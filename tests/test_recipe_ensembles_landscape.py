@@ -16,7 +16,8 @@ from torch import nn
 from multitudes import Predictive
 from multitudes.landscape import Solutions
 from recipes.ensembles_landscape import SETTINGS, centres, diversities, main, plain, spaced
-from recipes.report.ensembles_landscape import NAMES, near, on_path, section
+from recipes.report.ensembles_landscape import section
+from recipes.report.landscape_claims import NAMES, near, on_path
 from recipes.report.raw import Raw
 
 PIECES = ("train", "similarity", "tsne", "planes", "tunnel", "diversity", "subspaces", "shift")

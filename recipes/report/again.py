@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.report.raw import Claim, Raw, Section, number, table
+from recipes.report.raw import MISSING, Claim, Raw, Section, number, table
 
 __all__ = ["FOLDER", "differences", "section"]
 
@@ -33,7 +33,16 @@ def section(results: Path) -> Section | None:
             worst = max(worst, most)
             equal = sum(value == 0 for value in apart.values())
             machine = second.pieces[piece]["machine"]["name"]
-            rows.append([f"{folder.name}: {piece}", machine, f"{len(apart)}", f"{equal}", number(most, 6), f"`{name}`"])
+            rows.append(
+                [
+                    f"{folder.name}: {piece}",
+                    machine,
+                    f"{len(apart)}",
+                    f"{equal}",
+                    number(most, 6),
+                    f"`{name}`" if most else MISSING,
+                ]
+            )
     if not rows:
         return None
     header = ["piece", "machine", "numbers", "equal", "largest difference", "of"]

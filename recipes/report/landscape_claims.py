@@ -1,0 +1,174 @@
+"""What Fort, Hu and Lakshminarayanan (2019) say, and whether the numbers of our runs say so too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multitudes.landscape.diversity_plane import normalised
+from recipes.report.raw import Claim, Raw, number, percent
+
+__all__ = ["NAMES", "NEAR", "PAPER_SVHN", "SUBSPACES", "claims", "middle_of", "near", "on_path"]
+
+PAPER_SVHN = {"independent": 0.384, "trajectory": 0.153, "random": 0.155, "low_rank": 0.087, "diagonal": 0.034}
+"""Jensen-Shannon divergence of 5 samples on SVHN (section 5, text)."""
+
+NAMES = {
+    "baseline": "one run",
+    "independent": "independent runs",
+    "trajectory": "within a trajectory",
+    "random": "random subspace",
+    "diagonal": "diagonal Gaussian",
+    "low_rank": "low-rank Gaussian",
+    "dropout": "dropout of weights",
+    "mc dropout": "MC dropout",
+    "weight averaging": "weight averaging",
+    "independent + random": "independent runs, random subspaces",
+    "independent + low_rank": "independent runs, low-rank Gaussians",
+}
+SUBSPACES = ("random", "diagonal", "low_rank", "mc dropout")
+NEAR = 0.9
+"""Draws that keep this share of the reference's accuracy are compared with independent runs."""
+
+
+# -- what is read from the pieces ---------------------------------------------------------------------------
+
+
+def on_path(under: Mapping[str, Any]) -> tuple[list[float], list[list[float]]]:
+    """Test accuracy at the places of a stitched landscape that are on the path, and agreement with both ends."""
+    at = min(range(len(under["share"])), key=lambda index: abs(under["share"][index] - 1))
+    first, second = under["agreement"]
+    accuracies = [row[at] for row in under["accuracy"]]
+    return accuracies, [[one[at], other[at]] for one, other in zip(first, second, strict=True)]
+
+
+def middle_of(values: Sequence[Any]) -> Any:
+    """What is in the middle of a path."""
+    return values[len(values) // 2]
+
+
+def near(piece: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The normalised diversity of solutions that are nearly as accurate as the reference, by kind."""
+    accuracy, disagreement = (torch.tensor(piece[key], dtype=torch.float64) for key in ("accuracy", "disagreement"))
+    diversity, least = normalised(disagreement, accuracy), NEAR * accuracy[piece["reference"]]
+    home = piece["runs"][piece["reference"]]
+    kinds = ["other runs" if run != home else kind for run, kind in zip(piece["runs"], piece["kinds"], strict=True)]
+    return {
+        kind: diversity[[at for at, own in enumerate(kinds) if own == kind and accuracy[at] >= least]]
+        for kind in dict.fromkeys(kinds)
+        if kind != "optimum"
+    }
+
+
+# -- claims ------------------------------------------------------------------------------------------------
+
+
+def claims(raw: Raw) -> list[Claim]:
+    """What the paper says, and whether our numbers say so too; the docstring of each judge is its claim."""
+    found = []
+    for judge, *names in JUDGES:
+        pieces = [raw[name] for name in names]
+        holds, numbers = (None, "") if None in pieces else judge(*pieces)
+        found.append(Claim(str(judge.__doc__), holds, numbers))
+    return found
+
+
+def listed(values: Mapping[str, float]) -> str:
+    """Numbers by name, in one line."""
+    return ", ".join(f"{NAMES.get(name, name)} {number(value)}" for name, value in values.items())
+
+
+def apart(piece: Mapping[str, Any]) -> tuple[bool, str]:
+    """Two runs end further apart than two late checkpoints of a run, as weights and as functions."""
+    within, between = piece["within_runs"], piece["between_runs"]
+    told = [f"{key} {number(between[key])} against {number(within[key])}" for key in ("cosine", "disagreement")]
+    return between["cosine"] < within["cosine"] and between["disagreement"] > within["disagreement"], ", ".join(told)
+
+
+def independent_differ(piece: Mapping[str, Any]) -> tuple[bool, str]:
+    """Independent runs differ more than the draws of any subspace, in labels and in probabilities."""
+    scores = piece["diversity"]
+    others = [of for kind, of in scores.items() if kind != "independent"]
+    holds = [scores["independent"][key] > max(of[key] for of in others) for key in ("disagreement", "divergence")]
+    return all(holds), "JS divergence: " + listed({kind: of["divergence"] for kind, of in scores.items()})
+
+
+def better_trade_off(piece: Mapping[str, Any]) -> tuple[bool | None, str]:
+    """Other runs differ more, for their accuracy, than all draws that keep nine tenths of the reference's accuracy."""
+    groups = near(piece)
+    runs = groups.pop("other runs", torch.zeros(0))
+    rest = {kind: float(group.max()) for kind, group in groups.items() if len(group)}
+    if not len(runs) or not rest:
+        return None, ""
+    told = f"least diverse run {number(float(runs.min()))}; the most diverse: {listed(rest)}"
+    return float(runs.min()) > max(rest.values()), told
+
+
+def complementary(piece: Mapping[str, Any]) -> tuple[bool, str]:
+    """Ensembles of each subspace beat the plain ensemble and that subspace alone, in accuracy or in NLL."""
+    accuracy, nll = piece["accuracy"], piece["nll"]
+    holds = [
+        accuracy[kind][-1] > max(accuracy[kind][0], accuracy["baseline"][-1])
+        or nll[kind][-1] < min(nll[kind][0], nll["baseline"][-1])
+        for kind in SUBSPACES
+    ]
+    kinds = ("baseline", *SUBSPACES)
+    told = [f"{NAMES[kind]} {percent(accuracy[kind][-1])} %, NLL {number(nll[kind][-1])}" for kind in kinds]
+    return all(holds), "ensembles of all runs: " + "; ".join(told)
+
+
+def ensembles_first(piece: Mapping[str, Any]) -> tuple[bool, str]:
+    """The plain ensemble beats every subspace of one run, in accuracy and in NLL."""
+    accuracy, nll = piece["accuracy"], piece["nll"]
+    best = accuracy["baseline"][-1], nll["baseline"][-1]
+    holds = [best[0] > accuracy[kind][0] and best[1] < nll[kind][0] for kind in SUBSPACES]
+    return all(holds), "NLL: " + listed({"independent": best[1]} | {kind: nll[kind][0] for kind in SUBSPACES})
+
+
+def on_svhn(piece: Mapping[str, Any]) -> tuple[bool, str]:
+    """On SVHN, independent runs have the highest JS divergence."""
+    ours = {kind: piece["svhn"][kind] for kind in ("independent", "trajectory", *SUBSPACES)}
+    return all(ours["independent"] > value for kind, value in ours.items() if kind != "independent"), listed(ours)
+
+
+def svhn_order(piece: Mapping[str, Any]) -> tuple[bool, str]:
+    """On SVHN, random draws and the trajectory come before the low-rank Gaussian, and that before the diagonal one."""
+    ours = {kind: piece["svhn"][kind] for kind in ("trajectory", "random", "low_rank", "diagonal")}
+    holds = min(ours["trajectory"], ours["random"]) > ours["low_rank"] > ours["diagonal"]
+    return holds, f"{listed(ours)} (paper: {listed({kind: PAPER_SVHN[kind] for kind in ours})})"
+
+
+def under_shift(piece: Mapping[str, Any]) -> tuple[bool, str]:
+    """The lead of independent runs over every subspace in JS divergence grows from clean to most corrupted images."""
+    by_method = dict(zip(piece["methods"], piece["divergence"], strict=True))
+    runs = by_method["independent"]
+    kinds = ("trajectory", *SUBSPACES)
+    leads = {kind: (runs[0] - by_method[kind][0], runs[-1] - by_method[kind][-1]) for kind in kinds}
+    told = [f"{NAMES[kind]} {number(clean)} to {number(worst)}" for kind, (clean, worst) in leads.items()]
+    return all(worst > clean for clean, worst in leads.values()), "lead over " + ", ".join(told)
+
+
+def tunnelled(piece: Mapping[str, Any], similar: Mapping[str, Any]) -> tuple[bool, str]:
+    """In a tunnel the loss rises by less than half of a line's; its middle is another function than either end."""
+    agreements = on_path(piece["stitched"])[1]
+    middle, alike = max(middle_of(agreements)), 1 - similar["within_runs"]["disagreement"]
+    rises = f"rise {number(piece['barrier'])} against {number(piece['linear_barrier'])}"
+    told = f"{rises}; agreement with an end {number(middle)}, of two late checkpoints of a run {number(alike)}"
+    return piece["barrier"] < piece["linear_barrier"] / 2 and middle < alike, told
+
+
+JUDGES: tuple[tuple[Any, ...], ...] = (
+    (apart, "similarity"),
+    (independent_differ, "subspaces"),
+    (better_trade_off, "diversity"),
+    (complementary, "subspaces"),
+    (ensembles_first, "subspaces"),
+    (on_svhn, "shift"),
+    (svhn_order, "shift"),
+    (under_shift, "shift"),
+    (tunnelled, "tunnel", "similarity"),
+)
+"""Each with the pieces that it reads."""
