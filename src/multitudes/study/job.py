@@ -295,7 +295,7 @@ def _corruptible(data: Data, limit: int | None, size: int) -> ScaledBatches:
 
 
 class _Kept:
-    """What is kept of the predictions while they are scored, for the page and for `multitudes predict`."""
+    """What is kept of the predictions while they are scored, for the page."""
 
     def __init__(self, data: Data, growth: _Growth) -> None:
         self.data, self.growth = data, growth
