@@ -63,13 +63,13 @@ def section(raw: Raw) -> Section:
     found = {method: _seeds(raw, method) for method in METHODS}
     text = f"""ResNet-18 on CIFAR-10, four members, re-derived SVHN as what is foreign, told by the highest probability.
 Numbers are ours, with the deviation over seeds where there are several, and the paper's (means of five runs) in
-brackets. The paper trains on 50,000 images in batches of 128; ours are 49,000 images, batches of 512, a rate twice
+brackets. The paper trains on 50,000 images in batches of 128; ours are 49,000 images, batches of 500, a rate twice
 as high, mixed precision, and a cosine schedule, all for 75 epochs.
 
 {_quality(found)}
 
-What it costs, as multiples of the single network, measured in the same process (training: a step; inference: images a
-second at batch 256):
+What it costs, as multiples of the single network, measured in the same process and not compiled, while nothing else ran
+(training: a step; inference: images a second at batch 256):
 
 {_costs(found)}
 """
