@@ -20,9 +20,11 @@ from multitudes import data as datasets
 from multitudes.data import Data, Part
 from multitudes.data.splits import spread
 from multitudes.metrics import ece, mce, nll
+from multitudes.multitude import Multitude
 from multitudes.predictive import Predictive
 from multitudes.saving import load
 from multitudes.shift import corrupt
+from multitudes.study import costs
 from multitudes.study.job import run
 from multitudes.study.methods import METHODS
 from multitudes.study.networks import defaults
@@ -159,6 +161,22 @@ def test_a_single_network_costs_what_it_costs(tmp_path: Path) -> None:
     run(directory)
     found = metrics_of(directory)["costs"]
     assert {value for name, value in found.items() if name.endswith("_ratio")} == {1.0}
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_networks_whose_speeds_are_compared_are_laid_out_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, channels_last: bool
+) -> None:
+    seen: list[bool] = []
+
+    def timed(net: Multitude, x: torch.Tensor, batch: int | None = None) -> costs.Inference:
+        wide = [weight for weight in net.parameters() if weight.dim() == 4 and weight.shape[1] > 1]
+        seen.extend(weight.is_contiguous(memory_format=torch.channels_last) for weight in wide)
+        return costs.Inference(1.0, len(x))
+
+    monkeypatch.setattr(costs, "inference_cost", timed)
+    run(written(tmp_path, config("mc_dropout", training={"channels_last": channels_last, "epochs": 1})))
+    assert seen and set(seen) == {channels_last}
 
 
 def test_what_made_the_numbers_is_told(deep: Path) -> None:

@@ -164,9 +164,11 @@ class _Job:
         return self.data.preprocess(self.data.scaled(x))
 
     def prepared(self, net: Multitude) -> Multitude:
-        """On the device, with the task of the data and the draws of the evaluation."""
+        """On the device and laid out as for training, with the task of the data and the draws of the evaluation."""
         net.task = "classification" if self.data.classes else "gaussian"
         net.draws = self.config["evaluation"].get("draws", net.draws)
+        if self.config["training"].get("channels_last"):
+            net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return net.to(self.device)
 
     def arguments(self, method: Method, net: Multitude) -> dict[str, Any]:
