@@ -196,7 +196,7 @@ def test_there_is_a_section_for_every_recipe():
 
 
 def job(accuracy: float = 0.95, nll: float = 0.2, ece: float = 0.03, sizes: tuple[int, ...] = (1,)) -> dict:
-    foreign = {f"ood/svhn/confidence/{name}": 0.9 for name in ("aupr", "auroc", "fpr95")}
+    foreign = {f"ood/svhn/max_probability/{name}": 0.9 for name in ("aupr", "auroc", "fpr95")}
     names = ("parameters", "multiply_adds", "training_seconds", "inference_per_second", "peak_memory_bytes")
     return {
         "scores": {"accuracy": accuracy, "nll": nll, "ece": ece, "mce": 2 * ece, **foreign},

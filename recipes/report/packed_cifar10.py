@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from recipes.report.raw import Claim, Raw, Section, mean_of, number, percent, spread, table
+from recipes.report.raw import MISSING, Claim, Raw, Section, mean_of, number, percent, spread, table
 
 __all__ = ["section"]
 
@@ -44,7 +44,7 @@ def cost(name: str, unit: float = 1.0) -> Read:
     return lambda result: result["costs"][name] / unit
 
 
-FOREIGN = "ood/svhn/confidence/"
+FOREIGN = "ood/svhn/max_probability/"
 COLUMNS: dict[str, tuple[Read, float, int]] = {
     "accuracy %": (score("accuracy"), 100, 1),
     "NLL": (score("nll"), 1, 3),
@@ -68,8 +68,8 @@ as high, mixed precision, and a cosine schedule, all for 75 epochs.
 
 {_quality(found)}
 
-What it costs, as multiples of the single network, measured in the same process and not compiled, while nothing else ran
-(training: a step; inference: images a second at batch 256):
+What it costs, as multiples of the single network, not compiled, while nothing else ran. A training step was measured
+beside the single network's in the same process, inference (images a second, 256 at once) in processes of their own:
 
 {_costs(found)}
 """
@@ -100,15 +100,23 @@ def _costs(found: dict[str, list[dict[str, Any]]]) -> str:
         "parameters": "parameters_ratio",
         "mult-adds": "multiply_adds_ratio",
         "training time": "training_seconds_ratio",
-        "speed of inference": "inference_per_second_ratio",
         "memory in training": "peak_memory_bytes_ratio",
     }
+    speeds = {method: mean_of(map(cost("inference_per_second"), results)) for method, results in found.items()}
     rows = [
-        [METHODS[method], *(number(mean_of(map(cost(name), results)), 2) for name in ratios.values())]
+        [
+            METHODS[method],
+            *(number(mean_of(map(cost(name), results)), 2) for name in ratios.values()),
+            _ratio(speeds[method], speeds["single"]),
+        ]
         for method, results in found.items()
         if results
     ]
-    return table(["method", *ratios], rows)
+    return table(["method", *ratios, "speed of inference"], rows)
+
+
+def _ratio(value: float | None, base: float | None) -> str:
+    return MISSING if value is None or base is None else number(value / base, 2)
 
 
 def _claims(found: dict[str, list[dict[str, Any]]]) -> list[Claim]:
