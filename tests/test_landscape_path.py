@@ -68,15 +68,41 @@ def line(weights: Tensor) -> nn.Module:
 A, B = torch.tensor([2.0, 0.0, -1.0, 1.0]).double(), torch.tensor([-1.0, 1.0, 1.0, 3.0]).double()
 
 
-def test_the_tunnel_finds_the_lowest_point_of_each_hyperplane():
+def test_points_that_walk_alone_find_the_lowest_of_each_hyperplane():
     data, best, hessian = regression()
-    path = tunnel(line(A), line(A), line(B), data, points=5, steps=400, lr=0.05, criterion=F.mse_loss)
+    options = {"points": 5, "steps": 400, "lr": 0.05, "criterion": F.mse_loss}
+    path = tunnel(line(A), line(A), line(B), data, between=False, **options)
     way = (B - A) / (B - A).norm()
     inverse = torch.linalg.inv(hessian)
-    for t, weights in zip(path.t[1:-1], path.weights[1:-1], strict=True):
+    for t, weights in zip(path.t[2:-1:2], path.weights[2:-1:2], strict=True):
         offset = way @ (A + t * (B - A) - best)  # how far the hyperplane is from the solution
         want = best + inverse @ way * offset / (way @ inverse @ way)
         torch.testing.assert_close(weights, want, atol=2e-3, rtol=0)
+
+
+def test_a_tunnel_is_where_the_mean_loss_along_its_lines_is_lowest():
+    data, best, hessian = regression()
+    options = {"points": 4, "steps": 1500, "lr": 0.05, "criterion": F.mse_loss}
+    found, alone = (tunnel(line(A), line(A), line(B), data, between=way, **options).weights for way in (True, False))
+
+    def mean_loss(first: Tensor, second: Tensor) -> float:
+        """Over a line from 0 to 1 the means of (1-u)^2, u (1-u) and u^2 are 1/3, 1/6 and 1/3."""
+        off = torch.stack([A, first, second, B]) - best
+        products = off @ hessian @ off.T / 2
+        squares, neighbours = products.diagonal(), products.diagonal(1)
+        return float((squares[:-1] + squares[1:] + neighbours).sum() / 9)
+
+    # Two points are free within the hyperplanes, base + N move, with N normal to the way. Where the slope is zero:
+    normal = torch.linalg.svd((B - A)[None])[2][1:].T
+    inner = normal.T @ hessian @ normal
+    bases = [torch.lerp(A, B, share) - best for share in (1 / 3, 2 / 3)]
+    pull = [4 * bases[0] + A - best + bases[1], 4 * bases[1] + bases[0] + B - best]
+    system = torch.cat([torch.cat([4 * inner, inner], 1), torch.cat([inner, 4 * inner], 1)])
+    moves = torch.linalg.solve(system, -torch.cat([normal.T @ hessian @ each for each in pull])).view(2, 3)
+    least = mean_loss(*(best + base + normal @ move for base, move in zip(bases, moves, strict=True)))
+    straight = mean_loss(best + bases[0], best + bases[1]) - least
+    assert mean_loss(found[2], found[4]) - least < 0.002 * straight
+    assert mean_loss(alone[2], alone[4]) - least > 0.02 * straight  # the lowest points are not the lowest lines
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.5])
@@ -115,6 +141,17 @@ def test_the_tunnel_takes_away_most_of_the_barrier(found):
     assert found.scores.loss.max() < 0.5 * found.linear.loss.max()
 
 
+def test_points_that_walk_alone_leave_ridges_between_them(optima, found):
+    alone = tunnel(optima[0], *optima, spirals(), between=False)
+    assert alone.scores.loss[::2].max() < 0.05 * alone.linear_barrier  # the points themselves are all in valleys
+    assert alone.barrier > 3 * found.barrier
+
+
+def test_a_tunnel_is_measured_at_its_points_and_between_them(optima, found):
+    torch.testing.assert_close(found.weights[1::2], (found.weights[:-1:2] + found.weights[2::2]) / 2)
+    assert found.t.tolist() == pytest.approx([place / 16 for place in range(17)])
+
+
 @pytest.mark.parametrize("kind", ["bezier", "polygon"])
 def test_a_curve_takes_away_most_of_the_barrier(optima, kind):
     path = curve(optima[0], *optima, spirals(), kind=kind)
@@ -144,7 +181,7 @@ def test_the_tunnel_stays_in_the_hyperplanes(optima, found):
     way = last - first
     share = (found.weights.double() - first) @ way / (way @ way)
     torch.testing.assert_close(share, found.t, atol=1e-5, rtol=0)
-    assert (found.weights[4] - (first + last) / 2).norm() > 0.1
+    assert (found.weights[8] - (first + last) / 2).norm() > 0.1
 
 
 def test_the_losses_are_those_of_the_weights(optima, found):
@@ -173,10 +210,10 @@ def test_batch_norm_statistics_are_recomputed_before_measuring():
     path = tunnel(a, a, b, (x, y), points=5, steps=60)
     assert path.scores.loss[-1].item() == pytest.approx(F.cross_entropy(b(x), y).item(), rel=1e-6)
     network = copy.deepcopy(a)
-    network.load_state_dict(path.state(2, network), strict=False)
+    network.load_state_dict(path.state(4, network), strict=False)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     network.load_state_dict(statistics(network, {}, Batches((x[order], y[order]))), strict=False)
-    assert path.scores.loss[2].item() == pytest.approx(F.cross_entropy(network(x), y).item(), rel=1e-4)
+    assert path.scores.loss[4].item() == pytest.approx(F.cross_entropy(network(x), y).item(), rel=1e-4)
 
 
 # The stitched view ------------------------------------------------------------------------------------------
@@ -184,7 +221,7 @@ def test_batch_norm_statistics_are_recomputed_before_measuring():
 
 def test_in_each_triangle_distances_are_those_of_the_weights(optima, found):
     view = stitched(optima[0], found, spirals(), across=2, radii=3, reach=1.5)
-    assert view.share.tolist() == [0, 0.75, 1, 1.5] and view.knots == tuple(range(0, 17, 2))
+    assert view.share.tolist() == [0, 0.75, 1, 1.5] and view.knots == tuple(range(0, 33, 2))
     at = torch.stack([view.x, view.y], 2)
     for segment, (left, right) in enumerate(zip(found.weights[:-1].double(), found.weights[1:].double(), strict=True)):
         own = at[2 * segment : 2 * segment + 3].flatten(0, 1)
@@ -198,7 +235,7 @@ def test_the_stitched_view_holds_the_path_and_the_origin(optima, found):
     on_path = view.share.tolist().index(1)
     torch.testing.assert_close(view.loss[list(view.knots), on_path], found.scores.loss, rtol=1e-4, atol=1e-5)
     assert view.agreement[0, 0, on_path] == view.agreement[1, -1, on_path] == 1
-    assert view.loss[:, 0].tolist() == pytest.approx([math.log(3)] * 17, rel=1e-6)  # all weights 0
+    assert view.loss[:, 0].tolist() == pytest.approx([math.log(3)] * 33, rel=1e-6)  # all weights 0
 
 
 # The rest ---------------------------------------------------------------------------------------------------

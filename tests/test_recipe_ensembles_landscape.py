@@ -15,12 +15,13 @@ from torch import nn
 
 from multitudes import Predictive
 from multitudes.landscape import Solutions
-from recipes.ensembles_landscape import SETTINGS, centres, diversities, main, plain, spaced
-from recipes.report.ensembles_landscape import section
+from recipes.ensembles_landscape import centres, diversities, main
+from recipes.landscape_runs import SETTINGS, plain, spaced
+from recipes.report.ensembles_landscape import section, valleys
 from recipes.report.landscape_claims import NAMES, near, on_path
 from recipes.report.raw import Raw
 
-PIECES = ("train", "similarity", "tsne", "planes", "tunnel", "diversity", "subspaces", "shift")
+PIECES = ("train", "similarity", "tsne", "planes", "tunnel", "diversity", "subspaces", "shift", "reach")
 
 
 # -- what the recipe computes itself -----------------------------------------------------------------------
@@ -118,11 +119,13 @@ def made_up() -> dict[str, Any]:
         "tunnel": {
             "train_images": 10, "test_images": 10, "t": [0.0, 0.5, 1.0], "barrier": 0.2, "linear_barrier": 2.0,
             "tunnel": measures, "linear": measures,
+            "alone": {"barrier": 0.6, "loss": [0.1, 0.8, 0.3, 0.7, 0.2], "accuracy": [0.7, 0.4, 0.6, 0.5, 0.7]},
             "stitched": {
                 "x": rows, "y": rows, "share": [0.0, 1.0, 1.25], "knots": [0, 1, 2], "loss": rows, "accuracy": rows,
                 "agreement": [rows, rows],
             },
         },
+        "reach": {"norm": 90.0, "lengths": [10.0, 40.0], "accuracy": [0.7, 0.6], "svhn": [0.02, 0.15]},
         "diversity": {
             "runs": ["run 0", "run 0", "run 0", "run 1"], "kinds": ["optimum", "random", "random", "optimum"],
             "accuracy": [0.7, 0.68, 0.2, 0.7], "disagreement": [0.0, 0.16, 0.9, 0.24], "reference": 0, "classes": 10,
@@ -197,6 +200,10 @@ def test_what_is_on_the_path_is_read_where_the_share_is_1() -> None:
     assert accuracies == [0.7] * 3 and agreements == [[0.7, 0.7]] * 3
 
 
+def test_points_alone_are_every_other_place_of_a_path() -> None:
+    assert valleys(made_up()["tunnel"]["alone"]) == pytest.approx(0.3 - 0.2)
+
+
 # -- the whole recipe --------------------------------------------------------------------------------------
 
 
@@ -212,6 +219,7 @@ def test_a_small_run_does_every_piece_once(tmp_path: Path, capsys: pytest.Captur
     scores = raw["subspaces"]["diversity"]
     assert scores["independent"]["disagreement"] > scores["trajectory"]["disagreement"] > 0
     assert raw["tunnel"]["barrier"] < raw["tunnel"]["linear_barrier"]
+    assert len(raw["tunnel"]["t"]) == len(raw["tunnel"]["stitched"]["x"]) == len(raw["tunnel"]["alone"]["loss"])
     assert set(raw["shift"]["methods"]) <= set(NAMES) and raw["shift"]["svhn"]["baseline"] == 0
     assert all((tmp_path / f"{piece}.json").stat().st_size < 200_000 for piece in PIECES)
     capsys.readouterr()

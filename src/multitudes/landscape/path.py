@@ -5,6 +5,9 @@ between two optima and walk down the training loss, each point in the hyperplane
 
     w(t) = a + t (b - a) + d_t,    d_t normal to b - a.
 
+Points that walk alone may end in valleys of their own, with a ridge between two of them. So here the lines that join
+them walk down together, each step from a random place of each line; `between=False` is the paper's way.
+
 Garipov et al., *Loss surfaces, mode connectivity, and fast ensembling of DNNs*, 2018, train one bend theta, for t drawn
 uniformly for each batch (`curve`):
 
@@ -94,22 +97,25 @@ def tunnel(
     points: int = 9,
     steps: int = 200,
     lr: float = 0.01,
+    between: bool = True,
     seed: int = 0,
     criterion: Criterion | None = None,
     evaluation: Any = None,
     batch_norm: Any = None,
     progress: bool | None = None,
 ) -> Path:
-    """A low-loss tunnel between two optima: each point of the line, moved to lower loss at a right angle to it.
+    """A low-loss tunnel between two optima: points of the line, moved to lower loss at a right angle to it.
 
     Args:
         network: one network, or a multitude that draws, which is measured by its expectations. It is left as it was.
         a, b: the optima, networks or state dicts.
         data: training data, `(x, y)` or an iterable of batches.
-        points: how many points the path has, its ends included.
+        points: how many points of the line are moved, its ends included. The path is measured at these, and in the
+            middle between each two.
         steps: how many batches each point learns from, by Adam, the learning rate falling to 0 by a cosine.
         lr: the learning rate.
-        seed: of the order of the data, and of what the network draws in training.
+        between: whether the loss on the lines between points is what falls, rather than that of each point alone.
+        seed: of the order of the data, of the places between points, and of what the network draws in training.
         criterion: `(prediction, target) -> mean over the batch`, by default cross entropy.
         evaluation: data to measure the path on, by default the training data.
         batch_norm: data to recompute batch-norm statistics on, at each point, by default the training data.
@@ -118,27 +124,31 @@ def tunnel(
     >>> a, b = nn.Linear(2, 3), nn.Linear(2, 3)
     >>> path = tunnel(a, a, b, (torch.randn(9, 2), torch.randint(3, (9,))), points=5, steps=2)
     >>> path.weights.shape, path.scores.agreement[0, 0]
-    (torch.Size([5, 9]), tensor(1., dtype=torch.float64))
+    (torch.Size([9, 9]), tensor(1., dtype=torch.float64))
     """
     _check_points(points)
     work = _Work(network, a, b, data, criterion, evaluation, batch_norm, seed)
     start, end = work.vectors
     way = (end - start) / (end - start).norm()
-    t = torch.linspace(0, 1, points, dtype=torch.float64)
-    bases = [torch.lerp(start, end, float(at)) for at in t[1:-1]]
-
-    def at_right_angle(step: Tensor) -> Tensor:
-        return step - (step @ way) * way
-
+    bases = [torch.lerp(start, end, at / (points - 1)) for at in range(1, points - 1)]
     moves = [torch.zeros_like(start).requires_grad_() for _ in bases]
 
+    def moved(index: int) -> Tensor:
+        if index in (0, points - 1):
+            return end if index else start
+        step = moves[index - 1]
+        return bases[index - 1] + step - (step @ way) * way
+
     def descend(x: Input, y: Tensor) -> None:
-        for base, move in zip(bases, moves, strict=True):
-            work.loss(base + at_right_angle(move), x, y).backward()
+        if between:
+            for index, share in enumerate(torch.rand(points - 1).tolist()):
+                work.loss(torch.lerp(moved(index), moved(index + 1), share), x, y).backward()
+        else:
+            for index in range(1, points - 1):
+                work.loss(moved(index), x, y).backward()
 
     work.minimise(moves, descend, steps, lr, progress)
-    between = [base + at_right_angle(move.detach()) for base, move in zip(bases, moves, strict=True)]
-    return work.path(t, torch.stack([start, *between, end]), "tunnel")
+    return work.path(_with_middles(torch.stack([moved(index).detach() for index in range(points)])), "tunnel")
 
 
 def curve(
@@ -179,14 +189,19 @@ def curve(
         (work.loss(weights, x, y) + weight_decay / 2 * weights.square().sum()).backward()
 
     work.minimise([bend], descend, steps, lr, progress)
-    t = torch.linspace(0, 1, points, dtype=torch.float64)
-    between = [_on_curve(kind, at, start, bend.detach(), end) for at in t[1:-1].tolist()]
-    return work.path(t, torch.stack([start, *between, end]), kind)
+    between = [_on_curve(kind, at / (points - 1), start, bend.detach(), end) for at in range(1, points - 1)]
+    return work.path(torch.stack([start, *between, end]), kind)
 
 
 def _check_points(points: int) -> None:
     if check_count("points", points) < 3:
         raise ValueError(f"points must be 3 or more, two ends and something between, got {points}")
+
+
+def _with_middles(weights: Tensor) -> Tensor:
+    """Points `[T, P]` and the middles between them, `[2 T - 1, P]`."""
+    middles = torch.lerp(weights[:-1], weights[1:], 0.5)
+    return torch.cat([torch.stack([weights[:-1], middles], 1).flatten(0, 1), weights[-1:]])
 
 
 def _on_curve(kind: str, t: float, a: Tensor, bend: Tensor, b: Tensor) -> Tensor:
@@ -265,9 +280,10 @@ class _Work:
                     raise ValueError("data must have targets, as (x, y) or batches of them")
                 yield x, y
 
-    def path(self, t: Tensor, weights: Tensor, kind: str) -> Path:
+    def path(self, weights: Tensor, kind: str) -> Path:
         """The path through `weights [T, P]`, measured; the ends as they were given."""
         first, last = self.vectors
+        t = torch.linspace(0, 1, len(weights), dtype=torch.float64)
         line = torch.stack([torch.lerp(first.double(), last.double(), float(at)) for at in t])
         weights = weights.detach().cpu()
         return Path(t, weights, self._scores(weights), self._scores(line.cpu()), kind)
