@@ -82,8 +82,8 @@ AMOUNTS = {
         plane_points=3,
     ),
     "full": Amounts(
-        limit=None, draws=50, moving=2000, steps=4, attacked=1000, gradient_draws=5, pgd_steps=10, epochs=25,
-        batch_size=512, scored=5000, scored_draws=10, hidden=512, minibatches=12, minibatch=128, iterations=30,
+        limit=None, draws=50, moving=2000, steps=4, attacked=1000, gradient_draws=5, pgd_steps=10, epochs=60,
+        batch_size=500, scored=5000, scored_draws=10, hidden=512, minibatches=12, minibatch=128, iterations=30,
         plane_images=1000, plane_points=13,
     ),
 }  # fmt: skip
@@ -185,7 +185,7 @@ def train(head: str, recipe: Recipe) -> dict[str, Any]:
     loader = Loader(data.train, data, amounts.batch_size, recipe.device, augment="standard", seed=SEED)
     history = mt.fit(
         net, loader, amounts.epochs, optimizer="sgd", lr=0.1, weight_decay=WEIGHT_DECAY, schedule="cosine", warmup=1,
-        precision="bfloat16" if fast else "float32", channels_last=fast, seed=SEED, progress=False,
+        precision="bfloat16" if fast else "float32", channels_last=fast, compile=fast, seed=SEED, progress=False,
     )  # fmt: skip
     mt.save(net, recipe.networks / f"{head}.safetensors")
     seen = Part(data.train.x[: amounts.scored], data.train.y[: amounts.scored])

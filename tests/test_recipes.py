@@ -20,6 +20,7 @@ from recipes.collect import RESULTS, collect, rounded
 from recipes.recipe import Recipe
 from recipes.report import again, packed_cifar10, patching_cifar10
 from recipes.report.__main__ import main as report
+from recipes.report.headline import BEGIN, END, with_headline
 from recipes.report.page import SECTIONS, Page
 from recipes.report.raw import Claim, Raw, Section
 
@@ -171,6 +172,16 @@ def test_every_number_typed_in_would_be_noticed(tmp_path, capsys):
     page.write_text(page.read_text().replace("95.0", "96.0"))
     with pytest.raises(SystemExit, match="does not say what the raw files say"):
         report(["--results", str(results), "--check"])
+
+
+def test_the_readme_has_a_few_rows_of_the_results(tmp_path):
+    raw = write(tmp_path, "packed_cifar10", {"single-0": job(0.9), "single-1": job(0.92), "deep-0": job(0.95)})
+    text = with_headline(f"# Title\n{BEGIN}\n| single network | 99.9 |\n{END}\nThe end\n", raw)
+    assert text.startswith(f"# Title\n{BEGIN}\n") and text.endswith(f"{END}\nThe end\n")
+    assert "| single network | 91.0 | 0.200 | 0.030 | 1.50 | 1.50 |" in text and "| deep ensemble | 95.0 |" in text
+    assert "99.9" not in text and with_headline(text, raw) == text
+    with pytest.raises(ValueError, match="text must have the marks"):
+        with_headline("# Title", raw)
 
 
 def test_figures_that_the_page_shows_are_there():

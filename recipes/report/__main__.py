@@ -1,4 +1,7 @@
-"""Writes `results/README.md` and its figures from the raw files: `make results`, or `python -m recipes.report`."""
+"""Writes `results/README.md`, its figures, and what the project's README says of them, from the raw files.
+
+`make results`, or `python -m recipes.report`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from typing import TYPE_CHECKING
 
 from multitudes.study.store import write_atomically
 from recipes.collect import RESULTS
+from recipes.recipe import ROOT
+from recipes.report.headline import with_headline
 from recipes.report.page import Page
 
 if TYPE_CHECKING:
@@ -25,12 +30,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--check", action="store_true", help="write nothing; fail where the page is not what it was")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the raw files are")
     given = parser.parse_args(arguments)
-    page, path = Page(given.results), given.results / "README.md"
+    page = Page(given.results)
+    texts = {given.results / "README.md": page.text}
+    if given.results == RESULTS:
+        readme = ROOT / "README.md"
+        texts[readme] = with_headline(readme.read_text("utf-8"), page.raws["packed_cifar10"])
     if given.check:
-        if not path.is_file() or path.read_text("utf-8") != page.text:
-            sys.exit(f"{path} does not say what the raw files say: run `make results`")
+        for path, text in texts.items():
+            if not path.is_file() or path.read_text("utf-8") != text:
+                sys.exit(f"{path} does not say what the raw files say: run `make results`")
         return
-    write_atomically(path, page.text)
+    for path, text in texts.items():
+        write_atomically(path, text)
     for name, figure in page.figures.items():
         write_atomically(given.results / f"{name}.svg", drawn(figure))
 

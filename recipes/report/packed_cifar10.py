@@ -8,7 +8,7 @@ from typing import Any
 
 from recipes.report.raw import MISSING, Claim, Raw, Section, mean_of, number, percent, spread, table
 
-__all__ = ["section"]
+__all__ = ["METHODS", "cost", "results_of", "score", "section"]
 
 METHODS = {
     "single": "single network",
@@ -60,13 +60,16 @@ COLUMNS: dict[str, tuple[Read, float, int]] = {
 
 def section(raw: Raw) -> Section:
     """Table 1, and what it must show."""
-    found = {method: _seeds(raw, method) for method in METHODS}
+    found = {method: results_of(raw, method) for method in METHODS}
     text = f"""ResNet-18 on CIFAR-10, four members, re-derived SVHN as what is foreign, told by the highest probability.
 Numbers are ours, with the deviation over seeds where there are several, and the paper's (means of five runs) in
 brackets. The paper trains on 50,000 images in batches of 128; ours are 49,000 images, batches of 500, a rate twice
 as high, mixed precision, and a cosine schedule, all for 75 epochs.
 
 {_quality(found)}
+
+The paper's multiply-adds of MIMO are those of four passes. But its network reads all four inputs in one pass, which is
+what is counted here; likewise the masks of Masksembles are none of our parameters, since they do not learn.
 
 What it costs, as multiples of the single network, not compiled, while nothing else ran. A training step was measured
 beside the single network's in the same process, inference (images a second, 256 at once) in processes of their own:
@@ -76,7 +79,7 @@ beside the single network's in the same process, inference (images a second, 256
     return Section("Packed-Ensembles: Table 1", text, _claims(found))
 
 
-def _seeds(raw: Raw, method: str) -> list[dict[str, Any]]:
+def results_of(raw: Raw, method: str) -> list[dict[str, Any]]:
     """The results of a method, one a seed; `packed-0` is of packed, and `packed_1-0` is not."""
     return [result for name, result in raw.matching(method).items() if name.rpartition("-")[0] == method]
 

@@ -32,7 +32,8 @@ HEAD = """# Results
 
 The papers' experiments, rerun from [recipes](../recipes/README.md) on real data at the scale of one GPU, with the
 papers' numbers beside ours. This page is made from the raw files beside it by `make results`; nothing in it is typed in
-by hand but the papers' own numbers.
+by hand but the papers' own numbers. Pieces were done side by side, several at a time on one GPU; their seconds are by
+the clock, and what is said about costs was measured while all others stood still.
 """
 
 HOLDS = {True: "yes", False: "**no**", None: "not measured"}

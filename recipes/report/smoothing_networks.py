@@ -139,7 +139,8 @@ HESSIAN = """\
 
 The largest eigenvalue of the Hessian of the loss, with weight decay and one draw, on each of some augmented training
 batches of {batch_size}, by at most {iterations} steps of power iteration (Algorithm 1). An exact eigenvalue is no
-further away than the residual."""
+further away than the residual. Eigenvalues depend on how far a training has got, and the heads above have not all got
+equally far: their training NLL says how far."""
 
 
 def _hessian(result: Mapping[str, Any], made: dict[str, Figure]) -> str:
