@@ -36,6 +36,8 @@ EPOCHS = 20
 """Of the networks that shall pass the transition, at full scale: what the recipe costs is proportional to it."""
 SHORT = 10
 """Of the networks that are not waiting for a transition."""
+LONG = 60
+"""Of the network with a smooth nonlinearity, whose transition comes later."""
 SEED = 0
 BATCH = 100
 RATE = 2e-3
@@ -232,7 +234,7 @@ def read(recipe: Recipe, scale: Scale) -> Data:
 
 def phase(recipe: Recipe) -> dict[str, Any]:
     """Kappa along the training of a network with a smooth nonlinearity, and what it says about its weights."""
-    scale = scale_of(recipe, EPOCHS)
+    scale = scale_of(recipe, LONG)
     data = read(recipe, scale)
     net = mt.variance(lenet(nn.Softplus()), ["fc1"], seed=SEED)
     x, y = next(iter(Loader(data.train, data, scale.kappa_images, recipe.device, shuffle=False)))
