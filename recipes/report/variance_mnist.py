@@ -259,7 +259,8 @@ def transition(result: dict[str, Any]) -> Figure:
         fig.add_trace(go.Scatter(x=epochs, y=values, name=name, line={"dash": dash}))
     alphas = [look["log_alpha"]["fc1"][1] for look in result["curve"]]
     fig.add_trace(go.Scatter(x=epochs, y=alphas, name="log alpha (right)", yaxis="y2", line={"dash": DASHES[3]}))
-    fig.update_layout(yaxis2={"overlaying": "y", "side": "right", "title": "log alpha", "showgrid": False})
+    axis = {"overlaying": "y", "side": "right", "title": "log alpha", "showgrid": False, "tickformat": ".1f"}
+    fig.update_layout(yaxis2=axis, legend={"x": 1.15})
     return fig
 
 
