@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,20 @@ def test_a_seed_makes_it_repeatable_and_leaves_the_random_state_alone():
         fit(net, loader(), 2, seed=seed)
     assert torch.equal(before, torch.get_rng_state())
     assert equal(nets[0], nets[1]) and not equal(nets[0], nets[2])
+
+
+def test_any_number_of_networks_can_be_compiled_in_one_process(monkeypatch):
+    graphs = []
+
+    def counted(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counted))
+    for width in range(1, 11):  # more than torch compiles versions of one function
+        net = mt.Multitude(nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, 2)))
+        fit(net, [(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))], epochs=2, compile=True)
+    assert len(graphs) == 10
 
 
 def test_half_precision_channels_last_and_compiled_training_learn_the_same():
