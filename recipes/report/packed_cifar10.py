@@ -68,8 +68,8 @@ as high, mixed precision, and a cosine schedule, all for 75 epochs.
 
 {_quality(found)}
 
-The paper's multiply-adds of MIMO are those of four passes. But its network reads all four inputs in one pass, which is
-what is counted here; likewise the masks of Masksembles are none of our parameters, since they do not learn.
+MIMO's multiply-adds are a quarter of the paper's, whose code repeats each batch four times: where all members see the
+same inputs, as with rho = 1, that changes nothing but the price. Masks, which do not learn, are none of our parameters.
 
 What it costs, as multiples of the single network, not compiled, while nothing else ran. A training step was measured
 beside the single network's in the same process, inference (images a second, 256 at once) in processes of their own:
