@@ -18,7 +18,8 @@ from multitudes.shift import fgsm, translated
 from recipes import smoothing, smoothing_measures
 from recipes.recipe import Recipe
 from recipes.report.raw import Raw
-from recipes.report.smoothing import section, smallest
+from recipes.report.smoothing import section
+from recipes.report.smoothing_claims import smallest
 from recipes.report.smoothing_networks import roughness
 
 ROOT = Path(os.environ.get("MULTITUDES_DATA", "."))
@@ -130,9 +131,9 @@ def test_numbers_of_the_section():
     assert roughness([[None, 1.0, 2.0], [None, 1.0, 2.0], [None, 1.0, 2.0]]) == 0
 
 
-def a_job(nll: list[float]) -> dict[str, Any]:
+def a_job(nll: list[float], error: float = 0.1) -> dict[str, Any]:
     training = {"epochs": 40, "batch_size": 512, "lr": 0.2, "schedule": "cosine", "precision": "bfloat16"}
-    scores = {"nll": nll[-1], "accuracy": 0.9, "ece": 0.02}
+    scores = {"nll": nll[-1], "accuracy": 1 - error, "ece": 0.02}
     scores |= {f"shift/mean/{level}/{name}": level * value for level in (1, 5) for name, value in scores.items()}
     by_size = {"sizes": [1, 2, 50][: len(nll)], "nll": nll, "accuracy": [0.9] * len(nll), "ece": [0.02] * len(nll)}
     return {
@@ -150,7 +151,8 @@ def a_raw(folder: Path, results: dict[str, Any]) -> Raw:
 
 
 def some_pieces() -> dict[str, Any]:
-    scores = {"accuracy": 0.5, "nll": 1.0, "ece": 0.1, "success_rate": None}
+    scores = {"accuracy": 0.5, "nll": 1.0, "ece": 0.1, "success_rate": 0.0}
+    struck = {"single": (0.6, 0.8), "smooth": (0.5, 0.8), "mc_dropout": (0.4, 0.4), "smooth_dropout": (0.5, 0.2)}
     moving = {"cross_entropy": 0.01, "relative_confidence": 0.99, "images": 10, "steps": 2, "draws": 50}
     about = {"images": 10, "gradient_draws": 5, "pgd_steps": 10, "draws": 50}
     steady = {"single": 0.97, "smooth": 0.98, "mc_dropout": 0.98, "smooth_dropout": 0.97}
@@ -159,7 +161,15 @@ def some_pieces() -> dict[str, Any]:
     spectrum = {"residuals": [0.1, 0.2], "batch_size": 128, "iterations": 30}
     return {
         "consistency": {name: {"consistency": value, **moving} for name, value in steady.items()},
-        "attacks": {"about": about, "single": {"clean": scores, "fgsm-1": scores, "pgd-2": scores}},
+        "attacks": {"about": about}
+        | {
+            name: {
+                "clean": scores,
+                "fgsm-1": scores | {"success_rate": weak},
+                "pgd-2": scores | {"success_rate": strong},
+            }
+            for name, (weak, strong) in struck.items()
+        },
         "train_gap": {"parameters": 11_000_000, "epochs": 25, "train": scored, "test": scored},
         "hessian": {
             "mlp": {"largest": [9.0, 30.0], **spectrum},
@@ -172,18 +182,22 @@ def some_pieces() -> dict[str, Any]:
 
 def test_the_section_tells_what_there_is_and_what_holds(tmp_path):
     plain = {"mc_dropout-0": a_job([0.3, 0.25, 0.2]), "mc_dropout-1": a_job([0.3, 0.25, 0.22])}
-    smoothed = {"smooth_dropout-0": a_job([0.25, 0.21, 0.15])}
+    smoothed = {"smooth_dropout-0": a_job([0.25, 0.21, 0.15]), "smooth-0": a_job([0.29], error=0.09)}
     resnet18 = a_raw(tmp_path / "resnet18", {"single-0": a_job([0.3]), **plain, **smoothed})
     worse = {"mc_dropout-0": a_job([0.5, 0.45, 0.4]), "smooth_dropout-0": a_job([0.5, 0.45, 0.3])}
     vgg16 = a_raw(tmp_path / "vgg16", worse)
     told = section(a_raw(tmp_path / "smoothing", some_pieces()), resnet18, vgg16)
-    assert [claim.holds for claim in told.claims] == [True, True, False, False, False, True]
-    assert "the fewest that do: 50" in told.claims[3].numbers and "0.2100 with 50 draws" in told.claims[0].numbers
+    holds = [claim.holds for claim in told.claims]
+    assert holds[:6] == [True, True, True, False, False, True]  # MC dropout's error and both ECE stay as they are
+    assert holds[6:12] == [False, False, None, None, None, None]  # of VGG-16 half is there
+    assert holds[12:] == [False, True, True]
+    assert "the fewest that do: 50" in told.claims[7].numbers and "0.2100 with 50 draws" in told.claims[0].numbers
+    assert "single network 10.00 %, single network + Smooth 9.00 %" in told.claims[3].numbers
     assert set(told.figures) == {"by_size", "corruptions", "hessian", "planes"}
     assert all(f"(smoothing/{name}.svg)" in told.text for name in told.figures)
     assert "| MC dropout | 0.210 ± 0.014 | 90.0 ± 0.0 | 2.00 ± 0.00 | 0.157 | 95.2 | 1.14 |" in told.text
-    assert "| single network + Smooth | – | – | – | 0.173 | 95.4 | 2.31 |" in told.text
-    assert "| single network | 50.0 | 50.0 / – | 50.0 / – | 28.3 / 62.9 | 7.5 / 90.1 |" in told.text
+    assert "| single network + Smooth | – | – | – | 0.376 | 93.2 | 5.49 |" in told.text
+    assert "| single network | 50.0 | 50.0 / 60.0 | 50.0 / 80.0 | 28.3 / 62.9 | 7.5 / 90.1 |" in told.text
     assert all(len(figure.data) for figure in told.figures.values())
 
 
