@@ -110,8 +110,8 @@ def tunnel(
         network: one network, or a multitude that draws, which is measured by its expectations. It is left as it was.
         a, b: the optima, networks or state dicts.
         data: training data, `(x, y)` or an iterable of batches.
-        points: how many points of the line are moved, its ends included. The path is measured at these, and in the
-            middle between each two.
+        points: how many points the path joins, its ends included. It is measured at these, and in the middle between
+            each two.
         steps: how many batches each point learns from, by Adam, the learning rate falling to 0 by a cosine.
         lr: the learning rate.
         between: whether the loss on the lines between points is what falls, rather than that of each point alone.
