@@ -76,12 +76,15 @@ class Page:
         return "\n".join(parts)
 
     def _claims(self) -> str:
+        claims = [claim for section in self.sections.values() for claim in section.claims]
+        known = [claim.holds for claim in claims if claim.holds is not None]
+        told = f"Of {len(claims)} claims {len(known)} have been measured, and {sum(known)} show.\n\n"
         rows = [
-            [section.title, claim.text.rstrip("."), HOLDS[claim.holds], claim.numbers or MISSING]
+            [section.title if first else "", claim.text.rstrip("."), HOLDS[claim.holds], claim.numbers or MISSING]
             for section in self.sections.values()
-            for claim in section.claims
+            for first, claim in zip([True] + [False] * len(section.claims), section.claims, strict=False)
         ]
-        return table(["of", "claim", "shows", "numbers"], rows).replace("---:", "---") + "\n"
+        return told + table(["of", "claim", "shows", "numbers"], rows).replace("---:", "---") + "\n"
 
     def _made(self, name: str) -> str:
         """What the pieces were done with."""
