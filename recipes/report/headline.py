@@ -12,15 +12,17 @@ SHOWN = ("single", "packed", "masksembles", "deep")
 
 
 def headline(raw: Raw) -> str:
-    """Methods beside the single network, from the runs of Packed-Ensembles' Table 1."""
+    """Methods beside the single network, from the runs of Packed-Ensembles' Table 1, and what they ran on."""
     rows = []
     for method in SHOWN:
         if found := results_of(raw, method):
             right, nll, ece = (mean_of(map(score(name), found)) for name in ("accuracy", "nll", "ece"))
             size, time = (mean_of(map(cost(f"{name}_ratio"), found)) for name in ("parameters", "training_seconds"))
-            rows.append([METHODS[method], percent(right), number(nll), number(ece), number(size, 2), number(time, 2)])
-    header = ["ResNet-18 on CIFAR-10", "accuracy %", "NLL", "ECE", "parameters, x", "training time, x"]
-    return table(header, rows)
+            numbers = [percent(right), number(nll), number(ece), number(size, 2), number(time, 2)]
+            rows.append([METHODS[method], *numbers, str(len(found))])
+    header = ["ResNet-18 on CIFAR-10", "accuracy %", "NLL", "ECE", "parameters, x", "training time, x", "seeds"]
+    machines = ", ".join(sorted({piece["machine"]["name"] for piece in raw.pieces.values()}))
+    return f"{table(header, rows)}\n\nTraining time is that of a step, not compiled; measured on: {machines}."
 
 
 def with_headline(text: str, raw: Raw) -> str:

@@ -80,9 +80,9 @@ class Page:
         known = [claim.holds for claim in claims if claim.holds is not None]
         told = f"Of {len(claims)} claims {len(known)} have been measured, and {sum(known)} show.\n\n"
         rows = [
-            [section.title if first else "", claim.text.rstrip("."), HOLDS[claim.holds], claim.numbers or MISSING]
+            ["" if index else section.title, claim.text.rstrip("."), HOLDS[claim.holds], claim.numbers or MISSING]
             for section in self.sections.values()
-            for first, claim in zip([True] + [False] * len(section.claims), section.claims, strict=False)
+            for index, claim in enumerate(section.claims)
         ]
         return told + table(["of", "claim", "shows", "numbers"], rows).replace("---:", "---") + "\n"
 

@@ -150,7 +150,7 @@ def told_in_terms_of(x: Input) -> Iterator[None]:
         raise ValueError(f"x must be a tensor, or a tuple or mapping that holds one, got {type(x).__name__}")
     try:
         yield
-    except (torch.OutOfMemoryError, NotImplementedError, Told):
+    except (torch.OutOfMemoryError, NotImplementedError, Told):  # not about the shape of x: they speak for themselves
         raise
     except (RuntimeError, IndexError, ValueError) as error:
         if "CUDA error" in str(error):

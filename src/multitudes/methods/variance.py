@@ -139,7 +139,7 @@ class VarianceLayer(Stochastic):
 
     def reset_parameters(self) -> None:
         """Draw the expectations as the plain layer does, and start the spread again."""
-        super().reset_parameters()  # type: ignore[misc]
+        super().reset_parameters()  # type: ignore[misc]  # the plain layer's, which each class puts behind this one
         if self.parameterization:  # else the plain layer's constructor asks
             self.reset_spread()
 
