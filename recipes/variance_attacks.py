@@ -90,10 +90,10 @@ def variance(width: int) -> mt.Multitude:
 
 def of_pixels(network: nn.Module, data: Data) -> nn.Module:
     """The network for images in [0, 1] rather than standardised ones: attacks change pixels."""
-    front = nn.BatchNorm2d(len(data.mean), eps=0.0, affine=False).to(next(network.parameters()).device)
+    front = nn.BatchNorm2d(len(data.mean), affine=False).to(next(network.parameters()).device)
     assert front.running_mean is not None and front.running_var is not None
     front.running_mean.copy_(data.mean.flatten())
-    front.running_var.copy_(data.std.flatten().square())
+    front.running_var.copy_(data.std.flatten().square() - front.eps)
     return nn.Sequential(front, network).eval()
 
 
