@@ -37,6 +37,8 @@ MEMBERS = 3
 BATCH = 256
 RATE = 1e-3
 LOG_ALPHA_RATE = 0.01
+MEMORY = 0.99
+"""Adam's beta2 for log alpha: with 0.999 it would lag behind (see `mt.variance`) for as many steps as there are."""
 DRAWS = 10
 """Of a network, and of all members of an ensemble together."""
 FINAL_DRAWS = 50
@@ -138,7 +140,7 @@ def train(net: mt.Multitude, data: Data, scale: Scale, device: torch.device, see
     """Adam, falling linearly to 0, with random crops and flips."""
     on_gpu = device.type == "cuda"
     net.to(device)
-    own = {"log_alpha": LOG_ALPHA_RATE} if variance_layers(net) else {}
+    own = {"log_alpha": {"lr": LOG_ALPHA_RATE, "betas": (0.9, MEMORY)}} if variance_layers(net) else {}
     history = mt.fit(
         net, Loader(data.train, data, scale.batch, device, augment="standard", seed=seed, drop_last=True), scale.epochs,
         optimizer=torch.optim.Adam(net.parameter_groups(lr=scale.rate, **own), fused=True), schedule="linear",
@@ -151,6 +153,8 @@ def train(net: mt.Multitude, data: Data, scale: Scale, device: torch.device, see
         "images": len(data.train),
         "draws": scale.draws,
         "attacked_images": scale.images,
+        "log_alpha_rate": LOG_ALPHA_RATE,
+        "memory": MEMORY,
         "train_seconds": round(sum(epoch.seconds for epoch in history), 1),
         "loss": [round(epoch.loss, 4) for epoch in history],
         "log_alpha": {name: round(layer.log_alphas().item(), 3) for name, layer in variance_layers(net).items()},

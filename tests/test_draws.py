@@ -365,5 +365,7 @@ def test_parameters_of_a_name_have_a_learning_rate_of_their_own() -> None:
     net = small(Jitter())
     groups = net.parameter_groups(lr=0.1, bias=0.5)
     assert [(len(group["params"]), group["lr"]) for group in groups] == [(2, 0.1), (2, 0.5)]
+    groups = net.parameter_groups(lr=0.1, bias={"betas": (0.9, 0.99)}, weight={"lr": 0.5})
+    assert [(group["lr"], group.get("betas")) for group in groups] == [(0.1, (0.9, 0.99)), (0.5, None)]
     with pytest.raises(ValueError, match="log_alpha"):
         net.parameter_groups(lr=0.1, log_alpha=0.5)

@@ -14,7 +14,7 @@ from torch import nn
 import multitudes as mt
 from multitudes.data import Data
 from multitudes.methods.dropout import Dropout
-from multitudes.methods.variance import variance_layers
+from multitudes.methods.variance import approximate_kl, variance_layers
 from recipes import variance_attacks as recipe
 from recipes.recipe import Recipe
 from recipes.report import variance_attacks as report
@@ -46,7 +46,9 @@ def test_the_variance_layers_are_the_last_three_convolutions_and_the_first_dense
 def test_a_network_of_pixels_says_what_the_network_says_of_standardised_images(data: Data) -> None:
     network = recipe.plain(4).network.eval()
     x = data.scaled(data.test.x)
-    torch.testing.assert_close(recipe.of_pixels(network, data)(x), network(data.preprocess(x)), atol=1e-5, rtol=1e-5)
+    of_pixels = recipe.of_pixels(network, data)
+    torch.testing.assert_close(of_pixels(x), network(data.preprocess(x)), atol=1e-5, rtol=1e-5)
+    assert all(norm.eps > 0 for norm in of_pixels.modules() if isinstance(norm, nn.BatchNorm2d))  # as GPUs want it
 
 
 def test_targets_are_other_classes_and_all_of_them() -> None:
@@ -80,7 +82,8 @@ def curve(success: float, entropy: list[float]) -> dict[str, list[float]]:
 
 
 def results() -> dict[str, dict[str, Any]]:
-    net = {"epochs": 2, "batch": 50, "attacked_images": 40, "stochastic": 0.9, "ensemble": 0.93, "log_alpha": {}}
+    net = {"epochs": 2, "batch": 50, "images": 200, "attacked_images": 40, "stochastic": 0.9, "ensemble": 0.93}
+    net |= {"log_alpha": {}, "log_alpha_rate": 0.01, "memory": 0.99}
     alphas = {"features.40": 15.0, "classifier.1": 12.0}
     return {
         "dropout-0": net | {"deterministic": 0.93, "attacks": {
@@ -105,9 +108,23 @@ def test_the_page_says_what_is_missing_and_claims_nothing_of_it(tmp_path: Path) 
     assert {claim.holds for claim in section.claims} == {None} and not section.figures
 
 
+@pytest.mark.parametrize(("steps", "rate", "memory"), [(400, 0.01, 0.999), (400, 0.05, 0.99), (300, 0.2, 0.9)])
+def test_the_divergence_alone_takes_alpha_where_torch_does(steps: int, rate: float, memory: float) -> None:
+    log_alpha = nn.Parameter(torch.tensor(report.START, dtype=torch.float64))
+    optimizer = torch.optim.Adam([log_alpha], lr=rate, betas=(0.9, memory))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (1e4 * approximate_kl(log_alpha)).backward()
+        optimizer.step()
+        schedule.step()
+    assert report.driven(steps, rate, memory) == pytest.approx(min(log_alpha.item(), 20.0), abs=1e-3)
+
+
 def test_claims_are_read_from_the_numbers(tmp_path: Path) -> None:
     section = report.section(raw_of(tmp_path, results()))
     assert [claim.holds for claim in section.claims] == [True] * 5
+    assert "features.40 15.0, classifier.1 12.0" in section.text and "in the 8 steps made here" in section.text
     assert [trace.name for trace in section.figures["success"].data] == list(report.CURVES)
     assert "features.40 15.0, classifier.1 12.0" in section.text
     worse = results()

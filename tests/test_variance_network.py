@@ -165,6 +165,23 @@ def test_alpha_learns_at_a_rate_of_its_own() -> None:
         assert rates[id(parameter)] == (0.1 if name.endswith("log_alpha") else 3e-3)
 
 
+@pytest.mark.parametrize("memory", [0.99, 0.98])
+def test_adam_lets_alpha_rise_only_as_fast_as_it_forgets(memory: float) -> None:
+    """While the gradient falls as exp(-log alpha), the root of its mean square falls as memory^(1/2) at best."""
+    net = variance(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
+    optimizer = torch.optim.Adam(net.parameter_groups(lr=1e-3, log_alpha={"lr": 0.1, "betas": (0.9, memory)}))
+    (log_alpha,) = optimizer.param_groups[1]["params"]
+    optimizer.param_groups[0]["lr"] = 0.0
+    seen = []
+    for _ in range(1200):
+        optimizer.zero_grad()
+        net.kl().backward()
+        optimizer.step()
+        seen.append(log_alpha.item())
+    late = (seen[-1] - seen[-201]) / 200
+    assert late == pytest.approx(-0.5 * math.log(memory), rel=0.05)
+
+
 def test_divergence_pickles() -> None:
     assert pickle.loads(pickle.dumps(divergence)) is divergence
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -255,10 +255,11 @@ class Multitude(nn.Module):
             for name, kind, count, note in rows
         )
 
-    def parameter_groups(self, lr: float, **own: float) -> list[dict[str, Any]]:
+    def parameter_groups(self, lr: float, **own: float | Mapping[str, Any]) -> list[dict[str, Any]]:
         """Parameter groups for an optimizer: parameters of a given last name have a learning rate of their own.
 
-        `torch.optim.Adam(net.parameter_groups(lr=3e-3, log_alpha=0.1))`
+        `torch.optim.Adam(net.parameter_groups(lr=3e-3, log_alpha=0.1))`, or whatever else the optimizer can set for a
+        group: `net.parameter_groups(lr=3e-3, log_alpha={"lr": 0.1, "betas": (0.9, 0.99)})`.
         """
         groups: dict[str, list[nn.Parameter]] = {name: [] for name in ("", *own)}
         for name, parameter in self.named_parameters():
@@ -267,7 +268,8 @@ class Multitude(nn.Module):
         for name in own:
             if not groups[name]:
                 raise ValueError(f"{name}={own[name]!r}: no parameter's last name is {name!r}")
-        return [{"params": group, "lr": own.get(name, lr)} for name, group in groups.items() if group]
+        settings = {name: each if isinstance(each, Mapping) else {"lr": each} for name, each in own.items()}
+        return [{"params": group, "lr": lr, **settings.get(name, {})} for name, group in groups.items() if group]
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradient to at most `max_norm`, member by member where they share no weight; the norm(s)."""

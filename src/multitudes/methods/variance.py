@@ -332,6 +332,9 @@ def variance(
 
     Train with `net.loss(x, y, dataset_size=N)`, and alpha at a higher rate than the rest, by
     `net.parameter_groups(lr=3e-3, log_alpha=0.1)`. The phase transition is clearest with batch norm after the layer.
+    The divergence pulls at log alpha ever more weakly as alpha grows, as 1 / alpha. Adam remembers stronger pulls, and
+    so lets log alpha rise by no more than (1 - beta2) / 2 a step in the long run, 0.0005, whatever its rate. Where
+    steps are few, it must forget sooner: `log_alpha={"lr": 0.01, "betas": (0.9, 0.99)}`.
 
     >>> model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> net = variance(model)
