@@ -67,9 +67,11 @@ def section(raw: Raw) -> Section:
 
 def _done(raw: Raw) -> str:
     done = [raw[name] for name in ("layer", *NAMES) if raw[name] is not None]
-    epochs = " or ".join(map(str, sorted({result["epochs"] for result in done}, reverse=True)))
+    *more, least = map(str, sorted({result["epochs"] for result in done}, reverse=True)) if done else [""]
+    epochs = f"{', '.join(more)} or {least}" if more else least
     scale = "" if not done else (
-        f"Here {epochs} epochs (fewer for dropout and zero-centred weights, which wait for no transition) of "
+        f"Here {epochs} epochs (most for softplus, whose transition comes late, and fewest for dropout and "
+        "zero-centred weights, which wait for none) of "
         f"{done[0]['images']:,} images in batches of {done[0]['batch']}; an ensemble is {done[0]['draws']} draws. "
         "So that alpha gets as far in fewer steps, Adam starts at {:g}, with {:g} for a log alpha that many weights "
         "share and {:g} for one of a single weight. ".format(*done[0]["rates"])
