@@ -29,8 +29,9 @@ LAYERS = {
 }
 
 
+@pytest.mark.parametrize("rows", [1, 70])  # smaller than the weight, and larger, which is then scaled instead
 @pytest.mark.parametrize("kind", list(LAYERS))
-def test_rank_one_layers_are_the_paper_equation(kind: str) -> None:
+def test_rank_one_layers_are_the_paper_equation(kind: str, rows: int) -> None:
     layer, shape = LAYERS[kind]
     ensemble = RankOne(layer, members=3)
     with torch.no_grad():
@@ -38,8 +39,8 @@ def test_rank_one_layers_are_the_paper_equation(kind: str) -> None:
         ensemble.s.normal_(1, 0.5)
         if ensemble.biases is not None:
             ensemble.biases.normal_()
-    x = torch.randn(4, *shape)
-    together = ensemble(x.repeat(3, *[1] * len(shape))).unflatten(0, (3, 4))
+    x = torch.randn(rows, *shape)
+    together = ensemble(x.repeat(3, *[1] * len(shape))).unflatten(0, (3, rows))
     for i in range(3):
         axis = -1 if isinstance(layer, nn.Linear) else 1
         along = [-1 if d == axis % x.dim() else 1 for d in range(x.dim())]

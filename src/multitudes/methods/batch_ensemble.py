@@ -5,7 +5,8 @@ Member i's weight is `W_i = W * (s_i r_i^T)`, so that its layer is
 
     y = W (x * r_i) * s_i + b_i,
 
-and all members run as one batch.
+and all members run as one batch. Where a weight is smaller than a member's input, as in most convolutions, it is the
+weight that is scaled: that takes less time, and there is half as much to remember for the gradient.
 """
 
 from __future__ import annotations
@@ -48,14 +49,19 @@ class RankOne(MemberLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Any = self.layer.weight
-        if self.member is not None and weight.numel() < x.numel():
-            y: Tensor = functional_call(self.layer, {"weight": self._weight_of(self.member)}, (x,))
-        else:
+        if weight.numel() * (self.members if self.member is None else 1) >= x.numel():
             y = self._by_member(torch.mul, self.layer(self._by_member(torch.mul, x, self.r)), self.s)
+        elif self.member is None:
+            rows = x.unflatten(0, (self.members, -1))
+            y = torch.cat([self._apply_own(index, own) for index, own in enumerate(rows)])
+        else:
+            y = self._apply_own(self.member, x)
         return y if self.biases is None else self._by_member(torch.add, y, self.biases)
 
+    def _apply_own(self, index: int, rows: Tensor) -> Tensor:
+        return functional_call(self.layer, {"weight": self._weight_of(index)}, (rows,))
+
     def _weight_of(self, index: int) -> Tensor:
-        """A member's own weight, which is cheaper to scale than a large input is."""
         weight: Any = self.layer.weight
         return weight * _outer(self.r[index], self.s[index], self.layer, weight)
 
