@@ -88,19 +88,24 @@ class Masked(MemberLayer):
     masks: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.member is not None and not isinstance(self.layer, TRANSPOSED) and getattr(self.layer, "groups", 1) == 1:
-            return self._seen(x, self.member)
-        y: Tensor = self.layer(self._by_member(torch.mul, x, self.masks))
-        return y
-
-    def _seen(self, x: Tensor, member: int) -> Tensor:
-        """A member alone need not compute with the channels that it does not see."""
-        seen = self.masks[member].topk(self.ones).indices.sort().values
         weight: Any = self.layer.weight
-        y: Tensor = functional_call(
-            self.layer, {"weight": weight.index_select(1, seen)}, (x.index_select(self.axis, seen),)
-        )
-        return y
+        if self.member is not None:
+            return self._apply_own(self.member, x)
+        if weight.numel() * self.members >= x.numel():
+            y: Tensor = self.layer(self._by_member(torch.mul, x, self.masks))
+            return y
+        return torch.cat([self._apply_own(i, own) for i, own in enumerate(x.unflatten(0, (self.members, -1)))])
+
+    def _apply_own(self, index: int, rows: Tensor) -> Tensor:
+        """What a member makes of its rows. Channels that it does not see need not be computed with; a GPU, which is
+        fast for whole blocks of channels alone, gets zeros for them."""
+        weight: Any = self.layer.weight
+        if rows.is_cuda or isinstance(self.layer, TRANSPOSED) or getattr(self.layer, "groups", 1) > 1:
+            weight = weight * _factor(self.masks[index], self.layer)
+        else:
+            seen = self.masks[index].topk(self.ones).indices.sort().values
+            weight, rows = weight.index_select(1, seen), rows.index_select(self.axis, seen)
+        return functional_call(self.layer, {"weight": weight}, (rows,))
 
     def fold(self, index: int) -> nn.Module:
         plain = copy.deepcopy(self.layer)
