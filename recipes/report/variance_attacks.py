@@ -25,6 +25,8 @@ CHANCE = 0.2
 
 START = -5.0
 """log alpha, where training begins."""
+RATE = 1e-3
+"""Of all other parameters."""
 FIRST_SETTINGS = {"log_alpha_rate": 0.01, "memory": 0.999}
 """Of log alpha in runs that do not say them: Adam's own beta2, at ten times the rate of the rest."""
 
@@ -63,6 +65,7 @@ def _done(raw: Raw) -> str:
     scale = "" if first is None else f"Here {first['epochs']} epochs in batches of {first['batch']}"
     scale += "" if not scale or members is None else f", and ensembles of {members} networks"
     scale += f"; {first['attacked_images']:,} test images are attacked. " if first is not None else ""
+    faster = (FIRST_SETTINGS | (first or {}))["log_alpha_rate"] / RATE
     return (
         "Neklyudov et al. 2018, section 6.3: the VGG-like network of Zagoruyko, and targeted iterative fast-sign "
         "attacks, whose every step moves each pixel by 0.5 of 255 towards a class that was drawn at random; the images "
@@ -72,7 +75,7 @@ def _done(raw: Raw) -> str:
         "dropout before them stays on.\n\n"
         "**Scaled down.** The paper trains 550 epochs in batches of 100 with Adam at 1e-3 falling linearly to 0, and "
         f"its ensembles have five networks. {scale}So that alpha gets as far, it starts at exp({START:.0f}) rather "
-        "than exp(-10), and learns at ten times the rate of the rest. One seed."
+        f"than exp(-10), and learns at {faster:g} times the rate of the rest. One seed."
     )
 
 
