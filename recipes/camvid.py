@@ -55,7 +55,7 @@ class Scale:
 
 SCALES = {
     "smoke": Scale(4, every=9, first=6, width=8, crop=(72, 96), batch_size=2, epochs=8, lr=5e-3, draws=4),
-    "full": Scale(1, every=1, first=None, width=64, crop=(240, 320), batch_size=4, epochs=100, lr=1e-3, draws=30),
+    "full": Scale(1, every=1, first=None, width=64, crop=(240, 320), batch_size=3, epochs=130, lr=1e-3, draws=30),
 }
 
 
