@@ -71,6 +71,21 @@ class MemberLayer(nn.Module):
         """The plain layer that member `index` sees."""
         raise NotImplementedError
 
+    def _smaller_than_rows(self, x: Tensor) -> bool:
+        """Whether the layer's weight has fewer numbers than a member's rows of x: then it is cheaper to change."""
+        weight: Any = self.layer.weight
+        return weight.numel() * (self.members if self.member is None else 1) < x.numel()
+
+    def _each(self, x: Tensor) -> Tensor:
+        """What each member's own layer makes of its rows."""
+        if self.member is not None:
+            return self._own(self.member, x)
+        return torch.cat([self._own(index, rows) for index, rows in enumerate(x.unflatten(0, (self.members, -1)))])
+
+    def _own(self, index: int, rows: Tensor) -> Tensor:
+        """What one member's own layer, but for a bias of its own, makes of its rows."""
+        raise NotImplementedError
+
     def _by_member(self, function: Callable[[Tensor, Tensor], Tensor], x: Tensor, values: Tensor) -> Tensor:
         """`function` of the rows of x `[M*B, C, ...]` and their member's own of `values [M, C]`, in x's dtype."""
         shape = [1] * x.dim()

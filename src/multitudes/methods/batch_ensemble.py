@@ -48,17 +48,13 @@ class RankOne(MemberLayer):
         self.layer.register_parameter("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight: Any = self.layer.weight
-        if weight.numel() * (self.members if self.member is None else 1) >= x.numel():
-            y = self._by_member(torch.mul, self.layer(self._by_member(torch.mul, x, self.r)), self.s)
-        elif self.member is None:
-            rows = x.unflatten(0, (self.members, -1))
-            y = torch.cat([self._apply_own(index, own) for index, own in enumerate(rows)])
+        if self._smaller_than_rows(x):
+            y = self._each(x)
         else:
-            y = self._apply_own(self.member, x)
+            y = self._by_member(torch.mul, self.layer(self._by_member(torch.mul, x, self.r)), self.s)
         return y if self.biases is None else self._by_member(torch.add, y, self.biases)
 
-    def _apply_own(self, index: int, rows: Tensor) -> Tensor:
+    def _own(self, index: int, rows: Tensor) -> Tensor:
         return functional_call(self.layer, {"weight": self._weight_of(index)}, (rows,))
 
     def _weight_of(self, index: int) -> Tensor:

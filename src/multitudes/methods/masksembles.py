@@ -88,17 +88,14 @@ class Masked(MemberLayer):
     masks: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        weight: Any = self.layer.weight
-        if self.member is not None:
-            return self._apply_own(self.member, x)
-        if weight.numel() * self.members >= x.numel():
-            y: Tensor = self.layer(self._by_member(torch.mul, x, self.masks))
-            return y
-        return torch.cat([self._apply_own(i, own) for i, own in enumerate(x.unflatten(0, (self.members, -1)))])
+        if self.member is not None or self._smaller_than_rows(x):
+            return self._each(x)
+        y: Tensor = self.layer(self._by_member(torch.mul, x, self.masks))
+        return y
 
-    def _apply_own(self, index: int, rows: Tensor) -> Tensor:
-        """What a member makes of its rows. Channels that it does not see need not be computed with; a GPU, which is
-        fast for whole blocks of channels alone, gets zeros for them."""
+    def _own(self, index: int, rows: Tensor) -> Tensor:
+        """Channels that a member does not see need not be computed with; a GPU, which is fast for whole blocks of
+        channels alone, gets zeros for them."""
         weight: Any = self.layer.weight
         if rows.is_cuda or isinstance(self.layer, TRANSPOSED) or getattr(self.layer, "groups", 1) > 1:
             weight = weight * _factor(self.masks[index], self.layer)
