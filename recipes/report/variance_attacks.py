@@ -118,9 +118,7 @@ def driven(steps: int, rate: float, memory: float) -> float:
     log_alpha, mean, square = START, 0.0, 0.0
     for step in range(steps):
         tail, bend = (1 / (1 + math.exp(u)) for u in (log_alpha, K2 + K3 * log_alpha))
-        gradient = -0.5 * tail - K1 * K3 * bend * (
-            1 - bend
-        )  # of eq. (10); Adam does not care how many weights share it
+        gradient = -0.5 * tail - K1 * K3 * bend * (1 - bend)  # of eq. (10), per weight: Adam minds no factor
         mean, square = 0.9 * mean + 0.1 * gradient, memory * square + (1 - memory) * gradient**2
         corrected = mean / (1 - 0.9 ** (step + 1)) / math.sqrt(square / (1 - memory ** (step + 1)))
         log_alpha -= rate * (1 - step / steps) * corrected
