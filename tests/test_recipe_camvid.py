@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from multitudes.methods.smoothing import Smooth
 from recipes import camvid, camvid_data
 from recipes.camvid_data import CLASSES, UNLABELLED, Crops, Frames
 from recipes.report import camvid as report
@@ -115,8 +116,9 @@ def test_an_epoch_has_every_frame_once() -> None:
 def test_smoothing_comes_before_the_poolings_and_all_networks_begin_alike() -> None:
     nets = {piece: camvid.network(piece, width=2) for piece in camvid.PIECES}
     for piece, net in nets.items():
-        smooth = [name for name, layer in net.named_modules() if type(layer).__name__ == "Smooth"]
-        assert smooth == ([f"pool{k}.smooth" for k in (1, 2, 3, 4)] if piece.endswith("smooth") else [])
+        kernels = {name: layer.blur.kernel for name, layer in net.named_modules() if isinstance(layer, Smooth)}
+        kernel = (1, 1) if piece.endswith("smooth") else (1, 2, 1) if piece.endswith("aligned") else None
+        assert kernels == (dict.fromkeys([f"pool{k}.smooth" for k in (1, 2, 3, 4)], kernel) if kernel else {})
         assert torch.equal(net.fc.weight, nets["dnn"].fc.weight)
         assert net.predict(torch.zeros(1, 3, 45, 60), draws=1).probs.shape == (1, CLASSES, 45, 60)  # as 360 x 480: odd
 
@@ -207,12 +209,19 @@ def test_the_section_has_the_papers_numbers_beside_ours(tmp_path: Path) -> None:
     assert "| MC dropout + SPAT + TEMP | 1 (1) | 0.430 (0.260) |" in section.text
     assert "| MC dropout + TEMP, e^-1.6 | 1 | 0.410 |" in section.text
     assert "3 and 4 frames, one every 0.067 s" in section.text
+    assert "three points" not in section.text
     assert "U-Net 0.250, U-Net + SPAT 0.225, MC dropout 0.200, MC dropout + SPAT 0.210." in section.text
     claims = {claim.text: claim for claim in section.claims}
     spatial = claims["CamVid, validation video: spatial smoothing lowers the NLL"]
     assert spatial.holds is False and spatial.numbers == "U-Net 0.5500 to 0.5000; MC dropout 0.4017 to 0.4217"
     assert claims["CamVid, test frames: temporal smoothing raises consistency"].holds is True
     assert claims["CamVid, test frames: temporal smoothing lowers the NLL"].holds is False  # one draw against 30
+
+
+def test_the_section_has_a_blur_of_ours(tmp_path: Path) -> None:
+    text = report.section(write_raw(tmp_path, {"dnn": 0.5, "dnn_aligned": 0.45})).text
+    assert "| U-Net + SPAT (1, 2, 1) | 1 | 0.500 |" in text and "| U-Net + SPAT (1, 2, 1) + TEMP | 1 | 0.460 |" in text
+    assert "SPAT by a kernel of three points" in text
 
 
 def test_the_section_of_what_there_is(tmp_path: Path) -> None:

@@ -133,6 +133,16 @@ def test_the_temperature_is_the_bound_and_leaves_the_slope_at_zero() -> None:
         assert slopes[0].item() == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(("kernel", "shift"), [((1, 1), -0.5), ((1, 2, 1), 0.0), ((1, 4, 6, 4, 1), 0.0)])
+def test_a_kernel_of_two_points_moves_a_map_by_half_a_point(kernel: tuple[int, ...], shift: float) -> None:
+    point = torch.zeros(1, 1, 9, 9)
+    point[..., 4, 4] = 1.0
+    seen = Blur(kernel)(point)[0, 0]
+    places = torch.arange(9.0)
+    centre = ((seen.sum(1) * places).sum(), (seen.sum(0) * places).sum())
+    assert centre == pytest.approx((4 + shift, 4 + shift))
+
+
 def test_smooth_is_blur_of_prob() -> None:
     z = noise(2, 3, 6, 6)
     want = Blur((1, 2, 1))(F.relu(5 * torch.tanh(z / 5)))

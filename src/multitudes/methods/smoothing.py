@@ -157,6 +157,8 @@ def smooth(
 
     The paper's settings are the defaults, but for `growing=True` (see `Blur`), which fits networks with a global
     pooling. `Prob` cuts off negative values; where maps before a down-sampling have some, `prob="none"` keeps them.
+    The paper's kernel, of two points, shifts maps by half a point; where they are joined with maps that are not
+    smoothed, as in U-Net's decoder, `kernel=(1, 2, 1)` leaves them in place.
     `example` is one batch of inputs, with which the down-samplings are found; where it is left out, noise of the
     usual sizes is tried. Checkpoints of `model` load into its smoothed copy.
 
