@@ -19,11 +19,9 @@ from multitudes.methods.variance import (
     PARAMETERIZATIONS,
     VarianceConv1d,
     VarianceLinear,
-    approximate_kl,
-    stochastic_kl,
-    student_kl,
     variance,
 )
+from multitudes.methods.variance_kl import approximate_kl, stochastic_kl, student_kl
 from multitudes.multitude import Multitude
 from multitudes.stochastic import expecting
 

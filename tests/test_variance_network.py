@@ -14,7 +14,8 @@ from scipy import stats
 from torch import nn
 
 import multitudes as mt
-from multitudes.methods.variance import Absolute, VarianceLayer, approximate_kl, divergence, variance
+from multitudes.methods.variance import Absolute, VarianceLayer, divergence, variance
+from multitudes.methods.variance_kl import approximate_kl
 from multitudes.multitude import Multitude
 from multitudes.stochastic import expecting
 from tests.test_variance import KINDS, each_kind, each_parameterization

@@ -89,8 +89,8 @@ def _what(results: Results) -> str:
 def _fit(results: Results) -> str:
     losses = ", ".join(f"{_name(piece, False)} {number(result['loss'])}" for piece, result in results.items())
     return (
-        f"Training loss in the end: {losses}. A blur leaves less detail to fit; where the loss is higher with SPAT "
-        "than without, the network has learned less in the same time."
+        f"Training loss in the end: {losses}. Where it is higher with SPAT than without, the network has learned less "
+        "in the same time."
     )
 
 
