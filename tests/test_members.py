@@ -56,7 +56,10 @@ def test_a_fused_network_wears_its_networks_names() -> None:
     assert net.get_submodule("layer1.0") is net.layer1[0]
 
 
-@pytest.mark.parametrize(("runner", "dtype"), [("auto", torch.float32), *((r, torch.float64) for r in RUNNERS)])
+@pytest.mark.parametrize(
+    ("runner", "dtype"),
+    [("auto", torch.float32), *(pytest.param(r, torch.float64, marks=pytest.mark.slow) for r in RUNNERS)],
+)
 def test_training_side_by_side_is_training_alone(runner: str, dtype: torch.dtype) -> None:
     # Every runner in double precision, since training a deep network multiplies the last bit by thousands.
     models = [model.train().to(dtype) for model in trained("resnet18", 2)]
