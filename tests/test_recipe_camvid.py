@@ -221,7 +221,9 @@ def test_the_section_has_the_papers_numbers_beside_ours(tmp_path: Path) -> None:
 def test_the_section_has_a_blur_of_ours(tmp_path: Path) -> None:
     text = report.section(write_raw(tmp_path, {"dnn": 0.5, "dnn_aligned": 0.45})).text
     assert "| U-Net + SPAT (1, 2, 1) | 1 | 0.500 |" in text and "| U-Net + SPAT (1, 2, 1) + TEMP | 1 | 0.460 |" in text
-    assert "SPAT by a kernel of three points" in text
+    assert "SPAT by a kernel of three points" in text and "which shift nothing" not in text
+    text = report.section(write_raw(tmp_path, {"dnn": 0.5, "dnn_smooth": 0.6, "dnn_aligned": 0.45})).text
+    assert "U-Net's NLL is 0.500 and 0.500 on the validation video and the test frames, by two 0.650 and 0.650" in text
 
 
 def test_the_section_of_what_there_is(tmp_path: Path) -> None:

@@ -72,9 +72,12 @@ class MemberLayer(nn.Module):
         raise NotImplementedError
 
     def _smaller_than_rows(self, x: Tensor) -> bool:
-        """Whether the layer's weight has fewer numbers than a member's rows of x: then it is cheaper to change."""
+        """Whether the layer's weight has fewer numbers than a member's rows of x: then it is cheaper to change.
+
+        Not on a GPU, where one large product is faster than one for each member, if hungrier (`benchmarks/README.md`).
+        """
         weight: Any = self.layer.weight
-        return weight.numel() * (self.members if self.member is None else 1) < x.numel()
+        return not x.is_cuda and weight.numel() * (self.members if self.member is None else 1) < x.numel()
 
     def _each(self, x: Tensor) -> Tensor:
         """What each member's own layer makes of its rows."""

@@ -5,8 +5,8 @@ Member i's weight is `W_i = W * (s_i r_i^T)`, so that its layer is
 
     y = W (x * r_i) * s_i + b_i,
 
-and all members run as one batch. Where a weight is smaller than a member's input, as in most convolutions, it is the
-weight that is scaled, and no scaled copy of the input has to be remembered for the gradient.
+and all members run as one batch. On a CPU, where a weight is smaller than a member's input, as in most convolutions, it
+is the weight that is scaled, and no scaled copy of the input has to be remembered for the gradient.
 """
 
 from __future__ import annotations

@@ -94,10 +94,10 @@ class Masked(MemberLayer):
         return y
 
     def _own(self, index: int, rows: Tensor) -> Tensor:
-        """Channels that a member does not see are left out; on a GPU, whose kernels want whole blocks of channels, and
-        in layers whose groups would become uneven, they have zeros for weights."""
+        """Channels that a member does not see are left out; in layers whose groups would become uneven, they have zeros
+        for weights."""
         weight: Any = self.layer.weight
-        if rows.is_cuda or isinstance(self.layer, TRANSPOSED) or getattr(self.layer, "groups", 1) > 1:
+        if isinstance(self.layer, TRANSPOSED) or getattr(self.layer, "groups", 1) > 1:
             weight = weight * _factor(self.masks[index], self.layer)
         else:
             seen = self.masks[index].topk(self.ones).indices.sort().values
