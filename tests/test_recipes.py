@@ -23,6 +23,7 @@ from recipes.report.__main__ import main as report
 from recipes.report.headline import BEGIN, END, with_headline
 from recipes.report.page import SECTIONS, Page
 from recipes.report.raw import Claim, Raw, Section
+from recipes.report.reasons import REASONS, reasons_for
 
 from .test_cli import multitudes_says
 
@@ -256,6 +257,20 @@ def test_patching_claims_follow_from_the_numbers(tmp_path):
     assert "| dropout | 20 | 50.0 (65.9) | 50.00 (7.64) |" in section.text
     pieces["mc_dropout-0"] = job(ece=0.005)
     assert list(held(patching_cifar10.section(write(tmp_path / "bad", "patching_cifar10", pieces))).values()) == [False]
+
+
+def test_every_claim_that_does_not_show_has_a_reason():
+    for name, section in Page(RESULTS).sections.items():
+        failed = [claim.text for claim in section.claims if claim.holds is False]
+        assert all(any(part in text for part in REASONS.get(name, {})) for text in failed), (name, failed)
+
+
+def test_reasons_are_given_only_for_what_does_not_show():
+    assert reasons_for("camvid", [Claim("CamVid: with both, better", True)]) == {}
+    assert list(reasons_for("camvid", [Claim("CamVid: with both, better", False), Claim("other", False)])) == [
+        "with both"
+    ]
+    assert reasons_for("camvid", [Claim("CamVid: with both, better", None)]) == {}
 
 
 def test_the_page_counts_what_holds_and_what_was_not_measured(tmp_path):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from recipes.report import again
 from recipes.report.raw import MISSING, Raw, Section, table
+from recipes.report.reasons import reasons_for
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -31,9 +32,9 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
 HEAD = """# Results
 
 The papers' experiments, rerun from [recipes](../recipes/README.md) on real data at the scale of one GPU, with the
-papers' numbers beside ours. This page is made from the raw files beside it by `make results`; nothing in it is typed in
-by hand but the papers' own numbers. Pieces were done side by side, several at a time on one GPU; their seconds are by
-the clock, and what is said about costs was measured while all others stood still.
+papers' numbers beside ours. This page is made from the raw files beside it by `make results`; no number in it is typed
+in by hand but the papers' own. Pieces were done side by side, several at a time on one GPU; their seconds are by the
+clock, and what is said about costs was measured while all others stood still.
 """
 
 HOLDS = {True: "yes", False: "**no**", None: "not measured"}
@@ -70,7 +71,7 @@ class Page:
     @property
     def text(self) -> str:
         """The whole page as Markdown."""
-        parts = [HEAD, "## What the papers say, and whether it shows\n", self._claims()]
+        parts = [HEAD, "## What the papers say, and whether it shows\n", self._claims(), self._reasons()]
         for name, section in self.sections.items():
             parts += [f"## {section.title}\n", section.text.strip() + "\n", self._made(name)]
         return "\n".join(parts)
@@ -85,6 +86,15 @@ class Page:
             for index, claim in enumerate(section.claims)
         ]
         return told + table(["of", "claim", "shows", "numbers"], rows).replace("---:", "---") + "\n"
+
+    def _reasons(self) -> str:
+        found = {section.title: reasons_for(name, section.claims) for name, section in self.sections.items()}
+        lists = [
+            f"**{title}**\n\n" + "".join(f"- *{part}*: {reason}\n" for part, reason in reasons.items())
+            for title, reasons in found.items()
+            if reasons
+        ]
+        return "\n".join(["### What does not show, and why, as far as it was found out\n", *lists]) if lists else ""
 
     def _made(self, name: str) -> str:
         """What the pieces were done with."""
