@@ -1,0 +1,113 @@
+"""Ways for members to share a layer: changing activations, changing weights, leaving channels out.
+
+    python benchmarks/sharing.py                                                  # this machine's CPU, batch 32
+    python benchmarks/sharing.py --device cuda --batch 512 --calls 5 [--compile]  # bf16 autocast, channels-last
+
+What a training step takes, and its memory: what is kept for the gradient on a CPU, the peak above what there was before
+on a GPU. The library changes weights on a CPU, where they are smaller than activations, and activations on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from speed import Case, measure
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import multitudes as mt
+from multitudes.methods.masksembles import Masked, _factor
+from multitudes.shared import MemberLayer
+
+
+def changing(weights: bool, net: nn.Module) -> nn.Module:
+    """A network whose layers change weights wherever it pays by size, or activations everywhere."""
+    for layer in net.modules():
+        if isinstance(layer, MemberLayer):
+            layer._smaller_than_rows = partial(_smaller, layer) if weights else lambda x: False
+    return net
+
+
+def _smaller(layer: Any, x: Tensor) -> bool:
+    return layer.layer.weight.numel() * layer.members < x.numel()
+
+
+def with_zeros(net: nn.Module) -> nn.Module:
+    """Masksembles whose members have zeros for the weights of channels that they do not see."""
+    for layer in net.modules():
+        if isinstance(layer, Masked):
+            layer._own = partial(_zeroed, layer)
+    return net
+
+
+def _zeroed(layer: Any, index: int, rows: Tensor) -> Tensor:
+    weight = layer.layer.weight * _factor(layer.masks[index], layer.layer)
+    return functional_call(layer.layer, {"weight": weight}, (rows,))
+
+
+def ways(model: Callable[[], nn.Module]) -> dict[str, nn.Module]:
+    """The rows of the table."""
+    return {
+        "single": mt.Multitude(model()),
+        "BatchEnsemble, activations": changing(False, mt.batch_ensemble(model(), 4)),
+        "BatchEnsemble, weights": changing(True, mt.batch_ensemble(model(), 4)),
+        "Masksembles, activations": changing(False, mt.masksembles(model(), 4)),
+        "Masksembles, weights": with_zeros(changing(True, mt.masksembles(model(), 4))),
+        "Masksembles, channels left out": changing(True, mt.masksembles(model(), 4)),
+    }
+
+
+def mebibytes(case: Case) -> float:
+    """The memory of a training step."""
+    if case.cuda:
+        case.training()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        case.training()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        case.training()
+    return sum(kept.values()) / 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["resnet18", "resnet50"])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--calls", type=int, default=1, help="calls timed together; more for a GPU")
+    parser.add_argument("--compile", action="store_true")
+    args = parser.parse_args()
+
+    torch.manual_seed(0)
+    torch.backends.cudnn.benchmark = True
+    where = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    print(f"{where}; torch {torch.__version__}; batch {args.batch}; medians of {args.repeats}; {args.compile=}")
+    for model in args.models:
+        x = torch.randn(args.batch, 3, 32, 32, device=args.device)
+        if args.device == "cuda":
+            x = x.to(memory_format=torch.channels_last)
+        y = torch.randint(10, (args.batch,), device=args.device)
+        cases = {name: Case(net, args, x, y) for name, net in ways(getattr(mt.models, model)).items()}
+        times = measure(cases, "training", args)
+        print(f"\n{model:32}{'training ms':>14}{'x single':>10}{'MiB':>10}{'x single':>10}")
+        memory = {name: mebibytes(case) for name, case in cases.items()}
+        for name in cases:
+            own = (times[name], times[name] / times["single"], memory[name], memory[name] / memory["single"])
+            print(f"{name:32}{own[0]:14.1f}{own[1]:10.2f}{own[2]:10.0f}{own[3]:10.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
