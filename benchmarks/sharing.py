@@ -9,13 +9,12 @@ on a GPU. The library changes weights on a CPU, where they are smaller than acti
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from speed import Case, measure
+from speed import Case, batch_for, measure, options
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -82,24 +81,9 @@ def mebibytes(case: Case) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["resnet18", "resnet50"])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--calls", type=int, default=1, help="calls timed together; more for a GPU")
-    parser.add_argument("--compile", action="store_true")
-    args = parser.parse_args()
-
-    torch.manual_seed(0)
-    torch.backends.cudnn.benchmark = True
-    where = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{where}; torch {torch.__version__}; batch {args.batch}; medians of {args.repeats}; {args.compile=}")
+    args = options(__doc__).parse_args()
+    x, y = batch_for(args)
     for model in args.models:
-        x = torch.randn(args.batch, 3, 32, 32, device=args.device)
-        if args.device == "cuda":
-            x = x.to(memory_format=torch.channels_last)
-        y = torch.randint(10, (args.batch,), device=args.device)
         cases = {name: Case(net, args, x, y) for name, net in ways(getattr(mt.models, model)).items()}
         times = measure(cases, "training", args)
         print(f"\n{model:32}{'training ms':>14}{'x single':>10}{'MiB':>10}{'x single':>10}")

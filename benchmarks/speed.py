@@ -104,30 +104,41 @@ def measure(cases: dict[str, Case], kind: str, args: argparse.Namespace) -> dict
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(description: str | None) -> argparse.ArgumentParser:
+    """What a benchmark of networks can be told."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["resnet18", "resnet50"])
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="METHOD")
-    parser.add_argument("--runners", nargs="+", default=["auto", "loop", "packed", "stacked"])
-    parser.add_argument("--kinds", nargs="+", default=["inference", "training"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--calls", type=int, default=1, help="calls timed together; more for a GPU")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--dense-below", type=float, default=pointwise.DENSE_BELOW, help="see packing/pointwise.py")
-    args = parser.parse_args()
-    pointwise.DENSE_BELOW = args.dense_below
+    return parser
 
+
+def batch_for(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images and labels that every network sees, after a line about where they are seen."""
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = True
     where = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{where}; torch {torch.__version__}; batch {args.batch}; medians of {args.repeats}; {args.compile=}")
+    x = torch.randn(args.batch, 3, 32, 32, device=args.device)
+    if args.device == "cuda":
+        x = x.to(memory_format=torch.channels_last)
+    return x, torch.randint(10, (args.batch,), device=args.device)
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="METHOD")
+    parser.add_argument("--runners", nargs="+", default=["auto", "loop", "packed", "stacked"])
+    parser.add_argument("--kinds", nargs="+", default=["inference", "training"])
+    parser.add_argument("--dense-below", type=float, default=pointwise.DENSE_BELOW, help="see packing/pointwise.py")
+    args = parser.parse_args()
+    pointwise.DENSE_BELOW = args.dense_below
+
+    x, y = batch_for(args)
     for model in args.models:
-        x = torch.randn(args.batch, 3, 32, 32, device=args.device)
-        if args.device == "cuda":
-            x = x.to(memory_format=torch.channels_last)
-        y = torch.randint(10, (args.batch,), device=args.device)
         rows = networks(getattr(mt.models, model)(), args.methods, args.runners)
         cases = {name: Case(net, args, x, y) for name, net in rows.items()}
         results = {kind: measure(cases, kind, args) for kind in args.kinds}
