@@ -27,12 +27,12 @@ def changing(weights: bool, net: nn.Module) -> nn.Module:
     """A network whose layers change weights wherever it pays by size, or activations everywhere."""
     for layer in net.modules():
         if isinstance(layer, MemberLayer):
-            layer._smaller_than_rows = partial(_smaller, layer) if weights else lambda x: False
+            layer._changes_weight = layer._weight_is_smaller if weights else _never
     return net
 
 
-def _smaller(layer: Any, x: Tensor) -> bool:
-    return layer.layer.weight.numel() * layer.members < x.numel()
+def _never(x: Tensor) -> bool:
+    return False
 
 
 def with_zeros(net: nn.Module) -> nn.Module:

@@ -56,7 +56,7 @@ class Losses:
         if self.late:
             bad = (~value.detach().isfinite()).float()
             self._bad = bad if self._bad is None else torch.maximum(self._bad, bad)
-            self.optimizer.found_inf = self._bad  # type: ignore[attr-defined]
+            self.optimizer.found_inf = self._bad  # type: ignore[attr-defined]  # fused ones look for it
         return loss
 
     def take(self, all_of_them: bool = False) -> list[Loss]:

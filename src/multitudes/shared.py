@@ -71,13 +71,17 @@ class MemberLayer(nn.Module):
         """The plain layer that member `index` sees."""
         raise NotImplementedError
 
-    def _smaller_than_rows(self, x: Tensor) -> bool:
-        """Whether the layer's weight has fewer numbers than a member's rows of x: then it is cheaper to change.
+    def _changes_weight(self, x: Tensor) -> bool:
+        """Whether it is faster to change the weight for each member than to change x: on a CPU, if it is smaller.
 
-        Not on a GPU, where one large product is faster than one for each member, if hungrier (`benchmarks/README.md`).
+        On a GPU one large product is faster than one for each member, if hungrier (`benchmarks/README.md`).
         """
+        return not x.is_cuda and self._weight_is_smaller(x)
+
+    def _weight_is_smaller(self, x: Tensor) -> bool:
+        """Whether the layer's weight has fewer numbers than a member's rows of x."""
         weight: Any = self.layer.weight
-        return not x.is_cuda and weight.numel() * (self.members if self.member is None else 1) < x.numel()
+        return weight.numel() * (self.members if self.member is None else 1) < x.numel()
 
     def _each(self, x: Tensor) -> Tensor:
         """What each member's own layer makes of its rows."""

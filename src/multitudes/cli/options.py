@@ -228,6 +228,6 @@ def grouped(function: Callable[..., None]) -> Callable[..., None]:
         function(**values)
 
     command.__name__, command.__doc__ = function.__name__, function.__doc__
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # which inspect and Typer read
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command

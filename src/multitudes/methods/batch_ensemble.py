@@ -48,7 +48,7 @@ class RankOne(MemberLayer):
         self.layer.register_parameter("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._smaller_than_rows(x):
+        if self._changes_weight(x):
             y = self._each(x)
         else:
             y = self._by_member(torch.mul, self.layer(self._by_member(torch.mul, x, self.r)), self.s)

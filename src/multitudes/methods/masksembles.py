@@ -88,7 +88,7 @@ class Masked(MemberLayer):
     masks: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.member is not None or self._smaller_than_rows(x):
+        if self.member is not None or self._changes_weight(x):
             return self._each(x)
         y: Tensor = self.layer(self._by_member(torch.mul, x, self.masks))
         return y
