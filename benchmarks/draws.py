@@ -52,7 +52,7 @@ def sharing(args: argparse.Namespace) -> None:
     functions: dict[str, Callable[[], object]] = {"one forward": lambda: model.to(args.device)(x)}
     for name, convert in PLACES.items():
         net, loop = convert(model).to(args.device).eval(), convert(model).to(args.device).eval()
-        loop._habits.way = "loop"
+        loop._draw_cache.way = "loop"
         functions[name] = lambda net=net: net(x, draws=args.draws)
         functions[f"{name}, looped"] = lambda net=loop: net(x, draws=args.draws)
     times = milliseconds(functions, args.device, args.repeats)

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.landscape.plane import Plane, plane
-from multitudes.trajectory import unflattened
+from multitudes.landscape.planes import Plane, plane
+from multitudes.training.recorder import unflattened
 
 
 @torch.no_grad()

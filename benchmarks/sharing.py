@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import multitudes as mt
+from multitudes.core.shared import MemberLayer
 from multitudes.methods.masksembles import Masked, _factor
-from multitudes.shared import MemberLayer
 
 
 def changing(weights: bool, net: nn.Module) -> nn.Module:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import multitudes as mt
-from multitudes.packing import pointwise
+from multitudes.core.packing import pointwise
 
 METHODS: dict[str, Callable[[nn.Module], mt.Multitude]] = {
     "deep ensemble, 4": partial(mt.deep_ensemble, members=4),

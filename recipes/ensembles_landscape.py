@@ -23,7 +23,7 @@ import multitudes as mt
 from multitudes import landscape
 from multitudes.data import Loader
 from multitudes.landscape import Solutions
-from multitudes.training import Progress
+from multitudes.training.fit import Progress
 from recipes.landscape_runs import (
     ROWS,
     SEED,

@@ -25,7 +25,7 @@ import torch
 import multitudes as mt
 from multitudes.data import Data
 from multitudes.study.costs import machine, versions
-from multitudes.study.inputs import device_of
+from multitudes.study.job_data import device_of
 from multitudes.study.store import write_atomically
 
 __all__ = ["SCALES", "Recipe", "commit"]

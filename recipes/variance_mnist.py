@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.data import Data, Loader
-from multitudes.methods.variance import variance_layers
-from multitudes.phase import THRESHOLD
-from multitudes.training import Progress
+from multitudes.methods.variance.conversion import variance_layers
+from multitudes.methods.variance.transition import THRESHOLD
+from multitudes.training.fit import Progress
 from recipes.recipe import Recipe
 
 EPOCHS = 20

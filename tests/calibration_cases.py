@@ -3,8 +3,8 @@
 import torch
 
 import multitudes as mt
-from multitudes.calibration import fit_calibration
-from multitudes.predictive import Predictive
+from multitudes.core.predictive import Predictive
+from multitudes.evaluation.calibrate import fit_calibration
 from tests.predictions import randn
 
 

@@ -19,7 +19,8 @@ import torch
 
 import multitudes.data
 from multitudes import Predictive
-from multitudes.metrics import calibration, divergences, diversity, ood, regression, scoring, selective
+from multitudes.metrics import calibration_error as calibration
+from multitudes.metrics import divergences, diversity, ood, regression, scoring, selective
 from multitudes.study.store import Run
 from multitudes.study.toml import to_toml
 

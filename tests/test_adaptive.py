@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.adaptive import schedule
+from multitudes.core.draws.adaptive import schedule
 
 
 def test_counts_double_up_to_the_most() -> None:

@@ -13,8 +13,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import multitudes as mt
+from multitudes.core.seeding import mixed
 from multitudes.shift.attacks import Attack, fgsm, iterative_fast_sign, pgd
-from multitudes.stochastic import mixed
 
 Data = tuple[Tensor, Tensor]
 Split = tuple[Data, Data]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.batching import vmap_friendly
+from multitudes.core.draws.vmap import vmap_friendly
 
 
 @pytest.mark.parametrize("affine", [True, False])
@@ -80,7 +80,7 @@ def test_the_draws_of_a_unet_run_at_once_under_autocast(memory_format: torch.mem
     with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
         warnings.simplefilter("error")  # of another way than vmap
         drawn = net(x, draws=3, seed=0)
-        net._habits.way = "loop"
+        net._draw_cache.way = "loop"
         want = net(x, draws=3, seed=0)
     assert drawn.dtype == want.dtype == torch.bfloat16
     torch.testing.assert_close(drawn, want, rtol=0.05, atol=0.02)
@@ -105,5 +105,5 @@ def test_attention_runs_for_all_draws_at_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # vmap warns where it must loop
         drawn = net(x, draws=6, seed=0)
-    net._habits.way = "loop"
+    net._draw_cache.way = "loop"
     torch.testing.assert_close(drawn, net(x, draws=6, seed=0))

@@ -8,10 +8,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import multitudes as mt
-from multitudes.calibrated import Calibrated
-from multitudes.calibration import calibrate, fit_calibration
-from multitudes.conformal import conformal_scores
-from multitudes.predictive import Predictive
+from multitudes.core.predictive import Predictive
+from multitudes.evaluation.calibrate import calibrate, fit_calibration
+from multitudes.evaluation.calibrated import Calibrated
+from multitudes.evaluation.conformal import conformal_scores
 from tests.calibration_cases import classifier, nll, sample, scaled
 from tests.predictions import CLASSIFICATION, MOMENTS, close, raises, randn
 

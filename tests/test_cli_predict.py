@@ -20,11 +20,11 @@ from PIL import Image
 
 from multitudes import data as datasets
 from multitudes.data import Data
-from multitudes.saving import load
-from multitudes.study.job import run as run_job
-from multitudes.study.jobs import prepare
+from multitudes.storage.save import load
+from multitudes.study.planning import prepare
 from multitudes.study.spec import Spec
 from multitudes.study.store import Run
+from multitudes.study.worker import run as run_job
 
 from .test_cli import PACKAGE, multitudes_says, sentence
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from multitudes.study.job import run as run_job
 from multitudes.study.local import Outcome
 from multitudes.study.methods import METHODS
 from multitudes.study.store import Job, Run
+from multitudes.study.worker import run as run_job
 
 from .test_cli import PACKAGE, multitudes_says, sentence
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from multitudes.calibration import fit_calibration
-from multitudes.conformal import Conformal, Score, conformal_scores
-from multitudes.predictive import Predictive
+from multitudes.core.predictive import Predictive
+from multitudes.evaluation.calibrate import fit_calibration
+from multitudes.evaluation.conformal import Conformal, Score, conformal_scores
 from tests.predictions import close, raises, randn
 
 
@@ -172,7 +172,7 @@ def test_sets_are_the_same_however_many_inputs_are_sorted_together(monkeypatch):
     p, y = classifier(200)
     fitted = [Conformal.fit(p, y, Score("aps", randomized=True), seed=0)]
     sets = [fitted[0].set(p, 0.9, seed=0)]
-    monkeypatch.setattr("multitudes.conformal._CHUNK", 60)
+    monkeypatch.setattr("multitudes.evaluation.conformal._CHUNK", 60)
     fitted.append(Conformal.fit(p, y, Score("aps", randomized=True), seed=0))
     sets.append(fitted[1].set(p, 0.9, seed=0))
     assert torch.equal(fitted[0].scores, fitted[1].scores) and torch.equal(*sets)

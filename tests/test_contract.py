@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import multitudes as mt
-from multitudes.shared import MemberLayer
+from multitudes.core.shared import MemberLayer
 from tests.cases import CASES, CLASSES, INDEPENDENT, NETWORKS, build
 
 contract = pytest.mark.parametrize(("method", "network"), CASES)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import multitudes as mt
-from multitudes.downsampling import Run, downsamplings
 from multitudes.methods.smoothing import Smooth, head, smooth
 from multitudes.models.preact_resnet import PreactivationBottleneck
 from multitudes.models.resnet import BasicBlock, Bottleneck
+from multitudes.surgery.downsampling import Run, downsamplings
 from tests.smoothing_nets import FOUR, STAGES, chain, noise, small_resnet
 
 M = mt.models

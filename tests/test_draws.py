@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.memory import Meter, free_bytes, in_bytes
-from multitudes.stochastic import Stochastic
+from multitudes.core.draws.memory import Meter, free_bytes, in_bytes
+from multitudes.core.draws.stochastic import Stochastic
 
 WAYS = ("vmap", "expand", "loop")
 
@@ -78,7 +78,7 @@ def convolutional() -> mt.Multitude:
 
 def by(way: str, net: mt.Multitude) -> mt.Multitude:
     other = copy.deepcopy(net)
-    other._habits.way = way
+    other._draw_cache.way = way
     return other
 
 
@@ -256,7 +256,7 @@ def test_an_input_that_does_not_fit_is_told_without_a_warning() -> None:
     with warnings.catch_warnings(), pytest.raises(ValueError, match="does not fit"):
         warnings.simplefilter("error")
         net(torch.randn(5, 7))
-    assert net._habits.way == "vmap"
+    assert net._draw_cache.way == "vmap"
 
 
 def test_gradients_reach_the_input_through_draws() -> None:

@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import multitudes as mt
 from multitudes import metrics
-from multitudes.evaluation import evaluate
+from multitudes.core.seeding import mixed
+from multitudes.evaluation.evaluate import evaluate
+from multitudes.evaluation.scores import Evaluation, Score
 from multitudes.metrics.ood import detect
 from multitudes.metrics.robustness import mean_corruption_error, relative_mean_corruption_error
-from multitudes.scores import Evaluation, Score
-from multitudes.stochastic import mixed
 
 torch.manual_seed(0)
 X, Y = torch.rand(60, 1, 8, 8), torch.randint(4, (60,))

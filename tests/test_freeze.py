@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.calibration import calibrate
-from multitudes.freezing import Frozen, freeze, scrambled
-from multitudes.stochastic import stochastic_layers
+from multitudes.core.draws.stochastic import stochastic_layers
+from multitudes.evaluation.calibrate import calibrate
+from multitudes.storage.freeze import Frozen, freeze, scrambled
 from tests import cases, drawing_cases
 from tests.drawing_cases import CASES, NETWORKS
 

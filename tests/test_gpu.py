@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.packing import pointwise
+from multitudes.core.packing import pointwise
 from tests.cases import METHODS, NETWORKS
 from tests.hard_networks import HARD
 
@@ -145,7 +145,7 @@ def test_draws_run_under_vmap_channels_last(build: Callable[[], nn.Module], half
     with torch.autocast("cuda", torch.bfloat16, enabled=half), warnings.catch_warnings():
         warnings.simplefilter("error")
         drawn = net(x, draws=3, seed=0)
-        net._habits.way = "loop"
+        net._draw_cache.way = "loop"
         want = net(x, draws=3, seed=0)
     error = (drawn - want).norm() / want.norm()
     assert error < (0.05 if half else 1e-3)

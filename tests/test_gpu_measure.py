@@ -8,7 +8,7 @@ from torch import nn
 
 import multitudes as mt
 from multitudes import metrics
-from multitudes.evaluation import evaluate
+from multitudes.evaluation.evaluate import evaluate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

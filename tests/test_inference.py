@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from multitudes import progress
-from multitudes.inference import predict
-from multitudes.predictive import Predictive
+from multitudes.core import progress
+from multitudes.core.predictive import Predictive
+from multitudes.evaluation.predict import predict
 from tests.predictions import close, raises, randn
 
 # predict: over tensors and loaders --------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import multitudes as mt
-from multitudes.insertion import Inserted, after, before
+from multitudes.surgery.insert import Inserted, after, before
 
 IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 

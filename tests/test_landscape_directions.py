@@ -9,7 +9,7 @@ from torch import nn
 
 import multitudes as mt
 from multitudes.landscape.directions import Frame, between, dropped, filter_normalised, principal, random_direction
-from multitudes.trajectory import flat_weights, unflattened, weights_of
+from multitudes.training.recorder import flat_weights, unflattened, weights_of
 
 
 class Everything(nn.Module):

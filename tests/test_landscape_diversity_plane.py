@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from multitudes.landscape.diversity_plane import (
+from multitudes.landscape.accuracy_diversity import (
     DiversityPlane,
     diversity_plane,
     family,

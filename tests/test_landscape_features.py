@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import multitudes as mt
+from multitudes.core.seeding import mixed
 from multitudes.landscape.features import feature_maps, feature_uncertainty, neighbour_covariance
-from multitudes.stochastic import mixed
 
 
 def convolutional() -> nn.Sequential:

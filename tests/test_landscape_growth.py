@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.landscape.growth import growth, initialisation_against_order, under_corruption, variants
+from multitudes.landscape.growing import growth, initialisation_against_order, under_corruption, variants
 
 
 def net(seed: int) -> nn.Module:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, hessian
 
 import multitudes as mt
+from multitudes.core.seeding import mixed
 from multitudes.landscape.density import hessian_trace, signs, spectral_density
 from multitudes.landscape.hessian import Hessian, hessian_spectrum
 from multitudes.landscape.objective import Objective
-from multitudes.stochastic import mixed
 
 
 def small_network() -> nn.Sequential:

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multitudes.batchnorm import Batches, statistics
 from multitudes.landscape.path import Path, curve, tunnel
-from multitudes.landscape.stitched import stitched
-from multitudes.trajectory import flat_weights, unflattened
+from multitudes.landscape.stitching import stitched
+from multitudes.training.batchnorm import Batches, statistics
+from multitudes.training.recorder import flat_weights, unflattened
 
 
 def spirals(count: int = 300) -> tuple[Tensor, Tensor]:

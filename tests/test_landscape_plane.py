@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.batchnorm import Batches, statistics
 from multitudes.landscape import fused
 from multitudes.landscape import weights as weights_module
 from multitudes.landscape.directions import between, filter_normalised, random_direction
-from multitudes.landscape.plane import Plane, plane
-from multitudes.trajectory import flat_weights, unflattened
+from multitudes.landscape.planes import Plane, plane
+from multitudes.training.batchnorm import Batches, statistics
+from multitudes.training.recorder import flat_weights, unflattened
 
 
 def cnn(seed: int) -> nn.Module:

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multitudes as mt
+from multitudes.core.seeding import mixed
+from multitudes.landscape.flatness import expected_sharpness, loss_variance, sharpness
 from multitudes.landscape.objective import Objective
-from multitudes.landscape.sharpness import expected_sharpness, loss_variance, sharpness
-from multitudes.stochastic import mixed
 
 
 def quadratic(eigenvalues: list[float]) -> tuple[nn.Module, tuple[Tensor, Tensor]]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from multitudes import losses
-from multitudes.training import fit
+from multitudes.training import late_losses as losses
+from multitudes.training.fit import fit
 from tests.test_training import X, Y
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]

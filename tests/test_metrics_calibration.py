@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multitudes import metrics
-from multitudes.metrics import calibration
-from multitudes.predictive import Predictive
+from multitudes.core.predictive import Predictive
+from multitudes.metrics import calibration_error as calibration
 from tests import metric_cases
 from tests.metric_cases import binary, changed, classes, joined, logits, orders, pixels, streamed, with_twins
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multitudes import metrics
+from multitudes.core.predictive import Predictive
 from multitudes.metrics import CRITERIA, criteria
 from multitudes.metrics.criteria import OF_PROBABILITIES
-from multitudes.predictive import Predictive
 from tests import metric_cases
 from tests.metric_cases import changed
 from tests.predictions import raises

@@ -7,8 +7,8 @@ import scipy.stats
 import torch
 
 from multitudes import metrics
+from multitudes.core.predictive import Predictive
 from multitudes.metrics import divergences
-from multitudes.predictive import Predictive
 from tests.metric_cases import MEMBERS, logits, text_matrix, text_mean
 
 # Textbook computations, one pair and one row at a time -----------------------------------------------------

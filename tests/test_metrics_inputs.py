@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from multitudes import metrics
-from multitudes.calibrated import Calibration
+from multitudes.core.predictive import Predictive
+from multitudes.evaluation.calibrated import Calibration
+from multitudes.evaluation.temperature import Temperature, Vector
 from multitudes.metrics.inputs import places, read_without_target
-from multitudes.predictive import Predictive
-from multitudes.scaling import Temperature, Vector
 from tests.metric_cases import classes, logits, pixels
 from tests.predictions import raises
 

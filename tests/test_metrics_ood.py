@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from multitudes.core.predictive import Predictive
 from multitudes.metrics import CRITERIA, OODDetection, detect, read_rows
-from multitudes.predictive import Predictive
 from tests import metric_cases
 from tests.metric_cases import changed, joined, orders
 from tests.predictions import raises

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multitudes import metrics
-from multitudes.predictive import Predictive
+from multitudes.core.predictive import Predictive
 from tests.forecast_cases import SCORES, heads, members, points, randn
 from tests.metric_cases import changed, joined, orders, streamed
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import multitudes as mt
 from multitudes import metrics, shift
-from multitudes.predictive import Predictive
+from multitudes.core.predictive import Predictive
 from tests.metric_cases import changed, classes, joined, logits, orders, pixels, streamed, text_consistency
 
 # Sequences ------------------------------------------------------------------------------------------------

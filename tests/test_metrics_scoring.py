@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multitudes import metrics
+from multitudes.core.predictive import Predictive
 from multitudes.metrics import scoring
-from multitudes.predictive import Predictive
 from tests.metric_cases import changed, classes, joined, logits, orders, pixels, random_case, streamed
 
 # Textbook computations, one row at a time ------------------------------------------------------------------

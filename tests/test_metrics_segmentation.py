@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multitudes import metrics
-from multitudes.predictive import Predictive
+from multitudes.core.predictive import Predictive
 from tests import metric_cases
 from tests.metric_cases import classes, joined, logits, orders, streamed
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from multitudes.core.predictive import Predictive
 from multitudes.metrics import (
     AURC,
     CRITERIA,
@@ -22,7 +23,6 @@ from multitudes.metrics import (
     risk_coverage,
 )
 from multitudes.metrics.selective import risk_coverage_compute
-from multitudes.predictive import Predictive
 from tests import metric_cases
 from tests.metric_cases import binary, changed, classes, joined, orders, pixels, streamed, with_twins
 from tests.predictions import raises

@@ -15,7 +15,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat
 
 from multitudes import metrics
-from multitudes.predictive import Predictive
+from multitudes.core.predictive import Predictive
 from tests.forecast_cases import heads
 from tests.metric_cases import classes, logits
 

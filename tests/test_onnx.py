@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.calibration import calibrate
-from multitudes.export import to_onnx
+from multitudes.evaluation.calibrate import calibrate
+from multitudes.storage.onnx import to_onnx
 from tests import cases, drawing_cases
 from tests.test_freeze import Jitter
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import multitudes as mt
-from multitudes.cuts import GroupedLinear
+from multitudes.surgery.cuts import GroupedLinear
 from tests.cases import NETWORKS, Cnn
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import multitudes as mt
-from multitudes.methods.patching import Patched, family, patched
-from multitudes.methods.patching_layers import Mixing, Patch
+from multitudes.methods.patching.conversion import Patched, family, patched
+from multitudes.methods.patching.layers import Mixing, Patch
 
 
 def mlp(norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> nn.Module:

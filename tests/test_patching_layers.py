@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributions import RelaxedOneHotCategorical
 
 import multitudes as mt
-from multitudes.methods.patching import family, patched
-from multitudes.methods.patching_layers import Patch, PatchedNorm
+from multitudes.methods.patching.conversion import family, patched
+from multitudes.methods.patching.layers import Patch, PatchedNorm
 from tests.test_patching import assigned, mlp, patches
 
 
@@ -110,7 +110,7 @@ def test_every_kind_of_layer_draws_the_same_under_vmap_and_in_a_loop() -> None:
         assert len(patches(net)) == 7
         together = net(x, draws=6, seed=3)
         assert (together.std(0) > 0).all()
-        net._habits.way = "loop"
+        net._draw_cache.way = "loop"
         torch.testing.assert_close(net(x, draws=6, seed=3), together, rtol=1e-4, atol=1e-5)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import multitudes as mt
-from multitudes.methods.patching import Patched, divergence, family, patched
+from multitudes.methods.patching.conversion import Patched, divergence, family, patched
 from tests.test_patching import close, mlp, patches
 
 # -- gradients ---------------------------------------------------------------------------------------------

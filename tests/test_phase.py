@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.methods.variance import PARAMETERIZATIONS, variance, variance_layers
-from multitudes.multitude import Multitude
-from multitudes.phase import kappa, phase, sparsify
+from multitudes.core.multitude import Multitude
+from multitudes.methods.variance.conversion import PARAMETERIZATIONS, variance, variance_layers
+from multitudes.methods.variance.transition import kappa, phase, sparsify
 
 
 class Sequences(nn.Module):

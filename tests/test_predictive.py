@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchmetrics.functional import kl_divergence
 
-from multitudes.predictive import VARIANCE_FLOOR, Predictive, gaussian_nll, split_gaussian
+from multitudes.core.predictive import VARIANCE_FLOOR, Predictive, gaussian_nll, split_gaussian
 from tests.predictions import CLASSIFICATION, MOMENTS, PER_CLASS, PER_INPUT, close, randn
 
 # Classification: against textbook computations in float64 ---------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from multitudes.predictive import Predictive, gaussian_nll
+from multitudes.core.predictive import Predictive, gaussian_nll
 from tests.predictions import CLASSIFICATION, MOMENTS, PER_CLASS, PER_INPUT, raises, randn
 
 # The container ----------------------------------------------------------------------------------------------

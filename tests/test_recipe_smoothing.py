@@ -215,8 +215,8 @@ def test_a_section_of_nothing(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif("MULTITUDES_DATA" not in os.environ, reason="MULTITUDES_DATA names no folder of data sets")
 def test_the_recipe_at_its_small_scale(tmp_path, capsys):
-    from multitudes.study import job
-    from multitudes.study.jobs import prepare
+    from multitudes.study import worker as job
+    from multitudes.study.planning import prepare
     from multitudes.study.spec import Spec
 
     network = "mt.models.CifarResNet(8, outputs, width=8)"

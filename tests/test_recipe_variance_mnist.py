@@ -13,7 +13,7 @@ from torch import nn
 
 import multitudes as mt
 from multitudes.data import Data, Loader
-from multitudes.methods.variance import VarianceLinear
+from multitudes.methods.variance.conversion import VarianceLinear
 from recipes import variance_mnist as recipe
 from recipes.recipe import Recipe
 from recipes.report import variance_mnist as report

@@ -12,7 +12,7 @@ import torch
 
 import multitudes as mt
 from multitudes.data import Data, Part
-from multitudes.study.jobs import check_methods
+from multitudes.study.planning import check_methods
 from multitudes.study.spec import Spec
 from multitudes.study.store import Run
 from recipes import recipe as frame

@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.calibrated import Calibrated
-from multitudes.calibration import calibrate
-from multitudes.saving import load, save
-from multitudes.stochastic import stochastic_layers
+from multitudes.core.draws.stochastic import stochastic_layers
+from multitudes.evaluation.calibrate import calibrate
+from multitudes.evaluation.calibrated import Calibrated
+from multitudes.storage.save import load, save
+from multitudes.surgery.observe import example_for
 from tests import cases, drawing_cases
 from tests.test_freeze import Jitter
 
@@ -130,7 +131,7 @@ def test_the_librarys_own_networks_load_without_a_model(name: str, tmp_path: Pat
     model = getattr(mt.models, name)(**arguments.get(name, {})).eval()
     net = mt.Multitude(model)
     loaded = load(save(net, tmp_path / "net.safetensors"))
-    x = torch.randn(2, 12) if name == "mlp" else mt.surgery.example_for(model)
+    x = torch.randn(2, 12) if name == "mlp" else example_for(model)
     assert torch.equal(loaded(x), net(x)) and str(loaded) == str(net)
 
 
@@ -343,7 +344,13 @@ def test_a_file_of_another_kind_is_one_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["os.system", "torch.hub.load", "multitudes.saving.save", "torch.nn.modules.no.Layer", "multitudes.__main__.main"],
+    [
+        "os.system",
+        "torch.hub.load",
+        "multitudes.storage.save.save",
+        "torch.nn.modules.no.Layer",
+        "multitudes.__main__.main",
+    ],
 )
 def test_a_file_that_names_anything_but_layers_is_refused(name: str, tmp_path: Path) -> None:
     path = save(mt.Multitude(mlp()), tmp_path / "net.safetensors")
@@ -376,5 +383,6 @@ def test_a_file_reads_like_the_network_and_holds_no_pickle(tmp_path: Path) -> No
     with safetensors.safe_open(tmp_path / "net.safetensors", framework="pt") as file:
         header = json.loads(file.metadata()["multitudes"])
     assert (
-        header["nodes"][0]["class"] == "multitudes.members.Members" and header["nodes"][0]["settings"]["members"] == 2
+        header["nodes"][0]["class"] == "multitudes.core.members.Members"
+        and header["nodes"][0]["settings"]["members"] == 2
     )

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.isotonic import IsotonicRegression
 
-from multitudes.calibration import fit_calibration
-from multitudes.predictive import Predictive
-from multitudes.scaling import FLOOR
+from multitudes.core.predictive import Predictive
+from multitudes.evaluation.calibrate import fit_calibration
+from multitudes.evaluation.temperature import FLOOR
 from tests.calibration_cases import classifier, nll, sample, scaled
 from tests.predictions import CLASSIFICATION, close, raises, randn
 
@@ -95,7 +95,7 @@ def test_classes_that_a_network_excludes_stay_excluded():
 def test_a_fit_is_the_same_however_many_rows_are_looked_at_together(scaling, monkeypatch):
     p, y = classifier(dtype=torch.float64)
     whole, _ = scaled(p, y, scaling)
-    monkeypatch.setattr("multitudes.scaling._CHUNK", 200)
+    monkeypatch.setattr("multitudes.evaluation.temperature._CHUNK", 200)
     parts, _ = scaled(p, y, scaling)
     for name, tensor in vars(whole).items():
         close(getattr(parts, name), tensor)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
 
 import multitudes as mt
+from multitudes.core.draws.stochastic import Stochastic
 from multitudes.methods.snapshots import CyclicSgmcmc, Langevin, cyclic_lr, cyclic_sgmcmc, snapshots
-from multitudes.stochastic import Stochastic
-from multitudes.trajectory import Recorder
+from multitudes.training.recorder import Recorder
 from tests.cases import NETWORKS
 
 

@@ -11,8 +11,8 @@ import time
 import pytest
 
 from multitudes.study.cluster import run_cluster
-from multitudes.study.jobs import prepare
 from multitudes.study.local import run_local
+from multitudes.study.planning import prepare
 from multitudes.study.spec import Spec
 
 # What it writes depends on its configuration and its data alone.

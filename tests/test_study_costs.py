@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from multitudes.core.multitude import Multitude
 from multitudes.methods.batch_ensemble import batch_ensemble
 from multitudes.methods.deep_ensemble import deep_ensemble
 from multitudes.methods.dropout import drop_connect, mc_dropout
 from multitudes.methods.mimo import mimo
 from multitudes.methods.snapshots import snapshots
 from multitudes.methods.subspace import swag
-from multitudes.methods.variance import variance
-from multitudes.multitude import Multitude
+from multitudes.methods.variance.conversion import variance
 from multitudes.study.costs import BATCH, inference_cost, multiply_adds, parameters, training_cost, with_ratios
 
 FIRST, SECOND, LAST = 8 * 8 * 9 * 1 * 4, 4 * 4 * 9 * 4 * 6, 2 * 2 * 6 * 10

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from multitudes.study.jobs import prepare
 from multitudes.study.leaderboard import leaderboard
 from multitudes.study.local import run_local
 from multitudes.study.methods import METHODS
+from multitudes.study.planning import prepare
 from multitudes.study.spec import Spec
 
 

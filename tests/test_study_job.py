@@ -17,17 +17,17 @@ import pytest
 import torch
 
 from multitudes import data as datasets
+from multitudes.core.multitude import Multitude
+from multitudes.core.predictive import Predictive
 from multitudes.data import Data, Part
 from multitudes.data.splits import spread
 from multitudes.metrics import ece, mce, nll
-from multitudes.multitude import Multitude
-from multitudes.predictive import Predictive
-from multitudes.saving import load
 from multitudes.shift import corrupt
+from multitudes.storage.save import load
 from multitudes.study import costs
-from multitudes.study.job import run
 from multitudes.study.methods import METHODS
 from multitudes.study.networks import defaults
+from multitudes.study.worker import run
 
 SOURCE = Path(__file__).parent.parent / "src"
 
@@ -277,7 +277,7 @@ def test_a_job_that_was_killed_ends_as_if_it_had_not_been(tmp_path: Path, one_th
     often = {"epochs": 20, "checkpoint_minutes": 0.0002}
     whole, killed = (written(tmp_path / which, config("swag", training=often)) for which in ("whole", "killed"))
     run(whole)
-    process = subprocess.Popen([sys.executable, "-m", "multitudes.study.job", str(killed)], env=OWN)
+    process = subprocess.Popen([sys.executable, "-m", "multitudes.study.worker", str(killed)], env=OWN)
     deadline = time.monotonic() + 300
     checkpoint = killed / "checkpoint.safetensors"
     while not (checkpoint.exists() and list(killed.glob("recording/checkpoint-*"))) and time.monotonic() < deadline:

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from multitudes.study.jobs import prepare
 from multitudes.study.landscape import write_landscape
 from multitudes.study.local import run_local
+from multitudes.study.planning import prepare
 from multitudes.study.spec import Spec
 from multitudes.study.trained import Trained
 

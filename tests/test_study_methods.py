@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from multitudes import models
-from multitudes.members import Members
+from multitudes.core.draws.stochastic import stochastic_layers
+from multitudes.core.members import Members
+from multitudes.core.multitude import Multitude
 from multitudes.methods.dropout import Dropout
 from multitudes.methods.subspace import Subspace
-from multitudes.multitude import Multitude
-from multitudes.schedules import schedule_of
-from multitudes.stochastic import stochastic_layers
 from multitudes.study.methods import METHODS, Method, method_of, methods_for
 from multitudes.study.networks import DEFAULTS, build_network, defaults, kind_of, network_names, outputs_of
-from multitudes.training import Progress, fit
-from multitudes.trajectory import Recorder
+from multitudes.training.fit import Progress, fit
+from multitudes.training.recorder import Recorder
+from multitudes.training.schedules import schedule_of
 
 NAMES = [
     "single", "deep", "packed", "batch_ensemble", "masksembles", "mimo", "mc_dropout", "drop_connect", "patched",

@@ -8,9 +8,9 @@ import os
 import pytest
 
 from multitudes import data
-from multitudes.study import jobs
-from multitudes.study.jobs import StaleError, planned, prepare
+from multitudes.study import planning as jobs
 from multitudes.study.local import run_local
+from multitudes.study.planning import StaleError, planned, prepare
 from multitudes.study.spec import Spec, SpecError
 from tests.study_cases import fake, metrics_of, snapshot_of, spec, table  # noqa: F401
 

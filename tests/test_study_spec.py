@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multitudes.data.loader import AUGMENTATIONS
-from multitudes.optimizers import OPTIMIZERS
 from multitudes.shift import CORRUPTIONS
 from multitudes.study.methods import METHODS
 from multitudes.study.sections import TrainingSection
 from multitudes.study.spec import Spec, SpecError
 from multitudes.study.toml import key_lines, to_toml
-from multitudes.training import PRECISIONS
+from multitudes.training.fit import PRECISIONS
+from multitudes.training.optimizers import OPTIMIZERS
 
 DIGITS, SMALL_IMAGE, TABLE = (1, 8, 8), (3, 4, 4), (13,)
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from multitudes import data
-from multitudes.study import jobs
-from multitudes.study.jobs import prepare
+from multitudes.study import planning as jobs
 from multitudes.study.local import Interrupted, run_local
+from multitudes.study.planning import prepare
 from multitudes.study.store import Run
 from tests.study_cases import fake, metrics_of, spec, table  # noqa: F401
 

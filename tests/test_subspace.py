@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.methods.subspace import subspace, swa, swag
-from multitudes.trajectory import Recorder
+from multitudes.training.recorder import Recorder
 from tests.trajectories import (
     WAY,
     assert_moments,

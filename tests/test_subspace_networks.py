@@ -14,9 +14,9 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import DataLoader, TensorDataset
 
 import multitudes as mt
+from multitudes.core.draws.stochastic import Stochastic
 from multitudes.methods.subspace import subspace, swa, swag
-from multitudes.stochastic import Stochastic
-from multitudes.trajectory import Recorder
+from multitudes.training.recorder import Recorder
 from tests.cases import NETWORKS
 from tests.trajectories import (
     CONVERSIONS,

@@ -8,9 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.narrow import choose
-from multitudes.shared import MemberLayer
-from multitudes.surgery import PRODUCTS, example_for, redraw, replace, seeded, select
+from multitudes.core.seeding import seeded
+from multitudes.core.shared import MemberLayer
+from multitudes.surgery.initialise import redraw
+from multitudes.surgery.layers import PRODUCTS, replace, select
+from multitudes.surgery.narrow import choose
+from multitudes.surgery.observe import example_for
 from tests.cases import CLASSES, NETWORKS, Cnn
 from tests.hard_networks import DenseBlock, UNet
 

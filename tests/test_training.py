@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import multitudes as mt
-from multitudes.schedules import schedule_of
-from multitudes.training import fit
+from multitudes.training.fit import fit
+from multitudes.training.schedules import schedule_of
 
 X = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] > 0).long() + (X[:, 1] > 1).long()

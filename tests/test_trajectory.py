@@ -14,11 +14,11 @@ from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, TensorDataset
 
 import multitudes as mt
-from multitudes.batches import Batches
-from multitudes.batchnorm import accuracy, statistics
-from multitudes.stochastic import Stochastic
-from multitudes.training import fit
-from multitudes.trajectory import Recorder, Trajectory
+from multitudes.core.batches import Batches
+from multitudes.core.draws.stochastic import Stochastic
+from multitudes.training.batchnorm import accuracy, statistics
+from multitudes.training.fit import fit
+from multitudes.training.recorder import Recorder, Trajectory
 
 
 class Scalar(nn.Module):
@@ -160,7 +160,7 @@ def test_a_recording_that_was_cut_short_counts_every_checkpoint_once(
         net.at(value)
         recorder.record()
     if when == "before the moments":
-        monkeypatch.setattr("multitudes.trajectory._Disk.write_moments", killed)
+        monkeypatch.setattr("multitudes.training.recorder._Disk.write_moments", killed)
     else:
         monkeypatch.setattr(Path, "unlink", killed)
     net.at(6.0)

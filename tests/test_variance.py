@@ -15,15 +15,10 @@ import torch
 from scipy import integrate, stats
 from torch import Tensor, nn
 
-from multitudes.methods.variance import (
-    PARAMETERIZATIONS,
-    VarianceConv1d,
-    VarianceLinear,
-    variance,
-)
-from multitudes.methods.variance_kl import approximate_kl, stochastic_kl, student_kl
-from multitudes.multitude import Multitude
-from multitudes.stochastic import expecting
+from multitudes.core.draws.stochastic import expecting
+from multitudes.core.multitude import Multitude
+from multitudes.methods.variance.conversion import PARAMETERIZATIONS, VarianceConv1d, VarianceLinear, variance
+from multitudes.methods.variance.kl import approximate_kl, stochastic_kl, student_kl
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(6, 4), (6,)),
@@ -273,7 +268,7 @@ def test_the_same_seed_gives_the_same_draws_whichever_way_they_run(kind: str, pa
     net, _, x = one_layer(kind, parameterization)
     under_vmap = net(x, draws=5, seed=3)
     for way in ("expand", "loop"):
-        net._habits.way = way
+        net._draw_cache.way = way
         torch.testing.assert_close(net(x, draws=5, seed=3), under_vmap)
 
 

@@ -10,9 +10,9 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from multitudes.methods.variance import Absolute, VarianceLinear, variance, variance_layers
-from multitudes.multitude import Multitude
-from multitudes.phase import THRESHOLD, kappa, phase, sparsify
+from multitudes.core.multitude import Multitude
+from multitudes.methods.variance.conversion import Absolute, VarianceLinear, variance, variance_layers
+from multitudes.methods.variance.transition import THRESHOLD, kappa, phase, sparsify
 
 CHANCE = 0.1
 Data = tuple[Tensor, Tensor, Tensor, Tensor]

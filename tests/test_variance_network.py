@@ -14,10 +14,10 @@ from scipy import stats
 from torch import nn
 
 import multitudes as mt
-from multitudes.methods.variance import Absolute, VarianceLayer, divergence, variance
-from multitudes.methods.variance_kl import approximate_kl
-from multitudes.multitude import Multitude
-from multitudes.stochastic import expecting
+from multitudes.core.draws.stochastic import expecting
+from multitudes.core.multitude import Multitude
+from multitudes.methods.variance.conversion import Absolute, VarianceLayer, divergence, variance
+from multitudes.methods.variance.kl import approximate_kl
 from tests.test_variance import KINDS, each_kind, each_parameterization
 
 

@@ -9,7 +9,7 @@ import torch
 
 from multitudes.landscape import DiversityPlane, FunctionMap, Path, Plane, Similarity, Stitched
 from multitudes.landscape.directions import Frame
-from multitudes.landscape.growth import Growth, UnderCorruption
+from multitudes.landscape.growing import Growth, UnderCorruption
 from multitudes.landscape.weights import Scores
 from recipes.report.landscape_claims import NAMES, NEAR, PAPER_SVHN, claims, middle_of, near, on_path
 from recipes.report.raw import MISSING, Raw, Section, number, percent, spread, table

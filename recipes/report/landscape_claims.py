@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.landscape.diversity_plane import normalised
+from multitudes.landscape.accuracy_diversity import normalised
 from recipes.report.raw import Claim, Raw, number, percent
 
 __all__ = ["NAMES", "NEAR", "PAPER_SVHN", "SUBSPACES", "claims", "middle_of", "near", "on_path"]

@@ -8,35 +8,35 @@ p = net.predict(x)                           # p.probs, p.confidence, p.entropy,
 """
 
 from multitudes import data, landscape, metrics, models, shift
-from multitudes.calibrated import Calibrated
-from multitudes.calibration import calibrate
-from multitudes.evaluation import evaluate
-from multitudes.export import to_onnx
-from multitudes.inference import predict
+from multitudes.core.draws.stochastic import Stochastic
+from multitudes.core.members import Members, fuse
+from multitudes.core.multitude import Multitude
+from multitudes.core.predictive import Predictive, gaussian_nll
+from multitudes.evaluation.calibrate import calibrate
+from multitudes.evaluation.calibrated import Calibrated
+from multitudes.evaluation.evaluate import evaluate
+from multitudes.evaluation.predict import predict
+from multitudes.evaluation.scores import Evaluation
 from multitudes.landscape import explain
-from multitudes.members import Members, fuse
 from multitudes.methods.batch_ensemble import batch_ensemble
 from multitudes.methods.deep_ensemble import deep_ensemble
 from multitudes.methods.dropout import drop_connect, mc_dropout
 from multitudes.methods.masksembles import masksembles
 from multitudes.methods.mimo import mimo
 from multitudes.methods.packed import packed
-from multitudes.methods.patching import Patched, family, patched
+from multitudes.methods.patching.conversion import Patched, family, patched
 from multitudes.methods.smoothing import Blur, Prob, Smooth, head, smooth
 from multitudes.methods.snapshots import cyclic_lr, cyclic_sgmcmc, snapshots
 from multitudes.methods.subspace import Subspace, subspace, swa, swag
 from multitudes.methods.temporal import Stream, temporal
-from multitudes.methods.variance import Absolute, VarianceConv1d, VarianceConv2d, VarianceLinear, variance
-from multitudes.multitude import Multitude
-from multitudes.narrow import narrow
-from multitudes.phase import kappa, phase, sparsify
-from multitudes.predictive import Predictive, gaussian_nll
-from multitudes.saving import load, save
-from multitudes.scores import Evaluation
-from multitudes.stochastic import Stochastic
-from multitudes.surgery import check
-from multitudes.training import fit
-from multitudes.trajectory import Recorder
+from multitudes.methods.variance.conversion import Absolute, VarianceConv1d, VarianceConv2d, VarianceLinear, variance
+from multitudes.methods.variance.transition import kappa, phase, sparsify
+from multitudes.storage.onnx import to_onnx
+from multitudes.storage.save import load, save
+from multitudes.surgery.check import check
+from multitudes.surgery.narrow import narrow
+from multitudes.training.fit import fit
+from multitudes.training.recorder import Recorder
 
 __all__ = [
     "Absolute",

@@ -3,7 +3,7 @@
 Its modules import torch, and all that needs it, inside the commands, so that `multitudes --help` is there at once.
 """
 
-from multitudes.checks import needed
+from multitudes.core.checks import needed
 
 needed("typer", "cli", "the command line")  # says which extra has it, where the import below would not
 

@@ -16,7 +16,7 @@ from multitudes.cli.options import Common, EvaluationOptions, located, writable
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from multitudes.predictive import Predictive
+    from multitudes.core.predictive import Predictive
     from multitudes.study.trained import Trained
 
 __all__ = ["evaluate", "predict"]
@@ -44,11 +44,11 @@ def predict(
     For classes: label, confidence, entropy (all uncertainty) and mutual_information (what more data could settle),
     both in nats. For numbers: mean, std and the interval from low to high.
     """
-    from multitudes.cli.inputs import read_inputs
+    from multitudes.cli.new_inputs import read_inputs
     from multitudes.cli.screen import say
-    from multitudes.inference import predictions
-    from multitudes.predictive import Predictive
-    from multitudes.study.inputs import ScaledBatches
+    from multitudes.core.predictive import Predictive
+    from multitudes.evaluation.predict import predictions
+    from multitudes.study.job_data import ScaledBatches
     from multitudes.study.trained import Trained, mixed_precision
 
     chosen = _format(to, form)
@@ -111,7 +111,7 @@ def _as_csv(rows: list[dict[str, Cell]]) -> str:
 
 def _write(text: str, to: Path | None) -> None:
     from multitudes.cli.screen import say
-    from multitudes.files import replacing
+    from multitudes.core.files import replacing
 
     if to is None:
         sys.stdout.write(text)
@@ -143,10 +143,10 @@ def evaluate(
 
     Of other data, the test part is used where they have one, and else every row.
     """
-    from multitudes.cli.inputs import labelled
+    from multitudes.cli.new_inputs import labelled
     from multitudes.cli.screen import say, show
-    from multitudes.evaluation import evaluate as score
-    from multitudes.study.inputs import ScaledBatches
+    from multitudes.evaluation.evaluate import evaluate as score
+    from multitudes.study.job_data import ScaledBatches
     from multitudes.study.trained import Trained, mixed_precision
 
     chosen = evaluation.arguments()

@@ -14,7 +14,8 @@ from typing import Any
 
 import typer
 
-from multitudes.cli import answers, kept, study, tables
+from multitudes.cli import answers, study, tables
+from multitudes.cli import artifacts as kept
 from multitudes.cli.options import grouped
 
 __all__ = ["app", "main"]

@@ -91,7 +91,7 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How to train: the arguments of `multitudes.training.fit`."""
+    """How to train: the arguments of `mt.fit`."""
 
     model: Annotated[
         str | None,

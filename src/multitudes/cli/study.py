@@ -163,14 +163,14 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _check_device(device: str) -> None:
-    from multitudes.study.inputs import device_of
+    from multitudes.study.job_data import device_of
 
     device_of(device)
 
 
 def _prepared(spec: Spec, out: Path, rerun_stale: bool) -> Run:
     from multitudes.cli.screen import say
-    from multitudes.study.jobs import prepare
+    from multitudes.study.planning import prepare
 
     run = prepare(spec, out, rerun_stale=rerun_stale, say=say)
     for reason, count in ((run.about or {}).get("dropped") or {}).items():
@@ -232,9 +232,9 @@ def _trained(run: Run, failed: dict[str, str]) -> None:
 
 def _train_together(spec: Spec, out: Path, rerun_stale: bool) -> None:
     """In each of the processes that Accelerate started: one of them prepares, tells and measures, all of them train."""
-    from multitudes.checks import needed
-    from multitudes.study.job import run as run_job
+    from multitudes.core.checks import needed
     from multitudes.study.store import Run
+    from multitudes.study.worker import run as run_job
 
     accelerator = needed("accelerate", "accelerate", "training in several processes").Accelerator()
     with accelerator.main_process_first():

@@ -12,7 +12,7 @@ from multitudes.cli.options import Common, DataOptions, located, words, writable
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from multitudes.multitude import Multitude
+    from multitudes.core.multitude import Multitude
 
 __all__ = ["bench", "methods", "prepare"]
 
@@ -65,11 +65,11 @@ def bench(
     import torch
 
     from multitudes.cli.screen import console, say, table
+    from multitudes.core.seeding import seeded
     from multitudes.study.costs import with_ratios
-    from multitudes.study.inputs import device_of
+    from multitudes.study.job_data import device_of
     from multitudes.study.methods import METHODS, method_of, methods_for
     from multitudes.study.networks import build_network
-    from multitudes.surgery import seeded
 
     sides = _shape(shape)
     names = methods_for(sides) if chosen == "all" else words(chosen)
@@ -133,7 +133,7 @@ def _finished(net: Multitude, x: Tensor, name: str) -> Multitude:
     import torch
 
     from multitudes.study.methods import METHODS
-    from multitudes.trajectory import Recorder
+    from multitudes.training.recorder import Recorder
 
     method = METHODS[name]
     settings = method.complete()

@@ -6,9 +6,9 @@ digits = data.load("digits")
 loader = data.Loader(digits.train, digits, batch_size=64)
 """
 
-from multitudes.data.cache import read, save
-from multitudes.data.load import load
+from multitudes.data.assemble import load
 from multitudes.data.loader import Loader
+from multitudes.data.prepared import read, save
 from multitudes.data.types import Data, Part
 
 __all__ = ["Data", "Loader", "Part", "load", "read", "save"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from multitudes.checks import needed
+from multitudes.core.checks import needed
 from multitudes.data.splits import spread
 from multitudes.data.types import Data, Part
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.checks import needed
+from multitudes.core.checks import needed
+from multitudes.core.draws.memory import free_bytes
 from multitudes.data.columns import Column
 from multitudes.data.sources import Source
-from multitudes.memory import free_bytes
 
 __all__ = ["Decoded", "decode", "find_image", "refit"]
 

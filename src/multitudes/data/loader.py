@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multitudes.checks import check_count, check_seed
+from multitudes.core.checks import check_count, check_seed
+from multitudes.core.draws.memory import free_bytes
+from multitudes.core.seeding import mixed
 from multitudes.data.types import Data, Part
-from multitudes.memory import free_bytes
-from multitudes.stochastic import mixed
 
 __all__ = ["AUGMENTATIONS", "Loader", "moved", "random_moves"]
 

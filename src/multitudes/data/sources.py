@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.checks import needed
+from multitudes.core.checks import needed
 from multitudes.data.columns import Column, from_arrow, from_cells
 from multitudes.data.splits import PARTS, part_named
 

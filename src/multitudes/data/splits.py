@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from multitudes.checks import needed
-from multitudes.stochastic import mixed
+from multitudes.core.checks import needed
+from multitudes.core.seeding import mixed
 
 __all__ = ["PARTS", "part_named", "split_rows", "spread"]
 

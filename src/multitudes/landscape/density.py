@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.checks import check_count, check_number
+from multitudes.core.checks import check_count, check_number
+from multitudes.core.progress import ProgressBar
+from multitudes.core.seeding import mixed
 from multitudes.landscape.figures import figure, graph_objects
 from multitudes.landscape.hessian import Hessian
 from multitudes.landscape.objective import Objective
-from multitudes.progress import ProgressBar
-from multitudes.stochastic import mixed
 
 __all__ = ["HessianTrace", "SpectralDensity", "hessian_trace", "signs", "spectral_density"]
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from multitudes.checks import check_count, check_number, check_seed
+from multitudes.core.checks import check_count, check_number, check_seed
 from multitudes.landscape.weights import Solution, vector_of
-from multitudes.surgery import TRANSPOSED
-from multitudes.trajectory import Checkpoints, Trajectory, principal_directions, weights_of
+from multitudes.surgery.layers import TRANSPOSED
+from multitudes.training.recorder import Checkpoints, Trajectory, principal_directions, weights_of
 
 __all__ = ["Frame", "between", "dropped", "filter_normalised", "principal", "random_direction"]
 

@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.batches import Batches
-from multitudes.calling import Input, call, plain_attention, tensors_in, told_in_terms_of
-from multitudes.checks import check_count, check_seed
+from multitudes.core.batches import Batches
+from multitudes.core.calling import Input, call, input_errors, plain_attention, tensors_in
+from multitudes.core.checks import check_count, check_seed
+from multitudes.core.draws.stochastic import stochastic_layers
+from multitudes.core.multitude import Multitude, evaluating
+from multitudes.core.seeding import mixed
 from multitudes.landscape.figures import COLOURS, SCALE, figure, graph_objects
-from multitudes.multitude import Multitude, evaluating
-from multitudes.stochastic import mixed, stochastic_layers
-from multitudes.surgery import Selector, hooked, select
+from multitudes.surgery.layers import Selector, select
+from multitudes.surgery.observe import hooked
 
 __all__ = [
     "FeatureUncertainty",
@@ -108,7 +110,7 @@ def _execution(network: nn.Module, x: Input, chosen: set[str] | None, seed: int,
         if isinstance(network, Multitude):
             network(x, draws=1 if _draws(network) else None, seed=seed)
         else:
-            with told_in_terms_of(x):
+            with input_errors(x):
                 call(network, x)
     if chosen is None:
         chosen = {name for name in called if not any(_inside(other, name) for other in called)}

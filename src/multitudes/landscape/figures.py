@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from multitudes.checks import needed
+from multitudes.core.checks import needed
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 """Colours that colour-blind people tell apart (Okabe & Ito, 2008); lines also differ by `DASHES`."""

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.batches import Batches
-from multitudes.calling import tensors_in
-from multitudes.checks import check_count, check_seed
+from multitudes.core.batches import Batches
+from multitudes.core.calling import tensors_in
+from multitudes.core.checks import check_count, check_seed
+from multitudes.core.seeding import mixed
 from multitudes.landscape.features import AsMap, device_of, feature_maps
 from multitudes.landscape.figures import COLOURS, DASHES, figure, graph_objects
 from multitudes.shift.frequency import accuracy_by_frequency
-from multitudes.stochastic import mixed
-from multitudes.surgery import Selector
+from multitudes.surgery.layers import Selector
 
 __all__ = ["FeatureSpectrum", "FrequencyAccuracy", "LayerSpectrum", "feature_spectrum", "frequency_accuracy"]
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.checks import check_number, check_seed, needed
+from multitudes.core.checks import check_number, check_seed, needed
 from multitudes.landscape.figures import COLOURS, SCALE, SYMBOLS, figure, graph_objects, styled
 from multitudes.landscape.solutions import Solutions, read_solutions
 from multitudes.metrics.divergences import pairwise_js

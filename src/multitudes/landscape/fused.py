@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from multitudes.calling import Input, call_with, plain_attention, tensors_in
-from multitudes.members import Members
-from multitudes.memory import Meter
-from multitudes.stochastic import expecting
-from multitudes.trajectory import State, weights_of
+from multitudes.core.calling import Input, call_with, plain_attention, tensors_in
+from multitudes.core.draws.memory import Meter
+from multitudes.core.draws.stochastic import expecting
+from multitudes.core.members import Members
+from multitudes.training.recorder import State, weights_of
 
 __all__ = ["Fused", "settings_at_once"]
 

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, jvp
 
-from multitudes.batches import Batches
-from multitudes.checks import check_count, check_number, check_seed, needed
+from multitudes.core.batches import Batches
+from multitudes.core.checks import check_count, check_number, check_seed, needed
+from multitudes.core.multitude import Multitude
+from multitudes.core.progress import ProgressBar
+from multitudes.core.seeding import mixed
 from multitudes.landscape.figures import COLOURS, figure, graph_objects
 from multitudes.landscape.objective import Objective, flattened, unit_direction
-from multitudes.multitude import Multitude
-from multitudes.progress import ProgressBar
-from multitudes.stochastic import mixed
 
 __all__ = ["Hessian", "HessianSpectrum", "hessian_spectrum"]
 

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from multitudes.batches import Batches
-from multitudes.batchnorm import norms
-from multitudes.calling import Input, Told, call_with, moved, plain_attention, slots, told_in_terms_of
-from multitudes.checks import check_number, check_seed
-from multitudes.multitude import Criterion, Multitude, evaluating, plain
-from multitudes.predictive import averaged, gaussian_nll
-from multitudes.stochastic import expecting, mixed
-from multitudes.surgery import seeded
+from multitudes.core.batches import Batches
+from multitudes.core.calling import Input, InputError, call_with, input_errors, moved, plain_attention, slots
+from multitudes.core.checks import check_number, check_seed
+from multitudes.core.draws.stochastic import expecting
+from multitudes.core.multitude import Criterion, Multitude, evaluating, plain
+from multitudes.core.predictive import averaged, gaussian_nll
+from multitudes.core.seeding import mixed, seeded
+from multitudes.training.batchnorm import norms
 
 __all__ = ["Objective", "flattened", "unit_direction"]
 
@@ -126,7 +126,7 @@ class Objective:
         """The criterion on one batch, with these weights in the place of the network's; call it inside `ready`."""
         x, y = moved(self.batches[number][0], self.device), self.batches[number][1].to(self.device)
         network, criterion = self.network, self.criterion or F.cross_entropy
-        with told_in_terms_of(x):
+        with input_errors(x):
             if not isinstance(network, Multitude):
                 return _scalar(criterion(call_with(network, weights, x), y))
             options = {"draws": self.draws, "seed": mixed(self.seed, number)}
@@ -172,7 +172,7 @@ def flattened(tensors: Iterable[Tensor]) -> Tensor:
 
 def _scalar(loss: Tensor) -> Tensor:
     if loss.dim():
-        raise Told(f"criterion must give one number, the batch's mean, got shape {list(loss.shape)}")
+        raise InputError(f"criterion must give one number, the batch's mean, got shape {list(loss.shape)}")
     return loss
 
 

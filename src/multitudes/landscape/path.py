@@ -30,15 +30,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multitudes.batches import Batches
-from multitudes.calling import Input, call_with, told_in_terms_of
-from multitudes.checks import check_count, check_number, check_seed
+from multitudes.core.batches import Batches
+from multitudes.core.calling import Input, call_with, input_errors
+from multitudes.core.checks import check_count, check_number, check_seed
+from multitudes.core.multitude import Criterion
+from multitudes.core.progress import ProgressBar
+from multitudes.core.seeding import seeded
 from multitudes.landscape.figures import COLOURS, DASHES, figure, graph_objects
 from multitudes.landscape.weights import Gauge, Scores, Solution, measured, single_network, state_of
-from multitudes.multitude import Criterion
-from multitudes.progress import ProgressBar
-from multitudes.surgery import seeded
-from multitudes.trajectory import State, flat_state, unflattened
+from multitudes.training.recorder import State, flat_state, unflattened
 
 __all__ = ["Path", "curve", "tunnel"]
 
@@ -246,7 +246,7 @@ class _Work:
 
     def loss(self, weights: Tensor, x: Input, y: Tensor) -> Tensor:
         """The training loss at weights `[P]`."""
-        with told_in_terms_of(x):
+        with input_errors(x):
             return self.criterion(call_with(self.model, unflattened(weights, self.model), x), y)
 
     def minimise(

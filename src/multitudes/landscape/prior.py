@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.checks import check_count, check_number, check_seed
+from multitudes.core.checks import check_count, check_number, check_seed
 from multitudes.landscape.figures import SCALE, figure, graph_objects
 
 __all__ = ["FunctionPrior", "Prior", "function_prior"]

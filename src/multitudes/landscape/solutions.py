@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.batches import Batches
-from multitudes.calling import split_batch
-from multitudes.checks import check_count, check_seed
-from multitudes.inference import predict
+from multitudes.core.batches import Batches
+from multitudes.core.calling import split_batch
+from multitudes.core.checks import check_count, check_seed
+from multitudes.core.draws.stochastic import stochastic_layers
+from multitudes.core.multitude import Multitude, plain
+from multitudes.core.predictive import Predictive
+from multitudes.evaluation.predict import predict
 from multitudes.methods.subspace import KINDS, Around, Subspace, subspace
-from multitudes.multitude import Multitude, plain
-from multitudes.predictive import Predictive
-from multitudes.stochastic import stochastic_layers
-from multitudes.trajectory import Checkpoints, Recorder, State, Trajectory
+from multitudes.training.recorder import Checkpoints, Recorder, State, Trajectory
 
 __all__ = ["Solutions", "last_checkpoint", "read_solutions", "subspaces", "trajectory_of"]
 

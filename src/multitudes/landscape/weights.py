@@ -17,17 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multitudes.batches import Batches
-from multitudes.batchnorm import norms, statistics
-from multitudes.calling import Input, call_with, moved, plain_attention, tensors_in, told_in_terms_of
-from multitudes.checks import check_count
+from multitudes.core.batches import Batches
+from multitudes.core.calling import Input, call_with, input_errors, moved, plain_attention, tensors_in
+from multitudes.core.checks import check_count
+from multitudes.core.draws.stochastic import Draw, drawing, expecting, stochastic_layers
+from multitudes.core.multitude import Criterion, Multitude, plain
+from multitudes.core.predictive import averaged
+from multitudes.core.progress import ProgressBar
+from multitudes.core.seeding import mixed, seeded
 from multitudes.landscape.fused import Fused, settings_at_once
-from multitudes.multitude import Criterion, Multitude, plain
-from multitudes.predictive import averaged
-from multitudes.progress import ProgressBar
-from multitudes.stochastic import Draw, drawing, expecting, mixed, stochastic_layers
-from multitudes.surgery import seeded
-from multitudes.trajectory import State, Trajectory, flat_state, unflattened, weights_of
+from multitudes.training.batchnorm import norms, statistics
+from multitudes.training.recorder import State, Trajectory, flat_state, unflattened, weights_of
 
 __all__ = ["Gauge", "Noise", "Scores", "Solution", "fingerprint", "measured", "single_network", "state_of", "vector_of"]
 
@@ -241,14 +241,14 @@ class Gauge:
 
     def _answer(self, state: State, x: Input, noise: Noise | None) -> Tensor:
         """One setting, by a plain call: `[B, ...]`."""
-        with told_in_terms_of(x), plain_attention():
+        with input_errors(x), plain_attention():
             if noise is None:
                 with expecting(self.model):
                     return call_with(self.model, state, x)
             draw = Draw(noise.seed)
             answers = []
             for number in range(noise.first, noise.first + noise.draws):
-                draw.lane = torch.tensor(number)
+                draw.index = torch.tensor(number)
                 with drawing(stochastic_layers(self.model), draw), seeded(mixed(noise.seed, number)):
                     answers.append(call_with(self.model, state, x))
             return averaged(torch.stack(answers), self.task)

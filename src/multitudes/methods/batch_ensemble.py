@@ -18,18 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from multitudes.checks import check_number
-from multitudes.shared import MemberLayer, SharedMembers
-from multitudes.surgery import (
-    PRODUCTS,
-    TRANSPOSED,
-    Selector,
-    check_arguments,
-    redraw,
-    replace,
-    seeded,
-    select,
-)
+from multitudes.core.checks import check_number
+from multitudes.core.seeding import seeded
+from multitudes.core.shared import MemberLayer, SharedMembers
+from multitudes.surgery.initialise import redraw
+from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Selector, check_arguments, replace, select
 
 
 class RankOne(MemberLayer):

@@ -14,9 +14,11 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from multitudes.checks import check_number
-from multitudes.members import Members
-from multitudes.surgery import check_arguments, redraw, seeded
+from multitudes.core.checks import check_number
+from multitudes.core.members import Members
+from multitudes.core.seeding import seeded
+from multitudes.surgery.initialise import redraw
+from multitudes.surgery.layers import check_arguments
 
 
 def deep_ensemble(

@@ -18,20 +18,14 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multitudes import insertion
-from multitudes.calling import Input
-from multitudes.checks import check_number
-from multitudes.downsampling import Call, Run, has_other_path
-from multitudes.multitude import Multitude
-from multitudes.stochastic import Stochastic
-from multitudes.surgery import (
-    CONVOLUTIONS,
-    Selector,
-    check_model,
-    example_for,
-    replace,
-    select,
-)
+from multitudes.core.calling import Input
+from multitudes.core.checks import check_number
+from multitudes.core.draws.stochastic import Stochastic
+from multitudes.core.multitude import Multitude
+from multitudes.surgery import insert as insertion
+from multitudes.surgery.downsampling import Call, Run, has_other_path
+from multitudes.surgery.layers import CONVOLUTIONS, Selector, check_model, replace, select
+from multitudes.surgery.observe import example_for
 
 # -- layers ------------------------------------------------------------------------------------------------
 

@@ -18,22 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from multitudes.calling import Input, tile
-from multitudes.checks import check_number
-from multitudes.scale import keep_scale
-from multitudes.shared import MemberLayer, SharedMembers
-from multitudes.surgery import (
-    PRODUCTS,
-    TRANSPOSED,
-    Selector,
-    check_arguments,
-    example_for,
-    executed,
-    redraw,
-    replace,
-    seeded,
-    select,
-)
+from multitudes.core.calling import Input, tile
+from multitudes.core.checks import check_number
+from multitudes.core.seeding import seeded
+from multitudes.core.shared import MemberLayer, SharedMembers
+from multitudes.surgery.activation_size import keep_scale
+from multitudes.surgery.initialise import redraw
+from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Selector, check_arguments, replace, select
+from multitudes.surgery.observe import example_for, executed
 
 
 def masks(channels: int, members: int, scale: float, generator: torch.Generator | None = None) -> Tensor:

@@ -13,21 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multitudes.calling import Input, call, told_in_terms_of
-from multitudes.checks import check_count, check_number
-from multitudes.multitude import Criterion, Multitude
-from multitudes.surgery import (
-    CONVOLUTIONS,
-    PRODUCTS,
-    check_arguments,
-    example_for,
-    executed,
-    hooked,
-    observing,
-    redraw,
-    replace,
-    seeded,
-)
+from multitudes.core.calling import Input, call, input_errors
+from multitudes.core.checks import check_count, check_number
+from multitudes.core.multitude import Criterion, Multitude
+from multitudes.core.seeding import seeded
+from multitudes.surgery.initialise import redraw
+from multitudes.surgery.layers import CONVOLUTIONS, PRODUCTS, check_arguments, replace
+from multitudes.surgery.observe import example_for, executed, hooked, observing
 
 
 class Mimo(Multitude):
@@ -56,7 +48,7 @@ class Mimo(Multitude):
         if len(y) != len(x):
             raise ValueError(f"y must have one target for each of the {len(x)} inputs, got {len(y)}")
         orders = self._orders(len(x), x.device)
-        with told_in_terms_of(x):
+        with input_errors(x):
             predictions = self._answers([x[order] for order in orders])
         if criterion is None:
             self._check_targets(predictions, y)

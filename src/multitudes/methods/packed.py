@@ -17,18 +17,15 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from multitudes.calling import Input
-from multitudes.checks import check_count, check_number
-from multitudes.cuts import Cut
-from multitudes.members import Members
-from multitudes.narrow import apply_cuts, plan_cuts, rescaled
-from multitudes.surgery import (
-    Selector,
-    check_arguments,
-    example_for,
-    redraw,
-    seeded,
-)
+from multitudes.core.calling import Input
+from multitudes.core.checks import check_count, check_number
+from multitudes.core.members import Members
+from multitudes.core.seeding import seeded
+from multitudes.surgery.cuts import Cut
+from multitudes.surgery.initialise import redraw
+from multitudes.surgery.layers import Selector, check_arguments
+from multitudes.surgery.narrow import apply_cuts, plan_cuts, rescaled
+from multitudes.surgery.observe import example_for
 
 
 def packed(

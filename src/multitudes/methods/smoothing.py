@@ -20,19 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multitudes.calling import Input, call
-from multitudes.checks import check_count, check_number
-from multitudes.downsampling import GLOBAL, Call, MedianPool, Run, downsamplings
-from multitudes.insertion import after, before
-from multitudes.multitude import Multitude
-from multitudes.surgery import (
-    Selector,
-    example_for,
-    observing,
-    replace,
-    seeded,
-    select,
-)
+from multitudes.core.calling import Input, call
+from multitudes.core.checks import check_count, check_number
+from multitudes.core.multitude import Multitude
+from multitudes.core.seeding import seeded
+from multitudes.surgery.downsampling import GLOBAL, Call, MedianPool, Run, downsamplings
+from multitudes.surgery.insert import after, before
+from multitudes.surgery.layers import Selector, replace, select
+from multitudes.surgery.observe import example_for, observing
 
 KERNELS = ((1,), (1, 1), (1, 2, 1), (1, 4, 6, 4, 1))
 PROBS = ("tanh", "relu6", "scale", "none")

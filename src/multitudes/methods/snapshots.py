@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from multitudes.checks import check_count, check_number
-from multitudes.members import Members
-from multitudes.multitude import plain
-from multitudes.surgery import check_model
-from multitudes.trajectory import Checkpoints, Recorder, Trajectory
+from multitudes.core.checks import check_count, check_number
+from multitudes.core.members import Members
+from multitudes.core.multitude import plain
+from multitudes.surgery.layers import check_model
+from multitudes.training.recorder import Checkpoints, Recorder, Trajectory
 
 # -- cycles ------------------------------------------------------------------------------------------------
 

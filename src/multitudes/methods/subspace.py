@@ -26,15 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.batches import Batches
-from multitudes.batchnorm import accuracy, norms, statistics
-from multitudes.calling import call_with
-from multitudes.checks import check_count, check_number
-from multitudes.members import Members, fuse
-from multitudes.multitude import Multitude, evaluating, wear
-from multitudes.stochastic import Draw, Stochastic, drawing, mixed
-from multitudes.surgery import check_model, seeded
-from multitudes.trajectory import (
+from multitudes.core.batches import Batches
+from multitudes.core.calling import call_with
+from multitudes.core.checks import check_count, check_number
+from multitudes.core.draws.stochastic import Draw, Stochastic, drawing
+from multitudes.core.members import Members, fuse
+from multitudes.core.multitude import Multitude, evaluating, share_registries
+from multitudes.core.seeding import mixed, seeded
+from multitudes.surgery.layers import check_model
+from multitudes.training.batchnorm import accuracy, norms, statistics
+from multitudes.training.recorder import (
     Checkpoints,
     State,
     Trajectory,
@@ -64,7 +65,7 @@ class Around(Stochastic):
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
-        wear(self, network)
+        share_registries(self, network)
         self.training = network.training
         object.__setattr__(self, "plain", network)  # not registered, which would put a name in front
         self.data: Batches | None = None
@@ -205,7 +206,7 @@ class Subspace(Multitude):
     def _drawn_networks(self, draws: int, seed: int | None) -> Iterator[nn.Module]:
         draw = Draw(int(torch.randint(2**62, ())) if seed is None else seed)
         for number in range(draws):
-            draw.lane = torch.tensor(number)
+            draw.index = torch.tensor(number)
             own_random_state = seeded(None if seed is None else mixed(seed, number))
             with evaluating(self), drawing([self.network], draw), own_random_state:
                 state = self.network.draw_state()

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.calling import Input
-from multitudes.checks import check_count, check_number
-from multitudes.multitude import Multitude
-from multitudes.predictive import Predictive, averaged
+from multitudes.core.calling import Input
+from multitudes.core.checks import check_count, check_number
+from multitudes.core.multitude import Multitude
+from multitudes.core.predictive import Predictive, averaged
 
 
 class Stream(nn.Module):

@@ -3,14 +3,8 @@
 The criteria are functions of `criteria.py`, by name in `CRITERIA`; `disagreement` here is the mean over all rows.
 """
 
-from multitudes.metrics.ambiguity import (
-    Ambiguity,
-    AmbiguityMSE,
-    AmbiguityNLL,
-    ambiguity_mse,
-    ambiguity_nll,
-)
-from multitudes.metrics.calibration import (
+from multitudes.metrics.ambiguity import Ambiguity, AmbiguityMSE, AmbiguityNLL, ambiguity_mse, ambiguity_nll
+from multitudes.metrics.calibration_error import (
     ECE,
     MCE,
     AdaptiveECE,
@@ -51,19 +45,8 @@ from multitudes.metrics.diversity import (
     pairwise_disagreement,
     q_statistic,
 )
-from multitudes.metrics.inputs import (
-    Rows,
-    read_rows,
-)
-from multitudes.metrics.ood import (
-    Detection,
-    OODDetection,
-    OODTable,
-    aupr,
-    auroc,
-    detect,
-    fpr_at_recall,
-)
+from multitudes.metrics.inputs import Rows, read_rows
+from multitudes.metrics.ood import Detection, OODDetection, OODTable, aupr, auroc, detect, fpr_at_recall
 from multitudes.metrics.regression import (
     CRPS,
     RMSE,
@@ -82,12 +65,7 @@ from multitudes.metrics.regression import (
     quantile_calibration,
     rmse,
 )
-from multitudes.metrics.regression_inputs import (
-    Forecasts,
-    Intervals,
-    read_forecasts,
-    read_intervals,
-)
+from multitudes.metrics.regression_inputs import Forecasts, Intervals, read_forecasts, read_intervals
 from multitudes.metrics.robustness import (
     AttackSuccessRate,
     Consistency,

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from multitudes.core.predictive import Predictive
 from multitudes.metrics.diversity import PairsMetric, over_pairs
 from multitudes.metrics.inputs import Prediction, Rows, read_without_target
 from multitudes.metrics.streaming import TargetlessMetric, counted, mean_of
-from multitudes.predictive import Predictive
 
 __all__ = [
     "EnsembleJS",

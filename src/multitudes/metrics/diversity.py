@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.checks import check_count
+from multitudes.core.checks import check_count
+from multitudes.core.multitude import Multitude
 from multitudes.metrics.inputs import Prediction, Rows, check_finite, read_rows, read_without_target
 from multitudes.metrics.streaming import RowsMetric, TargetlessMetric, counted, mean_of
-from multitudes.multitude import Multitude
-from multitudes.trajectory import Recorder, check_fits, flat_state, weights_of
+from multitudes.training.recorder import Recorder, check_fits, flat_state, weights_of
 
 __all__ = [
     "Disagreement",

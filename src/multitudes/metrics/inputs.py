@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.predictive import Predictive
+from multitudes.core.predictive import Predictive
 
 __all__ = [
     "Prediction",

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multitudes.checks import check_number
+from multitudes.core.checks import check_number
 from multitudes.metrics.criteria import CRITERIA, OF_PROBABILITIES
 from multitudes.metrics.inputs import Prediction, Rows, check_mask, kind_of, places, read_without_target
 from multitudes.metrics.streaming import KeptMetric

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.checks import check_count
+from multitudes.core.checks import check_count
 from multitudes.metrics.regression_inputs import (
     Forecast,
     ForecastMetric,

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.checks import check_number
+from multitudes.core.checks import check_number
+from multitudes.core.predictive import Predictive, split_gaussian
 from multitudes.metrics.inputs import check_finite
 from multitudes.metrics.streaming import SumsMetric
-from multitudes.predictive import Predictive, split_gaussian
 
 __all__ = [
     "Forecast",

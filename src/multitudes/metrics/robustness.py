@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multitudes.core.predictive import Predictive
 from multitudes.metrics.inputs import Prediction, Rows, check_mask, places, read_rows, read_without_target
 from multitudes.metrics.streaming import RowsMetric, SumsMetric, mean_of, total_of
-from multitudes.predictive import Predictive
 
 __all__ = [
     "AttackSuccessRate",

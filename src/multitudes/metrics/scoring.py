@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.checks import check_count
+from multitudes.core.checks import check_count
 from multitudes.metrics.inputs import Prediction, Rows, read_rows
 from multitudes.metrics.streaming import RowsMetric, mean_of, total_of
 

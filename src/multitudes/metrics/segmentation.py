@@ -19,7 +19,8 @@ from typing import Any
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_confusion_matrix
 
-from multitudes.checks import check_count
+from multitudes.core.checks import check_count
+from multitudes.core.predictive import Predictive
 from multitudes.metrics.inputs import (
     Prediction,
     Rows,
@@ -31,7 +32,6 @@ from multitudes.metrics.inputs import (
 )
 from multitudes.metrics.robustness import consistency_update
 from multitudes.metrics.streaming import RowsMetric, SumsMetric
-from multitudes.predictive import Predictive
 
 __all__ = [
     "ClassIoU",

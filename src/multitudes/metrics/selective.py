@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.checks import check_number
+from multitudes.core.checks import check_number
 from multitudes.metrics.criteria import CRITERIA
 from multitudes.metrics.inputs import Prediction, Rows, check_ignore, read_rows
 from multitudes.metrics.streaming import KeptMetric

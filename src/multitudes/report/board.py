@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from multitudes.report.html import Cell, Section, details, number, plotted, section, table, text
-from multitudes.report.look import Look, View, chooser, legend, named, plot
 from multitudes.report.quality import axes
 from multitudes.report.results import Results, mean_spread
+from multitudes.report.style import Style, View, chooser, legend, named, plot
 from multitudes.study.leaderboard import better, marks, verdict
 
 __all__ = ["answer", "cost", "standings"]
@@ -210,17 +210,17 @@ def _view(results: Results, gain: str, column: Column) -> View | None:
         if not (math.isfinite(price) and price > 0 and math.isfinite(mean)):
             continue
         points[method] = (price, mean)
-        look = Look(at)
+        style = Style(at)
         same = {"type": "scatter", "mode": "markers", "meta": at, "x": [price], "y": [mean]}
         area = {"size": [size], "sizemode": "area", "sizeref": 2 * most / 54**2, "sizemin": 5, "symbol": "circle"}
-        circle = {**area, "color": look.colour, "opacity": 0.22, "line": {"width": 0}}
-        bars = {"type": "data", "array": [spread], "thickness": 1, "width": 3, "color": look.colour}
+        circle = {**area, "color": style.colour, "opacity": 0.22, "line": {"width": 0}}
+        bars = {"type": "data", "array": [spread], "thickness": 1, "width": 3, "color": style.colour}
         hover = f"<b>%{{text}}</b><br>{title} %{{y:{form}}}<br>{column.title} × %{{x:.2f}}<br>"
         hover += f"parameters × {size:.2f}<extra></extra>"
         if not math.isnan(size):
             traces.append({**same, "marker": circle, "hoverinfo": "skip"})
         traces.append(
-            {**same, "marker": look.marker(9), "error_y": bars, "text": [plotted(method)], "hovertemplate": hover}
+            {**same, "marker": style.marker(9), "error_y": bars, "text": [plotted(method)], "hovertemplate": hover}
         )
     if len(points) < 2:
         return None

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.landscape.diversity_plane import lower_limit, normalised, upper_limit
+from multitudes.landscape.accuracy_diversity import lower_limit, normalised, upper_limit
 from multitudes.report.html import Section, plotted, section, text
-from multitudes.report.look import Look, View, legend, plot
 from multitudes.report.quality import axes
 from multitudes.report.results import Results
+from multitudes.report.style import Style, View, legend, plot
 
 __all__ = ["diversity", "function_map", "loss_plane"]
 
@@ -55,7 +55,7 @@ def diversity(results: Results) -> Section | None:
         labels = [f"{plotted(method)}, {name}" for name in names]
         traces.append(
             {"type": "scatter", "mode": "markers", "meta": at, "x": x, "y": y, "text": labels, "hovertemplate": hover,
-             "marker": {**Look(at).marker(9), "opacity": 0.8}}
+             "marker": {**Style(at).marker(9), "opacity": 0.8}}
         )  # fmt: skip
     if not traces:
         return None
@@ -138,7 +138,7 @@ def function_map(results: Results) -> Section | None:
     for at in dict.fromkeys(at for at, _, _ in solutions):
         own = [index for index, one in enumerate(solutions) if one[0] == at]
         traces.append(
-            {"type": "scatter", "mode": "markers", "meta": at, "marker": {**Look(at).marker(9), "opacity": 0.8},
+            {"type": "scatter", "mode": "markers", "meta": at, "marker": {**Style(at).marker(9), "opacity": 0.8},
              "x": placed[own, 0].tolist(), "y": placed[own, 1].tolist(), "text": [solutions[index][1] for index in own],
              "hovertemplate": "%{text}<extra></extra>"}
         )  # fmt: skip

@@ -7,9 +7,9 @@ from statistics import NormalDist
 import torch
 
 from multitudes.report.html import Section, section
-from multitudes.report.look import View, legend, plot
 from multitudes.report.quality import axes, curve
 from multitudes.report.results import Outcome, Results
+from multitudes.report.style import View, legend, plot
 
 __all__ = ["intervals"]
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from multitudes.checks import needed
+from multitudes.core.checks import needed
 from multitudes.report.board import answer, cost, standings
-from multitudes.report.foreign import foreign
 from multitudes.report.functions import diversity, function_map, loss_plane
 from multitudes.report.html import Section, text
-from multitudes.report.made import made
 from multitudes.report.numbers import intervals
-from multitudes.report.opinions import opinions
+from multitudes.report.ood import foreign
+from multitudes.report.provenance import made
 from multitudes.report.quality import calibration, refusal, shift, size
 from multitudes.report.results import Results, read_results
+from multitudes.report.uncertain_images import opinions
 from multitudes.study.store import Run, write_atomically
 
 __all__ = ["page", "sections", "write"]

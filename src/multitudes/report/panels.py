@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from multitudes.report.html import text
-from multitudes.report.look import Look, key
+from multitudes.report.style import Style, key
 
 __all__ = ["histograms", "panel", "panels", "reliability_bars"]
 
@@ -36,7 +36,7 @@ def reliability_bars(number: int, accuracy: Sequence[float], confidence: Sequenc
     Empty bins, whose accuracy is NaN, have no bar.
     """
     width, most = SIZE / len(count), max(max(count), 1)
-    parts = [f'<g style="color:{Look(number).colour}">']
+    parts = [f'<g style="color:{Style(number).colour}">']
     for at, (right, sure, rows) in enumerate(zip(accuracy, confidence, count, strict=True)):
         if not rows:
             continue

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.metrics.calibration import reliability
+from multitudes.metrics.calibration_error import reliability
 from multitudes.metrics.selective import risk_coverage
 from multitudes.report.html import Section, number, plotted, section
-from multitudes.report.look import Look, View, chooser, legend, plot
 from multitudes.report.panels import panel, panels, reliability_bars
 from multitudes.report.results import Outcome, Results, mean_spread
+from multitudes.report.style import Style, View, chooser, legend, plot
 
 __all__ = ["calibration", "refusal", "shift", "size"]
 
@@ -26,9 +26,9 @@ Trace = dict[str, Any]
 
 def curve(at: int, method: str, x: Sequence[float], y: Sequence[float], hover: str, **more: Any) -> Trace:
     """The line of a method; `hover` is what Plotly says after its name."""
-    look = Look(at)
+    style = Style(at)
     return {
-        "type": "scatter", "mode": "lines", "meta": at, "x": list(x), "y": list(y), "line": look.line,
+        "type": "scatter", "mode": "lines", "meta": at, "x": list(x), "y": list(y), "line": style.line,
         "text": plotted(method), "hovertemplate": f"<b>%{{text}}</b><br>{hover}<extra></extra>", **more,
     }  # fmt: skip
 
@@ -41,9 +41,9 @@ def with_spread(at: int, method: str, x: Sequence[float], values: Sequence[list[
         "array": [spread for _, spread in both],
         "thickness": 1,
         "width": 3,
-        "color": Look(at).colour,
+        "color": Style(at).colour,
     }
-    marked = {"mode": "lines+markers", "marker": Look(at).marker(), "error_y": bars}
+    marked = {"mode": "lines+markers", "marker": Style(at).marker(), "error_y": bars}
     return curve(at, method, x, [mean for mean, _ in both], hover, **marked)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from multitudes.checks import needed
+from multitudes.core.checks import needed
 from multitudes.study.leaderboard import Row, leaderboard
 from multitudes.study.store import Job, Run
 

@@ -22,19 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multitudes.checks import check_count, check_seed
-from multitudes.multitude import evaluating
-from multitudes.predictive import Predictive
-from multitudes.shift.checks import (
-    Bounds,
-    check_call,
-    check_classes,
-    check_labels,
-    check_positive,
-    class_predictions,
-)
+from multitudes.core.checks import check_count, check_seed
+from multitudes.core.multitude import evaluating
+from multitudes.core.predictive import Predictive
+from multitudes.core.seeding import mixed
+from multitudes.shift.checks import Bounds, check_call, check_classes, check_labels, check_positive, class_predictions
 from multitudes.shift.frequency import band_at_full_size, check_band
-from multitudes.stochastic import mixed
 
 __all__ = ["Attack", "fgsm", "iterative_fast_sign", "pgd"]
 

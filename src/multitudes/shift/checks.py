@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from multitudes.calling import call
-from multitudes.multitude import Multitude
+from multitudes.core.calling import call
+from multitudes.core.multitude import Multitude
 
 Bounds = tuple[float, float] | None
 """The least and the largest value that a pixel may have; None where there are no such values."""

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from multitudes.checks import check_seed
+from multitudes.core.checks import check_seed
 from multitudes.shift import blur, digital, noise, weather
 
 Corruption = Callable[[Tensor, int, torch.Generator], Tensor]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multitudes.checks import needed
+from multitudes.core.checks import needed
 from multitudes.shift.filters import gaussian_filter, level, separable, uniform
 
 CONTRAST = (0.75, 0.5, 0.4, 0.3, 0.15), (0.4, 0.3, 0.2, 0.1, 0.05)  # what stays of the contrast

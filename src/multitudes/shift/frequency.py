@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from multitudes.checks import check_count, check_seed
-from multitudes.multitude import evaluating
-from multitudes.predictive import Predictive
+from multitudes.core.checks import check_count, check_seed
+from multitudes.core.multitude import evaluating
+from multitudes.core.predictive import Predictive
 from multitudes.shift.checks import (
     Bounds,
     check_bounds,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from multitudes.checks import check_count, check_number, check_seed
+from multitudes.core.checks import check_count, check_number, check_seed
 from multitudes.shift.filters import fold, gaussian_filter
 
 __all__ = ["DIRECTIONS", "SHAPES", "Video", "translated", "video"]

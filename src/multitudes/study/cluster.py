@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from multitudes.checks import check_number, needed
+from multitudes.core.checks import check_number, needed
 from multitudes.study.local import (
     COMMAND,
     Interrupted,

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from multitudes.memory import Meter
-from multitudes.multitude import Multitude
-from multitudes.training import Progress, fit
+from multitudes.core.draws.memory import Meter
+from multitudes.core.multitude import Multitude
+from multitudes.training.fit import Progress, fit
 
 __all__ = [
     "Inference",

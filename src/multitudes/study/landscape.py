@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torch import nn
 
-from multitudes.landscape.plane import plane
-from multitudes.members import Members
+from multitudes.core.members import Members
+from multitudes.landscape.planes import plane
 from multitudes.study.store import Run, write_atomically
 from multitudes.study.trained import Trained
 

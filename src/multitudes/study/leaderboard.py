@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from multitudes.checks import needed
+from multitudes.core.checks import needed
 from multitudes.study.store import Job, Run
 
 __all__ = ["Row", "Value", "best", "better", "leaderboard", "marks", "verdict", "within_noise"]

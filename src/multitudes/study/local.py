@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from multitudes.checks import check_count
+from multitudes.core.checks import check_count
 from multitudes.study.store import Job, Run
 
 __all__ = ["Interrupted", "JobProgress", "Outcome", "Snapshot", "run_local"]
 
-COMMAND = (sys.executable, "-m", "multitudes.study.job")
+COMMAND = (sys.executable, "-m", "multitudes.study.worker")
 """What runs a job; the directory of the job comes after it."""
 
 

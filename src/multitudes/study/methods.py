@@ -15,29 +15,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.batchnorm import norms
-from multitudes.checks import check_count, check_number
+from multitudes.core.checks import check_count, check_number
+from multitudes.core.multitude import Multitude
 from multitudes.methods.batch_ensemble import batch_ensemble
 from multitudes.methods.deep_ensemble import deep_ensemble
 from multitudes.methods.dropout import DROPOUTS, NORMS, drop_connect, mc_dropout
 from multitudes.methods.masksembles import masksembles
 from multitudes.methods.mimo import mimo
 from multitudes.methods.packed import packed
-from multitudes.methods.patching import patched
+from multitudes.methods.patching.conversion import patched
 from multitudes.methods.smoothing import smooth
 from multitudes.methods.snapshots import snapshots
 from multitudes.methods.subspace import Subspace, subspace, swag
-from multitudes.methods.variance import variance
-from multitudes.multitude import Multitude
-from multitudes.optimizers import can_fuse
-from multitudes.schedules import Schedule, schedule_of
-from multitudes.trajectory import Recorder
+from multitudes.methods.variance.conversion import variance
+from multitudes.training.batchnorm import norms
+from multitudes.training.optimizers import can_fuse
+from multitudes.training.recorder import Recorder
+from multitudes.training.schedules import Schedule, schedule_of
 
 __all__ = ["METHODS", "Method", "method_of", "methods_for"]
 
 Settings = Mapping[str, Any]
 Training = dict[str, Any]
-"""Arguments of `multitudes.training.fit`, by name."""
+"""Arguments of `mt.fit`, by name."""
 
 
 # -- what a method is --------------------------------------------------------------------------------------

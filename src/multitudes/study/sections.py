@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from multitudes.checks import needed
-from multitudes.schedules import SCHEDULES, schedule_of
+from multitudes.core.checks import needed
 from multitudes.shift.corruptions import CORRUPTIONS, EXTRA
+from multitudes.training.schedules import SCHEDULES, schedule_of
 
 needed("pydantic", "study", "a study")  # says which extra has it, where the import below would not
 
@@ -111,7 +111,7 @@ class MethodSection(Section):
 
 
 class TrainingSection(Section):
-    """How to train: the arguments of `multitudes.training.fit`. None is what the data's kind suggests."""
+    """How to train: the arguments of `mt.fit`. None is what the data's kind suggests."""
 
     epochs: Count | None = None
     batch_size: Count | None = None

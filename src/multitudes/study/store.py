@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from multitudes.checks import needed
-from multitudes.files import UNFINISHED, replacing
+from multitudes.core.checks import needed
+from multitudes.core.files import UNFINISHED, replacing
 
 __all__ = ["Job", "Run", "write_atomically"]
 
@@ -189,7 +189,7 @@ class Run:
     @property
     def stale(self) -> dict[str, list[str]]:
         """What jobs have done that `study.toml` no longer asks for, by name: the differences."""
-        from multitudes.study.jobs import planned, stale_jobs
+        from multitudes.study.planning import planned, stale_jobs
         from multitudes.study.spec import Spec
 
         about = self.about

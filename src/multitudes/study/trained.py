@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.calibrated import Calibrated
+from multitudes.core.multitude import Multitude
 from multitudes.data import Data
-from multitudes.multitude import Multitude
-from multitudes.saving import load
-from multitudes.study.inputs import data_of, device_of
+from multitudes.evaluation.calibrated import Calibrated
+from multitudes.storage.save import load
+from multitudes.study.job_data import data_of, device_of
 from multitudes.study.leaderboard import leaderboard
 from multitudes.study.networks import build_network, outputs_of
 from multitudes.study.store import Job, Run

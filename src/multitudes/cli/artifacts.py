@@ -1,0 +1,154 @@
+"""`explain`, `report` and `export`: from what a study has kept to a page or a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument, Option
+
+from multitudes.cli.answers import JOB
+from multitudes.cli.options import Common, words, writable
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from multitudes.study.trained import Trained
+
+__all__ = ["explain", "export", "report"]
+
+
+def report(run: Annotated[Path, Argument(help="A run directory.")], *, common: Common) -> None:
+    """Write a run's report.html again, from its files, whether or not all jobs are done."""
+    from multitudes import report
+    from multitudes.cli.screen import show
+    from multitudes.study.store import Run
+
+    if not Run(run).done:
+        raise ValueError(f"no job of the run {str(run)!r} is done, so there is nothing to report")
+    show(f"Report: {report.write(run)}")
+
+
+# -- explain -----------------------------------------------------------------------------------------------
+
+
+def explain(
+    path: Annotated[Path, Argument(metavar="RUN|JOB", help="A run, or one job, whose members are then compared.")],
+    methods: Annotated[str | None, Option(metavar="A,B", help="Of a run, only the networks of these.")] = None,
+    to: Annotated[Path | None, Option(metavar="FILE.html", help="By default explain.html in RUN or JOB.")] = None,
+    inputs: Annotated[int, Option(min=2, help="How many test inputs to look at.")] = 400,
+    points: Annotated[int, Option(min=2, help="Of the loss plane, in each direction.")] = 25,
+    *,
+    common: Common,
+) -> None:
+    """Show why trained networks differ: where they lie, what they say, and the loss between them.
+
+    Of a run, all networks are compared that have the same architecture, the most that there are.
+    """
+    from multitudes.cli.screen import say, show
+    from multitudes.core.checks import needed
+    from multitudes.landscape.explanation import explain as explained
+    from multitudes.study.store import Job, Run
+    from multitudes.study.trained import Trained, mixed_precision
+
+    needed("plotly", "plots", "a page of figures")  # before the work
+    writable(to, ".html")
+    one_job = not (path / "study.toml").is_file()
+    jobs = [Job(path)] if one_job else Run(path).done
+    chosen = None if methods is None else words(methods)
+    for name in chosen or []:
+        if name not in [job.label for job in jobs]:
+            raise ValueError(
+                f"--methods must be of {', '.join(dict.fromkeys(job.label for job in jobs))}, got {name!r}"
+            )
+    trained = [Trained.read(job.directory, common.device) for job in jobs if chosen is None or job.label in chosen]
+    if not trained:
+        raise ValueError(f"no job of the run {str(path)!r} is done")
+    networks = _alike(trained)
+    say(f"Comparing {len(networks)} networks: {'; '.join(networks)}")
+    first = trained[0]
+    x, y = first.inputs(first.data.test.x[:inputs]).to(first.device), first.data.test.y[:inputs].to(first.device)
+    with mixed_precision(first.device, common.precision):
+        why = explained(networks, (x, y), points=points, seed=common.seed or 0, folder=path / "explain")
+    show(f"Explanation: {why.save(to or path / 'explain.html')}")
+
+
+def _alike(trained: list[Trained]) -> dict[str, nn.Module]:
+    """The largest group of networks with one architecture, by name; of methods that draw, only one that is alone."""
+    from multitudes.core.draws.stochastic import stochastic_layers
+    from multitudes.core.multitude import plain
+
+    groups: dict[str, dict[str, nn.Module]] = {}
+    for each in trained:
+        net: Any = each.net
+        if not each.data.classes:
+            raise ValueError(f"explain is for classes, and {each.job.name} predicts numbers")
+        for index in range(net.members):
+            network = plain(net.member(index))
+            if stochastic_layers(network) and len(trained) > 1:
+                continue
+            name = each.job.name if net.members == 1 else f"{each.job.name}, member {index}"
+            groups.setdefault(_architecture(network), {})[name] = network
+    largest = max(groups.values(), key=len, default={})
+    if len(largest) < 2:
+        raise ValueError("there must be two networks of one architecture to compare: several seeds, or members")
+    return largest
+
+
+def _architecture(network: nn.Module) -> str:
+    kinds = [(name, type(module).__name__) for name, module in network.named_modules()]
+    shapes = [(name, list(tensor.shape)) for name, tensor in network.state_dict().items()]
+    return json.dumps([kinds, shapes])
+
+
+# -- export ------------------------------------------------------------------------------------------------
+
+
+def export(
+    job: Annotated[Path, Argument(help=JOB)],
+    to: Annotated[Path, Option(metavar="FILE.onnx", help="Where to write.")],
+    draws: Annotated[int, Option(min=1, help="Of a method that draws: how many draws to make, once and for all.")] = 8,
+    *,
+    common: Common,
+) -> None:
+    """Write a trained network as one ONNX file, checked against torch by onnxruntime.
+
+    Its input and what it needs to be prepared are in the file's metadata, and are said at the end.
+    """
+    from multitudes.cli.screen import show
+    from multitudes.core.files import replacing
+    from multitudes.storage.onnx import OUTPUTS, to_onnx
+    from multitudes.study.trained import Trained
+
+    if common.precision == "bfloat16":
+        raise ValueError("--precision bfloat16: an ONNX file is written in float32")
+    writable(to, ".onnx")
+    trained = Trained.read(job, "cpu")
+    data = trained.data
+    example = trained.inputs(data.test.x[:4])
+    with replacing(to) as unfinished:
+        to_onnx(trained.net, unfinished, example, draws=draws, seed=common.seed or 0)
+        _describe(unfinished, trained)
+    outputs = OUTPUTS["classification" if data.classes else "regression"]
+    scaled = "pixels / 255" if data.kind == "image" else f"the columns {', '.join(data.columns)}"
+    show(
+        f"Input: x [batch, {', '.join(map(str, data.shape))}] float32, ({scaled} - mean) / std, as in the metadata",
+        f"Outputs: {', '.join(outputs)}"
+        + ("" if data.classes else ", to be multiplied by target_std; see the metadata"),
+        f"Exported: {to}",
+    )
+
+
+def _describe(path: Path, trained: Trained) -> None:
+    """Put into an ONNX file how its input is made and what its classes are called."""
+    from multitudes.core.checks import needed
+
+    onnx, data = needed("onnx", "onnx", "export"), trained.data
+    about: dict[str, Any] = {"method": (trained.job.config or {}).get("method"), "data": data.name}
+    about |= {"classes": list(data.classes), "columns": list(data.columns)}
+    about |= {"mean": data.mean.flatten().tolist(), "std": data.std.flatten().tolist()}
+    about |= {"target_mean": data.target_mean, "target_std": data.target_std}
+    model = onnx.load(path)
+    onnx.helper.set_model_props(model, {name: json.dumps(value) for name, value in about.items()})
+    onnx.save(model, path)

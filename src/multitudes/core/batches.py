@@ -1,0 +1,64 @@
+"""Data that a network is measured on, whatever they come as: `Batches`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from multitudes.core.calling import Input, moved, split_batch
+
+ROWS = 256
+"""The most rows of a tensor that run at a time."""
+
+
+class Batches:
+    """Data to measure networks on, which can be gone through any number of times.
+
+    That is a tensor of inputs `[N, ...]`; one batch, `(x, y)` or a mapping of keyword arguments; or an iterable of
+    batches, such as a `DataLoader`. A tuple starts with the inputs, and targets follow. Tensors are cut into
+    parts of equal size. Copies of a network share its data.
+    """
+
+    def __init__(self, data: Any) -> None:
+        if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+            raise ValueError(f"data must come in batches, got a {type(data).__name__}: wrap it in a DataLoader")
+        if isinstance(data, Tensor | tuple | Mapping):
+            data = list(_cut(*split_batch(data)))
+        elif not isinstance(data, Iterable):
+            raise ValueError(f"data must be a tensor, a batch or an iterable of batches, got {type(data).__name__}")
+        self.batches = list(data) if isinstance(data, Iterator) else data
+
+    @classmethod
+    def of(cls, data: Any) -> Batches | None:
+        """`data`, where there is any, ready to be gone through."""
+        return data if data is None or isinstance(data, Batches) else cls(data)
+
+    def on(self, device: torch.device) -> Iterator[tuple[Input, Tensor | None]]:
+        """Inputs and targets, batch by batch; an error where there is none."""
+        empty = True
+        for batch in self.batches:
+            empty = False
+            x, y = split_batch(batch)
+            yield moved(x, device), None if y is None else y.to(device)
+        if empty:
+            raise ValueError("data must hold at least one batch, got none")
+
+    def __deepcopy__(self, memo: Any) -> Batches:
+        return self
+
+
+def _cut(x: Input, y: Tensor | None) -> Iterator[tuple[Input, Tensor | None]]:
+    if not isinstance(x, Tensor):
+        yield x, y
+        return
+    if y is not None and len(y) != len(x):
+        raise ValueError(f"data must have one target for each of the {len(x)} inputs, got {len(y)}")
+    parts = -(-len(x) // ROWS)
+    if not parts:
+        raise ValueError(f"data must hold at least one input, got shape {list(x.shape)}")
+    targets = [None] * parts if y is None else y.tensor_split(parts)
+    yield from zip(x.tensor_split(parts), targets, strict=True)

@@ -1,0 +1,174 @@
+"""Calling any network: what it is called with, what it answers, and what is said when the two do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+Input = Tensor | tuple[Any, ...] | Mapping[str, Any]
+"""What a network is called with: one tensor, its positional arguments, or its keyword arguments."""
+
+
+class InputError(ValueError):
+    """An error that says what is wrong in the library's own words."""
+
+
+def split_call(x: Input) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments for a network called with `x`."""
+    if isinstance(x, Mapping):
+        return (), dict(x)
+    return (x if isinstance(x, tuple) else (x,)), {}
+
+
+def call(network: nn.Module, x: Input) -> Tensor:
+    """Run a network and find its prediction: the tensor it returns, or the `logits` of what it returns."""
+    args, kwargs = split_call(x)
+    return prediction_in(network(*args, **kwargs))
+
+
+def slots(network: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
+    """All parameters and all buffers, by every place that holds them, but each module under one name only.
+
+    These are names to give `functional_call` with `tie_weights=False`: a tensor that two modules share is put into
+    both, and a module with two names gets its tensors back after the call, which it otherwise does not.
+    """
+    parameters: dict[str, nn.Parameter] = {}
+    buffers: dict[str, Tensor] = {}
+    for path, module in network.named_modules():
+        prefix = f"{path}." if path else ""
+        parameters |= {prefix + name: p for name, p in module._parameters.items() if p is not None}
+        buffers |= {prefix + name: b for name, b in module._buffers.items() if b is not None}
+    return parameters, buffers
+
+
+def call_with(network: nn.Module, state: Mapping[str, Tensor], x: Input) -> Tensor:
+    """Run a network with other tensors in the place of some of its own, by name, and find its prediction."""
+    own = dict(network.named_parameters()) | dict(network.named_buffers())
+    given = {id(own[name]): tensor for name, tensor in state.items() if name in own}
+    parameters, buffers = slots(network)
+    placed = {name: given[id(t)] for name, t in (parameters | buffers).items() if id(t) in given}
+    args, kwargs = split_call(x)
+    return prediction_in(functional_call(network, placed, args, kwargs, tie_weights=False))
+
+
+def prediction_in(output: Any) -> Tensor:
+    """A network's output, or the `logits` of it."""
+    if isinstance(output, Tensor):
+        return output
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
+    raise InputError(
+        f"the network returned a {type(output).__name__}; it must return a tensor, or an object with `logits` "
+        "(wrap it in a module that picks the prediction)"
+    )
+
+
+def tile(x: Input, times: int) -> Input:
+    """The batch `times` times over, `[B, ...] -> [times*B, ...]`."""
+
+    def tiled(value: Any) -> Any:
+        return value.repeat(times, *[1] * (value.dim() - 1)) if isinstance(value, Tensor) and value.dim() else value
+
+    if isinstance(x, Mapping):
+        return {key: tiled(value) for key, value in x.items()}
+    return tuple(tiled(value) for value in x) if isinstance(x, tuple) else tiled(x)
+
+
+def rows(x: Input, index: Tensor) -> Input:
+    """The inputs at these positions of the batch."""
+    batch = tensors_in(x)[0].shape[0]
+
+    def chosen(value: Any) -> Any:
+        return value[index] if isinstance(value, Tensor) and value.shape[:1] == (batch,) else value
+
+    if isinstance(x, Mapping):
+        return {key: chosen(value) for key, value in x.items()}
+    return tuple(chosen(value) for value in x) if isinstance(x, tuple) else chosen(x)
+
+
+LABELS = ("label", "labels")
+"""What Hugging Face's batches call their targets."""
+
+
+def split_batch(batch: Any) -> tuple[Input, Tensor | None]:
+    """What a network is called with, and the targets, of a batch of data.
+
+    A batch is an input, or a tuple or list that starts with one; or a mapping of keyword arguments, labels among them.
+    """
+    if isinstance(batch, Mapping):
+        x: Any = {key: value for key, value in batch.items() if key not in LABELS}
+        y = next((batch[key] for key in LABELS if key in batch), None)
+    elif isinstance(batch, (tuple, list)) and batch:
+        x, y = batch[0], batch[1] if len(batch) > 1 else None
+        if isinstance(x, Mapping):
+            x = {key: value for key, value in x.items() if key not in LABELS}
+        x = tuple(x) if isinstance(x, list) else x
+    else:
+        x, y = batch, None
+    if not isinstance(x, (Tensor, Mapping)) and not (isinstance(x, tuple) and x):
+        raise ValueError(f"a batch must be, or start with, a tensor, a mapping or a tuple, got {type(x).__name__}")
+    return x, y if isinstance(y, Tensor) else None
+
+
+def moved(x: Any, device: torch.device | str | None) -> Any:
+    """An input on another device."""
+    if isinstance(x, Mapping):
+        return {key: moved(value, device) for key, value in x.items()}
+    if isinstance(x, tuple):
+        return tuple(moved(value, device) for value in x)
+    return x.to(device) if isinstance(x, Tensor) else x
+
+
+def tensors_in(x: Input) -> list[Tensor]:
+    """The tensors that a network is called with."""
+    values = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple) else (x,)
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """Without torch's fused attention, which vmap cannot batch."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def input_errors(x: Input) -> Iterator[None]:
+    """Turn what torch says about an input that does not fit into a ValueError that names the input."""
+    tensors = tensors_in(x)
+    if not tensors:
+        raise ValueError(f"x must be a tensor, or a tuple or mapping that holds one, got {type(x).__name__}")
+    try:
+        yield
+    except (
+        torch.OutOfMemoryError,
+        NotImplementedError,
+        InputError,
+    ):  # not about the shape of x: they speak for themselves
+        raise
+    except (RuntimeError, IndexError, ValueError) as error:
+        if "CUDA error" in str(error):
+            raise
+        shapes = ", ".join(f"{list(t.shape)} ({t.dtype})" for t in tensors)
+        raise InputError(f"x of shape {shapes} does not fit the network: {error}") from error
+
+
+def one_per_input(predictions: Tensor, x: Input) -> Tensor:
+    """Predictions `[S, B, ...]` as they are, or an error where B is not the number of inputs."""
+    batch = tensors_in(x)[0].shape[:1]
+    if predictions.dim() < 2 or predictions.shape[1:2] != batch:
+        raise ValueError(
+            f"x of shape {list(tensors_in(x)[0].shape)} gave predictions of shape {list(predictions.shape)}: "
+            "the first dimension of x must be the batch, and the network must give one prediction for each input"
+        )
+    return predictions

@@ -1,0 +1,79 @@
+"""Adaptive draws: as many for each input as its answer needs."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from multitudes.core.calling import Input, rows, tensors_in
+from multitudes.core.predictive import Predictive
+
+FEWEST = 8
+"""Draws before any input may stop: fewer would often agree by chance, and their spread be taken for 0."""
+
+
+class Drawing(Protocol):
+    """What adaptive draws ask of a multitude."""
+
+    def draw_numbers(self, x: Input, numbers: range, seed: int | None, memory: str | float | None) -> Tensor:
+        """The draws of these numbers, `[D, M, B, ...]`."""
+        ...
+
+
+def schedule(max_draws: int) -> list[int]:
+    """Counts of draws after which inputs may stop: each twice the one before, the last at most `max_draws`.
+
+    >>> schedule(200), schedule(10)
+    ([12, 24, 48, 96, 192], [10])
+    """
+    doublings = max(0, (max_draws // FEWEST).bit_length() - 1)
+    return [(max_draws >> doublings) << i for i in range(doublings + 1)]
+
+
+def predict_adaptively(
+    net: Drawing, x: Input, task: str, tolerance: float, max_draws: int, seed: int | None, memory: str | float | None
+) -> Predictive:
+    """Draw until the standard error of each input's mean prediction is below `tolerance`.
+
+    The counts double, so an input that stops early has its draws repeated to the common number: that moves no mean
+    over its draws (only the share of pairs that disagree, which counts a draw and its copy). `Predictive.draws` tells
+    each input's own number.
+    """
+    counts = schedule(max_draws)
+    batch = tensors_in(x)[0].shape[0]
+    waiting = torch.arange(batch, device=tensors_in(x)[0].device)
+    taken = torch.full_like(waiting, counts[-1])
+    seed = int(torch.randint(2**62, ())) if seed is None else seed
+    so_far: Tensor | None = None
+    answers: Tensor | None = None
+    done = 0
+    for count in counts:
+        fresh = net.draw_numbers(rows(x, waiting), range(done, count), seed, memory)  # [D, M, B', ...]
+        so_far = fresh if so_far is None else torch.cat([so_far, fresh])
+        done = count
+        if answers is None:
+            answers = so_far.new_empty(counts[-1], fresh.shape[1], batch, *fresh.shape[3:])
+        sure = _standard_error(so_far, task) < tolerance
+        if count == counts[-1]:
+            sure = torch.ones_like(sure)
+        settled = so_far[:, :, sure]
+        answers[:, :, waiting[sure]] = settled.repeat(counts[-1] // count, *[1] * (settled.dim() - 1))
+        taken[waiting[sure]] = count
+        waiting, so_far = waiting[~sure], so_far[:, :, ~sure]
+        if not len(waiting):
+            break
+    assert answers is not None
+    return Predictive(answers.transpose(0, 1).flatten(0, 1), task, taken)
+
+
+def _standard_error(drawn: Tensor, task: str) -> Tensor:
+    """The largest standard error of an input's mean prediction, `[B]`, from draws `[D, M, B, ...]`.
+
+    The members are what they are; what another run would change are the draws.
+    """
+    draws, members = drawn.shape[:2]
+    values = Predictive(drawn.flatten(0, 1), task).member_values.unflatten(0, (draws, members))
+    error = (values.var(0).mean(0) / (draws * members)).sqrt()
+    return error.flatten(1).amax(1)

@@ -1,0 +1,100 @@
+"""Memory: how much a computation takes, how much it may take."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from multitudes.core.calling import InputError
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+class OverBudget(Exception):
+    """A computation holds more memory than it may."""
+
+
+class Meter(TorchDispatchMode):
+    """Counts the memory of the tensors made inside that are alive at once; stops above `budget` bytes.
+
+    Tensors that were there before are not counted, nor what an operation needs for itself alone. `base` is what was
+    alive when memory was first reserved, and `peak - base` may be limited as well, to `above_base` bytes.
+    """
+
+    def __init__(self, budget: float = float("inf"), above_base: float = float("inf")) -> None:
+        super().__init__()
+        self.budget = budget
+        self.above_base = above_base
+        self.live = 0
+        self.peak = 0
+        self.base: int | None = None
+        self._known: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = [_storage(leaf)._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and _storage(leaf)._cdata not in given:
+                self._count(_storage(leaf))
+        self._check(self.live)
+        return result
+
+    def reserve(self, size: int) -> None:
+        """Ask for memory before it is taken."""
+        if self.base is None:
+            self.base = self.peak = self.live
+        self._check(self.live + size)
+
+    def _check(self, live: int) -> None:
+        if live > self.budget or live - (self.base or 0) > self.above_base:
+            raise OverBudget
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._known:
+            self._known[key] = storage.nbytes()
+            self.live += self._known[key]
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.live -= self._known.pop(key)
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    return tensor.untyped_storage()
+
+
+def in_bytes(memory: str | int | float) -> float:
+    """A size such as `"2GB"`, `"512 MiB"`, or a number of bytes.
+
+    >>> in_bytes("2GB"), in_bytes("0.5 MiB"), in_bytes(1000)
+    (2000000000.0, 524288.0, 1000.0)
+    """
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMG]?I?B?)\s*", str(memory).upper())
+    try:
+        size = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    except (ValueError, KeyError):
+        size = 0.0
+    if not size > 0:
+        raise InputError(f"memory must be a size such as '2GB' or '512MB', or a number of bytes, got {memory!r}")
+    return size
+
+
+def free_bytes(device: torch.device) -> float:
+    """How much memory is free on a device; 8 GB where the system does not say."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + unused)
+    try:
+        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:
+        found = None
+    return float(found[1]) * 1024 if found else 8e9

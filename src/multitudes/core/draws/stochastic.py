@@ -1,0 +1,166 @@
+"""Stochastic layers, and where their random numbers come from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.draws.memory import Meter
+from multitudes.core.seeding import mixed
+
+
+class Stochastic(nn.Module):
+    """A layer that draws, in training and in evaluation alike, until expectations are asked for.
+
+    It computes one draw for one batch and knows nothing of how many there are. A subclass's `forward` takes its
+    random numbers from `self.normal` and `self.uniform`; where `self.expects` is true, it computes with
+    expectations instead. `noise` says what is drawn: `"rows"`, noise of its own for each row of the batch;
+    `"weights"`, weights that serve the whole batch; `"network"`, all the weights of a network, so that two
+    draws have nothing in common. A layer that treats all channels alike and has no weights may say `channelwise`:
+    then the channels of several networks can go through it side by side.
+
+    >>> class Jitter(Stochastic):
+    ...     def forward(self, x: Tensor) -> Tensor:
+    ...         return x if self.expects else x + self.normal(x.shape, like=x)
+    """
+
+    noise = "rows"
+    channelwise = False
+    expects = False
+    draw: Draw | None = None
+
+    def normal(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Standard normal numbers, in the dtype and on the device of `like`."""
+        return self._numbers("normal", shape, like)
+
+    def uniform(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Numbers from [0, 1), on the device of `like` and in its dtype, or float32 where that is too coarse."""
+        return self._numbers("uniform", shape, like)
+
+    def _numbers(self, kind: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        dtype = like.dtype if kind == "normal" else torch.promote_types(like.dtype, torch.float32)
+        if self.draw is not None:
+            return self.draw.numbers(kind, tuple(shape), dtype, like.device)
+        function = torch.randn if kind == "normal" else torch.rand
+        return function(tuple(shape), dtype=dtype, device=like.device)
+
+
+class Draw:
+    """Which draw is being made, and where its random numbers come from.
+
+    `draw_index` is the draw's number, under vmap a batch of them. Where `rows` draws lie side by side in one batch, it
+    holds as many numbers.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.index = torch.zeros((), dtype=torch.int64)
+        self.rows: int | None = None
+        self.begun = False  # whether random numbers have been asked for
+        self.meter: Meter | None = None
+        self._generators: dict[tuple[int, torch.device], torch.Generator] = {}
+
+    def numbers(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.begun = True
+        if self.rows is None:
+            return _Numbers.apply(self.index, self, kind, shape, dtype, device)
+        own = (shape[0] // self.rows, *shape[1:])
+        return _Numbers.apply(self.index, self, kind, own, dtype, device).flatten(0, 1)
+
+    @contextmanager
+    def of_member(self, index: int | Tensor, members: int) -> Iterator[None]:
+        """Inside, random numbers of a member's own."""
+        draw_index = self.index
+        self.index = draw_index * members + index
+        try:
+            yield
+        finally:
+            self.index = draw_index
+
+    def generator(self, draw_index: int, device: torch.device) -> torch.Generator:
+        key = draw_index, device
+        if key not in self._generators:
+            self._generators[key] = torch.Generator(device).manual_seed(mixed(self.seed, draw_index))
+        return self._generators[key]
+
+    def forget(self) -> None:
+        """Let every draw start again."""
+        self._generators.clear()
+
+
+class _Numbers(torch.autograd.Function):
+    """Random numbers `[*draws, *shape]`, each draw's from its own source; under vmap, a call's for its own draw."""
+
+    @staticmethod
+    def forward(
+        draw_index: Tensor, draw: Draw, kind: str, shape: Any, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        if draw.meter is not None:
+            draw.meter.reserve(draw_index.numel() * math.prod(shape) * dtype.itemsize)
+        numbers = torch.empty((*draw_index.shape, *shape), dtype=dtype, device=device)
+        for row, index in zip(numbers.view(draw_index.numel(), *shape), draw_index.flatten().tolist(), strict=True):
+            generator = draw.generator(index, numbers.device)
+            if kind == "normal":
+                row.normal_(generator=generator)
+            else:
+                row.uniform_(generator=generator)
+        return numbers
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return (None,) * 6
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, draw_index: Tensor, *rest: Any) -> tuple[Tensor, int]:
+        return _Numbers.apply(draw_index.movedim(in_dims[0], 0), *rest), 0
+
+
+# -- all of a network's layers -----------------------------------------------------------------------------
+
+
+def stochastic_layers(network: nn.Module) -> list[Stochastic]:
+    """The layers that draw."""
+    return [module for module in network.modules() if isinstance(module, Stochastic)]
+
+
+@contextmanager
+def expecting(network: nn.Module) -> Iterator[None]:
+    """Inside, expectations instead of draws: the deterministic procedure."""
+    layers = stochastic_layers(network)
+    before = [layer.expects for layer in layers]
+    for layer in layers:
+        layer.expects = True
+    try:
+        yield
+    finally:
+        for layer, expects in zip(layers, before, strict=True):
+            layer.expects = expects
+
+
+@contextmanager
+def drawing(layers: list[Stochastic], draw: Draw) -> Iterator[None]:
+    """Inside, the layers take their random numbers from `draw`."""
+    for layer in layers:
+        layer.draw = draw
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.draw = None
+
+
+def as_member(network: nn.Module, index: int | Tensor, members: int) -> AbstractContextManager[None]:
+    """Inside, random numbers of a member's own, where the network is making a draw."""
+    for layer in stochastic_layers(network):
+        if layer.draw is not None:
+            return layer.draw.of_member(index, members)
+    return nullcontext()

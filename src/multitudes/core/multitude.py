@@ -1,0 +1,331 @@
+"""The protocol: a multitude answers a batch `[B, ...]` with predictions `[S, B, ...]`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from multitudes.core.calling import Input, InputError, call, input_errors, one_per_input, plain_attention, tensors_in
+from multitudes.core.draws.adaptive import predict_adaptively
+from multitudes.core.draws.engine import DrawCache, Draws
+from multitudes.core.draws.stochastic import expecting, stochastic_layers
+from multitudes.core.predictive import Predictive, averaged
+
+Criterion = Callable[[Tensor, Tensor], Tensor]
+"""`(prediction [B, ...], target [B, ...]) -> mean over the batch`."""
+
+Divergence = Callable[..., Tensor]
+"""`(network, **prior) -> scalar`: a term of a variational objective."""
+
+
+def share_registries(sharer: nn.Module, network: nn.Module) -> None:
+    """Share a network's registries of parameters, buffers and children, and so its names."""
+    for registry in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+        object.__setattr__(sharer, registry, getattr(network, registry))
+
+
+class Multitude(nn.Module):
+    """A network that gives many predictions: one for each member, or one for each draw.
+
+    A multitude wears its network's names: it shares the network's registries of parameters, buffers and
+    children, so that `state_dict()`, `named_parameters()` and attribute access read like the user's own
+    network, with nothing put in front.
+
+    Where layers draw (see `Stochastic`), evaluation makes `draws` draws of every member, member-major, and training
+    `training_draws`. Subclasses say how one draw of all members is made (`_predictions`), whether the members
+    share weights (`independent`), and what one member is alone (`_member`).
+    """
+
+    independent = False
+    """Whether the members share no weight. Then each learns from its own loss, and the losses add up."""
+
+    expands = True
+    """Whether draws may lie side by side in one batch, each row a row of one draw."""
+
+    def __init__(self, network: nn.Module, members: int = 1) -> None:
+        super().__init__()
+        share_registries(self, network)
+        object.__setattr__(self, "network", network)  # not registered, which would put a name in front
+        self.training = network.training
+        self.members = members
+        self.task = "classification"
+        self.draws = 20
+        self.training_draws = 1
+        self.memory: str | float | None = None
+        self.divergences: tuple[Divergence, ...] = ()
+        self.notes: dict[str, str] = {}
+        self._targets_checked = False
+        self._draw_cache = DrawCache()
+
+    network: nn.Module
+
+    # -- the four verbs ----------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        x: Input,
+        *,
+        draws: int | None = None,
+        seed: int | None = None,
+        memory: str | float | None = None,
+    ) -> Tensor:
+        """`[B, ...] -> [S, B, ...]`, where S is `members`, times the draws where layers draw.
+
+        `draws=0` is the deterministic procedure: expectations instead of draws, one prediction for each member. A
+        `seed` makes the draws repeatable, whatever the memory, and leaves torch's random state alone. They are
+        made in chunks that stay inside `memory` (`"2GB"`, or a number of bytes), by default a quarter of what is
+        free.
+        """
+        if torch.compiler.is_compiling():
+            return self._all_draws(x, draws)
+        with input_errors(x), plain_attention():
+            predictions = self._all_draws(x, draws, seed, self.memory if memory is None else memory)
+        return one_per_input(predictions, x)
+
+    def loss(
+        self, x: Input, y: Tensor, criterion: Criterion | None = None, *, dataset_size: int | None = None
+    ) -> Tensor:
+        """The training objective, a scalar.
+
+        Members that share no weight are trained on the sum of their own losses, so that each learns exactly
+        as it would alone; members that share weights on the mean over members. Where a member makes several
+        draws, its loss is that of its averaged prediction. With `dataset_size`, the number of training examples
+        N, the method's Kullback-Leibler divergence is added as `kl() / N`: the negative evidence lower bound
+        (ELBO), for one example.
+        """
+        predictions = self(x)
+        if criterion is None:
+            self._check_targets(predictions, y)
+            criterion = F.cross_entropy
+        by_member = predictions.unflatten(0, (self.members, -1))
+        loss = self._combine([criterion(averaged(draws, self.task), y) for draws in by_member])
+        return loss + self._divergence_of_one(dataset_size)
+
+    def kl(self, **prior: Any) -> Tensor:
+        """The divergence from the prior that the method's objective asks for, a scalar; 0 where it asks for none."""
+        return sum((divergence(self.network, **prior) for divergence in self.divergences), torch.zeros(()))
+
+    def predict(
+        self,
+        x: Input,
+        task: str | None = None,
+        *,
+        draws: int | str | None = None,
+        seed: int | None = None,
+        memory: str | float | None = None,
+        tolerance: float = 0.01,
+        max_draws: int = 200,
+    ) -> Predictive:
+        """What the members and draws say together about `x`, in evaluation mode and without gradients.
+
+        With `draws="auto"` each input is drawn until the standard error of its mean prediction is below
+        `tolerance`, at most `max_draws` times; `Predictive.draws` tells how often.
+        """
+        for tensor in tensors_in(x):
+            if tensor.is_floating_point() and bool(tensor.isnan().any()):
+                raise ValueError(f"x holds {int(tensor.isnan().sum())} NaN values; predictions would be meaningless")
+        task = task or self.task
+        with evaluating(self), torch.no_grad():
+            if draws == "auto":
+                self._check_adaptive(tolerance, max_draws)
+                with input_errors(x), plain_attention():
+                    return predict_adaptively(self, x, task, tolerance, max_draws, seed, memory or self.memory)
+            return Predictive(self(x, draws=draws, seed=seed, memory=memory), task)
+
+    def member(self, index: int) -> nn.Module:
+        """Member `index` alone: a plain network of the user's own layer classes, or one that draws."""
+        if not isinstance(index, int) or not 0 <= index < self.members:
+            raise ValueError(f"index must be a member's, 0 to {self.members - 1}, got {index!r}")
+        alone = self._member(index)
+        return Multitude(alone).like(self) if stochastic_layers(alone) else alone
+
+    def freeze(self, draws: int = 8, seed: int | None = None) -> Multitude:
+        """`draws` draws of every member, made once: a deterministic multitude (see `multitudes.storage.freeze`)."""
+        from multitudes.storage.freeze import freeze  # which knows the methods, and so this class
+
+        return freeze(self, draws, seed)
+
+    # -- what a subclass says ----------------------------------------------------------------------------
+
+    def _predictions(self, x: Input) -> Tensor:
+        """One draw of every member, `[M, B, ...]`."""
+        return call(self.network, x).unsqueeze(0)
+
+    def _prepare(self, x: Input) -> None:
+        """What is to be found out about `x` before the first draw."""
+
+    def _member(self, index: int) -> nn.Module:
+        return copy.deepcopy(self.network)
+
+    # -- draws -------------------------------------------------------------------------------------------
+
+    def _all_draws(
+        self, x: Input, draws: int | None, seed: int | None = None, memory: str | float | None = None
+    ) -> Tensor:
+        """`[M * D, B, ...]`, member-major."""
+        count = self._count(draws)
+        if count is None:
+            return self._predictions(x)
+        if count == 0:
+            with expecting(self.network):
+                return self._predictions(x)
+        if self.training:
+            if seed is not None:
+                raise InputError(f"seed={seed!r} is for evaluation; in training, draws follow torch's random state")
+            drawn = torch.stack([self._predictions(x) for _ in range(count)])
+        elif torch.compiler.is_compiling():
+            draw_indices = torch.arange(count)
+            drawn = torch.vmap(lambda _: self._predictions(x), randomness="different")(draw_indices)
+        else:
+            drawn = self.draw_numbers(x, range(count), seed, memory)
+        return drawn.transpose(0, 1).flatten(0, 1)
+
+    def draw_numbers(self, x: Input, numbers: range, seed: int | None, memory: str | float | None) -> Tensor:
+        """The draws of these numbers, `[D, M, B, ...]`."""
+        with expecting(self.network):
+            self._prepare(x)
+        return Draws(self.network, self._predictions, x, self._draw_cache, seed, memory, self.expands).make(numbers)
+
+    def _check_adaptive(self, tolerance: float, max_draws: int) -> None:
+        if not stochastic_layers(self.network):
+            raise ValueError("draws='auto': this network has no layer that draws")
+        if not (isinstance(tolerance, (int, float)) and tolerance > 0):
+            raise ValueError(f"tolerance must be above 0, got {tolerance!r}")
+        if isinstance(max_draws, bool) or not isinstance(max_draws, int) or max_draws < 2:
+            raise ValueError(f"max_draws must be a whole number, 2 or more, got {max_draws!r}")
+
+    def _count(self, draws: int | None) -> int | None:
+        """How many draws to make; None where the network makes none, or is making one."""
+        count = draws
+        if count is None:
+            count = self.training_draws if self.training else self.draws
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise InputError(f"draws must be a whole number, 0 for expectations, or in predict 'auto', got {count!r}")
+        layers = stochastic_layers(self.network)
+        if not layers:
+            if draws is not None and draws > 1:
+                raise InputError(f"draws={draws}: this network has no layer that draws")
+            return None
+        return None if layers[0].expects or layers[0].draw is not None else count
+
+    # -- what nn.Module must be told ---------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A multitude's own settings never clash with its network's names."""
+        if isinstance(value, (Tensor, nn.Module)):
+            super().__setattr__(name, value)
+        else:
+            object.__setattr__(self, name, value)
+
+    def train(self, mode: bool = True) -> Multitude:
+        super().train(mode)
+        self.network.training = mode
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Multitude:
+        self.network._apply(fn, recurse)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"members={self.members}"
+
+    # -- the rest ----------------------------------------------------------------------------------------
+
+    def summary(self) -> str:
+        """A table of the layers: name, class, parameters, and what the method did to each."""
+        rows = [
+            (name or "(root)", type(layer).__name__, f"{count:,}", self.notes.get(name, ""))
+            for name, layer in self.network.named_modules()
+            if (count := sum(p.numel() for p in layer.parameters(recurse=False))) or name in self.notes
+        ]
+        total = sum(p.numel() for p in self.parameters())
+        size = f"{self.members} member{'s' if self.members > 1 else ''}"
+        if stochastic_layers(self.network):
+            size += f" x {self.draws} draws"
+        rows.append(("total", size, f"{total:,}", self.notes.get("total", "")))
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        return "\n".join(
+            f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {count:>{widths[2]}}  {note}".rstrip()
+            for name, kind, count, note in rows
+        )
+
+    def parameter_groups(self, lr: float, **own: float | Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Parameter groups for an optimizer: parameters of a given last name have a learning rate of their own.
+
+        `torch.optim.Adam(net.parameter_groups(lr=3e-3, log_alpha=0.1))`, or whatever else the optimizer can set for a
+        group: `net.parameter_groups(lr=3e-3, log_alpha={"lr": 0.1, "betas": (0.9, 0.99)})`.
+        """
+        groups: dict[str, list[nn.Parameter]] = {name: [] for name in ("", *own)}
+        for name, parameter in self.named_parameters():
+            last = name.rpartition(".")[2]
+            groups[last if last in own else ""].append(parameter)
+        for name in own:
+            if not groups[name]:
+                raise ValueError(f"{name}={own[name]!r}: no parameter's last name is {name!r}")
+        settings = {name: each if isinstance(each, Mapping) else {"lr": each} for name, each in own.items()}
+        return [{"params": group, "lr": lr, **settings.get(name, {})} for name, group in groups.items() if group]
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradient to at most `max_norm`, member by member where they share no weight; the norm(s)."""
+        return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
+
+    def like(self, model: nn.Module) -> Self:
+        """Draw, and learn, as `model` does, where that is a multitude; returns itself."""
+        if isinstance(model, Multitude):
+            for setting in ("task", "draws", "training_draws", "memory", "divergences"):
+                setattr(self, setting, getattr(model, setting))
+        return self
+
+    def _divergence_of_one(self, dataset_size: int | None) -> Tensor | float:
+        if dataset_size is None:
+            return 0.0
+        if isinstance(dataset_size, bool) or not isinstance(dataset_size, int) or dataset_size < 1:
+            raise ValueError(f"dataset_size must be the number of training examples, got {dataset_size!r}")
+        return self.kl() / dataset_size if self.divergences else 0.0
+
+    def _combine(self, losses: list[Tensor]) -> Tensor:
+        if losses[0].dim():
+            raise ValueError(f"criterion must give one number, the batch's mean, got shape {list(losses[0].shape)}")
+        total = torch.stack(losses)
+        return total.sum() if self.independent else total.mean()
+
+    def _check_targets(self, predictions: Tensor, y: Tensor) -> None:
+        """Class labels must be classes. On a GPU only the first batch is read, since reading stalls it."""
+        if predictions.dim() < 3 or predictions.shape[2] == 1:
+            raise ValueError(
+                f"cross entropy needs predictions for two classes or more, got {list(predictions.shape)}; "
+                "pass criterion= for anything else"
+            )
+        if y.is_floating_point() or torch.compiler.is_compiling() or (y.is_cuda and self._targets_checked):
+            return
+        self._targets_checked = True
+        classes = predictions.shape[2]
+        wrong = y[(y != -100) & ((y < 0) | (y >= classes))]
+        if wrong.numel():
+            raise ValueError(f"y must hold classes 0 to {classes - 1}, got {wrong[0].item()}")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside, each module's own mode again after."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        if isinstance(model, Multitude):
+            model.network.training = model.training
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """The network of a multitude that is one network which draws; any other model as it is."""
+    draws_alone = isinstance(model, Multitude) and type(model)._predictions is Multitude._predictions
+    return model.network if isinstance(model, Multitude) and draws_alone else model

@@ -1,0 +1,272 @@
+"""A plan: the steps of a traced network, run for all members at once."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from multitudes.core.draws.stochastic import Stochastic, as_member
+from multitudes.core.packing.rules import FUNCTIONS, LAYERS, METHODS, RANDOM
+from multitudes.core.packing.values import CannotPack, Many, Packed, Stacked
+
+# Questions about a value that have one answer for all members: asked of member 0.
+_ASKED = {"size", "dim", "ndimension", "numel", "is_floating_point", "element_size"}
+_ASKED_ATTRIBUTES = {"shape", "ndim", "dtype", "device", "is_cuda", "requires_grad", "layout"}
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The result of an earlier step, as an argument."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation of the traced network."""
+
+    name: str
+    kind: str  # fx's: call_module, call_function, call_method, get_attr
+    target: Any
+    args: Any
+    kwargs: Any
+    draws: bool  # random numbers
+    writes: bool  # into its first argument
+    asks: bool  # something that has one answer for all members
+
+
+class Plan:
+    """The steps of one network in one mode; `plan(network, x)` gives `[M, B, ...]`.
+
+    The plan holds no weights: it reads them, stacked `[M, ...]`, from the network that it is given.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, members: int, training: bool, settings: dict[str, dict[str, tuple[int, int]]]
+    ) -> None:
+        self.members = members
+        self.training = training
+        self.settings = settings  # those of the modules whose own code was traced
+        self.required: list[str] = []
+        self.defaults: dict[str, Any] = {}
+        self.steps: list[Step] = []
+        for node in graph.nodes:
+            args, kwargs = _refs(node.args), _refs(node.kwargs)
+            if node.op == "placeholder" and args:
+                self.defaults[node.name] = args[0]
+            elif node.op == "placeholder":
+                self.required.append(node.name)
+            elif node.op == "output":
+                self.output = args[0]
+            else:
+                kind, target = node.op, node.target
+                what = target in RANDOM, _writes_in_place(kind, target, args), _asks(target, args)
+                self.steps.append(Step(node.name, kind, target, args, kwargs, *what))
+
+    def outdated(self, network: nn.Module) -> bool:
+        """Whether a setting that the traced code may have read has changed since."""
+        return any(settings_of(network.get_submodule(name)) != before for name, before in self.settings.items())
+
+    def __call__(self, network: nn.Module, x: Any) -> Tensor:
+        if any(network.get_submodule(name).training != self.training for name in self.settings):
+            raise CannotPack("some of its modules are in training mode and some are not")
+        env = self._bind(x)
+        for step in self.steps:
+            args, kwargs = _fill(step.args, env), _fill(step.kwargs, env)
+            result = self._run(step, network, args, kwargs)
+            env[step.name] = result
+            if step.writes and isinstance(result, (Many, Tensor)):
+                env[step.args[0].name] = result
+        return self._answer(_fill(self.output, env))
+
+    def _bind(self, x: Any) -> dict[str, Any]:
+        """The placeholders' values. Optional arguments were traced at their defaults and cannot be given."""
+        if isinstance(x, Mapping):
+            given = dict(x)
+        else:
+            given = dict(zip(self.required, x if isinstance(x, tuple) else (x,), strict=False))
+        if given.keys() != set(self.required) or (isinstance(x, tuple) and len(x) != len(given)):
+            raise CannotPack(f"it is packed for the arguments {', '.join(self.required)} and no others")
+        return self.defaults | given
+
+    def _answer(self, output: Any) -> Tensor:
+        if isinstance(output, dict) or hasattr(output, "logits"):
+            output = output["logits"] if isinstance(output, dict) else output.logits
+        if isinstance(output, Tensor):  # no step had weights: every member says the same
+            return output.expand(self.members, *output.shape)
+        if not isinstance(output, Many):
+            raise CannotPack(f"it returns a {type(output).__name__}")
+        return output.stacked()
+
+    def _run(self, step: Step, network: nn.Module, args: Any, kwargs: Any) -> Any:
+        if step.kind == "get_attr":
+            return self._attribute(network, step.target)
+        if step.kind == "call_module":
+            return self._layer(step, network.get_submodule(step.target), args, kwargs)
+        return self._function(step, args, kwargs)
+
+    def _attribute(self, network: nn.Module, path: str) -> Any:
+        owner, _, name = path.rpartition(".")
+        module = network.get_submodule(owner)
+        value = getattr(module, name)
+        registered = name in module._parameters or name in module._buffers
+        return Stacked(value, self.members) if registered and value is not None else value
+
+    def _layer(self, step: Step, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        rule = LAYERS.get(type(layer))
+        if rule is not None and len(args) == 1 and not kwargs and isinstance(args[0], (Many, Tensor)):
+            result = rule(layer, args[0], self.members)
+            if result is not NotImplemented:
+                return result
+        state = dict(layer.named_parameters()) | dict(layer.named_buffers())
+        names = list(state)
+
+        def run(*values: Any) -> Any:
+            tensors, args, kwargs = dict(zip(names, values[: len(names)], strict=True)), *values[len(names) :]
+            return functional_call(layer, tensors, args, kwargs)
+
+        weights = [Stacked(tensor, self.members) for tensor in state.values()]
+        if isinstance(layer, Stochastic):
+            return self._drawn(layer, run, (*weights, args, kwargs), step)
+        return self._vmap(run, (*weights, args, kwargs), step)
+
+    def _drawn(self, layer: Stochastic, run: Callable[..., Any], values: Any, step: Step) -> Any:
+        """A layer that draws: each member has random numbers of its own, on a shared value too."""
+        x = values[-2][0] if len(values) == 2 and len(values[-2]) == 1 else None
+        if layer.channelwise and layer.draw is None and isinstance(x, Packed):
+            return Packed(layer(x.packed()), self.members)
+        index = Stacked(torch.arange(self.members), self.members)
+
+        def of_one(index: Tensor, *values: Any) -> Any:
+            with as_member(layer, index, self.members):
+                return run(*values)
+
+        return self._vmap(of_one, (index, *values), step)
+
+    def _function(self, step: Step, args: Any, kwargs: Any) -> Any:
+        function = step.target if step.kind == "call_function" else _method(step.target)
+        if not _holds_many((args, kwargs)):
+            if not (step.draws and args and isinstance(args[0], Tensor)):
+                return function(*args, **kwargs)
+            args = (Stacked(args[0].expand(self.members, *args[0].shape), self.members), *args[1:])
+        if step.asks and isinstance(args[0], Many):
+            return function(args[0].stacked()[0], *args[1:], **kwargs)
+        rule = (FUNCTIONS if step.kind == "call_function" else METHODS).get(step.target)
+        if rule is not None:
+            result = rule(function, self.members, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if step.target == "view":  # members' values need not be contiguous
+            function = Tensor.reshape
+        return self._vmap(lambda a, k: function(*a, **k), (args, kwargs), step)
+
+    def _vmap(self, function: Callable[..., Any], values: Any, step: Step) -> Any:
+        """Any step at all: run it for each member under vmap."""
+        leaves, structure = tree_flatten(values)
+        many = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Many)]
+        if not many:
+            return function(*values)
+        found: list[Any] = []  # the structure of the result, and its parts that are no tensors
+
+        def one(*tensors: Tensor) -> tuple[Tensor, ...]:
+            filled = list(leaves)
+            for i, tensor in zip(many, tensors, strict=True):
+                filled[i] = tensor
+            parts, shape = tree_flatten(function(*tree_unflatten(filled, structure)))
+            found[:] = shape, [(isinstance(part, Tensor), part) for part in parts]
+            return tuple(part for part in parts if isinstance(part, Tensor))
+
+        try:
+            tensors = iter(torch.vmap(one, randomness="different")(*[leaves[i].stacked() for i in many]))
+        except (RuntimeError, TypeError, AttributeError, IndexError) as error:
+            raise CannotPack(f"step {step.name!r} ({step.target}) failed: {error}") from error
+        shape, parts = found
+        return tree_unflatten(
+            [Stacked(next(tensors), self.members) if is_tensor else part for is_tensor, part in parts], shape
+        )
+
+
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module holds beside what nn.Module and fx put there."""
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if key not in _MODULE_ATTRIBUTES and not key.startswith("_tensor_constant")
+    }
+
+
+def settings_of(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """The identities of a module's own attributes, and how much is in those that hold others."""
+    return {
+        key: (id(value), len(value) if isinstance(value, (list, dict, set)) else 0)
+        for key, value in own_attributes(module).items()
+    }
+
+
+# -- arguments ---------------------------------------------------------------------------------------------
+
+
+def _refs(tree: Any) -> Any:
+    """fx's argument tree with nodes replaced by their names."""
+    if isinstance(tree, fx.Node):
+        return Ref(tree.name)
+    return _map_tree(_refs, tree)
+
+
+def _fill(tree: Any, env: dict[str, Any]) -> Any:
+    if isinstance(tree, Ref):
+        return env[tree.name]
+    return _map_tree(lambda part: _fill(part, env), tree)
+
+
+def _map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: function(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
+        return [function(part) for part in tree] if isinstance(tree, list) else tuple(function(p) for p in tree)
+    if isinstance(tree, slice):
+        return slice(function(tree.start), function(tree.stop), function(tree.step))
+    return tree
+
+
+def _holds_many(tree: Any) -> bool:
+    if isinstance(tree, dict):
+        return any(_holds_many(value) for value in tree.values())
+    if isinstance(tree, (list, tuple)):
+        return any(_holds_many(part) for part in tree)
+    return isinstance(tree, Many)
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def method(value: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(value, name)(*args, **kwargs)
+
+    return method
+
+
+def _asks(target: Any, args: Any) -> bool:
+    if target is getattr:
+        return args[1] in _ASKED_ATTRIBUTES
+    return bool(args) and (target in _ASKED or target is len)
+
+
+def _writes_in_place(kind: str, target: Any, args: Any) -> bool:
+    if not args or not isinstance(args[0], Ref):
+        return False
+    if kind == "call_method":
+        return bool(target.endswith("_") and not target.endswith("__"))
+    return kind == "call_function" and target in _IN_PLACE
+
+
+_IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv, F.relu_, torch.relu_}

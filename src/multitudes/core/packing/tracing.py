@@ -1,0 +1,152 @@
+"""Tracing: from a network's own code to the steps of a `Plan`, or a reason why not."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import inspect
+import operator
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from multitudes.core.draws.stochastic import Stochastic
+from multitudes.core.packing.plan import Plan, own_attributes, settings_of
+from multitudes.core.packing.rules import LAYERS
+from multitudes.core.packing.values import CannotPack
+
+
+def trace(network: nn.Module, members: int, training: bool) -> Plan:
+    """Trace a network in one mode, or raise `CannotPack` with the reason.
+
+    A trace keeps what the network's own code did while it was traced, so whatever a trace would freeze is
+    refused: control flow on values, random numbers drawn in plain Python, attributes written by `forward`.
+    """
+    hooked = [name for name, m in network.named_modules() if m._forward_hooks or m._forward_pre_hooks]
+    if hooked:
+        raise CannotPack(f"module {hooked[0]!r} has forward hooks, which must see each member's own tensors")
+    settings = {name: settings_of(module) for name, module in network.named_modules()}
+    tracer = _Tracer()
+    with _left_as_it_was(network) as drawn:
+        try:
+            network.train(training)
+            with _len_of_proxies():
+                graph = tracer.trace(network, _defaults(network))
+        except CannotPack:
+            raise
+        except Exception as error:  # tracing runs the user's own code, so anything may come
+            raise CannotPack(f"it cannot be traced ({type(error).__name__}: {error})") from error
+        changed = [name for name, before in settings.items() if before != settings_of(network.get_submodule(name))]
+        if changed:
+            raise CannotPack(f"the forward of module {changed[0]!r} writes its own attributes")
+        if drawn():
+            raise CannotPack("it draws random numbers in its own code")
+    return Plan(graph, members, training, {name: settings[name] for name in sorted(tracer.entered)})
+
+
+@contextmanager
+def _left_as_it_was(network: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Undo what running a network's code did to it and to the random states; yields whether numbers were drawn."""
+    modes = {module: module.training for module in network.modules()}
+    attributes = {module: own_attributes(module) for module in modes}
+    contents = [
+        (value, copy.copy(value)) for held in attributes.values() for value in held.values() if isinstance(value, list)
+    ]
+    states = _random_states()
+    try:
+        yield lambda: [get() for get, _, _ in states] != [before for _, _, before in states]
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+            for key in own_attributes(module).keys() - attributes[module].keys():
+                del vars(module)[key]
+            vars(module).update(attributes[module])
+        for value, before in contents:
+            value[:] = before
+        for _, put, before in states:
+            put(before)
+
+
+def _defaults(network: nn.Module) -> dict[str, Any]:
+    """The optional arguments of a forward, which are traced as they are."""
+    parameters = inspect.signature(network.forward).parameters.values()
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise CannotPack(f"its forward takes any number of arguments ({parameter})")
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+@contextmanager
+def _len_of_proxies() -> Iterator[None]:
+    """Let `len(x)` be traced: Python takes no stand-in for its result, so `len` itself is replaced for a while."""
+    real = builtins.len
+
+    def traced(value: Any) -> Any:
+        if isinstance(value, fx.Proxy):
+            return value.tracer.create_proxy("call_function", real, (value,), {})
+        return real(value)
+
+    builtins.len = traced
+    try:
+        yield
+    finally:
+        builtins.len = real
+
+
+class _Proxy(fx.Proxy):
+    """fx's stand-in for a tensor, which takes `a += b` for `a = a + b`; here it stays in place."""
+
+    def __iadd__(self, other: Any) -> fx.Proxy:
+        return self._in_place(operator.iadd, other)
+
+    def __isub__(self, other: Any) -> fx.Proxy:
+        return self._in_place(operator.isub, other)
+
+    def __imul__(self, other: Any) -> fx.Proxy:
+        return self._in_place(operator.imul, other)
+
+    def __itruediv__(self, other: Any) -> fx.Proxy:
+        return self._in_place(operator.itruediv, other)
+
+    def _in_place(self, function: Callable[..., Any], other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+
+class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered: set[str] = {""}
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
+        own = type(module).__module__.startswith("multitudes.") and ".models" not in type(module).__module__
+        own = own and not getattr(type(module), "traceable", False)  # plain code over torch's own layers and functions
+        own = own or isinstance(module, Stochastic)
+        leaf = own or type(module) in LAYERS or super().is_leaf_module(module, qualified_name)
+        if not leaf:
+            self.entered.add(qualified_name)
+        return leaf
+
+
+State = tuple[Callable[[], Any], Callable[[Any], Any], Any]
+
+
+def _random_states() -> list[State]:
+    """How to get and to put each random state, and what it is now, in a form that compares."""
+    ways: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+        (lambda: torch.get_rng_state().tolist(), lambda s: torch.set_rng_state(torch.tensor(s, dtype=torch.uint8))),
+        (random.getstate, random.setstate),
+    ]
+    if "numpy" in sys.modules:
+        numpy = sys.modules["numpy"].random
+        ways.append((lambda: [v.tolist() if hasattr(v, "tolist") else v for v in numpy.get_state()], numpy.set_state))
+    return [(get, put, get()) for get, put in ways]

@@ -1,0 +1,389 @@
+"""What S predictions of the same inputs say together: `Predictive`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, wraps
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from multitudes.core.gaussian import VARIANCE_FLOOR, gaussian_nll, join_gaussian, split_gaussian
+
+if TYPE_CHECKING:
+    from multitudes.evaluation.calibrated import Calibration
+
+__all__ = ["VARIANCE_FLOOR", "Predictive", "averaged", "gaussian_nll", "split_gaussian"]
+
+_TASKS = ("classification", "regression", "gaussian")
+
+
+def _quantity(*tasks: str) -> Callable[[Callable[[Predictive], Tensor]], cached_property[Tensor]]:
+    """A property of a `Predictive` that is computed once, and an error for any task but `tasks`."""
+
+    def decorate(compute: Callable[[Predictive], Tensor]) -> cached_property[Tensor]:
+        @wraps(compute)
+        def checked(self: Predictive) -> Tensor:
+            self._require(compute.__name__, *tasks)
+            return compute(self)
+
+        return cached_property(checked)
+
+    return decorate
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Predictive:
+    """S predictions of B inputs, and what they say together.
+
+    - `task="classification"`, logits `[S, B, C, ...]`: `probs`, `log_probs` `[B, C, ...]`, `member_probs`,
+      `member_log_probs` `[S, B, C, ...]`, `label`, `confidence`, `entropy`, `expected_entropy`,
+      `mutual_information`, `variance`, `disagreement`, `max_logit` `[B, ...]`. Dense prediction,
+      `[S, B, C, H, W]`, works alike: classes are dim 2, and each pixel has its own answer.
+    - `task="regression"`, means `[S, B]` or `[S, B, D, ...]`: `mean`, `epistemic_variance`,
+      `aleatoric_variance`, `variance`, `std`, `interval()` `[B]` or `[B, D, ...]`.
+    - `task="gaussian"`, means and then raw variances (see `split_gaussian`) `[S, B, 2D, ...]`: the same,
+      `[B, D, ...]`.
+
+    Each quantity is computed when first asked for, in float32 or better, and kept: do not write into it.
+
+    The predictions of a calibrated network (`calibrate`) have a `set(level)`, and their `probs`, `log_probs`, `label`,
+    `confidence` and `entropy` are the calibrated ones. What is said of the members stays: `member_probs`,
+    `member_log_probs`, `expected_entropy`, `mutual_information`, `variance`, `disagreement`, `max_logit`. Scalings of
+    the predictions themselves ("member_temperature", "variance") change these too, since the members are others then.
+
+    Two members that are sure of different classes, and two that are both unsure:
+
+    >>> sure, unsure = [[8.0, 0.0], [0.0, 8.0]], [[0.0, 0.0], [0.0, 0.0]]
+    >>> p = Predictive(torch.tensor([sure, unsure]).transpose(0, 1))
+    >>> p
+    Predictive(task='classification', members=2, inputs=2, outputs=[2])
+    >>> p.entropy  # each input is a coin flip ...
+    tensor([0.6931, 0.6931])
+    >>> p.mutual_information  # ... but only about the first is there more to know
+    tensor([0.6901, 0.0000])
+    >>> p.disagreement
+    tensor([1., 0.])
+
+    Two members with a mean and a variance head:
+
+    >>> p = Predictive(torch.tensor([[[1.0, 0.0]], [[3.0, 0.0]]]), task="gaussian")
+    >>> p.mean, p.epistemic_variance, p.aleatoric_variance
+    (tensor([[2.]]), tensor([[1.]]), tensor([[0.6931]]))
+    >>> p.interval(0.95)
+    (tensor([[-0.5503]]), tensor([[4.5503]]))
+    """
+
+    predictions: Tensor
+    task: str = "classification"
+    draws: Tensor | None = None
+    """How many draws each input took, `[B]`, where that was left to the inputs (`draws="auto"`)."""
+    calibration: Calibration | None = None
+    """What a calibrated network knows of its errors, fitted to data that it was not trained on."""
+
+    def __post_init__(self) -> None:
+        if self.task not in _TASKS:
+            raise ValueError(f"task must be one of {', '.join(_TASKS)}, got {self.task!r}")
+        if not isinstance(self.predictions, Tensor) or not self.predictions.is_floating_point():
+            kind = getattr(self.predictions, "dtype", type(self.predictions).__name__)
+            raise ValueError(f"predictions must be a floating-point tensor, got {kind}")
+        _check_shape(self.predictions.shape, self.task)
+
+    def _require(self, quantity: str, *tasks: str) -> None:
+        if self.task not in tasks:
+            # Not an AttributeError, which hasattr and getattr would swallow.
+            raise ValueError(f"{quantity} needs task {' or '.join(tasks)}, got predictions of {self.task}")
+
+    @property
+    def members(self) -> int:
+        """S: how many predictions there are of each input."""
+        return self.predictions.shape[0]
+
+    def __len__(self) -> int:
+        """B: how many inputs were predicted."""
+        return self.predictions.shape[1]
+
+    def __repr__(self) -> str:
+        outputs = list(self.predictions.shape[2:])
+        if self.task == "gaussian":
+            outputs[0] //= 2
+        calibrated = "" if self.calibration is None else ", calibrated=True"
+        return f"Predictive(task='{self.task}', members={self.members}, inputs={len(self)}, {outputs=}{calibrated})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies and pickles take the predictions alone: what follows from them can be computed again.
+        return type(self), (self.predictions, self.task, self.draws, self.calibration)
+
+    # Classification -------------------------------------------------------------------------------------
+
+    @_quantity("classification")
+    def member_log_probs(self) -> Tensor:
+        """Log-probabilities of each member, `[S, B, C, ...]`."""
+        return F.log_softmax(_at_least_float32(self.predictions), dim=2)
+
+    @_quantity("classification")
+    def member_probs(self) -> Tensor:
+        """Probabilities of each member, `[S, B, C, ...]`."""
+        return self.member_log_probs.exp()
+
+    @cached_property
+    def _mean_log_probs(self) -> Tensor:
+        """Log of the members' mean probabilities, as they are before any calibration, `[B, C, ...]`."""
+        # Rounding may leave the logarithm of a sum of ones a little above 0; a probability stops at 1.
+        return (self.member_log_probs.logsumexp(0) - math.log(self.members)).clamp(max=0)
+
+    @_quantity("classification")
+    def log_probs(self) -> Tensor:
+        """Log of `probs`, `[B, C, ...]`, exact also where `probs` underflows.
+
+        >>> p = Predictive(torch.tensor([[[0.0, -300.0]], [[0.0, -300.0]]]))
+        >>> p.probs, p.log_probs
+        (tensor([[1., 0.]]), tensor([[   0., -300.]]))
+        """
+        return self._mean_log_probs if self.calibration is None else self.calibration.log_probs(self._mean_log_probs)
+
+    @_quantity("classification")
+    def probs(self) -> Tensor:
+        """The members' mean probabilities, `[B, C, ...]`; never the softmax of their mean logits."""
+        return self.log_probs.exp()
+
+    @_quantity("classification")
+    def label(self) -> Tensor:
+        """The most probable class, `[B, ...]`."""
+        return self.probs.argmax(1)
+
+    @_quantity("classification")
+    def confidence(self) -> Tensor:
+        """The probability of `label`, `[B, ...]`."""
+        return self.probs.amax(1)
+
+    @_quantity("classification")
+    def entropy(self) -> Tensor:
+        """Total uncertainty in nats, `[B, ...]`: the entropy of `probs`, between 0 and log C."""
+        return _entropy(self.log_probs, dim=1)
+
+    @_quantity("classification")
+    def expected_entropy(self) -> Tensor:
+        """Aleatoric uncertainty in nats, `[B, ...]`: the mean of the members' entropies."""
+        return _entropy(self.member_log_probs, dim=2).mean(0)
+
+    @_quantity("classification")
+    def mutual_information(self) -> Tensor:
+        """Epistemic uncertainty in nats, `[B, ...]`: `entropy - expected_entropy`, never below 0.
+
+        Of calibrated predictions, the entropy meant here is that of the members' mean before calibration.
+        """
+        total = self.entropy if self.calibration is None else _entropy(self._mean_log_probs, dim=1)
+        return (total - self.expected_entropy).clamp(min=0)
+
+    @_quantity("classification")
+    def max_logit(self) -> Tensor:
+        """The largest of the members' mean logits, `[B, ...]`: a score of how familiar an input looks."""
+        return _at_least_float32(self.predictions).mean(0).amax(1)
+
+    @_quantity("classification")
+    def disagreement(self) -> Tensor:
+        """The share of pairs of members whose labels differ, `[B, ...]`; 0 for a single member.
+
+        >>> votes = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])  # two against one: 2 pairs of 3
+        >>> Predictive(votes[:, None]).disagreement
+        tensor([0.6667])
+        """
+        labels = self.predictions.argmax(2).movedim(0, 1)
+        votes = labels.new_zeros(self.predictions.shape[1:]).scatter_add(1, labels, torch.ones_like(labels))
+        # Of all S * S ordered pairs, take those of equal labels away; a member and itself are one of them.
+        differing = self.members**2 - votes.square().sum(1)
+        pairs = max(1, self.members * (self.members - 1))
+        return differing.to(torch.promote_types(self.predictions.dtype, torch.float32)) / pairs
+
+    # Regression -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def _means_and_variances(self) -> tuple[Tensor, Tensor]:
+        """Each member's mean and predicted variance, `[S, B]` or `[S, B, D, ...]`."""
+        if self.task == "gaussian":
+            return split_gaussian(self.predictions, dim=2)
+        means = _at_least_float32(self.predictions)
+        return means, means.new_zeros(()).expand_as(means)
+
+    @_quantity("regression", "gaussian")
+    def mean(self) -> Tensor:
+        """The members' mean, `[B]` or `[B, D, ...]`."""
+        return self._means_and_variances[0].mean(0)
+
+    @_quantity("regression", "gaussian")
+    def epistemic_variance(self) -> Tensor:
+        """How far the members lie apart: the variance of their means, `[B]` or `[B, D, ...]`."""
+        return self._means_and_variances[0].var(0, correction=0)
+
+    @_quantity("regression", "gaussian")
+    def aleatoric_variance(self) -> Tensor:
+        """The noise that the members predict: the mean of their variances; 0 for `task="regression"`."""
+        return self._means_and_variances[1].mean(0)
+
+    @_quantity("regression", "gaussian")
+    def std(self) -> Tensor:
+        """The square root of `variance`, `[B]` or `[B, D, ...]`."""
+        return self.variance.sqrt()
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """The central interval `(low, high)` that holds the target with probability `level`.
+
+        It is that of the Gaussian with the mean and variance of the members' mixture (ibid., section 2.4).
+
+        >>> p = Predictive(torch.tensor([[1.0], [3.0]]), task="regression")
+        >>> p.interval(0.5)
+        (tensor([1.3255]), tensor([2.6745]))
+        """
+        self._require("interval", "regression", "gaussian")
+        if not 0 < level < 1:
+            raise ValueError(f"level must lie between 0 and 1, got {level}")
+        # From the lower tail, whose probability is exact in floating point even as level nears 1.
+        reach = -NormalDist().inv_cdf((1 - level) / 2) * self.std
+        return self.mean - reach, self.mean + reach
+
+    # Every task -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def variance(self) -> Tensor:
+        """Classification: the members' variance of a class's probability, mean over the classes, `[B, ...]`.
+
+        Regression: the variance of the members' mixture, `[B]` or `[B, D, ...]`, which is
+        `epistemic_variance + aleatoric_variance`.
+        """
+        if self.task == "classification":
+            return self.member_probs.var(0, correction=0).mean(1)
+        return self.epistemic_variance + self.aleatoric_variance
+
+    def set(self, level: float = 0.9, *, seed: int | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """What holds the target with probability `level`, where the network was calibrated (`calibrate`).
+
+        Classification: a set of classes, boolean `[B, C, ...]`. Regression: an interval, `(low, high)`, each `[B]` or
+        `[B, D, ...]`. A `seed` is for randomized sets alone.
+        """
+        if self.calibration is None or self.calibration.conformal is None:
+            raise ValueError("set needs a network with conformal scores: calibrated = mt.calibrate(net, data) first")
+        return self.calibration.conformal.set(self, level, seed)
+
+    @property
+    def member_values(self) -> Tensor:
+        """What the mean prediction is the mean of, `[S, B, ...]`: each member's probabilities, or its means."""
+        return self.member_probs if self.task == "classification" else self._means_and_variances[0]
+
+    def __getitem__(self, index: int | slice | Tensor | Sequence[int]) -> Predictive:
+        """Select inputs by an int, a slice, a boolean mask `[B]` or positions; the batch dimension stays.
+
+        >>> p = Predictive(torch.randn(4, 10, 3))
+        >>> p[2:5]
+        Predictive(task='classification', members=4, inputs=3, outputs=[3])
+        >>> p[-1]
+        Predictive(task='classification', members=4, inputs=1, outputs=[3])
+        """
+        if isinstance(index, int) or getattr(index, "ndim", 1) == 0:  # torch and numpy scalars have ndim 0
+            position = int(index)  # type: ignore[arg-type]
+            if not -len(self) <= position < len(self):
+                raise IndexError(f"index must lie within the {len(self)} inputs, got {position}")
+            index = [position]
+        chosen = self.predictions[:, index]
+        if chosen.ndim != self.predictions.ndim:
+            raise IndexError(f"index must select along the {len(self)} inputs alone, got {index}")
+        return replace(self, predictions=chosen, draws=None if self.draws is None else self.draws[index])
+
+    @staticmethod
+    def concat(parts: Iterable[Predictive]) -> Predictive:
+        """Join batches along B: members, task, output shape and calibration must be the same.
+
+        >>> Predictive.concat([Predictive(torch.randn(4, 10, 3)), Predictive(torch.randn(4, 6, 3))])
+        Predictive(task='classification', members=4, inputs=16, outputs=[3])
+        """
+        parts = list(parts)
+        if not parts:
+            raise ValueError("parts must hold at least one Predictive, got none")
+        first = parts[0]
+        for part in parts:
+            if part.task != first.task:
+                raise ValueError(f"parts must have the same task, got {first.task} and {part.task}")
+            one, other = list(first.predictions.shape), list(part.predictions.shape)
+            if one[:1] + one[2:] != other[:1] + other[2:]:
+                raise ValueError(f"parts must have the same shape but for dim 1, got {one} and {other}")
+            if not _same(part.calibration, first.calibration):
+                raise ValueError("parts must have the same calibration, or none, got predictions that differ in it")
+        counts = [part.draws for part in parts if part.draws is not None]
+        return replace(
+            first,
+            predictions=torch.cat([part.predictions for part in parts], dim=1),
+            draws=torch.cat(counts) if len(counts) == len(parts) else None,
+        )
+
+    def to(self, target: torch.device | torch.dtype | str) -> Predictive:
+        """The same predictions on another device or in another dtype; itself where nothing changes."""
+        moved = self.predictions.to(target)
+        if moved is self.predictions:
+            return self
+        draws = None if self.draws is None else self.draws.to(moved.device)
+        calibration = None if self.calibration is None else self.calibration.to(moved.device)
+        return replace(self, predictions=moved, draws=draws, calibration=calibration)
+
+    def cpu(self) -> Predictive:
+        """The same predictions on the CPU; itself if they are there."""
+        return self.to("cpu")
+
+
+def averaged(predictions: Tensor, task: str, weights: Tensor | None = None) -> Tensor:
+    """The prediction that several predictions `[D, B, ...]` make together, in the form of one of them `[B, ...]`.
+
+    Classification: logits whose probabilities are the mean of theirs. Regression: their mean. Gaussian: the mean and
+    variance of their mixture. `weights [D]` add up to 1; without them all count the same.
+
+    >>> averaged(torch.tensor([[[2.0, 2.0]], [[1.0, 1.0]]]), "classification").exp()
+    tensor([[0.5000, 0.5000]])
+    """
+    if len(predictions) == 1:
+        return predictions[0]
+    values = _at_least_float32(predictions)
+    if weights is None:
+        weights = torch.full((len(values),), 1 / len(values))
+    weights = weights.to(values).view(-1, *[1] * (values.dim() - 1))
+    if task == "classification":
+        return (F.log_softmax(values, 2) + weights.log()).logsumexp(0)
+    if task == "regression":
+        return (weights * values).sum(0)
+    means, variances = split_gaussian(values, dim=2)
+    mean = (weights * means).sum(0)
+    variance = (weights * (variances + (means - mean).square())).sum(0)
+    return join_gaussian(mean, variance)
+
+
+def _check_shape(shape: torch.Size, task: str) -> None:
+    """Raise ValueError unless predictions of this shape can be read as `task`."""
+    if len(shape) < (2 if task == "regression" else 3):
+        need = "be [S, B] or [S, B, D, ...]" if task == "regression" else "be [S, B, channels, ...]"
+    elif shape[0] == 0:
+        need = "hold at least one member in dim 0"
+    elif task == "gaussian" and shape[2] % 2:
+        need = "hold as many raw variances as means in dim 2, an even number together"
+    elif task == "classification" and shape[2] < 2:
+        # The softmax of a single logit is 1, whatever the network says.
+        need = "hold 2 or more classes in dim 2 (use task='regression' for a single output)"
+    else:
+        return
+    raise ValueError(f"predictions of task {task} must {need}, got shape {list(shape)}")
+
+
+def _same(one: Calibration | None, other: Calibration | None) -> bool:
+    return one is other or (one is not None and other is not None and one.equals(other))
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _entropy(log_probs: Tensor, dim: int) -> Tensor:
+    """`-sum p log p` over `dim`, where p log p is 0 at p = 0."""
+    finite = log_probs.clamp(min=torch.finfo(log_probs.dtype).min)  # 0 * -inf would be NaN
+    return (log_probs.exp() * -finite).sum(dim)

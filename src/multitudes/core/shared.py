@@ -1,0 +1,103 @@
+"""Members that share one network's weights, and the layers that tell them apart."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.calling import Input, call, tensors_in, tile
+from multitudes.core.multitude import Multitude
+
+
+class SharedMembers(Multitude):
+    """Members that share one network's weights: the batch is tiled, `[M*B, ...]`, member-major.
+
+    Layers that tell the members apart have a `member` attribute: None when they see the tiled batch, `i` when
+    they see member `i`'s rows alone. In evaluation on a CPU the members run one after the other, which is
+    faster there than one large batch.
+    """
+
+    expands = False  # the rows of the tiled batch are the members'
+
+    def _predictions(self, x: Input) -> Tensor:
+        if self.training or any(t.is_cuda for t in tensors_in(x)):
+            return call(self.network, tile(x, self.members)).unflatten(0, (self.members, -1))
+        return torch.stack([self._alone(index, x) for index in range(self.members)])
+
+    def _alone(self, index: int, x: Input) -> Tensor:
+        layers = [layer for layer in self.network.modules() if isinstance(layer, MemberLayer)]
+        for layer in layers:
+            layer.member = index
+        try:
+            return call(self.network, x)
+        finally:
+            for layer in layers:
+                layer.member = None
+
+    def _member(self, index: int) -> nn.Module:
+        folded = {id(layer): layer.fold(index) for layer in self.network.modules() if isinstance(layer, MemberLayer)}
+        return copy.deepcopy(self.network, folded)
+
+
+class MemberLayer(nn.Module):
+    """A user's layer that treats the rows of each member in its own way (see `SharedMembers`)."""
+
+    def __init__(self, layer: nn.Module, members: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.members = members
+        self.member: int | None = None
+        self.axis = -1 if isinstance(layer, nn.Linear) else 1
+
+    def __getattr__(self, name: str) -> Any:
+        """The layer's plain settings (`stride`, `in_features`), which networks may ask for; never its tensors."""
+        if name != "layer" and "layer" in self._modules:
+            setting = getattr(self.layer, name, None)
+            if setting is not None and not isinstance(setting, Tensor):
+                return setting
+        return super().__getattr__(name)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight's shape, dtype and device, for networks that ask; its values are NaN, for no member has them."""
+        weight: Any = self.layer.weight
+        return weight.new_full((), torch.nan).expand(weight.shape)
+
+    def fold(self, index: int) -> nn.Module:
+        """The plain layer that member `index` sees."""
+        raise NotImplementedError
+
+    def _changes_weight(self, x: Tensor) -> bool:
+        """Whether it is faster to change the weight for each member than to change x: on a CPU, if it is smaller.
+
+        On a GPU one large product is faster than one for each member, if hungrier (`benchmarks/README.md`).
+        """
+        return not x.is_cuda and self._weight_is_smaller(x)
+
+    def _weight_is_smaller(self, x: Tensor) -> bool:
+        """Whether the layer's weight has fewer numbers than a member's rows of x."""
+        weight: Any = self.layer.weight
+        return weight.numel() * (self.members if self.member is None else 1) < x.numel()
+
+    def _each(self, x: Tensor) -> Tensor:
+        """What each member's own layer makes of its rows."""
+        if self.member is not None:
+            return self._own(self.member, x)
+        return torch.cat([self._own(index, rows) for index, rows in enumerate(x.unflatten(0, (self.members, -1)))])
+
+    def _own(self, index: int, rows: Tensor) -> Tensor:
+        """What one member's own layer, but for a bias of its own, makes of its rows."""
+        raise NotImplementedError
+
+    def _by_member(self, function: Callable[[Tensor, Tensor], Tensor], x: Tensor, values: Tensor) -> Tensor:
+        """`function` of the rows of x `[M*B, C, ...]` and their member's own of `values [M, C]`, in x's dtype."""
+        shape = [1] * x.dim()
+        shape[self.axis] = -1
+        if self.member is not None:
+            return function(x, values[self.member].to(x.dtype).view(shape))
+        rows = x.unflatten(0, (self.members, -1))
+        return function(rows, values.to(x.dtype).view(self.members, *shape)).flatten(0, 1)

@@ -1,0 +1,89 @@
+"""Prepared data: one compact file, read with NumPy and Pillow alone.
+
+The file is a NumPy archive (`.npz`) without pickles. Of each part it holds the targets and either the pixels or
+features, or the images as they came, encoded, one after the other, and where each of them ends.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multitudes.core.checks import needed
+from multitudes.core.files import replacing
+from multitudes.data.images import decode
+from multitudes.data.splits import PARTS
+from multitudes.data.types import Data, Part
+
+__all__ = ["read", "save"]
+
+VERSION = 1
+
+
+def save(data: Data, path: str | Path) -> Path:
+    """Write data into one file, which appears under its name when it is whole; gives its path.
+
+    Images that came encoded are kept so, where that is smaller; all else is kept as it is, compressed without loss.
+    """
+    np = needed("numpy", "data", "a prepared file")
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise ValueError(f"path must lie in a folder that is there, got {str(path)!r}")
+    about = {name: getattr(data, name) for name in ("name", "classes", "columns", "shape")}
+    about |= {"version": VERSION, "dropped": dict(data.dropped), "ood": list(data.ood)}
+    arrays = {"about": _bytes(json.dumps(about).encode())}
+    for name, part in data.parts.items():
+        arrays[f"{name}.y"] = part.y
+        if 0 < sum(map(len, part.files)) < part.x.nbytes:
+            arrays[f"{name}.files"] = _bytes(b"".join(part.files))
+            arrays[f"{name}.ends"] = torch.tensor([len(file) for file in part.files]).cumsum(0)
+        else:
+            arrays[f"{name}.x"] = part.x
+    arrays |= {f"ood.{number}": x for number, x in enumerate(data.ood.values())}
+    with replacing(path) as unfinished, unfinished.open("wb") as file:
+        np.savez_compressed(file, **{name: tensor.numpy() for name, tensor in arrays.items()})
+    return path
+
+
+def read(path: str | Path) -> Data:
+    """The data that `save` wrote."""
+    np = needed("numpy", "data", "a prepared file")
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"path must be a prepared file, got {str(path)!r}, which is no file")
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            about = json.loads(arrays["about"].tobytes())
+            if about["version"] != VERSION:
+                raise ValueError(f"its version is {about['version']}, and this program reads version {VERSION}")
+            train, validation, test = (_part(arrays, name, about["shape"]) for name in PARTS)
+            ood = {name: torch.from_numpy(arrays[f"ood.{number}"]) for number, name in enumerate(about["ood"])}
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{str(path)!r} is no whole file of prepared data: {reason}") from error
+    classes, columns = tuple(about["classes"]), tuple(about["columns"])
+    return Data(about["name"], train, validation, test, classes, columns, ood, about["dropped"])
+
+
+def _part(arrays: Any, name: str, shape: list[int]) -> Part:
+    y = torch.from_numpy(arrays[f"{name}.y"])
+    if f"{name}.x" in arrays:
+        return Part(torch.from_numpy(arrays[f"{name}.x"]), y)
+    whole, ends = arrays[f"{name}.files"].tobytes(), arrays[f"{name}.ends"].tolist()
+    files = tuple(whole[start:end] for start, end in zip([0, *ends], ends, strict=False))
+    channels, height, width = shape
+    decoded = decode(files, lambda row: f"{name} image {row}", (height, width), channels)
+    if decoded.bad:
+        row, reason = next(iter(decoded.bad.items()))
+        raise ValueError(f"{name} image {row}: {reason}")
+    return Part(decoded.x, y, files)
+
+
+def _bytes(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -1,0 +1,231 @@
+"""After training: `calibrate` makes a network's probabilities mean what they say, and gives it sets and intervals.
+
+`scaling.py` has the scalings, `conformal.py` the scores. The networks stay as they are: what is fitted to held-out
+data travels with their predictions, as `Predictive.calibration`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.batches import Batches
+from multitudes.core.checks import check_count, check_number, check_seed
+from multitudes.core.multitude import Multitude
+from multitudes.core.predictive import Predictive
+from multitudes.evaluation.calibrated import Calibrated, Calibration
+from multitudes.evaluation.conformal import SCORES, Conformal, Score, check_targets
+from multitudes.evaluation.predict import predictions
+from multitudes.evaluation.temperature import SCALINGS
+from multitudes.metrics.inputs import check_ignore, read_rows
+
+__all__ = ["calibrate", "fit_calibration"]
+
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "classification": ("temperature", "member_temperature", "vector", "isotonic", None),
+    "regression": (None, "variance"),
+    "gaussian": ("variance", None),
+}
+"""The scalings of each task, the default first."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is to be fitted, and to which part of the data."""
+
+    scaling: str | None
+    score: Score | None
+    share: float
+    seed: int | None
+    ignore: int | None
+
+
+def calibrate(
+    net: nn.Module,
+    data: Any,
+    *,
+    scaling: str | None = "auto",
+    conformal: str | None = "auto",
+    share: float = 0.5,
+    seed: int | None = None,
+    task: str | None = None,
+    ignore: int | None = None,
+    k_reg: int | None = None,
+    penalty: float | None = None,
+    randomized: bool = False,
+    **options: Any,
+) -> Calibrated:
+    """A network whose predictions are calibrated, on data that it was not trained on; `net` stays as it is.
+
+    With `scaling` and `conformal` both, the inputs are divided at random between them: sets and intervals hold the
+    target as often as they say only if their scores come from data that nothing was fitted to. With one of the two, it
+    gets all the data. An input is divided with all its pixels, and the guarantee is for the mean share of an input's
+    pixels (or outputs) whose sets hold their targets; `conformal.py` says more.
+
+    Args:
+        net: a multitude, or a plain network, which is a multitude of one member.
+        data: inputs and targets, `(x, y)`, or an iterable of such batches, such as a `DataLoader`.
+        scaling: of classification "temperature" (one, after the members are averaged), "member_temperature" (one for
+            each, before), "vector" (a weight and a bias for each class) or "isotonic" (a rising function for each,
+            which needs scikit-learn); of regression "variance" (one factor for all variances); or None. By default
+            "temperature", of gaussian predictions "variance", of regression None.
+        conformal: the score of sets and intervals: of classification "aps", "lac" or "raps", of regression "absolute"
+            or "scaled" (by the predicted standard deviation); or None. By default "aps", "absolute", and of gaussian
+            predictions "scaled".
+        share: of the inputs, what goes to the scores rather than the scaling.
+        seed: of the division, of the network's draws, and of randomized scores.
+        task: how to read the predictions (see `Predictive`); the network's own task by default.
+        ignore: the class of targets to leave out, such as 255 in segmentation.
+        k_reg, penalty: of "raps"; 5 and 0.01 by default.
+        randomized: whether the sets of "aps" and "raps" are cut at random, so that coverage is exact.
+        options: of the network's own `predict`: `draws`, `memory`, ...
+
+    A network that says the first class with 95 %, and is right two times of three:
+
+    >>> x, y = torch.tensor([[3.0, 0.0]]).repeat(3000, 1), (torch.arange(3000) % 3 == 0).long()
+    >>> net = nn.Identity()
+    >>> calibrated = calibrate(net, (x, y), seed=0)
+    >>> p = calibrated.predict(x[:1])
+    >>> net(x[:1]).softmax(1), p.probs
+    (tensor([[0.9526, 0.0474]]), tensor([[0.66..., 0.33...]]))
+    >>> p.set(0.6), p.set(0.9)
+    (tensor([[ True, False]]), tensor([[True, True]]))
+    """
+    multitude = _check_net(net)
+    task = task or multitude.task
+    plan = _planned(task, scaling, conformal, share, seed, ignore, k_reg, penalty, randomized)
+    predictive, target = _predicted(multitude, data, task=task, seed=seed, **options)
+    calibration = _fitted(predictive, target, multitude.members, plan)
+    device = next((parameter.device for parameter in multitude.parameters()), torch.device("cpu"))
+    return Calibrated(multitude, calibration.to(device))
+
+
+def fit_calibration(
+    predictive: Predictive,
+    target: Tensor,
+    *,
+    members: int | None = None,
+    scaling: str | None = "auto",
+    conformal: str | None = "auto",
+    share: float = 0.5,
+    seed: int | None = None,
+    ignore: int | None = None,
+    k_reg: int | None = None,
+    penalty: float | None = None,
+    randomized: bool = False,
+) -> Calibration:
+    """What `calibrate` fits, from predictions and their targets: `calibration(other)` calibrates other predictions.
+
+    `members` says how many members the S predictions are of, member-major; by default each is of its own. The other
+    arguments are those of `calibrate`.
+
+    >>> p = Predictive(torch.tensor([[[2.0, 0.0], [2.0, 0.0], [2.0, 0.0]]]))  # says 88 %, and is right twice of 3
+    >>> calibration = fit_calibration(p, torch.tensor([0, 0, 1]), conformal=None)
+    >>> calibration(p).probs[0]
+    tensor([0.6667, 0.3333])
+    """
+    plan = _planned(predictive.task, scaling, conformal, share, seed, ignore, k_reg, penalty, randomized)
+    return _fitted(predictive, target, predictive.members if members is None else members, plan)
+
+
+@torch.no_grad()
+def _fitted(predictive: Predictive, target: Tensor, members: int, plan: _Plan) -> Calibration:
+    if predictive.calibration is not None:
+        raise ValueError("predictive is calibrated already: pass the predictions of the network itself")
+    if predictive.members % check_count("members", members):
+        raise ValueError(f"members must divide the {predictive.members} predictions of each input, got {members}")
+    target = check_targets(predictive, target, plan.ignore)
+    for_scaling, for_scores = _divided(len(predictive), plan)
+    calibration = Calibration(predictive.task, None, None)
+    if plan.scaling is not None:
+        part, own = predictive[for_scaling], target[for_scaling]
+        if predictive.task == "classification":
+            rows = read_rows(part, own, plan.ignore)
+            if not len(rows):
+                raise ValueError(f"target must hold classes to fit the scaling to, got only {plan.ignore}, the ignored")
+            part, own = rows.members("calibrate"), rows.target
+        calibration = replace(calibration, scaling=SCALINGS[plan.scaling].fit(part, own, members))
+    if plan.score is not None:
+        part, own = calibration(predictive[for_scores]), target[for_scores]
+        fitted = Conformal.fit(part, own, plan.score, ignore=plan.ignore, seed=plan.seed)
+        calibration = replace(calibration, conformal=fitted)
+    return calibration
+
+
+def _predicted(net: Multitude, data: Any, **options: Any) -> tuple[Predictive, Tensor]:
+    """Predictions of all data and their targets, on the CPU."""
+    parts, targets = [], []
+    for index, (part, y) in enumerate(predictions(net, Batches(data).batches, **options)):
+        if y is None:
+            raise ValueError("data must have targets to calibrate with: pass (x, y), or batches of inputs and targets")
+        if y.shape[:1] != (len(part),):
+            raise ValueError(f"batch {index} of data: {len(part)} inputs have targets of shape {list(y.shape)}")
+        parts.append(part.cpu())
+        targets.append(y.cpu())
+    return Predictive.concat(parts), torch.cat(targets)
+
+
+def _divided(inputs: int, plan: _Plan) -> tuple[Tensor, Tensor]:
+    """The inputs for the scaling and those for the scores; all for the one where there is no other."""
+    if plan.scaling is None or plan.score is None:
+        return torch.arange(inputs), torch.arange(inputs)
+    generator = None if plan.seed is None else torch.Generator().manual_seed(plan.seed)
+    order = torch.randperm(inputs, generator=generator)
+    count = round(plan.share * inputs)
+    if not 0 < count < inputs:
+        left = "scaling" if count else "scores"
+        raise ValueError(f"share={plan.share} of {inputs} inputs leaves none for the {left}: pass more data")
+    return order[count:], order[:count]
+
+
+# Checks -------------------------------------------------------------------------------------------------
+
+
+def _check_net(net: nn.Module) -> Multitude:
+    if isinstance(net, Calibrated):
+        raise ValueError("net is calibrated already: calibrate its network, net.net")
+    if not isinstance(net, nn.Module):
+        raise ValueError(f"net must be an nn.Module, got {type(net).__name__}")
+    return net if isinstance(net, Multitude) else Multitude(net)
+
+
+def _planned(
+    task: str,
+    scaling: str | None,
+    conformal: str | None,
+    share: float,
+    seed: int | None,
+    ignore: int | None,
+    k_reg: int | None,
+    penalty: float | None,
+    randomized: bool,
+) -> _Plan:
+    """What is to be fitted; a ValueError where something does not fit."""
+    if task not in SCORES:
+        raise ValueError(f"task must be one of {', '.join(SCORES)}, got {task!r}")
+    scaling = _one_of("scaling", scaling, _CHOICES[task], task)
+    conformal = _one_of("conformal", conformal, (*SCORES[task], None), task)
+    if scaling is None and conformal is None:
+        raise ValueError("scaling and conformal must not both be None: there is nothing to calibrate")
+    check_number("share", share, 0, above=True, below=1)
+    check_seed(seed)
+    check_ignore(ignore)
+    given = {name: value for name, value in (("k_reg", k_reg), ("penalty", penalty)) if value is not None}
+    if given and conformal != "raps":
+        raise ValueError(f"{' and '.join(given)} must be left out but for 'raps', got conformal={conformal!r}")
+    if conformal is None and randomized:
+        raise ValueError("randomized=True is for 'aps' and 'raps', got conformal=None")
+    settings: dict[str, Any] = {**given, "randomized": randomized}
+    return _Plan(scaling, None if conformal is None else Score(conformal, **settings), share, seed, ignore)
+
+
+def _one_of(name: str, value: str | None, choices: tuple[str | None, ...], task: str) -> str | None:
+    if value == "auto":
+        return choices[0]
+    if value not in choices:
+        allowed = ", ".join(repr(choice) for choice in (*choices, "auto"))
+        raise ValueError(f"{name} must be one of {allowed} for {task}, got {value!r}")
+    return value

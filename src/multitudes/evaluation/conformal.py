@@ -1,0 +1,239 @@
+"""Split conformal prediction: sets and intervals that hold the target as often as they say.
+
+Vovk, Gammerman & Shafer, *Algorithmic Learning in a Random World* (2005). A score says how badly a target fits a
+prediction. Of n held-out inputs, exchangeable with the new one, the `ceil((n + 1) level)`-th smallest score is the
+threshold; all targets whose score is not above it form the set. It holds the new target with probability `level` or
+more, and `level + 1 / (n + 1)` at most where no two scores are equal, whatever the network and the distribution.
+
+Where an input has several targets (pixels, outputs), each counts for its share of the input, and the guarantee is for
+the mean share of an input's targets that their sets hold: Angelopoulos et al., *Conformal Risk Control* (2024),
+of which the rule above is the case of one target for each input.
+
+The scores, with classes from the most probable to the least (of equally probable ones the first comes first):
+
+- "lac", `1 - p_y`: the smallest sets, some of them empty. Sadinle, Lei & Wasserman, *Least Ambiguous Set-Valued
+  Classifiers with Bounded Error Levels* (2019).
+- "aps", the probability of all classes before y: larger sets for harder inputs. Romano, Sesia & Candès,
+  *Classification with Valid and Adaptive Coverage* (2020). Every set holds the most probable class, whose score is 0;
+  where that alone is right often enough, sets hold it alone. Randomized, `u p_y` is added with u uniform between
+  0 and 1: coverage is exact, and sets may be empty.
+- "raps", "aps" plus `penalty * max(0, rank of y - k_reg)`: fewer very large sets. Angelopoulos, Bates, Jordan & Malik,
+  *Uncertainty Sets for Image Classifiers using Conformal Prediction* (2021).
+- "absolute", `|y - mean|`, and "scaled", `|y - mean| / std`: intervals of one width, or of a width in proportion to the
+  predicted standard deviation. Lei et al., *Distribution-Free Predictive Inference for Regression* (2018).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from multitudes.core.checks import check_number, check_seed
+from multitudes.core.predictive import Predictive
+from multitudes.metrics.inputs import read_rows
+
+__all__ = ["SCORES", "Conformal", "Score", "check_targets", "conformal_scores"]
+
+SCORES = {
+    "classification": ("aps", "lac", "raps"),
+    "regression": ("absolute", "scaled"),
+    "gaussian": ("scaled", "absolute"),
+}
+"""The scores of each task, the default first."""
+
+TIE = 1e-6
+"""Scores of classes that are this near count as equal: rounding, which no two devices do alike, must not part them."""
+
+_CHUNK = 2**22  # how many probabilities are sorted together
+# A seed gives scores and sets random numbers of their own, and others than a division of the data by that seed has:
+# an input must share none with another input, or with its place.
+_FOR_SCORES, _FOR_SETS = 0x5C02E5, 0x5E75
+
+
+@dataclass(frozen=True)
+class Score:
+    """How badly a class, or a number, fits a prediction: "lac", "aps", "raps", "absolute" or "scaled"."""
+
+    name: str
+    k_reg: int = 5
+    """The rank, from 1, up to which "raps" adds no penalty."""
+    penalty: float = 0.01
+    """What "raps" adds for each rank after that."""
+    randomized: bool = False
+    """Whether "aps" and "raps" add a random part of the class's own probability."""
+
+    def __post_init__(self) -> None:
+        names = sorted({name for choices in SCORES.values() for name in choices})
+        if self.name not in names:
+            raise ValueError(f"score must be one of {', '.join(names)}, got {self.name!r}")
+        if isinstance(self.k_reg, bool) or not isinstance(self.k_reg, int) or self.k_reg < 0:
+            raise ValueError(f"k_reg must be a whole number, 0 or more, got {self.k_reg!r}")
+        check_number("penalty", self.penalty, 0)
+        if not isinstance(self.randomized, bool):
+            raise ValueError(f"randomized must be True or False, got {self.randomized!r}")
+        if self.randomized and self.name not in ("aps", "raps"):
+            raise ValueError(f"randomized=True is for 'aps' and 'raps', got {self.name!r}")
+
+    def of_classes(self, probs: Tensor, u: Tensor | None) -> Tensor:
+        """The score of every class, `[B, C, ...]`, in float64; `u [B, 1, ...]` where it is randomized."""
+        probs = probs.double()
+        if self.name == "lac":
+            return 1 - probs
+        ordered, order = probs.sort(dim=1, descending=True, stable=True)
+        scores = ordered.cumsum(1) - ordered  # of the classes before, without its own
+        if u is not None:
+            scores = scores + u * ordered
+        if self.name == "raps":
+            ranks = torch.arange(1, probs.shape[1] + 1).to(probs).view(-1, *[1] * (probs.ndim - 2))
+            scores = scores + self.penalty * (ranks - self.k_reg).clamp(min=0)
+        return torch.empty_like(scores).scatter_(1, order, scores)
+
+    def reach(self, predictive: Predictive) -> Tensor:
+        """How far a score of 1 is from the mean, in float64, of the mean's shape."""
+        return predictive.std.double() if self.name == "scaled" else torch.ones_like(predictive.mean.double())
+
+
+@dataclass(frozen=True, eq=False)
+class Conformal:
+    """The scores of held-out data, and the sets and intervals that follow from them."""
+
+    score: Score
+    scores: Tensor
+    """The scores of all N held-out targets, in rising order, `[N]`, float64."""
+    shares: Tensor
+    """What each of them is of its input, `[N]`: 1, where an input has one target."""
+
+    @classmethod
+    def fit(
+        cls,
+        predictive: Predictive,
+        target: Tensor,
+        score: Score | str | None = None,
+        *,
+        ignore: int | None = None,
+        seed: int | None = None,
+    ) -> Self:
+        """From predictions of inputs that nothing else was fitted to, and their targets.
+
+        >>> p = Predictive(torch.tensor([[[0.7, 0.2, 0.1]] * 9]).log())  # the same for 9 inputs
+        >>> conformal = Conformal.fit(p, torch.tensor([0, 0, 0, 0, 0, 0, 0, 1, 2]), "aps")
+        >>> conformal.set(p[0], 0.7), conformal.set(p[0], 0.8)  # the 7th score of 9 is 0, the 8th is 0.7
+        (tensor([[ True, False, False]]), tensor([[ True,  True, False]]))
+        """
+        score = _fitting(score, predictive.task)
+        scores = conformal_scores(predictive, target, score, ignore=ignore, seed=seed)
+        scores = scores.reshape(len(scores), -1)
+        known = ~scores.isnan()
+        shares = (known.double() / known.sum(1, keepdim=True))[known]
+        scores, order = scores[known].sort()
+        return cls(score, scores, shares[order])
+
+    def threshold(self, level: float) -> float:
+        """The largest score that a target may have; infinite where the data are too few for `level`.
+
+        It is the least one for which the inputs' shares of targets with scores up to it add up to `(n + 1) level`.
+        """
+        check_number("level", level, 0, above=True, below=1)
+        inputs = round(float(self.shares.sum()))
+        # (n + 1) level may round to a little more than the whole number that it is.
+        reached = self.shares.cumsum(0) >= (inputs + 1) * level * (1 - 1e-12)
+        return float(self.scores[reached][0]) if bool(reached.any()) else math.inf
+
+    def set(self, predictive: Predictive, level: float, seed: int | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Boolean `[B, C, ...]`; of regression `(low, high)`, each of the shape of `mean`."""
+        check_seed(seed)
+        threshold = self.threshold(level)
+        if predictive.task == "classification":
+            u = _uniform(predictive.probs, seed, _FOR_SETS) if self.score.randomized else None
+            parts = _parts(predictive.probs, u)
+            return torch.cat([self.score.of_classes(*part) <= threshold + TIE for part in parts])
+        mean = predictive.mean.double()
+        # Infinity itself, which times a standard deviation of 0 would be NaN.
+        reach = threshold * self.score.reach(predictive) if threshold < math.inf else torch.full_like(mean, math.inf)
+        return (mean - reach).to(predictive.mean), (mean + reach).to(predictive.mean)
+
+
+@torch.no_grad()
+def conformal_scores(
+    predictive: Predictive,
+    target: Tensor,
+    score: Score | str | None = None,
+    *,
+    ignore: int | None = None,
+    seed: int | None = None,
+) -> Tensor:
+    """How badly each target fits its prediction, in float64: `[B, ...]`, of regression the shape of `mean`.
+
+    Targets that are `ignore` have a score of NaN. By default the score is that of the task: "aps", "absolute" or, for
+    gaussian predictions, "scaled". A `seed` is for randomized scores alone.
+
+    >>> p = Predictive(torch.tensor([[[0.7, 0.2, 0.1], [0.7, 0.2, 0.1]]]).log())
+    >>> conformal_scores(p, torch.tensor([0, 2]), "lac"), conformal_scores(p, torch.tensor([0, 2]), "aps")
+    (tensor([0.3000, 0.9000], dtype=torch.float64), tensor([0.0000, 0.9000], dtype=torch.float64))
+    """
+    score = _fitting(score, predictive.task)
+    check_seed(seed)
+    target = check_targets(predictive, target, ignore)
+    if predictive.task != "classification":
+        return (target.double() - predictive.mean.double()).abs() / _positive(score.reach(predictive))
+    ignored = torch.zeros_like(target, dtype=torch.bool) if ignore is None else target == ignore
+    parts = _parts(predictive.probs, _uniform(predictive.probs, seed, _FOR_SCORES) if score.randomized else None)
+    own = target.masked_fill(ignored, 0).unsqueeze(1).split(len(parts[0][0]))
+    scores = [score.of_classes(*part).gather(1, at).squeeze(1) for part, at in zip(parts, own, strict=True)]
+    return torch.cat(scores).masked_fill(ignored, math.nan)
+
+
+def check_targets(predictive: Predictive, target: Tensor, ignore: int | None = None) -> Tensor:
+    """Targets on the predictions' device; a ValueError with the first bad index where they do not fit."""
+    if predictive.task == "classification":
+        read_rows(predictive, target, ignore)
+        return target.to(predictive.predictions.device).long()
+    if ignore is not None:
+        raise ValueError(f"ignore={ignore!r} is a class, and the predictions are of task {predictive.task}")
+    kind = getattr(target, "dtype", type(target).__name__)
+    if not isinstance(target, Tensor) or target.is_complex() or target.dtype == torch.bool:
+        raise ValueError(f"target must be a tensor of numbers, got {kind}")
+    mean = predictive.mean
+    if target.shape != mean.shape:
+        raise ValueError(f"target must have the means' shape {list(mean.shape)}, got {list(target.shape)}")
+    for name, values in (("target", target), ("prediction", predictive.predictions)):
+        if not bool(values.isfinite().all()):
+            index = (~values.isfinite()).nonzero()[0].tolist()
+            raise ValueError(f"{name} must hold finite numbers, got {float(values[tuple(index)])} at index {index}")
+    return target.to(mean.device)
+
+
+def _fitting(score: Score | str | None, task: str) -> Score:
+    """The score that is meant, which must be one of the task's."""
+    if not isinstance(score, Score):
+        score = Score(SCORES[task][0] if score is None else score)
+    if score.name not in SCORES[task]:
+        raise ValueError(f"score must be one of {', '.join(SCORES[task])} for {task}, got {score.name!r}")
+    return score
+
+
+def _parts(probs: Tensor, u: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
+    """Probabilities `[B, C, ...]`, and their random numbers, some inputs at a time."""
+    step = max(1, _CHUNK * len(probs) // max(1, probs.numel()))
+    parts = probs.split(step)
+    return list(zip(parts, [None] * len(parts) if u is None else u.split(step), strict=True))
+
+
+def _uniform(probs: Tensor, seed: int | None, purpose: int) -> Tensor:
+    """A number between 0 and 1 for each prediction, `[B, 1, ...]`, the same on every device."""
+    generator = None if seed is None else torch.Generator().manual_seed(seed ^ purpose)
+    return torch.rand(len(probs), 1, *probs.shape[2:], generator=generator, dtype=torch.float64).to(probs.device)
+
+
+def _positive(reach: Tensor) -> Tensor:
+    if not bool((reach > 0).all()):
+        index = (reach <= 0).nonzero()[0].tolist()
+        raise ValueError(
+            f"score 'scaled' needs standard deviations above 0, got 0 at index {index}: "
+            "use members that differ, task='gaussian', or 'absolute'"
+        )
+    return reach

@@ -1,0 +1,104 @@
+"""What an evaluation says: numbers by name, each with the count it was computed over."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from multitudes.core.files import replacing
+
+__all__ = ["Evaluation", "Score", "plain_number"]
+
+
+@dataclass(frozen=True)
+class Score:
+    """A number, and how many inputs (or pixels) it was computed over."""
+
+    value: float
+    count: int
+
+
+class Evaluation(Mapping[str, float]):
+    """Scores by name: `result["nll"]` is a number, `result.counts["nll"]` what it was computed over.
+
+    It prints as a table, and is kept as JSON: `result.save(path)`, `Evaluation.load(path)`.
+
+    >>> result = Evaluation({"accuracy": Score(0.93, 10000), "shift/fog/3/accuracy": Score(0.815, 10000)})
+    >>> result["accuracy"], result.counts["accuracy"]
+    (0.93, 10000)
+    >>> print(result)
+    score                  value  count
+    accuracy              0.9300  10000
+    shift/fog/3/accuracy  0.8150  10000
+    >>> dict(result.under("shift/fog"))
+    {'3/accuracy': 0.815}
+    """
+
+    def __init__(self, scores: Mapping[str, Score]) -> None:
+        self.scores = dict(scores)
+
+    def __getitem__(self, name: str) -> float:
+        if name not in self.scores:
+            close = difflib.get_close_matches(name, self.scores, n=3) or list(self.scores)[:3]
+            raise KeyError(f"there is no score {name!r}; did you mean {', '.join(close)}?")
+        return self.scores[name].value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.scores)
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many inputs, or pixels, each score was computed over."""
+        return {name: score.count for name, score in self.scores.items()}
+
+    def under(self, prefix: str) -> Evaluation:
+        """The scores whose names begin with `prefix/`, named by the rest."""
+        start = f"{prefix}/"
+        return Evaluation({n.removeprefix(start): s for n, s in self.scores.items() if n.startswith(start)})
+
+    def __repr__(self) -> str:
+        return f"Evaluation({len(self)} scores)"
+
+    def __str__(self) -> str:
+        rows = [("score", "value", "count")]
+        rows += [(name, f"{score.value:.4f}", str(score.count)) for name, score in self.scores.items()]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        return "\n".join(f"{n:<{widths[0]}}  {v:>{widths[1]}}  {c:>{widths[2]}}" for n, v, c in rows)
+
+    def table(self) -> dict[str, dict[str, Any]]:
+        """The scores as JSON can hold them, `{name: {"value": ..., "count": ...}}`."""
+        return {name: {"value": plain_number(score.value), "count": score.count} for name, score in self.scores.items()}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the `table` as JSON, whole or not at all. A value that is NaN is null."""
+        with replacing(path) as unfinished:
+            unfinished.write_text(json.dumps(self.table(), indent=1, allow_nan=False) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Evaluation:
+        """Read what `save` has written."""
+        table = json.loads(Path(path).read_text())
+        try:
+            return cls({name: Score(_number(row["value"]), int(row["count"])) for name, row in table.items()})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"path {str(path)!r} does not hold an evaluation: {error}") from error
+
+
+def plain_number(value: float) -> float | str | None:
+    """A number as JSON can hold it, which knows neither NaN (null) nor infinity (a text)."""
+    if math.isnan(value):
+        return None
+    return value if math.isfinite(value) else str(value)
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)

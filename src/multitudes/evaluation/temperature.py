@@ -1,0 +1,303 @@
+"""Probabilities that mean what they say: scalings of predictions, fitted to held-out data.
+
+- `Temperature`, `Vector`: Guo, Pleiss, Sun & Weinberger, *On Calibration of Modern Neural Networks* (2017).
+- `MemberTemperature`: Rahaman & Thiery, *Uncertainty Quantification and Deep Ensembles* (2021), on scaling before
+  averaging or after it.
+- `Isotonic`: Zadrozny & Elkan, *Transforming Classifier Scores into Accurate Multiclass Probability Estimates* (2002).
+- `Variance`: Laves et al., *Well-Calibrated Regression Uncertainty in Medical Imaging with Deep Learning* (2020).
+
+Each is fitted by `fit(predictive, target)` and changes either the predictions of the members or their mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from multitudes.core.checks import needed
+from multitudes.core.gaussian import join_gaussian, split_gaussian
+from multitudes.core.predictive import Predictive
+
+__all__ = ["SCALINGS", "Isotonic", "MemberTemperature", "Scaling", "Temperature", "Variance", "Vector"]
+
+LARGEST_TEMPERATURE = 100.0
+"""Temperatures lie between 1/100 and 100: of perfect predictions the best one is 0, of random labels infinity."""
+
+LEAST_LOG_PROB = -1e4
+"""What a scaling takes a lower log-probability for: classes that a network excludes have one of -inf."""
+
+FLOOR = 1e-6
+"""What isotonic regression gives a class at least, before the classes are normalised: a 0 can never be taken back."""
+
+LEAST_FACTOR = 1e-12
+"""What a variance is multiplied with at least: where no target lies off its mean, the best factor is 0."""
+
+_CHUNK = 2**22  # how many numbers of a fit are looked at together, in float64
+
+
+class Scaling:
+    """A change of predictions: of the members' own, or of the log of their mean probabilities; by default of neither.
+
+    `fit` takes predictions `[S, N, C]` and classes `[N]` (of regression `[S, N, ...]` and `[N, ...]`) that were
+    checked before; the first `S / members` predictions are the first member's.
+    """
+
+    @classmethod
+    def fit(cls, predictive: Predictive, target: Tensor, members: int) -> Self:
+        """The scaling that fits these targets best."""
+        raise NotImplementedError
+
+    def predictions(self, predictions: Tensor, task: str) -> Tensor:
+        """The members' predictions, `[S, B, ...]`, scaled."""
+        return predictions
+
+    def log_probs(self, log_probs: Tensor) -> Tensor:
+        """The log of the members' mean probabilities, `[B, C, ...]`, scaled."""
+        return log_probs
+
+
+@dataclass(frozen=True, eq=False)
+class Temperature(Scaling):
+    """One temperature T for the mean of the members: `softmax(log p / T)`. It leaves every label as it is.
+
+    >>> sure = Predictive(torch.tensor([[[2.0, 0.0], [2.0, 0.0], [2.0, 0.0]]]))  # says 88 %, and is right twice of 3
+    >>> scaling = Temperature.fit(sure, torch.tensor([0, 0, 1]))
+    >>> scaling.temperature, scaling.log_probs(sure.log_probs).exp()[0]
+    (tensor(2.8854, dtype=torch.float64), tensor([0.6667, 0.3333]))
+    """
+
+    temperature: Tensor
+    """T, `[]`: above 1 where the predictions were too sure."""
+
+    @classmethod
+    def fit(cls, predictive: Predictive, target: Tensor, members: int = 1) -> Self:
+        """The T of least NLL; 1 where no other is better. The NLL is convex in 1/T, so there is but one."""
+        # The mean is a single member, whose logits are its log-probabilities.
+        fitted = cls(_temperatures(predictive.log_probs.unsqueeze(0), target, 1)[0])
+        return fitted if _is_better(fitted, predictive, target) else cls(torch.ones_like(fitted.temperature))
+
+    def log_probs(self, log_probs: Tensor) -> Tensor:
+        if self.temperature == 1:
+            return log_probs  # to the last bit
+        return F.log_softmax(log_probs / self.temperature.to(log_probs), 1)
+
+
+@dataclass(frozen=True, eq=False)
+class MemberTemperature(Scaling):
+    """A temperature for each member's logits, before their probabilities are averaged; its draws share it."""
+
+    temperature: Tensor
+    """T of each member, `[M]`."""
+
+    @classmethod
+    def fit(cls, predictive: Predictive, target: Tensor, members: int) -> Self:
+        """The T of all members together, by the NLL of their mean, from T = 1; 1 where no other is better.
+
+        Each member's own best T may make the mean worse: where calibrated members disagree, their mean is not sure
+        enough. The minimum found is the one nearby, which need not be the only one.
+        """
+        fitted = cls(_temperatures(predictive.member_log_probs, target, members))
+        return fitted if _is_better(fitted, predictive, target) else cls(torch.ones_like(fitted.temperature))
+
+    def predictions(self, predictions: Tensor, task: str) -> Tensor:
+        members = len(self.temperature)
+        if len(predictions) % members:
+            raise ValueError(f"predictions must be as many of each of the {members} members, got {len(predictions)}")
+        own = self.temperature.to(predictions).repeat_interleave(len(predictions) // members)
+        return predictions / own.view(-1, *[1] * (predictions.ndim - 1))
+
+
+@dataclass(frozen=True, eq=False)
+class Vector(Scaling):
+    """A weight and a bias for each class's log-probability: `softmax(w * log p + b)`. It may change labels."""
+
+    weight: Tensor
+    """w, `[C]`."""
+    bias: Tensor
+    """b, `[C]`."""
+
+    @classmethod
+    def fit(cls, predictive: Predictive, target: Tensor, members: int = 1) -> Self:
+        """The w and b of least `N * NLL + (|w - 1|^2 + |b|^2) / 2`; w = 1, b = 0 where no other is better.
+
+        Without the penalty, which is that of one standard normal prior for all N targets together, a class that is
+        missing among the targets would get a bias of -inf. It is 0 where nothing is scaled, so the NLL never rises.
+        """
+        log_probs = predictive.log_probs
+        start = torch.zeros(2, log_probs.shape[1], dtype=torch.float64, device=log_probs.device)
+        start[0] = 1
+
+        def objective(at: Tensor) -> Iterator[Tensor]:
+            yield (at - start).square().sum() / (2 * len(target))
+            for rows, own in _chunks(log_probs, target):
+                yield F.cross_entropy(at[0] * rows + at[1], own, reduction="sum") / len(target)
+
+        fitted = cls(*_minimised(objective, start))
+        return fitted if _is_better(fitted, predictive, target) else cls(*start)
+
+    def log_probs(self, log_probs: Tensor) -> Tensor:
+        if bool((self.weight == 1).all() and (self.bias == 0).all()):
+            return log_probs  # to the last bit
+        shape = (-1, *[1] * (log_probs.ndim - 2))
+        weight, bias = self.weight.to(log_probs).view(shape), self.bias.to(log_probs).view(shape)
+        return F.log_softmax(weight * log_probs.clamp(min=LEAST_LOG_PROB) + bias, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Isotonic(Scaling):
+    """A rising function for each class's probability, linear between knots; 1e-6 at least, and then normalised.
+
+    It may change labels, and make classes equally probable that were not.
+    """
+
+    knots: Tensor
+    """Probabilities in rising order, `[C, K]`; where a class has fewer than K, its last one is repeated."""
+    heights: Tensor
+    """What becomes of them, `[C, K]`."""
+
+    @classmethod
+    def fit(cls, predictive: Predictive, target: Tensor, members: int = 1) -> Self:
+        """Isotonic regression of each class against the rest, by scikit-learn."""
+        regression = needed("sklearn.isotonic", "calibration", "scaling='isotonic'").IsotonicRegression
+        knots, heights = [], []
+        for number, probs in enumerate(predictive.probs.double().cpu().unbind(1)):
+            fitted = regression(y_min=0, y_max=1, out_of_bounds="clip").fit(probs, (target.cpu() == number).double())
+            knots.append(torch.from_numpy(fitted.X_thresholds_))
+            heights.append(torch.from_numpy(fitted.y_thresholds_))
+        return cls(_side_by_side(knots), _side_by_side(heights))
+
+    def log_probs(self, log_probs: Tensor) -> Tensor:
+        probs = log_probs.exp().double().movedim(1, 0)
+        knots, heights = self.knots.to(probs.device), self.heights.to(probs.device)
+        risen = _interpolated(probs.flatten(1), knots, heights).view(probs.shape).movedim(0, 1).clamp(min=FLOOR)
+        return (risen / risen.sum(1, keepdim=True)).log().to(log_probs)
+
+
+@dataclass(frozen=True, eq=False)
+class Variance(Scaling):
+    """One factor for all predicted variances: the members' mixture, stretched about its mean.
+
+    Members come to lie `sqrt(factor)` times as far from their mean, and each predicts `factor` times its variance. So
+    the mean stays, and `epistemic_variance`, `aleatoric_variance` and `variance` are multiplied by the factor.
+    """
+
+    factor: Tensor
+    """The factor, `[]`: above 1 where the predictions were too sure."""
+
+    @classmethod
+    def fit(cls, predictive: Predictive, target: Tensor, members: int = 1) -> Self:
+        """The factor of greatest likelihood, where targets are normal: the mean of `(y - mean)^2 / variance`."""
+        variance = predictive.variance.double()
+        if not bool((variance > 0).all()):
+            index = (variance <= 0).nonzero()[0].tolist()
+            raise ValueError(
+                f"scaling='variance' needs variances above 0, got 0 at index {index}: "
+                "use members that differ, task='gaussian', or scaling=None"
+            )
+        factor = ((target.double() - predictive.mean.double()).square() / variance).mean()
+        return cls(factor.clamp(min=LEAST_FACTOR))
+
+    def predictions(self, predictions: Tensor, task: str) -> Tensor:
+        factor = self.factor.to(predictions.device, torch.promote_types(predictions.dtype, torch.float32))
+        if task == "regression":
+            return _stretched(predictions.to(factor.dtype), factor)
+        means, variances = split_gaussian(predictions, dim=2)
+        return join_gaussian(_stretched(means, factor), factor * variances, dim=2)
+
+
+SCALINGS: dict[str, type[Scaling]] = {
+    "temperature": Temperature,
+    "member_temperature": MemberTemperature,
+    "vector": Vector,
+    "isotonic": Isotonic,
+    "variance": Variance,
+}
+
+
+# Temperatures -------------------------------------------------------------------------------------------
+
+
+def _temperatures(logits: Tensor, target: Tensor, members: int) -> Tensor:
+    """The temperatures `[M]` of least NLL for the mean of predictions `[S, N, C]`, S / M of each member."""
+    widest = math.log(LARGEST_TEMPERATURE)
+
+    def bounded(at: Tensor) -> Tensor:
+        return (widest * torch.tanh(at / widest)).exp()  # 1 at 0, where it has a slope of 1
+
+    def objective(at: Tensor) -> Iterator[Tensor]:
+        for rows, classes in _chunks(logits, target):
+            own = bounded(at).repeat_interleave(len(logits) // members).view(-1, 1, 1)
+            log_probs = F.log_softmax(rows / own, 2).logsumexp(0) - math.log(len(logits))
+            yield F.nll_loss(log_probs, classes, reduction="sum") / len(target)
+
+    return bounded(_minimised(objective, torch.zeros(members, dtype=torch.float64, device=logits.device)))
+
+
+def _is_better(scaling: Scaling, predictive: Predictive, target: Tensor) -> bool:
+    """Whether predictions have a lower NLL once they are scaled, by more than float32 rounds."""
+    before = -predictive.log_probs
+    scaled = replace(predictive, predictions=scaling.predictions(predictive.predictions, predictive.task))
+    after = -scaling.log_probs(scaled.log_probs)
+    gain = (before.double() - after.double()).gather(1, target[:, None]).mean()
+    return bool(gain > 1e-7 * before.gather(1, target[:, None]).double().mean())  # never where it is NaN
+
+
+# Fitting ------------------------------------------------------------------------------------------------
+
+
+def _chunks(values: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows of `values`, `[..., N, C]`, and their classes `[N]`, some at a time, finite and in float64."""
+    step = max(1, _CHUNK * len(target) // max(1, values.numel()))
+    for rows, classes in zip(values.split(step, -2), target.split(step), strict=True):
+        yield rows.double().clamp(min=LEAST_LOG_PROB), classes.clone()  # autograd keeps no tensor of inference mode
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def _minimised(objective: Callable[[Tensor], Iterable[Tensor]], start: Tensor) -> Tensor:
+    """Where the sum of the parts of an objective is least, by L-BFGS from `start`.
+
+    The parts are gone backward through one at a time, so that only one is held: they must share no part of the graph.
+    """
+    at = start.clone().requires_grad_()
+    optimizer = torch.optim.LBFGS(
+        [at], max_iter=200, tolerance_grad=1e-10, tolerance_change=1e-14, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        total = torch.zeros_like(at).sum()
+        for part in objective(at):
+            part.backward()
+            total = total + part.detach()
+        return total
+
+    optimizer.step(closure)
+    return at.detach()
+
+
+def _side_by_side(rows: list[Tensor]) -> Tensor:
+    """Rows of several lengths as one tensor; shorter ones repeat their last value."""
+    longest = max(len(row) for row in rows)
+    return torch.stack([torch.cat([row, row[-1:].expand(longest - len(row))]) for row in rows])
+
+
+def _interpolated(x: Tensor, knots: Tensor, heights: Tensor) -> Tensor:
+    """Piecewise linear functions, a row of `[C, K]` each, at the points of the rows of `x`, `[C, N]`."""
+    right = torch.searchsorted(knots, x.contiguous()).clamp(1, knots.shape[1] - 1)  # 0 where there is but one knot
+    left = (right - 1).clamp(min=0)
+    low, high = knots.gather(1, left), knots.gather(1, right)
+    share = ((x - low) / (high - low).clamp(min=torch.finfo(x.dtype).tiny)).clamp(0, 1)
+    return torch.lerp(heights.gather(1, left), heights.gather(1, right), share)
+
+
+def _stretched(values: Tensor, factor: Tensor) -> Tensor:
+    """Values `[S, ...]` with `factor` times their variance over S, and the same mean."""
+    mean = values.mean(0)
+    return mean + factor.sqrt() * (values - mean)

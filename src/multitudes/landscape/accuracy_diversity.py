@@ -1,0 +1,289 @@
+"""The diversity-accuracy plane: how much a solution differs from another, for the accuracy that it has.
+
+Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, section 4.3 and appendix D. A
+reference solution f* has the accuracy a*, another, f, the accuracy a; d is the share of inputs on which their labels
+differ, and `d / (1 - a)` its normalised diversity. Of C classes, labels that know nothing of each other differ by
+
+    upper    (1 - a*) a + (1 - a) a* + (1 - a*)(1 - a)(C - 2) / (C - 1)
+
+and labels of f* that flip, each with the same probability, to another class at random by
+
+    lower    (C - 1)(a* - a) / (C a* - 1).
+
+Where right labels flip with probability p, and wrong ones with probability p^e,
+
+    a(p) = a* (1 - p) + (1 - a*) p^e / (C - 1),    d(p) = a* p + (1 - a*) p^e.
+
+`e = 1` is the lower limit. In print, equations (3) and (4) of the appendix have their left sides exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.checks import check_count, check_number
+from multitudes.landscape.figures import COLOURS, SYMBOLS, figure
+from multitudes.landscape.solutions import read_solutions
+from multitudes.metrics.inputs import read_rows
+
+__all__ = ["DiversityPlane", "diversity_plane", "family", "fit_exponent", "lower_limit", "normalised", "upper_limit"]
+
+
+# -- limits ------------------------------------------------------------------------------------------------
+
+
+def upper_limit(accuracy: Tensor, reference: float, classes: int) -> Tensor:
+    """The disagreement of labels that know nothing of the reference's, in the shape of `accuracy` (appendix D.1).
+
+    >>> upper_limit(torch.tensor([0.5, 1.0]), reference=0.5, classes=2)
+    tensor([0.5000, 0.5000])
+    """
+    _check_plane(reference, classes)
+    both_wrong = (1 - reference) * (1 - accuracy)
+    return (1 - reference) * accuracy + (1 - accuracy) * reference + both_wrong * (classes - 2) / (classes - 1)
+
+
+def lower_limit(accuracy: Tensor, reference: float, classes: int) -> Tensor:
+    """The disagreement of the reference's own labels, perturbed, in the shape of `accuracy` (appendix D.2).
+
+    Such labels are less accurate than the reference; above its accuracy there is no limit, and it is 0.
+
+    >>> lower_limit(torch.tensor([0.4, 0.8, 0.9]), reference=0.8, classes=5)
+    tensor([0.5333, 0.0000, 0.0000])
+    """
+    _check_plane(reference, classes, above_chance=True)
+    return (classes - 1) * (reference - accuracy).clamp(min=0) / (classes * reference - 1)
+
+
+def family(flips: Tensor, exponent: float, reference: float, classes: int) -> tuple[Tensor, Tensor]:
+    """Accuracy and disagreement where right labels flip with probability `flips`, wrong ones with `flips**exponent`.
+
+    Both have the shape of `flips` (appendix D.3).
+
+    >>> family(torch.tensor([0.0, 0.25]), exponent=0.5, reference=0.8, classes=5)
+    (tensor([0.8000, 0.6250]), tensor([0.0000, 0.3000]))
+    """
+    _check_plane(reference, classes)
+    check_number("exponent", exponent, 0)
+    wrong = flips**exponent if exponent else torch.ones_like(flips)
+    return _accuracy_and_disagreement(flips, wrong, reference, classes)
+
+
+def normalised(disagreement: Tensor, accuracy: Tensor) -> Tensor:
+    """`d / (1 - a)`, by the accuracy of the solution, not of the reference; 0 for equal labels, whatever a.
+
+    >>> normalised(torch.tensor([0.0, 0.1, 0.1]), torch.tensor([1.0, 0.8, 1.0]))
+    tensor([0.0000, 0.5000,    inf])
+    """
+    return torch.where(disagreement == 0, 0.0, disagreement / (1 - accuracy))
+
+
+def _accuracy_and_disagreement(right: Tensor, wrong: Tensor, reference: float, classes: int) -> tuple[Tensor, Tensor]:
+    """From the probabilities that right and wrong labels flip."""
+    accuracy = reference * (1 - right) + (1 - reference) * wrong / (classes - 1)
+    return accuracy, reference * right + (1 - reference) * wrong
+
+
+def _check_plane(reference: float, classes: int, above_chance: bool = False) -> None:
+    if check_count("classes", classes) < 2:
+        raise ValueError(f"classes must be 2 or more, got {classes}")
+    check_number("reference", reference, 0, high=1)
+    if above_chance and reference * classes <= 1:
+        raise ValueError(f"reference must be an accuracy above chance, 1/{classes}, got {reference!r}")
+
+
+# -- the fit -----------------------------------------------------------------------------------------------
+
+
+def fit_exponent(accuracy: Tensor, disagreement: Tensor, reference: float, classes: int) -> float:
+    """The exponent e whose curve comes closest to solutions `[S]`: the least sum of squared distances (Fig. S6).
+
+    Distances are those in the plane of accuracy and disagreement, to the nearest point of the curve, since
+    both coordinates are measured and the probability to flip is not. The exponent is found between 0.01 and 100.
+
+    >>> a, d = family(torch.linspace(0.01, 0.5, 20), exponent=0.22, reference=0.7, classes=10)
+    >>> round(fit_exponent(a, d, reference=0.7, classes=10), 3)
+    0.22
+    """
+    _check_plane(reference, classes)
+    if reference == 1:
+        raise ValueError("reference must be below 1: without wrong labels there is no exponent to fit")
+    points = _points(accuracy, disagreement)
+    low, high = -2.0, 2.0  # powers of ten
+    while high - low > 1e-5:
+        exponents = torch.linspace(low, high, 17, dtype=torch.float64)
+        distances = [_distance(points, 10.0 ** float(power), reference, classes) for power in exponents]
+        best, step = float(exponents[distances.index(min(distances))]), (high - low) / 16
+        low, high = max(low, best - step), min(high, best + step)
+    return float(10.0 ** ((low + high) / 2))
+
+
+def _points(accuracy: Tensor, disagreement: Tensor) -> Tensor:
+    """Both as `[S, 2]`, in float64."""
+    if accuracy.ndim != 1 or accuracy.shape != disagreement.shape or not len(accuracy):
+        raise ValueError(
+            "accuracy and disagreement must be of the same solutions, [S], got shapes "
+            f"{list(accuracy.shape)} and {list(disagreement.shape)}"
+        )
+    points = torch.stack([accuracy, disagreement], 1).double()
+    bad = ~((points >= 0) & (points <= 1))  # NaN is neither
+    if bool(bad.any()):
+        row, column = bad.nonzero()[0].tolist()
+        name = ("accuracy", "disagreement")[column]
+        raise ValueError(f"{name} must lie within 0 and 1, got {float(points[row, column])} at index {row}")
+    if not bool(points[:, 1].any()):
+        raise ValueError("disagreement must be above 0 for some solution: the reference itself lies on every curve")
+    return points
+
+
+def _distance(points: Tensor, exponent: float, reference: float, classes: int) -> float:
+    """The sum of squared distances of points `[S, 2]` to the curve of an exponent."""
+    steps = torch.linspace(0, 1, 513, dtype=torch.float64, device=points.device)
+    # The larger of both probabilities goes evenly from 0 to 1, so that no stretch of the curve is long.
+    right, wrong = (steps ** (1 / exponent), steps) if exponent < 1 else (steps, steps**exponent)
+    curve = torch.stack(_accuracy_and_disagreement(right, wrong, reference, classes), 1)
+    start, way = curve[:-1], curve.diff(dim=0)
+    offset = points[:, None] - start
+    share = ((offset * way).sum(2) / way.square().sum(1).clamp(min=1e-300)).clamp(0, 1)
+    return float((offset - share[..., None] * way).square().sum(2).amin(1).sum())
+
+
+# -- the plane ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DiversityPlane:
+    """S solutions by accuracy and by disagreement with a reference solution; `[S]`, float64, on the CPU."""
+
+    labels: tuple[str, ...]
+    runs: tuple[str, ...]
+    kinds: tuple[str, ...]
+    accuracy: Tensor
+    disagreement: Tensor
+    reference: str
+    """The label of the reference solution."""
+    reference_accuracy: float
+    classes: int
+    exponents: Mapping[str, float]
+    """The exponent e that fits the solutions of the reference's run best, by kind."""
+
+    def __repr__(self) -> str:
+        return f"DiversityPlane(solutions={len(self.labels)}, reference={self.reference!r})"
+
+    @property
+    def diversity(self) -> Tensor:
+        """Normalised diversity, `disagreement / (1 - accuracy)`."""
+        return normalised(self.disagreement, self.accuracy)
+
+    def limits(self, points: int = 200) -> tuple[Tensor, Tensor, Tensor]:
+        """Accuracies from chance to the best solution's, and the lower and upper limit of the normalised diversity."""
+        check_count("points", points)
+        best = min(float(self.accuracy.max()), 1 - 1e-6)
+        accuracy = torch.linspace(1 / self.classes, best, points, dtype=torch.float64)
+        limits = [limit(accuracy, self.reference_accuracy, self.classes) for limit in (lower_limit, upper_limit)]
+        return accuracy, normalised(limits[0], accuracy), normalised(limits[1], accuracy)
+
+    def plot(self) -> Any:
+        """Normalised diversity against accuracy, the limits, and the fitted curves (Fig. 6, 7, S6)."""
+        fig = figure("Diversity and accuracy", "accuracy", "disagreement / (1 - accuracy)")
+        accuracy, lower, upper = self.limits()
+        for name, limit in (("lower limit", lower), ("upper limit", upper)):
+            line = {"color": "black", "dash": "dash" if limit is upper else "dot"}
+            fig.add_scatter(x=accuracy.tolist(), y=limit.tolist(), mode="lines", line=line, name=name)
+        of_reference = self.runs[self.labels.index(self.reference)]
+        groups: dict[str, list[int]] = {}
+        for index, (run, kind) in enumerate(zip(self.runs, self.kinds, strict=True)):
+            if self.labels[index] != self.reference:
+                groups.setdefault(kind if run == of_reference else f"other runs, {kind}", []).append(index)
+        for number, (name, group) in enumerate(groups.items()):
+            colour, symbol = COLOURS[number % len(COLOURS)], SYMBOLS[number % len(SYMBOLS)]
+            fig.add_scatter(
+                x=self.accuracy[group].tolist(),
+                y=self.diversity[group].tolist(),
+                mode="markers",
+                marker={"color": colour, "symbol": symbol, "size": 8},
+                name=name,
+                text=[self.labels[index] for index in group],
+            )
+            if name in self.exponents:
+                self._add_curve(fig, name, colour, float(self.accuracy[group].min()))
+        fig.add_scatter(
+            x=[self.reference_accuracy],
+            y=[0.0],
+            mode="markers",
+            marker={"color": "green", "symbol": "star", "size": 14},
+            name=f"reference: {self.reference}",
+        )
+        least, most = float(self.accuracy.min()), float(self.accuracy.max())
+        margin = max(0.02, 0.2 * (most - least))  # the limits go on to chance, where nothing is to be seen
+        return fig.update_xaxes(range=[max(0.0, least - margin), min(1.0, most + margin)])
+
+    def _add_curve(self, fig: Any, kind: str, colour: str, least: float) -> None:
+        exponent = self.exponents[kind]
+        flips = torch.linspace(0, 1, 400, dtype=torch.float64) ** max(1.0, 1 / exponent)
+        accuracy, disagreement = family(flips, exponent, self.reference_accuracy, self.classes)
+        seen = accuracy >= least
+        x, y = accuracy[seen], normalised(disagreement, accuracy)[seen]
+        name = f"{kind}: e = {exponent:.2f}"
+        fig.add_scatter(x=x.tolist(), y=y.tolist(), mode="lines", line={"color": colour, "width": 1}, name=name)
+
+
+def diversity_plane(
+    solutions: Any,
+    data: Any = None,
+    *,
+    reference: str | None = None,
+    model: nn.Module | None = None,
+    draws: int = 10,
+    seed: int = 0,
+) -> DiversityPlane:
+    """Accuracy of solutions and their diversity to a reference, with limits and fitted curves (Fig. 6, 7, S6).
+
+    Args:
+        solutions: see `read_solutions`; independent runs, and around one of them its checkpoints and subspaces.
+        data: inputs and classes, `(x, y)` or batches of them.
+        reference: the label of the reference solution; by default the last solution of the first run's first kind,
+            as its last checkpoint.
+        model, draws, seed: see `read_solutions`.
+
+    >>> nets = {"ref": nn.Linear(2, 2, bias=False), "other": nn.Linear(2, 2, bias=False)}
+    >>> for net, weight in zip(nets.values(), ([[1.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [0.9, 0.0]]), strict=True):
+    ...     _ = net.weight.data.copy_(torch.tensor(weight))
+    >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.5], [0.5, 1.0]])
+    >>> plane = diversity_plane(nets, (x, torch.tensor([0, 1, 0, 0])))
+    >>> plane.accuracy.tolist(), plane.disagreement.tolist(), plane.diversity.tolist()
+    ([0.75, 0.75], [0.0, 0.5], [0.0, 2.0])
+    """
+    read = read_solutions(solutions, data, model=model, draws=draws, seed=seed)
+    rows = read_rows(read.predictive, read.classes())
+    if reference is None:
+        first = list(zip(read.runs, read.kinds, strict=True))
+        index = max(at for at, place in enumerate(first) if place == first[0])
+    else:
+        index = read.index(reference)
+    labels = rows.members("diversity_plane").predictions.argmax(2)
+    accuracy = (labels == rows.target).double().mean(1)
+    disagreement = (labels != labels[index]).double().mean(1)
+    own = float(accuracy[index])
+    _check_plane(own, rows.classes, above_chance=True)
+    exponents = {}
+    for kind in dict.fromkeys(read.kinds):
+        of_kind = [at for at in range(len(read)) if (read.runs[at], read.kinds[at]) == (read.runs[index], kind)]
+        if own < 1 and bool(disagreement[of_kind].any()):
+            exponents[kind] = fit_exponent(accuracy[of_kind], disagreement[of_kind], own, rows.classes)
+    return DiversityPlane(
+        read.labels,
+        read.runs,
+        read.kinds,
+        accuracy,
+        disagreement,
+        read.labels[index],
+        own,
+        rows.classes,
+        exponents,
+    )

@@ -1,0 +1,153 @@
+"""One call for a handful of trained networks: where they lie, how they differ, and how flat it is around them.
+
+S. Fort, H. Hu, B. Lakshminarayanan: Deep Ensembles: A Loss Landscape Perspective, 2019; N. Park, S. Kim: Blurs Behave
+Like Ensembles, 2022, for the curvature.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.batches import Batches
+from multitudes.core.checks import check_count, check_seed, needed
+from multitudes.core.files import replacing
+from multitudes.landscape.accuracy_diversity import DiversityPlane, diversity_plane
+from multitudes.landscape.function_space import FunctionMap, Similarity, function_map, similarity
+from multitudes.landscape.hessian import HessianSpectrum, hessian_spectrum
+from multitudes.landscape.planes import Plane, plane
+from multitudes.landscape.solutions import Solutions, read_solutions
+from multitudes.training.batchnorm import norms
+
+__all__ = ["Explanation", "explain"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Explanation:
+    """What `explain` has found; each part can be looked at alone, and plotted."""
+
+    solutions: Solutions
+    similarity: Similarity
+    """How alike the networks are, in their weights and in what they say."""
+    map: FunctionMap | None
+    """The networks as points, near each other where they say the same; None for fewer than three."""
+    diversity: DiversityPlane | None
+    """How much each differs from the first, against its accuracy; None where that one knows no more than chance."""
+    plane: Plane
+    """The loss between them: on the plane through three of them, or on the line through two."""
+    spectrum: HessianSpectrum
+    """The largest curvatures around the first one, over mini-batches."""
+
+    def __repr__(self) -> str:
+        return f"Explanation({self.solutions!r})"
+
+    def figures(self) -> dict[str, Any]:
+        """The Plotly figures, by name."""
+        parts = {
+            "similarity": self.similarity,
+            "map": self.map,
+            "diversity": self.diversity,
+            "plane": self.plane,
+            "spectrum": self.spectrum,
+        }
+        return {name: part.plot() for name, part in parts.items() if part is not None}
+
+    def save(self, path: str | os.PathLike[str], title: str = "Why they differ") -> Path:
+        """Write all figures as one HTML page, which needs no network."""
+        needed("plotly", "plots", "a page of figures")
+        parts = [
+            figure.to_html(full_html=False, include_plotlyjs=index == 0, default_height="480px")
+            for index, figure in enumerate(self.figures().values())
+        ]
+        head = f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}</title>"
+        view = "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+        body = f"<body style='max-width:60rem;margin:auto;font-family:sans-serif'>{''.join(parts)}</body></html>"
+        with replacing(path) as unfinished:
+            unfinished.write_text(head + view + body, encoding="utf-8")
+        return Path(path)
+
+
+def explain(
+    runs: Any,
+    data: Any,
+    *,
+    model: nn.Module | None = None,
+    points: int = 25,
+    batches: int = 8,
+    draws: int = 10,
+    seed: int = 0,
+    folder: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+) -> Explanation:
+    """Say why trained networks of one architecture differ; nothing that is given is changed.
+
+    Args:
+        runs: two networks or more: by name, as a list, or the members of a multitude (see `read_solutions`).
+        data: `(x, y)`, or an iterable of batches, which is gone through once and kept.
+        model: the network that state dicts are of, where runs are state dicts.
+        points: how many points the loss plane has in each direction.
+        batches: how many mini-batches the curvature is measured on.
+        draws: how many draws to make of networks that draw.
+        seed: of the map, of the draws, and of where the curvature's iterations begin.
+        folder: where the points of the loss plane are kept; the same call then goes on where it was interrupted.
+        progress: whether to show progress on stderr; by default on a terminal, after two seconds.
+
+    >>> x = torch.randn(64, 2)
+    >>> data = x, (x[:, 0] > 0).long()
+    >>> why = explain([nn.Linear(2, 2) for _ in range(3)], data, points=5, batches=1)
+    >>> why.similarity.cosine.shape, why.plane.loss.shape
+    (torch.Size([3, 3]), torch.Size([5, 5]))
+    """
+    check_count("points", points)
+    check_count("batches", batches)
+    check_seed(seed)
+    kept = _kept(data)
+    found = read_solutions(runs, kept, model=model, draws=draws, seed=seed)
+    networks = _different(found.networks)
+    if len(networks) < 2:
+        raise ValueError(f"runs must hold two networks or more to compare, got {len(networks)}")
+    return Explanation(
+        found,
+        similarity(found),
+        function_map(found, seed=seed) if len(found.labels) > 2 else None,
+        diversity_plane(found, reference=found.labels[0]) if _above_chance(found) else None,
+        plane(
+            networks[0], kept, through=networks[:3], points=points, folder=folder, progress=progress,
+            batch_norm=kept if norms(networks[0]) else None,
+        ),
+        hessian_spectrum(networks[0], _joined(kept), 1, batches, batch_size=32, seed=seed, progress=progress),
+    )  # fmt: skip
+
+
+def _kept(data: Any) -> list[tuple[Any, Any]]:
+    """Batches that can be gone through again, the same each time."""
+    batches = [(x, y) for x, y in Batches(data).on(torch.device("cpu"))]
+    if any(y is None for _, y in batches):
+        raise ValueError("data must have targets, (x, y), got inputs alone")
+    return batches
+
+
+def _joined(batches: list[tuple[Any, Any]]) -> Any:
+    """All inputs and all targets, which can be cut into mini-batches anew; batches that are no tensors stay."""
+    if not all(isinstance(x, Tensor) for x, _ in batches):
+        return batches
+    return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+
+
+def _different(networks: Iterable[nn.Module]) -> list[nn.Module]:
+    """Each network once: the draws of one share it."""
+    return list({id(network): network for network in networks}.values())
+
+
+def _above_chance(found: Solutions) -> bool:
+    """Whether the first solution knows something: without that, nothing can be learnt from how others differ."""
+    first = found.predictive.predictions[0]
+    right = (first.argmax(1) == found.classes()).double().mean()
+    return bool(right > 1 / first.shape[1])

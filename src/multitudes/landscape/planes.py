@@ -1,0 +1,328 @@
+"""Planes: loss, accuracy and agreement with given solutions on a line or plane through weight space.
+
+Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, cut through the origin and two
+optima (Fig. 5, S1). Garipov et al., *Loss surfaces, mode connectivity, and fast ensembling of DNNs*, 2018, lay a plane
+through three solutions, with coordinates by Gram-Schmidt:
+
+    u = w_b - w_a,    v = (w_c - w_a) - <w_c - w_a, u> / |u|^2 u,    P(x, y) = w_a + x u/|u| + y v/|v|.
+
+Li et al., *Visualizing the loss landscape of neural nets*, 2018, look around one solution, along two random
+directions. Park and Kim, *Blurs behave like ensembles*, 2022, show such a landscape several times over for a network
+that draws, each time with other random numbers (Fig. C.2).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.checks import check_count, check_number, check_seed
+from multitudes.core.draws.stochastic import stochastic_layers
+from multitudes.core.multitude import Criterion
+from multitudes.core.progress import ProgressBar
+from multitudes.landscape.cache import Cache
+from multitudes.landscape.directions import Frame, check_direction
+from multitudes.landscape.figures import COLOURS, DASHES, SCALE, SYMBOLS, figure, graph_objects
+from multitudes.landscape.weights import Gauge, Noise, Scores, Solution, fingerprint, measured, single_network, state_of
+from multitudes.training.recorder import Checkpoints, State, Trajectory, flat_state
+
+__all__ = ["Plane", "plane"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Plane:
+    """A landscape on a line `[X]` or a plane `[X, Y]`, and the R given solutions; on the CPU.
+
+    With seeds, there are L landscapes, in front of all other dimensions of `loss`, `accuracy` and `agreement`, and of
+    what the solutions score.
+    """
+
+    axes: tuple[Tensor, ...]
+    """Where the grid is along each direction, `[X]` or `[X]` and `[Y]`."""
+    loss: Tensor
+    """`[X, Y]`, float64."""
+    accuracy: Tensor | None
+    """`[X, Y]`; None where the targets are no classes."""
+    agreement: Tensor | None
+    """`[R, X, Y]`: the share of inputs that get the label which a solution gives them."""
+    solutions: tuple[str, ...]
+    """The names of the R given solutions."""
+    coordinates: Tensor
+    """Where they are, or what on the plane is nearest to them, `[R, 1]` or `[R, 2]`."""
+    scores: Scores
+    """What they score as they are: `loss [R]`, `accuracy [R]`, `agreement [R, R]`."""
+    frame: Frame
+    """The plane in weight space."""
+    seeds: tuple[int, ...] | None = None
+
+    def __repr__(self) -> str:
+        shape, names = "x".join(str(len(axis)) for axis in self.axes), ", ".join(self.solutions)
+        return f"Plane({shape}, solutions=({names}), loss={self.loss.min():.4g} to {self.loss.max():.4g})"
+
+    def project(self, checkpoints: Checkpoints, network: nn.Module) -> Tensor:
+        """Where the checkpoints of a trajectory come nearest to the plane, `[T, 1]` or `[T, 2]`."""
+        states = Trajectory.of(checkpoints, network).states
+        return self.frame.project(torch.stack([flat_state(state, network) for state in states]))
+
+    def plot(
+        self, what: str = "loss", *, solution: int = 0, landscape: int = 0, paths: Mapping[str, Tensor] | None = None
+    ) -> Any:
+        """A Plotly figure of `what`: `"loss"`, on a plane as its logarithm; `"accuracy"`; or `"agreement"`.
+
+        Agreement is with one `solution`, by its number; `landscape` is the number of the seed. `paths` are trajectories
+        by name, as `project` gives them.
+        """
+        values = self._chosen(what, solution, landscape)
+        title = f"{what} with {self.solutions[solution]}" if what == "agreement" else what
+        if len(self.axes) == 1:
+            return self._line(values, title)
+        fig, go = figure(title.capitalize(), "first direction", "second direction"), graph_objects()
+        log = what == "loss"
+        x, y = (axis.tolist() for axis in self.axes)
+        fig.add_trace(
+            go.Contour(
+                x=x,
+                y=y,
+                z=(values.clamp(min=1e-12).log10() if log else values).T.tolist(),
+                colorscale=SCALE,
+                reversescale=log,
+                colorbar={"title": "log10 loss" if log else what},
+                contours={"showlines": False},
+                ncontours=40,
+            )
+        )
+        for index, (name, path) in enumerate((paths or {}).items()):
+            colour, dash = COLOURS[index % len(COLOURS)], DASHES[index % len(DASHES)]
+            line = {"color": colour, "dash": dash}
+            fig.add_trace(go.Scatter(x=path[:, 0].tolist(), y=path[:, 1].tolist(), name=name, line=line))
+        for index, (name, (at_x, at_y)) in enumerate(zip(self.solutions, self.coordinates.tolist(), strict=True)):
+            marker = {"symbol": SYMBOLS[index % len(SYMBOLS)], "size": 12, "color": "white", "line": {"width": 2}}
+            fig.add_trace(go.Scatter(x=[at_x], y=[at_y], name=name, mode="markers", marker=marker))
+        return fig.update_layout(legend={"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top"})  # on no solution
+
+    def _line(self, values: Tensor, title: str) -> Any:
+        fig, go = figure(title.capitalize(), "along the line", title), graph_objects()
+        fig.add_trace(go.Scatter(x=self.axes[0].tolist(), y=values.tolist(), name=title, line={"color": COLOURS[0]}))
+        for name, (at,) in zip(self.solutions, self.coordinates.tolist(), strict=True):
+            fig.add_vline(x=at, line={"dash": "dot"}, annotation_text=name)
+        return fig
+
+    def _chosen(self, what: str, solution: int, landscape: int) -> Tensor:
+        """`[X]` or `[X, Y]`: one measure of one landscape."""
+        values = measured(self, what)
+        for name, index, count in (("solution", solution, len(self.solutions)), ("landscape", landscape, self._count)):
+            if not isinstance(index, int) or not 0 <= index < count:
+                raise ValueError(f"{name} must be from 0 to {count - 1}, got {index!r}")
+        values = values if self.seeds is None else values[landscape]
+        return values[solution] if what == "agreement" else values
+
+    @property
+    def _count(self) -> int:
+        return 1 if self.seeds is None else len(self.seeds)
+
+
+def plane(
+    network: nn.Module,
+    data: Any,
+    *,
+    through: Sequence[Solution] | None = None,
+    along: Sequence[Tensor] | None = None,
+    radial: Sequence[Solution] | None = None,
+    points: int = 25,
+    margin: float = 0.25,
+    span: float | tuple[float, float] = 1.0,
+    solutions: Mapping[str, Solution] | None = None,
+    criterion: Criterion | None = None,
+    batch_norm: Any = None,
+    seeds: Sequence[int] | None = None,
+    draws: int = 1,
+    noise: str = "fixed",
+    folder: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+    at_once: int | None = None,
+) -> Plane:
+    """Measure a network on a plane of weights, in evaluation mode; nothing that is given is changed.
+
+    Which plane is said by one of `through`, `along` and `radial`. Given solutions are measured as they are, to the
+    last bit; the points of the grid several at a time, by what a race on the first of the data finds fastest, so that
+    two runs may differ by rounding.
+
+    Args:
+        network: one network, or a multitude that draws.
+        data: `(x, y)`, or an iterable of batches, which is gone through once and kept.
+        through: three solutions, networks or state dicts; or two, for a line. Coordinates are distances in weight
+            space, from the first one, the first direction towards the second one.
+        along: one or two directions `[P]` from the network's own weights (see `directions`). Coordinates are
+            multiples of them.
+        radial: two solutions, for the plane through them and the origin, where all weights are 0.
+        points: how many points the grid has in each direction.
+        margin: how far the grid goes beyond the given points on each side, as a share of their extent.
+        span: how far it goes `along` a direction: from -span to span, or from one number to another.
+        solutions: by name, what to measure agreement with; by default what the plane goes through, or the network.
+        criterion: `(prediction, target) -> mean over the batch`, by default cross entropy.
+        batch_norm: data on which to recompute the batch-norm statistics at each point of the grid. Without them all
+            points have the network's own, and a plane through networks that differ in theirs is refused.
+        seeds: for a network that draws: one landscape for each seed. Without them it computes with expectations.
+        draws: how many draws each point's prediction is averaged over.
+        noise: `"fixed"`, the same random numbers at all points of a landscape, or `"fresh"`, each point its own.
+        folder: keep there what has been computed, every few seconds and when interrupted; the same call then goes on.
+        progress: whether to show progress on stderr; by default on a terminal, after two seconds.
+        at_once: how many points to measure at a time; fewer need less memory.
+
+    >>> a, b, c = (nn.Linear(2, 3) for _ in range(3))
+    >>> x, y = torch.randn(8, 2), torch.randint(3, (8,))
+    >>> landscape = plane(a, (x, y), through=(a, b, c), points=5)
+    >>> landscape.loss.shape, landscape.agreement.shape
+    (torch.Size([5, 5]), torch.Size([3, 5, 5]))
+    >>> landscape.scores.loss[1] == nn.functional.cross_entropy(b(x), y)
+    tensor(True)
+    """
+    alone = single_network(network)
+    check_count("points", points)
+    check_number("margin", margin, 0)
+    draw_indices = _checked_seeds(alone, seeds, draws, noise)
+    frame, ends, given = _laid(alone, through, along, radial)
+    states = given if solutions is None else {n: state_of(s, alone, f"solutions[{n!r}]") for n, s in solutions.items()}
+    if not states:
+        raise ValueError("solutions must hold one or more, by name, got none")
+    gauge = Gauge(network, data, criterion, batch_norm, at_once)
+    if along is None:
+        gauge.settle(given)
+    axes = _ticks(frame, ends, points, margin) if along is None else _steps(span, points, frame.axes)
+    coordinates = frame.project(torch.stack([flat_state(state, alone) for state in states.values()]))
+    grid = torch.cartesian_prod(*axes).view(-1, frame.axes)
+    kept = Cache()
+    if folder is not None:
+        asked = (frame.origin, frame.directions, grid, list(states.items()), gauge.identity(), seeds, draws, noise)
+        kept = Cache(folder, "plane", fingerprint(*asked))
+    # A large network's weights take a CPU longer than measuring them takes a GPU; not every other device has float64.
+    near = frame.to(gauge.device) if gauge.device.type == "cuda" else frame
+    given_scores = []
+    bar = ProgressBar(len(draw_indices) * len(grid), progress, "points")
+    try:
+        with kept:
+            for number, draw_index in enumerate(draw_indices):
+                given_scores.append(gauge.given(list(states.values()), draw_index))
+                missing = [at for at in range(len(grid)) if (number, at) not in kept.rows]
+                for start in range(0, len(missing), gauge.at_once):
+                    chunk = missing[start : start + gauge.at_once]
+                    noises = None if draw_index is None else [_at(draw_index, at, noise) for at in chunk]
+                    kept.add(number, chunk, gauge.measure(near.weights(grid[chunk]), noises))
+                    bar.update(len(kept.rows))
+    finally:
+        bar.clear()
+    shape = tuple(len(axis) for axis in axes)
+    on_grid = [kept.scores(number, len(grid)) for number in range(len(draw_indices))]
+    return Plane(
+        axes,
+        *_landscapes([_on(scores, shape) for scores in on_grid], seeds),
+        tuple(states),
+        coordinates,
+        Scores(*_landscapes(given_scores, seeds)),
+        frame,
+        None if seeds is None else tuple(seeds),
+    )
+
+
+def _on(scores: Scores, shape: tuple[int, ...]) -> Scores:
+    """The scores of a grid's points in the grid's own shape, `[X, Y]`, those of the agreement behind `[R]`."""
+    accuracy, agreement = scores.accuracy, scores.agreement
+    return Scores(
+        scores.loss.view(shape),
+        None if accuracy is None else accuracy.view(shape),
+        None if agreement is None else agreement.T.reshape(-1, *shape),
+    )
+
+
+def _landscapes(scores: list[Scores], seeds: Sequence[int] | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The loss, accuracy and agreement of the only landscape, or with seeds, of all of them, stacked."""
+
+    def joined(name: str) -> Any:
+        values = [getattr(one, name) for one in scores]
+        return values[0] if seeds is None or values[0] is None else torch.stack(values)
+
+    return joined("loss"), joined("accuracy"), joined("agreement")
+
+
+# -- where the plane lies ----------------------------------------------------------------------------------
+
+
+def _laid(
+    network: nn.Module,
+    through: Sequence[Solution] | None,
+    along: Sequence[Tensor] | None,
+    radial: Sequence[Solution] | None,
+) -> tuple[Frame, list[Tensor], dict[str, State]]:
+    """The plane, the points that it is laid through, and the solutions among them, by name."""
+    chosen = {n: v for n, v in (("through", through), ("along", along), ("radial", radial)) if v is not None}
+    if len(chosen) != 1:
+        raise ValueError(f"pass one of through, along and radial, got {' and '.join(chosen) or 'none'}")
+    ((way, values),) = chosen.items()
+    counts = {"through": (2, 3), "along": (1, 2), "radial": (2,)}[way]
+    if not isinstance(values, Sequence) or len(values) not in counts:
+        got = len(values) if isinstance(values, Sequence) else type(values).__name__
+        raise ValueError(f"{way} must hold {' or '.join(map(str, counts))} {_HOLDS[way]}, got {got}")
+    if along is not None:
+        for index, direction in enumerate(along):
+            check_direction(f"along[{index}]", direction, network)
+        own = state_of(network, network, "network")
+        origin = flat_state(own, network)
+        return Frame.along(origin, along), [origin], {"centre": own}
+    points = through or radial or ()
+    given = {"abc"[index]: state_of(one, network, f"{way}[{index}]") for index, one in enumerate(points)}
+    vectors = {name: flat_state(state, network) for name, state in given.items()}
+    if way == "radial":
+        vectors = {"the origin": torch.zeros_like(vectors["a"])} | vectors
+    return Frame.through(list(vectors.values()), list(vectors)), list(vectors.values()), given
+
+
+_HOLDS = {"through": "solutions", "along": "directions", "radial": "solutions"}
+
+
+def _ticks(frame: Frame, points: Sequence[Tensor], count: int, margin: float) -> tuple[Tensor, ...]:
+    """A grid around the points, with margins: for each axis its coordinates."""
+    at = frame.project(torch.stack([point.double() for point in points]))
+    low, high = at.amin(0), at.amax(0)
+    extra = margin * (high - low)
+    return tuple(
+        torch.linspace(float(start), float(end), count, dtype=torch.float64)
+        for start, end in zip(low - extra, high + extra, strict=True)
+    )
+
+
+def _steps(span: float | tuple[float, float], count: int, axes: int) -> tuple[Tensor, ...]:
+    low, high = span if isinstance(span, tuple) and len(span) == 2 else (None, span)
+    check_number("span", high, float("-inf") if low is not None else 0, above=True)
+    start = -high if low is None else low
+    if not start < high:
+        raise ValueError(f"span must be a number above 0, or two numbers in order, got {span!r}")
+    return (torch.linspace(start, high, count, dtype=torch.float64),) * axes
+
+
+# -- noise -------------------------------------------------------------------------------------------------
+
+
+def _checked_seeds(network: nn.Module, seeds: Sequence[int] | None, draws: int, noise: str) -> Sequence[Noise | None]:
+    """The noise of each landscape; None for expectations."""
+    check_count("draws", draws)
+    if noise not in ("fixed", "fresh"):
+        raise ValueError(f"noise must be 'fixed' or 'fresh', got {noise!r}")
+    if seeds is None:
+        return [None]
+    if isinstance(seeds, int) or not len(seeds):
+        raise ValueError(f"seeds must hold one seed or more, got {seeds!r}")
+    for seed in seeds:
+        check_seed(seed)
+    if not stochastic_layers(network):
+        raise ValueError(f"seeds={tuple(seeds)!r}: this network has no layer that draws")
+    return [Noise(seed, draws) for seed in seeds]
+
+
+def _at(noise: Noise, point: int, kind: str) -> Noise:
+    """The noise of a point of the grid: the landscape's own, or draws of the same seed that nothing else makes."""
+    return noise if kind == "fixed" else Noise(noise.seed, noise.draws, noise.draws * (point + 1))

@@ -1,0 +1,126 @@
+"""The landscape under a path between two optima, from its segments down to the origin of weight space.
+
+Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, appendix A: each segment of a
+curved path spans a triangle with the origin, and the triangles, laid side by side, are one picture (Fig. S3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.checks import check_count, check_number
+from multitudes.core.multitude import Criterion
+from multitudes.landscape.figures import SCALE, figure, graph_objects
+from multitudes.landscape.path import Path
+from multitudes.landscape.weights import Gauge, measured, single_network
+from multitudes.training.recorder import unflattened
+
+__all__ = ["Stitched", "stitched"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Stitched:
+    """The landscape from a path down to the origin: S places along the path, R shares of the way out; on the CPU."""
+
+    x: Tensor
+    """Where each point lies in the picture, `[S, R]`: the origin is (0, 0), and distances are those of the weights."""
+    y: Tensor
+    loss: Tensor
+    """`[S, R]`."""
+    accuracy: Tensor | None
+    agreement: Tensor | None
+    """`[2, S, R]`, with the two ends."""
+    knots: tuple[int, ...]
+    """Which of the S places are points of the path; between two of them, all lies in one plane."""
+    share: Tensor
+    """How far out each point is, 1 on the path itself, `[R]`."""
+
+    def __repr__(self) -> str:
+        return f"Stitched({len(self.knots) - 1} triangles, {self.loss.shape[0]}x{self.loss.shape[1]})"
+
+    def plot(self, what: str = "loss", *, end: int = 0) -> Any:
+        """A Plotly figure of the loss, as its logarithm, the accuracy, or the agreement with one end, 0 or 1."""
+        if end not in (0, 1):
+            raise ValueError(f"end must be 0 or 1, got {end!r}")
+        values = measured(self, what)
+        values = values[end] if what == "agreement" else values
+        log = what == "loss"
+        fig, go = figure(f"{what.capitalize()} from the path to the origin", "weight space", ""), graph_objects()
+        marker = {
+            "color": (values.clamp(min=1e-12).log10() if log else values).flatten().tolist(),
+            "colorscale": SCALE,
+            "reversescale": log,
+            "colorbar": {"title": "log10 loss" if log else what},
+            "size": 9,
+        }
+        x, y = self.x.flatten().tolist(), self.y.flatten().tolist()
+        fig.add_trace(go.Scatter(x=x, y=y, mode="markers", marker=marker, name=what, showlegend=False))
+        on_path = int((self.share - 1).abs().argmin())
+        line = {"color": "black"}
+        fig.add_trace(go.Scatter(x=self.x[:, on_path].tolist(), y=self.y[:, on_path].tolist(), name="path", line=line))
+        for knot in self.knots:
+            ray = {"color": "black", "width": 1, "dash": "dot"}
+            fig.add_trace(
+                go.Scatter(x=[0, float(self.x[knot, -1])], y=[0, float(self.y[knot, -1])], line=ray, showlegend=False)
+            )
+        fig.update_yaxes(scaleanchor="x")
+        return fig
+
+
+def stitched(
+    network: nn.Module,
+    path: Path,
+    data: Any,
+    *,
+    across: int = 3,
+    radii: int = 11,
+    reach: float = 1.25,
+    criterion: Criterion | None = None,
+    batch_norm: Any = None,
+    progress: bool | None = None,
+) -> Stitched:
+    """Measure the triangles between the segments of a path and the origin, and lay them side by side.
+
+    Args:
+        network: the network of the path.
+        path: as `tunnel` or `curve` gives it.
+        data: `(x, y)` or an iterable of batches.
+        across: into how many parts to cut each segment.
+        radii: how many points there are from the origin outwards.
+        reach: how far they go, the path itself being at 1, which is always one of them.
+        criterion, batch_norm, progress: see `tunnel`; batch-norm statistics are recomputed on `data` by default.
+
+    Agreement is with the weights of the path's ends, as everything else with batch norm recomputed.
+    """
+    check_count("across", across)
+    check_count("radii", radii)
+    check_number("reach", reach, 1)
+    alone = single_network(network)
+    gauge = Gauge(network, data, criterion, data if batch_norm is None else batch_norm)
+    steps = torch.arange(across, dtype=torch.float64) / across
+    first, second = path.weights[:-1].double(), path.weights[1:].double()
+    inner = torch.lerp(first.unsqueeze(1), second.unsqueeze(1), steps.view(1, -1, 1)).flatten(0, 1)
+    places = torch.cat([inner, path.weights[-1:].double()])
+    share = torch.cat([torch.linspace(0, reach, radii, dtype=torch.float64), torch.ones(1).double()]).unique()
+    ends = [unflattened(path.weights[at].to(gauge.device), alone) for at in (0, -1)]
+    gauge.given([state | gauge.statistics(state) for state in ends])
+    settings = (share.view(1, -1, 1) * places.unsqueeze(1)).flatten(0, 1)
+    scores = gauge.measure_all(settings, progress)
+    length = places.norm(dim=1)
+    unit = places / length.unsqueeze(1)
+    angle = torch.cat([torch.zeros(1).double(), 2 * (unit.diff(dim=0).norm(dim=1) / 2).clamp(max=1).asin()]).cumsum(0)
+    radius = length.unsqueeze(1) * share
+    shape = radius.shape
+    return Stitched(
+        radius * angle.cos().unsqueeze(1),
+        radius * angle.sin().unsqueeze(1),
+        scores.loss.view(shape),
+        None if scores.accuracy is None else scores.accuracy.view(shape),
+        None if scores.agreement is None else scores.agreement.T.reshape(-1, *shape),
+        tuple(range(0, len(places), across)),
+        share,
+    )

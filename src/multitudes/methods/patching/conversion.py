@@ -1,0 +1,371 @@
+"""Ensemble model patching: a few layers, each drawn from an ensemble of its own.
+
+Chang, Yao, Williams-King and Lipson, *Ensemble model patching: a parameter-efficient variational Bayesian neural
+network*, 2019. Every weight and bias is drawn from a mixture of K Gaussians (eq. 1),
+
+    W_i = sum_k 1[Z_i = k] * (M_ik + sigma eps_ik),     b_j = sum_k 1[z_j = k] * (m_jk + sigma eps_jk).
+
+How the assignments Z are drawn tells the members of the family apart (Table 2 and eq. 4 and 5):
+
+    explicit ensemble   one z for the whole network
+    EMP                 one z for each layer
+    dropout             one z for each input unit of a layer, of K = 2 components, the second fixed at zero
+    DropConnect         one z for each weight, of the same two components
+    ECMP                one z for each weight and bias
+
+Ensemble model patching draws only a few, cheap layers this way (the norm layers, the output), and the rest of the
+network is shared. With priors N(0, 1/tau) on weights and N(0, 1/rho) on biases, the divergence is (eq. 6), up to a
+constant,
+
+    KL = sum_patched sum_k p_k (tau/2 |M_k|^2 + rho/2 |m_k|^2) + sum_shared (tau/2 |M|^2 + rho/2 |m|^2).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import isclose, prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.calling import Input
+from multitudes.core.checks import check_number
+from multitudes.core.multitude import Divergence, Multitude
+from multitudes.core.seeding import seeded
+from multitudes.methods.patching.layers import (
+    ASSIGNMENTS,
+    PATCHES,
+    RELAXATIONS,
+    Mixing,
+    Patch,
+    PatchedConv,
+    PatchedLinear,
+    PatchedNorm,
+)
+from multitudes.surgery.initialise import redraw
+from multitudes.surgery.layers import PRODUCTS, Selector, check_arguments, replace, select
+from multitudes.surgery.observe import example_for, executed
+
+PLACES = ("norm", "input", "output")
+NORMS = tuple(kind for kind, patch in PATCHES.items() if issubclass(patch, PatchedNorm))
+_DRAWN = {
+    "network": "one for the whole network",
+    "layer": "one for the layer",
+    "row": "one for each input",
+    "element": "one for each element",
+}
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """How many parameters a network had, and how many were added."""
+
+    before: int
+    added: int
+
+    @property
+    def total(self) -> int:
+        return self.before + self.added
+
+    @property
+    def ratio(self) -> float:
+        return self.added / self.before
+
+
+class Patched(Multitude):
+    """A network some of whose layers are drawn from mixtures of components."""
+
+    def ensemble_size(self) -> int:
+        """How many different networks the assignments can make (Table 3)."""
+        own = prod(patch.mixing.components ** patch.assignments() for patch in _patches(self.network))
+        return own * prod(mixing.components for mixing in _shared_mixings(self.network))
+
+    def overhead(self) -> Overhead:
+        """The parameters that patching added (Table 3), probabilities that are learned included."""
+        stacks = [stack for patch in _patches(self.network) for stack in (patch.weight, patch.bias)]
+        added = sum(stack[1:].numel() for stack in stacks if stack is not None)
+        added += sum(m.logits.numel() for m in self.network.modules() if isinstance(m, Mixing) and m.logits is not None)
+        return Overhead(sum(p.numel() for p in self.parameters()) - added, added)
+
+
+def _patches(network: nn.Module) -> list[Patch]:
+    return [module for module in network.modules() if isinstance(module, Patch)]
+
+
+def _shared_mixings(network: nn.Module) -> list[Mixing]:
+    """Those that draw for a whole network."""
+    return list({id(p.mixing): p.mixing for p in _patches(network) if p.assignment == "network"}.values())
+
+
+# -- conversion --------------------------------------------------------------------------------------------
+
+
+def patched(
+    model: nn.Module,
+    components: int = 5,
+    where: Selector = "norm+output",
+    cross: bool = False,
+    *,
+    mixing: str | Sequence[float] = "uniform",
+    relaxation: str = "straight-through",
+    temperature: float = 1.0,
+    tau: float = 1.0,
+    rho: float = 1.0,
+    init: str = "fresh",
+    spread: float = 0.1,
+    example: Input | None = None,
+    seed: int | None = None,
+) -> Patched:
+    """Ensemble model patching (EMP): each draw takes one of `components` versions of every patched layer.
+
+    With `cross` (ECMP) it takes each weight and bias from a version of its own. `where` says what is patched: the
+    norm layers with gamma and beta (`"norm"`), the first or the last convolution or linear layer that runs
+    (`"input"`, `"output"`), sums of these, a selector, or None for every layer that can be. A batch norm's running
+    statistics are shared. `family` explains the other arguments.
+
+    >>> model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    >>> net = patched(model, components=5).eval()
+    >>> net(torch.ones(4, 3), draws=10).shape
+    torch.Size([10, 4, 2])
+    >>> net.ensemble_size(), net.overhead().added
+    (25, 136)
+    """
+    return family(
+        model,
+        components,
+        "element" if cross else "layer",
+        where=where,
+        mixing=mixing,
+        relaxation=relaxation,
+        temperature=temperature,
+        tau=tau,
+        rho=rho,
+        init=init,
+        spread=spread,
+        example=example,
+        seed=seed,
+    )
+
+
+def family(
+    model: nn.Module,
+    components: int = 2,
+    assignment: str = "layer",
+    sigma: float = 0.0,
+    *,
+    zero_component: bool = False,
+    where: Selector = None,
+    mixing: str | Sequence[float] = "uniform",
+    relaxation: str = "straight-through",
+    temperature: float = 1.0,
+    tau: float = 1.0,
+    rho: float = 1.0,
+    init: str = "fresh",
+    spread: float = 0.1,
+    example: Input | None = None,
+    seed: int | None = None,
+) -> Patched:
+    """The general family, eq. (1): a copy of `model` whose layers are drawn from mixtures of `components`.
+
+    `assignment` says what shares one draw of a component: the whole `"network"`, a `"layer"`, the weights of one
+    input unit (`"row"`), or nothing (`"element"`). `sigma` is the components' noise. With `zero_component` the last
+    component is zero; then, and for rows, there is one bias. `where` is as in `patched`; by default all layers that
+    can be patched, with a zero component all but the norm layers. Dropout of rate p is
+
+        family(model, 2, "row", zero_component=True, mixing=[1 - p, p]),
+
+    without the scaling by 1 / (1 - p) that torch's dropout has, and with one mask for a whole batch. The networks of
+    an explicit ensemble (`"network"`) share their batch norms' running statistics; `deep_ensemble`'s do not.
+
+    The probabilities are `mixing`: `"uniform"`, K numbers, or `"learned"`, as logits of each layer. Learned ones
+    get gradients by a relaxation: the drawn component with the gradient of its probability
+    (`"straight-through"`), or an average of the components weighted by a Gumbel-softmax at `temperature`
+    (`"weighted"`). Expectations (`draws=0`) use the mixture's mean weights, `sum_k p_k M_k`.
+
+    Components start apart. Those of a fresh network are drawn independently, as the network initialises itself. Where
+    that gives the same each time, as in norm layers, and in all layers of a pretrained network, they are normal
+    variations of the layer, which is their mean, with a deviation of `spread` times the root mean square of its
+    weight. `tau` and `rho` are the prior precisions of weights and biases in `net.kl()`. The input and the output
+    layer are found by running `example`, one batch of inputs; without one, noise of the usual sizes is tried.
+
+    >>> net = family(nn.Linear(3, 2), 2, "element", zero_component=True, mixing=[0.9, 0.1])  # DropConnect
+    >>> net.ensemble_size() == 2**6, net.overhead().added
+    (True, 0)
+    """
+    original, model = model, check_arguments(model, 1, init)
+    _check(components, assignment, relaxation)
+    for name, value in (("sigma", sigma), ("spread", spread), ("tau", tau), ("rho", rho)):
+        check_number(name, value, 0)
+    check_number("temperature", temperature, 0, above=True)
+    given = _probabilities(mixing, components)
+    with seeded(seed):
+        chosen = _chosen(model, where, zero_component, example)
+        network, versions = _versions(model, chosen, components - bool(zero_component), init)
+
+        def mixing_like(weight: Tensor) -> Mixing:
+            return Mixing(components, given, relaxation, temperature, like=weight)
+
+        shared = mixing_like(next(network.parameters())) if assignment == "network" else None
+        converted: dict[str, nn.Module] = {}
+        for name, layers in versions.items():
+            kind = PATCHES[type(layers[0])]
+            own = mixing_like(layers[0].weight) if shared is None else shared
+            patch = kind(layers, own, assignment, sigma, spread, shared is None or not converted)
+            if init == "pretrained" or patch.alike():
+                patch.scatter()
+            converted[name] = patch
+    network = replace(network, converted)
+    if shared is not None:
+        network.register_forward_pre_hook(shared.begin)
+        network.register_forward_hook(shared.end, always_call=True)
+    net = Patched(network).like(original)
+    net.divergences = (*_other(net.divergences), partial(divergence, tau=tau, rho=rho))
+    net.notes = {name: f"{components} components, {_DRAWN[assignment]}" for name in converted}
+    return net
+
+
+def _versions(model: nn.Module, names: Sequence[str], count: int, init: str) -> tuple[nn.Module, dict[str, list[Any]]]:
+    """The network to patch, and `count` versions of each named layer.
+
+    A fresh one is drawn anew for each version, so that every version is initialised as the network would be.
+    """
+    network = copy.deepcopy(model)
+    draws = count if any(type(network.get_submodule(name)) in PRODUCTS for name in names) else 1
+    versions: dict[str, list[Any]] = {name: [] for name in names}
+    for _ in range(draws if init == "fresh" else 1):
+        if init == "fresh":
+            redraw(network)
+        for name, layers in versions.items():
+            layers.append(copy.deepcopy(network.get_submodule(name)))
+    return network, {name: layers * (count // len(layers)) for name, layers in versions.items()}
+
+
+# -- arguments ---------------------------------------------------------------------------------------------
+
+
+def _check(components: int, assignment: str, relaxation: str) -> None:
+    if isinstance(components, bool) or not isinstance(components, int) or components < 2:
+        raise ValueError(f"components must be a whole number, 2 or more, got {components!r}")
+    if assignment not in ASSIGNMENTS:
+        raise ValueError(f"assignment must be one of {', '.join(ASSIGNMENTS)}, got {assignment!r}")
+    if relaxation not in RELAXATIONS:
+        raise ValueError(f"relaxation must be one of {', '.join(RELAXATIONS)}, got {relaxation!r}")
+
+
+def _probabilities(mixing: str | Sequence[float], components: int) -> list[float] | None:
+    """The components' probabilities; None where they are learned."""
+    if isinstance(mixing, str) and mixing in ("uniform", "learned"):
+        return [1 / components] * components if mixing == "uniform" else None
+    try:
+        given = [float(p) for p in mixing]
+    except (TypeError, ValueError):
+        given = []
+    if len(given) != components or not min(given) > 0 or not isclose(sum(given), 1, abs_tol=1e-6):
+        raise ValueError(
+            f"mixing must be 'uniform', 'learned', or {components} numbers above 0 that sum to 1, one for each "
+            f"component, got {mixing!r}"
+        )
+    return given
+
+
+def _chosen(model: nn.Module, where: Selector, zero_component: bool, example: Input | None) -> list[str]:
+    """The names of the layers to patch."""
+    words = where.split("+") if isinstance(where, str) else []
+    if words and all(word in PLACES for word in words):
+        names = [name for word in words for name in _place(model, word, example)]
+    else:
+        try:
+            names = list(select(model, _anywhere(zero_component) if where is None else where, tuple(PATCHES), "where"))
+        except ValueError as error:
+            raise ValueError(f"{error}; or where is a sum of {', '.join(PLACES)}") from error
+    for name in names:
+        _check_layer(name, model.get_submodule(name))
+    return list(dict.fromkeys(names))
+
+
+def _anywhere(zero_component: bool) -> Callable[[str, nn.Module], bool]:
+    """Every layer with a weight; beside a zero component, no norm layer, for its zeros would drop whole channels."""
+    return lambda name, layer: _has_weight(layer) and not (zero_component and type(layer) in NORMS)
+
+
+def _has_weight(layer: nn.Module) -> bool:
+    return layer._parameters.get("weight") is not None
+
+
+def _place(model: nn.Module, word: str, example: Input | None) -> list[str]:
+    """The layers that `norm`, `input` or `output` means."""
+    if word == "norm":
+        names = [name for name, layer in model.named_modules() if type(layer) in NORMS and _has_weight(layer)]
+        if names:
+            return names
+        raise ValueError(
+            f"where: 'norm' finds no norm layer with a weight ({', '.join(kind.__name__ for kind in NORMS)}) in the "
+            f"model ({type(model).__name__}); where is a sum of {', '.join(PLACES)}, or selects layers"
+        )
+    order = executed(model, example_for(model, example), (*PRODUCTS, PatchedLinear, PatchedConv))
+    if not order:
+        raise ValueError(f"where: {word!r} finds no convolution or linear layer in the model ({type(model).__name__})")
+    return [order[0 if word == "input" else -1]]
+
+
+def _check_layer(name: str, layer: nn.Module) -> None:
+    if type(layer) not in PATCHES:
+        raise ValueError(
+            f"where: layer {name!r} is a {type(layer).__name__}, which cannot be patched; "
+            f"these can: {', '.join(kind.__name__ for kind in PATCHES)}"
+        )
+    if not _has_weight(layer):
+        raise ValueError(f"where: layer {name!r} ({type(layer).__name__}) has no weight of its own to patch")
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        raise ValueError(f"where: layer {name!r} has forward hooks, which patching would lose; remove them first")
+
+
+# -- objective ---------------------------------------------------------------------------------------------
+
+
+def divergence(network: nn.Module, tau: float = 1.0, rho: float = 1.0) -> Tensor:
+    """Eq. (6): the divergence of a patched network from its prior, up to a constant.
+
+    The shared terms are those of all other parameters that are named weight or bias. Where probabilities are learned,
+    the entropy of the assignments is not a constant any more, and `sum_k p_k log p_k` is added for each.
+    """
+    if not (tau >= 0 and rho >= 0):
+        raise ValueError(f"tau and rho must be 0 or more, got {tau!r} and {rho!r}")
+    terms: list[Tensor] = []
+    patched_names: dict[str, None] = {}
+    for name, module in network.named_modules():
+        if isinstance(module, Patch):
+            p = module.mixing.probabilities(module.weight)
+            terms.append(tau / 2 * _squares(module.weight, p))
+            if module.bias is not None:
+                terms.append(rho / 2 * _squares(module.bias, p if len(module.bias) > 1 else torch.ones_like(p)))
+            terms.append(module.assignments() * _negative_entropy(module.mixing))
+            patched_names |= {f"{name}.{own}" if name else own: None for own in ("weight", "bias")}
+    terms += [_negative_entropy(mixing) for mixing in _shared_mixings(network)]
+    for name, parameter in network.named_parameters():
+        own = name.rpartition(".")[2]
+        if name not in patched_names and ("weight" in own or "bias" in own):
+            terms.append((rho if "bias" in own else tau) / 2 * parameter.square().sum())
+    return sum(terms, torch.zeros(()))
+
+
+def _squares(stack: Tensor, p: Tensor) -> Tensor:
+    """`sum_k p_k |M_k|^2`."""
+    return (p[: len(stack)] * stack.square().flatten(1).sum(1)).sum()
+
+
+def _negative_entropy(mixing: Mixing) -> Tensor:
+    """`sum_k p_k log p_k` of learned probabilities; 0 for others, whose entropy is a constant."""
+    if mixing.logits is None:
+        return torch.zeros(())
+    log_p = mixing.logits.log_softmax(0)
+    return (log_p.exp() * log_p).sum()
+
+
+def _other(divergences: tuple[Divergence, ...]) -> tuple[Divergence, ...]:
+    """Without that of an earlier patching, which counts every layer as well."""
+    return tuple(each for each in divergences if getattr(each, "func", None) is not divergence)

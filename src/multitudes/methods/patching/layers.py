@@ -1,0 +1,383 @@
+"""Layers whose weights are drawn from a mixture: what ensemble model patching puts in place of torch's own.
+
+A patched layer keeps K versions of its weight and its bias, the components, stacked `[K, ...]` under the layer's own
+names. Each draw combines them by eq. (1) of Chang et al. (2019),
+
+    W = sum_k 1[Z = k] * (M_k + sigma eps_k),
+
+and computes what the layer computed with the result. `Mixing` draws the assignment Z, one number for the whole
+network, for each layer, for each input unit ("row") or for each element.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from multitudes.core.draws.stochastic import Stochastic
+
+ASSIGNMENTS = ("network", "layer", "row", "element")
+RELAXATIONS = ("straight-through", "weighted")
+
+
+class Mixing(Stochastic):
+    """Draws which component is taken: K of them, with probabilities that are `given` or learned, as `logits [K]`.
+
+    Where they are learned, an assignment is a weight for each component instead of one component's number: 1 for the
+    drawn one, with the gradient of the probabilities (`"straight-through"`), or Gumbel-softmax weights at a
+    `temperature` (`"weighted"`).
+    """
+
+    noise = "weights"
+
+    def __init__(
+        self,
+        components: int,
+        given: Sequence[float] | None,
+        relaxation: str = "straight-through",
+        temperature: float = 1.0,
+        *,
+        like: Tensor,
+    ) -> None:
+        super().__init__()
+        self.components = components
+        self.given = None if given is None else tuple(given)
+        self.relaxation = relaxation
+        self.temperature = temperature
+        self.logits = nn.Parameter(like.new_zeros(components)) if given is None else None
+        self.shared: Tensor | None = None  # of the draw under way, where it is the whole network's
+
+    def reset_parameters(self) -> None:
+        if self.logits is not None:
+            nn.init.zeros_(self.logits)
+
+    def probabilities(self, like: Tensor) -> Tensor:
+        """`p`, `[K]`."""
+        return like.new_tensor(self.given) if self.logits is None else self.logits.softmax(0)
+
+    def assign(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """One draw of Z: components' numbers, `[*shape]`; where probabilities are learned, weights `[K, *shape]`."""
+        like = like.new_empty((), dtype=torch.float32)  # half precision would be too coarse to draw by
+        if self.logits is None:
+            return self._number(self.uniform(shape, like), self.given)
+        ones = [1] * len(shape)
+        if self.relaxation == "weighted":
+            gumbel = -(-self.uniform((self.components, *shape), like).log()).log()
+            log_p = self.logits.float().log_softmax(0).view(-1, *ones)
+            return ((log_p + gumbel) / self.temperature).softmax(0)
+        p = self.logits.float().softmax(0)
+        number = self._number(self.uniform(shape, like), None)
+        drawn = number == torch.arange(self.components, device=p.device).view(-1, *ones)
+        return drawn.float() + (p - p.detach()).view(-1, *ones)
+
+    def _number(self, u: Tensor, given: tuple[float, ...] | None) -> Tensor:
+        """Uniform numbers to components: how many of the cumulative probabilities are below each."""
+        if given == (1 / self.components,) * self.components:
+            return (u * self.components).long()  # below K also for the largest float32 below 1
+        bounds: Any = self.probabilities(u).cumsum(0).unbind() if given is None else list(accumulate(given))
+        return sum(((u >= bound).long() for bound in bounds[:-1]), torch.zeros_like(u, dtype=torch.int64))
+
+    def mixed(self, stack: Tensor, z: Tensor) -> Tensor:
+        """`sum_k 1[Z = k] * M_k` of components `[K, ...]`; a last one that the stack lacks is zero."""
+        if self.logits is None:
+            return _picked(stack, z) if len(stack) == self.components else _picked_or_zero(stack, z)
+        weights = z[: len(stack)].to(stack.dtype)
+        return (weights.reshape(len(stack), *[1] * (stack.dim() - z.dim()), *z.shape[1:]) * stack).sum(0)
+
+    def mean(self, stack: Tensor) -> Tensor:
+        """`sum_k p_k M_k`."""
+        p = self.probabilities(stack)[: len(stack)]
+        return (p.view(-1, *[1] * (stack.dim() - 1)) * stack).sum(0)
+
+    # -- one assignment for the whole network: hooks of its root -------------------------------------------
+
+    def begin(self, network: nn.Module, args: Any) -> None:
+        """Draw the assignment that all layers share."""
+        if not self.expects:
+            self.shared = self.assign((), next(network.parameters()))
+
+    def end(self, network: nn.Module, args: Any, output: Any) -> None:
+        self.shared = None
+
+    def extra_repr(self) -> str:
+        return f"learned, {self.relaxation}" if self.given is None else f"probabilities={list(self.given)}"
+
+
+def _picked(stack: Tensor, z: Tensor) -> Tensor:
+    """The components' own values at Z: one of them for a single number, else element by element."""
+    if z.dim() == 0:
+        return F.embedding(z, stack.flatten(1)).view(stack.shape[1:])  # the fastest look-up under vmap
+    return stack.gather(0, z.expand(stack.shape[1:]).unsqueeze(0)).squeeze(0)
+
+
+def _picked_or_zero(stack: Tensor, z: Tensor) -> Tensor:
+    last = len(stack) - 1
+    values = stack[0] if last == 0 else _picked(stack, z.clamp(max=last))
+    return values * (z <= last)
+
+
+# -- layers ------------------------------------------------------------------------------------------------
+
+
+class Patch(Stochastic):
+    """A layer with stacked components, `weight [K, ...]` and `bias [K, ...]`, of which each draw makes its own.
+
+    `layers` are the components as torch's own layers, one fewer than K where one is fixed at zero; the settings
+    (`stride`, `eps`) are the first one's. With a zero component, or where the input units are assigned, there is a
+    single bias, `[1, ...]` (the paper's K_j = 1). Of the layers that share a `mixing`, one is its `owner`.
+    """
+
+    noise = "weights"
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    mixing: Mixing
+
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        mixing: Mixing,
+        assignment: str = "layer",
+        sigma: float = 0.0,
+        spread: float = 0.1,
+        owner: bool = True,
+    ) -> None:
+        nn.Module.__init__(self)
+        settings = {key: value for key, value in vars(layers[0]).items() if key not in vars(nn.Module())}
+        vars(self).update(copy.deepcopy(settings))
+        self.kind = type(layers[0]).__name__
+        self.assignment = assignment
+        self.sigma = sigma
+        self.spread = spread
+        self.weight = _stacked([layer.weight for layer in layers])
+        one = assignment == "row" or len(layers) < mixing.components
+        biases = [layer.bias for layer in (layers[:1] if one else layers)]
+        self.register_parameter("bias", None if biases[0] is None else _stacked(biases))
+        if owner:
+            self.mixing = mixing
+        else:  # known, not registered: under a second name, `functional_call` would not put its tensors back
+            object.__setattr__(self, "mixing", mixing)
+
+    def assigned(self) -> tuple[int, ...]:
+        """The shape of the weight's Z: one number, one for each input unit, or one for each element."""
+        if self.assignment == "row":
+            return self._inputs()
+        return tuple(self.weight.shape[1:]) if self.assignment == "element" else ()
+
+    def assignments(self) -> int:
+        """How many components are drawn for this layer alone in one draw."""
+        if self.assignment == "network":
+            return 0
+        count = prod(self.assigned())
+        if self.assignment == "element" and self.bias is not None and len(self.bias) > 1:
+            count += self.bias[0].numel()
+        return count
+
+    def drawn(self) -> tuple[Tensor, Tensor | None]:
+        """The weight and the bias of this draw; of expectations, the mixture's mean."""
+        if self.expects:
+            return self.mixing.mean(self.weight), self._mean_bias()
+        z = self.mixing.shared if self.assignment == "network" else None
+        if z is None:
+            z = self.mixing.assign(self.assigned(), self.weight)
+        weight = self._mixed(self.weight, self._by_input(z) if self.assignment == "row" else z)
+        if self.bias is None:
+            return weight, None
+        if len(self.bias) == 1:
+            return weight, self._noisy(self.bias[0])
+        if self.assignment == "element":
+            z = self.mixing.assign(self.bias.shape[1:], self.bias)
+        return weight, self._mixed(self.bias, z)
+
+    def _mean_bias(self) -> Tensor | None:
+        if self.bias is None:
+            return None
+        return self.bias[0] if len(self.bias) == 1 else self.mixing.mean(self.bias)
+
+    def _mixed(self, stack: Tensor, z: Tensor) -> Tensor:
+        weighted = self.mixing.logits is not None and self.mixing.relaxation == "weighted"
+        # As the components' noise is independent, its weighted sum is one noise of the summed variance.
+        scale = z.square().sum(0).sqrt().to(stack.dtype) if weighted else 1.0
+        return self._noisy(self.mixing.mixed(stack, z), scale)
+
+    def _noisy(self, values: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+        if not self.sigma:
+            return values
+        return values + self.sigma * scale * self.normal(values.shape, like=values)
+
+    def _inputs(self) -> tuple[int, ...]:
+        return (self.weight.shape[2] * getattr(self, "groups", 1),)
+
+    def _by_input(self, z: Tensor) -> Tensor:
+        """An assignment of input units, `[..., I]`, in the shape of the weight, `[..., O, I/G, 1, ...]`."""
+        groups, outputs = getattr(self, "groups", 1), self.weight.shape[1]
+        z = z.unflatten(-1, (groups, 1, -1)).expand(*z.shape[:-1], groups, outputs // groups, -1).flatten(-3, -2)
+        return z.reshape(*z.shape, *[1] * (self.weight.dim() - 3))
+
+    def reset_parameters(self) -> None:
+        """Draw each component anew, as torch initialises such a layer."""
+        for weight in self.weight.data:
+            nn.init.kaiming_uniform_(weight, a=5**0.5)
+        if self.bias is not None:
+            bound = max(1, self.weight[0, 0].numel()) ** -0.5
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def alike(self) -> bool:
+        """Whether the components' weights are all the same."""
+        return not self.weight.is_meta and bool((self.weight == self.weight[:1]).all())
+
+    @torch.no_grad()
+    def scatter(self) -> None:
+        """Move the components apart by normal noise of `spread` times the weight's size, keeping their mean."""
+        size = self.weight.square().mean().sqrt()
+        size = torch.where(size > 0, size, self.weight[0, 0].numel() ** -0.5)
+        for stack in (self.weight, self.bias):
+            if stack is not None:
+                p = self.mixing.probabilities(stack)[: len(stack)]
+                noise = torch.randn_like(stack)
+                noise -= torch.tensordot(p / p.sum(), noise, 1)
+                stack.add_(self.spread * size * noise)
+
+    def extra_repr(self) -> str:
+        zero = ", one of them zero" if len(self.weight) < self.mixing.components else ""
+        noise = f", sigma={self.sigma}" if self.sigma else ""
+        return f"{self.kind}, components={self.mixing.components}{zero}, assignment={self.assignment!r}{noise}"
+
+
+def _stacked(tensors: Sequence[Tensor]) -> nn.Parameter:
+    return nn.Parameter(torch.stack([t.detach() for t in tensors]), tensors[0].requires_grad)
+
+
+class PatchedLinear(Patch):
+    """`[B, ..., I] -> [B, ..., O]`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, *self.drawn())
+
+
+class PatchedConv(Patch):
+    """`[B, I, ...] -> [B, O, ...]` in one, two or three dimensions."""
+
+    stride: tuple[int, ...]
+    padding: str | tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    padding_mode: str
+    kernel_size: tuple[int, ...]
+    _reversed_padding_repeated_twice: list[int]
+
+    def forward(self, x: Tensor) -> Tensor:
+        convolve: Any = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel_size) - 1]
+        padding: Any = self.padding
+        if self.padding_mode != "zeros":
+            x, padding = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
+        return convolve(x, *self.drawn(), self.stride, padding, self.dilation, self.groups)
+
+
+class PatchedNorm(Patch):
+    """A norm layer: its gamma and beta are patched. As a matrix, gamma is diagonal, one element for each input."""
+
+    eps: float
+
+    def _inputs(self) -> tuple[int, ...]:
+        return tuple(self.weight.shape[1:])
+
+    def _by_input(self, z: Tensor) -> Tensor:
+        return z
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+        self.scatter()
+
+
+class PatchedBatchNorm(PatchedNorm, _BatchNorm):
+    """`[B, C, ...] -> [B, C, ...]`. The running statistics are the layer's own, shared by all components.
+
+    It is one of torch's batch norms for those who look for them to measure the statistics anew.
+    """
+
+    bias: Any  # torch's own says that it is never None
+
+    def __init__(self, layers: Sequence[Any], *args: Any) -> None:
+        super().__init__(layers, *args)
+        for name, buffer in layers[0]._buffers.items():
+            self.register_buffer(name, None if buffer is None else buffer.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.drawn()
+        if self.training or self.running_mean is None or self.running_var is None:
+            kept = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
+            return F.batch_norm(x, *kept, weight, bias, True, self._step(), self.eps)
+        scale = weight * (self.running_var + self.eps).rsqrt()
+        shift = -self.running_mean * scale if bias is None else bias - self.running_mean * scale
+        return _affine(x, scale, shift, x.dim() - 2)
+
+    def _step(self) -> float:
+        """How far the running statistics move: by `momentum`, or so that they are the mean of all batches so far."""
+        if self.num_batches_tracked is None or not (self.training and self.track_running_stats):
+            return 0.0
+        self.num_batches_tracked.add_(1)
+        return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.reset_running_stats()
+
+
+class PatchedLayerNorm(PatchedNorm):
+    """`[B, ..., C] -> [B, ..., C]`."""
+
+    normalized_shape: tuple[int, ...]
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.drawn()
+        if self.training:
+            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+        return _affine(F.layer_norm(x, self.normalized_shape, eps=self.eps), weight, bias)
+
+
+class PatchedGroupNorm(PatchedNorm):
+    """`[B, C, ...] -> [B, C, ...]`."""
+
+    num_groups: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.drawn()
+        if self.training:
+            return F.group_norm(x, self.num_groups, weight, bias, self.eps)
+        return _affine(F.group_norm(x, self.num_groups, eps=self.eps), weight, bias, x.dim() - 2)
+
+
+def _affine(x: Tensor, scale: Tensor, shift: Tensor | None, after: int = 0) -> Tensor:
+    """`x * scale + shift`, with `after` dimensions of x behind that of the scale.
+
+    By itself it is faster under vmap than as a part of torch's norm functions, and only it is batched there where
+    the input is not.
+    """
+    y = x * scale.view(*scale.shape, *[1] * after)
+    if shift is not None:
+        y += shift.view(*shift.shape, *[1] * after)
+    return y.to(x.dtype)
+
+
+PATCHES: dict[type[nn.Module], type[Patch]] = {
+    nn.Linear: PatchedLinear,
+    nn.Conv1d: PatchedConv,
+    nn.Conv2d: PatchedConv,
+    nn.Conv3d: PatchedConv,
+    nn.BatchNorm1d: PatchedBatchNorm,
+    nn.BatchNorm2d: PatchedBatchNorm,
+    nn.BatchNorm3d: PatchedBatchNorm,
+    nn.LayerNorm: PatchedLayerNorm,
+    nn.GroupNorm: PatchedGroupNorm,
+}
+"""What can be patched, and what it becomes."""

@@ -1,0 +1,264 @@
+"""The phase transition of variance networks: which weights must be drawn, and which may be fixed.
+
+Neklyudov et al., *Variance networks: when expectation does not meet your expectations*, 2018, sections 5 and 6.4. A
+random weight may be replaced by its expectation where the log-likelihood is close to linear in it over a
+standard deviation. How far from linear it is, its curvature tells:
+
+    kappa_ij = sigma_ij^2 d^2/dW_ij^2 log p(y | x, W)  at  W = E W.                                    (16)
+
+As some |kappa| grow large, the deterministic procedure fails. Weights of small |kappa| may be fixed for good.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vjp
+
+from multitudes.core.calling import Input, call, plain_attention, prediction_in, rows, split_call, tensors_in
+from multitudes.core.checks import check_count, check_number
+from multitudes.core.draws.stochastic import expecting
+from multitudes.core.multitude import Criterion, Multitude, plain
+from multitudes.core.seeding import seeded
+from multitudes.methods.variance.conversion import VarianceLayer, variance_layers
+from multitudes.surgery.layers import replace
+
+THRESHOLD = 10**1.5
+"""The paper's, for the first dense layer of LeNet-5 on MNIST. kappa is a sum, and so grows with the examples."""
+
+
+# -- kappa -------------------------------------------------------------------------------------------------
+
+
+def kappa(
+    net: nn.Module,
+    x: Input,
+    y: Tensor,
+    criterion: Criterion | None = None,
+    *,
+    method: str = "exact",
+    probes: int = 100,
+    batch_size: int | None = None,
+    chunk: int = 32,
+    seed: int | None = None,
+) -> dict[str, Tensor]:
+    """kappa (eq. 16) of each weight of the variance layers, summed over the examples: name -> the weight's shape.
+
+    It is computed in evaluation, with all other weights at their expectations, and remembered by the layers for
+    `phase` and `sparsify`. `criterion` is minus the log-likelihood, its mean over the batch; by default cross
+    entropy. `method="exact"` takes one Hessian-vector product for each weight, or for each output unit of a linear
+    layer that sees one vector for each example; `"hutchinson"` estimates the second derivatives from `probes` random
+    vectors, which is the way for large convolutions. `chunk` products run at once, on `batch_size` examples.
+
+    >>> from multitudes.methods.variance.conversion import variance
+    >>> net = variance(nn.Sequential(nn.Linear(3, 8), nn.Softplus(), nn.Linear(8, 2)))
+    >>> found = kappa(net, torch.randn(16, 3), torch.randint(2, (16,)))
+    >>> {name: values.shape for name, values in found.items()}
+    {'0': torch.Size([8, 3])}
+    """
+    layers = _layers_of(net)
+    if method not in ("exact", "hutchinson"):
+        raise ValueError(f"method must be 'exact' or 'hutchinson', got {method!r}")
+    count = tensors_in(x)[0].shape[0]
+    batch_size = count if batch_size is None else batch_size
+    for name, value in (("probes", probes), ("chunk", chunk), ("batch_size", batch_size)):
+        check_count(name, value)
+    network = replace(plain(net), {name: layer.expected() for name, layer in layers.items()}).eval()
+    found = {name: torch.zeros_like(layer.variance()) for name, layer in layers.items()}
+    with seeded(seed), expecting(network), plain_attention(), torch.no_grad():
+        for index in torch.arange(count, device=y.device).split(batch_size):
+            curvature = _Curvature(network, rows(x, index), y[index], criterion, chunk)
+            for name, layer in layers.items():
+                second = curvature.exact(name) if method == "exact" else curvature.probed(name, probes)
+                found[name] += layer.variance() * second
+    for name, layer in layers.items():
+        layer.kappa = found[name]
+    return found
+
+
+@dataclass
+class _Curvature:
+    """Second derivatives of log p(y | x, W), summed over a batch, for a network of plain layers."""
+
+    network: nn.Module
+    x: Input
+    y: Tensor
+    criterion: Criterion | None
+    chunk: int
+
+    def exact(self, name: str) -> Tensor:
+        """The diagonal of the Hessian for a layer's weight `[O, ...]`."""
+        by_unit = self._by_unit(name)
+        if by_unit is not None:
+            return by_unit
+        weight = self._weight(name)
+        product = _hessian(self._of_weight(name), weight)
+
+        def entries(index: Tensor) -> Tensor:
+            basis = F.one_hot(index, weight.numel()).to(weight).view(-1, *weight.shape)
+            return self._vmap(product, basis).flatten(1).gather(1, index[:, None])[:, 0]
+
+        return self._in_chunks(entries, weight.numel()).view_as(weight)
+
+    def probed(self, name: str, probes: int) -> Tensor:
+        """The same by Hutchinson's estimate: the mean of z * Hz over vectors z of random signs."""
+        weight = self._weight(name)
+        product = _hessian(self._of_weight(name), weight)
+
+        def estimates(index: Tensor) -> Tensor:
+            z = torch.randint(2, (len(index), *weight.shape), device=weight.device).to(weight) * 2 - 1
+            return z * self._vmap(product, z)
+
+        return self._in_chunks(estimates, probes).mean(0)
+
+    def _by_unit(self, name: str) -> Tensor | None:
+        """For a linear layer b = W a with one vector a for each example n, the sum of a_ni^2 d^2/db_nj^2 over n.
+
+        That is one product for each unit instead of each weight, as long as no example's loss depends on another
+        example's b, which is tried. Where any of this does not hold, None.
+        """
+        layer = self.network.get_submodule(name)
+        if not isinstance(layer, nn.Linear):
+            return None
+        inputs: list[Tensor] = []
+        handle = layer.register_forward_hook(lambda _, args, b: inputs.extend(args))
+        call(self.network, self.x)
+        handle.remove()
+        if len(inputs) != 1 or inputs[0].dim() != 2 or len(inputs[0]) != len(self.y):
+            return None
+        a, zero = inputs[0], inputs[0].new_zeros(len(inputs[0]), layer.out_features)
+        product = _hessian(self._of_shift(layer), zero)
+        generator = torch.Generator(zero.device).manual_seed(0)
+        one_half = torch.randn(zero.shape, generator=generator, dtype=zero.dtype, device=zero.device)
+        one_half[::2] = 0.0
+        if product(one_half)[::2].any():
+            return None
+
+        def entries(index: Tensor) -> Tensor:
+            basis = F.one_hot(index, layer.out_features).to(zero)[:, None].expand(-1, len(zero), -1)
+            second = self._vmap(product, basis)[torch.arange(len(index), device=index.device), :, index]  # [chunk, B]
+            return second @ a.square()
+
+        return self._in_chunks(entries, layer.out_features)
+
+    def _of_weight(self, name: str) -> Callable[[Tensor], Tensor]:
+        """log p as a function of a layer's weight."""
+        args, kwargs = split_call(self.x)
+        key = f"{name}.weight" if name else "weight"
+        return lambda w: self._log_p(prediction_in(functional_call(self.network, {key: w}, args, kwargs)))
+
+    def _of_shift(self, layer: nn.Module) -> Callable[[Tensor], Tensor]:
+        """log p as a function of what is added to a layer's output."""
+
+        def log_p(shift: Tensor) -> Tensor:
+            handle = layer.register_forward_hook(lambda _, args, b: b + shift)
+            try:
+                return self._log_p(call(self.network, self.x))
+            finally:
+                handle.remove()
+
+        return log_p
+
+    def _log_p(self, prediction: Tensor) -> Tensor:
+        if self.criterion is None:
+            return -F.cross_entropy(prediction, self.y, reduction="sum")
+        return -len(self.y) * self.criterion(prediction, self.y)
+
+    def _weight(self, name: str) -> Tensor:
+        return self.network.get_submodule(name).get_parameter("weight").detach()
+
+    def _in_chunks(self, function: Callable[[Tensor], Tensor], count: int) -> Tensor:
+        indices = torch.arange(count, device=self.y.device).split(self.chunk)
+        return torch.cat([function(index) for index in indices])
+
+    def _vmap(self, product: Callable[[Tensor], Tensor], vectors: Tensor) -> Tensor:
+        return product(vectors[0])[None] if len(vectors) == 1 else torch.vmap(product)(vectors)
+
+
+def _hessian(function: Callable[[Tensor], Tensor], at: Tensor) -> Callable[[Tensor], Tensor]:
+    """A vector to the Hessian of `function` times it; reverse over reverse, as forward mode fails for mse_loss."""
+    pull = vjp(grad(function), at)[1]
+    return lambda vector: pull(vector)[0]
+
+
+# -- what it says ------------------------------------------------------------------------------------------
+
+
+class Phase(NamedTuple):
+    """A layer's mean log alpha, and the share of its weights with |kappa| above a threshold."""
+
+    log_alpha: float
+    share: float
+
+
+def phase(net: nn.Module, threshold: float = THRESHOLD) -> dict[str, Phase]:
+    """Where each variance layer stands, by the `kappa` found last. A zero-centred layer's log alpha is infinite."""
+    check_number("threshold", threshold, 0)
+    return {
+        name: Phase(layer.log_alphas().mean().item(), (found.abs() > threshold).float().mean().item())
+        for name, (layer, found) in _with_kappa(net).items()
+    }
+
+
+class Sparse(NamedTuple):
+    """A network of which some weights are fixed, and how many times fewer weights are random than there were."""
+
+    net: Multitude
+    compression: float
+
+    @property
+    def fixed(self) -> float:
+        """The share of the variance layers' weights that are fixed."""
+        return 1 - 1 / self.compression
+
+
+def sparsify(net: Multitude, kappa: float, to: str = "zero") -> Sparse:
+    """A copy of `net` in which weights with |kappa| below the threshold are not random any more, but fixed.
+
+    They are fixed to `"zero"` or to their `"mean"`, whatever training does to the others. The compression rate
+    counts the weights of all variance layers.
+
+    >>> from multitudes.methods.variance.conversion import variance
+    >>> net = variance(nn.Sequential(nn.Linear(3, 8), nn.Softplus(), nn.Linear(8, 2)))
+    >>> found = kappa(net, torch.randn(16, 3), torch.randint(2, (16,)))
+    >>> sparse, compression = sparsify(net, kappa=found["0"].abs().sort().values.flatten()[12].item())
+    """
+    check_number("kappa", kappa, 0)
+    if to not in ("zero", "mean"):
+        raise ValueError(f"to must be 'zero' or 'mean', got {to!r}")
+    if not isinstance(net, Multitude):
+        raise ValueError(f"net must be a multitude, as variance(model) gives it, got {type(net).__name__}")
+    _with_kappa(net)
+    sparse = copy.deepcopy(net)
+    weights = left = 0
+    for name, (layer, found) in _with_kappa(sparse).items():
+        mean = layer.mean()
+        fixed = layer.fix(found.abs() < kappa, mean if to == "mean" else torch.zeros_like(mean))
+        random = mean.numel() - int(fixed.sum())
+        sparse.notes[name] = f"{random} of {mean.numel()} weights random"
+        weights, left = weights + mean.numel(), left + random
+    return Sparse(sparse, weights / left if left else float("inf"))
+
+
+def _layers_of(net: nn.Module) -> dict[str, VarianceLayer]:
+    if isinstance(plain(net), Multitude):
+        raise ValueError(f"net is a multitude of members ({type(net).__name__}): take one of them, net.member(i)")
+    layers = variance_layers(plain(net))
+    if not layers:
+        raise ValueError(f"net ({type(net).__name__}) has no variance layer: make it with variance(model)")
+    return layers
+
+
+def _with_kappa(net: nn.Module) -> dict[str, tuple[VarianceLayer, Tensor]]:
+    found = {}
+    for name, layer in _layers_of(net).items():
+        if layer.kappa is None:
+            raise ValueError(f"layer {name!r} has no kappa yet: call kappa(net, x, y) first")
+        found[name] = layer, layer.kappa
+    return found

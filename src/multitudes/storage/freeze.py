@@ -1,0 +1,260 @@
+"""Freezing: a network that draws becomes many networks that do not.
+
+A draw of weights is folded into plain layers. Noise on activations keeps its layer, with the same random numbers each
+time, one set for all rows of a batch. They are computed from a number that the layer keeps, by a hash of 32-bit
+integers, so that they need no storage, fit inputs of any size, and are the same on every device, under `torch.vmap`,
+compiled and exported.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.checks import check_count, check_seed
+from multitudes.core.draws.stochastic import Draw, Stochastic, drawing, stochastic_layers
+from multitudes.core.members import Members
+from multitudes.core.multitude import Multitude, evaluating, plain, share_registries
+from multitudes.core.seeding import mixed, seeded
+from multitudes.evaluation.calibrated import Calibrated
+from multitudes.methods.dropout import CONNECTED, DropConnect
+from multitudes.methods.patching.layers import Mixing, Patch
+from multitudes.methods.subspace import Around
+
+__all__ = ["Frozen", "freeze"]
+
+
+@overload
+def freeze(net: Multitude, draws: int = 8, seed: int | None = None) -> Multitude: ...
+@overload
+def freeze(net: Calibrated, draws: int = 8, seed: int | None = None) -> Calibrated: ...
+def freeze(net: Multitude | Calibrated, draws: int = 8, seed: int | None = None) -> Multitude | Calibrated:
+    """`draws` draws of every member, made once: a deterministic multitude of `members * draws` networks.
+
+    What a network answers to an input is distributed as a draw is. Where weights are drawn (`drop_connect`, `patched`,
+    `subspace`, `swag`) the networks are plain ones. Where activations are, a network's noise is the same for all rows
+    of a batch: dropout has a mask, and `variance`, whose noise is each position's own, keeps that. The same `seed`
+    gives the same networks; where weights are drawn, by layers that run in the order in which they are registered,
+    those of `net(x, draws=draws, seed=seed)`. A multitude that draws nothing is copied. `net` is left as it was.
+
+    >>> from multitudes.methods.dropout import mc_dropout
+    >>> net = mc_dropout(nn.Sequential(nn.Linear(3, 32), nn.Dropout(0.5), nn.Linear(32, 2))).eval()
+    >>> frozen, x = freeze(net, draws=4), torch.ones(5, 3)
+    >>> frozen(x).shape, torch.equal(frozen(x), frozen(x))
+    (torch.Size([4, 5, 2]), True)
+    """
+    if isinstance(net, Calibrated):
+        return Calibrated(freeze(net.net, draws, seed), net.calibration)
+    if not isinstance(net, Multitude):
+        raise ValueError(f"net must be a multitude, got {type(net).__name__}")
+    check_count("draws", draws)
+    check_seed(seed)
+    if not stochastic_layers(net.network):
+        return copy.deepcopy(net)
+    draw = Draw(int(torch.randint(2**62, ())) if seed is None else seed)
+    networks = list(_networks(net, draw, range(draws), seed))
+    frozen = Members(networks, len(networks)).like(net)
+    frozen.divergences = ()
+    frozen.notes = {"total": f"{draws} draws of {net.members} member{'s' if net.members > 1 else ''}, frozen"}
+    return frozen
+
+
+def _networks(net: Multitude, draw: Draw, draw_indices: Sequence[int], seed: int | None) -> Iterator[nn.Module]:
+    """The networks of these draws, member-major, with the random numbers that `Draws` gives them."""
+    for index in range(net.members):
+        network = plain(net.member(index))
+        own = [draw_index * net.members + index for draw_index in draw_indices]
+        if isinstance(network, Multitude):
+            yield from _networks(network, draw, own, seed)
+            continue
+        for draw_index in own:
+            draw.index = torch.tensor(draw_index)
+            with seeded(
+                None if seed is None else mixed(seed, draw_index)
+            ):  # for layers that draw from torch's own state
+                yield _drawn(network, draw)
+
+
+@torch.no_grad()
+def _drawn(network: nn.Module, draw: Draw) -> nn.Module:
+    """A copy of a network that is one draw of it, for good."""
+    if isinstance(network, Around):
+        with evaluating(network), drawing([network], draw):
+            state = network.draw_state()
+        network = network.alone(state)
+    layers = stochastic_layers(network)
+    folded: dict[int, nn.Module] = {}
+    with drawing(layers, draw), _one_assignment(network):
+        for layer in layers:
+            if fold := _fold_of(layer):
+                folded[id(layer)] = fold(layer)
+    memo: dict[int, Any] = dict(folded)
+    generator = draw.generator(int(draw.index), torch.device("cpu"))
+    device = next(network.parameters(), torch.zeros(0)).device
+    for layer in reversed(layers):  # those inside a layer come before it
+        if id(layer) in folded:
+            folded[id(layer)].train(layer.training)
+        elif not isinstance(layer, Mixing):
+            seed = torch.randint(2**31, (), generator=generator).to(device)
+            memo[id(layer)] = Frozen(copy.deepcopy(layer, memo), seed)
+    return _without_mixing(copy.deepcopy(network, memo))
+
+
+# -- draws of weights: plain layers ------------------------------------------------------------------------
+
+
+def _connected(layer: Any) -> nn.Module:
+    kinds = {connected: kind for kind, connected in CONNECTED.items()}
+    return _plain(kinds[type(layer)], layer, layer.connected(), layer.bias)
+
+
+def _patched(layer: Any) -> nn.Module:
+    return _plain(getattr(nn, layer.kind), layer, *layer.drawn())
+
+
+def _fold_of(layer: Stochastic) -> Callable[[Any], nn.Module] | None:
+    """How one draw of a layer becomes a plain layer, where that is the same thing.
+
+    For variance layers it is not: one draw of their weights would serve all positions, where each has its own.
+    """
+    if isinstance(layer, DropConnect):
+        return _connected
+    return _patched if isinstance(layer, Patch) else None
+
+
+_OWN = ("draw", "expects", "p", "kind", "assignment", "sigma", "spread", "mixing")
+
+
+def _plain(kind: type[nn.Module], layer: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Module:
+    """A layer of torch's own with the settings and buffers of `layer` and these weights."""
+    plain = kind.__new__(kind)
+    nn.Module.__init__(plain)
+    settings = {key: value for key, value in vars(layer).items() if key not in (*vars(plain), *_OWN)}
+    vars(plain).update(copy.deepcopy(settings))
+    plain.register_parameter("weight", nn.Parameter(weight.detach().clone()))
+    plain.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone()))
+    for name, buffer in layer._buffers.items():
+        plain.register_buffer(name, None if buffer is None else buffer.clone())
+    return plain
+
+
+class _one_assignment:
+    """Inside, the mixings that draw for a whole network have drawn (`family(..., assignment="network")`)."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+        patches = [module for module in network.modules() if isinstance(module, Patch)]
+        self.mixings = {id(patch.mixing): patch.mixing for patch in patches if patch.assignment == "network"}
+
+    def __enter__(self) -> None:
+        for mixing in self.mixings.values():
+            mixing.begin(self.network, ())
+
+    def __exit__(self, *error: object) -> None:
+        for mixing in self.mixings.values():
+            mixing.end(self.network, (), None)
+
+
+def _without_mixing(network: nn.Module) -> nn.Module:
+    """Without the hooks that draw an assignment for a whole network, whose layers are plain now."""
+    for hooks in (network._forward_pre_hooks, network._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), Mixing):
+                del hooks[key]
+                network._forward_hooks_always_called.pop(key, None)
+    return network
+
+
+# -- noise on activations: the same numbers each time ------------------------------------------------------
+
+
+class Frozen(nn.Module):
+    """A layer that drew, with the same random numbers each time; where they were each row's own, all rows share them.
+
+    It wears the layer's names and answers for its settings. `frozen`, a buffer, is what its numbers come from. Where it
+    is told to keep them, by an empty list, those of its next call become constants.
+    """
+
+    layer: Stochastic
+    frozen: Tensor
+    kept: list[Tensor] | None = None
+
+    def __init__(self, layer: Stochastic, seed: Tensor) -> None:
+        super().__init__()
+        share_registries(self, layer)
+        object.__setattr__(self, "layer", layer)  # not registered: the network has no layer that draws any more
+        self.training = layer.training
+        self.register_buffer("frozen", seed)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.layer.training = self.training
+        numbers: Any = _Numbers(self.frozen, self.layer.noise == "rows", self.kept)
+        with drawing([self.layer], numbers):
+            return self.layer(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "layer" not in vars(self):
+                raise
+            return getattr(self.layer, name)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Frozen:
+        self.layer._apply(fn, recurse)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{type(self.layer).__name__}({self.layer.extra_repr()})"
+
+
+class _Numbers:
+    """Where a frozen layer's numbers come from: a `Draw` whose numbers are the same each time, and all rows'."""
+
+    def __init__(self, seed: Tensor, rows: bool, kept: list[Tensor] | None) -> None:
+        self.seed = seed
+        self.rows = rows
+        self.kept = kept
+        self.asked = 0  # how often, in this call
+        self.stream = 0
+
+    def numbers(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        own = (1, *shape[1:]) if self.rows else shape
+        self.asked += 1
+        if self.kept is not None and self.asked <= len(self.kept):
+            numbers = self.kept[self.asked - 1]
+        else:
+            numbers = self._new(kind, math.prod(own), device).to(dtype).reshape(own)
+            if self.kept is not None:
+                self.kept.append(numbers)
+        return numbers.repeat(shape[0], *[1] * (len(shape) - 1)) if self.rows else numbers.clone()
+
+    def _new(self, kind: str, count: int, device: torch.device) -> Tensor:
+        if kind == "uniform":
+            return self._uniform(count, device)
+        radius = torch.sqrt(-2 * torch.log(1 - self._uniform(count, device)))  # Box and Muller's
+        return radius * torch.cos(2 * math.pi * self._uniform(count, device))
+
+    def _uniform(self, count: int, device: torch.device) -> Tensor:
+        """Float32 numbers from [0, 1), `[count]`, others each time."""
+        self.stream += 1
+        seed = self.seed.to(device)
+        index = torch.arange(count, device=device)
+        bits = scrambled(scrambled(seed + index) ^ scrambled(scrambled(seed) ^ self.stream))
+        return (bits >> 8).float() / 2**24
+
+
+def scrambled(numbers: Tensor) -> Tensor:
+    """A hash of numbers below 2^32, in int64: neighbours become unlike (Mueller's, of two rounds).
+
+    >>> scrambled(torch.tensor([0, 1, 2]))
+    tensor([         0,  824515495, 1722258072])
+    """
+    for _ in range(2):
+        numbers = (numbers ^ (numbers >> 16)) * 0x45D9F3B % 2**32
+    return numbers ^ (numbers >> 16)

@@ -1,0 +1,117 @@
+"""Saving and loading: a multitude in one safetensors file, its tensors and, in the header, what it is made of."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from multitudes.core.checks import needed
+from multitudes.core.files import replacing
+from multitudes.core.multitude import Multitude
+from multitudes.evaluation.calibrated import Calibrated, Calibration
+from multitudes.evaluation.conformal import Conformal, Score
+from multitudes.evaluation.temperature import SCALINGS
+from multitudes.storage.structure import describe, rebuild
+
+__all__ = ["check_path", "load", "save"]
+
+HEADER = "multitudes"
+"""The entry of the file's header that holds the structure, as JSON."""
+
+FORMAT = 2
+CALIBRATION = "calibration/"
+"""In front of the names of what a calibration was fitted to; no name of a network's tensors holds a slash."""
+
+
+def save(net: Multitude | Calibrated, path: str | os.PathLike[str]) -> Path:
+    """Write a multitude, of any method or composition of methods, to a safetensors file; returns its path.
+
+    The file holds the tensors under their names, and in its header the structure: every layer's class and settings,
+    `task`, `draws`, `runner` and the rest, and the calibration of a calibrated network. It is written under another
+    name first, so that one that is there is either kept or replaced as a whole.
+
+    >>> import tempfile, torch
+    >>> from multitudes.methods.deep_ensemble import deep_ensemble
+    >>> net = deep_ensemble(nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)), members=4)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     loaded = load(save(net, f"{folder}/net.safetensors"))
+    >>> torch.equal(loaded(torch.ones(5, 3)), net(torch.ones(5, 3)))
+    True
+    """
+    files = _safetensors("saving")
+    if not isinstance(net, (Multitude, Calibrated)):
+        raise ValueError(
+            f"net must be a multitude, got {type(net).__name__}: mt.Multitude(model) is one, and a stream of "
+            "predictions is saved as its network, stream.net"
+        )
+    path = check_path(path)
+    header: dict[str, Any] = {"format": FORMAT}
+    fitted: dict[str, Tensor] = {}
+    if isinstance(net, Calibrated):
+        header["calibration"] = net.calibration.settings
+        fitted = {CALIBRATION + name: tensor for name, tensor in net.calibration.tensors.items()}
+        net = net.net
+    header["nodes"], tensors = describe(net)
+    # Copies of their own: safetensors refuses tensors that share memory.
+    state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in (tensors | fitted).items()}
+    with replacing(path) as unfinished:
+        files.torch.save_file(state, unfinished, {HEADER: json.dumps(header)})
+    return path
+
+
+def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Multitude | Calibrated:
+    """The multitude that `save` wrote, on the CPU: the same predictions, draws, task and settings.
+
+    Layers and networks of torch and of this library are rebuilt from the file. Of other networks the file holds no
+    code, and nothing is ever unpickled: pass a `model` like the one that was converted, with any weights; it is left
+    as it was.
+    """
+    files = _safetensors("loading")
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"path must be a file that mt.save wrote, got {str(path)!r}, which is none")
+    try:
+        with files.safe_open(path, framework="pt") as file:
+            metadata = (file.metadata() or {}).get(HEADER)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except files.SafetensorError as error:
+        raise ValueError(f"path must be a file that mt.save wrote, got {str(path)!r}: {error}") from error
+    if metadata is None:
+        raise ValueError(f"path must be a file that mt.save wrote, got {str(path)!r}, whose header tells no structure")
+    header = json.loads(metadata)
+    if header["format"] != FORMAT:
+        raise ValueError(f"{str(path)!r} is of format {header['format']}, and this version reads format {FORMAT}")
+    net = rebuild(header["nodes"], tensors, model)
+    assert isinstance(net, Multitude)
+    if "calibration" not in header:
+        return net
+    return Calibrated(net, _calibration(header["calibration"], tensors))
+
+
+def _calibration(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Calibration:
+    fitted = {name.removeprefix(CALIBRATION): t for name, t in tensors.items() if name.startswith(CALIBRATION)}
+    conformal = None
+    if "score" in settings:
+        conformal = Conformal(Score(**settings["score"]), fitted.pop("scores"), fitted.pop("shares"))
+    kinds: dict[str, Any] = {kind.__name__: kind for kind in SCALINGS.values()}
+    scaling = None if settings["scaling"] is None else kinds[settings["scaling"]](**fitted)
+    others = {name: value for name, value in settings.items() if name not in ("scaling", "score")}
+    return Calibration(scaling=scaling, conformal=conformal, **others)
+
+
+def check_path(path: str | os.PathLike[str]) -> Path:
+    """Where a file can be written, before any work is done for it."""
+    path = Path(path)
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"path must be a file in a folder that exists, got {str(path)!r}")
+    return path
+
+
+def _safetensors(what: str) -> Any:
+    needed("safetensors.torch", "safetensors", f"{what} a multitude")
+    return needed("safetensors", "safetensors", f"{what} a multitude")

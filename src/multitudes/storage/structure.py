@@ -1,0 +1,339 @@
+"""A network's structure as plain data, and the network again from it: what a saved file holds beside the tensors.
+
+Each module is a *node*: its class, its plain settings, and the names of its children and tensors. Modules of torch and
+of this library are rebuilt from that alone, whatever surgery they have been through. The user's own modules are code,
+which no file should hold: they are copied from the network that the user gives, module by module, and then get the
+saved settings, children and tensors. Nothing is ever unpickled, and no class is looked up outside torch and this
+library.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from multitudes.core.draws.engine import DrawCache
+from multitudes.core.multitude import Multitude, plain, share_registries
+from multitudes.core.shared import MemberLayer
+from multitudes.methods.patching.layers import Mixing
+from multitudes.methods.subspace import Around
+from multitudes.storage.freeze import Frozen
+from multitudes.surgery.insert import Inserted
+
+__all__ = ["describe", "rebuild"]
+
+Node = dict[str, Any]
+
+WEARERS: dict[type[nn.Module], str] = {Multitude: "network", Around: "plain", Frozen: "layer"}
+"""Modules that share the registries of another, and under which name they know it."""
+
+_REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
+_FOUND_ANEW = ("_draw_cache", "_fastest", "_plans", "_proven", "divergences")
+"""What a multitude has learned by running, and what is described by itself."""
+
+
+# -- from a network to nodes -------------------------------------------------------------------------------
+
+
+def describe(net: nn.Module) -> tuple[list[Node], dict[str, Tensor]]:
+    """The nodes of a network, its own first, and its tensors by name, those left out of state dicts included."""
+    places = _places(net)
+    numbers = {id(module): number for number, (module, _, _) in enumerate(places)}
+    tensors: dict[str, Tensor] = {}
+    names: dict[int, str] = {}
+
+    def named(path: str, registry: Mapping[str, Tensor | None]) -> dict[str, str | None]:
+        for name, tensor in registry.items():
+            if tensor is not None and id(tensor) not in names:  # a tensor that is used twice is saved once
+                names[id(tensor)] = path + name
+                tensors[path + name] = tensor
+        return {name: None if tensor is None else names[id(tensor)] for name, tensor in registry.items()}
+
+    nodes = []
+    for module, path, origin in places:
+        prefix = f"{path}." if path else ""
+        node: Node = {"path": path, "class": _name_of(type(module))}
+        node |= _settings(module, path, origin, numbers)
+        inner = _worn(module)
+        if inner is not None:
+            node["wears"] = numbers[id(inner)]
+        else:
+            children = {name: None if child is None else numbers[id(child)] for name, child in module._modules.items()}
+            node["children"] = children
+            node["parameters"] = named(prefix, module._parameters)
+            node["buffers"] = named(prefix, module._buffers)
+            node["fixed"] = [n for n, p in module._parameters.items() if p is not None and not p.requires_grad]
+            node["transient"] = sorted(module._non_persistent_buffers_set)
+            node["mixings"] = [numbers[id(hook.__self__)] for hook in _assigning(module)]
+        nodes.append(node)
+    return nodes, tensors
+
+
+def _places(net: nn.Module) -> list[tuple[nn.Module, str, str]]:
+    """Every module once, with its path, and its path in the network that was converted."""
+    found: dict[int, tuple[nn.Module, str, str]] = {}
+
+    def walk(module: nn.Module, path: str, origin: str) -> None:
+        if id(module) in found:
+            return
+        found[id(module)] = module, path, origin
+        inner = _worn(module)
+        if inner is not None:
+            walk(inner, path, origin)
+            return
+        for name, child in module._modules.items():
+            if child is not None:
+                put_around = name == "layer" and isinstance(module, (Inserted, MemberLayer))
+                walk(child, _joined(path, name), origin if put_around else _joined(origin, name))
+
+    walk(net, "", "")
+    return list(found.values())
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _wearing(module: nn.Module) -> str | None:
+    """Under which name it knows the module whose names it wears."""
+    return next((name for kind, name in WEARERS.items() if isinstance(module, kind)), None)
+
+
+def _worn(module: nn.Module) -> Any:
+    name = _wearing(module)
+    return None if name is None else vars(module)[name]
+
+
+def _assigning(module: nn.Module) -> list[Any]:
+    """The hooks by which a patched network draws one assignment for all its layers."""
+    return [hook for hook in module._forward_pre_hooks.values() if isinstance(getattr(hook, "__self__", None), Mixing)]
+
+
+def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, int]) -> Node:
+    """A node's plain settings, and where what is not plain is to be found in the user's network."""
+    skipped = {*_REGISTRIES, _wearing(module), *(_FOUND_ANEW if isinstance(module, Multitude) else ())}
+    settings, others = {}, []
+    for key, value in vars(module).items():
+        if key in skipped:
+            continue
+        try:
+            settings[key] = _encoded(value, numbers)
+        except TypeError:
+            others.append(key)
+    node: Node = {"settings": settings}
+    if isinstance(module, Multitude):
+        node["divergences"] = [_encoded_function(function) for function in module.divergences]
+    hooks = _hooks(module)
+    where = f"layer {path!r} ({type(module).__name__})" if path else f"the network ({type(module).__name__})"
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
+        raise ValueError(f"{where} has an extra state (get_extra_state), which the file could not hold")
+    if _is_known(type(module)) and not others and not hooks:
+        return node
+    if isinstance(module, Around) and others == ["data"]:
+        raise ValueError(
+            "the data on which each draw recomputes batch-norm statistics cannot be saved: save net.freeze(draws=...), "
+            "whose networks have their statistics"
+        )
+    if isinstance(module, Multitude) or (others and _of_library(type(module))):
+        what = "has forward hooks" if hooks else "is a class of your own"
+        if others:
+            what = f"has {others[0]!r}, a {type(vars(module)[others[0]]).__name__}"
+        raise ValueError(f"{where} {what}, which a file cannot hold: take it off, or save the members, net.member(i)")
+    return node | {"origin": origin, "hooks": hooks}
+
+
+def _hooks(module: nn.Module) -> int:
+    """How many forward hooks a module has, beside those that are made again."""
+    own = 2 * len(_assigning(module))  # one before the forward, and one after it
+    return len(module._forward_hooks) + len(module._forward_pre_hooks) - own
+
+
+def _encoded(value: Any, numbers: Mapping[int, int]) -> Any:
+    """A plain value in the terms of JSON, or a TypeError."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, nn.Module) and id(value) in numbers:
+        return {"module": numbers[id(value)]}
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return {"tuple": [_encoded(v, numbers) for v in value]}
+    if type(value) is list:
+        return [_encoded(v, numbers) for v in value]
+    if type(value) is dict and all(type(key) is str for key in value):
+        return {"dict": {key: _encoded(v, numbers) for key, v in value.items()}}
+    raise TypeError
+
+
+def _encoded_function(function: Callable[..., Tensor]) -> Node:
+    own = function.func if isinstance(function, partial) else function
+    keywords = function.keywords if isinstance(function, partial) else {}
+    name = f"{getattr(own, '__module__', '')}.{getattr(own, '__qualname__', type(own).__name__)}"
+    if not (name.startswith("multitudes.methods.") and name.endswith(".divergence")):
+        raise ValueError(
+            f"net.divergences holds a function of your own ({name}), which a file cannot hold: save the network with "
+            "net.divergences = (), and set them again after loading"
+        )
+    return {"function": name, "keywords": dict(keywords)}
+
+
+# -- from nodes to a network -------------------------------------------------------------------------------
+
+
+def rebuild(nodes: list[Node], tensors: Mapping[str, Tensor], model: nn.Module | None = None) -> nn.Module:
+    """The network of these nodes and tensors; `model` is left as it was."""
+    _check_model(nodes, model)
+    parameters = {
+        key: nn.Parameter(tensors[key], name not in node["fixed"])
+        for node in nodes
+        for name, key in node.get("parameters", {}).items()
+        if key is not None
+    }
+    modules = _modules(nodes, parameters, tensors, model)
+    for node, module in zip(nodes, modules, strict=True):
+        vars(module).update({key: _decoded(value, modules) for key, value in node["settings"].items()})
+        if "wears" in node:
+            continue
+        _refill(module._modules, {n: None if c is None else modules[c] for n, c in node["children"].items()})
+        _refill(module._parameters, {n: None if k is None else parameters[k] for n, k in node["parameters"].items()})
+        _refill(module._buffers, {n: None if k is None else tensors[k] for n, k in node["buffers"].items()})
+        module._non_persistent_buffers_set.clear()
+        module._non_persistent_buffers_set.update(node["transient"])
+        for mixing in (modules[number] for number in node["mixings"]):
+            module.register_forward_pre_hook(mixing.begin)
+            module.register_forward_hook(mixing.end, always_call=True)
+    for node, module in reversed(list(zip(nodes, modules, strict=True))):  # what is inside comes first
+        if "wears" in node:
+            share_registries(module, modules[node["wears"]])
+            object.__setattr__(module, str(_wearing(module)), modules[node["wears"]])
+        if isinstance(module, Multitude):
+            module.divergences = tuple(map(_decoded_function, node["divergences"]))
+            module.__setstate__({"_draw_cache": DrawCache(), "_fastest": {}, "_proven": False})
+    return modules[0]
+
+
+def _check_model(nodes: list[Node], model: nn.Module | None) -> None:
+    """All that can be wrong with the user's network, before anything is built."""
+    if model is not None and not isinstance(model, nn.Module):
+        raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
+    there = {} if model is None else dict(plain(model).named_modules(remove_duplicate=False))
+    for node in nodes:
+        if "origin" not in node:
+            continue
+        origin, kind = node["origin"], node["class"].rpartition(".")[2]
+        what = f"layer {origin!r}" if origin else "it"
+        if model is None:
+            raise ValueError(
+                "model must be given, a network like the one that was converted: its own code is not in the file, "
+                f"and {what} is a {kind}"
+            )
+        found = there.get(origin)
+        if found is None or type(found).__name__ != kind:
+            got = "there is none" if found is None else f"it is a {type(found).__name__}"
+            own = type(plain(model)).__name__
+            raise ValueError(f"model does not fit the file, in which {what} is a {kind}: in model ({own}) {got}")
+        if _hooks(found) != node["hooks"]:
+            raise ValueError(
+                f"model does not fit the file, in which {what} ({kind}) has {node['hooks']} forward hooks: in model it "
+                f"has {_hooks(found)}"
+            )
+        for registry in ("parameters", "buffers"):
+            missing = getattr(found, f"_{registry}").keys() - node[registry].keys()
+            if missing:
+                raise ValueError(
+                    f"model does not fit the file, in which {what} ({kind}) has no tensor {min(missing)!r} of its own"
+                )
+
+
+def _modules(
+    nodes: list[Node], parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor], model: nn.Module | None
+) -> list[Any]:
+    """A module for each node: a bare one of its class, or a copy of the user's own."""
+    bare = {number: _bare(node["class"]) for number, node in enumerate(nodes) if "origin" not in node}
+    if model is None:
+        return list(bare.values())
+    there = dict(plain(model).named_modules(remove_duplicate=False))
+    own = {number: there[node["origin"]] for number, node in enumerate(nodes) if "origin" in node}
+    # Copied all at once, so that what they know of each other, and of their tensors, stays true.
+    memo: dict[int, Any] = {}
+    for number, module in bare.items():
+        counterpart = there.get(nodes[number]["path"])
+        if counterpart is not None and "wears" not in nodes[number]:
+            memo.setdefault(id(counterpart), module)
+    for number, module in own.items():
+        memo.pop(id(module), None)
+        kept: tuple[tuple[str, Mapping[str, Tensor]], ...] = (("parameters", parameters), ("buffers", tensors))
+        for registry, saved in kept:
+            for name, tensor in getattr(module, f"_{registry}").items():
+                key = nodes[number][registry][name]
+                if tensor is not None and key is not None:
+                    memo[id(tensor)] = saved[key]
+    copies = dict(zip(own, copy.deepcopy(list(own.values()), memo), strict=True))
+    return [bare[number] if number in bare else copies[number] for number in range(len(nodes))]
+
+
+def _bare(name: str) -> nn.Module:
+    kind = _class_named(name)
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    return module
+
+
+def _refill(registry: dict[str, Any], items: Mapping[str, Any]) -> None:
+    """Others of them, in place, since who wears them shares the registry."""
+    registry.clear()
+    registry.update(items)
+
+
+def _decoded(value: Any, modules: list[Any]) -> Any:
+    if isinstance(value, list):
+        return [_decoded(v, modules) for v in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, inside),) = value.items()
+    if kind == "module":
+        return modules[inside]
+    if kind == "tuple":
+        return tuple(_decoded(v, modules) for v in inside)
+    return {key: _decoded(v, modules) for key, v in inside.items()}
+
+
+def _decoded_function(node: Node) -> Callable[..., Tensor]:
+    module, _, name = node["function"].rpartition(".")
+    if not module.startswith("multitudes.methods.") or name != "divergence":
+        raise ValueError(f"the file names {node['function']!r}, which is no divergence of this library")
+    function = getattr(importlib.import_module(module), name)
+    return partial(function, **node["keywords"]) if node["keywords"] else function
+
+
+# -- classes -----------------------------------------------------------------------------------------------
+
+
+def _name_of(kind: type[nn.Module]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _of_library(kind: type[nn.Module]) -> bool:
+    return kind.__module__.startswith("multitudes.")
+
+
+def _is_known(kind: type[nn.Module]) -> bool:
+    """Whether a class can be found again by its name: one of torch's, or of this library."""
+    return (_of_library(kind) or kind.__module__.startswith("torch.nn.modules.")) and "." not in kind.__qualname__
+
+
+def _class_named(name: str) -> type[nn.Module]:
+    module, _, own = name.rpartition(".")
+    if module.startswith(("multitudes.", "torch.nn.modules.")) and "__" not in module:  # a program is no module
+        try:
+            kind = getattr(importlib.import_module(module), own, None)
+        except ImportError:
+            kind = None
+        if isinstance(kind, type) and issubclass(kind, nn.Module) and _is_known(kind):
+            return kind
+    raise ValueError(
+        f"the file names {name!r}, which is no layer of torch or of this library: is it of a later version?"
+    )

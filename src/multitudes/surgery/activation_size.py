@@ -1,0 +1,79 @@
+"""Keep the scale of a pretrained network's activations in a network cut from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from multitudes.core.calling import Input, call
+from multitudes.core.shared import MemberLayer
+from multitudes.surgery.observe import observing
+
+
+def keep_scale(
+    model: nn.Module,
+    converted: nn.Module,
+    example: Input,
+    own_example: Input,
+    kept: Mapping[str, Tensor | None],
+) -> None:
+    """Scale the weights of `converted`, in place, so that its layers' outputs are as large as the model's.
+
+    `kept` gives the layers, by name, and which of the model's outputs the converted one has (None: all). The size
+    is the root mean square over an example, biases aside. Layers are set in the order in which they run, each
+    behind those that are set already.
+    """
+    sizes: dict[str, Tensor] = {}
+
+    def measure(name: str, layer: nn.Module, y: Tensor) -> None:
+        sizes.setdefault(name, _size(layer, y, kept[name]))
+
+    def adjust(name: str, layer: nn.Module, y: Tensor) -> Tensor | None:
+        size = _size(layer, y)
+        if name not in sizes or not (size > 0 and sizes[name] > 0):
+            return None
+        factor = sizes.pop(name) / size
+        _inner(layer).weight.data.mul_(factor)
+        return y + _without_bias(layer, y) * (factor - 1)
+
+    _run(model, example, kept, measure)
+    _run(converted, own_example, kept, adjust)
+
+
+def _run(model: nn.Module, example: Input, names: Iterable[str], see: Any) -> None:
+    handles = [
+        model.get_submodule(name).register_forward_hook(lambda layer, _, y, name=name: see(name, layer, y))
+        for name in names
+    ]
+    try:
+        with observing(model):
+            call(model, example)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _inner(layer: Any) -> Any:
+    return layer.layer if isinstance(layer, MemberLayer) else layer
+
+
+def _axis(layer: nn.Module) -> int:
+    return 1 if hasattr(_inner(layer), "kernel_size") else -1
+
+
+def _size(layer: nn.Module, y: Tensor, outputs: Tensor | None = None) -> Tensor:
+    y = _without_bias(layer, y)
+    if outputs is not None:
+        y = y.index_select(_axis(layer), outputs.to(y.device))
+    return y.float().square().mean().sqrt()
+
+
+def _without_bias(layer: nn.Module, y: Tensor) -> Tensor:
+    bias = _inner(layer).bias
+    if bias is None:
+        return y
+    shape = [1] * y.dim()
+    shape[_axis(layer)] = -1
+    return y - bias.data.view(shape)

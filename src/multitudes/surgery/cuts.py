@@ -1,0 +1,140 @@
+"""Cuts: smaller layers of the same class, with the kept channels' weights."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.surgery.layers import CONVOLUTIONS, PRODUCTS, TRANSPOSED
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+FOLLOWING = (*BATCH_NORMS, *INSTANCE_NORMS, nn.GroupNorm, nn.LayerNorm, nn.PReLU)
+"""Layers whose outputs are their inputs' channels."""
+MAKING = (*PRODUCTS, nn.Embedding)
+"""Layers that make channels of their own."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What is left of one layer: the indices of its kept inputs and outputs, and its gamma."""
+
+    inputs: Tensor
+    outputs: Tensor
+    gamma: int = 1
+    note: str = ""
+
+
+class GroupedLinear(nn.Module):
+    """A linear layer of `groups` groups, `[..., I] -> [..., O]`, each of which sees its own share of the inputs."""
+
+    def __init__(self, in_features: int, out_features: int, groups: int, bias: bool = True) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.groups = in_features, out_features, groups
+        self.weight = nn.Parameter(torch.empty(out_features, in_features // groups))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = 1 / math.sqrt(self.weight.shape[1])  # as nn.Linear's, for the inputs that an output sees
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = x.unflatten(-1, (self.groups, -1)).unsqueeze(-2)
+        y = (parts @ self.weight.unflatten(0, (self.groups, -1)).mT).squeeze(-2).flatten(-2)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, groups={self.groups}"
+
+
+def width_of(layer: Any) -> int:
+    """The number of channels that a layer makes."""
+    names = {nn.Linear: "out_features", nn.Embedding: "embedding_dim"}
+    return int(getattr(layer, names.get(type(layer), "out_channels")))
+
+
+def is_depthwise(layer: Any) -> bool:
+    """Whether each output channel sees one input channel alone, so that its outputs are its inputs'."""
+    return isinstance(layer, (*CONVOLUTIONS, *TRANSPOSED)) and layer.groups == layer.in_channels > 1
+
+
+def cut_layer(layer: Any, cut: Cut, name: str) -> nn.Module:
+    """A smaller layer of the same class, with the kept channels' weights."""
+    inputs, outputs = len(cut.inputs), len(cut.outputs)
+    small = copy.deepcopy(layer)
+    if isinstance(layer, nn.LayerNorm):
+        small.normalized_shape = (inputs, *layer.normalized_shape[1:])
+        return _indexed(small, cut.inputs)
+    if isinstance(layer, nn.PReLU):
+        if layer.num_parameters == 1:
+            return small
+        small.num_parameters = inputs
+        return _indexed(small, cut.inputs)
+    if isinstance(layer, nn.GroupNorm):
+        small.num_channels, small.num_groups = inputs, norm_groups(layer, inputs)
+        return _indexed(small, cut.inputs)
+    if type(layer) in FOLLOWING:
+        small.num_features = inputs
+        return _indexed(small, cut.inputs)
+    if isinstance(layer, nn.Embedding):
+        small.embedding_dim = outputs
+        small.weight = nn.Parameter(layer.weight.data[:, cut.outputs].clone())
+        return small
+    return _cut_product(layer, small, cut, name)
+
+
+def _cut_product(layer: Any, small: Any, cut: Cut, name: str) -> nn.Module:
+    inputs, outputs = len(cut.inputs), len(cut.outputs)
+    linear = isinstance(layer, nn.Linear)
+    groups = (inputs if is_depthwise(layer) else getattr(layer, "groups", 1)) * cut.gamma
+    if inputs % groups or outputs % groups:
+        raise ValueError(f"layer {name!r} has {groups} groups, which do not divide its narrowed width of {inputs}")
+    if linear:
+        if cut.gamma > 1:
+            small = GroupedLinear(inputs, outputs, groups, layer.bias is not None).to(layer.weight)
+        small.in_features, small.out_features = inputs, outputs
+    else:
+        small.in_channels, small.out_channels, small.groups = inputs, outputs, groups
+    small.weight = nn.Parameter(_cut_weight(layer, cut, groups, name), layer.weight.requires_grad)
+    if layer.bias is not None:
+        small.bias = nn.Parameter(layer.bias.data[cut.outputs].clone(), layer.bias.requires_grad)
+    return small
+
+
+def _cut_weight(layer: Any, cut: Cut, groups: int, name: str) -> Tensor:
+    """`[O', I'/groups, ...]` of a layer's `[O, I/G, ...]`."""
+    weight, own = layer.weight.data, getattr(layer, "groups", 1)
+    transposed = isinstance(layer, TRANSPOSED)
+    if transposed:
+        weight = weight.unflatten(0, (own, -1)).transpose(1, 2).flatten(0, 1)  # [O, I/G, ...]
+    each = weight.shape[1]
+    kept = cut.inputs.view(groups, -1).repeat_interleave(len(cut.outputs) // groups, 0)  # [O', I'/groups]
+    local = kept - (cut.outputs * own // weight.shape[0] * each).unsqueeze(1)
+    if int(local.min()) < 0 or int(local.max()) >= each:
+        raise ValueError(f"layer {name!r} has {own} groups of {each} inputs, which its narrowed width does not fit")
+    small = weight[cut.outputs.unsqueeze(1), local]
+    if transposed:
+        small = small.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
+    return small.contiguous()
+
+
+def norm_groups(layer: nn.GroupNorm, width: int) -> int:
+    """The most groups, up to the layer's own, that divide a width."""
+    return next(g for g in range(layer.num_groups, 0, -1) if width % g == 0)
+
+
+def _indexed(layer: nn.Module, index: Tensor) -> nn.Module:
+    """Keep the indexed entries of all of a layer's per-channel parameters and buffers."""
+    for name, parameter in layer.named_parameters():
+        setattr(layer, name, nn.Parameter(parameter.data[index].clone(), parameter.requires_grad))
+    for name, buffer in layer.named_buffers():
+        if buffer.dim():
+            setattr(layer, name, buffer[index].clone())
+    return layer

@@ -1,0 +1,144 @@
+"""Select a network's layers and replace them in a copy; what every method asks of its first arguments."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from multitudes.core.checks import check_count
+from multitudes.core.multitude import Multitude, plain
+
+Selector = None | str | Sequence[str] | Callable[[str, nn.Module], bool]
+"""Which layers: None for a method's default, a regular expression matched against the whole qualified name, a
+list of names or dotted suffixes, or a function of `(name, module)`."""
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+PRODUCTS = (*CONVOLUTIONS, *TRANSPOSED, nn.Linear)
+"""Layers that multiply their input by a weight matrix or kernel."""
+
+
+# -- select and replace ----------------------------------------------------------------------------------
+
+
+def select(
+    model: nn.Module, selector: Selector, kinds: tuple[type[nn.Module], ...], argument: str = "layers"
+) -> dict[str, nn.Module]:
+    """The layers of `model` that are of one of `kinds` and match `selector`, by qualified name.
+
+    >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> list(select(model, None, (nn.Linear,)))
+    ['0', '2']
+    >>> list(select(model, "[1-9]", (nn.Linear,)))
+    ['2']
+    """
+    able = {name: module for name, module in model.named_modules() if type(module) in kinds}
+    if not able:
+        names = ", ".join(kind.__name__ for kind in kinds)
+        raise ValueError(f"model ({type(model).__name__}) has no layer that can be converted: {names}")
+    if selector is None:
+        return able
+    if not (callable(selector) or isinstance(selector, Iterable)):
+        raise ValueError(
+            f"{argument} must be None, a regular expression, a list of names or a function, got {selector!r}"
+        )
+    if isinstance(selector, str):
+        chosen = {name: m for name, m in able.items() if _fullmatch(selector, name, argument)}
+    elif callable(selector):
+        chosen = {name: m for name, m in able.items() if selector(name, m)}
+    else:
+        chosen = _listed(model, able, list(selector), argument)
+    if not chosen:
+        given = "a function" if callable(selector) else repr(selector)
+        raise ValueError(f"{argument}={given} selects nothing; it could select: {', '.join(able)}")
+    return chosen
+
+
+def _fullmatch(pattern: str, name: str, argument: str) -> bool:
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error as error:
+        raise ValueError(f"{argument}={pattern!r} is not a regular expression: {error}") from error
+
+
+def _listed(model: nn.Module, able: dict[str, nn.Module], wanted: list[str], argument: str) -> dict[str, nn.Module]:
+    def named(names: Any, want: str) -> list[str]:
+        return [name for name in names if name == want or name.endswith(f".{want}")]
+
+    for want in wanted:
+        if named(able, want):
+            continue
+        others = named((name for name, _ in model.named_modules()), want)
+        if others:
+            kind = type(model.get_submodule(others[0])).__name__
+            raise ValueError(
+                f"{argument}: layer {others[0]!r} is a {kind}, which this method cannot convert; "
+                f"it can convert: {', '.join(able)}"
+            )
+        raise ValueError(f"{argument}: no layer is named {want!r}; there are: {', '.join(able)}")
+    chosen = {name for want in wanted for name in named(able, want)}
+    return {name: module for name, module in able.items() if name in chosen}
+
+
+def replace(model: nn.Module, replacements: Mapping[str, nn.Module]) -> nn.Module:
+    """A copy of `model` in which the named layers are others. The model itself is left as it was.
+
+    A layer that the network uses in several places is replaced in all of them. Training modes are kept.
+    """
+    _check_untied(model, replacements)
+    memo: dict[int, Any] = {}
+    for name, new in replacements.items():
+        old = model.get_submodule(name)
+        memo[id(old)] = new.train(old.training)
+    replaced = copy.deepcopy(model, memo)
+    for module in replaced.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            # In evaluation it would read the weights of its linear layers instead of calling them.
+            module.activation_relu_or_gelu = 0
+    return replaced
+
+
+def _check_untied(model: nn.Module, names: Iterable[str]) -> None:
+    """A weight that two layers share would be two weights after one of them is replaced."""
+    owners: dict[int, set[tuple[int, str]]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add((id(module), name))
+    for name in names:
+        for parameter in model.get_submodule(name).parameters():
+            if len(owners[id(parameter)]) > 1:
+                tied = sorted(owner for _, owner in owners[id(parameter)])
+                raise ValueError(
+                    f"layers {' and '.join(map(repr, tied))} share a weight, so {name!r} cannot be replaced"
+                )
+
+
+# -- arguments ---------------------------------------------------------------------------------------------
+
+
+def check_arguments(model: nn.Module, members: int, init: str, nested: bool = False) -> nn.Module:
+    """What every method asks of its first arguments; returns the network to convert.
+
+    That is the network of a multitude which only draws. Other multitudes are converted by few (`nested`).
+    """
+    check_model(model, nested)
+    check_count("members", members)
+    if init not in ("fresh", "pretrained"):
+        raise ValueError(f"init must be 'fresh' or 'pretrained', got {init!r}")
+    return plain(model)
+
+
+def check_model(model: nn.Module, nested: bool = False) -> nn.Module:
+    """A network, or a multitude which only draws, whose network it then returns."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
+    if isinstance(plain(model), Multitude) and not nested:
+        raise ValueError(
+            f"model is a multitude of members already ({type(model).__name__} of {model.members} members): "
+            "convert the network first and make members of it after"
+        )
+    return plain(model)

@@ -1,0 +1,83 @@
+"""Observe a network at work: an input that fits it, its layers in the order in which they run, and their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from multitudes.core.calling import Input, call
+from multitudes.core.draws.stochastic import expecting
+from multitudes.core.multitude import evaluating
+from multitudes.surgery.layers import PRODUCTS
+
+__all__ = ["example_for", "executed", "hooked", "observing"]
+
+_SIDES = (32, 28, 224, 64, 16, 8, 96, 128, 48, 256, 299, 384, 512, 12, 20, 24, 40, 56, 80, 100, 112, 160, 192)
+_LENGTHS = (128, 64, 32, 256, 512, 1000, 1024, 16, 8, 100, 96, 48, 2048, 4096, 16000)
+
+
+def example_for(model: nn.Module, example: Input | None = None) -> Input:
+    """The given example, or noise of a shape that fits the network, found by trying the usual sizes."""
+    if example is not None:
+        return example
+    first = next((m for m in model.modules() if type(m) in PRODUCTS), None)
+    where = next(iter([*model.parameters(), *model.buffers()]), torch.zeros(0))
+    for shape in _shapes(first):
+        x = torch.randn(2, *shape, device=where.device, dtype=where.dtype if where.is_floating_point() else None)
+        try:
+            with observing(model):
+                call(model, x)
+        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
+            continue
+        return x
+    raise ValueError(f"no input was found that fits the model ({type(model).__name__}): pass one batch as example=")
+
+
+def _shapes(first: Any) -> list[tuple[int, ...]]:
+    if isinstance(first, nn.Linear):
+        return [(first.in_features,), (8, first.in_features)]
+    if first is None:
+        return []
+    channels, spatial = first.in_channels, len(first.kernel_size)
+    sides = _LENGTHS if spatial == 1 else _SIDES if spatial == 2 else _SIDES[:6]
+    return [(channels, *[side] * spatial) for side in sides]
+
+
+@contextmanager
+def observing(*models: nn.Module) -> Iterator[None]:
+    """Inside, networks run in evaluation, with expectations instead of draws, and without gradients."""
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(evaluating(model))
+            stack.enter_context(expecting(model))
+        stack.enter_context(torch.no_grad())
+        yield
+
+
+@contextmanager
+def hooked(
+    model: nn.Module, kinds: tuple[type[nn.Module], ...], hook: Callable[[str, nn.Module, Any, Any], Any]
+) -> Iterator[None]:
+    """Let `hook(name, layer, args, output)` see, and perhaps replace, the outputs of the layers of these kinds."""
+    handles = [
+        module.register_forward_hook(lambda m, args, y, name=name: hook(name, m, args, y))
+        for name, module in model.named_modules()
+        if type(module) in kinds
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def executed(model: nn.Module, example: Input, kinds: tuple[type[nn.Module], ...]) -> list[str]:
+    """The names of the layers of these kinds, in the order in which a forward reaches them."""
+    order: list[str] = []
+    with hooked(model, kinds, lambda name, *_: order.append(name)), observing(model):
+        call(model, example)
+    return list(dict.fromkeys(order))

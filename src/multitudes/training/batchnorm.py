@@ -1,0 +1,97 @@
+"""Batch norm for weights that were never trained: its running statistics, measured anew on data.
+
+The average of two networks' statistics is not the statistics of their average. Where weights are averaged or
+drawn, a pass over some data in training mode says what they are (Izmailov et al., 2018).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from multitudes.core.batches import Batches
+from multitudes.core.calling import Input, call_with, input_errors
+from multitudes.core.draws.stochastic import expecting
+from multitudes.core.multitude import evaluating
+
+State = dict[str, Tensor]
+
+_KINDS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def norms(network: nn.Module) -> dict[str, _BatchNorm]:
+    """The batch-norm layers that keep running statistics, by name."""
+    layers = {name: layer for name, layer in network.named_modules() if isinstance(layer, _BatchNorm)}
+    return {name: layer for name, layer in layers.items() if isinstance(layer.running_mean, Tensor)}
+
+
+@torch.no_grad()
+def statistics(network: nn.Module, state: State, batches: Batches) -> State:
+    """The batch-norm buffers, by name, of a network with the weights of `state`: the mean over the batches.
+
+    Only batch norm is in training mode meanwhile: dropout is off, and layers that draw give expectations. The
+    network's own buffers stay as they are.
+
+    >>> network = nn.BatchNorm1d(1)
+    >>> statistics(network, {}, Batches(torch.tensor([[1.0], [3.0]])))["running_mean"], network.running_mean
+    (tensor([2.]), tensor([0.]))
+    """
+    layers = norms(network)
+    fresh = {
+        name: {kind: torch.zeros_like(layer.get_buffer(kind)) for kind in _KINDS} for name, layer in layers.items()
+    }
+    with _measuring(network, layers):
+        for x, _ in batches.on(_device(network)):
+            _answer(network, state | _flat(fresh), x)
+    # A layer that the network does not use has seen nothing.
+    return _flat({name: kinds for name, kinds in fresh.items() if kinds["num_batches_tracked"].item()})
+
+
+def _flat(buffers: Mapping[str, State]) -> State:
+    return {
+        f"{name}.{kind}" if name else kind: tensor for name, kinds in buffers.items() for kind, tensor in kinds.items()
+    }
+
+
+@contextmanager
+def _measuring(network: nn.Module, layers: Mapping[str, _BatchNorm]) -> Iterator[None]:
+    momenta = {name: layer.momentum for name, layer in layers.items()}
+    with evaluating(network), expecting(network):
+        for layer in layers.values():
+            layer.training, layer.momentum = True, None
+        try:
+            yield
+        finally:
+            for name, layer in layers.items():
+                layer.momentum = momenta[name]
+
+
+@torch.no_grad()
+def accuracy(network: nn.Module, state: State, batches: Batches) -> float:
+    """The share of `batches` that a network with the tensors of `state` puts into the right class."""
+    right = total = 0
+    with evaluating(network), expecting(network):
+        for x, y in batches.on(_device(network)):
+            if y is None or y.is_floating_point():
+                raise ValueError(
+                    "accuracy needs classes as targets: pass data=(x, y), or batches of inputs and classes"
+                )
+            labels = _answer(network, state, x).argmax(1)
+            if labels.shape != y.shape:
+                raise ValueError(f"data has classes of shape {list(y.shape)} for answers of shape {list(labels.shape)}")
+            right += int((labels == y).sum())
+            total += y.numel()
+    return right / total
+
+
+def _answer(network: nn.Module, state: State, x: Input) -> Tensor:
+    with input_errors(x):
+        return call_with(network, state, x)
+
+
+def _device(network: nn.Module) -> torch.device:
+    return next(iter([*network.parameters(), *network.buffers()]), torch.zeros(0)).device

@@ -1,0 +1,163 @@
+"""A training that can be interrupted: where it is, and a file that keeps it.
+
+The file is safetensors: loading it runs no code. It holds the network, the optimizer's state and the random state, so
+that a training on a CPU that goes on from it ends with the weights of one that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from multitudes.core.checks import needed
+from multitudes.core.files import replacing
+from multitudes.training.recorder import check_fits
+
+__all__ = ["Checkpoint", "TrainingState", "random_state", "set_random_state"]
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass
+class TrainingState:
+    """How far a training is."""
+
+    epoch: int = 0
+    """How many epochs are done."""
+    batch: int = 0
+    """How many batches of the current one are done."""
+    batches: int | None = None
+    """How many an epoch has, once that is known; the learning rate depends on it."""
+    step: int = 0
+    total: float = 0.0
+    """The sum of the losses of the current epoch."""
+    seconds: float = 0.0
+    """How long the current epoch has taken so far."""
+    stopped: bool = False
+    """Whether a callback has ended the training."""
+    history: list[dict[str, Any]] = field(default_factory=list)
+    epoch_random: Tensors = field(default_factory=dict)
+    """The random state at the beginning of the current epoch, from which the order of its batches follows."""
+
+
+def random_state(device: torch.device) -> Tensors:
+    """Torch's random state, on the CPU and on the network's own device."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Tensors, device: torch.device) -> None:
+    """Go on from what `random_state` has said."""
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+@dataclass
+class Checkpoint:
+    """A file with a training in it, written whole or not at all."""
+
+    path: Path
+    every: float
+    """The seconds between two writings."""
+
+    def __post_init__(self) -> None:
+        self._safetensors()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.written = time.monotonic()
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to write."""
+        return time.monotonic() - self.written >= self.every
+
+    def save(self, state: TrainingState, net: nn.Module, optimizer: Optimizer, settings: dict[str, Any]) -> None:
+        """Write everything that the rest of the training depends on."""
+        plain = asdict(state)
+        epoch_random = plain.pop("epoch_random")
+        tensors = {
+            **_under("net", _tensors(net.state_dict())),
+            **_under("random", random_state(_device(net))),
+            **_under("epoch_random", epoch_random),
+        }
+        slots = optimizer.state_dict()
+        numbers: dict[str, Any] = {}
+        for index, values in slots["state"].items():
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer/{index}/{key}"] = value
+                else:
+                    numbers[f"{index}/{key}"] = value
+        header = {"training": json.dumps({"state": plain, "optimizer": numbers, "settings": settings})}
+        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        with replacing(self.path) as unfinished:
+            self._safetensors().torch.save_file(copies, unfinished, header)
+        self.written = time.monotonic()
+
+    def load(self, state: TrainingState, net: nn.Module, optimizer: Optimizer, settings: dict[str, Any]) -> bool:
+        """Go on from the file, where there is one; whether there was."""
+        if not self.path.exists():
+            return False
+        with self._safetensors().safe_open(self.path, "pt") as file:
+            header = (file.metadata() or {}).get("training")
+            if header is None:
+                raise ValueError(f"checkpoint {str(self.path)!r} holds no training: choose another file")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        saved = json.loads(header)
+        self._check(saved["settings"], settings)
+        weights = _below("net", tensors)
+        check_fits(net.state_dict(), weights, f"checkpoint {str(self.path)!r}")
+        net.load_state_dict(weights, strict=False)  # what is no tensor stays the network's own
+        _load_optimizer(optimizer, _below("optimizer", tensors), saved["optimizer"])
+        for name, value in saved["state"].items():
+            setattr(state, name, value)
+        state.epoch_random = _below("epoch_random", tensors)
+        set_random_state(_below("random", tensors), _device(net))
+        return True
+
+    def _check(self, saved: dict[str, Any], settings: dict[str, Any]) -> None:
+        for name, value in settings.items():
+            if saved.get(name) != value:
+                raise ValueError(
+                    f"checkpoint {str(self.path)!r} is of a training with {name}={saved.get(name)!r}, now it is "
+                    f"{value!r}: remove the file to begin anew, or choose another"
+                )
+
+    def _safetensors(self) -> Any:
+        needed("safetensors.torch", "safetensors", "checkpoint=")
+        return needed("safetensors", "safetensors", "checkpoint=")
+
+
+def _load_optimizer(optimizer: Optimizer, tensors: Tensors, numbers: dict[str, Any]) -> None:
+    groups = optimizer.state_dict()["param_groups"]
+    slots: dict[int, dict[str, Any]] = {}
+    for name, value in [*tensors.items(), *numbers.items()]:
+        index, key = name.split("/", 1)
+        slots.setdefault(int(index), {})[key] = value
+    optimizer.load_state_dict({"state": slots, "param_groups": groups})
+
+
+def _tensors(state: dict[str, Any]) -> Tensors:
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _under(prefix: str, tensors: Tensors) -> Tensors:
+    return {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
+
+
+def _below(prefix: str, tensors: Tensors) -> Tensors:
+    start = f"{prefix}/"
+    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+
+
+def _device(net: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in net.parameters()), torch.device("cpu"))

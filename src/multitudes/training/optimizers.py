@@ -1,0 +1,47 @@
+"""Optimizers by name, for `mt.fit`: `make_optimizer`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from multitudes.core.checks import check_number
+
+__all__ = ["OPTIMIZERS", "can_fuse", "make_optimizer"]
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "sgd": lambda groups, lr, momentum, **more: torch.optim.SGD(groups, lr, momentum, nesterov=momentum > 0, **more),
+    "adam": lambda groups, lr, momentum, **more: torch.optim.Adam(groups, lr, **more),
+    "adamw": lambda groups, lr, momentum, **more: torch.optim.AdamW(groups, lr, **more),
+}
+RATES = {"sgd": 0.05, "adam": 1e-3, "adamw": 1e-3}
+
+
+def can_fuse(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether an optimizer of these parameters is better fused: on a GPU, where nobody then waits for the loss.
+
+    >>> can_fuse(nn.Linear(1, 1).parameters())
+    False
+    """
+    return all(parameter.device.type == "cuda" for parameter in parameters)
+
+
+def make_optimizer(optimizer: Any, net: nn.Module, lr: float | None, momentum: float, weight_decay: float) -> Optimizer:
+    """An optimizer of `net` by name, or the one that is given, or that a given function makes of its parameters."""
+    if isinstance(optimizer, Optimizer) or (callable(optimizer) and not isinstance(optimizer, str)):
+        if lr is not None:
+            raise ValueError(f"lr={lr!r} is for an optimizer by name; set it in the one that is given")
+        return optimizer if isinstance(optimizer, Optimizer) else optimizer(net.parameters())
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, or a torch optimizer, got {optimizer!r}")
+    rate = RATES[optimizer] if lr is None else lr
+    check_number("lr", rate, 0, above=True)
+    learning = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    if not learning:
+        raise ValueError("net must have parameters that learn, got none")
+    fused = can_fuse(learning) or None  # False would also forbid torch its other fast way
+    return OPTIMIZERS[optimizer](learning, rate, momentum, weight_decay=weight_decay, fused=fused)

@@ -1,0 +1,365 @@
+"""A network on its way through training: its last checkpoints, and the moments of all of them.
+
+recorder = Recorder(model, keep=10)
+for epoch in range(40):
+    ...                                   # train
+    if epoch >= 30:
+        recorder.step()
+net = mt.swag(model, recorder)
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.checks import check_count, needed
+from multitudes.core.files import replacing
+
+State = dict[str, Tensor]
+"""A network's parameters and buffers by name, as its state dict has them."""
+
+
+@dataclass
+class Moments:
+    """The running mean and variance of the floating-point tensors of states, by Welford's updates.
+
+    >>> moments = Moments()
+    >>> for weight in (1.0, 2.0, 3.0):
+    ...     moments.add({"weight": torch.tensor(weight)})
+    ...     print(moments.mean["weight"].item())
+    1.0
+    1.5
+    2.0
+    """
+
+    count: int = 0
+    mean: State = field(default_factory=dict)
+    squares: State = field(default_factory=dict)  # sums of squared deviations from the mean
+
+    def add(self, state: Mapping[str, Tensor]) -> None:
+        """Count one more state in."""
+        self.count += 1
+        for name, tensor in state.items():
+            if not tensor.is_floating_point():
+                continue
+            value = tensor.detach().to("cpu", torch.promote_types(tensor.dtype, torch.float32))
+            if self.count == 1:
+                self.mean[name], self.squares[name] = value.clone(), torch.zeros_like(value)
+                continue
+            # Equal infinities, as masks have them, do not differ.
+            delta = torch.where(value == self.mean[name], 0.0, value - self.mean[name])
+            self.mean[name] += delta / self.count
+            self.squares[name] += delta.square() * ((self.count - 1) / self.count)
+
+    @property
+    def variance(self) -> State:
+        """The mean of the squares minus the square of the mean, by name."""
+        return {name: squares / self.count for name, squares in self.squares.items()}
+
+    @property
+    def second_moment(self) -> State:
+        """The mean of the squares, by name."""
+        return {name: variance + self.mean[name].square() for name, variance in self.variance.items()}
+
+
+class Recorder:
+    """The last `keep` checkpoints of a network, and the moments of all that were recorded.
+
+    Call `step()` once an epoch, or once a training step: every `every`-th call records. `record()` does it at once.
+    Iterating gives state dicts, the oldest first. They are kept in memory, on the CPU, or as safetensors files
+    in a `directory`; one that holds a recording already is gone on with by `resume=True`. Integer tensors are kept
+    as they are, floating-point ones also counted in `mean`, `variance` and `second_moment`.
+
+    >>> net = nn.Linear(1, 1)
+    >>> recorder = Recorder(net, keep=2)
+    >>> for weight in (1.0, 2.0, 3.0):
+    ...     _ = nn.init.constant_(net.weight, weight)
+    ...     recorder.step()
+    >>> [state["weight"].item() for state in recorder], recorder.count, recorder.mean["weight"].item()
+    ([2.0, 3.0], 3, 2.0)
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        keep: int = 10,
+        every: int = 1,
+        directory: str | os.PathLike[str] | None = None,
+        resume: bool = False,
+    ) -> None:
+        if not isinstance(net, nn.Module):
+            raise ValueError(f"net must be an nn.Module, got {type(net).__name__}")
+        check_count("keep", keep)
+        check_count("every", every)
+        if resume and directory is None:
+            raise ValueError("resume=True needs the directory of a recording")
+        self.net, self.keep, self.every = net, keep, every
+        self.before = Moments()
+        """The moments of the checkpoints that are kept no more."""
+        self._steps = 0
+        self._kept: deque[State | Path] = deque()
+        self._disk = None if directory is None else _Disk(Path(directory))
+        if self._disk is not None:
+            self._take_up(self._disk, resume)
+
+    def step(self) -> None:
+        """One more epoch, or training step; every `every`-th is recorded."""
+        self._steps += 1
+        if self._steps % self.every == 0:
+            self.record()
+
+    def record(self) -> None:
+        """Record the network as it is."""
+        state = _recorded(self.net)
+        number = self.count + 1
+        self._kept.append(state if self._disk is None else self._disk.write(number, state))
+        dropped = self._kept.popleft() if len(self._kept) > self.keep else None
+        if dropped is not None:
+            self.before.add(_loaded(dropped))
+        if self._disk is not None:
+            self._disk.write_moments(self.before)
+        if isinstance(dropped, Path):
+            dropped.unlink()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __bool__(self) -> bool:
+        """True: `if recorder: recorder.record()` asks whether there is one, not whether it has recorded yet."""
+        return True
+
+    def __iter__(self) -> Iterator[State]:
+        return map(_loaded, list(self._kept))
+
+    def __getitem__(self, index: int) -> State:
+        return _loaded(self._kept[index])
+
+    @property
+    def count(self) -> int:
+        """How many checkpoints have been recorded, kept or not."""
+        return self.before.count + len(self._kept)
+
+    @property
+    def moments(self) -> Moments:
+        """The moments of all that has been recorded."""
+        if not self.count:
+            raise ValueError("nothing has been recorded yet")
+        return Trajectory(list(self), self.before).moments()
+
+    @property
+    def mean(self) -> State:
+        """The average of all that has been recorded."""
+        return self.moments.mean
+
+    @property
+    def variance(self) -> State:
+        """The variance of all that has been recorded."""
+        return self.moments.variance
+
+    @property
+    def second_moment(self) -> State:
+        """The mean square of all that has been recorded."""
+        return self.moments.second_moment
+
+    def _take_up(self, disk: _Disk, resume: bool) -> None:
+        found = disk.checkpoints()
+        if not resume and found:
+            raise ValueError(
+                f"directory {str(disk.directory)!r} holds a recording already: pass resume=True to go on with it, "
+                "or choose another"
+            )
+        if resume:
+            self.before = disk.read_moments()
+            # Where recording was cut short, a checkpoint may have been counted in, and not been removed.
+            self._kept.extend(path for number, path in found.items() if number > self.before.count)
+            if self._kept:
+                check_fits(self.net.state_dict(), self[-1], f"directory {str(disk.directory)!r}")
+        while len(self._kept) > self.keep:
+            self.before.add(_loaded(self._kept.popleft()))
+
+
+def _recorded(net: nn.Module) -> State:
+    """A copy of a network's tensors, on the CPU. What is not a tensor in a state dict is a setting, not a weight."""
+    for name, parameter in net.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(f"parameter {name!r} has no shape yet: run the network once before recording it")
+        if not bool(parameter.isfinite().all()):
+            raise ValueError(f"parameter {name!r} holds NaN or infinite values, so nothing was recorded")
+    tensors = {name: value for name, value in net.state_dict().items() if isinstance(value, Tensor)}
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+
+def _loaded(kept: State | Path) -> State:
+    return _safetensors().load_file(kept) if isinstance(kept, Path) else kept
+
+
+class _Disk:
+    """A directory of checkpoints. Whatever is interrupted, each file in it is whole."""
+
+    def __init__(self, directory: Path) -> None:
+        _safetensors()
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def checkpoints(self) -> dict[int, Path]:
+        paths = sorted(self.directory.glob("checkpoint-*.safetensors"))
+        return {int(path.stem.removeprefix("checkpoint-")): path for path in paths}
+
+    def write(self, number: int, state: State) -> Path:
+        return self._write(f"checkpoint-{number:08d}.safetensors", state)
+
+    def write_moments(self, moments: Moments) -> None:
+        parts = {"mean": moments.mean, "squares": moments.squares}
+        state = {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+        self._write("moments.safetensors", state | {"count": torch.tensor(moments.count)})
+
+    def read_moments(self) -> Moments:
+        path = self.directory / "moments.safetensors"
+        if not path.exists():
+            return Moments()
+        state = _safetensors().load_file(path)
+        moments = Moments(int(state.pop("count")))
+        for key, tensor in state.items():
+            part, name = key.split("/", 1)
+            getattr(moments, part)[name] = tensor
+        return moments
+
+    def _write(self, name: str, state: State) -> Path:
+        path = self.directory / name
+        with replacing(path) as unfinished:
+            _safetensors().save_file(state, unfinished)
+        return path
+
+
+def _safetensors() -> Any:
+    return needed("safetensors.torch", "safetensors", "recording in a directory")
+
+
+# -- what the methods read ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Trajectory:
+    """Checkpoints that fit a network, and the moments of those before them."""
+
+    states: list[State]
+    before: Moments = field(default_factory=Moments)
+
+    @classmethod
+    def of(cls, checkpoints: Checkpoints, network: nn.Module, least: int = 1) -> Trajectory:
+        """Read `checkpoints` of `network`, `least` of them at least."""
+        if isinstance(checkpoints, Trajectory):
+            trajectory = checkpoints
+        elif isinstance(checkpoints, Recorder):
+            trajectory = cls(list(checkpoints), checkpoints.before)
+        elif isinstance(checkpoints, Mapping | nn.Module) or not isinstance(checkpoints, Iterable):
+            raise ValueError(
+                f"checkpoints must be a Recorder or a list of state dicts, got {type(checkpoints).__name__}"
+            )
+        else:
+            trajectory = cls([_tensors(state, index) for index, state in enumerate(checkpoints)])
+        if len(trajectory.states) < least:
+            raise ValueError(f"checkpoints must be {least} or more, got {len(trajectory.states)}")
+        want = network.state_dict()
+        for index, state in enumerate(trajectory.states):
+            check_fits(want, state, f"checkpoints[{index}]")
+            for name in weights_of(network):
+                if not bool(state[name].isfinite().all()):
+                    raise ValueError(f"checkpoints[{index}] holds NaN or infinite weights in {name!r}")
+        return trajectory
+
+    def of_member(self, index: int) -> Trajectory:
+        """The trajectory of one of the members whose tensors are stacked in it."""
+
+        def alone(state: State) -> State:
+            return {name: tensor[index].clone() for name, tensor in state.items()}
+
+        before = Moments(self.before.count, alone(self.before.mean), alone(self.before.squares))
+        return Trajectory([alone(state) for state in self.states], before)
+
+    def along(self) -> Iterator[tuple[State, Moments]]:
+        """Each checkpoint, with the moments of all up to it."""
+        moments = copy.deepcopy(self.before)
+        for state in self.states:
+            moments.add(state)
+            yield state, moments
+
+    def moments(self) -> Moments:
+        """The moments of all checkpoints, and of those before them."""
+        return [moments for _, moments in self.along()][-1]
+
+
+Checkpoints = Recorder | Trajectory | Iterable[Mapping[str, Tensor]]
+"""A recorder, or state dicts, the oldest first."""
+
+
+def _tensors(state: Any, index: int) -> State:
+    if not isinstance(state, Mapping):
+        raise ValueError(f"checkpoints[{index}] must be a state dict, got {type(state).__name__}")
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def check_fits(want: Mapping[str, Any], got: Mapping[str, Tensor], what: str) -> None:
+    """A checkpoint must have the tensors of a network's state dict, with their shapes."""
+    shapes = {name: value.shape for name, value in want.items() if isinstance(value, Tensor)}
+    for name in [*sorted(shapes.keys() - got.keys()), *sorted(got.keys() - shapes.keys())]:
+        holds = "lacks" if name in shapes else "holds"
+        raise ValueError(f"{what} does not fit the model: it {holds} {name!r}")
+    for name, shape in shapes.items():
+        if got[name].shape != shape:
+            raise ValueError(
+                f"{what} does not fit the model: {name!r} has shape {list(got[name].shape)} against {list(shape)}"
+            )
+
+
+# -- weights as one vector ---------------------------------------------------------------------------------
+
+
+def weights_of(network: nn.Module) -> State:
+    """The floating-point parameters by name, shared ones once."""
+    return {name: parameter for name, parameter in network.named_parameters() if parameter.is_floating_point()}
+
+
+def flat_weights(network: nn.Module) -> Tensor:
+    """The floating-point parameters in one vector, `[P]`."""
+    return torch.cat([weight.flatten() for weight in weights_of(network).values()])
+
+
+def flat_state(state: State, network: nn.Module) -> Tensor:
+    """A checkpoint's weights `[P]`, in the order of the network's own, on the CPU and in float32 or better."""
+    parts = [state[name].detach().flatten().cpu() for name in weights_of(network)]
+    return torch.cat([part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts])
+
+
+def unflattened(vector: Tensor, network: nn.Module) -> State:
+    """The weights in `vector [P]` by name, in the shapes and dtypes of the network's own."""
+    weights = weights_of(network)
+    parts = vector.split([weight.numel() for weight in weights.values()])
+    return {
+        name: part.view(weight.shape).to(weight.dtype)
+        for (name, weight), part in zip(weights.items(), parts, strict=True)
+    }
+
+
+def principal_directions(states: list[State], network: nn.Module, count: int, argument: str = "rank") -> Tensor:
+    """The `count` orthogonal directions, of length 1, in which the states differ most, `[count, P]`.
+
+    `argument` is what the caller names the count by.
+    """
+    if count >= len(states):
+        raise ValueError(f"{argument}={count} needs {count + 1} checkpoints or more, got {len(states)}")
+    rows = torch.stack([flat_state(state, network) for state in states])
+    _, lengths, directions = torch.linalg.svd(rows - rows.mean(0), full_matrices=False)
+    span = int((lengths > lengths[0] * len(states) * torch.finfo(rows.dtype).eps).sum())
+    if count > span:
+        raise ValueError(f"{argument}={count}, but the checkpoints differ in {span} directions only")
+    return directions[:count]

@@ -1,0 +1,88 @@
+"""How a learning rate goes along training: factors of the optimizer's own rate, by the share of the training done."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from multitudes.core.checks import check_count, check_number
+
+__all__ = ["SCHEDULES", "Schedule", "constant", "cosine", "cyclic", "linear", "multistep", "schedule_of"]
+
+Schedule = Callable[[float], float]
+"""From the share of the training that is done, in [0, 1), to the factor of the learning rate."""
+
+
+def constant() -> Schedule:
+    """The same rate all along."""
+    return lambda done: 1.0
+
+
+def linear() -> Schedule:
+    """Falls to 0 along a line."""
+    return lambda done: 1.0 - done
+
+
+def cosine() -> Schedule:
+    """Falls to 0 along half a cosine (Loshchilov & Hutter, 2017).
+
+    >>> [round(cosine()(done), 3) for done in (0, 0.25, 0.5, 0.75)]
+    [1.0, 0.854, 0.5, 0.146]
+    """
+    return lambda done: 0.5 * (1 + math.cos(math.pi * done))
+
+
+def cyclic(cycles: int = 5) -> Schedule:
+    """A cosine that starts anew `cycles` times, for snapshots (Huang et al., 2017)."""
+    check_count("cycles", cycles)
+    return lambda done: 0.5 * (1 + math.cos(math.pi * (done * cycles % 1)))
+
+
+def multistep(milestones: Sequence[float] = (0.3, 0.6, 0.8), factor: float = 0.2) -> Schedule:
+    """Multiplied by `factor` at each of the `milestones`, shares of the training.
+
+    >>> schedule = multistep((0.5, 0.75), factor=0.1)
+    >>> [round(schedule(done), 3) for done in (0, 0.49, 0.5, 0.75)]
+    [1.0, 1.0, 0.1, 0.01]
+    """
+    for milestone in milestones:
+        check_number("milestones", milestone, 0, high=1)
+    check_number("factor", factor, 0, above=True)
+    return lambda done: float(factor ** sum(done >= milestone for milestone in milestones))
+
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "constant": constant,
+    "cosine": cosine,
+    "cyclic": cyclic,
+    "linear": linear,
+    "multistep": multistep,
+}
+
+
+def schedule_of(schedule: str | Mapping[str, Any] | Schedule, warmup: float = 0.0) -> Schedule:
+    """A schedule by name, by name and settings (`{"name": "cyclic", "cycles": 4}`), or a function as it is.
+
+    During the first `warmup` of the training, a share of it, the rate rises to the schedule's own along a line.
+
+    >>> schedule = schedule_of("constant", warmup=0.5)
+    >>> [schedule(done) for done in (0.0, 0.25, 0.5)]
+    [0.0, 0.5, 1.0]
+    """
+    if isinstance(schedule, str):
+        schedule = {"name": schedule}
+    if isinstance(schedule, Mapping):
+        settings = dict(schedule)
+        name = settings.pop("name", None)
+        if name not in SCHEDULES:
+            raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r}")
+        try:
+            after = SCHEDULES[name](**settings)
+        except TypeError as error:
+            raise ValueError(f"schedule {name!r} has no such setting: {error}") from error
+    elif callable(schedule):
+        after = schedule
+    else:
+        raise ValueError(f"schedule must be a name, a table or a function, got {schedule!r}")
+    return lambda done: after(done) * min(1.0, done / warmup if warmup else 1.0)
