@@ -8,7 +8,7 @@ import torch
 
 from multitudes.core.predictive import Predictive
 from multitudes.evaluation.calibrate import fit_calibration
-from multitudes.evaluation.conformal import Conformal, Score, conformal_scores
+from multitudes.evaluation.conformal import Conformal, ConformalScore, conformal_scores
 from tests.predictions import close, raises, randn
 
 
@@ -38,7 +38,7 @@ def coverage(p, y, score, level, splits=200, n=500, **settings):
     for split in range(splits):
         order = torch.randperm(len(p), generator=torch.Generator().manual_seed(split))
         old, new = order[:n], order[n:]
-        fitted = Conformal.fit(p[old], y[old], Score(score, **settings), seed=split)
+        fitted = Conformal.fit(p[old], y[old], ConformalScore(score, **settings), seed=split)
         chosen = fitted.set(p[new], level, seed=split)
         if p.task == "classification":
             held = chosen.gather(1, y[new].unsqueeze(1))
@@ -126,8 +126,8 @@ def test_scores_and_sets_are_those_of_loops(score, settings, ties):
     probs = p.probs.double().numpy()
     expected = np.array([[by_hand(row, c, score, **settings) for c in range(5)] for row in probs])
     own = expected[np.arange(30), y.numpy()]
-    close(conformal_scores(p, y, Score(score, **settings)), own, atol=1e-12)
-    fitted = Conformal.fit(p, y, Score(score, **settings))
+    close(conformal_scores(p, y, ConformalScore(score, **settings)), own, atol=1e-12)
+    fitted = Conformal.fit(p, y, ConformalScore(score, **settings))
     for level in (0.3, 0.6, 0.9):
         threshold = np.sort(own)[math.ceil(31 * level) - 1]
         assert fitted.threshold(level) == pytest.approx(threshold, abs=1e-12)
@@ -137,7 +137,7 @@ def test_scores_and_sets_are_those_of_loops(score, settings, ties):
 @pytest.mark.parametrize("score", ["aps", "raps"])
 def test_every_set_holds_the_most_probable_class(score):
     p, y = classifier(200)
-    fitted = Conformal.fit(p, y, Score(score, k_reg=0, penalty=1.0))
+    fitted = Conformal.fit(p, y, ConformalScore(score, k_reg=0, penalty=1.0))
     for level in (0.01, 0.5, 0.99):
         assert fitted.set(p, level).gather(1, p.label[:, None]).all()
 
@@ -156,24 +156,24 @@ def test_higher_levels_give_larger_sets():
 
 def test_a_penalty_makes_the_largest_sets_smaller():
     p, y = classifier(2000, classes=20, sharpness=0.5)
-    plain, penalised = (Conformal.fit(p, y, s).set(p, 0.95).sum(1) for s in ("aps", Score("raps", 2, 0.2)))
+    plain, penalised = (Conformal.fit(p, y, s).set(p, 0.95).sum(1) for s in ("aps", ConformalScore("raps", 2, 0.2)))
     assert penalised.max() < plain.max()
 
 
 def test_randomized_sets_are_repeatable_by_their_seed():
     p, y = classifier(200)
-    fitted = Conformal.fit(p, y, Score("aps", randomized=True), seed=1)
+    fitted = Conformal.fit(p, y, ConformalScore("aps", randomized=True), seed=1)
     assert torch.equal(fitted.set(p, 0.9, seed=3), fitted.set(p, 0.9, seed=3))
     assert not torch.equal(fitted.set(p, 0.9, seed=3), fitted.set(p, 0.9, seed=4))
-    assert torch.equal(fitted.scores, Conformal.fit(p, y, Score("aps", randomized=True), seed=1).scores)
+    assert torch.equal(fitted.scores, Conformal.fit(p, y, ConformalScore("aps", randomized=True), seed=1).scores)
 
 
 def test_sets_are_the_same_however_many_inputs_are_sorted_together(monkeypatch):
     p, y = classifier(200)
-    fitted = [Conformal.fit(p, y, Score("aps", randomized=True), seed=0)]
+    fitted = [Conformal.fit(p, y, ConformalScore("aps", randomized=True), seed=0)]
     sets = [fitted[0].set(p, 0.9, seed=0)]
     monkeypatch.setattr("multitudes.evaluation.conformal._CHUNK", 60)
-    fitted.append(Conformal.fit(p, y, Score("aps", randomized=True), seed=0))
+    fitted.append(Conformal.fit(p, y, ConformalScore("aps", randomized=True), seed=0))
     sets.append(fitted[1].set(p, 0.9, seed=0))
     assert torch.equal(fitted[0].scores, fitted[1].scores) and torch.equal(*sets)
 
@@ -184,7 +184,7 @@ def test_sets_are_the_same_however_many_inputs_are_sorted_together(monkeypatch):
 @pytest.mark.parametrize("n", [1, 2, 9, 10, 19, 99, 100, 999])
 def test_the_threshold_is_the_score_of_the_right_rank(n):
     scores = torch.arange(1, n + 1).double()
-    fitted = Conformal(Score("lac"), scores, torch.ones(n).double())
+    fitted = Conformal(ConformalScore("lac"), scores, torch.ones(n).double())
     for hundredths in range(1, 100):
         rank = math.ceil((n + 1) * Fraction(hundredths, 100))
         assert fitted.threshold(hundredths / 100) == (rank if rank <= n else math.inf)
@@ -280,7 +280,7 @@ def test_a_level_lies_between_0_and_1(level):
 )
 def test_a_score_that_is_none_is_told(settings, sentence):
     with raises(sentence):
-        Score(**settings)
+        ConformalScore(**settings)
 
 
 def test_a_score_of_another_task_is_told():

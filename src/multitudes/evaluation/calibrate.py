@@ -17,7 +17,7 @@ from multitudes.core.checks import check_count, check_number, check_seed
 from multitudes.core.multitude import Multitude
 from multitudes.core.predictive import Predictive
 from multitudes.evaluation.calibrated import Calibrated, Calibration
-from multitudes.evaluation.conformal import SCORES, Conformal, Score, check_targets
+from multitudes.evaluation.conformal import SCORES, Conformal, ConformalScore, check_targets
 from multitudes.evaluation.predict import predictions
 from multitudes.evaluation.temperature import SCALINGS
 from multitudes.metrics.inputs import check_ignore, read_rows
@@ -37,7 +37,7 @@ class _Plan:
     """What is to be fitted, and to which part of the data."""
 
     scaling: str | None
-    score: Score | None
+    score: ConformalScore | None
     share: float
     seed: int | None
     ignore: int | None
@@ -219,7 +219,7 @@ def _planned(
     if conformal is None and randomized:
         raise ValueError("randomized=True is for 'aps' and 'raps', got conformal=None")
     settings: dict[str, Any] = {**given, "randomized": randomized}
-    return _Plan(scaling, None if conformal is None else Score(conformal, **settings), share, seed, ignore)
+    return _Plan(scaling, None if conformal is None else ConformalScore(conformal, **settings), share, seed, ignore)
 
 
 def _one_of(name: str, value: str | None, choices: tuple[str | None, ...], task: str) -> str | None:

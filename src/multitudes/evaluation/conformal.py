@@ -36,7 +36,7 @@ from multitudes.core.checks import check_number, check_seed
 from multitudes.core.predictive import Predictive
 from multitudes.metrics.inputs import read_rows
 
-__all__ = ["SCORES", "Conformal", "Score", "check_targets", "conformal_scores"]
+__all__ = ["SCORES", "Conformal", "ConformalScore", "check_targets", "conformal_scores"]
 
 SCORES = {
     "classification": ("aps", "lac", "raps"),
@@ -55,7 +55,7 @@ _FOR_SCORES, _FOR_SETS = 0x5C02E5, 0x5E75
 
 
 @dataclass(frozen=True)
-class Score:
+class ConformalScore:
     """How badly a class, or a number, fits a prediction: "lac", "aps", "raps", "absolute" or "scaled"."""
 
     name: str
@@ -101,7 +101,7 @@ class Score:
 class Conformal:
     """The scores of held-out data, and the sets and intervals that follow from them."""
 
-    score: Score
+    score: ConformalScore
     scores: Tensor
     """The scores of all N held-out targets, in rising order, `[N]`, float64."""
     shares: Tensor
@@ -112,7 +112,7 @@ class Conformal:
         cls,
         predictive: Predictive,
         target: Tensor,
-        score: Score | str | None = None,
+        score: ConformalScore | str | None = None,
         *,
         ignore: int | None = None,
         seed: int | None = None,
@@ -161,7 +161,7 @@ class Conformal:
 def conformal_scores(
     predictive: Predictive,
     target: Tensor,
-    score: Score | str | None = None,
+    score: ConformalScore | str | None = None,
     *,
     ignore: int | None = None,
     seed: int | None = None,
@@ -207,10 +207,10 @@ def check_targets(predictive: Predictive, target: Tensor, ignore: int | None = N
     return target.to(mean.device)
 
 
-def _fitting(score: Score | str | None, task: str) -> Score:
+def _fitting(score: ConformalScore | str | None, task: str) -> ConformalScore:
     """The score that is meant, which must be one of the task's."""
-    if not isinstance(score, Score):
-        score = Score(SCORES[task][0] if score is None else score)
+    if not isinstance(score, ConformalScore):
+        score = ConformalScore(SCORES[task][0] if score is None else score)
     if score.name not in SCORES[task]:
         raise ValueError(f"score must be one of {', '.join(SCORES[task])} for {task}, got {score.name!r}")
     return score

@@ -14,7 +14,7 @@ from multitudes.core.checks import needed
 from multitudes.core.files import replacing
 from multitudes.core.multitude import Multitude
 from multitudes.evaluation.calibrated import Calibrated, Calibration
-from multitudes.evaluation.conformal import Conformal, Score
+from multitudes.evaluation.conformal import Conformal, ConformalScore
 from multitudes.evaluation.temperature import SCALINGS
 from multitudes.storage.structure import describe, rebuild
 
@@ -97,7 +97,7 @@ def _calibration(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
     fitted = {name.removeprefix(CALIBRATION): t for name, t in tensors.items() if name.startswith(CALIBRATION)}
     conformal = None
     if "score" in settings:
-        conformal = Conformal(Score(**settings["score"]), fitted.pop("scores"), fitted.pop("shares"))
+        conformal = Conformal(ConformalScore(**settings["score"]), fitted.pop("scores"), fitted.pop("shares"))
     kinds: dict[str, Any] = {kind.__name__: kind for kind in SCALINGS.values()}
     scaling = None if settings["scaling"] is None else kinds[settings["scaling"]](**fitted)
     others = {name: value for name, value in settings.items() if name not in ("scaling", "score")}
