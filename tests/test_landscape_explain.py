@@ -96,9 +96,9 @@ def test_networks_with_batch_norm_have_its_statistics_recomputed():
 
 def test_it_goes_on_where_it_was_interrupted(trained, tmp_path, monkeypatch):
     first = explain(trained, (X, Y), points=5, batches=1, folder=tmp_path)
-    from multitudes.landscape.weights import Gauge
+    from multitudes.landscape.weights import WeightScorer
 
-    monkeypatch.setattr(Gauge, "measure", lambda *_: pytest.fail("measured what is on disk"))
+    monkeypatch.setattr(WeightScorer, "score", lambda *_: pytest.fail("scored what is on disk"))
     again = explain(trained, (X, Y), points=5, batches=1, folder=tmp_path)
     assert torch.equal(first.plane.loss, again.plane.loss)
 
@@ -123,7 +123,7 @@ def test_the_page_has_every_figure_and_needs_no_network(why, tmp_path):
     ("arguments", "sentence"),
     [
         ((lambda net: net.member(0), (X, Y)), "runs must hold two networks or more to compare, got 1"),
-        ((lambda net: net, X), r"data must have targets, \(x, y\), got inputs alone"),
+        ((lambda net: net, X), r"data must have targets, as \(x, y\)"),
     ],
 )
 def test_bad_arguments_are_named(trained, arguments, sentence):

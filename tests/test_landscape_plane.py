@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import multitudes as mt
 from multitudes.landscape import fused
 from multitudes.landscape import weights as weights_module
-from multitudes.landscape.directions import between, filter_normalised, random_direction
+from multitudes.landscape.directions import filter_normalised, random_direction
 from multitudes.landscape.planes import Plane, plane
 from multitudes.training.batchnorm import Batches, statistics
 from multitudes.training.recorder import flat_weights, unflattened
@@ -132,7 +132,9 @@ def test_along_two_directions_the_network_is_in_the_middle():
 
 def test_a_line_along_the_way_to_another_network_reaches_it_at_1():
     a, b, data = cnn(0), cnn(1), images()
-    found = plane(a, data, along=[between(a, b)], span=(0, 1), points=3, solutions={"b": b})
+    found = plane(
+        a, data, along=[(flat_weights(b) - flat_weights(a)).detach()], span=(0, 1), points=3, solutions={"b": b}
+    )
     assert found.solutions == ("b",) and found.coordinates.item() == pytest.approx(1)
     assert found.loss[-1].item() == pytest.approx(F.cross_entropy(b(data[0]), data[1]).item(), rel=1e-5)
 
@@ -286,7 +288,7 @@ def test_nothing_given_is_changed():
 def measured(monkeypatch):
     """Counts the points that are measured, and may interrupt after some."""
     counts = {"points": 0, "until": 10**9}
-    measure = weights_module.Gauge.measure
+    measure = weights_module.WeightScorer.score
 
     def counting(self, weights, noises=None):
         if counts["points"] >= counts["until"]:
@@ -294,7 +296,7 @@ def measured(monkeypatch):
         counts["points"] += len(weights)
         return measure(self, weights, noises)
 
-    monkeypatch.setattr(weights_module.Gauge, "measure", counting)
+    monkeypatch.setattr(weights_module.WeightScorer, "score", counting)
     return counts
 
 
@@ -392,7 +394,7 @@ def test_wrong_data_are_told():
         plane(network, (x, y + 1), along=along)
     with pytest.raises(ValueError, match="data must have targets"):
         plane(network, x, along=along)
-    with pytest.raises(ValueError, match="batch 0 holds NaN or infinite inputs"):
+    with pytest.raises(ValueError, match="batch 0 has NaN or infinite inputs"):
         plane(network, (x / 0, y), along=along)
     with pytest.raises(ValueError, match="cross entropy needs classes"):
         plane(network, (x, x[:, 0]), along=along)

@@ -1,7 +1,7 @@
 """The diversity-accuracy plane: how much a solution differs from another, for the accuracy that it has.
 
 Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, section 4.3 and appendix D. A
-reference solution f* has the accuracy a*, another, f, the accuracy a; d is the share of inputs on which their labels
+reference solution f* has the accuracy a*, another, f, the accuracy a; d is the fraction of inputs on which their labels
 differ, and `d / (1 - a)` its normalised diversity. Of C classes, labels that know nothing of each other differ by
 
     upper    (1 - a*) a + (1 - a) a* + (1 - a*)(1 - a)(C - 2) / (C - 1)
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.checks import check_count, check_number
-from multitudes.landscape.figures import COLOURS, SYMBOLS, figure
+from multitudes.landscape.figures import add_line, add_points, figure
 from multitudes.landscape.solutions import read_solutions
 from multitudes.metrics.inputs import read_rows
 
@@ -193,44 +193,32 @@ class DiversityPlane:
         fig = figure("Diversity and accuracy", "accuracy", "disagreement / (1 - accuracy)")
         accuracy, lower, upper = self.limits()
         for name, limit in (("lower limit", lower), ("upper limit", upper)):
-            line = {"color": "black", "dash": "dash" if limit is upper else "dot"}
-            fig.add_scatter(x=accuracy.tolist(), y=limit.tolist(), mode="lines", line=line, name=name)
+            dash = 1 if limit is upper else 2
+            add_line(fig, accuracy, limit, name, dash=dash, mode="lines", line_color="black")
         of_reference = self.runs[self.labels.index(self.reference)]
         groups: dict[str, list[int]] = {}
         for index, (run, kind) in enumerate(zip(self.runs, self.kinds, strict=True)):
             if self.labels[index] != self.reference:
                 groups.setdefault(kind if run == of_reference else f"other runs, {kind}", []).append(index)
         for number, (name, group) in enumerate(groups.items()):
-            colour, symbol = COLOURS[number % len(COLOURS)], SYMBOLS[number % len(SYMBOLS)]
-            fig.add_scatter(
-                x=self.accuracy[group].tolist(),
-                y=self.diversity[group].tolist(),
-                mode="markers",
-                marker={"color": colour, "symbol": symbol, "size": 8},
-                name=name,
-                text=[self.labels[index] for index in group],
-            )
+            labels = [self.labels[index] for index in group]
+            add_points(fig, self.accuracy[group], self.diversity[group], name, number, number, text=labels)
             if name in self.exponents:
-                self._add_curve(fig, name, colour, float(self.accuracy[group].min()))
-        fig.add_scatter(
-            x=[self.reference_accuracy],
-            y=[0.0],
-            mode="markers",
-            marker={"color": "green", "symbol": "star", "size": 14},
-            name=f"reference: {self.reference}",
-        )
+                self._add_curve(fig, name, number, float(self.accuracy[group].min()))
+        star = {"color": "green", "symbol": "star", "size": 14}
+        name = f"reference: {self.reference}"
+        fig.add_scatter(x=[self.reference_accuracy], y=[0.0], mode="markers", marker=star, name=name)
         least, most = float(self.accuracy.min()), float(self.accuracy.max())
         margin = max(0.02, 0.2 * (most - least))  # the limits go on to chance, where nothing is to be seen
         return fig.update_xaxes(range=[max(0.0, least - margin), min(1.0, most + margin)])
 
-    def _add_curve(self, fig: Any, kind: str, colour: str, least: float) -> None:
+    def _add_curve(self, fig: Any, kind: str, colour: int, least: float) -> None:
         exponent = self.exponents[kind]
         flips = torch.linspace(0, 1, 400, dtype=torch.float64) ** max(1.0, 1 / exponent)
         accuracy, disagreement = family(flips, exponent, self.reference_accuracy, self.classes)
         seen = accuracy >= least
         x, y = accuracy[seen], normalised(disagreement, accuracy)[seen]
-        name = f"{kind}: e = {exponent:.2f}"
-        fig.add_scatter(x=x.tolist(), y=y.tolist(), mode="lines", line={"color": colour, "width": 1}, name=name)
+        add_line(fig, x, y, f"{kind}: e = {exponent:.2f}", colour, mode="lines", line_width=1)
 
 
 def diversity_plane(

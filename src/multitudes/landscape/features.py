@@ -22,7 +22,7 @@ from multitudes.core.checks import check_count, check_seed
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.multitude import Multitude, evaluating
 from multitudes.core.seeding import mixed
-from multitudes.landscape.figures import COLOURS, SCALE, figure, graph_objects
+from multitudes.landscape.figures import COLOURS, SCALE, add_line, figure
 from multitudes.surgery.layers import Selector, select
 from multitudes.surgery.observe import hooked
 
@@ -146,9 +146,8 @@ class FeatureUncertainty:
     def plot(self) -> Any:
         """Both, by depth (Fig. 5)."""
         fig = figure("Uncertainty of feature maps", "layer", "standard deviation")
-        for name, values in (("model", self.model), ("data", self.data)):
-            trace = graph_objects().Scatter(x=self.names, y=values.tolist(), mode="lines+markers", name=name)
-            fig.add_trace(trace)
+        add_line(fig, self.names, self.model, "model", 0, mode="lines+markers")
+        add_line(fig, self.names, self.data, "data", 1, mode="lines+markers")
         return fig
 
 
@@ -237,11 +236,11 @@ class NeighbourCovariance:
         fig = figure(f"Correlation with the centre of {self.layer}", "column", "row")
         size = self.correlation.abs().mean(0)
         image = size[None] if size.dim() == 1 else size.flatten(0, -2)
-        fig.add_trace(graph_objects().Heatmap(z=image.tolist(), colorscale=SCALE, zmin=0, zmax=1))
+        fig.add_heatmap(z=image.tolist(), colorscale=SCALE, zmin=0, zmax=1)
         across = self.centre[-1]
         down = 0 if len(self.centre) == 1 else self.centre[-2]
         marker = {"symbol": "square-open", "size": 18, "color": COLOURS[1]}
-        fig.add_trace(graph_objects().Scatter(x=[across], y=[down], mode="markers", marker=marker, name="centre"))
+        fig.add_scatter(x=[across], y=[down], mode="markers", marker=marker, name="centre")
         return fig.update_yaxes(autorange="reversed")
 
 

@@ -19,7 +19,7 @@ from multitudes.core.calling import tensors_in
 from multitudes.core.checks import check_count, check_seed
 from multitudes.core.seeding import mixed
 from multitudes.landscape.features import AsMap, device_of, feature_maps
-from multitudes.landscape.figures import COLOURS, DASHES, figure, graph_objects
+from multitudes.landscape.figures import COLOURS, add_line, figure
 from multitudes.shift.frequency import accuracy_by_frequency
 from multitudes.surgery.layers import Selector
 
@@ -54,8 +54,7 @@ class FeatureSpectrum:
         fig = figure("Feature maps in frequencies", "frequency / π", "Δ log amplitude")
         for number, (name, own) in enumerate(self.layers.items()):
             x, y = (own.radial_frequencies, own.radial) if radial else (own.diagonal_frequencies, own.diagonal)
-            line = {"color": COLOURS[number % len(COLOURS)], "dash": DASHES[number // len(COLOURS) % len(DASHES)]}
-            fig.add_trace(graph_objects().Scatter(x=x.tolist(), y=y.tolist(), name=name, mode="lines", line=line))
+            add_line(fig, x, y, name, number, number // len(COLOURS), "lines")
         return fig
 
 
@@ -148,8 +147,7 @@ class FrequencyAccuracy:
     def plot(self) -> Any:
         """Accuracy against frequency (Fig. 6c)."""
         fig = figure("Accuracy against noise of one frequency", "frequency / π", "accuracy")
-        x, y = self.frequencies.tolist(), self.accuracies.tolist()
-        fig.add_trace(graph_objects().Scatter(x=x, y=y, mode="lines+markers"))
+        add_line(fig, self.frequencies, self.accuracies, mode="lines+markers")
         return fig
 
 

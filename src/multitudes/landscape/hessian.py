@@ -23,8 +23,9 @@ from multitudes.core.checks import check_count, check_number, check_seed, needed
 from multitudes.core.multitude import Multitude
 from multitudes.core.progress import ProgressBar
 from multitudes.core.seeding import mixed
-from multitudes.landscape.figures import COLOURS, figure, graph_objects
+from multitudes.landscape.figures import COLOURS, figure
 from multitudes.landscape.objective import Objective, flattened, unit_direction
+from multitudes.landscape.targets import shuffled
 
 __all__ = ["Hessian", "HessianSpectrum", "hessian_spectrum"]
 
@@ -102,7 +103,7 @@ class HessianSpectrum:
         for (name, values), colour in zip(shown.items(), COLOURS, strict=False):
             bins = max(10, math.isqrt(len(values)))  # few values are seen apart, not as one bar
             options = {"histnorm": "probability density", "nbinsx": bins, "opacity": 0.6, "marker_color": colour}
-            fig.add_trace(graph_objects().Histogram(x=values.tolist(), name=name, **options))
+            fig.add_histogram(x=values.tolist(), name=name, **options)
         return fig.update_layout(barmode="overlay", showlegend=True)
 
 
@@ -181,13 +182,8 @@ def _minibatches(data: Any, batch_size: int, count: int | None, seed: int) -> li
     check_seed(seed)
     if count is not None:
         check_count("batches", count)
-    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
-        x, y = data
-        if len(x) != len(y) or not len(x):
-            raise ValueError(f"data must have one target for each of 1 or more inputs, got {len(y)} for {len(x)}")
-        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-        parts = order.tensor_split(-(-len(x) // batch_size))
-        data = ((x[part.to(x.device)], y[part.to(y.device)]) for part in parts)
+    if (mixed_up := shuffled(data, seed)) is not data:
+        data = zip(*(part.tensor_split(-(-len(part) // batch_size)) for part in mixed_up), strict=True)
     return list(islice(Batches(data).on(torch.device("cpu")), count))
 
 

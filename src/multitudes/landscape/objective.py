@@ -13,18 +13,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from multitudes.core.batches import Batches
 from multitudes.core.calling import Input, InputError, call_with, input_errors, moved, plain_attention, slots
 from multitudes.core.checks import check_number, check_seed
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.multitude import Criterion, Multitude, evaluating, plain
-from multitudes.core.predictive import averaged, gaussian_nll
+from multitudes.core.predictive import averaged
 from multitudes.core.seeding import mixed, seeded
+from multitudes.landscape.targets import task_and_criterion, with_targets
 from multitudes.training.batchnorm import norms
 
 __all__ = ["Objective", "flattened", "unit_direction"]
-
-CRITERIA: dict[str, Criterion] = {"classification": F.cross_entropy, "regression": F.mse_loss, "gaussian": gaussian_nll}
 
 
 @dataclass(eq=False)
@@ -58,8 +56,7 @@ class Objective:
 
     def __post_init__(self) -> None:
         self._check()
-        task = self.network.task if isinstance(self.network, Multitude) else "classification"
-        self.criterion = CRITERIA[task] if self.criterion is None else self.criterion
+        _, self.criterion = task_and_criterion(self.network, self.criterion)
         ignores = self.criterion is F.cross_entropy  # it leaves targets of -100 out of its mean
         if self.draws == 0:
             self.network = plain(self.network)  # which torch.func can differentiate
@@ -67,9 +64,7 @@ class Objective:
         if not self.weights:
             raise ValueError(f"network ({type(self.network).__name__}) has no parameter that requires a gradient")
         self.device = next(iter(self.weights.values())).device
-        for number, (x, y) in enumerate(Batches(self.data).on(torch.device("cpu"))):
-            if y is None:
-                raise ValueError("data must hold targets: pass (x, y), or batches of inputs and targets")
+        for number, (x, y) in enumerate(with_targets(self.data, torch.device("cpu"))):
             with seeded(mixed(self.seed, number)):
                 self.batches.append((x if self.augment is None else self.augment(x), y))
             counted = y != -100 if ignores and not y.is_floating_point() else torch.ones_like(y)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from multitudes.core.checks import check_count, check_number, check_seed
-from multitudes.landscape.figures import SCALE, figure, graph_objects
+from multitudes.landscape.figures import SCALE, add_line, figure
 
 __all__ = ["FunctionPrior", "Prior", "function_prior"]
 
@@ -109,15 +109,12 @@ class FunctionPrior:
         title = f"Functions from a {self.prior.kind} prior"
         if self.x.shape[1] == 1:
             fig = figure(title, "x", "y")
-            for values in self.functions:
-                fig.add_trace(graph_objects().Scatter(x=self.x[:, 0].tolist(), y=values.tolist(), mode="lines"))
+            for number, values in enumerate(self.functions):
+                add_line(fig, self.x[:, 0], values, f"function {number}", number, mode="lines")
             return fig
         fig = figure(title, "x₁", "x₂")
-        values = self.functions[0].tolist()
-        marker = {"color": values, "colorscale": SCALE, "symbol": "square", "showscale": True}
-        x, y = self.x[:, 0].tolist(), self.x[:, 1].tolist()
-        fig.add_trace(graph_objects().Scatter(x=x, y=y, mode="markers", marker=marker))
-        return fig
+        marker = {"color": self.functions[0].tolist(), "colorscale": SCALE, "symbol": "square", "showscale": True}
+        return fig.add_scatter(x=self.x[:, 0].tolist(), y=self.x[:, 1].tolist(), mode="markers", marker=marker)
 
 
 def function_prior(

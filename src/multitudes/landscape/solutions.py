@@ -34,8 +34,8 @@ from multitudes.training.recorder import Checkpoints, Recorder, State, Trajector
 
 __all__ = ["Solutions", "last_checkpoint", "read_solutions", "subspaces", "trajectory_of"]
 
-Held = list[tuple[Any, None]]
-"""Batches of inputs, kept, so that all solutions see the same ones in the same order."""
+CachedInputs = list[tuple[Any, None]]
+"""Batches of inputs, cached, so that all solutions see the same ones in the same order."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -93,7 +93,7 @@ def read_solutions(
             dict; a `Recorder`; a list of networks or of state dicts; a multitude. Of a multitude each member is a
             solution, and a run of its own where members share no weight; where it draws, each draw is a solution. A
             run may also be a mapping that names its kinds: `{"checkpoints": recorder, "dropout": subspace(...)}`.
-        data: inputs `[N, ...]`, `(x, y)` or an iterable of batches, which is gone through once.
+        data: inputs `[N, ...]`, `(x, y)` or an iterable of batches, which is iterated once.
         model: the network that state dicts are of; a `Recorder` knows its own.
         draws: how many draws to make of a network that draws.
         seed: of the draws.
@@ -110,7 +110,7 @@ def read_solutions(
     check_count("draws", draws)
     check_seed(seed)
     found = list(_found(solutions, model))
-    batches, target = _held(data)
+    batches, target = _cached(data)
     rows: list[tuple[str, str, nn.Module]] = []
     predictions: list[Tensor] = []
     for run, kind, network in found:
@@ -122,10 +122,10 @@ def read_solutions(
     return Solutions(_labels(runs, kinds), runs, kinds, Predictive(torch.cat(predictions)), networks, target)
 
 
-def _held(data: Any) -> tuple[Held, Tensor | None]:
+def _cached(data: Any) -> tuple[CachedInputs, Tensor | None]:
     """The inputs of `data`, batch by batch, and all targets `[N, ...]` on the CPU, or None where there are none.
 
-    A loader that shuffles would show each solution other inputs, so it is gone through once and kept.
+    A loader that shuffles would show each solution other inputs, so it is iterated once and cached.
     """
     if data is None:
         raise ValueError("data must be inputs, (inputs, classes) or batches of them, got None")
@@ -160,7 +160,7 @@ def subspaces(
             raise ValueError(f"kinds must be among {', '.join(KINDS)}, got {kind!r}")
     network, states = trajectory_of(run, model)
     common = {name: value for name, value in options.items() if name not in KINDS}
-    common["data"] = Batches.of(common.get("data"))  # so that all kinds can go through it
+    common["data"] = Batches.of(common.get("data"))  # so that all kinds can iterate it
     return {kind: subspace(network, kind, states, **(common | options.get(kind, {}))) for kind in chosen}
 
 
@@ -236,7 +236,7 @@ def _alone(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield "", network
 
 
-def _answers(network: nn.Module, batches: Held, draws: int, seed: int) -> Iterator[tuple[nn.Module, Tensor]]:
+def _answers(network: nn.Module, batches: CachedInputs, draws: int, seed: int) -> Iterator[tuple[nn.Module, Tensor]]:
     """Networks, and the predictions of each, `[1, N, ...]`, or of its draws, `[D, N, ...]`."""
     if isinstance(network, Around):
         samples = Subspace(network).samples(draws, seed)

@@ -194,7 +194,7 @@ def loss_plane(results: Results) -> Section | None:
     layout = axes("", "", xaxis={"constrain": "domain"}, yaxis=same)
     return section(
         "plane",
-        "The ground the networks stand on",
+        "The loss landscape",
         plot(
             "plot-plane", f"Loss on a plane through networks: {where}", View([heights, networks], layout),
             caption=f"The loss on a plane through the networks, the stars. Ridges between them keep them apart. Their "
