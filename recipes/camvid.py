@@ -144,7 +144,7 @@ def convolve_in_bfloat16(net: nn.Module) -> None:
 
 
 def passes(piece: str, draws: int) -> list[tuple[int, float | None]]:
-    """How each video is iterated: with how many draws of each frame, and with which decay of the frames before."""
+    """How each video is gone through: with how many draws of each frame, and with which decay of the frames before."""
     several = [(draws, None)] if piece.startswith("mc_dropout") else []
     return [(1, None), *several, *[(1, decay) for decay in DECAYS]]
 

@@ -16,7 +16,7 @@ ROWS = 256
 
 
 class Batches:
-    """Data to measure networks on, which can be iterated any number of times.
+    """Data to measure networks on, which can be gone through any number of times.
 
     That is a tensor of inputs `[N, ...]`; one batch, `(x, y)` or a mapping of keyword arguments; or an iterable of
     batches, such as a `DataLoader`. A tuple starts with the inputs, and targets follow. Tensors are cut into
@@ -34,7 +34,7 @@ class Batches:
 
     @classmethod
     def of(cls, data: Any) -> Batches | None:
-        """`data`, where there is any, ready to be iterated."""
+        """`data`, where there is any, ready to be gone through."""
         return data if data is None or isinstance(data, Batches) else cls(data)
 
     def on(self, device: torch.device) -> Iterator[tuple[Input, Tensor | None]]:

@@ -126,7 +126,7 @@ def fit(
 
     Args:
         net: a multitude, or a plain network, on the device where it shall train.
-        data: an iterable of batches `(x, y)` that can be iterated once an epoch, such as a `DataLoader`.
+        data: an iterable of batches `(x, y)` that can be gone through once an epoch, such as a `DataLoader`.
         epochs: how many times to go through them.
         optimizer: `"sgd"` (with Nesterov momentum), `"adam"` or `"adamw"`; or an optimizer of this network, or a
             function that makes one of parameter groups.
