@@ -207,29 +207,3 @@ def test_a_perfect_reference_has_a_plane_without_a_fit() -> None:
     found = diversity_plane(solutions, (torch.arange(20), y), reference="a, k 0")
     assert found.exponents == {}
     assert found.diversity.tolist() == [0.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda a: lower_limit(a, 0.1, 10), "reference must be an accuracy above chance, 1/10, got 0.1"),
-        (lambda a: upper_limit(a, 1.2, 10), "reference must be 0 or more and at most 1, got 1.2"),
-        (lambda a: upper_limit(a, 0.8, 1), "classes must be 2 or more, got 1"),
-        (lambda a: family(a, -1.0, 0.8, 10), "exponent must be 0 or more, got -1.0"),
-        (lambda a: fit_exponent(a, a, 1.0, 10), "reference must be below 1"),
-        (lambda a: fit_exponent(a, a[:1], 0.8, 10), r"got shapes \[2\] and \[1\]"),
-        (lambda a: fit_exponent(a, 2 * a, 0.8, 10), "disagreement must lie within 0 and 1, got 1.2.* at index 1"),
-        (lambda a: fit_exponent(a, 0 * a, 0.8, 10), "disagreement must be above 0 for some solution"),
-    ],
-)
-def test_what_is_wrong_is_said(call: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call(torch.tensor([0.5, 0.6]))  # type: ignore[operator]
-
-
-def test_a_plane_needs_classes_and_a_reference_that_exists() -> None:
-    solutions, (x, y) = simulated(100)
-    with pytest.raises(ValueError, match="data must hold the true classes"):
-        diversity_plane(solutions, x)
-    with pytest.raises(ValueError, match="label must be one of run 0, solution 0, .*, got 'run 7'"):
-        diversity_plane(solutions, (x, y), reference="run 7")

@@ -117,16 +117,3 @@ def test_the_page_has_every_figure_and_needs_no_network(why, tmp_path):
     page = why.save(tmp_path / "why.html").read_text()
     assert page.count("plotly-graph-div") >= 5 and "<script src=" not in page
     assert [path.name for path in tmp_path.iterdir()] == ["why.html"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ((lambda net: net.member(0), (X, Y)), "runs must hold two networks or more to compare, got 1"),
-        ((lambda net: net, X), r"data must have targets, as \(x, y\)"),
-    ],
-)
-def test_bad_arguments_are_named(trained, arguments, sentence):
-    runs, data = arguments
-    with pytest.raises(ValueError, match=sentence):
-        explain(runs(trained), data)

@@ -61,31 +61,18 @@ def test_the_first_runs_are_averaged_kind_by_kind() -> None:
             want = by_hand(torch.cat(logits[kind][:size]), Y)
             got = [score[row, size - 1].item() for score in (found.accuracy, found.brier, found.divergence)]
             assert got == pytest.approx(want, abs=1e-6)
+    pytest.importorskip("plotly")
+    traces = found.plot().data
+    assert [trace.name for trace in traces] == ["baseline", "diagonal", "mean"] and list(traces[0].x) == [1, 2, 3]
 
 
-def test_one_solution_alone_does_not_differ_from_itself() -> None:
-    found = growth([net(0), net(1)], (X, Y))
-    assert float(found.divergence[0, 0]) == pytest.approx(0, abs=1e-6)
-    assert float(found.divergence[0, 1]) > 0.001
-
-
-def test_the_brier_score_of_an_ensemble_is_at_most_the_mean_of_its_members() -> None:
-    """Since it is convex."""
-    nets = [net(seed) for seed in range(4)]
-    alone = [growth([one], (X, Y)).brier.item() for one in nets]
-    assert float(growth(nets, (X, Y)).brier[0, -1]) <= np.mean(alone)
-
-
-def test_members_of_an_ensemble_are_the_runs_that_it_grows_by() -> None:
+def test_the_members_of_an_ensemble_are_runs_whose_mean_prediction_is_better_than_they_are() -> None:
+    """The Brier score is convex, and one solution alone does not differ from itself."""
     nets = [net(seed) for seed in range(3)]
-    torch.testing.assert_close(growth(mt.fuse(nets), (X, Y)).brier, growth(nets, (X, Y)).brier)
-
-
-def test_runs_must_have_the_same_kinds_and_classes_must_be_known() -> None:
-    with pytest.raises(ValueError, match="same kinds in every run, but 'b' has no 'y'"):
-        growth({"a": {"x": net(0), "y": net(1)}, "b": {"x": net(2)}}, (X, Y))
-    with pytest.raises(ValueError, match="data must hold the true classes"):
-        growth([net(0)], X)
+    found = growth(mt.fuse(nets), (X, Y))
+    torch.testing.assert_close(found.brier, growth(nets, (X, Y)).brier)
+    assert float(found.brier[0, -1]) <= np.mean([growth([one], (X, Y)).brier.item() for one in nets])
+    assert float(found.divergence[0, 0]) == pytest.approx(0, abs=1e-6) and float(found.divergence[0, 1]) > 0.001
 
 
 # -- randomness --------------------------------------------------------------------------------------------
@@ -123,6 +110,8 @@ def test_four_runs_differ_by_initialisation_by_order_or_by_both() -> None:
         "both": pytest.approx(float(apart[0, 3] + apart[1, 2]) / 2),
     }
     assert min(found.disagreement.values()) > 0
+    pytest.importorskip("plotly")
+    assert list(found.plot().data[0].x) == ["order", "initialisation", "both"]
 
 
 def test_equal_seeds_give_equal_functions_on_a_cpu() -> None:
@@ -131,25 +120,3 @@ def test_equal_seeds_give_equal_functions_on_a_cpu() -> None:
     assert found.disagreement["neither"] == 0
     assert len(found.similarity.labels) == 5
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_what_makes_networks_must_make_new_ones() -> None:
-    one = net(0)
-    with pytest.raises(ValueError, match="make must give a new network each time"):
-        initialisation_against_order(lambda seed: one, train, X)
-    with pytest.raises(ValueError, match="make must give an nn.Module, got int"):
-        initialisation_against_order(lambda seed: seed, train, X)  # type: ignore[arg-type, return-value]
-    with pytest.raises(ValueError, match=r"seeds must be two different numbers, got \(1, 1\)"):
-        initialisation_against_order(make, train, X, seeds=(1, 1))
-
-
-# -- figures -----------------------------------------------------------------------------------------------
-
-
-def test_figures_have_a_line_for_each_method() -> None:
-    pytest.importorskip("plotly")
-    grown = growth({"a": {"x": net(0), "y": net(1)}, "b": {"x": net(2), "y": net(3)}}, (X, Y)).plot()
-    assert [trace.name for trace in grown.data] == ["x", "y"]
-    assert list(grown.data[0].x) == [1, 2]
-    bars = initialisation_against_order(make, train, X).plot().data[0]
-    assert list(bars.x) == ["order", "initialisation", "both"]

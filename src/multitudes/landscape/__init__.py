@@ -17,7 +17,7 @@ from multitudes.landscape.growing import growth, initialisation_against_order
 from multitudes.landscape.hessian import HessianSpectrum, hessian_spectrum
 from multitudes.landscape.path import Path, tunnel
 from multitudes.landscape.planes import Plane, plane
-from multitudes.landscape.prior import Prior, function_prior
+from multitudes.landscape.prior import FunctionPrior, function_prior
 from multitudes.landscape.solutions import Solutions, read_solutions, subspaces
 
 __all__ = [
@@ -26,10 +26,10 @@ __all__ = [
     "FeatureSpectrum",
     "FeatureUncertainty",
     "FunctionMap",
+    "FunctionPrior",
     "HessianSpectrum",
     "Path",
     "Plane",
-    "Prior",
     "Similarity",
     "Solutions",
     "diversity_plane",

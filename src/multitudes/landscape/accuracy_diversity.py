@@ -113,7 +113,9 @@ def fit_exponent(accuracy: Tensor, disagreement: Tensor, reference: float, class
     _check_plane(reference, classes)
     if reference == 1:
         raise ValueError("reference must be below 1: without wrong labels there is no exponent to fit")
-    points = _points(accuracy, disagreement)
+    if not bool(disagreement.any()):
+        raise ValueError("disagreement must be above 0 for some solution: the reference itself lies on every curve")
+    points = torch.stack([accuracy, disagreement], 1).double()
     low, high = -2.0, 2.0  # powers of ten
     while high - low > 1e-5:
         exponents = torch.linspace(low, high, 17, dtype=torch.float64)
@@ -121,24 +123,6 @@ def fit_exponent(accuracy: Tensor, disagreement: Tensor, reference: float, class
         best, step = float(exponents[distances.index(min(distances))]), (high - low) / 16
         low, high = max(low, best - step), min(high, best + step)
     return float(10.0 ** ((low + high) / 2))
-
-
-def _points(accuracy: Tensor, disagreement: Tensor) -> Tensor:
-    """Both as `[S, 2]`, in float64."""
-    if accuracy.ndim != 1 or accuracy.shape != disagreement.shape or not len(accuracy):
-        raise ValueError(
-            "accuracy and disagreement must be of the same solutions, [S], got shapes "
-            f"{list(accuracy.shape)} and {list(disagreement.shape)}"
-        )
-    points = torch.stack([accuracy, disagreement], 1).double()
-    bad = ~((points >= 0) & (points <= 1))  # NaN is neither
-    if bool(bad.any()):
-        row, column = bad.nonzero()[0].tolist()
-        name = ("accuracy", "disagreement")[column]
-        raise ValueError(f"{name} must lie within 0 and 1, got {float(points[row, column])} at index {row}")
-    if not bool(points[:, 1].any()):
-        raise ValueError("disagreement must be above 0 for some solution: the reference itself lies on every curve")
-    return points
 
 
 def _distance(points: Tensor, exponent: float, reference: float, classes: int) -> float:

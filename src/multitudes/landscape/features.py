@@ -180,7 +180,7 @@ def feature_uncertainty(
     >>> found.names, found.model.round(decimals=1), found.data.round(decimals=1)
     (('0', '1'), tensor([1.0000, 0.5000]), tensor([1.0000, 0.5000]))
     """
-    _check(network, draws, seed)
+    check_network(network, draws, seed)
     sums: dict[str, list[float]] = {}
     rows = 0
     for number, (x, _) in enumerate(Batches(data).on(device_of(network))):
@@ -266,7 +266,7 @@ def neighbour_covariance(
     >>> found.centre, found.covariance.round(decimals=1) + 0.0
     ((2,), tensor([[0., 2., 5., 2., 0.]], dtype=torch.float64))
     """
-    _check(network, None, seed)
+    check_network(network, None, seed)
     count, first, squares, products, name = 0, torch.zeros(()), torch.zeros(()), torch.zeros(()), ""
     for number, (x, _) in enumerate(Batches(data).on(device_of(network))):
         seen = next(feature_maps(network, x, None if layer is None else [layer], 1, mixed(seed, number), maps))
@@ -306,7 +306,8 @@ def device_of(network: nn.Module) -> torch.device:
     return next(iter([*network.parameters(), *network.buffers()]), torch.zeros(0)).device
 
 
-def _check(network: nn.Module, draws: int | None, seed: int) -> None:
+def check_network(network: nn.Module, draws: int | None, seed: int) -> None:
+    """An error where an argument of an analysis of feature maps is of the wrong kind."""
     if not isinstance(network, nn.Module):
         raise ValueError(f"network must be an nn.Module, got {type(network).__name__}")
     check_seed(seed)

@@ -65,7 +65,7 @@ def sharpness(
     convex loss it never descends, and around the minimum of a quadratic one it is power iteration. The first start is
     the gradient at w, the others are random directions. The result is a lower bound of the maximum, and 0 or more.
 
-    `options` are those of `Objective`: `criterion`, `weight_decay`, `augment`, `draws`, `batch_statistics`, ...
+    `options` are those of `Objective`: `criterion`, `weight_decay`, `augment`, `draws`, ...
 
     >>> network = nn.Linear(1, 1, bias=False)
     >>> _ = nn.init.zeros_(network.weight)

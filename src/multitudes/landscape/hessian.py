@@ -137,7 +137,7 @@ def hessian_spectrum(
         batch_size: the rows of a mini-batch, where `data` are two tensors.
         tolerance: "lanczos": the relative error of eigenvalues. "power": stop where the residual is this small against
             the eigenvalue, or after `max_iterations`.
-        options: of `Objective`: `criterion`, `draws`, `batch_statistics`.
+        options: of `Objective`: `criterion`, `draws`.
 
     >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0]])  # mean squares: the Hessian is x^T x = diag(1, 4)
     >>> network = nn.Linear(2, 1, bias=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,6 @@ from multitudes.core.multitude import Criterion, Multitude, evaluating, plain
 from multitudes.core.predictive import averaged
 from multitudes.core.seeding import mixed, seeded
 from multitudes.landscape.targets import task_and_criterion, with_targets
-from multitudes.training.batchnorm import norms
 
 __all__ = ["Objective", "flattened", "unit_direction"]
 
@@ -34,7 +33,7 @@ class Objective:
     kept on the CPU. The loss of several batches is the mean over their examples. Where layers draw, `draws=0` computes
     with expectations; otherwise each batch has draws of its own, the same ones whenever it is evaluated, and the
     loss is that of their averaged prediction. Members' losses are added or averaged as in `net.loss`. Batch norm uses
-    its running statistics, or with `batch_statistics` the batch's own, as in training; the running ones never move.
+    its running statistics.
 
     >>> network = nn.Linear(1, 1, bias=False)
     >>> data = torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)
@@ -50,7 +49,6 @@ class Objective:
     augment: Callable[[Any], Any] | None = None
     draws: int = 0
     seed: int = 0
-    batch_statistics: bool = False
     batches: list[tuple[Input, Tensor]] = field(init=False, default_factory=list)
     sizes: list[int] = field(init=False, default_factory=list)
 
@@ -144,20 +142,10 @@ class Objective:
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Inside, the network runs as the objective says; afterwards it is as it was."""
-        layers = norms(self.network) if self.batch_statistics else {}
-        with ExitStack() as stack:
-            stack.enter_context(evaluating(self.network))
-            if self.draws == 0:
-                stack.enter_context(expecting(self.network))
-            stack.enter_context(plain_attention())
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # fused attention has no second derivatives
-            for layer in layers.values():
-                layer.training, layer.track_running_stats = True, False
-            try:
-                yield
-            finally:
-                for layer in layers.values():
-                    layer.track_running_stats = True
+        expectations = expecting(self.network) if self.draws == 0 else nullcontext()
+        math = sdpa_kernel(SDPBackend.MATH)  # fused attention has no second derivatives
+        with evaluating(self.network), expectations, plain_attention(), math:
+            yield
 
 
 def flattened(tensors: Iterable[Tensor]) -> Tensor:
