@@ -117,7 +117,7 @@ def under_corruption(
 
 
 def _once(networks: list[nn.Module], draws: int) -> Iterator[nn.Module]:
-    """The networks of solutions, where one that draws stands for all of its draws."""
+    """The networks of solutions, one for all draws of a network that draws."""
     at = 0
     while at < len(networks):
         yield networks[at]

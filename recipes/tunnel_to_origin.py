@@ -22,7 +22,7 @@ __all__ = ["Stitched", "stitched"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Stitched:
-    """The landscape from a path down to the origin: S places along the path, R shares of the way out; on the CPU."""
+    """The landscape from a path down to the origin: S places along the path, R distances from the origin; on CPU."""
 
     x: Tensor
     """Where each point lies in the picture, `[S, R]`: the origin is (0, 0), and distances are those of the weights."""

@@ -2,7 +2,7 @@
 
 Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, section 4.3 and appendix D. A
 reference solution f* has the accuracy a*, another, f, the accuracy a; d is the fraction of inputs on which their labels
-differ, and `d / (1 - a)` its normalised diversity. Of C classes, labels that know nothing of each other differ by
+differ, and `d / (1 - a)` its normalised diversity. Of C classes, independent labels differ by
 
     upper    (1 - a*) a + (1 - a) a* + (1 - a*)(1 - a)(C - 2) / (C - 1)
 
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from multitudes.core.checks import check_count, check_number
 from multitudes.landscape.figures import add_line, add_points, figure
-from multitudes.landscape.solutions import read_solutions
+from multitudes.landscape.solutions import Labelled, read_solutions
 from multitudes.metrics.inputs import read_rows
 
 __all__ = ["DiversityPlane", "diversity_plane", "family", "fit_exponent", "lower_limit", "normalised", "upper_limit"]
@@ -38,7 +38,7 @@ __all__ = ["DiversityPlane", "diversity_plane", "family", "fit_exponent", "lower
 
 
 def upper_limit(accuracy: Tensor, reference: float, classes: int) -> Tensor:
-    """The disagreement of labels that know nothing of the reference's, in the shape of `accuracy` (appendix D.1).
+    """The disagreement of labels that are independent of the reference's, in the shape of `accuracy` (appendix D.1).
 
     >>> upper_limit(torch.tensor([0.5, 1.0]), reference=0.5, classes=2)
     tensor([0.5000, 0.5000])
@@ -131,22 +131,19 @@ def _distance(points: Tensor, exponent: float, reference: float, classes: int) -
     # The larger of both probabilities goes evenly from 0 to 1, so that no stretch of the curve is long.
     right, wrong = (steps ** (1 / exponent), steps) if exponent < 1 else (steps, steps**exponent)
     curve = torch.stack(_accuracy_and_disagreement(right, wrong, reference, classes), 1)
-    start, way = curve[:-1], curve.diff(dim=0)
+    start, step = curve[:-1], curve.diff(dim=0)
     offset = points[:, None] - start
-    share = ((offset * way).sum(2) / way.square().sum(1).clamp(min=1e-300)).clamp(0, 1)
-    return float((offset - share[..., None] * way).square().sum(2).amin(1).sum())
+    along = ((offset * step).sum(2) / step.square().sum(1).clamp(min=1e-300)).clamp(0, 1)
+    return float((offset - along[..., None] * step).square().sum(2).amin(1).sum())
 
 
 # -- the plane ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class DiversityPlane:
+class DiversityPlane(Labelled):
     """S solutions by accuracy and by disagreement with a reference solution; `[S]`, float64, on the CPU."""
 
-    labels: tuple[str, ...]
-    runs: tuple[str, ...]
-    kinds: tuple[str, ...]
     accuracy: Tensor
     disagreement: Tensor
     reference: str
@@ -155,9 +152,6 @@ class DiversityPlane:
     classes: int
     exponents: Mapping[str, float]
     """The exponent e that fits the solutions of the reference's run best, by kind."""
-
-    def __repr__(self) -> str:
-        return f"DiversityPlane(solutions={len(self.labels)}, reference={self.reference!r})"
 
     @property
     def diversity(self) -> Tensor:
@@ -179,12 +173,12 @@ class DiversityPlane:
         for name, limit in (("lower limit", lower), ("upper limit", upper)):
             dash = 1 if limit is upper else 2
             add_line(fig, accuracy, limit, name, dash=dash, mode="lines", line_color="black")
-        of_reference = self.runs[self.labels.index(self.reference)]
+        at = self.labels.index(self.reference)
         groups: dict[str, list[int]] = {}
-        for index, (run, kind) in enumerate(zip(self.runs, self.kinds, strict=True)):
-            if self.labels[index] != self.reference:
-                groups.setdefault(kind if run == of_reference else f"other runs, {kind}", []).append(index)
-        for number, (name, group) in enumerate(groups.items()):
+        for (run, kind), members in self.groups().items():
+            name = kind if run == self.runs[at] else f"other runs, {kind}"
+            groups.setdefault(name, []).extend(index for index in members if index != at)
+        for number, (name, group) in enumerate((name, group) for name, group in groups.items() if group):
             labels = [self.labels[index] for index in group]
             add_points(fig, self.accuracy[group], self.diversity[group], name, number, number, text=labels)
             if name in self.exponents:
@@ -193,15 +187,15 @@ class DiversityPlane:
         name = f"reference: {self.reference}"
         fig.add_scatter(x=[self.reference_accuracy], y=[0.0], mode="markers", marker=star, name=name)
         least, most = float(self.accuracy.min()), float(self.accuracy.max())
-        margin = max(0.02, 0.2 * (most - least))  # the limits go on to chance, where nothing is to be seen
+        margin = max(0.02, 0.2 * (most - least))  # the limits extend to chance, where there are no solutions
         return fig.update_xaxes(range=[max(0.0, least - margin), min(1.0, most + margin)])
 
     def _add_curve(self, fig: Any, kind: str, colour: int, least: float) -> None:
         exponent = self.exponents[kind]
         flips = torch.linspace(0, 1, 400, dtype=torch.float64) ** max(1.0, 1 / exponent)
         accuracy, disagreement = family(flips, exponent, self.reference_accuracy, self.classes)
-        seen = accuracy >= least
-        x, y = accuracy[seen], normalised(disagreement, accuracy)[seen]
+        shown = accuracy >= least
+        x, y = accuracy[shown], normalised(disagreement, accuracy)[shown]
         add_line(fig, x, y, f"{kind}: e = {exponent:.2f}", colour, mode="lines", line_width=1)
 
 

@@ -31,7 +31,7 @@ __all__ = ["Explanation", "explain"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Explanation:
-    """What `explain` has found; each part can be looked at alone, and plotted."""
+    """The results of `explain`; each part can be used and plotted alone."""
 
     solutions: Solutions
     similarity: Similarity
@@ -108,8 +108,8 @@ def explain(
     check_count("points", points)
     check_count("batches", batches)
     check_seed(seed)
-    held = with_targets(data, torch.device("cpu"))
-    found = read_solutions(runs, held, model=model, draws=draws, seed=seed)
+    batched = with_targets(data, torch.device("cpu"))
+    found = read_solutions(runs, batched, model=model, draws=draws, seed=seed)
     networks = _different(found.networks)
     if len(networks) < 2:
         raise ValueError(f"runs must hold two networks or more to compare, got {len(networks)}")
@@ -119,10 +119,10 @@ def explain(
         function_map(found, seed=seed) if len(found.labels) > 2 else None,
         diversity_plane(found, reference=found.labels[0]) if _above_chance(found) else None,
         plane(
-            networks[0], held, through=networks[:3], points=points, folder=folder, progress=progress,
-            batch_norm=held if norms(networks[0]) else None,
+            networks[0], batched, through=networks[:3], points=points, folder=folder, progress=progress,
+            batch_norm=batched if norms(networks[0]) else None,
         ),
-        hessian_spectrum(networks[0], _joined(held), 1, batches, batch_size=32, seed=seed, progress=progress),
+        hessian_spectrum(networks[0], _joined(batched), 1, batches, batch_size=32, seed=seed, progress=progress),
     )  # fmt: skip
 
 

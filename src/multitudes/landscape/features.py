@@ -1,4 +1,4 @@
-"""Feature maps by depth: how uncertain their points are, and how much they know of their neighbours.
+"""Feature maps by depth: how uncertain their points are, and how they covary with their neighbours.
 
 Park & Kim, "Blurs Behave Like Ensembles" (2022), section 2.2 and Fig. 5: *model uncertainty* is the standard deviation
 of a point of a feature map over several executions of a network that draws; *data uncertainty* that of the points of a
@@ -56,8 +56,8 @@ def feature_maps(
 
     Where layers draw there are `draws` executions of each member, by default as many as the multitude makes; else one.
     `layers` are by default all that call no other. `maps` turns each output into `[B, C, ...]`, as for tokens
-    `lambda t: t[:, 1:].transpose(1, 2).unflatten(2, (14, 14))`. An output that is no tensor is passed over, unless
-    its layer was asked for.
+    `lambda t: t[:, 1:].transpose(1, 2).unflatten(2, (14, 14))`. An output that is no tensor is skipped, or
+    an error where its layer was selected.
 
     >>> network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten())
     >>> [maps] = feature_maps(network, torch.randn(5, 1, 8, 8), layers="[01]")
@@ -95,7 +95,7 @@ def _execution(network: nn.Module, x: Input, chosen: set[str] | None, seed: int,
     seen: list[tuple[str, Tensor]] = []
     called: dict[str, None] = {}
 
-    def keep(name: str, layer: nn.Module, args: Any, output: Any) -> None:
+    def record(name: str, layer: nn.Module, args: Any, output: Any) -> None:
         called[name] = None
         if chosen is not None and name not in chosen:
             return
@@ -106,7 +106,7 @@ def _execution(network: nn.Module, x: Input, chosen: set[str] | None, seed: int,
             raise ValueError(f"layers: {name!r} ({type(layer).__name__}) gives no feature map [B, C, ...]")
 
     kinds = tuple({type(module) for module in _inner(network).modules()})
-    with hooked(_inner(network), kinds, keep), evaluating(network), plain_attention():
+    with hooked(_inner(network), kinds, record), evaluating(network), plain_attention():
         if isinstance(network, Multitude):
             network(x, draws=1 if _draws(network) else None, seed=seed)
         else:

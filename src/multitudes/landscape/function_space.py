@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from multitudes.core.checks import check_number, check_seed, needed
 from multitudes.landscape.figures import SCALE, add_points, figure, subplots
-from multitudes.landscape.solutions import read_solutions
+from multitudes.landscape.solutions import Labelled, read_solutions
 from multitudes.metrics.divergences import pairwise_js
 from multitudes.metrics.diversity import cosine_similarity, pairwise_disagreement
 
@@ -34,21 +34,15 @@ MATRICES = ("cosine", "disagreement", "divergence")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Similarity:
+class Similarity(Labelled):
     """How similar S solutions are, pair by pair: three matrices `[S, S]`, float64, on the CPU."""
 
-    labels: tuple[str, ...]
-    runs: tuple[str, ...]
-    kinds: tuple[str, ...]
     cosine: Tensor
     """Cosine of the angle between the weights; NaN between networks of different tensors."""
     disagreement: Tensor
     """The fraction of inputs on which the labels differ."""
     divergence: Tensor
     """The Jensen-Shannon divergence of the probabilities, in nats, mean over inputs."""
-
-    def __repr__(self) -> str:
-        return f"Similarity(solutions={len(self.labels)}, runs={len(set(self.runs))})"
 
     def mean(self, matrix: str = "disagreement", *, same_run: bool, kind: str | None = None) -> float:
         """The mean of a matrix over pairs of different solutions, both of one run or of two; NaN without such pairs.
@@ -122,25 +116,16 @@ def _cosines(networks: tuple[nn.Module, ...]) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class FunctionMap:
+class FunctionMap(Labelled):
     """Solutions as points of the plane: `points [S, 2]`, near each other where their predictions are."""
 
-    labels: tuple[str, ...]
-    runs: tuple[str, ...]
-    kinds: tuple[str, ...]
     points: Tensor
-
-    def __repr__(self) -> str:
-        return f"FunctionMap(solutions={len(self.labels)}, runs={len(set(self.runs))})"
 
     def plot(self) -> Any:
         """The map, with a colour for each run and a symbol for each kind (Fig. 2c, 4)."""
         fig = figure("Solutions in function space (t-SNE of predictions)")
         runs, kinds = list(dict.fromkeys(self.runs)), list(dict.fromkeys(self.kinds))
-        groups: dict[tuple[str, str], list[int]] = {}
-        for index, place in enumerate(zip(self.runs, self.kinds, strict=True)):
-            groups.setdefault(place, []).append(index)
-        for (run, kind), group in groups.items():
+        for (run, kind), group in self.groups().items():
             name, labels = run if len(kinds) == 1 else f"{run}, {kind}", [self.labels[index] for index in group]
             x, y = self.points[group].T
             add_points(fig, x, y, name, runs.index(run), kinds.index(kind), marker_size=9, text=labels)

@@ -36,7 +36,7 @@ class Hessian:
     """The Hessian of an objective at the network's own weights, `[P, P]`, as a linear map of vectors.
 
     Its products are the forward derivative of the gradient; where an operation has none, and for multitudes of members
-    or draws, the gradient is differentiated backwards a second time. `batches` are the numbers of those to look at.
+    or draws, the gradient is differentiated backwards a second time. `batches` are the numbers of those to use.
 
     >>> data = torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)
     >>> hessian = Hessian(Objective(nn.Linear(1, 1, bias=False), data, nn.functional.mse_loss))  # L(w) = 5 w^2
@@ -101,7 +101,7 @@ class HessianSpectrum:
         if self.eigenvalues.shape[1] > 1:
             shown["all"] = self.eigenvalues.flatten()
         for (name, values), colour in zip(shown.items(), COLOURS, strict=False):
-            bins = max(10, math.isqrt(len(values)))  # few values are seen apart, not as one bar
+            bins = max(10, math.isqrt(len(values)))  # few values are separate bars
             options = {"histnorm": "probability density", "nbinsx": bins, "opacity": 0.6, "marker_color": colour}
             fig.add_histogram(x=values.tolist(), name=name, **options)
         return fig.update_layout(barmode="overlay", showlegend=True)
@@ -130,7 +130,7 @@ def hessian_spectrum(
             `draws=1` gives each mini-batch a draw of its own, as in the paper.
         data: `(x, y)`, which is shuffled by `seed` and cut into mini-batches, or an iterable of batches.
         top: k, how many eigenvalues of each mini-batch; those of largest magnitude, as power iteration finds them.
-        batches: how many mini-batches to look at; None for all.
+        batches: how many mini-batches to use; None for all.
         weight_decay: that of training, as PyTorch's optimizers count it.
         augment: the augmentation of training, from inputs to inputs; drawn once for each mini-batch.
         method: "lanczos" by SciPy, or "power" iteration with deflation.

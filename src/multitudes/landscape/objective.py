@@ -28,12 +28,11 @@ __all__ = ["Objective", "flattened", "unit_direction"]
 class Objective:
     """The loss of a network on data, as a function of its trainable weights, one vector `w` `[P]`.
 
-    `L(w) = criterion + weight_decay / 2 |w|^2`, with cross entropy as the criterion, or what a multitude's task
-    asks for. The batches are read, and their inputs augmented, once, so that every evaluation sees the same data, and
-    kept on the CPU. The loss of several batches is the mean over their examples. Where layers draw, `draws=0` computes
-    with expectations; otherwise each batch has draws of its own, the same ones whenever it is evaluated, and the
-    loss is that of their averaged prediction. Members' losses are added or averaged as in `net.loss`. Batch norm uses
-    its running statistics.
+    `L(w) = criterion + weight_decay / 2 |w|^2`, with the criterion of a multitude's task, or cross entropy. The batches
+    are read, and their inputs augmented, once, so that every evaluation uses the same data, and cached on the CPU. The
+    loss of several batches is the mean over their examples. Where layers draw, `draws=0` computes with expectations;
+    otherwise each batch has draws of its own, the same ones whenever it is evaluated, and the loss is that of their
+    averaged prediction. Members' losses are added or averaged as in `net.loss`. Batch norm uses its running statistics.
 
     >>> network = nn.Linear(1, 1, bias=False)
     >>> data = torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)
@@ -69,7 +68,7 @@ class Objective:
             self.sizes.append(int(counted.sum()))
         if not sum(self.sizes):
             raise ValueError("data must hold at least one target, got none")
-        loss = self.value(self.start)  # an input that does not fit says so here, in plain words
+        loss = self.value(self.start)  # an input that does not fit is an error here
         if not bool(loss.isfinite()):
             raise ValueError(f"the loss of network on data must be finite, got {loss.item()}")
 
@@ -141,7 +140,7 @@ class Objective:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Inside, the network runs as the objective says; afterwards it is as it was."""
+        """Inside, the network runs in evaluation mode; afterwards it is as it was."""
         expectations = expecting(self.network) if self.draws == 0 else nullcontext()
         math = sdpa_kernel(SDPBackend.MATH)  # fused attention has no second derivatives
         with evaluating(self.network), expectations, plain_attention(), math:

@@ -233,11 +233,11 @@ def _laid(
     chosen = {n: v for n, v in (("through", through), ("along", along), ("radial", radial)) if v is not None}
     if len(chosen) != 1:
         raise ValueError(f"pass one of through, along and radial, got {' and '.join(chosen) or 'none'}")
-    ((way, values),) = chosen.items()
-    counts = {"through": (2, 3), "along": (1, 2), "radial": (2,)}[way]
+    ((name, values),) = chosen.items()
+    counts = {"through": (2, 3), "along": (1, 2), "radial": (2,)}[name]
     if not isinstance(values, Sequence) or len(values) not in counts:
         got = len(values) if isinstance(values, Sequence) else type(values).__name__
-        raise ValueError(f"{way} must hold {' or '.join(map(str, counts))} {_HOLDS[way]}, got {got}")
+        raise ValueError(f"{name} must hold {' or '.join(map(str, counts))} {_HOLDS[name]}, got {got}")
     if along is not None:
         for index, direction in enumerate(along):
             check_direction(f"along[{index}]", direction, network)
@@ -245,9 +245,9 @@ def _laid(
         origin = flat_state(own, network)
         return Frame.along(origin, along), [origin], {"centre": own}
     points = through or radial or ()
-    given = {"abc"[index]: state_of(one, network, f"{way}[{index}]") for index, one in enumerate(points)}
-    vectors = {name: flat_state(state, network) for name, state in given.items()}
-    if way == "radial":
+    given = {"abc"[index]: state_of(one, network, f"{name}[{index}]") for index, one in enumerate(points)}
+    vectors = {letter: flat_state(state, network) for letter, state in given.items()}
+    if name == "radial":
         vectors = {"the origin": torch.zeros_like(vectors["a"])} | vectors
     return Frame.through(list(vectors.values()), list(vectors)), list(vectors.values()), given
 

@@ -91,12 +91,12 @@ def function_prior(
         normal = torch.randn(functions, count, *shape, generator=generator) * variance**0.5
         return normal[torch.arange(functions), torch.randint(count, (functions,), generator=generator)]
 
-    def kept() -> Tensor:
+    def mask() -> Tensor:
         if kind != "dropout":
             return torch.ones(functions, hidden)
         return (torch.rand(functions, hidden, generator=generator) >= rate).float()
 
     outer, inner = drawn(bias_variance), drawn(bias_variance, hidden)  # B, b
-    last, first = (drawn(weight_variance, hidden) * kept() for _ in range(2))  # W, w
+    last, first = (drawn(weight_variance, hidden) * mask() for _ in range(2))  # W, w
     units = torch.sign(inner[:, None] + x.float()[None, :, None] * first[:, None])  # [F, G, H]
     return FunctionPrior(kind, x, outer[:, None] + torch.einsum("fgh,fh->fg", units, last))

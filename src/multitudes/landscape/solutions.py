@@ -1,6 +1,6 @@
 """Solutions: networks in weight space and in function space, each with the run it comes from and its kind.
 
-What the analyses of function space look at is read here, once: checkpoints of a training, networks trained apart, the
+The analyses of function space take what is read here, once: checkpoints of a training, networks trained apart, the
 members of an ensemble, draws from a subspace around a solution (Fort, Hu and Lakshminarayanan, *Deep ensembles: a
 loss landscape perspective*, 2019, section 4).
 
@@ -39,8 +39,8 @@ CachedInputs = list[tuple[Any, None]]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Solutions:
-    """S solutions: where each comes from, its network, and its predictions of the same N inputs, on the CPU."""
+class Labelled:
+    """A result about S solutions."""
 
     labels: tuple[str, ...]
     """A name of its own for each solution."""
@@ -48,6 +48,32 @@ class Solutions:
     """The training that each belongs to."""
     kinds: tuple[str, ...]
     """What each is in its run: a checkpoint, a draw from a subspace, ..."""
+
+    def __len__(self) -> int:
+        """S: how many solutions there are."""
+        return len(self.labels)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(solutions={len(self)}, runs={len(set(self.runs))})"
+
+    def groups(self) -> dict[tuple[str, str], list[int]]:
+        """The positions of the solutions of each run and kind."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for index, place in enumerate(zip(self.runs, self.kinds, strict=True)):
+            found.setdefault(place, []).append(index)
+        return found
+
+    def index(self, label: str) -> int:
+        """The position of a solution."""
+        if label not in self.labels:
+            raise ValueError(f"label must be one of {', '.join(self.labels)}, got {label!r}")
+        return self.labels.index(label)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Solutions(Labelled):
+    """S solutions: where each comes from, its network, and its predictions of the same N inputs, on the CPU."""
+
     predictive: Predictive
     """Logits `[S, N, C, ...]`."""
     networks: tuple[nn.Module, ...]
@@ -55,32 +81,17 @@ class Solutions:
     target: Tensor | None = None
     """The true classes, `[N, ...]`, where the data has them."""
 
-    def __len__(self) -> int:
-        """S: how many solutions there are."""
-        return len(self.labels)
-
-    def __repr__(self) -> str:
-        return f"Solutions(solutions={len(self)}, runs={len(set(self.runs))}, inputs={len(self.predictive)})"
-
     def classes(self) -> Tensor:
-        """The target, or an error that says that it is needed."""
+        """The target, or an error where the data has none."""
         if self.target is None:
             raise ValueError("data must hold the true classes, as (x, y) or batches of them, got inputs alone")
         return self.target
 
     def chosen(self, kind: str, runs: Iterable[str]) -> Predictive:
         """The predictions of the solutions of a kind in some runs."""
-        wanted = set(runs)
-        places = enumerate(zip(self.runs, self.kinds, strict=True))
-        return Predictive(
-            self.predictive.predictions[[at for at, (run, own) in places if run in wanted and own == kind]]
-        )
-
-    def index(self, label: str) -> int:
-        """The position of a solution."""
-        if label not in self.labels:
-            raise ValueError(f"label must be one of {', '.join(self.labels)}, got {label!r}")
-        return self.labels.index(label)
+        places = self.groups()
+        rows = [index for run in dict.fromkeys(runs) for index in places.get((run, kind), [])]
+        return Predictive(self.predictive.predictions[sorted(rows)])
 
 
 def read_solutions(
@@ -94,14 +105,14 @@ def read_solutions(
             solution, and a run of its own where members share no weight; where it draws, each draw is a solution. A
             run may also be a mapping that names its kinds: `{"checkpoints": recorder, "dropout": subspace(...)}`.
         data: inputs `[N, ...]`, `(x, y)` or an iterable of batches, which is iterated once.
-        model: the network that state dicts are of; a `Recorder` knows its own.
+        model: the network that state dicts are of; a `Recorder` has its own.
         draws: how many draws to make of a network that draws.
         seed: of the draws.
 
     >>> nets = [nn.Linear(3, 2) for _ in range(2)]
     >>> read = read_solutions({"left": nets[0], "right": [nets[1].state_dict()] * 2}, torch.ones(5, 3), model=nets[0])
     >>> read, read.labels
-    (Solutions(solutions=3, runs=2, inputs=5), ('left', 'right, checkpoint 0', 'right, checkpoint 1'))
+    (Solutions(solutions=3, runs=2), ('left', 'right, checkpoint 0', 'right, checkpoint 1'))
     """
     if isinstance(solutions, Solutions):
         if data is not None:
