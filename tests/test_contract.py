@@ -223,7 +223,7 @@ def test_any_criterion_works(method: str, network: str) -> None:
     want = losses.sum() if method in INDEPENDENT else losses.mean()
     if method == "mimo":  # inputs are shuffled apart unless all are shared
         net.repetition = 1.0
-    torch.testing.assert_close(net.loss(x, y, criterion=F.mse_loss), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(net.loss(x, y, task="regression"), want, rtol=1e-4, atol=1e-5)
 
 
 @contract
@@ -246,7 +246,7 @@ def test_one_training_loop_serves_every_method(method: str, network: str) -> Non
 
 def test_a_regression_without_its_criterion_is_noticed() -> None:
     net = mt.deep_ensemble(nn.Linear(4, 1), 2)
-    with pytest.raises(ValueError, match="pass criterion="):  # the cross entropy of one class is 0, whatever it says
+    with pytest.raises(ValueError, match="pass task="):  # the cross entropy of one class is 0, whatever it says
         net.loss(torch.randn(3, 4), torch.randn(3, 1))
 
 

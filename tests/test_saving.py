@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.core.draws.stochastic import stochastic_layers
-from multitudes.evaluation.calibrate import calibrate
-from multitudes.evaluation.calibrated import Calibrated
+from multitudes.evaluation.calibrate import Calibrated, calibrate
 from multitudes.storage.save import load, save
 from multitudes.surgery.observe import example_for
 from tests import cases, drawing_cases
