@@ -14,8 +14,8 @@ from multitudes.core.calling import Input, InputError, call, input_errors, one_p
 from multitudes.core.draws.adaptive import predict_adaptively
 from multitudes.core.draws.engine import DrawCache, Draws
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
-from multitudes.core.predictive import Predictive, averaged
-from multitudes.core.tasks import Criterion, check_task, criterion_for
+from multitudes.core.predictive import Predictive
+from multitudes.core.tasks import Criterion, averaged, check_task, criterion_for
 
 __all__ = ["Criterion", "Divergence", "Multitude", "evaluating", "plain", "share_registries"]
 
@@ -32,7 +32,7 @@ def share_registries(sharer: nn.Module, network: nn.Module) -> None:
 class Multitude(nn.Module):
     """A network that gives many predictions: one for each member, or one for each draw.
 
-    A multitude wears its network's names: it shares the network's registries of parameters, buffers and
+    A multitude has its network's names: it shares the network's registries of parameters, buffers and
     children, so that `state_dict()`, `named_parameters()` and attribute access read like the user's own
     network, with nothing put in front.
 
@@ -229,7 +229,7 @@ class Multitude(nn.Module):
             return None
         return None if layers[0].expects or layers[0].draw is not None else count
 
-    # -- what nn.Module must be told ---------------------------------------------------------------------
+    # -- what nn.Module must know -----------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
         """A multitude's own settings never clash with its network's names."""
