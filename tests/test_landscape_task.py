@@ -78,8 +78,19 @@ def test_a_path_minimises_the_loss_of_the_task(task: str) -> None:
     ],
 )
 def test_a_criterion_that_contradicts_the_task_is_refused(analysis, task: str, criterion, of: str) -> None:
-    with pytest.raises(ValueError, match=f"criterion=.* is for {of}, but network.task is '{task}'"):
+    with pytest.raises(ValueError, match=f"criterion .* is for task '{of}', and network.task is '{task}'"):
         analysis(dropping(task), rows(task), criterion=criterion)
+
+
+@pytest.mark.parametrize("network", [dropping("classification"), dropping("classification").network])
+def test_draws_are_averaged_for_a_criterion_of_your_own_only_where_the_task_is_set(network: nn.Module) -> None:
+    options = {"points": 1, "along": [random_direction(network)], "criterion": lambda p, y: p.mean(), "seeds": (0,)}
+    if isinstance(network, mt.Multitude):
+        plane(network, rows("classification"), **options, draws=2)
+        network = mt.Multitude(network.network)  # without a task
+        assert plane(network, rows("classification"), **options).loss.isfinite().all()
+    with pytest.raises(ValueError, match="set network.task to one of classification, regression, gaussian"):
+        plane(network, rows("classification"), **options, draws=2)
 
 
 def test_a_plain_network_has_the_task_of_its_criterion() -> None:

@@ -17,8 +17,8 @@ from multitudes.core.calling import Input, InputError, call_with, input_errors, 
 from multitudes.core.checks import check_number, check_seed
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.multitude import Criterion, Multitude, evaluating, plain
-from multitudes.core.predictive import averaged
 from multitudes.core.seeding import mixed, seeded
+from multitudes.core.tasks import averaged
 from multitudes.landscape.targets import task_and_criterion, with_targets
 
 __all__ = ["Objective", "flattened", "unit_direction"]
@@ -53,7 +53,7 @@ class Objective:
 
     def __post_init__(self) -> None:
         self._check()
-        _, self.criterion = task_and_criterion(self.network, self.criterion)
+        _, self.criterion = task_and_criterion(self.network, self.criterion, averages=self.draws > 1)
         ignores = self.criterion is F.cross_entropy  # it leaves targets of -100 out of its mean
         if self.draws == 0:
             self.network = plain(self.network)  # which torch.func can differentiate

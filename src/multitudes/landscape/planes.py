@@ -175,7 +175,7 @@ def plane(
     states = given if solutions is None else {n: state_of(s, alone, f"solutions[{n!r}]") for n, s in solutions.items()}
     if not states:
         raise ValueError("solutions must hold one or more, by name, got none")
-    scorer = WeightScorer(network, data, criterion, batch_norm, at_once)
+    scorer = WeightScorer(network, data, criterion, batch_norm, at_once, draws)
     if along is None:
         scorer.take_buffers(given)
     axes = _ticks(frame, ends, points, margin) if along is None else _steps(span, points, frame.axes)

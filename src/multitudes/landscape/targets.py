@@ -5,38 +5,42 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multitudes.core.batches import Batches
 from multitudes.core.calling import Input, tensors_in
 from multitudes.core.multitude import Criterion, Multitude
-from multitudes.core.predictive import gaussian_nll
+from multitudes.core.tasks import TASKS, task_of
 
 __all__ = ["shuffled", "task_and_criterion", "with_targets"]
 
-CRITERIA: dict[str, Criterion] = {"classification": F.cross_entropy, "regression": F.mse_loss, "gaussian": gaussian_nll}
-_TASKS: dict[Any, str] = {criterion: task for task, criterion in CRITERIA.items()} | {
-    nn.CrossEntropyLoss: "classification",
-    nn.MSELoss: "regression",
-}
 
-
-def task_and_criterion(network: nn.Module, criterion: Criterion | None) -> tuple[str, Criterion]:
+def task_and_criterion(
+    network: nn.Module, criterion: Criterion | None, averages: bool = False
+) -> tuple[str, Criterion]:
     """The task, by which draws are averaged, and the loss.
 
     A multitude has a task, which a known criterion must not contradict. A plain network has none: its task is that of
-    the criterion, classification by default.
+    the criterion, classification by default. Where several draws are averaged (`averages`), a criterion that is not
+    known needs a task that was set.
 
-    >>> task_and_criterion(nn.Linear(2, 2), F.mse_loss)[0], task_and_criterion(nn.Linear(2, 2), None)[0]
+    >>> task_and_criterion(nn.Linear(2, 2), nn.MSELoss())[0], task_and_criterion(nn.Linear(2, 2), None)[0]
     ('regression', 'classification')
     """
-    own = getattr(criterion, "__name__", type(criterion).__name__)
-    known = _TASKS.get(criterion) or _TASKS.get(type(criterion))
-    task = network.task if isinstance(network, Multitude) else known or "classification"
+    known = None if criterion is None else task_of(criterion)
+    chosen = network.chosen_task if isinstance(network, Multitude) else known
+    task = chosen or "classification"
     if known not in (None, task):
-        raise ValueError(f"criterion={own} is for {known}, but network.task is {task!r}: leave it out, or set the task")
-    return task, CRITERIA[task] if criterion is None else criterion
+        name = getattr(criterion, "__name__", type(criterion).__name__)
+        raise ValueError(
+            f"criterion {name} is for task {known!r}, and network.task is {task!r}: set network.task = {known!r}"
+        )
+    if averages and criterion is not None and known is None and chosen is None:
+        raise ValueError(
+            "network must be a multitude with a task beside a criterion of your own, since draws are averaged by "
+            f"task: set network.task to one of {', '.join(TASKS)}"
+        )
+    return task, TASKS[task] if criterion is None else criterion
 
 
 def with_targets(data: Any, device: torch.device) -> list[tuple[Input, Tensor]]:

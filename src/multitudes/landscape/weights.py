@@ -19,8 +19,8 @@ from multitudes.core.calling import Input, call_with, input_errors, moved, plain
 from multitudes.core.checks import check_count
 from multitudes.core.draws.stochastic import Draw, drawing, expecting, stochastic_layers
 from multitudes.core.multitude import Criterion, Multitude, plain
-from multitudes.core.predictive import averaged
 from multitudes.core.seeding import mixed, seeded
+from multitudes.core.tasks import averaged
 from multitudes.landscape.fused import Fused, settings_at_once
 from multitudes.landscape.targets import task_and_criterion, with_targets
 from multitudes.training.batchnorm import norms, statistics
@@ -124,9 +124,10 @@ class WeightScorer:
         criterion: Criterion | None = None,
         batch_norm: Any = None,
         at_once: int | None = None,
+        draws: int = 1,
     ) -> None:
         self.model = copy.deepcopy(single_network(network)).eval().requires_grad_(False)
-        self.task, self.criterion = task_and_criterion(network, criterion)
+        self.task, self.criterion = task_and_criterion(network, criterion, averages=draws > 1)
         self.device = next(iter(weights_of(self.model).values())).device
         self.batches = with_targets(data, self.device)
         self.norm_data: Batches | None = None
