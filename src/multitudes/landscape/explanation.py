@@ -24,7 +24,6 @@ from multitudes.landscape.hessian import HessianSpectrum, hessian_spectrum
 from multitudes.landscape.planes import Plane, plane
 from multitudes.landscape.solutions import Solutions, read_solutions
 from multitudes.landscape.targets import with_targets
-from multitudes.training.batchnorm import norms
 
 __all__ = ["Explanation", "explain"]
 
@@ -119,8 +118,8 @@ def explain(
         function_map(found, seed=seed) if len(found.labels) > 2 else None,
         diversity_plane(found, reference=found.labels[0]) if _above_chance(found) else None,
         plane(
-            networks[0], batched, through=networks[:3], points=points, folder=folder, progress=progress,
-            batch_norm=batched if norms(networks[0]) else None,
+            networks[0], batched, through=networks[:3], points=points, batch_norm=batched, folder=folder,
+            progress=progress,
         ),
         hessian_spectrum(networks[0], _joined(batched), 1, batches, batch_size=32, seed=seed, progress=progress),
     )  # fmt: skip

@@ -16,11 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad, jvp
 
 from multitudes.core.batches import Batches
 from multitudes.core.checks import check_count, check_number, check_seed, needed
-from multitudes.core.multitude import Multitude
 from multitudes.core.progress import ProgressBar
 from multitudes.core.seeding import mixed
 from multitudes.landscape.figures import COLOURS, figure
@@ -35,8 +33,7 @@ METHODS = ("lanczos", "power")
 class Hessian:
     """The Hessian of an objective at the network's own weights, `[P, P]`, as a linear map of vectors.
 
-    Its products are the forward derivative of the gradient; where an operation has none, and for multitudes of members
-    or draws, the gradient is differentiated backwards a second time. `batches` are the numbers of those to use.
+    A product is the gradient of the gradient's product with the vector. `batches` are the numbers of those to use.
 
     >>> data = torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)
     >>> hessian = Hessian(Objective(nn.Linear(1, 1, bias=False), data, nn.functional.mse_loss))  # L(w) = 5 w^2
@@ -46,7 +43,6 @@ class Hessian:
 
     def __init__(self, objective: Objective, batches: list[int] | None = None) -> None:
         self.objective, self.batches = objective, batches
-        self.forwards = not isinstance(objective.network, Multitude)
 
     def __call__(self, vector: Tensor) -> Tensor:
         """`[P] -> [P]`."""
@@ -58,14 +54,6 @@ class Hessian:
 
     def _product(self, number: int, vector: dict[str, Tensor]) -> Tensor:
         objective = self.objective
-        if self.forwards:
-            try:
-                slope = grad(lambda weights: objective.loss(number, weights))
-                return flattened(jvp(slope, (objective.weights,), (vector,))[1].values())
-            except (RuntimeError, ValueError, AttributeError) as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise
-                self.forwards = False
         leaves = {name: weight.clone().requires_grad_() for name, weight in objective.weights.items()}
         inputs = list(leaves.values())
         slopes = torch.autograd.grad(objective.loss(number, leaves), inputs, create_graph=True, materialize_grads=True)

@@ -56,7 +56,7 @@ class Objective:
         _, self.criterion = task_and_criterion(self.network, self.criterion, averages=self.draws > 1)
         ignores = self.criterion is F.cross_entropy  # it leaves targets of -100 out of its mean
         if self.draws == 0:
-            self.network = plain(self.network)  # which torch.func can differentiate
+            self.network = plain(self.network)  # the same without a dimension for draws
         self.weights = {name: p.detach() for name, p in self.network.named_parameters() if p.requires_grad}
         if not self.weights:
             raise ValueError(f"network ({type(self.network).__name__}) has no parameter that requires a gradient")
