@@ -37,10 +37,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("pages")
     many = {name: METHODS[name] for name in (*FEW, "masksembles", "mimo", "variance", "smooth", "swag")}
     evil = {"<script>alert(1)": METHODS["deep"], "a_method_with_a_very_long_name_" * 3: METHODS["single"]}
-    data = image_data([EVIL, "b", "c"], foreign=f"a/{EVIL}")
+    data = image_data([EVIL, "b", "c"], ood=f"a/{EVIL}")
     return {
         "digits": write(write_run(place / "digits", many, [0, 1], missing=["mimo-1"], failed={"swag-0": "no memory"})),
-        "table": write(write_run(place / "table", task="regression", data=table_data())),
+        "table": write(write_run(place / "table", data=table_data())),
         "evil": write(write_run(place / "evil", evil, [0, 1], data=data)),
     }
 
@@ -167,7 +167,7 @@ def test_another_cost_or_corruption_can_be_chosen(opened: Open) -> None:
         assert page.evaluate(titles, "plot-cost").startswith("training time")
         together = page.locator("select[data-plots*=plot-shift-nll]")
         assert together.get_attribute("data-plots").split() == [f"plot-shift-{m}" for m in ("accuracy", "nll", "ece")]
-        assert together.locator("option").all_inner_texts() == ["the mean of all corruptions", "fog", "gaussian noise"]
+        assert together.locator("option").all_inner_texts() == ["mean of all corruptions", "fog", "gaussian noise"]
 
 
 def brightness(page: Any, script: str) -> float:
