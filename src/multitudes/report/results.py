@@ -34,11 +34,8 @@ class Outcome:
 
     def score(self, name: str) -> float:
         """A score, or a cost as `costs/name`; NaN where there is none."""
-        cost = name.removeprefix("costs/")
-        if cost == name:
-            value = self.metrics["scores"].get(name, {}).get("value")
-        else:
-            value = self.metrics["costs"].get(cost)
+        scores, costs = self.metrics["scores"], self.metrics["costs"]
+        value = scores[name]["value"] if name in scores else costs.get(name.removeprefix("costs/"))
         return math.nan if value is None else float(value)
 
     def tensors(self, *names: str) -> tuple[Tensor, ...] | None:
