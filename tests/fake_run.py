@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import multitudes.data
 from multitudes import Predictive, evaluate
+from multitudes.data import Data, Part
 from multitudes.study.store import Run
 from multitudes.study.toml import to_toml
 
@@ -55,7 +56,7 @@ def write_run(
     methods: Mapping[str, Fake] | Sequence[str] = FEW,
     seeds: Sequence[int] = (0, 1, 2),
     *,
-    data: multitudes.data.Data | None = None,
+    data: Data | None = None,
     missing: Sequence[str] = (),
     failed: Mapping[str, str] | None = None,
     landscape: bool = True,
@@ -168,13 +169,10 @@ def _regression(fake: Fake, data: Any, generator: Any) -> tuple[dict[str, Any], 
 
 
 def _costs(fake: Fake, seed: int) -> dict[str, float]:
-    single = {"parameters": 12_000, "multiply_adds": 400_000, "training_seconds": 6.0, "inference_per_second": 20_000.0}
-    single["peak_memory_bytes"] = 3_000_000
     noise = 1 + 0.02 * seed * (fake.slower > 1)
     ratios = {"parameters": fake.parameters, "multiply_adds": fake.slower, "training_seconds": noise * fake.slower**0.8}
     ratios |= {"inference_per_second": 1 / (fake.slower * noise), "peak_memory_bytes": fake.parameters + 0.5}
-    costs = {name: single[name] * ratio for name, ratio in ratios.items()}
-    return costs | {f"{name}_ratio": ratio for name, ratio in ratios.items()}
+    return {f"{name}_ratio": ratio for name, ratio in ratios.items()} | {name: 1e4 * ratios[name] for name in ratios}
 
 
 PROVENANCE = {
@@ -187,35 +185,25 @@ PROVENANCE = {
 
 def _plane() -> dict[str, Any]:
     x, y = np.linspace(-1, 2, 25), np.linspace(-1, 2, 21)
-    loss = 0.1 + 2 * np.minimum((x - 0) ** 2 + y[:, None] ** 2, (x - 1) ** 2 + (y[:, None] - 0.8) ** 2)
-    points = [
-        {"name": "member 1", "x": 0.0, "y": 0.0, "loss": 0.1},
-        {"name": "member 2", "x": 1.0, "y": 0.8, "loss": 0.1},
-    ]
+    loss = 0.1 + 2 * np.minimum(x**2 + y[:, None] ** 2, (x - 1) ** 2 + (y[:, None] - 0.8) ** 2)
+    points = [{"name": f"member {at + 1}", "x": 1.0 * at, "y": 0.8 * at, "loss": 0.1} for at in range(2)]
     return {"x": x.tolist(), "y": y.tolist(), "loss": loss.tolist(), "points": points}
 
 
-def table_data(rows: int = 90, features: int = 3) -> multitudes.data.Data:
+def table_data() -> Data:
     """Numbers to predict from numbers."""
-    generator = torch.Generator().manual_seed(0)
-
-    def part() -> multitudes.data.Part:
-        x = torch.randn(rows, features, generator=generator)
-        return multitudes.data.Part(x, 10 + 3 * x.sum(1) + torch.randn(rows, generator=generator))
-
-    columns = tuple(f"feature {at}" for at in range(features))
-    return multitudes.data.Data("a table", part(), part(), part(), columns=columns)
+    x = torch.randn(3, 90, 3, generator=torch.Generator().manual_seed(0))
+    parts = [Part(each, 10 + 3 * each.sum(1) + each[:, 0].cos()) for each in x]
+    return Data("a table", *parts, columns=("a", "b", "c"))
 
 
-def image_data(classes: Sequence[str], rows: int = 60, ood: str = "noise") -> multitudes.data.Data:
-    """Colour images of noise, in classes of any names."""
-    generator = torch.Generator().manual_seed(0)
-
-    def x() -> torch.Tensor:
-        return torch.randint(0, 256, (rows, 3, 8, 8), generator=generator).to(torch.uint8)
-
-    parts = [multitudes.data.Part(x(), torch.arange(rows) % len(classes)) for _ in range(3)]
-    return multitudes.data.Data("images", *parts, classes=tuple(classes), ood={ood: x()})
+def evil_run(directory: Path, methods: Mapping[str, Fake]) -> Path:
+    """A run on colour images whose names, and that of one method, are markup."""
+    markup = "</script><img src=x onerror=alert(1)>"
+    x = torch.randint(0, 256, (4, 60, 3, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    parts = [Part(each, torch.arange(60) % 3) for each in x[:3]]
+    data = Data("images", *parts, classes=(markup, "b", "c"), ood={f"a/{markup}": x[3]})
+    return write_run(directory, {"<script>alert(1)": METHODS["deep"], **methods}, [0, 1], data=data)
 
 
 # -- reading a page ---------------------------------------------------------------------------------------

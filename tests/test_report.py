@@ -27,10 +27,9 @@ from multitudes.report.style import View
 from multitudes.report.uncertain_images import uncertain_images
 from multitudes.study.leaderboard import leaderboard, verdict
 from multitudes.study.store import Run
-from tests.fake_run import FEW, METHODS, Tags, image_data, table_data, write_run
+from tests.fake_run import FEW, METHODS, Tags, evil_run, table_data, write_run
 
 FULL = [name for name in SECTIONS if name != "intervals"]
-EVIL = "</script><img src=x onerror=alert(1)>"
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +50,11 @@ def regression(tmp_path_factory: pytest.TempPathFactory) -> Results:
 @pytest.fixture(scope="module")
 def text(run: Path) -> str:
     return write(run).read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def tags(text: str) -> Tags:
+    return Tags(text)
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +90,7 @@ def predictions(run: Path, method: str) -> list[dict[str, Any]]:
 # -- what is there -----------------------------------------------------------------------------------------
 
 
-def test_the_page_is_whole_and_links_to_all_its_sections_in_order(text: str) -> None:
-    tags = Tags(text)
+def test_the_page_is_whole_and_links_to_all_its_sections_in_order(tags: Tags) -> None:
     assert tags.open == []
     assert [link["href"] for link in tags.all("a")] == [f"#{name}" for name in FULL]
     ids = [attributes["id"] for _, attributes in tags.tags if "id" in attributes]
@@ -101,8 +104,7 @@ def test_the_answer_is_at_the_top_and_a_complete_run_has_no_notice(run: Path, te
     assert "<aside" not in text
 
 
-def test_the_page_needs_no_network(text: str) -> None:
-    tags = Tags(text)
+def test_the_page_needs_no_network(tags: Tags) -> None:
     assert not tags.all("link") and not tags.all("iframe")
     assert all("src" not in script for script in tags.all("script"))
     assert all(str(picture["src"]).startswith("data:image/png;base64,") for picture in tags.all("img"))
@@ -116,8 +118,7 @@ def test_the_same_run_gives_the_same_page_wherever_it_is(run: Path, text: str, t
     assert path == tmp_path / "other.html" and path.read_text(encoding="utf-8") == text
 
 
-def test_every_picture_has_a_description(text: str) -> None:
-    tags = Tags(text)
+def test_every_picture_has_a_description(tags: Tags) -> None:
     assert all(picture["alt"] for picture in tags.all("img"))
     plots = [attributes for attributes in tags.all("div") if attributes.get("class") == "plot"]
     assert len(plots) == 9 and all(plot["role"] == "img" and plot["aria-label"] for plot in plots)
@@ -163,14 +164,11 @@ def test_the_leaderboard_has_means_over_seeds_and_marks_the_best(run: Path, draw
     assert list(table) == sorted(FEW, key=lambda m: float(table[m][1][1]))
 
 
-def test_inference_time_is_the_inverse_of_speed(run: Path, results: Results) -> None:
+def test_on_the_line_of_costs_nothing_cheaper_is_better(run: Path, results: Results) -> None:
+    views = cost(results)["views"]
     speeds = [kept(run, "deep", seed)["costs"]["inference_per_second_ratio"] for seed in range(3)]
-    x = traces(cost(results)["views"])[FEW.index("deep")]["x"]
-    assert x == [pytest.approx(np.mean([1 / speed for speed in speeds]), rel=1e-5)]
-
-
-def test_on_the_line_of_costs_nothing_cheaper_is_better(results: Results) -> None:
-    for view in cost(results)["views"]:
+    assert traces(views)[FEW.index("deep")]["x"] == [pytest.approx(np.mean([1 / speed for speed in speeds]), rel=1e-5)]
+    for view in views:
         points = {trace["text"][0]: (trace["x"][0], trace["y"][0]) for trace in view.traces if "error_y" in trace}
         front = next(trace for trace in view.traces if "meta" not in trace)
         assert points.keys() == set(FEW)
@@ -209,21 +207,18 @@ def test_risk_is_the_fraction_of_errors_among_the_most_confident(run: Path, resu
         assert risk == pytest.approx(np.mean(fractions), abs=2e-3)  # of equal confidences, the curve is the mean order
 
 
-def test_a_line_of_sizes_ends_at_the_score_of_all_members(run: Path, results: Results) -> None:
-    trace = traces(size(results)["views"])[FEW.index("deep")]
-    values = [kept(run, "deep", seed)["by_size"]["nll"] for seed in range(3)]
-    assert trace["x"] == [1, 2, 4]
-    assert trace["y"] == pytest.approx(np.mean(values, 0), rel=1e-5)
-    assert trace["error_y"]["array"] == pytest.approx(np.std(values, 0, ddof=1), rel=1e-5)
-
-
-def test_severity_starts_at_the_clean_score(run: Path, results: Results) -> None:
-    found = shift(results)["plots"]
-    for measure in ("accuracy", "nll", "ece"):
-        trace = traces(found[f"plot-shift-{measure}"])[0]
+def test_lines_are_means_over_seeds_with_their_deviation(run: Path, results: Results) -> None:
+    seeds = [kept(run, "deep", seed) for seed in range(3)]
+    expected = {"size": (size(results)["views"], [1, 2, 4], [each["by_size"]["nll"] for each in seeds])}
+    for measure in ("accuracy", "nll", "ece"):  # severity starts at the clean score
         places = [measure, *(f"shift/mean/{severity}/{measure}" for severity in (1, 3, 5))]
-        values = [[kept(run, "single", seed)["scores"][place]["value"] for place in places] for seed in range(3)]
-        assert trace["x"] == [0, 1, 3, 5] and trace["y"] == pytest.approx(np.mean(values, 0), rel=1e-5)
+        values = [[each["scores"][place]["value"] for place in places] for each in seeds]
+        expected[measure] = (shift(results)["plots"][f"plot-shift-{measure}"], [0, 1, 3, 5], values)
+    for name, (views, x, values) in expected.items():
+        trace = traces(views)[FEW.index("deep")]
+        assert trace["x"] == x, name
+        assert trace["y"] == pytest.approx(np.mean(values, 0), rel=1e-5), name
+        assert trace["error_y"]["array"] == pytest.approx(np.std(values, 0, ddof=1), rel=1e-5), name
 
 
 def test_diversity_is_disagreement_with_the_first_member_over_error(run: Path, results: Results) -> None:
@@ -291,16 +286,14 @@ def test_a_picture_is_the_image(channels: int) -> None:
 
 
 def test_no_name_can_break_the_page(tmp_path: Path) -> None:
-    evil = {"<script>alert(1)": METHODS["deep"], 'single & "b"\'': METHODS["single"]}
-    data = image_data([EVIL, "b", "c"], ood=f"a/{EVIL}")
-    text = write(write_run(tmp_path, evil, seeds=[0, 1], data=data)).read_text(encoding="utf-8")
+    text = write(evil_run(tmp_path, {'single & "b"\'': METHODS["single"]})).read_text(encoding="utf-8")
     tags = Tags(text)
     assert tags.open == []
     plots = [attributes for attributes in tags.all("div") if attributes.get("class") == "plot"]
     assert len(tags.all("script")) == len(plots) + 2  # one a plot, Plotly, and the page's own
     assert not any(key.startswith("on") for _, attributes in tags.tags for key in attributes)
     assert "<script>alert" not in text and "</script><img" not in text
-    assert html.escape("<script>alert(1)") in text and html.escape(EVIL) in text
+    assert all(html.escape(name) in text for name in ("<script>alert(1)", "</script><img src=x onerror=alert(1)>"))
 
 
 # -- what is not there -------------------------------------------------------------------------------------
