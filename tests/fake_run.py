@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import multitudes.data
 from multitudes import Predictive, evaluate
+from multitudes.core.gaussian import join_gaussian
 from multitudes.data import Data, Part
 from multitudes.study.store import Run
 from multitudes.study.toml import to_toml
@@ -158,11 +159,11 @@ def _regression(fake: Fake, data: Any, generator: Any) -> tuple[dict[str, Any], 
     common = np.random.default_rng(0).normal(0, 0.3, len(target))
     own = generator.normal(0, 0.3, (fake.members, len(target)))
     members = target + data.target_std * (common + fake.wrong * fake.apart * own)
-    noise = 0.25 * data.target_std
-    arrays = {"mean": members.mean(0), "std": np.sqrt(members.var(0) + noise**2), "members": members, "target": target}
-    given: Any = (torch.tensor(members), data.test.y)
-    options: Any = {"task": "regression", "tau": 1 / noise**2}
-    return arrays, _scores(*given, **options), _by_size(*given, ("rmse",), **options)
+    means = torch.tensor(members)[..., None]
+    given = join_gaussian(means, torch.full_like(means, (0.25 * data.target_std) ** 2), dim=2)
+    predicted, y = Predictive(given, task="gaussian"), data.test.y[:, None]
+    arrays = {"mean": predicted.mean[:, 0], "std": predicted.std[:, 0], "members": members, "target": target}
+    return arrays, _scores(given, y, "gaussian"), _by_size(given, y, ("rmse",), task="gaussian")
 
 
 # -- the rest ----------------------------------------------------------------------------------------------

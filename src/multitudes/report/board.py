@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from multitudes.report.results import Results, mean_spread
 from multitudes.report.style import MEASURES, REFERENCE, Style, Trace, View, axes, plotly_text
-from multitudes.study.leaderboard import better, marks
+from multitudes.study.leaderboard import Row, best, better, marks
 
 __all__ = ["Cell", "cost", "standings"]
 
@@ -144,19 +145,25 @@ def _view(results: Results, score: str, column: Column) -> View | None:
     xaxis = {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
     xaxis["range"] = [math.log10(min(prices) / 2), math.log10(max(prices) * 1.4)]
     layout = axes(f"{column.title}, single network = 1", title, xaxis=xaxis, yaxis={"tickformat": form})
-    return View([*traces, _front(points, better(score))], layout, f"{title} against {column.title}")
+    return View([*traces, *_front(points, results.board, score)], layout, f"{title} against {column.title}")
 
 
-def _front(points: dict[str, tuple[float, float]], sign: int) -> Trace:
-    """The methods that nothing cheaper is better than, from the cheapest on, with their names."""
-    front: list[str] = []
-    for name in sorted(points, key=lambda name: (points[name][0], -sign * points[name][1])):
-        if not front or sign * points[name][1] > sign * points[front[-1]][1]:
-            front.append(name)
-    return {
-        "type": "scatter", "mode": "lines+markers+text", "x": [points[name][0] for name in front],
-        "y": [points[name][1] for name in front], "text": [plotly_text(name) for name in front],
-        "textposition": "top left" if sign > 0 else "bottom left", "hoverinfo": "skip", "cliponaxis": False,
+def _front(points: dict[str, tuple[float, float]], board: Sequence[Row], score: str) -> list[Trace]:
+    """The line of the methods that nothing cheaper is better than, with their names; none where none is known."""
+    rows = sorted((row for row in board if row.name in points), key=lambda row: points[row.name][0])
+    front = []
+    for row in rows:
+        no_dearer = [other for other in rows if points[other.name][0] <= points[row.name][0]]
+        if best(no_dearer, score) is row:
+            front.append((row.name, *points[row.name]))
+    if not front:
+        return []
+    names, x, y = zip(*front, strict=True)
+    line = {
+        "type": "scatter", "mode": "lines+markers+text", "x": list(x), "y": list(y), "hoverinfo": "skip",
+        "text": [plotly_text(name) for name in names], "cliponaxis": False,
+        "textposition": "top left" if y[-1] >= y[0] else "bottom left",
         "marker": {"size": 12, "opacity": 0},  # unseen, it keeps the names off the symbols
         "line": REFERENCE,
     }  # fmt: skip
+    return [line]
