@@ -28,8 +28,8 @@ class Column:
     @property
     def heading(self) -> str:
         """With its unit, and whether more or less is better."""
-        arrow = "" if self in COSTS else {1: "\u00a0↑", -1: "\u00a0↓"}.get(better(self.name), "")
-        return f"{self.title} {self.unit}".strip() + arrow
+        arrow = "" if self in COSTS else {1: "↑", -1: "↓"}.get(better(self.name), "")
+        return f"{self.title} {self.unit}".strip() + (f"\u00a0{arrow}" if arrow else "")
 
     def values(self, results: Results, method: str) -> list[float]:
         """For each seed, as they are shown."""
