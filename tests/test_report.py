@@ -141,27 +141,20 @@ def test_every_figure_is_one_that_plotly_accepts(text: str, regression: Results)
 # -- numbers -----------------------------------------------------------------------------------------------
 
 
-def rows(table: str) -> dict[str, list[tuple[str, str]]]:
-    """The style and value of the cells of a table's rows, by heading."""
-    body = table[table.index("<tbody>") : table.index("</tbody>")]
-    found = {}
-    for row in re.findall(r"<tr>(.*?)</tr>", body, re.DOTALL):
-        name = re.search(r'<th [^>]*data-value="([^"]*)"', row)
-        assert name is not None
-        found[html.unescape(name[1])] = re.findall(r'<td(?: class="(\w+)")?(?: data-value="([^"]*)")?>', row)
-    return found
-
-
-def test_the_leaderboard_has_means_over_seeds_and_marks_the_best(run: Path, drawn: dict[str, str]) -> None:
-    table = rows(drawn["leaderboard"])
-    best = {}
+def test_the_leaderboard_has_means_over_seeds_and_marks_the_best(
+    run: Path, results: Results, drawn: dict[str, str]
+) -> None:
+    table = {FEW[method]: cells for method, cells in standings(results)["first"]["rows"]}
     for at, (name, scale, choose) in enumerate([("accuracy", 100, max), ("nll", 1, min)]):
         mean = {m: np.mean([kept(run, m, seed)["scores"][name]["value"] for seed in range(3)]) for m in FEW}
-        assert {m: float(table[m][at][1]) for m in FEW} == pytest.approx({m: scale * mean[m] for m in FEW})
-        best[name] = choose(mean, key=mean.__getitem__)
-        assert [m for m in table if table[m][at][0] == "best"] == [best[name]]
-    assert next(iter(table)) == best["nll"]
-    assert list(table) == sorted(FEW, key=lambda m: float(table[m][1][1]))
+        assert {m: table[m][at].value for m in FEW} == pytest.approx({m: scale * mean[m] for m in FEW})
+        best = choose(FEW, key=mean.__getitem__)
+        assert [m for m in table if table[m][at].mark == "best"] == [best]
+        assert (
+            f'<td class="best" data-value="{table[best][at].value}"><b class="sign" title="the best">★'
+            in drawn["leaderboard"]
+        )
+    assert list(table) == sorted(FEW, key=mean.__getitem__)  # by NLL
 
 
 def test_on_the_line_of_costs_nothing_cheaper_is_better(run: Path, results: Results) -> None:
@@ -366,11 +359,12 @@ def test_scores_that_are_no_numbers_are_dashes_or_infinite(run: Path, tmp_path: 
         metrics["scores"]["nll"]["value"] = "inf"
         metrics["by_size"]["nll"] = [None]
         path.write_text(json.dumps(metrics))
-    found = drawn_sections(read_results(copy))
+    results = read_results(copy)
+    found = drawn_sections(results)
     assert all("NaN" not in json.dumps(figures(each)) for each in found.values())
     cells = re.search(r'data-value="single".*?</tr>', found["leaderboard"], re.DOTALL)
     assert cells is not None and ">–<" in cells[0] and "∞" in cells[0]
-    assert list(rows(found["leaderboard"]))[-1] == "single"
+    assert standings(results)["first"]["rows"][-1][0] == FEW.index("single")
 
 
 def test_without_scikit_learn_there_is_no_map(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
