@@ -145,7 +145,7 @@ def _classification(fake: Fake, data: Any, generator: Any) -> tuple[dict[str, An
         foreign = Predictive(torch.tensor(noise + shared.normal(0, 1.3, (len(x), data.outputs))).float())
         arrays[f"ood/{name}/members"] = foreign.member_probs.half().numpy()
         outside = torch.arange(len(target) + len(x)) >= len(target)
-        for criterion, of in ood.CRITERIA.items():
+        for criterion, of in ood.UNCERTAINTIES.items():
             values = torch.cat([of(clean), of(foreign)])
             scores[f"ood/{name}/{criterion}/auroc"] = _score(ood.auroc(values, outside), len(values))
             scores[f"ood/{name}/{criterion}/aupr"] = _score(ood.aupr(values, outside), len(values))
@@ -176,7 +176,7 @@ def _regression(fake: Fake, data: Any, generator: Any) -> tuple[dict[str, Any], 
     members = target + data.target_std * (common + fake.wrong * fake.apart * own)
     mean, std = members.mean(0), np.sqrt(members.var(0) + (0.25 * data.target_std) ** 2)
     predicted = Predictive(torch.tensor(members), task="regression")
-    noisy = {"tau": 1 / (0.25 * data.target_std) ** 2}
+    noisy = {"noise_precision": 1 / (0.25 * data.target_std) ** 2}
     scores = {
         "rmse": regression.rmse(predicted, data.test.y),
         "log_density": regression.log_density(predicted, data.test.y, **noisy),

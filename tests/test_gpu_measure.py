@@ -45,10 +45,10 @@ def test_regression_metrics_agree(name):
 def test_detection_agrees():
     own = metrics.detect(mt.Predictive(LOGITS), mt.Predictive(LOGITS / 3))
     there = metrics.detect(mt.Predictive(LOGITS.cuda()), mt.Predictive(LOGITS.cuda() / 3))
-    for criterion in own:
+    for uncertainty in own:
         for measure in ("auroc", "aupr", "fpr"):
-            expected = float(getattr(own[criterion], measure))
-            assert float(getattr(there[criterion], measure)) == pytest.approx(expected, abs=1e-3)
+            expected = float(getattr(own[uncertainty], measure))
+            assert float(getattr(there[uncertainty], measure)) == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize("name", mt.shift.CORRUPTIONS + mt.shift.EXTRA)

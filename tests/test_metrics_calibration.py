@@ -227,7 +227,7 @@ def test_equal_confidences_share_an_adaptive_bin_whatever_their_order():
 
 
 def test_classwise_ece_needs_the_number_of_classes_it_was_made_for():
-    with pytest.raises(ValueError, match="prediction must have classes=5 in dim 1, got 4"):
+    with pytest.raises(ValueError, match="prediction must have classes=5, got 4"):
         metrics.ClasswiseECE(5).update(*random_case())
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multitudes.core.predictive import Predictive
-from multitudes.metrics import CRITERIA, OODDetection, detect, read_rows
+from multitudes.metrics import UNCERTAINTIES, OODDetection, detect, read_rows
 from tests import metric_cases
 from tests.metric_cases import changed, joined, orders
 from tests.predictions import raises
@@ -34,11 +34,11 @@ def both(s=4, inside=60, outside=40, c=5):
 def test_one_call_gives_all_criteria_as_scikit_learn_does(positive, recall):
     inside, outside = both()
     table = detect(inside, outside, positive=positive, recall=recall)
-    assert list(table) == list(table.keys()) == list(CRITERIA) and len(table) == 8
+    assert list(table) == list(table.keys()) == list(UNCERTAINTIES) and len(table) == 8
     assert (table.inside, table.outside, table.positive, table.recall) == (60, 40, positive, recall)
     sign, found = (1, np.arange(100) >= 60) if positive == "out" else (-1, np.arange(100) < 60)
     for name, detection in table.items():
-        scores = sign * torch.cat([CRITERIA[name](inside), CRITERIA[name](outside)]).numpy()
+        scores = sign * torch.cat([UNCERTAINTIES[name](inside), UNCERTAINTIES[name](outside)]).numpy()
         assert detection.auroc == pytest.approx(sklearn.metrics.roc_auc_score(found, scores))
         assert detection.aupr == pytest.approx(sklearn.metrics.average_precision_score(found, scores))
         fpr, tpr, _ = sklearn.metrics.roc_curve(found, scores, drop_intermediate=False)
@@ -48,7 +48,7 @@ def test_one_call_gives_all_criteria_as_scikit_learn_does(positive, recall):
 
 def test_auroc_does_not_ask_which_side_is_positive_but_aupr_does():
     out, inside = detect(*both()), detect(*both(), positive="in")
-    for name in CRITERIA:
+    for name in UNCERTAINTIES:
         assert out[name].auroc == inside[name].auroc
         assert out[name].aupr != inside[name].aupr
 
@@ -73,12 +73,12 @@ def test_probabilities_have_the_criteria_that_exist_for_them():
     for name in plain:
         assert plain[name] == pytest.approx(full[name])
     assert list(detect(inside, outside.probs)) == list(detect(inside.probs, outside)) == ["max_probability", "entropy"]
-    assert list(detect(inside, outside, criteria=["energy", "entropy"])) == ["energy", "entropy"]
+    assert list(detect(inside, outside, uncertainties=["energy", "entropy"])) == ["energy", "entropy"]
 
 
 def test_the_sure_and_the_unsure_are_told_apart_completely():
     inside, outside = Predictive(20 * torch.eye(4)[None]), Predictive(torch.zeros(1, 3, 4))
-    for name in set(CRITERIA) - set(OF_MEMBERS):
+    for name in set(UNCERTAINTIES) - set(OF_MEMBERS):
         assert detect(inside, outside)[name] == (1, 1, 0)
         assert detect(outside, inside)[name].auroc == 0
 
@@ -86,7 +86,7 @@ def test_the_sure_and_the_unsure_are_told_apart_completely():
 def test_without_anything_outside_there_is_no_answer():
     inside, outside = both()
     for table in (detect(inside, outside[:0]), detect(inside[:0], outside), detect(inside[:0], outside[:0])):
-        assert list(table) == list(CRITERIA)
+        assert list(table) == list(UNCERTAINTIES)
         assert all(math.isnan(value) for _, detection in table.items() for value in detection)
     assert (table.inside, table.outside) == (0, 0)
 
@@ -128,7 +128,7 @@ def test_batches_of_any_size_and_order_give_what_one_call_gives(seed, n, m, batc
 
 def test_a_metric_streams_with_its_options():
     inside, outside = both()
-    options = {"criteria": ["energy", "variance"], "positive": "in", "recall": 0.7}
+    options = {"uncertainties": ["energy", "variance"], "positive": "in", "recall": 0.7}
     metric = OODDetection(**options)
     metric.update(inside, outside=False)
     metric.update(outside, outside=True)
@@ -146,7 +146,7 @@ def test_a_metric_of_probabilities_has_the_criteria_that_exist_for_all_it_saw():
     assert list(metric.compute()) == ["max_probability", "entropy"]
     metric.reset()
     metric.update(inside, outside=False)
-    assert list(metric.compute()) == list(CRITERIA)
+    assert list(metric.compute()) == list(UNCERTAINTIES)
 
 
 def test_pixels_may_be_outside_one_by_one():
@@ -172,9 +172,9 @@ def test_states_of_two_metrics_join_into_those_of_one_that_saw_all():
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
 def test_an_empty_metric_has_no_answer():
-    for criteria in (None, ["energy"]):
-        table = OODDetection(criteria).compute()
-        assert list(table) == (criteria or list(CRITERIA)) and (table.inside, table.outside) == (0, 0)
+    for uncertainties in (None, ["energy"]):
+        table = OODDetection(uncertainties).compute()
+        assert list(table) == (uncertainties or list(UNCERTAINTIES)) and (table.inside, table.outside) == (0, 0)
         assert all(math.isnan(value) for _, detection in table.items() for value in detection)
 
 
@@ -245,11 +245,19 @@ def test_bad_masks(outside, kind):
 
 
 def test_bad_options():
-    names = ", ".join(CRITERIA)
-    for criteria in (["entropy", "entropie"], [], "entropy", ["variance", None], [["entropy"]], iter(["entropy"]), 3):
-        for ask in (lambda c: detect(*both(), criteria=c), OODDetection):
-            with raises(f"criteria must be None or a list of names from {names}, got {criteria!r}"):
-                ask(criteria)
+    names = ", ".join(UNCERTAINTIES)
+    for uncertainties in (
+        ["entropy", "entropie"],
+        [],
+        "entropy",
+        ["variance", None],
+        [["entropy"]],
+        iter(["entropy"]),
+        3,
+    ):
+        for ask in (lambda c: detect(*both(), uncertainties=c), OODDetection):
+            with raises(f"uncertainties must be None or a list of names from {names}, got {uncertainties!r}"):
+                ask(uncertainties)
     for positive in ("outside", None, 1):
         for ask in (lambda p: detect(*both(), positive=p), lambda p: OODDetection(positive=p)):
             with raises(f"positive must be 'out' or 'in', got {positive!r}"):

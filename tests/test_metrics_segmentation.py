@@ -217,7 +217,7 @@ def test_bad_input(score):
     y[1, 2, 3] = 5
     with pytest.raises(ValueError, match=r"target must lie within 0 and 4, got 5 at index \[1, 2, 3\]"):
         score[0](Predictive(z), y)
-    with pytest.raises(ValueError, match="prediction must have classes=4 in dim 1, got 5"):
+    with pytest.raises(ValueError, match="prediction must have classes=4, got 5"):
         score[1](4, ignore=5).update(Predictive(z), y)
     with pytest.raises(ValueError, match="classes must be a whole number, 1 or more, got 0"):
         score[1](0)

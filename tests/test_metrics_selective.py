@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from multitudes.core.predictive import Predictive
 from multitudes.metrics import (
     AURC,
-    CRITERIA,
+    UNCERTAINTIES,
     AccuracyAtCoverage,
     RiskCoverageCurve,
     accuracy,
@@ -22,7 +22,7 @@ from multitudes.metrics import (
     aurc,
     risk_coverage,
 )
-from multitudes.metrics.selective import risk_coverage_compute
+from multitudes.metrics.selective import curve_of
 from tests import metric_cases
 from tests.metric_cases import binary, changed, classes, joined, orders, pixels, streamed, with_twins
 from tests.predictions import raises
@@ -99,7 +99,7 @@ def test_curve_and_area_are_the_textbooks(case):
 @given(st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=6))
 def test_the_risk_of_tied_rows_is_that_of_a_random_order_in_expectation(rows):
     uncertainty, wrong = zip(*rows, strict=True)
-    curve = risk_coverage_compute(torch.tensor(rows, dtype=torch.float32))
+    curve = curve_of(torch.tensor(rows, dtype=torch.float32))
     np.testing.assert_allclose(curve.risk, random_order_risks(uncertainty, wrong), rtol=1e-12, atol=1e-15)
 
 
@@ -107,7 +107,7 @@ def test_the_risk_of_tied_rows_is_that_of_a_random_order_in_expectation(rows):
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=40), st.randoms())
 def test_the_order_of_samples_does_not_matter_at_all(rows, random):
     mixed = random.sample(rows, len(rows))
-    one, other = (risk_coverage_compute(torch.tensor(pairs, dtype=torch.float32)) for pairs in (rows, mixed))
+    one, other = (curve_of(torch.tensor(pairs, dtype=torch.float32)) for pairs in (rows, mixed))
     assert one.risk.tolist() == other.risk.tolist()
 
 
@@ -116,8 +116,8 @@ def test_the_order_of_samples_does_not_matter_at_all(rows, random):
 def test_the_order_of_members_does_not_matter(seed, n, c, s):
     z, y = logits(s, n, c, seed=seed), classes(c, n, seed=seed)
     members, _ = orders(s, n, seed)
-    for criterion in ("max_probability", "energy", "disagreement"):
-        one, other = (aurc(Predictive(order), y, criterion) for order in (z, z[members]))
+    for uncertainty in ("max_probability", "energy", "disagreement"):
+        one, other = (aurc(Predictive(order), y, uncertainty) for order in (z, z[members]))
         assert float(one) == pytest.approx(float(other), rel=1e-12)
 
 
@@ -134,7 +134,7 @@ def test_uncertainty_that_says_nothing_has_the_error_rate_as_area():
 
 def test_90_percent_of_10_rows_are_9_of_them():
     for n in range(1, 120):
-        curve = risk_coverage_compute(torch.tensor([[float(i), i % 2] for i in range(n)]))
+        curve = curve_of(torch.tensor([[float(i), i % 2] for i in range(n)]))
         for percent in range(1, 101):
             rows = -(-percent * n // 100)
             wrong = rows // 2  # every second, the first being right
@@ -149,7 +149,7 @@ def test_90_percent_of_10_rows_are_9_of_them():
 def test_excess_aurc_is_what_is_above_the_best_of_all_orders(rows):
     wrong = [error for _, error in rows]
     areas = [np.mean([sum(order[:k]) / k for k in range(1, len(order) + 1)]) for order in itertools.permutations(wrong)]
-    curve = risk_coverage_compute(torch.tensor(rows, dtype=torch.float32))
+    curve = curve_of(torch.tensor(rows, dtype=torch.float32))
     assert float(curve.excess_aurc) == pytest.approx(float(curve.aurc) - min(areas), abs=1e-12)
     assert curve.excess_aurc >= 0
 
@@ -158,39 +158,38 @@ def test_uncertainty_that_puts_all_errors_last_has_no_excess():
     for n in range(1, 30):
         for errors in range(n + 1):
             pairs = torch.stack([torch.arange(n), torch.arange(n) >= n - errors], 1).double()
-            assert 0 <= float(risk_coverage_compute(pairs).excess_aurc) < 1e-15
+            assert 0 <= float(curve_of(pairs).excess_aurc) < 1e-15
 
 
 def test_coverage_at_a_risk_is_the_largest_share_that_keeps_it():
-    curve = risk_coverage_compute(torch.tensor([[0.0, 0], [1, 1], [2, 0], [3, 0], [4, 0], [5, 1]]))
+    curve = curve_of(torch.tensor([[0.0, 0], [1, 1], [2, 0], [3, 0], [4, 0], [5, 1]]))
     np.testing.assert_allclose(curve.risk, [0, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 3])
     for risk, rows in ((0, 1), (0.19, 1), (0.2, 5), (0.25, 5), (1 / 3, 6), (1, 6)):
         assert curve.coverage_at(risk) == rows / 6
     assert risk_coverage(*CASES["surely wrong"]).coverage_at(0.99) == 0
     for n in range(1, 80):  # one error in n rows, the last: 1/n is kept by all of them
-        curve = risk_coverage_compute(torch.stack([torch.arange(n), torch.arange(n) == n - 1], 1).double())
+        curve = curve_of(torch.stack([torch.arange(n), torch.arange(n) == n - 1], 1).double())
         assert curve.coverage_at(1 / n) == 1
 
 
 # Criteria --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("criterion", CRITERIA)
-def test_any_criterion_says_what_comes_first(criterion):
+@pytest.mark.parametrize("uncertainty", UNCERTAINTIES)
+def test_any_uncertainty_says_what_comes_first(uncertainty):
     p, y = Predictive(logits(5, 31, 4)), classes(4, 31)
-    uncertainty = CRITERIA[criterion](p).tolist()
-    expected = text_risks(uncertainty, (p.probs.argmax(1) != y).int().tolist())
-    np.testing.assert_allclose(risk_coverage(p, y, criterion).risk, [float(r) for r in expected], rtol=1e-12)
-    assert float(aurc(p, y, criterion)) == pytest.approx(float(sum(expected)) / 31)
-    at = float(accuracy_at_coverage(p, y, 0.5, criterion))
+    expected = text_risks(UNCERTAINTIES[uncertainty](p).tolist(), (p.probs.argmax(1) != y).int().tolist())
+    np.testing.assert_allclose(risk_coverage(p, y, uncertainty).risk, [float(r) for r in expected], rtol=1e-12)
+    assert float(aurc(p, y, uncertainty)) == pytest.approx(float(sum(expected)) / 31)
+    at = float(accuracy_at_coverage(p, y, 0.5, uncertainty))
     assert at == pytest.approx(1 - float(expected[15]))  # 16 of 31 are more than half
 
 
-@pytest.mark.parametrize("criterion", ["mutual_information", "variance", "disagreement"])
-def test_a_single_network_cannot_disagree_so_every_order_is_as_good(criterion):
+@pytest.mark.parametrize("uncertainty", ["mutual_information", "variance", "disagreement"])
+def test_a_single_network_cannot_disagree_so_every_order_is_as_good(uncertainty):
     p, y = Predictive(logits(1, 31, 4)), classes(4, 31)
     error = 1 - float(accuracy(p, y))
-    assert 0 < error < 1 and risk_coverage(p, y, criterion).risk.tolist() == pytest.approx([error] * 31)
+    assert 0 < error < 1 and risk_coverage(p, y, uncertainty).risk.tolist() == pytest.approx([error] * 31)
 
 
 def test_what_looks_at_members_needs_a_predictive():
@@ -314,13 +313,13 @@ def test_bad_input_is_named_with_its_first_index(ranked):
     assert metric.values == []
 
 
-@pytest.mark.parametrize("criterion", ["confidence", None, ["entropy"]])
-def test_bad_criteria(ranked, criterion):
-    sentence = f"criterion must be one of {', '.join(CRITERIA)}, got {criterion!r}"
+@pytest.mark.parametrize("uncertainty", ["confidence", None, ["entropy"]])
+def test_bad_criteria(ranked, uncertainty):
+    sentence = f"uncertainty must be one of {', '.join(UNCERTAINTIES)}, got {uncertainty!r}"
     with raises(sentence):
-        ranked[1](*random_case(), criterion=criterion)
+        ranked[1](*random_case(), uncertainty=uncertainty)
     with raises(sentence):
-        ranked[0](criterion=criterion)
+        ranked[0](uncertainty=uncertainty)
 
 
 @pytest.mark.parametrize("value", [0, -0.1, 1.01, "0.9", None, math.nan])

@@ -254,12 +254,12 @@ SETTINGS = {
     "bins": (5, 10),
     "classes": (3, 4),
     "members": (2, 3),
-    "tau": (None, 2.0),
+    "noise_precision": (None, 2.0),
     "scale": (1.0, 2.0),
     "level": (0.5, 0.9),
     "levels": (3, 9),
-    "criterion": ("entropy", "energy"),
-    "criteria": (["entropy"], ["energy"]),
+    "uncertainty": ("entropy", "energy"),
+    "uncertainties": (["entropy"], ["energy"]),
 }
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from multitudes.metrics.declare import Better
 from multitudes.report.html import Cell, Section, details, number, plotted, section, table, text
 from multitudes.report.quality import axes
 from multitudes.report.results import Results, mean_spread
@@ -143,8 +143,8 @@ def _board(results: Results, caption: str, shown: list[Column]) -> str:
 
 
 def _title(column: Column) -> str:
-    """With its unit and whether more or less is better."""
-    arrow = "" if column in COSTS else {1: "↑", -1: "↓"}.get(better(column.name), "")
+    """With its unit and an arrow to what is better."""
+    arrow = "" if column in COSTS else better(column.name).value
     return f"{column.title} {column.unit}".strip() + (f"\u00a0{arrow}" if arrow else "")
 
 
@@ -233,18 +233,19 @@ def _view(results: Results, gain: str, column: Column) -> View | None:
     return View(traces, layout, f"{title} against {column.title}")
 
 
-def _front(points: dict[str, tuple[float, float]], sign: int) -> list[dict[str, Any]]:
+def _front(points: dict[str, tuple[float, float]], better: Better) -> list[dict[str, Any]]:
     """The methods that nothing cheaper is better than, from the cheapest on, with their names."""
-    order: Callable[[str], tuple[float, float]] = lambda name: (points[name][0], -sign * points[name][1])  # noqa: E731
+    quality = {name: better.quality(score) for name, (_, score) in points.items()}
     front: list[str] = []
-    for name in sorted(points, key=order):
-        if not front or sign * points[name][1] > sign * points[front[-1]][1]:
+    for name in sorted(points, key=lambda name: (points[name][0], -quality[name])):
+        if not front or quality[name] > quality[front[-1]]:
             front.append(name)
     return [
         {
             "type": "scatter", "mode": "lines+markers+text", "x": [points[name][0] for name in front],
             "y": [points[name][1] for name in front], "text": [plotted(name) for name in front],
-            "textposition": "top left" if sign > 0 else "bottom left", "hoverinfo": "skip", "cliponaxis": False,
+            "textposition": "top left" if better is Better.HIGHER else "bottom left", "hoverinfo": "skip",
+            "cliponaxis": False,
             "marker": {"size": 12, "opacity": 0},  # unseen, it keeps the names off the symbols
             "line": {"color": "var(--quiet)", "dash": "dot", "width": 1.5},
         }
