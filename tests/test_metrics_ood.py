@@ -1,6 +1,4 @@
-import copy
 import math
-import pickle
 from functools import partial
 
 import numpy as np
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 from multitudes.core.predictive import Predictive
 from multitudes.metrics import UNCERTAINTIES, OODDetection, detect, read_rows
 from tests import metric_cases
-from tests.metric_cases import changed, joined, orders
+from tests.metric_cases import changed, orders
 from tests.predictions import raises
 
 logits = partial(metric_cases.logits, dtype=torch.float64)
@@ -162,38 +160,12 @@ def test_pixels_may_be_outside_one_by_one():
     assert (metric.compute().inside, metric.compute().outside) == (0, int(outside.sum()))
 
 
-def test_states_of_two_metrics_join_into_those_of_one_that_saw_all():
-    inside, outside = both()
-    one, other = OODDetection(), OODDetection()
-    one.update(inside, outside=False)
-    other.update(outside, outside=True)
-    same(joined(one, other).compute(), detect(inside, outside))
-
-
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
 def test_an_empty_metric_has_no_answer():
     for uncertainties in (None, ["energy"]):
         table = OODDetection(uncertainties).compute()
         assert list(table) == (uncertainties or list(UNCERTAINTIES)) and (table.inside, table.outside) == (0, 0)
         assert all(math.isnan(value) for _, detection in table.items() for value in detection)
-
-
-def test_calling_a_metric_gives_the_batchs_table_and_keeps_the_total():
-    inside, outside = both()
-    whole = Predictive.concat([inside, outside])
-    mask = torch.arange(100) >= 60
-    metric = OODDetection()
-    same(metric(whole[40:], mask[40:]), detect(inside[40:], outside))
-    same(metric(whole[:40], mask[:40]), detect(inside[:40], outside[:0]))
-    same(metric.compute(), detect(inside, outside))
-
-
-def test_a_metric_survives_copies_and_pickles():
-    metric = OODDetection()
-    metric.update(both()[0], outside=torch.arange(60) % 3 == 0)
-    for twin in (copy.deepcopy(metric), pickle.loads(pickle.dumps(metric))):
-        same(twin.compute(), metric.compute())
-    same(pickle.loads(pickle.dumps(metric.compute())), metric.compute())
 
 
 def test_a_metric_keeps_nine_numbers_for_each_prediction_and_no_gradients():

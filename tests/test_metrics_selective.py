@@ -1,7 +1,5 @@
-import copy
 import itertools
 import math
-import pickle
 from fractions import Fraction
 from functools import partial
 
@@ -24,7 +22,7 @@ from multitudes.metrics import (
 )
 from multitudes.metrics.selective import curve_of
 from tests import metric_cases
-from tests.metric_cases import binary, changed, classes, joined, orders, pixels, streamed, with_twins
+from tests.metric_cases import binary, classes, streamed, with_twins
 from tests.predictions import raises
 
 logits = partial(metric_cases.logits, dtype=torch.float64)
@@ -111,16 +109,6 @@ def test_the_order_of_samples_does_not_matter_at_all(rows, random):
     assert one.risk.tolist() == other.risk.tolist()
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 30), st.integers(2, 6), st.integers(1, 4))
-def test_the_order_of_members_does_not_matter(seed, n, c, s):
-    z, y = logits(s, n, c, seed=seed), classes(c, n, seed=seed)
-    members, _ = orders(s, n, seed)
-    for uncertainty in ("max_probability", "energy", "disagreement"):
-        one, other = (aurc(Predictive(order), y, uncertainty) for order in (z, z[members]))
-        assert float(one) == pytest.approx(float(other), rel=1e-12)
-
-
 def test_at_full_coverage_there_is_plain_accuracy(case):
     assert float(accuracy_at_coverage(*case, coverage=1.0)) == pytest.approx(float(accuracy(*case)), rel=1e-15)
     assert float(risk_coverage(*case).risk[-1]) == pytest.approx(1 - float(accuracy(*case)), abs=1e-15)
@@ -172,7 +160,7 @@ def test_coverage_at_a_risk_is_the_largest_share_that_keeps_it():
         assert curve.coverage_at(1 / n) == 1
 
 
-# Criteria --------------------------------------------------------------------------------------------------
+# Uncertainties --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("uncertainty", UNCERTAINTIES)
@@ -198,24 +186,6 @@ def test_what_looks_at_members_needs_a_predictive():
             ask(*random_case())
 
 
-def test_the_curve_of_a_predictive_is_that_of_its_mean_probabilities():
-    p, y = Predictive(logits(5, 31, 4)), classes(4, 31)
-    torch.testing.assert_close(risk_coverage(p, y).risk, risk_coverage(p.probs, y).risk)
-
-
-@pytest.mark.parametrize("ignore", [None, 255])
-def test_each_pixel_of_a_dense_prediction_is_a_row(ignore):
-    z, y = logits(3, 2, 4, 3, 5), classes(4, 2, 3, 5)
-    if ignore is not None:
-        y[0, 1], y[1, 2, 3] = ignore, ignore
-    mean = z.softmax(2).mean(0)
-    expected = [float(risk) for risk in text_risks(*read(*pixels(mean, y, ignore)))]
-    for p in (Predictive(z), mean):
-        np.testing.assert_allclose(risk_coverage(p, y, ignore=ignore).risk, expected, rtol=1e-12)
-        assert float(aurc(p, y, ignore=ignore)) == pytest.approx(np.mean(expected))
-        assert float(accuracy_at_coverage(p, y, coverage=1.0, ignore=ignore)) == pytest.approx(1 - expected[-1])
-
-
 # Streaming -------------------------------------------------------------------------------------------------
 
 METRICS = {
@@ -223,11 +193,6 @@ METRICS = {
     "aurc": (AURC, aurc, lambda value: value),
     "accuracy": (AccuracyAtCoverage, accuracy_at_coverage, lambda value: value),
 }
-
-
-@pytest.fixture(params=METRICS.values(), ids=METRICS)
-def ranked(request):
-    return request.param
 
 
 @settings(max_examples=30, deadline=None)
@@ -242,6 +207,17 @@ def test_batches_of_any_size_give_what_one_batch_gives(seed, n, batch):
         assert torch.equal(value(streamed(metric, batch, p[:5], y[:5])), value(function(p[:5], y[:5])))
 
 
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+def test_a_curve_of_one_point_stays_one_and_of_none_there_is_no_answer():
+    p, y = random_case(n=1)
+    assert RiskCoverageCurve()(p, y).risk.shape == (1,)
+    for curve in (RiskCoverageCurve().compute(), risk_coverage(p[:0], y[:0]), risk_coverage(p, y, ignore=int(y))):
+        assert curve.coverage.shape == curve.risk.shape == (0,)
+        assert curve.aurc.isnan() and curve.excess_aurc.isnan()
+        assert curve.accuracy_at(0.5).isnan() and curve.coverage_at(0.5).isnan()
+        assert repr(curve) == "RiskCoverage(rows=0, aurc=nan)"
+
+
 def test_metrics_stream_with_their_options():
     p, y = Predictive(logits(5, 31, 4)), classes(4, 31)
     for metric, expected in (
@@ -253,88 +229,14 @@ def test_metrics_stream_with_their_options():
         assert torch.equal(*(getattr(found, "risk", found) for found in (result, expected)))
 
 
-def test_calling_a_metric_gives_the_batchs_number_and_keeps_the_total(ranked):
-    metric, function, value = ranked[0](), *ranked[1:]
-    p, y = random_case()
-    assert torch.equal(value(metric(p[:1], y[:1])), value(function(p[:1], y[:1])))  # a curve of one point stays one
-    assert torch.equal(value(metric(p[1:], y[1:])), value(function(p[1:], y[1:])))
-    assert torch.equal(value(metric.compute()), value(function(p, y)))
-
-
-def test_states_of_two_metrics_join_into_those_of_one_that_saw_all(ranked):
-    one, other, function, value = ranked[0](), ranked[0](), *ranked[1:]
-    p, y = random_case()
-    one.update(p[:20], y[:20])
-    other.update(p[20:], y[20:])
-    assert torch.equal(value(joined(one, other).compute()), value(function(p, y)))
-
-
-def test_a_metric_survives_copies_and_pickles(ranked):
-    metric, value = ranked[0](), ranked[2]
-    metric.update(*random_case())
-    for twin in (copy.deepcopy(metric), pickle.loads(pickle.dumps(metric))):
-        assert torch.equal(value(twin.compute()), value(metric.compute()))
-
-
-def test_a_metric_keeps_two_numbers_for_each_row_and_no_gradients(ranked):
-    metric = ranked[0]()
-    metric.update(Predictive(torch.randn(3, 7, 100, requires_grad=True)), classes(100, 7))
-    assert [(part.shape, part.dtype, part.requires_grad) for part in metric.values] == [((7, 2), torch.float32, False)]
-
-
-@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
-def test_there_is_no_answer_about_nothing(ranked):
-    metric, function, _ = ranked
-    p, y = random_case(n=3)
-    for result in (metric().compute(), function(p[:0], y[:0]), function(p, torch.full_like(y, 9), ignore=9)):
-        if metric is RiskCoverageCurve:
-            assert result.coverage.shape == result.risk.shape == (0,)
-            assert result.aurc.isnan() and result.excess_aurc.isnan()
-            assert result.accuracy_at(0.5).isnan() and result.coverage_at(0.5).isnan()
-            assert repr(result) == "RiskCoverage(rows=0, aurc=nan)"
-        else:
-            assert result.isnan()
-
-
 # Bad input -------------------------------------------------------------------------------------------------
-
-
-def test_bad_input_is_named_with_its_first_index(ranked):
-    p, y = random_case()
-    bad = changed(p, math.nan, 3, 1)
-    metric = ranked[0]()
-    for ask in (ranked[1], metric.update):
-        with raises("prediction must hold probabilities within 0 and 1, got nan at index [3, 1]"):
-            ask(bad, y)
-        with raises("target must lie within 0 and 3, got 4 at index [0]"):
-            ask(p, torch.full_like(y, 4))
-        with raises("target must have the prediction's shape without classes, [57], got [56]"):
-            ask(p, y[:-1])
-    assert metric.values == []
-
-
-@pytest.mark.parametrize("uncertainty", ["confidence", None, ["entropy"]])
-def test_bad_criteria(ranked, uncertainty):
-    sentence = f"uncertainty must be one of {', '.join(UNCERTAINTIES)}, got {uncertainty!r}"
-    with raises(sentence):
-        ranked[1](*random_case(), uncertainty=uncertainty)
-    with raises(sentence):
-        ranked[0](uncertainty=uncertainty)
 
 
 @pytest.mark.parametrize("value", [0, -0.1, 1.01, "0.9", None, math.nan])
 def test_bad_coverages_and_risks(value):
     curve = risk_coverage(*random_case())
-    for ask in (curve.accuracy_at, AccuracyAtCoverage, lambda c: accuracy_at_coverage(*random_case(), coverage=c)):
-        with raises(f"coverage must be above 0 and at most 1, got {value!r}"):
-            ask(value)
+    with raises(f"coverage must be above 0 and at most 1, got {value!r}"):
+        curve.accuracy_at(value)
     if value != 0:
         with raises(f"risk must be 0 or more and at most 1, got {value!r}"):
             curve.coverage_at(value)
-
-
-def test_bad_ignore(ranked):
-    with raises("ignore must be an integer label or None, got 1.5"):
-        ranked[0](ignore=1.5)
-    with raises("ignore must be an integer label or None, got 1.5"):
-        ranked[1](*random_case(), ignore=1.5)

@@ -1,0 +1,499 @@
+"""What holds for every metric: in batches, collections and processes, copied and saved, and of bad input."""
+
+import ast
+import copy
+import inspect
+import math
+import pickle
+import sys
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities import dim_zero_cat
+
+from multitudes import metrics
+from multitudes.core.predictive import Predictive
+from multitudes.metrics.declare import METRICS
+from multitudes.metrics.inputs import read_rows, read_without_target
+from multitudes.metrics.uncertainties import UNCERTAINTIES
+from tests.forecast_cases import heads
+from tests.metric_cases import changed, classes, logits, orders
+from tests.predictions import raises
+
+S, N, C = 3, 40, 4
+P, Y = Predictive(logits(S, N, C)), classes(C, N)
+SEQUENCES = logits(5, N, C).softmax(2)
+HALVES = (slice(0, 25), slice(25, N))
+OWN_SETTINGS = {"topk_accuracy": {"k": 2}}
+
+
+@dataclass
+class Case:
+    """A metric, and data for it that can be sliced."""
+
+    make: Any
+    data: Any
+    function: Any = None
+    declaration: Any = None
+    fixed: dict = field(default_factory=dict)
+
+    def fed(self, *halves, **options):
+        metric = self.make(**options)
+        for half in halves or HALVES:
+            self.feed(metric, half)
+        return metric
+
+    def feed(self, metric, half):
+        metric.update(*self.data(half))
+
+    def result(self, **options):
+        """What both halves give."""
+        return self.fed(**options).compute()
+
+
+def of_data(*parts):
+    return lambda half: tuple(part[half] for part in parts)
+
+
+DATA = {
+    "classification": of_data(P, Y),
+    "segmentation": of_data(P, Y),
+    "targetless": of_data(P, Y),
+    "sequences": lambda half: (SEQUENCES[:, half],),
+    "attacks": of_data(P.probs, P.probs.roll(1, 0), Y),
+    **dict.fromkeys(("regression", "intervals", "density", "regression by members"), of_data(*heads(S, N))),
+}
+
+
+def case_of(declaration):
+    fixed = OWN_SETTINGS.get(declaration.name, {})
+    sizes = {
+        name: {"classes": C, "members": S}[name] for name in declaration.class_settings.keys() - declaration.settings
+    }
+    function = getattr(metrics, declaration.name)
+    make = partial(declaration.streaming, **sizes, **fixed)
+    return Case(make, DATA[declaration.kind.name], partial(function, **fixed), declaration, fixed)
+
+
+class Video(Case):
+    def feed(self, metric, half):
+        metric.new_sequence()
+        for frame in logits(5, S, 2, C, 3, seed=half.start):
+            metric.update(Predictive(frame))
+
+
+DECLARED = {declaration.class_name: case_of(declaration) for declaration in METRICS.values()}
+CASES = DECLARED | {
+    "OODDetection": Case(metrics.OODDetection, of_data(P, Y == 0)),
+    "TemporalConsistency": Video(metrics.TemporalConsistency, None),
+}
+OF_ROWS = {n: c for n, c in DECLARED.items() if c.declaration.kind.read in (read_rows, read_without_target)}
+OF_FORECASTS = {n: c for n, c in DECLARED.items() if c.data is DATA["regression"]}
+NEEDS_MEMBERS = {
+    *("MemberError", "PairwiseDisagreement", "Disagreement", "NormalisedDisagreement", "QStatistic", "AmbiguityNLL"),
+    *("ErrorCorrelation", "PairwiseKL", "PairwiseJS", "KLDivergence", "JSDivergence", "EnsembleJS"),
+}
+
+
+def table(cases):
+    return pytest.mark.parametrize("case", cases.values(), ids=cases)
+
+
+def numbers(result):
+    """All numbers of a result, whatever it is: a tensor, a tuple of them, a table, a curve."""
+    if isinstance(result, torch.Tensor):
+        return result.double().flatten().tolist()
+    if isinstance(result, (int, float)):
+        return [result]
+    if isinstance(result, (str, type(None))):
+        return []
+    parts = result if isinstance(result, tuple) else (result if isinstance(result, dict) else vars(result)).values()
+    return [number for part in parts for number in numbers(part)]
+
+
+def same(one, other, rel=1e-9, abs=1e-12):
+    assert numbers(one) == pytest.approx(numbers(other), rel=rel, abs=abs, nan_ok=True)
+
+
+def test_every_metric_is_in_the_table_and_says_which_of_two_values_is_better():
+    public = {name: getattr(metrics, name) for name in metrics.__all__}
+    assert {name for name, kind in public.items() if isinstance(kind, type) and issubclass(kind, Metric)} == {*CASES}
+    assert all("higher_is_better" in vars(type(case.make())) for case in CASES.values())
+
+
+@table(CASES)
+def test_there_are_numbers_to_compare(case):
+    assert any(map(math.isfinite, numbers(case.result())))
+
+
+# Batches, copies, processes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 7, N])
+@table(DECLARED)
+def test_batches_of_any_size_give_what_one_call_of_the_function_gives(case, batch):
+    metric, whole = case.make(), case.function(*case.data(slice(None)))
+    for _ in range(2):
+        for start in range(0, N, batch):
+            case.feed(metric, slice(start, start + batch))
+        same(metric.compute(), whole)
+        metric.reset()
+
+
+@table({name: case for name, case in DECLARED.items() if name not in ("Consistency", "CrossEntropyConsistency")})
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, N), st.integers(1, 4))
+def test_the_order_of_samples_and_members_does_not_matter(case, seed, n, s):
+    members, samples = orders(s, n, seed)
+    if case.data is DATA["regression"]:
+        p, *rest = heads(s, n, 1, seed)
+    else:
+        p, *rest = Predictive(logits(s, n, C, seed=seed).double()), classes(C, n, seed=seed)
+    if case.data is DATA["attacks"]:
+        p, rest = p.probs, [p.probs.flip(0), *rest]
+        mixed = p[samples]
+    else:
+        mixed = Predictive(p.predictions[members][:, samples], p.task)
+    before, after = case.function(p, *rest), case.function(mixed, *(part[samples] for part in rest))
+    if "members" in case.declaration.shape and before.ndim == 2:
+        before = before[members][:, members]
+    same(before, after)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda metric: pickle.loads(pickle.dumps(metric)),
+    "clone": lambda metric: metric.clone(),
+    "to": lambda metric: metric.to("cpu"),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@table(CASES)
+def test_copies_have_seen_what_the_metric_saw_and_go_on(case, copied):
+    twin = copied(case.fed(HALVES[0]))
+    case.feed(twin, HALVES[1])
+    same(twin.compute(), case.result())
+    same(pickle.loads(pickle.dumps(twin.compute())), case.result())
+
+
+@table(CASES)
+def test_a_metric_is_saved_only_where_it_is_asked_to_and_goes_on_where_it_stopped(case):
+    metric = case.fed(HALVES[0])
+    assert not metric.state_dict()
+    metric.persistent(True)
+    other = case.make()
+    other.load_state_dict(metric.state_dict())
+    case.feed(other, HALVES[1])
+    same(other.compute(), case.result())
+
+
+def state(metric):
+    return metric.sums if hasattr(metric, "sums") else dim_zero_cat(metric.values)
+
+
+@table(CASES)
+def test_two_processes_together_say_what_one_says_that_saw_all(case):
+    other = case.fed(HALVES[1])
+    here = case.make(dist_sync_fn=lambda own, group: [own, state(other)], distributed_available_fn=lambda: True)
+    case.feed(here, HALVES[0])
+    same(here.compute(), case.result())
+    assert torch.equal(state(here), state(case.fed(HALVES[0])))  # and afterwards each has its own again
+
+
+@table({name: case for name, case in CASES.items() if name != "TemporalConsistency"})  # whose halves are videos
+def test_calling_a_metric_gives_the_batchs_result_and_keeps_the_total(case):
+    metric = case.make()
+    for half in HALVES:
+        same(metric(*case.data(half)), case.fed(half).compute())
+    same(metric.compute(), case.result())
+
+
+@pytest.mark.parametrize("cases", [OF_ROWS, OF_FORECASTS], ids=["rows", "forecasts"])
+def test_metrics_in_a_collection_say_what_each_says_alone(cases):
+    collection = MetricCollection({name: case.make() for name, case in cases.items()})
+    data = next(iter(cases.values())).data
+    for half in HALVES:
+        collection.update(*data(half))
+    together, twin = collection.compute(), collection.clone()
+    collection.reset()
+    batch = collection(*data(HALVES[0]))
+    for name, case in cases.items():
+        same(together[name], case.result())
+        same(twin.compute()[name], together[name])
+        same(batch[name], case.fed(HALVES[0]).compute())
+
+
+def test_metrics_that_are_equal_after_one_batch_stay_two():
+    p = torch.tensor([[0.8, 0.1, 0.1], [0.1, 0.8, 0.1]])
+    collection = MetricCollection(
+        {
+            "accuracy": metrics.Accuracy(),
+            "error": metrics.EnsembleError(),
+            "top 1": metrics.TopKAccuracy(1),
+            "top 2": metrics.TopKAccuracy(2),
+            "without 2": metrics.Accuracy(ignore=2),
+        }
+    )
+    collection.update(p, torch.tensor([0, 2]))  # accuracy and error are both 1/2
+    collection.update(p, torch.tensor([0, 1]))
+    found = {name: float(value) for name, value in collection.compute().items()}
+    assert found == {"accuracy": 3 / 4, "error": 1 / 4, "top 1": 3 / 4, "top 2": 3 / 4, "without 2": 1.0}
+
+
+# Settings -------------------------------------------------------------------------------------------------
+
+COUNT = "must be a whole number, 1 or more, got"
+COUNTS = {
+    name: ([0, -3, 2.5, None, True], COUNT) for name in ("k", "bins", "min_count", "levels", "classes", "members")
+}
+BAD_SETTINGS = COUNTS | {
+    "ignore": ([1.5, "a", True], "must be an integer label or None, got"),
+    "noise_precision": ([0, -1.0, math.nan, math.inf, "1"], "must be above 0, got"),
+    "scale": ([0, -1.0, math.nan, math.inf, None], "must be above 0, got"),
+    "level": ([0, 1, -0.1, 1.5, None, "0.9"], "must be above 0 and below 1, got"),
+    "coverage": ([0, -0.1, 1.01, "0.9", None, math.nan], "must be above 0 and at most 1, got"),
+    "uncertainty": (["confidence", None, ["entropy"]], f"must be one of {', '.join(UNCERTAINTIES)}, got"),
+}
+
+
+@table(DECLARED)
+def test_bad_settings_are_named_by_the_function_and_when_the_class_is_made(case):
+    for name in case.declaration.class_settings:
+        values, sentence = BAD_SETTINGS[name]
+        for value in values:
+            with raises(f"{name} {sentence} {value!r}"):
+                case.make(**{name: value})
+            if name in case.declaration.settings:
+                with raises(f"{name} {sentence} {value!r}"):
+                    case.function(*case.data(slice(None)), **{name: value})
+
+
+@table({name: case for name, case in DECLARED.items() if set(case.declaration.shape) & {"classes", "members"}})
+def test_sizes_must_be_those_of_the_data(case):
+    (name,) = set(case.declaration.shape) & {"classes", "members"}
+    found = {"classes": C, "members": S}[name]
+    with raises(f"prediction must have {name}={found + 1}, got {found}"):
+        case.make(**{name: found + 1}).update(P, Y)
+
+
+OF_UPDATES = {
+    "ignore": (None, 0), "k": (1, 2), "bins": (5, 10), "classes": (3, 4), "members": (2, 3), "level": (0.5, 0.9),
+    "noise_precision": (None, 2.0), "scale": (1.0, 2.0), "levels": (3, 9), "uncertainty": ("entropy", "energy"),
+    "uncertainties": (["entropy"], ["energy"]),
+}  # fmt: skip
+OF_RESULTS = {"min_count", "coverage", "positive", "recall"}  # what a result is made with, when all was seen
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_metrics_that_look_at_other_things_can_be_told_apart(name):
+    kind = getattr(metrics, name)
+    parameters = inspect.signature(kind).parameters.values()
+    options = {p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD} - OF_RESULTS
+    if name == "AdaptiveECE":
+        options.remove("bins")
+    required = {p.name: OF_UPDATES[p.name][0] for p in parameters if p.default is p.empty and p.name in options}
+    for option in options:
+        one, other = (kind(**required | {option: value}) for value in OF_UPDATES[option])
+        assert not MetricCollection._equal_metric_states(one, other), option
+    assert MetricCollection._equal_metric_states(kind(**required), kind(**required))
+
+
+# Rows -----------------------------------------------------------------------------------------------------
+
+
+@table(OF_ROWS)
+def test_rows_are_read_once_for_several_metrics_and_each_ignores_its_own_label(case):
+    rows = metrics.read_rows(P, Y)
+    metric, without = case.make(), case.make(ignore=2)
+    metric.update(rows)
+    without.update(rows)
+    same(case.function(rows), case.function(P, Y))
+    same(metric.compute(), case.function(P, Y))
+    same(without.compute(), case.function(P[Y != 2], Y[Y != 2]))
+    with pytest.raises(ValueError, match="target must be left out"):
+        metric.update(rows, Y)
+
+
+@pytest.mark.parametrize("ignore", [None, 255, -100, 2])
+@table(OF_ROWS)
+def test_each_pixel_of_a_dense_prediction_is_a_row_and_ignored_ones_do_not_count(case, ignore):
+    z, y = logits(S, 2, C, 3, 5).double(), classes(C, 2, 3, 5)
+    if ignore is not None:
+        y[0, 1], y[1, 2, 3] = ignore, ignore
+    kept = torch.ones(30, dtype=torch.bool) if ignore is None else y.flatten() != ignore
+    flat, labels = Predictive(z.movedim(2, -1).flatten(1, 3))[kept], y.flatten()[kept]
+    expected = case.function(flat, labels)
+    same(case.function(Predictive(z), y, ignore=ignore), expected)
+    metric = case.make(ignore=ignore)
+    metric.update(Predictive(z), y)
+    same(metric.compute(), expected)
+    if type(metric).__name__ not in NEEDS_MEMBERS:
+        same(case.function(Predictive(z).probs, y, ignore=ignore), case.function(flat.probs, labels))
+
+
+@table({name: case for name, case in OF_ROWS.items() if name not in NEEDS_MEMBERS})
+def test_of_members_the_mean_probabilities_count(case):
+    p = Predictive(Z.double())
+    same(case.function(p.probs, Y), case.function(p, Y))
+
+
+@table({name: case for name, case in OF_ROWS.items() if name in NEEDS_MEMBERS})
+def test_what_looks_at_each_member_needs_a_predictive(case):
+    metric = case.make()
+    for ask in (case.function, metric.update):
+        with pytest.raises(ValueError, match=r"prediction must be a Predictive, since .* got only probabilities"):
+            ask(P.probs, Y)
+    assert (metric.sums == 0).all()
+
+
+@table(OF_ROWS)
+def test_classes_are_needed_but_by_those_that_use_none(case):
+    if case.declaration.kind.name != "targetless":
+        for ask in (case.function, case.make().update):
+            with pytest.raises(ValueError, match="target must be an integer tensor"):
+                ask(P)
+        return
+    metric = case.make()
+    metric.update(P)
+    same(metric.compute(), case.function(P))
+    same(case.function(P), case.function(P, Y))
+    for ask in (partial(case.function, ignore=255), case.make(ignore=255).update):
+        with raises("target must be given where ignore=255 leaves rows out, got None"):
+            ask(P)
+
+
+@table({name: case for name, case in DECLARED.items() if case.declaration.kept})
+def test_metrics_that_rank_keep_a_few_numbers_of_each_row(case):
+    metric = case.make()
+    metric.update(Predictive(torch.randn(3, 7, 100, requires_grad=True)), classes(100, 7))
+    expected = ((7, case.declaration.kept), torch.float32, False)
+    assert [(part.shape, part.dtype, part.requires_grad) for part in metric.values] == [expected]
+
+
+# All ------------------------------------------------------------------------------------------------------
+
+
+def nothing(result):
+    """Whether a result says that there was nothing: NaN, or counts of 0."""
+    result = torch.stack(list(result)) if isinstance(result, tuple) else result
+    return bool(result.isnan().all() if result.is_floating_point() else (result == 0).all())
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+@table({n: c for n, c in DECLARED.items() if not isinstance(c.result(), (metrics.Reliability, metrics.RiskCoverage,
+                                                                        metrics.QuantileCalibration))})  # fmt: skip
+def test_there_is_no_answer_about_nothing(case):
+    assert nothing(case.make().compute())
+    assert nothing(case.function(*case.data(slice(0, 0))))
+    if case.declaration.class_name in OF_ROWS:
+        assert nothing(case.function(P, torch.full_like(Y, 9), ignore=9))
+
+
+@table(OF_ROWS | OF_FORECASTS)
+def test_gradients_are_left_alone(case):
+    p, y = case.data(slice(None))
+    z = p.predictions.clone().requires_grad_()
+    own = Predictive(z, p.task)
+    metric = case.make()
+    metric.update(own, y)
+    for result in (metric.compute(), case.function(own, y)):
+        parts = [result] if isinstance(result, torch.Tensor) else [*result] if isinstance(result, tuple) else []
+        assert not any(part.requires_grad for part in parts)
+    (own.log_probs if p.task == "classification" else own.mean).sum().backward()
+    assert z.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@table(OF_ROWS | OF_FORECASTS)
+def test_half_precision_is_computed_in_full(case, dtype):
+    p, y = case.data(slice(None))
+    y = y.to(dtype) if y.is_floating_point() else y
+    coarse = p.to(dtype)
+    tolerance = {"rel": 1e-5, "abs": 1e-7} if p.task == "classification" else {"rel": 0, "abs": 0}
+    same(case.function(coarse, y), case.function(coarse.to(torch.float64), y), **tolerance)
+
+
+# Bad input ------------------------------------------------------------------------------------------------
+
+Z, PROBS = P.predictions, P.probs
+MUST = "prediction must hold probabilities within 0 and 1, got"
+SHAPE = "target must have the prediction's shape without classes, [40], got"
+KIND = "target must be an integer tensor of classes [40], got"
+A_TENSOR = "prediction must be a Predictive or a floating-point tensor of probabilities, got"
+BAD_ROWS = {
+    "nan": (changed(PROBS, math.nan, 3, 1), Y, f"{MUST} nan at index [3, 1]"),
+    "infinite": (changed(PROBS, math.inf, 3, 1), Y, f"{MUST} inf at index [3, 1]; a softmax"),
+    "above 1": (changed(PROBS, 1.25, 5, 0), Y, f"{MUST} 1.25 at index [5, 0]; a softmax over dim 1"),
+    "below 0": (changed(PROBS, -0.5, 5, 0), Y, f"{MUST} -0.5 at index [5, 0]; a softmax"),
+    "sum": (changed(PROBS, torch.tensor([0.1, 0.2, 0.3, 0.1]), 7), Y,
+            "prediction must add up to 1 over the classes in dim 1, got a sum of 0.7 at index [7] of [40]"),
+    "too few": (P, Y[1:], f"{SHAPE} [39]"),
+    "column": (P, Y[:, None], f"{SHAPE} [40, 1]"),
+    "class 4": (P, Y.index_fill(0, torch.tensor([9, 11]), 4), "target must lie within 0 and 3, got 4 at index [9]"),
+    "class -1": (P, Y.index_fill(0, torch.tensor([9, 11]), -1), "target must lie within 0 and 3, got -1 at index [9]"),
+    "soft": (P, PROBS, f"{KIND} torch.float32"),
+    "bool": (P, Y > 1, f"{KIND} torch.bool"),
+    "list": (P, Y.tolist(), f"{KIND} list"),
+    "labels": (Y, Y, f"{A_TENSOR} torch.int64"),
+    "one dim": (PROBS[:, 0], Y, "prediction must be probabilities [B, classes, ...], got shape [40]"),
+    "array": (PROBS.numpy(), Y, f"{A_TENSOR} float32"),
+    "nested lists": (PROBS.tolist(), Y, f"{A_TENSOR} list"),
+    "regression": (Predictive(Z[..., 0], "regression"), Y,
+                   "prediction must be of task classification, got a Predictive of task regression"),
+    "nan logit": (Predictive(changed(Z, math.nan, 1, 3, 1)), Y, f"{MUST} nan at index [3, 0]"),
+    "nan pixel": (Predictive(changed(logits(S, 2, C, 3, 5), math.nan, 0, 1, 0, 2, 3)), classes(C, 2, 3, 5),
+                  f"{MUST} nan at index [1, 0, 2, 3]"),
+}  # fmt: skip
+V, T = heads(S, N, 2)
+ONE = "target must have the shape of one member's means, "
+BAD_FORECASTS = {
+    "nan mean": (Predictive(changed(V.predictions, math.nan, 2, 3, 1), "gaussian"), T,
+                 "prediction must hold finite values, got nan at index [2, 3, 1]"),
+    "infinite": (Predictive(changed(V.predictions, math.inf, 2, 3, 3), "gaussian"), T,
+                 "prediction must hold finite values, got inf at index [2, 3, 3]"),
+    "nan target": (V, changed(T, math.nan, 4, 1), "target must hold finite values, got nan at index [4, 1]"),
+    "infinite target": (V, changed(T, -math.inf, 4, 1), "target must hold finite values, got -inf at index [4, 1]"),
+    "too few": (V, T[1:], f"{ONE}[40, 2], got [39, 2]"),
+    "no column": (Predictive(V.predictions[..., :1], "regression"), T[:, 0], f"{ONE}[40, 1], got [40]"),
+    "bool": (V, T > 0, "target must be a tensor of real values [40, 2], got torch.bool"),
+    "list": (V, T.tolist(), "target must be a tensor of real values [40, 2], got list"),
+    "classes": (P, T, "prediction must be of task regression or gaussian, got one of task classification"),
+}  # fmt: skip
+
+
+def refused(case, p, y, sentence):
+    metric = case.make()
+    for ask in (case.function, metric.update):
+        with pytest.raises(ValueError) as caught:
+            ask(p, y)
+        assert str(caught.value).startswith(sentence)
+    assert not len(metric.values) if case.declaration.kept else bool((metric.sums == 0).all())
+
+
+@pytest.mark.parametrize("bad", BAD_ROWS.values(), ids=BAD_ROWS)
+@table(OF_ROWS)
+def test_bad_predictions_and_classes_are_named_with_their_first_index(case, bad):
+    refused(case, *bad)
+
+
+@pytest.mark.parametrize("bad", BAD_FORECASTS.values(), ids=BAD_FORECASTS)
+@table(OF_FORECASTS)
+def test_bad_forecasts_and_values_are_named_with_their_first_index(case, bad):
+    refused(case, *bad)
+
+
+def test_metrics_import_torch_and_torchmetrics_alone():
+    for path in Path(metrics.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            for package in (name.partition(".")[0] for name in names):
+                assert package in sys.stdlib_module_names or package in ("torch", "torchmetrics", "multitudes"), path
