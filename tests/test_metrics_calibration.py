@@ -79,19 +79,6 @@ def text_overconfidence(p, y):
     return np.mean(confidence.astype(float)) - np.mean(correct)
 
 
-def numbers(bins, min_count=1):
-    """name -> function of one batch, metric for some number of classes, textbook."""
-    m, all_bins, kept = metrics, {"bins": bins}, {"bins": bins, "min_count": min_count}
-    table = {
-        "ece": (m.ece, lambda c, **k: m.ECE(**k), text_ece, kept),
-        "mce": (m.mce, lambda c, **k: m.MCE(**k), text_mce, kept),
-        "classwise": (m.classwise_ece, m.ClasswiseECE, text_classwise, all_bins),
-        "adaptive": (m.adaptive_ece, lambda c, **k: m.AdaptiveECE(**k), text_adaptive, all_bins),
-        "over": (m.overconfidence, lambda c: m.Overconfidence(), text_overconfidence, {}),
-    }
-    return {name: [partial(function, **options) for function in row] for name, (*row, options) in table.items()}
-
-
 CASES = {
     "random": random_case(),
     "two classes": random_case(c=2),
@@ -107,18 +94,25 @@ CASES = {
     "empty bins": binary([0.99, 0.98, 0.51], [1, 0, 1]),
     "float64": (random_case()[0].double(), random_case()[1]),
 }
+
+
 BINS = (1, 2, 10, 15, 20)
-NAMES = list(numbers(1))
+ERRORS = {
+    "ece": (metrics.ece, text_ece),
+    "mce": (metrics.mce, text_mce),
+    "classwise": (metrics.classwise_ece, text_classwise),
+    "adaptive": (metrics.adaptive_ece, text_adaptive),
+    "over": (lambda p, y, bins: metrics.overconfidence(p, y), lambda p, y, bins: text_overconfidence(p, y)),
+}
 
 
 @pytest.mark.parametrize("bins", BINS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("function, textbook", ERRORS.values(), ids=ERRORS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_calibration_errors_are_the_textbooks(name, case, bins):
-    function, _, textbook = numbers(bins)[name]
-    result = function(*case)
+def test_calibration_errors_are_the_textbooks(function, textbook, case, bins):
+    result = function(*case, bins=bins)
     assert result.dtype == torch.float64 and result.shape == ()
-    assert float(result) == pytest.approx(textbook(*case), rel=1e-6, abs=1e-7)
+    assert float(result) == pytest.approx(textbook(*case, bins=bins), rel=1e-6, abs=1e-7)
 
 
 def test_fifteen_bins_and_all_of_them_by_default():
@@ -167,12 +161,11 @@ def test_min_count_6_drops_bins_of_at_most_5():
 
 
 @pytest.mark.parametrize("min_count", [1, 2, 6, 12])
-@pytest.mark.parametrize("name", ["ece", "mce"])
-def test_min_count_is_the_textbooks(name, min_count):
-    function, metric, textbook = numbers(20, min_count)[name]
+@pytest.mark.parametrize("kind, textbook", [(metrics.ECE, text_ece), (metrics.MCE, text_mce)])
+def test_min_count_is_the_textbooks_over_all_batches_together(kind, textbook, min_count):
     p, y = random_case()
-    by_batches = float(streamed(metric(4), 33, p, y))  # counts are those of all batches together
-    assert float(function(p, y)) == by_batches == pytest.approx(textbook(p, y), rel=1e-6)
+    found = streamed(kind(20, min_count), 33, p, y)
+    assert float(found) == pytest.approx(textbook(p, y, 20, min_count), rel=1e-6)
 
 
 def test_without_any_bin_left_there_is_no_answer():

@@ -29,7 +29,7 @@ def both(s=4, inside=60, outside=40, c=5):
 
 @pytest.mark.parametrize("positive", ["out", "in"])
 @pytest.mark.parametrize("recall", [0.8, 0.95])
-def test_one_call_gives_all_criteria_as_scikit_learn_does(positive, recall):
+def test_one_call_gives_all_uncertainties_as_scikit_learn_does(positive, recall):
     inside, outside = both()
     table = detect(inside, outside, positive=positive, recall=recall)
     assert list(table) == list(table.keys()) == list(UNCERTAINTIES) and len(table) == 8
@@ -64,7 +64,7 @@ def test_a_single_network_cannot_disagree():
     assert table["entropy"].auroc > 0.6
 
 
-def test_probabilities_have_the_criteria_that_exist_for_them():
+def test_probabilities_have_the_uncertainties_that_exist_for_them():
     inside, outside = both()
     plain, full = detect(inside.probs, outside.probs), detect(inside, outside)
     assert list(plain) == ["max_probability", "entropy"]
@@ -134,7 +134,7 @@ def test_a_metric_streams_with_its_options():
     assert metric.compute().positive == "in" and metric.compute().recall == 0.7
 
 
-def test_a_metric_of_probabilities_has_the_criteria_that_exist_for_all_it_saw():
+def test_a_metric_of_probabilities_has_the_uncertainties_that_exist_for_all_it_saw():
     inside, outside = both()
     metric = OODDetection()
     metric.update(inside.probs, outside=False)

@@ -60,7 +60,7 @@ def test_over_and_underconfident_forecasts_are_found_out(factor, too_narrow):
     assert (metrics.interval_coverage(p, y, 0.9) < 0.85) == too_narrow
 
 
-def test_tau_makes_points_calibrated_whose_noise_it_is():
+def test_the_noise_precision_makes_points_calibrated_whose_noise_it_is():
     truth = randn(20_000)
     y = truth + 0.5 * randn(20_000, seed=1)
     found = metrics.quantile_calibration(truth, y, noise_precision=4.0)

@@ -45,7 +45,7 @@ def test_scores_of_gaussian_heads_are_the_textbooks(score, case):
 
 @pytest.mark.parametrize("noise_precision", [0.3, 1, 25.0])
 @pytest.mark.parametrize("shape", [(1, 9), (5, 9), (4, 3, 2)], ids=str)
-def test_tau_gives_every_member_its_noise(score, shape, noise_precision):
+def test_the_noise_precision_gives_every_member_its_noise(score, shape, noise_precision):
     function, _, textbook = score
     p, y = Predictive(randn(*shape), "regression"), randn(*shape[1:], seed=1)
     result = function(p, y) if function is metrics.rmse else function(p, y, noise_precision=noise_precision)
@@ -77,7 +77,7 @@ def test_rmse_is_torchmetrics_of_the_mean():
     assert float(metrics.rmse(p, y)) == pytest.approx(float(theirs), rel=1e-6)
 
 
-def test_log_density_with_tau_is_gal_and_ghahramanis_formula():
+def test_log_density_with_a_noise_precision_is_gal_and_ghahramanis_formula():
     p, y = points()
     noise_precision, s = 2.5, p.members
     off = (y - p.predictions).double()
@@ -178,8 +178,8 @@ def test_the_fitted_precision_is_scipys(s, n, spread):
     p, y = Predictive(spread * randn(s, n), "regression"), randn(n, seed=1, scale=0.7)
     means, truth = members(p)[0], y.double().numpy()
 
-    def loss(log_tau):
-        logs = scipy.stats.norm.logpdf(truth, means, math.exp(-log_tau / 2))
+    def loss(log_precision):
+        logs = scipy.stats.norm.logpdf(truth, means, math.exp(-log_precision / 2))
         return -np.mean(scipy.special.logsumexp(logs, axis=0) - math.log(s))
 
     starts = np.linspace(-6, 10, 33)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from multitudes import metrics
 from multitudes.core.predictive import Predictive
-from multitudes.metrics import scoring
 from tests.metric_cases import classes, logits, random_case
 
 # Textbook computations, one row at a time ------------------------------------------------------------------
@@ -34,11 +33,11 @@ def text_brier(p, y):
 
 
 SCORES = {
-    "accuracy": (metrics.accuracy, metrics.Accuracy, lambda p, y: text_topk(p, y, 1)),
-    "top-2": (partial(metrics.topk_accuracy, k=2), partial(metrics.TopKAccuracy, 2), lambda p, y: text_topk(p, y, 2)),
-    "nll": (metrics.nll, metrics.NLL, text_nll),
-    "brier": (metrics.brier, metrics.Brier, text_brier),
-    "error": (metrics.ensemble_error, metrics.EnsembleError, lambda p, y: 1 - text_topk(p, y, 1)),
+    "accuracy": (metrics.accuracy, lambda p, y: text_topk(p, y, 1)),
+    "top-2": (partial(metrics.topk_accuracy, k=2), lambda p, y: text_topk(p, y, 2)),
+    "nll": (metrics.nll, text_nll),
+    "brier": (metrics.brier, text_brier),
+    "error": (metrics.ensemble_error, lambda p, y: 1 - text_topk(p, y, 1)),
 }
 
 CASES = {
@@ -59,14 +58,9 @@ def rows(p, y):
     return p.double().numpy().tolist(), y.tolist()
 
 
-@pytest.fixture(params=SCORES.values(), ids=SCORES)
-def score(request):
-    return request.param
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_scores_are_the_textbooks(score, case):
-    function, _, textbook = score
+@pytest.mark.parametrize("function, textbook", SCORES.values(), ids=SCORES)
+def test_scores_are_the_textbooks(function, textbook, case):
     result = function(*case)
     assert result.dtype == torch.float64 and result.shape == ()
     assert float(result) == pytest.approx(textbook(*rows(*case)), rel=1e-6, abs=1e-12)
@@ -172,10 +166,6 @@ def test_the_ensembles_proper_scores_are_never_worse_than_its_members_mean(seed,
 def test_the_index_of_a_bad_pixel_is_that_of_the_given_tensor():
     p, y = logits(2, 4, 3, 5).softmax(1), classes(4, 2, 3, 5)
     bad = p.clone()
-    bad[1, 2, 0, 3] = math.nan
-    with pytest.raises(ValueError, match=r"got nan at index \[1, 2, 0, 3\]"):
-        metrics.nll(bad, y)
-    bad = p.clone()
     bad[1, :, 2, 4] /= 2
     with pytest.raises(ValueError, match=r"sum of 0.5 at index \[1, 2, 4\] of \[2, 3, 5\]"):
         metrics.nll(bad, y)
@@ -206,19 +196,3 @@ def test_a_mean_of_softmaxes_that_rounds_to_more_than_1_counts_as_1():
     p = torch.tensor([[1 + 1.2e-7, 0.0]])
     assert p[0, 0] > 1
     assert metrics.nll(p, torch.tensor([0])) == 0
-
-
-@pytest.mark.parametrize("k", [0, -1, 1.5, True, "1"])
-def test_bad_k(k):
-    with pytest.raises(ValueError, match="k must be a whole number, 1 or more, got"):
-        metrics.TopKAccuracy(k)
-    with pytest.raises(ValueError, match="k must be a whole number, 1 or more, got"):
-        scoring.topk_accuracy(*random_case(), k=k)
-
-
-@pytest.mark.parametrize("ignore", [1.0, "void", True])
-def test_bad_ignore(score, ignore):
-    with pytest.raises(ValueError, match="ignore must be an integer label or None, got"):
-        score[1](ignore=ignore)
-    with pytest.raises(ValueError, match="ignore must be an integer label or None, got"):
-        score[0](*random_case(), ignore=ignore)

@@ -188,23 +188,15 @@ def test_what_looks_at_members_needs_a_predictive():
 
 # Streaming -------------------------------------------------------------------------------------------------
 
-METRICS = {
-    "curve": (RiskCoverageCurve, risk_coverage, lambda curve: curve.risk),
-    "aurc": (AURC, aurc, lambda value: value),
-    "accuracy": (AccuracyAtCoverage, accuracy_at_coverage, lambda value: value),
-}
-
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 60), st.integers(1, 60))
-def test_batches_of_any_size_give_what_one_batch_gives(seed, n, batch):
+def test_batches_of_any_size_with_ties_across_them_give_what_one_batch_gives(seed, n, batch):
     p, y = random_case(n, seed=seed)
     p = with_twins(p)
-    for metric, function, value in METRICS.values():
-        metric = metric()
-        assert torch.equal(value(streamed(metric, batch, p, y)), value(function(p, y)))
-        metric.reset()
-        assert torch.equal(value(streamed(metric, batch, p[:5], y[:5])), value(function(p[:5], y[:5])))
+    assert torch.equal(streamed(RiskCoverageCurve(), batch, p, y).risk, risk_coverage(p, y).risk)
+    assert torch.equal(streamed(AURC(), batch, p, y), aurc(p, y))
+    assert torch.equal(streamed(AccuracyAtCoverage(), batch, p, y), accuracy_at_coverage(p, y))
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")

@@ -24,7 +24,7 @@ def text_entropy(p):
     return -sum(q * math.log(q) for q in p if q > 0)
 
 
-def text_criteria(z):
+def text_uncertainties(z):
     """All scores of one input, from its logits `[S, C]`."""
     s, c = z.shape
     p = [[math.exp(v) / sum(math.exp(w) for w in row) for v in row] for row in z]
@@ -46,9 +46,9 @@ def text_criteria(z):
 
 @pytest.mark.parametrize("s", [1, 2, 5])
 @pytest.mark.parametrize("c", [2, 7])
-def test_criteria_are_the_textbooks(s, c):
+def test_uncertainties_are_the_textbooks(s, c):
     z = logits(s, 23, c)
-    expected = [text_criteria(z[:, i].numpy()) for i in range(23)]
+    expected = [text_uncertainties(z[:, i].numpy()) for i in range(23)]
     assert list(UNCERTAINTIES) == list(expected[0])
     for name, uncertainty in UNCERTAINTIES.items():
         for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
@@ -59,7 +59,7 @@ def test_criteria_are_the_textbooks(s, c):
 
 def test_each_pixel_of_a_dense_prediction_has_a_score():
     z = logits(3, 2, 4, 3, 5)
-    expected = [text_criteria(z[:, b, :, i, j].numpy()) for b in range(2) for i in range(3) for j in range(5)]
+    expected = [text_uncertainties(z[:, b, :, i, j].numpy()) for b in range(2) for i in range(3) for j in range(5)]
     for name, uncertainty in UNCERTAINTIES.items():
         np.testing.assert_allclose(uncertainty(Predictive(z)), [row[name] for row in expected], atol=1e-12)
     p = z[0].softmax(1)
@@ -67,7 +67,7 @@ def test_each_pixel_of_a_dense_prediction_has_a_score():
         torch.testing.assert_close(UNCERTAINTIES[name](p), UNCERTAINTIES[name](Predictive(z[:1])))
 
 
-def test_criteria_are_the_same_for_probabilities_as_for_the_predictive_they_are_of():
+def test_uncertainties_are_the_same_for_probabilities_as_for_the_predictive_they_are_of():
     p = Predictive(logits(4, 60, 5))
     for name in OF_PROBABILITIES:
         torch.testing.assert_close(UNCERTAINTIES[name](p.probs), UNCERTAINTIES[name](p))
