@@ -62,7 +62,7 @@ class Better(Enum):
 
 HIGHER, LOWER, ZERO, NEITHER = Better
 RANKS: dict[str, Better] = {}
-"""Which scores are better, by the name that they have in an evaluation."""
+"""Which scores are better, by name: that of the function, and that in an evaluation."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class Functional(Protocol[R]):
     declaration: Declaration
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
-        """The result of one batch, then settings."""
+        """A batch, then settings -> the result."""
 
 
 def metric(
@@ -232,8 +232,10 @@ def metric(
         declaration = Declaration(
             name, class_name, update, compute, kind, better, shape, kept, group, score or name, shifted, settings
         )
+        if name in METRICS and METRICS[name].update.__module__ != update.__module__:
+            raise ValueError(f"{name} must be declared once, got another in {METRICS[name].update.__module__}")
         METRICS[name] = declaration
-        RANKS[declaration.score] = better
+        RANKS.update({name: better, declaration.score: better})
         update.__globals__[class_name] = declaration.streaming  # where pickle looks for it
         function = declaration.functional()
         function.declaration = declaration
