@@ -1,4 +1,4 @@
-"""What holds for every metric: in batches, collections and processes, copied and saved, and of bad input."""
+"""What holds for every metric: in batches, collections and processes, copied and saved."""
 
 import ast
 import copy
@@ -6,10 +6,8 @@ import inspect
 import math
 import pickle
 import sys
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,106 +18,25 @@ from torchmetrics.utilities import dim_zero_cat
 
 from multitudes import metrics
 from multitudes.core.predictive import Predictive
-from multitudes.metrics.declare import METRICS
-from multitudes.metrics.inputs import read_rows, read_without_target
-from multitudes.metrics.uncertainties import UNCERTAINTIES
+from tests.declared_cases import (
+    CASES,
+    DATA,
+    DECLARED,
+    HALVES,
+    OF_FORECASTS,
+    OF_ROWS,
+    C,
+    N,
+    P,
+    S,
+    Y,
+    numbers,
+    same,
+    table,
+)
 from tests.forecast_cases import heads
-from tests.metric_cases import changed, classes, logits, orders
+from tests.metric_cases import classes, logits, orders
 from tests.predictions import raises
-
-S, N, C = 3, 40, 4
-P, Y = Predictive(logits(S, N, C)), classes(C, N)
-SEQUENCES = logits(5, N, C).softmax(2)
-HALVES = (slice(0, 25), slice(25, N))
-OWN_SETTINGS = {"topk_accuracy": {"k": 2}}
-
-
-@dataclass
-class Case:
-    """A metric, and data for it that can be sliced."""
-
-    make: Any
-    data: Any
-    function: Any = None
-    declaration: Any = None
-    fixed: dict = field(default_factory=dict)
-
-    def fed(self, *halves, **options):
-        metric = self.make(**options)
-        for half in halves or HALVES:
-            self.feed(metric, half)
-        return metric
-
-    def feed(self, metric, half):
-        metric.update(*self.data(half))
-
-    def result(self, **options):
-        """What both halves give."""
-        return self.fed(**options).compute()
-
-
-def of_data(*parts):
-    return lambda half: tuple(part[half] for part in parts)
-
-
-DATA = {
-    "classification": of_data(P, Y),
-    "segmentation": of_data(P, Y),
-    "targetless": of_data(P, Y),
-    "sequences": lambda half: (SEQUENCES[:, half],),
-    "attacks": of_data(P.probs, P.probs.roll(1, 0), Y),
-    **dict.fromkeys(("regression", "intervals", "density", "regression by members"), of_data(*heads(S, N))),
-}
-
-
-def case_of(declaration):
-    fixed = OWN_SETTINGS.get(declaration.name, {})
-    sizes = {
-        name: {"classes": C, "members": S}[name] for name in declaration.class_settings.keys() - declaration.settings
-    }
-    function = getattr(metrics, declaration.name)
-    make = partial(declaration.streaming, **sizes, **fixed)
-    return Case(make, DATA[declaration.kind.name], partial(function, **fixed), declaration, fixed)
-
-
-class Video(Case):
-    def feed(self, metric, half):
-        metric.new_sequence()
-        for frame in logits(5, S, 2, C, 3, seed=half.start):
-            metric.update(Predictive(frame))
-
-
-DECLARED = {declaration.class_name: case_of(declaration) for declaration in METRICS.values()}
-CASES = DECLARED | {
-    "OODDetection": Case(metrics.OODDetection, of_data(P, Y == 0)),
-    "TemporalConsistency": Video(metrics.TemporalConsistency, None),
-}
-OF_ROWS = {n: c for n, c in DECLARED.items() if c.declaration.kind.read in (read_rows, read_without_target)}
-OF_FORECASTS = {n: c for n, c in DECLARED.items() if c.data is DATA["regression"]}
-NEEDS_MEMBERS = {
-    *("MemberError", "PairwiseDisagreement", "Disagreement", "NormalisedDisagreement", "QStatistic", "AmbiguityNLL"),
-    *("ErrorCorrelation", "PairwiseKL", "PairwiseJS", "KLDivergence", "JSDivergence", "EnsembleJS"),
-}
-
-
-def table(cases):
-    return pytest.mark.parametrize("case", cases.values(), ids=cases)
-
-
-def numbers(result):
-    """All numbers of a result, whatever it is: a tensor, a tuple of them, a table, a curve."""
-    if isinstance(result, torch.Tensor):
-        return result.double().flatten().tolist()
-    if isinstance(result, (int, float)):
-        return [result]
-    if isinstance(result, (str, type(None))):
-        return []
-    parts = result if isinstance(result, tuple) else (result if isinstance(result, dict) else vars(result)).values()
-    return [number for part in parts for number in numbers(part)]
-
-
-def same(one, other, rel=1e-9, abs=1e-12):
-    assert numbers(one) == pytest.approx(numbers(other), rel=rel, abs=abs, nan_ok=True)
 
 
 def test_every_metric_is_in_the_table_and_says_which_of_two_values_is_better():
@@ -248,41 +165,7 @@ def test_metrics_that_are_equal_after_one_batch_stay_two():
     assert found == {"accuracy": 3 / 4, "error": 1 / 4, "top 1": 3 / 4, "top 2": 3 / 4, "without 2": 1.0}
 
 
-# Settings -------------------------------------------------------------------------------------------------
-
-COUNT = "must be a whole number, 1 or more, got"
-COUNTS = {
-    name: ([0, -3, 2.5, None, True], COUNT) for name in ("k", "bins", "min_count", "levels", "classes", "members")
-}
-BAD_SETTINGS = COUNTS | {
-    "ignore": ([1.5, "a", True], "must be an integer label or None, got"),
-    "noise_precision": ([0, -1.0, math.nan, math.inf, "1"], "must be above 0, got"),
-    "scale": ([0, -1.0, math.nan, math.inf, None], "must be above 0, got"),
-    "level": ([0, 1, -0.1, 1.5, None, "0.9"], "must be above 0 and below 1, got"),
-    "coverage": ([0, -0.1, 1.01, "0.9", None, math.nan], "must be above 0 and at most 1, got"),
-    "uncertainty": (["confidence", None, ["entropy"]], f"must be one of {', '.join(UNCERTAINTIES)}, got"),
-}
-
-
-@table(DECLARED)
-def test_bad_settings_are_named_by_the_function_and_when_the_class_is_made(case):
-    for name in case.declaration.class_settings:
-        values, sentence = BAD_SETTINGS[name]
-        for value in values:
-            with raises(f"{name} {sentence} {value!r}"):
-                case.make(**{name: value})
-            if name in case.declaration.settings:
-                with raises(f"{name} {sentence} {value!r}"):
-                    case.function(*case.data(slice(None)), **{name: value})
-
-
-@table({name: case for name, case in DECLARED.items() if set(case.declaration.shape) & {"classes", "members"}})
-def test_sizes_must_be_those_of_the_data(case):
-    (name,) = set(case.declaration.shape) & {"classes", "members"}
-    found = {"classes": C, "members": S}[name]
-    with raises(f"prediction must have {name}={found + 1}, got {found}"):
-        case.make(**{name: found + 1}).update(P, Y)
-
+# Settings ---------------------------------------------------------------------------------------------------
 
 OF_UPDATES = {
     "ignore": (None, 0), "k": (1, 2), "bins": (5, 10), "classes": (3, 4), "members": (2, 3), "level": (0.5, 0.9),
@@ -300,7 +183,7 @@ def test_metrics_that_look_at_other_things_can_be_told_apart(name):
     if name == "AdaptiveECE":
         options.remove("bins")
     required = {p.name: OF_UPDATES[p.name][0] for p in parameters if p.default is p.empty and p.name in options}
-    for option in options:
+    for option in options & OF_UPDATES.keys():
         one, other = (kind(**required | {option: value}) for value in OF_UPDATES[option])
         assert not MetricCollection._equal_metric_states(one, other), option
     assert MetricCollection._equal_metric_states(kind(**required), kind(**required))
@@ -335,23 +218,30 @@ def test_each_pixel_of_a_dense_prediction_is_a_row_and_ignored_ones_do_not_count
     metric = case.make(ignore=ignore)
     metric.update(Predictive(z), y)
     same(metric.compute(), expected)
-    if type(metric).__name__ not in NEEDS_MEMBERS:
-        same(case.function(Predictive(z).probs, y, ignore=ignore), case.function(flat.probs, labels))
 
 
-@table({name: case for name, case in OF_ROWS.items() if name not in NEEDS_MEMBERS})
-def test_of_members_the_mean_probabilities_count(case):
-    p = Predictive(Z.double())
-    same(case.function(p.probs, Y), case.function(p, Y))
+OF_MEMBERS = {
+    *("AmbiguityNLL", "Disagreement", "EnsembleJS", "ErrorCorrelation", "JSDivergence", "KLDivergence", "MemberError"),
+    *("NormalisedDisagreement", "PairwiseDisagreement", "PairwiseJS", "PairwiseKL", "QStatistic"),
+}
 
 
-@table({name: case for name, case in OF_ROWS.items() if name in NEEDS_MEMBERS})
-def test_what_looks_at_each_member_needs_a_predictive(case):
-    metric = case.make()
-    for ask in (case.function, metric.update):
-        with pytest.raises(ValueError, match=r"prediction must be a Predictive, since .* got only probabilities"):
-            ask(P.probs, Y)
-    assert (metric.sums == 0).all()
+@table(OF_ROWS)
+def test_of_members_the_mean_probabilities_count_unless_a_metric_looks_at_each(case):
+    metric, p = case.make(), Predictive(P.predictions.double())
+    try:
+        plain = case.function(p.probs, Y)
+    except ValueError as error:
+        sentence = (
+            f"prediction must be a Predictive, since {case.declaration.name} looks at each member, got only probab"
+        )
+        assert str(error).startswith(sentence)
+        with pytest.raises(ValueError, match=sentence):
+            metric.update(P.probs, Y)
+        assert (metric.sums == 0).all()
+    else:
+        assert case.declaration.class_name not in OF_MEMBERS
+        same(plain, case.function(p, Y))
 
 
 @table(OF_ROWS)
@@ -419,75 +309,6 @@ def test_half_precision_is_computed_in_full(case, dtype):
     coarse = p.to(dtype)
     tolerance = {"rel": 1e-5, "abs": 1e-7} if p.task == "classification" else {"rel": 0, "abs": 0}
     same(case.function(coarse, y), case.function(coarse.to(torch.float64), y), **tolerance)
-
-
-# Bad input ------------------------------------------------------------------------------------------------
-
-Z, PROBS = P.predictions, P.probs
-MUST = "prediction must hold probabilities within 0 and 1, got"
-SHAPE = "target must have the prediction's shape without classes, [40], got"
-KIND = "target must be an integer tensor of classes [40], got"
-A_TENSOR = "prediction must be a Predictive or a floating-point tensor of probabilities, got"
-BAD_ROWS = {
-    "nan": (changed(PROBS, math.nan, 3, 1), Y, f"{MUST} nan at index [3, 1]"),
-    "infinite": (changed(PROBS, math.inf, 3, 1), Y, f"{MUST} inf at index [3, 1]; a softmax"),
-    "above 1": (changed(PROBS, 1.25, 5, 0), Y, f"{MUST} 1.25 at index [5, 0]; a softmax over dim 1"),
-    "below 0": (changed(PROBS, -0.5, 5, 0), Y, f"{MUST} -0.5 at index [5, 0]; a softmax"),
-    "sum": (changed(PROBS, torch.tensor([0.1, 0.2, 0.3, 0.1]), 7), Y,
-            "prediction must add up to 1 over the classes in dim 1, got a sum of 0.7 at index [7] of [40]"),
-    "too few": (P, Y[1:], f"{SHAPE} [39]"),
-    "column": (P, Y[:, None], f"{SHAPE} [40, 1]"),
-    "class 4": (P, Y.index_fill(0, torch.tensor([9, 11]), 4), "target must lie within 0 and 3, got 4 at index [9]"),
-    "class -1": (P, Y.index_fill(0, torch.tensor([9, 11]), -1), "target must lie within 0 and 3, got -1 at index [9]"),
-    "soft": (P, PROBS, f"{KIND} torch.float32"),
-    "bool": (P, Y > 1, f"{KIND} torch.bool"),
-    "list": (P, Y.tolist(), f"{KIND} list"),
-    "labels": (Y, Y, f"{A_TENSOR} torch.int64"),
-    "one dim": (PROBS[:, 0], Y, "prediction must be probabilities [B, classes, ...], got shape [40]"),
-    "array": (PROBS.numpy(), Y, f"{A_TENSOR} float32"),
-    "nested lists": (PROBS.tolist(), Y, f"{A_TENSOR} list"),
-    "regression": (Predictive(Z[..., 0], "regression"), Y,
-                   "prediction must be of task classification, got a Predictive of task regression"),
-    "nan logit": (Predictive(changed(Z, math.nan, 1, 3, 1)), Y, f"{MUST} nan at index [3, 0]"),
-    "nan pixel": (Predictive(changed(logits(S, 2, C, 3, 5), math.nan, 0, 1, 0, 2, 3)), classes(C, 2, 3, 5),
-                  f"{MUST} nan at index [1, 0, 2, 3]"),
-}  # fmt: skip
-V, T = heads(S, N, 2)
-ONE = "target must have the shape of one member's means, "
-BAD_FORECASTS = {
-    "nan mean": (Predictive(changed(V.predictions, math.nan, 2, 3, 1), "gaussian"), T,
-                 "prediction must hold finite values, got nan at index [2, 3, 1]"),
-    "infinite": (Predictive(changed(V.predictions, math.inf, 2, 3, 3), "gaussian"), T,
-                 "prediction must hold finite values, got inf at index [2, 3, 3]"),
-    "nan target": (V, changed(T, math.nan, 4, 1), "target must hold finite values, got nan at index [4, 1]"),
-    "infinite target": (V, changed(T, -math.inf, 4, 1), "target must hold finite values, got -inf at index [4, 1]"),
-    "too few": (V, T[1:], f"{ONE}[40, 2], got [39, 2]"),
-    "no column": (Predictive(V.predictions[..., :1], "regression"), T[:, 0], f"{ONE}[40, 1], got [40]"),
-    "bool": (V, T > 0, "target must be a tensor of real values [40, 2], got torch.bool"),
-    "list": (V, T.tolist(), "target must be a tensor of real values [40, 2], got list"),
-    "classes": (P, T, "prediction must be of task regression or gaussian, got one of task classification"),
-}  # fmt: skip
-
-
-def refused(case, p, y, sentence):
-    metric = case.make()
-    for ask in (case.function, metric.update):
-        with pytest.raises(ValueError) as caught:
-            ask(p, y)
-        assert str(caught.value).startswith(sentence)
-    assert not len(metric.values) if case.declaration.kept else bool((metric.sums == 0).all())
-
-
-@pytest.mark.parametrize("bad", BAD_ROWS.values(), ids=BAD_ROWS)
-@table(OF_ROWS)
-def test_bad_predictions_and_classes_are_named_with_their_first_index(case, bad):
-    refused(case, *bad)
-
-
-@pytest.mark.parametrize("bad", BAD_FORECASTS.values(), ids=BAD_FORECASTS)
-@table(OF_FORECASTS)
-def test_bad_forecasts_and_values_are_named_with_their_first_index(case, bad):
-    refused(case, *bad)
 
 
 def test_metrics_import_torch_and_torchmetrics_alone():

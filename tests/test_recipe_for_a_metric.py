@@ -131,12 +131,14 @@ def test_a_new_module_is_all_that_it_takes(tmp_path, monkeypatch):
     assert better("unsure").quality(0.1) > better("unsure").quality(0.2)
 
 
-def test_a_name_is_declared_once():
+def test_a_name_is_declared_once_and_in_a_group_that_exists():
     def nll(rows: Rows) -> Tensor:
         return total_of(rows.correct)
 
     with raises("nll must be declared once, got another in multitudes.metrics.scoring"):
         metric("Other", better=HIGHER)(nll)
+    with raises("group must be None or one of scores, calibration, selective, diversity, got 'score'"):
+        declare(group="score")
 
 
 def test_every_metric_of_the_folder_is_offered_with_its_function_and_class():

@@ -20,18 +20,16 @@ from multitudes.core.predictive import Predictive
 from multitudes.core.seeding import mixed
 from multitudes.evaluation.predict import predictions
 from multitudes.evaluation.scores import Evaluation, Score
-from multitudes.metrics import OODDetection, OODTable, mean_corruption_error, relative_mean_corruption_error
-from multitudes.metrics.declare import METRICS
+from multitudes.metrics.declare import GROUPS, METRICS
 from multitudes.metrics.inputs import read_rows
+from multitudes.metrics.ood import OODDetection, OODTable
 from multitudes.metrics.regression_inputs import read_forecasts
+from multitudes.metrics.robustness import mean_corruption_error, relative_mean_corruption_error
 from multitudes.shift.corruptions import CORRUPTIONS, EXTRA, corrupt
 
 __all__ = ["evaluate"]
 
 # -- what is measured --------------------------------------------------------------------------------------
-
-TASKS = ("scores", "calibration", "selective", "diversity")
-"""Groups of metrics; which there are depends on the kind of predictions."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +186,7 @@ def evaluate(
     scores = own.scores()
     for name, severity in corruptions:
         change = _corruption(name, severity, seed or 0)
-        scores |= measured(TASKS, shifted=True).over(predicted(batches, change), f"shift/{name}/{severity}/")
+        scores |= measured(GROUPS, shifted=True).over(predicted(batches, change), f"shift/{name}/{severity}/")
     scores |= _summary(scores, corruptions)
     if baseline is not None:
         scores |= _relative(scores, corruptions, baseline)
@@ -293,10 +291,10 @@ def _or_nan(value: Callable[[], Tensor]) -> float:
 
 
 def _checked_tasks(tasks: str | Sequence[str] | None) -> tuple[str, ...]:
-    chosen = TASKS if tasks is None else (tasks,) if isinstance(tasks, str) else tuple(tasks)
+    chosen = GROUPS if tasks is None else (tasks,) if isinstance(tasks, str) else tuple(tasks)
     for task in chosen:
-        if task not in TASKS:
-            raise ValueError(f"tasks must be of {', '.join(TASKS)}, got {task!r}")
+        if task not in GROUPS:
+            raise ValueError(f"tasks must be of {', '.join(GROUPS)}, got {task!r}")
     return chosen
 
 

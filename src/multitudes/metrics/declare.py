@@ -37,6 +37,9 @@ from multitudes.metrics.streaming import KeptMetric, StreamingMetric, SumsMetric
 
 __all__ = ["METRICS"]
 
+GROUPS = ("scores", "calibration", "selective", "diversity")
+"""The groups of metrics in `evaluate`; which there are depends on the kind of predictions."""
+
 Count = Annotated[int, check_count]
 """A setting that is a whole number, 1 or more."""
 
@@ -100,7 +103,7 @@ class Declaration:
     kept: int
     """How many numbers are kept of every row instead of sums; 0 for none."""
     group: str | None
-    """The group in `evaluate`; None where it is left out there."""
+    """One of `GROUPS`; None for what `evaluate` leaves out."""
     score: str
     """The name in an evaluation."""
     shifted: bool
@@ -232,6 +235,8 @@ def metric(
         declaration = Declaration(
             name, class_name, update, compute, kind, better, shape, kept, group, score or name, shifted, settings
         )
+        if group not in (None, *GROUPS):
+            raise ValueError(f"group must be None or one of {', '.join(GROUPS)}, got {group!r}")
         if name in METRICS and METRICS[name].update.__module__ != update.__module__:
             raise ValueError(f"{name} must be declared once, got another in {METRICS[name].update.__module__}")
         METRICS[name] = declaration

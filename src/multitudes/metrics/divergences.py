@@ -30,6 +30,34 @@ def _log_probs(predictive: Predictive) -> Iterator[Tensor]:
         yield F.log_softmax(logits.double(), 2)
 
 
+def _kl(rows: Rows, metric: str) -> Tensor:
+    """The sums over rows of `KL(p_i || p_j)`, `[S, S]`, for the metric of this name."""
+    predictive = rows.members(metric)
+    total = rows.probs.new_zeros(predictive.members, predictive.members, dtype=torch.float64)
+    for log_probs in _log_probs(predictive):
+        logs = log_probs.flatten(1)
+        possible = logs > -math.inf
+        cross = logs.exp() @ logs.masked_fill(~possible, 0).T  # sum_nc p_i log p_j, where p_j is not 0
+        total += (cross.diagonal()[:, None] - cross).clamp(min=0)
+        if not bool(possible.all()):
+            total[possible.double() @ (~possible).double().T > 0] = math.inf
+    return total
+
+
+def _js(rows: Rows, metric: str) -> Tensor:
+    """The sums over rows of the Jensen-Shannon divergences of members, `[S, S]`."""
+    predictive = rows.members(metric)
+    total = rows.probs.new_zeros(predictive.members, predictive.members, dtype=torch.float64)
+    for log_probs in _log_probs(predictive):
+        p = log_probs.exp()
+        entropy = -torch.xlogy(p, p).sum((1, 2))
+        for i in range(len(p)):
+            mean = (p[i] + p[i:]) / 2
+            apart = -torch.xlogy(mean, mean).sum((1, 2)) - (entropy[i] + entropy[i:]) / 2
+            total[i, i:] += apart.clamp(min=0)
+    return total + total.triu(1).T
+
+
 @metric("PairwiseKL", better=NEITHER, kind=TARGETLESS, shape=(2, "members", "members"))
 def pairwise_kl(rows: Rows) -> Tensor:
     """`KL(p_i || p_j) = sum_c p_ic log(p_ic / p_jc)`, mean over rows, with i down and j across, `[S, S]`.
@@ -41,16 +69,7 @@ def pairwise_kl(rows: Rows) -> Tensor:
     tensor([[0.0000, 0.1438],
             [0.1308, 0.0000]], dtype=torch.float64)
     """
-    predictive = rows.members("pairwise_kl")
-    total = rows.probs.new_zeros(predictive.members, predictive.members, dtype=torch.float64)
-    for log_probs in _log_probs(predictive):
-        logs = log_probs.flatten(1)
-        possible = logs > -math.inf
-        cross = logs.exp() @ logs.masked_fill(~possible, 0).T  # sum_nc p_i log p_j, where p_j is not 0
-        total += (cross.diagonal()[:, None] - cross).clamp(min=0)
-        if not bool(possible.all()):
-            total[possible.double() @ (~possible).double().T > 0] = math.inf
-    return counted(total, len(rows))
+    return counted(_kl(rows, "pairwise_kl"), len(rows))
 
 
 @metric("PairwiseJS", better=NEITHER, kind=TARGETLESS, shape=(2, "members", "members"))
@@ -62,28 +81,19 @@ def pairwise_js(rows: Rows) -> Tensor:
     tensor([[0.0000, 0.6931],
             [0.6931, 0.0000]], dtype=torch.float64)
     """
-    predictive = rows.members("pairwise_js")
-    total = rows.probs.new_zeros(predictive.members, predictive.members, dtype=torch.float64)
-    for log_probs in _log_probs(predictive):
-        p = log_probs.exp()
-        entropy = -torch.xlogy(p, p).sum((1, 2))
-        for i in range(len(p)):
-            mean = (p[i] + p[i:]) / 2
-            apart = -torch.xlogy(mean, mean).sum((1, 2)) - (entropy[i] + entropy[i:]) / 2
-            total[i, i:] += apart.clamp(min=0)
-    return counted(total + total.triu(1).T, len(rows))
+    return counted(_js(rows, "pairwise_js"), len(rows))
 
 
 @metric("KLDivergence", better=NEITHER, kind=TARGETLESS)
 def kl_divergence(rows: Rows) -> Tensor:
     """`KL(p_i || p_j)`, mean over rows and over both orders of every pair of members: see `pairwise_kl`."""
-    return counted(over_pairs(pairwise_kl.declaration.update(rows)[0]), len(rows))
+    return counted(over_pairs(_kl(rows, "kl_divergence")), len(rows))
 
 
 @metric("JSDivergence", better=NEITHER, kind=TARGETLESS)
 def js_divergence(rows: Rows) -> Tensor:
     """The Jensen-Shannon divergence, mean over rows and pairs of members: see `pairwise_js`."""
-    return counted(over_pairs(pairwise_js.declaration.update(rows)[0]), len(rows))
+    return counted(over_pairs(_js(rows, "js_divergence")), len(rows))
 
 
 @metric("EnsembleJS", better=NEITHER, kind=TARGETLESS, group="diversity")

@@ -7,7 +7,7 @@
 `divergences.py` compares their probabilities, `ambiguity.py` their losses. All are means over rows, and over pairs of
 different members. `pairwise_*` tell who differs from whom, `[S, S]`. A single member does not differ from itself: its
 disagreement is 0; the Q-statistic and the correlation, which compare two members' errors, are NaN. Where no classes are
-needed, `target` may be left out.
+needed, `target` may be left out. torchmetrics makes a scalar of the `[1, 1]` that a single member has.
 """
 
 from __future__ import annotations
@@ -43,6 +43,12 @@ def over_pairs(matrix: Tensor) -> Tensor:
 # Labels -------------------------------------------------------------------------------------------------
 
 
+def _differing(rows: Rows, metric: str) -> Tensor:
+    """On how many rows the labels of two members differ, `[S, S]`, for the metric of this name."""
+    labels = rows.members(metric).predictions.argmax(2)
+    return torch.stack([(labels != own).sum(1) for own in labels]).double()
+
+
 @metric("PairwiseDisagreement", better=NEITHER, kind=TARGETLESS, shape=(2, "members", "members"))
 def pairwise_disagreement(rows: Rows) -> Tensor:
     """The share of rows on which two members' labels differ, `[S, S]`.
@@ -54,8 +60,7 @@ def pairwise_disagreement(rows: Rows) -> Tensor:
             [0.2500, 0.0000, 0.5000],
             [0.7500, 0.5000, 0.0000]], dtype=torch.float64)
     """
-    labels = rows.members("pairwise_disagreement").predictions.argmax(2)
-    return counted(torch.stack([(labels != own).sum(1) for own in labels]), len(rows))
+    return counted(_differing(rows, "pairwise_disagreement"), len(rows))
 
 
 @metric("Disagreement", better=NEITHER, kind=TARGETLESS, group="diversity")
@@ -67,7 +72,7 @@ def disagreement(rows: Rows) -> Tensor:
     >>> float(disagreement(Predictive(nn.functional.one_hot(votes).float())))  # (0.25 + 0.75 + 0.5) / 3
     0.5
     """
-    return counted(over_pairs(pairwise_disagreement.declaration.update(rows)[0]), len(rows))
+    return counted(over_pairs(_differing(rows, "disagreement")), len(rows))
 
 
 # Errors -------------------------------------------------------------------------------------------------
@@ -86,7 +91,8 @@ def normalised_disagreement(rows: Rows) -> Tensor:
     2.0
     """
     wrong = rows.members("normalised_disagreement").predictions.argmax(2) != rows.target
-    return torch.stack([disagreement.declaration.update(rows)[0], wrong.mean(0, dtype=torch.float64).sum()])
+    differing = over_pairs(_differing(rows, "normalised_disagreement"))
+    return torch.stack([differing, wrong.mean(0, dtype=torch.float64).sum()])
 
 
 def _together(rows: Rows, name: str) -> Tensor:
