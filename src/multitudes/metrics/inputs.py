@@ -252,11 +252,7 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 def _unravel(number: int, shape: Sequence[int]) -> list[int]:
     """The index in a tensor of this shape of its element `number`, counted along the last dimension first."""
-    index = []
-    for size in reversed(shape):
-        number, position = divmod(number, size)
-        index.append(position)
-    return index[::-1]
+    return [int(index) for index in torch.unravel_index(torch.tensor(number), tuple(shape))]
 
 
 def _flat_predictive(predictive: Predictive) -> Predictive:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import NormalDist
 from typing import Annotated
 
@@ -215,16 +215,8 @@ def check_noise_precision(name: str, value: float | None) -> None:
         check_number(name, value, 0, above=True)
 
 
-def check_scale(name: str, value: float) -> None:
-    """Raise ValueError unless it is a positive number."""
-    check_number(name, value, 0, above=True)
-
-
-def check_level(name: str, value: float) -> None:
-    """Raise ValueError unless it is between 0 and 1."""
-    check_number(name, value, 0, above=True, below=1)
-
-
+check_scale = partial(check_number, low=0, above=True)
+check_level = partial(check_number, low=0, above=True, below=1)
 NoisePrecision = Annotated[float | None, check_noise_precision]
 Scale = Annotated[float, check_scale]
 Level = Annotated[float, check_level]

@@ -15,6 +15,7 @@ as the mean error of those it is tied with. So nothing depends on the order in w
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -72,11 +73,7 @@ def check_uncertainty(name: str, value: str) -> None:
         raise ValueError(f"{name} must be one of {', '.join(UNCERTAINTIES)}, got {value!r}")
 
 
-def check_coverage(name: str, value: float) -> None:
-    """Raise ValueError unless it is above 0 and at most 1."""
-    check_number(name, value, 0, 1, above=True)
-
-
+check_coverage = partial(check_number, low=0, high=1, above=True)
 Uncertainty = Annotated[str, check_uncertainty]
 Coverage = Annotated[float, check_coverage]
 
