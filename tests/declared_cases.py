@@ -1,6 +1,6 @@
 """Every declared metric with data for it, for what holds for all of them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,10 +29,10 @@ class Case:
     data: Any
     function: Any = None
     declaration: Any = None
-    fixed: dict = field(default_factory=dict)
 
-    def fed(self, *halves, **options):
-        metric = self.make(**options)
+    def fed(self, *halves):
+        """The metric, after these halves of the data, or both."""
+        metric = self.make()
         for half in halves or HALVES:
             self.feed(metric, half)
         return metric
@@ -40,9 +40,9 @@ class Case:
     def feed(self, metric, half):
         metric.update(*self.data(half))
 
-    def result(self, **options):
+    def result(self):
         """What both halves give."""
-        return self.fed(**options).compute()
+        return self.fed().compute()
 
 
 def of_data(*parts):
@@ -66,7 +66,7 @@ def case_of(declaration):
     }
     function = getattr(metrics, declaration.name)
     make = partial(declaration.streaming, **sizes, **fixed)
-    return Case(make, DATA[declaration.kind.name], partial(function, **fixed), declaration, fixed)
+    return Case(make, DATA[declaration.kind.name], partial(function, **fixed), declaration)
 
 
 class Video(Case):
