@@ -136,7 +136,7 @@ def test_where_to_start_is_checked() -> None:
     with raises("epoch must be a whole number, 0 or more, got -1"):
         loader(numbered()).start(-1)
     part = Part(torch.zeros(2, 1), torch.zeros(2))
-    with raises("augment='crop' is for images, and x is a table"):
+    with raises("augment='crop' is for images, and x has rows of 1"):
         Loader(part, Data("x", part, part, part, columns=("a",)), 1, augment="crop")
 
 

@@ -154,23 +154,22 @@ def test_a_job_reads_a_prepared_file_with_numpy_and_pillow_alone(tmp_path: Path)
 def test_a_file_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     path = md.save(table(), tmp_path / "x.mtdata")
     whole = path.read_bytes()
-    with raises(f"path must be a prepared file, got {str(tmp_path / 'y.mtdata')!r}, which is no file"):
+    with raises(f"path must be a prepared file, got {str(tmp_path / 'y.mtdata')!r}, which does not exist"):
         md.read(tmp_path / "y.mtdata")
-    with raises(f"path must lie in a folder that is there, got {str(tmp_path / 'no' / 'x.mtdata')!r}"):
+    with raises(f"path must lie in a folder that exists, got {str(tmp_path / 'no' / 'x.mtdata')!r}"):
         md.save(table(), tmp_path / "no" / "x.mtdata")
-    middle = len(whole) // 2
     spoilt = bytearray(whole)
-    spoilt[middle] ^= 255
-    for content in (b"", b"text", whole[:middle], bytes(spoilt)):
+    spoilt[80] ^= 255  # within the first array: its header takes 59 bytes
+    for content in (b"", b"text", whole[: len(whole) // 2], bytes(spoilt)):
         path.write_bytes(content)
         with pytest.raises(ValueError, match="x.mtdata' is no whole file of prepared data: "):
             md.read(path)
     with path.open("wb") as file:
         np.savez(file, about=np.frombuffer(json.dumps({"version": 99}).encode(), dtype="uint8"))
-    with pytest.raises(ValueError, match="prepared data: its version is 99, and this program reads version 1$"):
+    with pytest.raises(ValueError, match="prepared data: its version is 99, and this program reads 2: prepare it again$"):
         md.read(path)
     with path.open("wb") as file:
-        np.savez(file, about=np.array([{"version": 1}], dtype=object))
+        np.savez(file, about=np.array([{"version": 2}], dtype=object))
     with pytest.raises(ValueError, match="x.mtdata' is no whole file of prepared data: .*pickle"):
         md.read(path)
 

@@ -350,10 +350,10 @@ def test_foreign_rows_are_encoded_as_in_training(tmp_path: Path, flowers: Path) 
     data = md.load(flowers, target="kind", ood=other)
     assert data.ood["far"].tolist() == [[1000, 5, 0, 1], [2000, 6, 0, 0]]
     write(other, "colour,id", "red,1")
-    with raises("ood column='size' is no column of far.csv, which has colour, id"):
+    with raises("far.csv must have the column 'size', as in training; it has colour, id"):
         md.load(flowers, target="kind", ood=other)
     write(other, "colour,id,size", "red,big,1", "red,small,1")
-    with raises("column 'id' must be of kind number, as in training, got text"):
+    with raises("column 'id' of far.csv must hold numbers, as in training, got texts"):
         md.load(flowers, target="kind", ood=other)
     with pytest.raises(ValueError, match="^ood 'digits' must hold inputs like those of flowers, got Data\\('digits'"):
         md.load(flowers, target="kind", ood="digits")

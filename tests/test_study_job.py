@@ -308,7 +308,7 @@ def test_recordings_without_a_checkpoint_are_not_gone_on_with(tmp_path: Path) ->
 LEAN = """
 import sys
 sys.modules.update(dict.fromkeys(("pydantic", "datasets", "plotly", "ray", "typer", "rich", "pandas", "pyarrow")))
-from multitudes.study.job import main
+from multitudes.study.worker import main
 main(sys.argv[1:])
 """  # a module that is None cannot be imported
 

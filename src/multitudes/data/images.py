@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,24 +12,35 @@ from torch import Tensor
 
 from multitudes.core.checks import needed
 from multitudes.core.draws.memory import free_bytes
-from multitudes.data.columns import Column
+from multitudes.data.columns import Column, Encoded
 from multitudes.data.sources import Source
 
-__all__ = ["Decoded", "decode", "find_image", "refit"]
+__all__ = ["ImageEncoder", "decode", "find_image", "refit"]
 
 Size = tuple[int, int]
 """Height and width."""
 
 
 @dataclass(frozen=True)
-class Decoded:
-    """Images `[n, C, H, W]`, which of the files they are, why the others cannot be read, and whether any
-    image had another size."""
+class ImageEncoder:
+    """Images of a column, decoded to one size and number of channels; None stands for that of the images."""
 
-    x: Tensor
-    kept: list[int]
-    bad: Mapping[int, str]
-    resized: bool
+    size: Size | None = None
+    channels: int | None = None
+    names: tuple[str, ...] = ()
+    categories: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def columns(self, source: Source, image: str | None = None) -> dict[str, Column]:
+        """The column of images of a source, which may have its own name there."""
+        name = find_image(source, image if image in source.columns else None)
+        if name is None:
+            raise ValueError(f"{source.name} must hold images, got the columns {', '.join(source.columns)}")
+        return {name: source.columns[name]}
+
+    def __call__(self, columns: Mapping[str, Column], rows: Tensor, where: Callable[[int], str]) -> Encoded:
+        """The images of these rows, uint8 `[n, C, H, W]`; `where` tells where a row was read."""
+        (column,) = columns.values()
+        return decode(column.take(rows), lambda index: where(int(rows[index])), self.size, self.channels)
 
 
 def decode(
@@ -37,8 +48,8 @@ def decode(
     where: Callable[[int], str],
     size: Size | None = None,
     channels: int | None = None,
-) -> Decoded:
-    """The pixels of encoded images, uint8 `[n, C, H, W]`, all in memory at once.
+) -> Encoded:
+    """The pixels of encoded images, uint8 `[n, C, H, W]`, all in memory at once, and the files where none was resized.
 
     C is 1 where all images are grey and 3 otherwise, or `channels`: palettes become colours, transparency is left
     out, 16 bits become 8. Images of other sizes than `size` are resized so that they cover it, and cut at the middle;
@@ -55,7 +66,7 @@ def decode(
             raw = _opened(file, likely)
             image = _plain(raw)
         except Exception as error:  # Pillow raises what its decoders raise, which is nearly anything
-            bad[row] = _told(error)
+            bad[row] = f"the image is unreadable ({_reason(error)})"
             continue
         likely = [raw.format]
         if channels is not None:
@@ -75,7 +86,7 @@ def decode(
         resized |= image.size != (width, height)
         x[len(kept)] = _pixels(_fitted(image, height, width))
         kept.append(row)
-    return Decoded(x[: len(kept)], kept, bad, resized)
+    return Encoded(x[: len(kept)], kept, bad, () if resized else tuple(files[row] for row in kept))
 
 
 def refit(x: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -141,7 +152,7 @@ def _pixels(image: Any) -> Tensor:
     return values.view(image.height, image.width, -1).permute(2, 0, 1)
 
 
-def _told(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """What an error says, without the address of the buffer that Pillow mentions."""
     return "no known format" if "cannot identify" in str(error) else str(error) or type(error).__name__
 
