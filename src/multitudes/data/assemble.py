@@ -81,7 +81,7 @@ def load(
     whole = _prepared(source)
     if whole is None:
         data = _from_source(open_source(source, split, fold), short_name(source), wanted, limit)
-    elif useless := wanted.given():
+    elif useless := wanted.given("target", "image", "columns", "split", "task", "fold", "size"):
         raise ValueError(f"{useless[0]}= does not change {str(source)!r}, which is prepared: leave it out")
     else:
         data = whole if limit is None else _limited(whole, limit, seed)
@@ -139,16 +139,18 @@ class _Wanted:
     seed: int
     skip_bad: bool
 
-    def given(self) -> list[str]:
-        """Which arguments were given that only a source that is not prepared can follow."""
-        names = ("target", "image", "columns", "split", "task", "fold", "size")
+    def given(self, *names: str) -> list[str]:
+        """Which of these were given."""
         return [name for name in names if getattr(self, name)]
 
 
 def _from_source(source: Source, name: str, wanted: _Wanted, limit: int | None) -> Data:
     kind, found = kind_of_source(source, wanted.image)
     target = find_target(source, wanted.target, found)
-    inputs = kind.choose(source, target, wanted.image, wanted.columns, wanted.size)
+    for option in wanted.given("image", "columns", "size"):
+        if option not in kind.options:
+            raise ValueError(f"{option}= is not for {source.name}, which holds {kind.inputs}: leave it out")
+    inputs = kind.choose(source, target, wanted.image, wanted.columns)
     bad = BadRows(source, wanted.skip_bad)
     bad.check({**inputs, target: source.columns[target]})
     every = bad.without(torch.arange(len(source)))

@@ -15,7 +15,7 @@ from multitudes.core.draws.memory import free_bytes
 from multitudes.data.columns import Column, Encoded
 from multitudes.data.sources import Source
 
-__all__ = ["ImageEncoder", "decode", "find_image", "refit"]
+__all__ = ["ImageEncoder", "decode", "find_images", "refit"]
 
 Size = tuple[int, int]
 """Height and width."""
@@ -32,10 +32,10 @@ class ImageEncoder:
 
     def columns(self, source: Source, image: str | None = None) -> dict[str, Column]:
         """The column of images of a source, which may have its own name there."""
-        name = find_image(source, image if image in source.columns else None)
-        if name is None:
+        found = find_images(source, image if image in source.columns else None)
+        if found is None:
             raise ValueError(f"{source.name} must hold images, got the columns {', '.join(source.columns)}")
-        return {name: source.columns[name]}
+        return {name: source.columns[name] for name in found}
 
     def __call__(self, columns: Mapping[str, Column], rows: Tensor, where: Callable[[int], str]) -> Encoded:
         """The images of these rows, uint8 `[n, C, H, W]`; `where` tells where a row was read."""
@@ -157,16 +157,15 @@ def _reason(error: Exception) -> str:
     return "no known format" if "cannot identify" in str(error) else str(error) or type(error).__name__
 
 
-def find_image(source: Source, image: str | None) -> str | None:
+def find_images(source: Source, image: str | None) -> list[str] | None:
     """The column of images: the given one, the only one, or one that is called so; None where there is none."""
     if image is not None:
-        column: Column = source.column("image", image)
+        column = source.column("image", image)
         if column.kind != "image":
             raise ValueError(f"image={image!r} must be a column of images, got one of kind {column.kind}")
-        return image
+        return [image]
     found = [name for name, column in source.columns.items() if column.kind == "image"]
-    if len(found) < 2:
-        return found[0] if found else None
-    if named := [name for name in ("image", "img") if name in found]:
-        return named[0]
+    named = [name for name in ("image", "img") if name in found]
+    if len(found) < 2 or named:
+        return named[:1] or found or None
     raise ValueError(f"image= must say which column of {source.name} holds the images: {', '.join(found)}")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from multitudes.data.columns import Column, Encoded
-from multitudes.data.images import ImageEncoder, Size, find_image, refit
+from multitudes.data.images import ImageEncoder, Size, find_images, refit
 from multitudes.data.sources import Source, open_images, open_source
 from multitudes.data.tables import TableEncoder, choose_columns
 
@@ -64,14 +64,16 @@ class Kind:
     """What a part's `x` must be, for errors."""
     find: Callable[[Source, str | None], list[str] | None]
     """The columns of a source that can only be inputs, none where that is open; None where it is of another kind."""
-    choose: Callable[[Source, str, str | None, Sequence[str] | None, Size | None], dict[str, Column]]
-    """The columns of inputs, from the target and `image`, `columns` and `size` of `load`, as far as they are for it."""
+    options: Collection[str]
+    """The arguments of `load` that are for this kind alone."""
+    choose: Callable[[Source, str, str | None, Sequence[str] | None], dict[str, Column]]
+    """The columns of inputs, from the target and `image` and `columns` of `load`."""
     fit: Callable[[Mapping[str, Column], Tensor, Size | None], Encoder]
     """An encoder for these columns, fitted to the training rows."""
     encoder: Callable[[Shape, Sequence[str], Mapping[str, Sequence[str]]], Encoder]
     """The fitted one again, from the shape of the inputs, the names of their features, and the categories."""
     moments: Callable[[Tensor], tuple[Tensor, Tensor]]
-    """Mean and deviation of scaled inputs, in a shape that fits one input; a deviation of 1 where all are equal."""
+    """Mean and deviation of scaled inputs, float64, in a shape that fits one input; 1 where all are equal."""
     defaults: Callable[[Shape], dict[str, Any]]
     """`{"model": ..., "training": ...}` of a study, in plain values."""
     arguments: Callable[[str, Shape, int, Collection[str]], dict[str, Any]]
@@ -113,20 +115,6 @@ def _defaults(model: str, settings: Mapping[str, Any], **training: Any) -> dict[
 # -- images ------------------------------------------------------------------------------------------------
 
 
-def _find_image(source: Source, image: str | None) -> list[str] | None:
-    found = find_image(source, image)
-    return None if found is None else [found]
-
-
-def _choose_image(
-    source: Source, target: str, image: str | None, columns: Sequence[str] | None, size: Size | None
-) -> dict[str, Column]:
-    found = ImageEncoder(size).columns(source, image)
-    if columns is not None:
-        raise ValueError(f"columns= is for tables, and {source.name} has images in {next(iter(found))!r}")
-    return found
-
-
 def _image_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Of each channel, `[C, 1, 1]`, from its histogram: no copy of the images in floating point."""
     levels = torch.arange(256, dtype=torch.float64) / 255
@@ -135,7 +123,7 @@ def _image_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     mean = share @ levels
     variance = (share * (levels - mean[:, None]).square()).sum(1)
     std = torch.where((counts > 0).sum(1) == 1, 1.0, variance.sqrt())
-    return mean.float()[:, None, None], std.float()[:, None, None]
+    return mean[:, None, None], std[:, None, None]
 
 
 def _image_defaults(shape: Shape) -> dict[str, Any]:
@@ -166,19 +154,6 @@ def _image_arguments(model: str, shape: Shape, outputs: int, taken: Collection[s
 # -- tables ------------------------------------------------------------------------------------------------
 
 
-def _choose_features(
-    source: Source, target: str, image: str | None, columns: Sequence[str] | None, size: Size | None
-) -> dict[str, Column]:
-    if size is not None:
-        raise ValueError(f"size= is for images, and {source.name} has none")
-    return choose_columns(source, target, columns)
-
-
-def _table_moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    mean, std = mean_std(x)
-    return mean.float(), std.float()
-
-
 def _table_arguments(model: str, shape: Shape, outputs: int, taken: Collection[str]) -> dict[str, Any]:
     if "inputs" not in taken:
         raise ValueError(f"model {model!r} is for images, and the inputs are rows of {shape[0]} numbers: take mlp")
@@ -198,8 +173,9 @@ def mean_std(x: Tensor) -> tuple[Tensor, Tensor]:
 KINDS = [
     Kind(
         "image", "images", torch.uint8, 3, "uint8 images [N, C, H, W]",
-        find=_find_image,
-        choose=_choose_image,
+        find=find_images,
+        options=("image", "size"),
+        choose=lambda source, target, image, columns: ImageEncoder().columns(source, image),
         fit=lambda columns, rows, size: ImageEncoder(size),
         encoder=lambda shape, names, categories: ImageEncoder((shape[1], shape[2]), shape[0]),
         moments=_image_moments,
@@ -216,10 +192,11 @@ KINDS = [
     Kind(
         "table", "rows", torch.float32, 1, "float32 features [N, F]",
         find=lambda source, image: [],
-        choose=_choose_features,
+        options=("columns",),
+        choose=lambda source, target, image, columns: choose_columns(source, target, columns),
         fit=lambda columns, rows, size: TableEncoder.fitted(columns, rows),
         encoder=lambda shape, names, categories: TableEncoder(categories or dict.fromkeys(names, ())),
-        moments=_table_moments,
+        moments=mean_std,
         # The network of the UCI benchmark, whose data are small.
         defaults=lambda shape: _defaults("mlp", {"hidden": [50]}, epochs=40, batch_size=32, lr=0.01, clip=10.0),
         arguments=_table_arguments,

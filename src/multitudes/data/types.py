@@ -178,7 +178,8 @@ class Data:
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor]:
-        return self.kind.moments(self.train.x)
+        mean, std = self.kind.moments(self.train.x)
+        return mean.float(), std.float()
 
     @cached_property
     def _placed(self) -> dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]]:
