@@ -168,7 +168,7 @@ def test_a_file_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     with path.open("wb") as file:
         np.savez(file, about=np.frombuffer(json.dumps({"version": 99}).encode(), dtype="uint8"))
     with pytest.raises(
-        ValueError, match="prepared data: its version is 99, and this program reads 2: prepare it again$"
+        ValueError, match="prepared data: its version is 99, and this program reads 2: remove it and prepare it again$"
     ):
         md.read(path)
     with path.open("wb") as file:

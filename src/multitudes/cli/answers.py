@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["evaluate", "predict"]
 
 Cell = str | float | int
-JOB = "RUN/jobs/METHOD-SEED, or a folder that train wrote."
+JOB = "RUN/jobs/METHOD-SEED, or a run directory that train wrote."
 
 
 def predict(

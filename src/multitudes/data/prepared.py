@@ -63,7 +63,7 @@ def read(path: str | Path) -> Data:
             about = json.loads(arrays["about"].tobytes())
             if about["version"] != VERSION:
                 raise ValueError(
-                    f"its version is {about['version']}, and this program reads {VERSION}: prepare it again"
+                    f"its version is {about['version']}, and this program reads {VERSION}: remove it and prepare it again"
                 )
             train, validation, test = (_part(arrays, name, about["shape"]) for name in PARTS)
             ood = {name: torch.from_numpy(arrays[f"ood.{number}"]) for number, name in enumerate(about["ood"])}

@@ -124,7 +124,7 @@ class _Job:
     def read(cls, directory: Path, device: str | None, accelerator: Any) -> _Job:
         path = directory / "config.json"
         if not path.is_file():
-            raise ValueError(f"directory must be that of a job, got {str(directory)!r}, in which is no config.json")
+            raise ValueError(f"directory must be that of a job, got {str(directory)!r}, which has no config.json")
         config = json.loads(path.read_text(encoding="utf-8"))
         if config["version"] != 1:
             raise ValueError(f"version of {str(path)!r} must be 1, got {config['version']!r}")
