@@ -86,7 +86,8 @@ def write_run(
     spec = {"seeds": list(seeds), "device": "cpu", "methods": tables, "data": {"source": used.name}}
     spec |= {"model": {"name": "small_cnn"}, "training": {"epochs": 30, "batch_size": 64, "lr": 0.05}}
     run.spec_path.write_text(to_toml(spec), encoding="utf-8")
-    about = {name: getattr(used, name) for name in ("name", "kind", "task", "shape", "outputs", "fingerprint")}
+    about = {name: getattr(used, name) for name in ("name", "task", "shape", "outputs", "fingerprint")}
+    about["kind"] = used.kind.name
     about |= {"parts": {name: len(part) for name, part in used.parts.items()}, "dropped": dict(used.dropped)}
     run.about_path.write_text(json.dumps(about))
     for number, (name, fake) in enumerate(chosen.items()):

@@ -62,9 +62,8 @@ def read(path: str | Path) -> Data:
         with np.load(path, allow_pickle=False) as arrays:
             about = json.loads(arrays["about"].tobytes())
             if about["version"] != VERSION:
-                raise ValueError(
-                    f"its version is {about['version']}, and this program reads {VERSION}: remove it and prepare it again"
-                )
+                versions = f"its version is {about['version']}, and this program reads {VERSION}"
+                raise ValueError(f"{versions}: remove it and prepare it again")
             train, validation, test = (_part(arrays, name, about["shape"]) for name in PARTS)
             ood = {name: torch.from_numpy(arrays[f"ood.{number}"]) for number, name in enumerate(about["ood"])}
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
