@@ -165,7 +165,7 @@ def find_images(source: Source, image: str | None) -> list[str] | None:
             raise ValueError(f"image={image!r} must be a column of images, got one of kind {column.kind}")
         return [image]
     found = [name for name, column in source.columns.items() if column.kind == "image"]
-    named = [name for name in ("image", "img") if name in found]
+    named: list[str] = [name for name in ("image", "img") if name in found]
     if len(found) < 2 or named:
         return named[:1] or found or None
     raise ValueError(f"image= must say which column of {source.name} holds the images: {', '.join(found)}")
