@@ -11,7 +11,7 @@ import torch
 
 from multitudes.core.multitude import Multitude
 from multitudes.data import Data
-from multitudes.evaluation.calibrated import Calibrated
+from multitudes.evaluation.calibrate import Calibrated
 from multitudes.storage.save import load
 from multitudes.study.job_data import data_of, device_of
 from multitudes.study.leaderboard import leaderboard
