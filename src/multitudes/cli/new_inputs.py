@@ -45,8 +45,7 @@ def read_inputs(paths: Sequence[Path], data: Data, skip_bad: bool = False) -> In
         columns = data.encoder.columns(source)
         faults.check(columns)
         rows = faults.without(torch.arange(len(source)))
-        encoded = data.encoder(columns, rows, source.where)
-        faults.add(rows, encoded)
+        encoded = faults.encode(data.encoder, columns, rows)
         for row in rows[encoded.kept].tolist():
             number = str(row) if len(paths) == 1 else f"{path} row {row}"
             names.append(source.where(row) if source.files else number)
@@ -82,8 +81,7 @@ def labelled(
         raise ValueError(f"{opened.name} has no row that can be used")
     y, classes = targets(name, opened.columns[name], every, data.task, kind.labelled)
     rows = bad.without(opened.parts.get("test", every))
-    encoded = data.encoder(columns, rows, opened.where)
-    bad.add(rows, encoded)
+    encoded = bad.encode(data.encoder, columns, rows)
     if not encoded.kept:
         raise ValueError(f"{opened.name} has no row that can be used")
     return encoded.x, _matched(y[rows[encoded.kept]], classes, data), bad.counts()

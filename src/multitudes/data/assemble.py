@@ -110,9 +110,8 @@ def add_ood(
             bad.check(inputs)
             rows = bad.without(opened.parts.get("test", torch.arange(len(opened))))
             rows = _fewer(rows, torch.zeros(len(rows)), limit, seed)
-            encoded = data.encoder(inputs, rows, opened.where)
-            bad.add(rows, encoded)
-            x, counts = encoded.x, bad.counts()
+            x = bad.encode(data.encoder, inputs, rows).x
+            counts = bad.counts()
         elif (whole.kind, whole.columns) != (data.kind, data.columns):
             raise ValueError(f"ood {str(source)!r} must hold inputs like those of {data.name}, got {whole!r}")
         else:
@@ -166,8 +165,7 @@ def _from_source(source: Source, name: str, wanted: _Wanted, limit: int | None) 
     rows = {part: _fewer(chosen, groups[chosen], limit, wanted.seed) for part, chosen in rows.items()}
     encoder = kind.fit(inputs, rows["train"], wanted.size)
     order = torch.cat(list(rows.values()))
-    encoded = encoder(inputs, order, source.where)  # all parts at once, since they must be alike
-    bad.add(order, encoded)
+    encoded = bad.encode(encoder, inputs, order)  # all parts at once, since they must be alike
     train, validation, test = _parts(source, rows, encoded, y[order])
     return Data(
         name, train, validation, test, classes, encoder.names, dropped=bad.counts(), categories=encoder.categories

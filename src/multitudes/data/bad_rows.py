@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from multitudes.data.columns import Column, Encoded
+from multitudes.data.kinds import Encoder
 from multitudes.data.sources import Source
 
 __all__ = ["BadRows"]
@@ -33,12 +34,14 @@ class BadRows:
                 self.rows.setdefault(row, f"{name!r} {lacks}")
         self._settle()
 
-    def add(self, rows: Tensor, encoded: Encoded) -> None:
-        """These rows were encoded, as far as they can be."""
+    def encode(self, encoder: Encoder, columns: Mapping[str, Column], rows: Tensor) -> Encoded:
+        """The inputs of these rows, as far as they can be encoded."""
+        encoded = encoder(columns, rows, self.source.where)
         for index, error in encoded.bad.items():
             reason, bracket, detail = error.partition(" (")
             self.rows[int(rows[index])], self.details[int(rows[index])] = reason, bracket + detail
         self._settle()
+        return encoded
 
     def _settle(self) -> None:
         if not self.rows or self.skip:
