@@ -30,8 +30,8 @@ def write_landscape(run: Run, points: int = 21, images: int = 256) -> Path | Non
         return None
     networks, trained = found
     test = trained.data.test
-    data = trained.inputs(test.x[:images]).to(trained.device), test.y[:images].to(trained.device)
-    train = trained.inputs(trained.data.train.x[:images]).to(trained.device)
+    data = trained.data.normalised(test.x[:images]).to(trained.device), test.y[:images].to(trained.device)
+    train = trained.data.normalised(trained.data.train.x[:images]).to(trained.device)
     alike = list(networks.values())
     scored = plane(alike[0], data, through=alike, points=points, batch_norm=train, progress=False)
     x, y = (axis.tolist() for axis in scored.axes)
