@@ -99,7 +99,7 @@ DRAWING: dict[str, Callable[[], mt.Multitude]] = {
 def test_a_network_that_draws_is_frozen_first(name: str, tmp_path: Path) -> None:
     net = DRAWING[name]().eval()
     path = to_onnx(net, tmp_path / "net.onnx", X, draws=3, seed=4)
-    same(path, net.freeze(3, seed=4).predict(OTHER), OTHER)
+    same(path, mt.freeze(net, 3, seed=4).predict(OTHER), OTHER)
     assert answers(path, OTHER)["members"].shape == (3 * net.members, 9, 5)
 
 
@@ -110,7 +110,7 @@ def test_maps_are_exported_with_smoothing_and_dropout(tmp_path: Path) -> None:
     smooth = mt.mc_dropout(mt.smooth(model, example=x), 0.2, where="block", example=x)
     net = mt.packed(smooth, 2, example=x).eval()
     path = to_onnx(net, tmp_path / "net.onnx", x, draws=2, seed=0)
-    same(path, net.freeze(2, seed=0).predict(x[:3]), x[:3])
+    same(path, mt.freeze(net, 2, seed=0).predict(x[:3]), x[:3])
 
 
 @pytest.mark.parametrize("scaling", some(["temperature", "member_temperature", "vector", "isotonic"], "temperature"))
@@ -252,4 +252,4 @@ def test_draws_of_every_network_are_exported(method: str, network: str, tmp_path
     net = drawing_cases.build(method, network).eval()
     x = case.batch(3)[0]
     path = to_onnx(net, tmp_path / "net.onnx", case.batch()[0], draws=2, seed=0)
-    same(path, net.freeze(2, seed=0).predict(x), x)
+    same(path, mt.freeze(net, 2, seed=0).predict(x), x)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import multitudes as mt
-from multitudes.methods.patching.conversion import Patched, divergence, family, patched
+from multitudes.methods.patching.conversion import Patched, family, patched, patching_kl
 from tests.test_patching import close, mlp, patches
 
 # -- gradients ---------------------------------------------------------------------------------------------
@@ -133,6 +133,6 @@ def test_an_ensemble_of_patched_networks_learns_as_its_members_do_alone() -> Non
 def test_patching_twice_counts_every_layer_once() -> None:
     twice = patched(patched(mlp(), 3, "norm"), 2, "output", cross=True)
     assert twice.ensemble_size() == 3 * 2 ** (18 + 3)
-    torch.testing.assert_close(twice.kl(tau=2.0), divergence(twice.network, tau=2.0))
+    torch.testing.assert_close(twice.kl(tau=2.0), patching_kl(twice.network, tau=2.0))
     with pytest.raises(ValueError, match="where: layer '3' is a PatchedLinear, which cannot be patched"):
         patched(twice, 2, "output")

@@ -63,7 +63,7 @@ def test_networks_that_draw_load_as_they_were_saved(method: str, network: str, t
     kl = net.kl()
     torch.manual_seed(0)
     assert torch.equal(loaded.kl(), kl)
-    frozen = net.freeze(2, seed=0)
+    frozen = mt.freeze(net, 2, seed=0)
     same(frozen, load(save(frozen, tmp_path / "frozen.safetensors"), case.model(seed=5)), case.batch()[0])
 
 
@@ -114,7 +114,7 @@ def test_compositions_of_known_layers_load_without_a_model(name: str, tmp_path: 
     same(net, loaded, x)
     same(loaded, load(save(loaded, tmp_path / "again.safetensors")), x)
     if stochastic_layers(net.network):
-        same(frozen := net.freeze(2), load(save(frozen, tmp_path / "frozen.safetensors")), x)
+        same(frozen := mt.freeze(net, 2), load(save(frozen, tmp_path / "frozen.safetensors")), x)
     torch.manual_seed(1)
     y = torch.arange(len(x)) % 5
     want = net.train().loss(x, y, dataset_size=10)
@@ -218,7 +218,7 @@ def test_a_users_own_layer_that_draws_is_loaded_from_the_model(tmp_path: Path) -
     net = mt.deep_ensemble(nn.Sequential(Jitter(), nn.Linear(6, 5)), 2)
     model = nn.Sequential(Jitter(), nn.Linear(6, 5))
     same(net, load(save(net, tmp_path / "a.safetensors"), model), X)
-    frozen = net.freeze(2)
+    frozen = mt.freeze(net, 2)
     same(frozen, load(save(frozen, tmp_path / "b.safetensors"), model), X)
     with pytest.raises(ValueError, match="model must be given.*layer '0' is a Jitter"):
         load(tmp_path / "a.safetensors")
@@ -293,9 +293,9 @@ def test_what_a_file_cannot_hold_is_said_when_saving(tmp_path: Path) -> None:
         save(net, path)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
     swag = mt.swag(model, drawing_cases.trajectory(model), data=torch.randn(20, 6))
-    with pytest.raises(ValueError, match=r"the data .* cannot be saved: save net.freeze\(draws=...\)"):
+    with pytest.raises(ValueError, match=r"the data .* cannot be saved: save mt.freeze\(net, draws=...\)"):
         save(swag, path)
-    same(frozen := swag.freeze(2), load(save(frozen, tmp_path / "frozen.safetensors")), X)
+    same(frozen := mt.freeze(swag, 2), load(save(frozen, tmp_path / "frozen.safetensors")), X)
 
     class Own(mt.Multitude):
         pass
@@ -332,7 +332,7 @@ def test_hooks_that_the_model_lacks_are_not_lost_in_silence(tmp_path: Path) -> N
 
 
 def test_a_file_of_another_kind_is_one_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="which is none"):
+    with pytest.raises(ValueError, match="which does not exist"):
         load(tmp_path / "nothing.safetensors")
     (tmp_path / "text.safetensors").write_text("no tensors")
     with pytest.raises(ValueError, match="path must be a file that mt.save wrote"):
@@ -342,24 +342,35 @@ def test_a_file_of_another_kind_is_one_error(tmp_path: Path) -> None:
         load(tmp_path / "tensors.safetensors")
 
 
+ALIEN = ("os.system", "torch.hub.load", "multitudes.storage.save.save", "multitudes.__main__.main")
+
+
 @pytest.mark.parametrize(
-    "name",
+    "entry, names, message",
     [
-        "os.system",
-        "torch.hub.load",
-        "multitudes.storage.save.save",
-        "torch.nn.modules.no.Layer",
-        "multitudes.__main__.main",
+        ("class", (*ALIEN, "torch.nn.modules.no.Layer"), "which is no layer of torch or of this library"),
+        ("function", (*ALIEN, "multitudes.methods.variance.kl.approximate_kl"), "which is no divergence of this"),
     ],
 )
-def test_a_file_that_names_anything_but_layers_is_refused(name: str, tmp_path: Path) -> None:
-    path = save(mt.Multitude(mlp()), tmp_path / "net.safetensors")
+def test_a_file_that_names_anything_but_layers_and_divergences_is_refused(
+    entry: str, names: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    path = save(mt.variance(mlp()), tmp_path / "net.safetensors")
     with safetensors.safe_open(path, framework="pt") as file:
         header = json.loads(file.metadata()["multitudes"])
-    header["nodes"][2]["class"] = name
-    save_file(load_file(path), path, {"multitudes": json.dumps(header)})
-    with pytest.raises(ValueError, match="which is no layer of torch or of this library"):
-        load(path)
+    for name in names:
+        changed = header["nodes"][2] if entry == "class" else header["nodes"][0]["divergences"][0]
+        changed[entry] = name
+        save_file(load_file(path), path, {"multitudes": json.dumps(header)})
+        with pytest.raises(ValueError, match=message):
+            load(path)
+
+
+def test_loaded_tensors_have_aligned_memory_of_their_own(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 5))  # sizes that are no multiples of an alignment
+    tensors = list(load(save(mt.Multitude(model), tmp_path / "net.safetensors")).state_dict().values())
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
 
 
 def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,7 +259,7 @@ def test_without_data_all_draws_have_the_trajectorys_own_statistics() -> None:
     for name, method in CONVERSIONS.items():
         net = method(model, checkpoints)
         want = checkpoints[-1]["1.running_mean"] if name in ("random", "dropout") else mean
-        torch.testing.assert_close(net.network.plain[1].running_mean, want)
+        torch.testing.assert_close(net.network.network[1].running_mean, want)
         torch.testing.assert_close(net.samples(2).state_dict()["1.running_mean"], want.expand(2, -1))
 
 
@@ -361,7 +361,9 @@ def test_layers_that_draw_go_on_drawing_inside_a_subspace() -> None:
     assert drawn.shape == (7, 2, 2)
     assert 0 < (drawn[:, 0] - drawn[:, 1]).abs().max() < 0.02 < drawn.std(0).min()
     assert torch.equal(drawn, net(x, seed=0))
-    torch.testing.assert_close(net(x, draws=0)[0], F.linear(x, net.network.plain[0].weight, net.network.plain[0].bias))
+    torch.testing.assert_close(
+        net(x, draws=0)[0], F.linear(x, net.network.network[0].weight, net.network.network[0].bias)
+    )
 
 
 def test_networks_that_differ_in_their_settings_are_not_fused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -351,3 +353,15 @@ def test_pretrained_activations_keep_their_scale(network: str, method: object) -
         predictions = predictions.flatten(0, 1).unsqueeze(0)
     ratio = predictions.square().mean((1, 2)).sqrt() / model(x).square().mean().sqrt()
     torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=0.25, atol=0)
+
+
+@pytest.mark.parametrize(
+    "convert", [mt.packed, mt.masksembles, mt.mimo, lambda model, **given: mt.patched(model, 3, "output", **given)]
+)
+def test_an_example_changes_no_member_and_a_search_for_one_no_random_state(convert: Callable[..., nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 5))
+    state = torch.get_rng_state()
+    without, given = convert(model, seed=0), convert(model, seed=0, example=torch.ones(2, 6))
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, tensor in given.state_dict().items():
+        assert torch.equal(tensor, without.state_dict()[name]), name

@@ -31,6 +31,7 @@ from multitudes.methods.subspace import Subspace, subspace, swa, swag
 from multitudes.methods.temporal import Stream, temporal
 from multitudes.methods.variance.conversion import Absolute, VarianceConv1d, VarianceConv2d, VarianceLinear, variance
 from multitudes.methods.variance.transition import kappa, phase, sparsify
+from multitudes.storage.freeze import freeze
 from multitudes.storage.onnx import to_onnx
 from multitudes.storage.save import load, save
 from multitudes.surgery.check import check
@@ -68,6 +69,7 @@ __all__ = [
     "explain",
     "family",
     "fit",
+    "freeze",
     "fuse",
     "gaussian_nll",
     "head",

@@ -24,7 +24,7 @@ from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.multitude import Multitude
 from multitudes.surgery import insert as insertion
 from multitudes.surgery.downsampling import Call, Run, has_other_path
-from multitudes.surgery.layers import CONVOLUTIONS, Selector, check_model, replace, select
+from multitudes.surgery.layers import CONVOLUTIONS, Selector, check_model, plain_layer, replace, select
 from multitudes.surgery.observe import example_for
 
 # -- layers ------------------------------------------------------------------------------------------------
@@ -60,6 +60,7 @@ class DropConnect(Stochastic):
 
     noise = "weights"
     weight: Tensor
+    bias: Tensor | None
     p: float
 
     def connected(self) -> Tensor:
@@ -67,6 +68,10 @@ class DropConnect(Stochastic):
         if self.expects or self.p == 0:
             return self.weight
         return self.weight * _mask(self.uniform(self.weight.shape, like=self.weight), self.p, self.weight)
+
+    def fold(self) -> nn.Module:
+        kind = next(plain for plain, connected in CONNECTED.items() if connected is type(self))
+        return plain_layer(kind, self, self.connected(), self.bias, omit=("p",))
 
 
 class DropConnectLinear(DropConnect, nn.Linear):

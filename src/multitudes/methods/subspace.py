@@ -21,7 +21,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -55,23 +55,29 @@ KINDS = ("random", "dropout", "diagonal", "low_rank")
 class Around(Stochastic):
     """A network that runs with weights drawn around its own, by `drawn`.
 
-    It wears the names of the network, `plain`, whose own weights are the centre and the expectation; what
+    It shares the registries of its `network`, whose own weights are the centre and the expectation; what
     else the draws need are buffers named `trajectory_...`. All floating-point parameters are drawn, as one flat
     vector, in the order of `named_parameters()`. A gradient goes to the centre.
     """
 
     noise = "network"
-    plain: nn.Module
+    shares = "network"
+    unsaved: ClassVar[dict[str, str]] = {
+        "data": "the data on which each draw recomputes batch-norm statistics cannot be saved: save mt.freeze(net, "
+        "draws=...), whose networks have their statistics"
+    }
+    """Why a file cannot hold a setting."""
+    network: nn.Module
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         share_registries(self, network)
         self.training = network.training
-        object.__setattr__(self, "plain", network)  # not registered, which would put a name in front
+        object.__setattr__(self, "network", network)  # not registered, which would put a name in front
         self.data: Batches | None = None
         self.floor: float | None = None
         self.tries = 5
-        # Networks that are fused must be alike in their settings, used or unused, and `plain` is not looked into.
+        # Networks that are fused must be alike in their settings, used or unused, and `network` is not looked into.
         self.settings = (type(network).__name__, *sorted((k, v) for k, v in vars(network).items() if _setting(k, v)))
 
     def drawn(self, theta: Tensor) -> Tensor:
@@ -79,8 +85,8 @@ class Around(Stochastic):
         raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.plain.training = self.training
-        return call_with(self.plain, self.draw_state(), kwargs or args)
+        self.network.training = self.training
+        return call_with(self.network, self.draw_state(), kwargs or args)
 
     def draw_state(self) -> State:
         """The weights of one draw, by name, and where there is data, the batch-norm statistics that go with them.
@@ -90,13 +96,13 @@ class Around(Stochastic):
         if self.expects:
             return {}
         data = None if self.training else self.data
-        theta = flat_weights(self.plain)
+        theta = flat_weights(self.network)
         with torch.autocast(theta.device.type, enabled=False):
             for _ in range(1 if self.floor is None or data is None else self.tries):
-                state = unflattened(self.drawn(theta), self.plain)
-                if data is not None and norms(self.plain):
-                    state |= statistics(self.plain, state, data)
-                if data is None or self.floor is None or accuracy(self.plain, state, data) >= self.floor:
+                state = unflattened(self.drawn(theta), self.network)
+                if data is not None and norms(self.network):
+                    state |= statistics(self.network, state, data)
+                if data is None or self.floor is None or accuracy(self.network, state, data) >= self.floor:
                     return state
         warnings.warn(
             f"no weights of accuracy {self.floor:g} were found in {self.tries} tries, so the centre was taken; "
@@ -105,10 +111,13 @@ class Around(Stochastic):
         )
         return {}
 
-    def alone(self, state: State) -> nn.Module:
-        """A copy of the plain network with the tensors of `state`."""
+    @torch.no_grad()
+    def fold(self) -> nn.Module:
+        """A copy of the plain network with the tensors of one draw."""
+        with evaluating(self):
+            state = self.draw_state()
         own = {name: buffer for name, buffer in self._buffers.items() if name.startswith("trajectory_")}
-        network = copy.deepcopy(self.plain, {id(buffer): None for buffer in own.values()})
+        network = copy.deepcopy(self.network, {id(buffer): None for buffer in own.values()})
         for name in own:
             del network._buffers[name]
         network.load_state_dict(state, strict=False)
@@ -130,7 +139,7 @@ class Around(Stochastic):
             object.__setattr__(self, name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Around:
-        self.plain._apply(fn, recurse)
+        self.network._apply(fn, recurse)
         return self
 
 
@@ -208,9 +217,9 @@ class Subspace(Multitude):
         for number in range(draws):
             draw.index = torch.tensor(number)
             own_random_state = seeded(None if seed is None else mixed(seed, number))
-            with evaluating(self), drawing([self.network], draw), own_random_state:
-                state = self.network.draw_state()
-            yield self.network.alone(state)
+            with drawing([self.network], draw), own_random_state:
+                network = self.network.fold()
+            yield network
 
 
 # -- conversions -------------------------------------------------------------------------------------------
@@ -380,8 +389,8 @@ def _finished(
     if data is not None and (norms(network) or floor is not None):
         network.data, network.floor, network.tries = data, floor, tries
         if norms(network):
-            _load(network.plain, statistics(network.plain, {}, data))
-        if floor is not None and (reached := accuracy(network.plain, {}, data)) < floor:
+            _load(network.network, statistics(network.network, {}, data))
+        if floor is not None and (reached := accuracy(network.network, {}, data)) < floor:
             raise ValueError(f"floor={floor!r} is above the accuracy of the centre on data, {reached:.3f}")
     return Subspace(network).like(model)
 

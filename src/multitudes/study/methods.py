@@ -286,7 +286,7 @@ METHODS: dict[str, Method] = {
             "Pick it when you can pay for it, or need the yardstick: as a rule the best answers.",
         ),
         Method(
-            "packed", _packed, {**_MEMBERS, "alpha": 2, "gamma": 1, "gamma_layers": None},
+            "packed", _packed, {**_MEMBERS, "alpha": 2, "gamma": 1, "layers": None},
             "About one network: the members are narrow, alpha / members of its width.",
             "Pick it first: independent members, the best value for its price.",
         ),

@@ -80,7 +80,7 @@ class Spec(Section):
 
     >>> spec = Spec.of(data="digits", methods=["single", "packed"], seeds=3, epochs=30)
     >>> spec.seeds, spec.methods["packed"].settings
-    ([0, 1, 2], {'members': 4, 'alpha': 2, 'gamma': 1, 'gamma_layers': None})
+    ([0, 1, 2], {'members': 4, 'alpha': 2, 'gamma': 1, 'layers': None})
     >>> Spec.of(methods=["packed"], epochs=0)
     Traceback (most recent call last):
     multitudes.study.spec.SpecError: training.epochs must be 1 or more, got 0

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from multitudes.core.checks import check_count
 from multitudes.core.multitude import Multitude, plain
@@ -115,6 +115,24 @@ def _check_untied(model: nn.Module, names: Iterable[str]) -> None:
                 raise ValueError(
                     f"layers {' and '.join(map(repr, tied))} share a weight, so {name!r} cannot be replaced"
                 )
+
+
+def plain_layer(
+    kind: type[nn.Module], layer: nn.Module, weight: Tensor, bias: Tensor | None, omit: Sequence[str] = ()
+) -> nn.Module:
+    """A layer of torch's own class `kind`, with these weights and with the settings and buffers of `layer`.
+
+    `omit` names the settings of `layer` that torch's class does not have.
+    """
+    plain = kind.__new__(kind)
+    nn.Module.__init__(plain)
+    own = {*vars(plain), *omit, "draw", "expects"}
+    vars(plain).update(copy.deepcopy({key: value for key, value in vars(layer).items() if key not in own}))
+    plain.register_parameter("weight", nn.Parameter(weight.detach().clone()))
+    plain.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone()))
+    for name, buffer in layer._buffers.items():
+        plain.register_buffer(name, None if buffer is None else buffer.clone())
+    return plain.train(layer.training)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------

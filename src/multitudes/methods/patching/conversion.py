@@ -34,7 +34,8 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import Input
 from multitudes.core.checks import check_number
-from multitudes.core.multitude import Divergence, Multitude
+from multitudes.core.divergences import Divergence, divergence
+from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import seeded
 from multitudes.methods.patching.layers import (
     ASSIGNMENTS,
@@ -220,10 +221,9 @@ def family(
             converted[name] = patch
     network = replace(network, converted)
     if shared is not None:
-        network.register_forward_pre_hook(shared.begin)
-        network.register_forward_hook(shared.end, always_call=True)
+        shared.attach(network)
     net = Patched(network).like(original)
-    net.divergences = (*_other(net.divergences), partial(divergence, tau=tau, rho=rho))
+    net.divergences = (*_other(net.divergences), partial(patching_kl, tau=tau, rho=rho))
     net.notes = {name: f"{components} components, {_DRAWN[assignment]}" for name in converted}
     return net
 
@@ -327,7 +327,8 @@ def _check_layer(name: str, layer: nn.Module) -> None:
 # -- objective ---------------------------------------------------------------------------------------------
 
 
-def divergence(network: nn.Module, tau: float = 1.0, rho: float = 1.0) -> Tensor:
+@divergence
+def patching_kl(network: nn.Module, tau: float = 1.0, rho: float = 1.0) -> Tensor:
     """Eq. (6): the divergence of a patched network from its prior, up to a constant.
 
     The shared terms are those of all other parameters that are named weight or bias. Where probabilities are learned,
@@ -368,4 +369,4 @@ def _negative_entropy(mixing: Mixing) -> Tensor:
 
 def _other(divergences: tuple[Divergence, ...]) -> tuple[Divergence, ...]:
     """Without that of an earlier patching, which counts every layer as well."""
-    return tuple(each for each in divergences if getattr(each, "func", None) is not divergence)
+    return tuple(each for each in divergences if getattr(each, "func", None) is not patching_kl)

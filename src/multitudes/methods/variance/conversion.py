@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multitudes.core.checks import check_number
+from multitudes.core.divergences import divergence
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import seeded
@@ -326,8 +327,8 @@ def variance(
             for layer in converted.values():
                 layer.reset_spread()
     net = Multitude(replace(network, converted)).like(model)
-    if divergence not in net.divergences:  # it is that of all such layers
-        net.divergences += (divergence,)
+    if variance_kl not in net.divergences:  # it is that of all such layers
+        net.divergences += (variance_kl,)
     net.notes = {name: f"random weights, parameterization {parameterization!r}" for name in converted}
     return net
 
@@ -354,7 +355,8 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 # -- objective ---------------------------------------------------------------------------------------------
 
 
-def divergence(network: nn.Module, kind: str | None = None, nu: float | None = None) -> Tensor:
+@divergence
+def variance_kl(network: nn.Module, kind: str | None = None, nu: float | None = None) -> Tensor:
     """The divergence of all variance layers' weights from their prior, a scalar; `kind` and `nu` override theirs."""
     if kind is not None:
         _check_choice("kind", kind, KLS)
