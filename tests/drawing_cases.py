@@ -24,7 +24,7 @@ Convert = Callable[[nn.Module, Tensor, int], mt.Multitude]
 def before_all_but_the_first(model: nn.Module, x: Tensor, seed: int) -> mt.Multitude:
     layers = [name for name, layer in model.named_modules() if isinstance(layer, (nn.Conv2d, nn.Linear))]
     inside = [name for name in layers[1:] if "encoder" not in name]  # attention reads the weights of its own layers
-    return mt.mc_dropout(model, 0.3, inside, where="before", example=x)
+    return mt.mc_dropout(model, 0.3, inside, example=x)
 
 
 def patched(model: nn.Module, x: Tensor, seed: int, cross: bool = False) -> mt.Multitude:

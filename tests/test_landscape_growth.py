@@ -51,7 +51,7 @@ def test_the_first_runs_are_averaged_kind_by_kind() -> None:
     assert found.runs == ("run 0", "run 1", "run 2")
     logits = {
         "baseline": [run.net(X)[None] for run in runs],
-        "diagonal": [mt.subspace(r.net, "diagonal", r).samples(4, seed=1).predict(X).predictions for r in runs],
+        "diagonal": [mt.subspace(r.net, "diagonal", r).networks(4, seed=1).predict(X).predictions for r in runs],
         "weight averaging": [mt.swa(run.net, run).predict(X).predictions for run in runs],
     }
     for row, kind in enumerate(found.kinds):
@@ -95,7 +95,7 @@ def test_scores_under_corruption_are_those_of_the_corrupted_images() -> None:
     names = ("gaussian_noise", "contrast")
     found = under_corruption(methods, X, Y, corruptions=names, severities=(0, 2, 5), draws=3, seed=4)
     assert found.methods == ("runs", "random")
-    samples = methods["random"].samples(3, seed=4)  # type: ignore[union-attr]
+    samples = methods["random"].networks(3, seed=4)  # type: ignore[union-attr]
     for t, name in enumerate(names):
         for v, severity in enumerate((0, 2, 5)):
             x = mt.shift.corrupt(X, name, severity, seed=4) if severity else X

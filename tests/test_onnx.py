@@ -107,7 +107,7 @@ def test_a_network_that_draws_is_frozen_first(name: str, tmp_path: Path) -> None
 def test_maps_are_exported_with_smoothing_and_dropout(tmp_path: Path) -> None:
     x = torch.randn(4, 3, 16, 16)
     model = mt.models.ResNet(mt.models.resnet.BasicBlock, (1, 1, 1, 1), 5, width=8)
-    smooth = mt.mc_dropout(mt.smooth(model, example=x), 0.2, where="block", example=x)
+    smooth = mt.mc_dropout(mt.smooth(model, example=x), 0.2, "block", example=x)
     net = mt.packed(smooth, 2, example=x).eval()
     path = to_onnx(net, tmp_path / "net.onnx", x, draws=2, seed=0)
     same(path, mt.freeze(net, 2, seed=0).predict(x[:3]), x[:3])

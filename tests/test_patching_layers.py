@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributions import RelaxedOneHotCategorical
 
 import multitudes as mt
-from multitudes.methods.patching.conversion import family, patched
+from multitudes.methods.patching import family, patched
 from multitudes.methods.patching.layers import Patch, PatchedNorm
 from tests.test_patching import assigned, mlp, patches
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.core.multitude import Multitude
-from multitudes.methods.variance.conversion import PARAMETERIZATIONS, variance, variance_layers
-from multitudes.methods.variance.transition import kappa, phase, sparsify
+from multitudes.methods.variance import kappa, phase, sparsify, variance
+from multitudes.methods.variance.layers import PARAMETERIZATIONS, variance_layers
 
 
 class Sequences(nn.Module):
@@ -233,13 +233,13 @@ def test_weights_of_small_kappa_are_fixed_and_the_others_stay_as_they_are(to: st
     found = kappa(net.eval(), x, y)["4"]
     threshold = found.abs().median().item()
     before = copy.deepcopy(net)
-    sparse, compression = sparsify(net, kappa=threshold, to=to)
+    sparse, compression = sparsify(net, threshold, to=to)
     old, new = variance_layers(net.network)["4"], variance_layers(sparse.network)["4"]
     small = found.abs() < threshold
     torch.testing.assert_close(new.variance(), torch.where(small, 0.0, old.variance()))
     torch.testing.assert_close(new.mean(), torch.where(small, 0.0 if to == "zero" else old.mean(), old.mean()))
     assert compression == pytest.approx(24 / int((~small).sum()))
-    assert sparsify(net, kappa=threshold, to=to).fixed == pytest.approx(small.float().mean().item())
+    assert sparsify(net, threshold, to=to).fixed == pytest.approx(small.float().mean().item())
     assert type(sparse) is type(net) and sparse(x, draws=6).std(0).min() > 0
     torch.testing.assert_close(net(x, draws=3, seed=0), before(x, draws=3, seed=0))
 
@@ -248,7 +248,7 @@ def test_a_fixed_weight_draws_nothing() -> None:
     """With all weights but one fixed, the output's variance is that weight's alone."""
     net, _, x, y = case("mlp", layers=["0"])
     found = kappa(net, x, y)["0"].abs()
-    sparse, compression = sparsify(net, kappa=found.max().item(), to="mean")
+    sparse, compression = sparsify(net, found.max().item(), to="mean")
     assert compression == 30
     layer = variance_layers(sparse.network)["0"]
     row, column = divmod(int(found.argmax()), 5)
@@ -261,7 +261,7 @@ def test_a_fixed_weight_draws_nothing() -> None:
 def test_fixed_weights_stay_fixed_whatever_training_does() -> None:
     net, x, y, found = measured()
     for to in ("zero", "mean"):
-        sparse = sparsify(net, kappa=found["0"].abs().median().item(), to=to).net
+        sparse = sparsify(net, found["0"].abs().median().item(), to=to).net
         layer = variance_layers(sparse.network)["0"]
         small = layer.fixed.clone()
         before = layer.mean().detach()
@@ -276,13 +276,13 @@ def test_fixed_weights_stay_fixed_whatever_training_does() -> None:
 
 def test_fixed_weights_have_no_divergence() -> None:
     net, _, _, found = measured()
-    sparse, compression = sparsify(net, kappa=found["0"].abs().median().item())
+    sparse, compression = sparsify(net, found["0"].abs().median().item())
     torch.testing.assert_close(sparse.kl() * compression, net.kl())
 
 
 def test_a_sparse_network_saves_and_loads_also_into_one_that_is_not() -> None:
     net, x, _, found = measured()
-    sparse = sparsify(net, kappa=found["0"].abs().median().item(), to="mean").net
+    sparse = sparsify(net, found["0"].abs().median().item(), to="mean").net
     want = sparse(x, draws=4, seed=0)
     for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(sparse))):
         other.load_state_dict(sparse.state_dict())
@@ -294,7 +294,7 @@ def test_a_sparse_network_saves_and_loads_also_into_one_that_is_not() -> None:
 
 def test_thresholds_from_none_to_all() -> None:
     net, x, _, _ = measured()
-    none, all_ = sparsify(net, kappa=0), sparsify(net, kappa=1e9, to="mean")
+    none, all_ = sparsify(net, 0), sparsify(net, 1e9, to="mean")
     assert (none.compression, none.fixed) == (1.0, 0.0)
     assert (all_.compression, all_.fixed) == (math.inf, 1.0)
     torch.testing.assert_close(none.net(x, draws=3, seed=0), net(x, draws=3, seed=0))
@@ -303,10 +303,10 @@ def test_thresholds_from_none_to_all() -> None:
 
 def test_what_was_fixed_once_keeps_its_value() -> None:
     net, x, y, found = measured()
-    first = sparsify(net, kappa=found["0"].abs().median().item(), to="mean").net
+    first = sparsify(net, found["0"].abs().median().item(), to="mean").net
     again = kappa(first, x, y)["0"]
     assert (again[variance_layers(first.network)["0"].fixed] == 0).all()
-    second = sparsify(first, kappa=1e9, to="zero").net
+    second = sparsify(first, 1e9, to="zero").net
     layer, old = variance_layers(second.network)["0"], variance_layers(first.network)["0"]
     torch.testing.assert_close(layer.mean(), torch.where(old.fixed, old.mean(), 0.0))
 
@@ -321,11 +321,11 @@ def test_what_was_fixed_once_keeps_its_value() -> None:
         (lambda net, x, y: kappa(mlp(), x, y), r"net \(Sequential\) has no variance layer"),
         (lambda net, x, y: kappa(mt.deep_ensemble(net, 2), x, y), r"net is a multitude of members \(Members\)"),
         (lambda net, x, y: phase(net), r"layer '0' has no kappa yet: call kappa\(net, x, y\) first"),
-        (lambda net, x, y: sparsify(net, kappa=1.0), r"layer '0' has no kappa yet: call kappa\(net, x, y\) first"),
-        (lambda net, x, y: sparsify(net.network, kappa=1.0), r"net must be a multitude, .*, got Sequential"),
+        (lambda net, x, y: sparsify(net, 1.0), r"layer '0' has no kappa yet: call kappa\(net, x, y\) first"),
+        (lambda net, x, y: sparsify(net.network, 1.0), r"net must be a multitude, .*, got Sequential"),
         (lambda net, x, y: phase(net, -1), "threshold must be 0 or more, got -1"),
-        (lambda net, x, y: sparsify(net, kappa=-1), "kappa must be 0 or more, got -1"),
-        (lambda net, x, y: sparsify(net, kappa=1.0, to="mu"), "to must be 'zero' or 'mean', got 'mu'"),
+        (lambda net, x, y: sparsify(net, -1), "threshold must be 0 or more, got -1"),
+        (lambda net, x, y: sparsify(net, 1.0, to="mu"), "to must be 'zero' or 'mean', got 'mu'"),
     ],
 )
 def test_bad_arguments(call: Callable[..., Any], message: str) -> None:

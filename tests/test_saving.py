@@ -80,7 +80,7 @@ Z = torch.randn(4, 3, 16, 16)
 
 COMPOSED: dict[str, Callable[[], mt.Multitude]] = {
     "packed dropout smooth": lambda: mt.packed(
-        mt.mc_dropout(mt.smooth(image_net(), example=Z), 0.2, where="block", example=Z), 3, example=Z
+        mt.mc_dropout(mt.smooth(image_net(), example=Z), 0.2, "block", example=Z), 3, example=Z
     ),
     "smooth growing": lambda: mt.deep_ensemble(mt.smooth(image_net(), (1, 2, 1), growing=True, example=Z), 2),
     "head": lambda: mt.Multitude(mt.head(image_net(), "mlp", hidden=16, example=Z)),
@@ -89,7 +89,7 @@ COMPOSED: dict[str, Callable[[], mt.Multitude]] = {
     "batch_ensemble dropout": lambda: mt.batch_ensemble(mt.mc_dropout(mlp()), 3),
     "masksembles dropout": lambda: mt.masksembles(mt.mc_dropout(mlp()), 3),
     "mimo dropout": lambda: mt.mimo(mt.mc_dropout(mlp()), 3, repetition=0.2, batch_repetition=2),
-    "patched dropout": lambda: mt.patched(mt.mc_dropout(mlp()), 3, "output", tau=2.0),
+    "patched dropout": lambda: mt.patched(mt.mc_dropout(mlp()), 3, "output", weight_precision=2.0),
     "one assignment": lambda: mt.family(mlp(), 3, "network", sigma=0.1),
     "one learned assignment": lambda: mt.family(mlp(), 3, "network", mixing="learned"),
     "deep, one assignment": lambda: mt.deep_ensemble(mt.family(mlp(), 3, "network"), 2),
@@ -242,7 +242,7 @@ def test_a_users_block_with_a_layer_before_it_is_found_in_the_model(tmp_path: Pa
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.block(self.stem(x)))
 
-    net = mt.mc_dropout(Net(), 0.3, ["block"], where="before", example=Z)
+    net = mt.mc_dropout(Net(), 0.3, ["block"], example=Z)
     assert type(net.network.block).__name__ == "Inserted"
     same(net, load(save(net, tmp_path / "net.safetensors"), Net()), Z)
 

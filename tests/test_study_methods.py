@@ -159,7 +159,7 @@ def test_a_residual_network_gets_dropout_in_its_blocks() -> None:
 def test_norm_layers_and_the_output_are_patched_or_the_output_alone() -> None:
     assert set(built("patched", normed()).notes) == {"1", "5"}
     assert set(built("patched", small()).notes) == {"fc"}
-    assert set(built("cross_patched", small(), where="input+output").notes) == {"features.0", "fc"}
+    assert set(built("cross_patched", small(), layers="input+output").notes) == {"features.0", "fc"}
 
 
 def test_with_batch_norm_draws_around_a_trajectory_are_made_once_for_all() -> None:

@@ -73,7 +73,7 @@ def test_its_samples_are_its_draws(method: str) -> None:
     net = CONVERSIONS[method](case.model(0), checkpoints)
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    samples = net.samples(3, seed=5)
+    samples = net.networks(3, seed=5)
     assert torch.equal(torch.get_rng_state(), state)
     torch.testing.assert_close(samples(x), net(x, draws=3, seed=5))
     assert set(samples.state_dict()) == set(case.model(0).state_dict())
@@ -81,8 +81,8 @@ def test_its_samples_are_its_draws(method: str) -> None:
     assert type(samples.member(1)) is type(case.model(0))
     assert not hasattr(samples.member(1), "trajectory_std")
     mt.check(samples, x)
-    assert not torch.allclose(net.samples(3)(x), net.samples(3)(x))
-    assert net.samples().members == net.draws
+    assert not torch.allclose(net.networks(3)(x), net.networks(3)(x))
+    assert net.networks().members == net.draws
 
 
 def test_it_keeps_dtype_and_mode_and_moves_like_any_network() -> None:
@@ -110,15 +110,15 @@ def test_weights_of_different_dtypes_are_drawn_in_the_finer_one() -> None:
     net = swag(model, checkpoints)
     assert net.trajectory_std.dtype == torch.float32
     assert net(torch.ones(5, 3), draws=2).shape == (2, 5, 2)
-    assert net.samples(2).first.weight.dtype == torch.bfloat16
+    assert net.networks(2).first.weight.dtype == torch.bfloat16
 
 
 def test_a_draw_is_the_same_under_autocast() -> None:
     model, checkpoints = trained_like(lambda: nn.Linear(3, 2))
     net = swag(model, checkpoints)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        weight = net.samples(1, seed=0).weight
-    assert torch.equal(weight, net.samples(1, seed=0).weight)
+        weight = net.networks(1, seed=0).weight
+    assert torch.equal(weight, net.networks(1, seed=0).weight)
 
 
 def test_names_of_the_network_never_clash_with_settings() -> None:
@@ -134,7 +134,7 @@ def test_names_of_the_network_never_clash_with_settings() -> None:
     model, checkpoints = trained_like(Clashing)
     net = swag(model, checkpoints)
     x = torch.randn(5, 3)
-    torch.testing.assert_close(net(x, draws=3, seed=0), net.samples(3, seed=0)(x))
+    torch.testing.assert_close(net(x, draws=3, seed=0), net.networks(3, seed=0)(x))
     assert net(x, draws=3).std(0).min() > 0
 
 
@@ -168,7 +168,7 @@ def test_recurrent_and_tied_weights_are_drawn_as_well() -> None:
     model, checkpoints = trained_like(Tied)
     net = swag(model, checkpoints)
     x = torch.randint(7, (3, 5))
-    samples = net.samples(2, seed=0)
+    samples = net.networks(2, seed=0)
     together = net(x, draws=2, seed=0)
     for i in range(2):
         alone = samples.member(i)
@@ -184,7 +184,7 @@ def test_fine_tuning_moves_the_centre() -> None:
     apart = net.trajectory_factor.clone()
     with torch.no_grad():
         net.weight += 100
-    assert net.samples(5).weight.mean() > 90
+    assert net.networks(5).weight.mean() > 90
     assert torch.equal(apart, net.trajectory_factor)
 
 
@@ -239,15 +239,15 @@ def test_statistics_are_measured_anew_for_every_draw(method: str) -> None:
     net = CONVERSIONS[method](model, checkpoints, data=data)
     own = copy.deepcopy(net.state_dict())
     drawn = net(x, draws=3, seed=0)
-    samples = net.samples(3, seed=0)
+    samples = net.networks(3, seed=0)
     torch.testing.assert_close(samples(x), drawn)
-    unmeasured = CONVERSIONS[method](model, checkpoints).samples(3, seed=0)
+    unmeasured = CONVERSIONS[method](model, checkpoints).networks(3, seed=0)
     for i in range(3):
         alone = unmeasured.member(i)
         update_bn([data], alone.eval())
         torch.testing.assert_close(drawn[i], alone(x), rtol=1e-4, atol=1e-5)
     assert all(torch.equal(own[name], tensor) for name, tensor in net.state_dict().items())
-    torch.testing.assert_close(net.train().samples(3, seed=0).eval()(x), drawn)
+    torch.testing.assert_close(net.train().networks(3, seed=0).eval()(x), drawn)
     centre = net.eval().network.alone({})
     update_bn([data], centre.eval())
     torch.testing.assert_close(net(x, draws=0)[0], centre(x), rtol=1e-4, atol=1e-5)
@@ -260,7 +260,7 @@ def test_without_data_all_draws_have_the_trajectorys_own_statistics() -> None:
         net = method(model, checkpoints)
         want = checkpoints[-1]["1.running_mean"] if name in ("random", "dropout") else mean
         torch.testing.assert_close(net.network.network[1].running_mean, want)
-        torch.testing.assert_close(net.samples(2).state_dict()["1.running_mean"], want.expand(2, -1))
+        torch.testing.assert_close(net.networks(2).state_dict()["1.running_mean"], want.expand(2, -1))
 
 
 def test_a_shuffled_loader_gives_the_same_draws_for_the_same_seed() -> None:
@@ -270,7 +270,7 @@ def test_a_shuffled_loader_gives_the_same_draws_for_the_same_seed() -> None:
     net = swag(model, checkpoints, data=loader)
     x = torch.randn(5, 3)
     assert torch.equal(net(x, draws=3, seed=0), net(x, draws=3, seed=0))
-    torch.testing.assert_close(net.samples(3, seed=0)(x), net(x, draws=3, seed=0))
+    torch.testing.assert_close(net.networks(3, seed=0)(x), net(x, draws=3, seed=0))
 
 
 # -- composition -------------------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.multitude import Multitude
-from multitudes.methods.variance.conversion import PARAMETERIZATIONS, VarianceConv1d, VarianceLinear, variance
+from multitudes.methods.variance import variance
 from multitudes.methods.variance.kl import approximate_kl, stochastic_kl, student_kl
+from multitudes.methods.variance.layers import PARAMETERIZATIONS, VarianceConv1d, VarianceLinear
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(6, 4), (6,)),

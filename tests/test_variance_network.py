@@ -16,8 +16,9 @@ from torch import nn
 import multitudes as mt
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.multitude import Multitude
-from multitudes.methods.variance.conversion import Absolute, VarianceLayer, divergence, variance
+from multitudes.methods.variance import variance, variance_kl
 from multitudes.methods.variance.kl import approximate_kl
+from multitudes.methods.variance.layers import Absolute, VarianceLayer
 from tests.test_variance import KINDS, each_kind, each_parameterization
 
 
@@ -184,7 +185,7 @@ def test_adam_lets_alpha_rise_only_as_fast_as_it_forgets(memory: float) -> None:
 
 
 def test_divergence_pickles() -> None:
-    assert pickle.loads(pickle.dumps(divergence)) is divergence
+    assert pickle.loads(pickle.dumps(variance_kl)) is variance_kl
 
 
 def hooked() -> nn.Module:

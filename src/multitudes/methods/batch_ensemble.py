@@ -21,6 +21,7 @@ from torch.func import functional_call
 from multitudes.core.checks import check_number
 from multitudes.core.seeding import seeded
 from multitudes.core.shared import MemberLayer, SharedMembers
+from multitudes.methods.registry import Method, by
 from multitudes.surgery.initialise import redraw
 from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Selector, check_arguments, replace, select
 
@@ -118,3 +119,15 @@ def batch_ensemble(
     net = SharedMembers(replace(model, converted), members).like(original)
     net.notes = {name: "a rank-one factor for each member" for name in converted}
     return net
+
+
+# -- for studies -------------------------------------------------------------------------------------------
+
+ROWS = (
+    Method(
+        "batch_ensemble", by(batch_ensemble), {"members": 4, "factors": "normal", "spread": None},
+        "The parameters of one network and two vectors a layer for each member; the time of all members.",
+        "Pick it when parameters are dear and time is not.",
+        place=30,
+    ),
+)  # fmt: skip

@@ -21,6 +21,7 @@ from multitudes.core.calling import Input
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.members import Members
 from multitudes.core.seeding import seeded
+from multitudes.methods.registry import Method, by
 from multitudes.surgery.cuts import Cut
 from multitudes.surgery.initialise import redraw
 from multitudes.surgery.layers import Selector, check_arguments
@@ -76,3 +77,15 @@ def packed(
         net = Members(networks(), members).like(original)
     net.notes = {name: cut.note for name, cut in notes.items()} | {"total": f"alpha {alpha:g}, gamma {gamma}"}
     return net
+
+
+# -- for studies -------------------------------------------------------------------------------------------
+
+ROWS = (
+    Method(
+        "packed", by(packed), {"members": 4, "alpha": 2, "gamma": 1, "layers": None},
+        "About one network: the members are narrow, alpha / members of its width.",
+        "Pick it first: independent members, the best value for its price.",
+        place=20,
+    ),
+)  # fmt: skip

@@ -24,6 +24,7 @@ from multitudes.core.calling import Input, call
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import seeded
+from multitudes.methods.registry import Method, by
 from multitudes.surgery.downsampling import GLOBAL, Call, MedianPool, Run, downsamplings
 from multitudes.surgery.insert import after, before
 from multitudes.surgery.layers import Selector, replace, select
@@ -341,3 +342,16 @@ def _with_classifier(model: nn.Module, linears: list[str], classifier: nn.Module
     for name in names[names.index(first) + 1 : names.index(linears[-1].rpartition(".")[2]) + 1]:
         del parent._modules[name]
     return swapped
+
+
+# -- for studies -------------------------------------------------------------------------------------------
+
+SETTINGS = {"kernel": [1, 1], "prob": "tanh", "tau": 10.0, "growing": False}
+ROWS = (
+    Method(
+        "smooth", by(smooth), SETTINGS,
+        "One network and a small blur before each down-sampling: no parameter, little time.",
+        "Pick it when images may be shifted or noisy and a single forward must do.",
+        place=110, images=True,
+    ),
+)  # fmt: skip

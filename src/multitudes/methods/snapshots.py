@@ -28,7 +28,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.members import Members
-from multitudes.core.multitude import plain
+from multitudes.core.multitude import Multitude, plain
+from multitudes.methods.registry import Method, Settings, Training, single
 from multitudes.surgery.layers import check_model
 from multitudes.training.recorder import Checkpoints, Recorder, Trajectory
 
@@ -264,3 +265,31 @@ def _check_cycles(steps: int, cycles: int) -> None:
     check_count("cycles", cycles)
     if cycles > steps:
         raise ValueError(f"cycles must be at most steps={steps}, got {cycles}")
+
+
+# -- for studies -------------------------------------------------------------------------------------------
+
+
+def _cyclic(net: Multitude, training: Training, settings: Settings) -> Training:
+    return {**training, "schedule": {"name": "cyclic", "cycles": settings["members"]}}
+
+
+def _after_cycles(steps: int, settings: Settings) -> list[int]:
+    members = check_count("members", settings["members"])
+    if members > steps:
+        raise ValueError(f"members={members} do not fit into {steps} training steps: train longer")
+    return [-(-(index + 1) * steps // members) for index in range(members)]
+
+
+def _finish(net: Multitude, recorder: Recorder | None, x: Tensor, settings: Settings, seed: int) -> Multitude:
+    return snapshots(net, recorder if recorder is not None else [])
+
+
+ROWS = (
+    Method(
+        "snapshots", single, {"members": 4},
+        "One network to train; as many as there are members to keep and to run.",
+        "Pick it when you can train one network only, with a cyclic learning rate.",
+        place=150, train=_cyclic, times=_after_cycles, finish=_finish,
+    ),
+)  # fmt: skip

@@ -386,3 +386,5 @@ PATCHES: dict[type[nn.Module], type[Patch]] = {
     nn.GroupNorm: PatchedGroupNorm,
 }
 """What can be patched, and what it becomes."""
+
+NORMS = tuple(kind for kind, patch in PATCHES.items() if issubclass(patch, PatchedNorm))
