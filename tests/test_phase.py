@@ -314,7 +314,7 @@ def test_what_was_fixed_once_keeps_its_value() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda net, x, y: kappa(net, x, y, method="exakt"), "method must be 'exact' or 'hutchinson', got 'exakt'"),
+        (lambda net, x, y: kappa(net, x, y, method="exakt"), "method must be one of exact, hutchinson, got 'exakt'"),
         (lambda net, x, y: kappa(net, x, y, probes=0), "probes must be a whole number, 1 or more, got 0"),
         (lambda net, x, y: kappa(net, x, y, chunk=0.5), "chunk must be a whole number, 1 or more, got 0.5"),
         (lambda net, x, y: kappa(net, x, y, batch_size=0), "batch_size must be a whole number, 1 or more, got 0"),
@@ -325,7 +325,7 @@ def test_what_was_fixed_once_keeps_its_value() -> None:
         (lambda net, x, y: sparsify(net.network, 1.0), r"net must be a multitude, .*, got Sequential"),
         (lambda net, x, y: phase(net, -1), "threshold must be 0 or more, got -1"),
         (lambda net, x, y: sparsify(net, -1), "threshold must be 0 or more, got -1"),
-        (lambda net, x, y: sparsify(net, 1.0, to="mu"), "to must be 'zero' or 'mean', got 'mu'"),
+        (lambda net, x, y: sparsify(net, 1.0, to="mu"), "to must be one of zero, mean, got 'mu'"),
     ],
 )
 def test_bad_arguments(call: Callable[..., Any], message: str) -> None:

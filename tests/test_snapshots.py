@@ -269,7 +269,7 @@ def run(sampler: CyclicSgmcmc, steps: int) -> list[Tensor]:
 def test_a_cycle_explores_first_and_then_samples() -> None:
     torch.manual_seed(0)
     sampler = cyclic_sgmcmc(
-        Chains(), 80, 2, dataset_size=30, lr=0.3, weight_decay=0.0, temperature=0.5, exploration=0.75, samples=2
+        Chains(), 80, 2, dataset_size=30, lr=0.3, weight_decay=0.0, temperature=0.5, exploration=0.75, draws=2
     )
     mean, variance = 0.0, 0.0
     for step, theta in enumerate(run(sampler, 80)):
@@ -291,11 +291,11 @@ def test_samples_are_spread_over_the_last_part_of_each_cycle() -> None:
         sampler.model.theta.sum().backward()
         return [step for step in range(1, 101) if sampler.step()]
 
-    assert recorded(exploration=0.9, samples=1) == [50, 100]
-    assert recorded(exploration=0.8, samples=5) == [42, 44, 46, 48, 50, 92, 94, 96, 98, 100]
-    assert recorded(exploration=0.9, samples=5) == [*range(46, 51), *range(96, 101)]
+    assert recorded(exploration=0.9, draws=1) == [50, 100]
+    assert recorded(exploration=0.8, draws=5) == [42, 44, 46, 48, 50, 92, 94, 96, 98, 100]
+    assert recorded(exploration=0.9, draws=5) == [*range(46, 51), *range(96, 101)]
     assert recorded() == [47, 48, 50, 97, 98, 100]
-    assert recorded(exploration=0.0, samples=50) == list(range(1, 101))
+    assert recorded(exploration=0.0, draws=50) == list(range(1, 101))
 
 
 def test_a_sampler_trains_a_network_and_gives_its_samples() -> None:
@@ -335,13 +335,13 @@ def test_bad_arguments_are_named() -> None:
         (lambda: sampler(cycles=0), "cycles must be a whole number, 1 or more, got 0"),
         (lambda: sampler(dataset_size=0), "dataset_size must be a whole number, 1 or more, got 0"),
         (lambda: sampler(lr=0), "lr must be above 0, got 0"),
-        (lambda: sampler(momentum=1.0), "momentum must be below 1, got 1.0"),
-        (lambda: sampler(momentum=-0.1), "momentum must be 0 or more, got -0.1"),
+        (lambda: sampler(momentum=1.0), "momentum must be 0 or more and below 1, got 1.0"),
+        (lambda: sampler(momentum=-0.1), "momentum must be 0 or more and below 1, got -0.1"),
         (lambda: sampler(weight_decay=-1), "weight_decay must be 0 or more, got -1"),
         (lambda: sampler(temperature=-1), "temperature must be 0 or more, got -1"),
         (lambda: sampler(exploration=1.1), "exploration must be 0 or more and at most 1, got 1.1"),
-        (lambda: sampler(samples=0), "samples must be a whole number, 1 or more, got 0"),
-        (lambda: sampler(samples=6), "samples=6 do not fit into the 5 steps of a cycle"),
+        (lambda: sampler(draws=0), "draws must be a whole number, 1 or more, got 0"),
+        (lambda: sampler(draws=6), "draws=6 do not fit into the 5 steps of a cycle"),
         (lambda: sampler().multitude(), "no sample has been recorded yet"),
     ):
         with pytest.raises(ValueError, match=sentence):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from multitudes.core.checks import check_number
+from multitudes.core.checks import check_choice, check_number
 from multitudes.core.seeding import seeded
 from multitudes.core.shared import MemberLayer, SharedMembers
 from multitudes.methods.registry import Method, by
@@ -98,8 +98,7 @@ def batch_ensemble(
     torch.Size([4, 5, 2])
     """
     original, model = model, check_arguments(model, members, init)
-    if factors not in ("normal", "sign"):
-        raise ValueError(f"factors must be 'normal' or 'sign', got {factors!r}")
+    check_choice("factors", factors, ("normal", "sign"))
     if spread is None:
         spread = 0.5 if init == "fresh" else 0.1
     check_number("spread", spread, 0)

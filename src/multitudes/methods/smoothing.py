@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input, call
-from multitudes.core.checks import check_count, check_number
+from multitudes.core.checks import check_choice, check_count, check_number
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import seeded
 from multitudes.methods.registry import Method, by
@@ -52,8 +52,7 @@ class Prob(nn.Module):
 
     def __init__(self, kind: str = "tanh", tau: float = 10.0) -> None:
         super().__init__()
-        if kind not in PROBS:
-            raise ValueError(f"the kind of prob must be one of {', '.join(PROBS)}, got {kind!r}")
+        check_choice("prob", kind, PROBS)
         check_number("tau", tau, 0, above=True)
         self.kind = kind
         self.tau = tau
@@ -92,9 +91,8 @@ class Blur(nn.Module):
 
     def __init__(self, kernel: Sequence[int] = (1, 1), growing: bool = False) -> None:
         super().__init__()
-        if not isinstance(kernel, Sequence) or tuple(kernel) not in KERNELS:
-            raise ValueError(f"kernel must be one of {', '.join(map(str, KERNELS))}, got {kernel!r}")
-        self.kernel = tuple(kernel)
+        self.kernel = tuple(kernel) if isinstance(kernel, Sequence) else kernel
+        check_choice("kernel", self.kernel, KERNELS)
         self.growing = growing
         self.times = len(self.kernel) - 1
         sides = (self.times // 2, self.times - self.times // 2)
@@ -266,12 +264,9 @@ def head(
     )
     """
     _check_plain(model)
-    if kind not in HEADS:
-        raise ValueError(f"kind must be one of {', '.join(HEADS)}, got {kind!r}")
+    check_choice("kind", kind, HEADS)
     check_count("hidden", hidden)
-    check_number("dropout", dropout, 0)
-    if dropout >= 1:
-        raise ValueError(f"dropout must be below 1, got {dropout!r}")
+    check_number("dropout", dropout, 0, below=1)
     with seeded(0):
         example = example_for(model, example)
         run = Run(model, example)

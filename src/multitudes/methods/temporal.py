@@ -30,7 +30,7 @@ class Stream(nn.Module):
     member. Only `frames` averaged predictions are held; `reset` forgets them, for the next stream.
     """
 
-    def __init__(self, net: Multitude, frames: int, decay: float) -> None:
+    def __init__(self, net: Any, frames: int, decay: float) -> None:
         super().__init__()
         self.net = net
         self.frames = frames
@@ -40,7 +40,8 @@ class Stream(nn.Module):
     def forward(self, frame: Input, task: str | None = None, **options: Any) -> Predictive:
         """The next frame; `options` are those of the network's own `predict`."""
         task = task or self.net.task
-        now = averaged(self.net.predict(frame, task, **options).predictions, task)
+        found: Predictive = self.net.predict(frame, task, **options)
+        now = found.log_probs if found.calibration is not None else averaged(found.predictions, task)
         if self._recent and self._recent[0].shape != now.shape:
             raise ValueError(
                 f"frame gave predictions of shape {list(now.shape)}, the frames before it of shape "
@@ -72,8 +73,8 @@ class Stream(nn.Module):
 def temporal(net: nn.Module, frames: int = 5, decay: float = 0.8) -> Stream:
     """A stream of predictions of `net`, each averaged with those for the `frames - 1` frames before it.
 
-    A frame's weight falls by `exp(-decay)` with each step into the past. `net` may be any multitude, or a plain
-    network; it is not copied.
+    A frame's weight falls by `exp(-decay)` with each step into the past. `net` may be any multitude, a calibrated
+    network, whose calibrated probabilities are averaged, or a plain network; it is not copied.
 
     >>> stream = temporal(nn.Linear(3, 2), frames=5, decay=0.8)
     >>> stream(torch.ones(1, 3)).probs.shape, len(stream)
@@ -83,4 +84,5 @@ def temporal(net: nn.Module, frames: int = 5, decay: float = 0.8) -> Stream:
         raise ValueError(f"net must be a multitude or a network, got {type(net).__name__}")
     check_count("frames", frames)
     check_number("decay", decay, 0)
-    return Stream(net if isinstance(net, Multitude) else Multitude(net), frames, decay)
+    predicts = callable(getattr(net, "predict", None)) and hasattr(net, "task")
+    return Stream(net if predicts else Multitude(net), frames, decay)

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input
-from multitudes.core.checks import check_number
+from multitudes.core.checks import check_choice, check_number
 from multitudes.core.divergences import Divergence, divergence
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import seeded
@@ -198,7 +198,10 @@ def family(
     (True, 0)
     """
     original, model = model, check_arguments(model, 1, init)
-    _check(components, assignment, relaxation)
+    if isinstance(components, bool) or not isinstance(components, int) or components < 2:
+        raise ValueError(f"components must be a whole number, 2 or more, got {components!r}")
+    check_choice("assignment", assignment, ASSIGNMENTS)
+    check_choice("relaxation", relaxation, RELAXATIONS)
     precisions = {"weight_precision": weight_precision, "bias_precision": bias_precision}
     for name, value in {"sigma": sigma, "spread": spread, **precisions}.items():
         check_number(name, value, 0)
@@ -246,15 +249,6 @@ def _versions(model: nn.Module, names: Sequence[str], count: int, init: str) -> 
 
 
 # -- arguments ---------------------------------------------------------------------------------------------
-
-
-def _check(components: int, assignment: str, relaxation: str) -> None:
-    if isinstance(components, bool) or not isinstance(components, int) or components < 2:
-        raise ValueError(f"components must be a whole number, 2 or more, got {components!r}")
-    if assignment not in ASSIGNMENTS:
-        raise ValueError(f"assignment must be one of {', '.join(ASSIGNMENTS)}, got {assignment!r}")
-    if relaxation not in RELAXATIONS:
-        raise ValueError(f"relaxation must be one of {', '.join(RELAXATIONS)}, got {relaxation!r}")
 
 
 def _probabilities(mixing: str | Sequence[float], components: int) -> list[float] | None:

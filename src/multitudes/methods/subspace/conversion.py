@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.batches import Batches
-from multitudes.core.checks import check_count, check_number
+from multitudes.core.checks import check_choice, check_count, check_number
 from multitudes.core.draws.stochastic import Draw, drawing
 from multitudes.core.members import Members, fuse
 from multitudes.core.multitude import Multitude
@@ -112,8 +112,7 @@ def subspace(
     >>> net(torch.ones(5, 3), draws=30).shape
     torch.Size([30, 5, 2])
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    check_choice("kind", kind, KINDS)
     check_count("rank", rank)
     check_count("tries", tries)
     low, high = _checked_range(p)

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.checks import check_number
+from multitudes.core.checks import check_choice, check_number
 from multitudes.core.divergences import divergence
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import seeded
 from multitudes.methods.registry import Method, Settings, Training, by
-from multitudes.methods.variance.layers import KLS, LAYERS, check_choice, check_options, variance_layers
+from multitudes.methods.variance.layers import KLS, LAYERS, check_options, variance_layers
 from multitudes.surgery.initialise import redraw
 from multitudes.surgery.layers import Selector, check_arguments, replace, select
 from multitudes.training.optimizers import can_fuse

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multitudes.core.checks import check_number
+from multitudes.core.checks import check_choice, check_number
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.methods.variance.kl import approximate_kl, stochastic_kl, student_kl
 
@@ -261,9 +261,3 @@ def check_options(parameterization: str, log_alpha: float, kl: str, nu: float) -
     check_choice("kl", kl, KLS)
     check_number("log_alpha", log_alpha, -CLIP, CLIP)
     check_number("nu", nu, 0, above=True)
-
-
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """One of a few words."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp
 
 from multitudes.core.calling import Input, call, plain_attention, prediction_in, rows, split_call, tensors_in
-from multitudes.core.checks import check_count, check_number
+from multitudes.core.checks import check_choice, check_count, check_number
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.multitude import Criterion, Multitude, plain
 from multitudes.core.seeding import seeded
@@ -63,8 +63,7 @@ def kappa(
     {'0': torch.Size([8, 3])}
     """
     layers = _layers_of(net)
-    if method not in ("exact", "hutchinson"):
-        raise ValueError(f"method must be 'exact' or 'hutchinson', got {method!r}")
+    check_choice("method", method, ("exact", "hutchinson"))
     count = tensors_in(x)[0].shape[0]
     batch_size = count if batch_size is None else batch_size
     for name, value in (("probes", probes), ("chunk", chunk), ("batch_size", batch_size)):
@@ -230,8 +229,7 @@ def sparsify(net: Multitude, threshold: float, to: str = "zero") -> Sparse:
     >>> sparse, compression = sparsify(net, found["0"].abs().sort().values.flatten()[12].item())
     """
     check_number("threshold", threshold, 0)
-    if to not in ("zero", "mean"):
-        raise ValueError(f"to must be 'zero' or 'mean', got {to!r}")
+    check_choice("to", to, ("zero", "mean"))
     if not isinstance(net, Multitude):
         raise ValueError(f"net must be a multitude, as variance(model) gives it, got {type(net).__name__}")
     _with_kappa(net)
