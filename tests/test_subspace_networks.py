@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import DataLoader, TensorDataset
 
 import multitudes as mt
-from multitudes.core.draws.stochastic import Stochastic
+from multitudes.core.draws.stochastic import Stochastic, expecting
 from multitudes.methods.subspace import subspace, swa, swag
 from multitudes.training.recorder import Recorder
 from tests.cases import NETWORKS
@@ -248,7 +248,8 @@ def test_statistics_are_measured_anew_for_every_draw(method: str) -> None:
         torch.testing.assert_close(drawn[i], alone(x), rtol=1e-4, atol=1e-5)
     assert all(torch.equal(own[name], tensor) for name, tensor in net.state_dict().items())
     torch.testing.assert_close(net.train().networks(3, seed=0).eval()(x), drawn)
-    centre = net.eval().network.alone({})
+    with expecting(net.eval()):
+        centre = net.network.fold()
     update_bn([data], centre.eval())
     torch.testing.assert_close(net(x, draws=0)[0], centre(x), rtol=1e-4, atol=1e-5)
 

@@ -83,16 +83,6 @@ def test_a_stream_of_draws_of_a_smooth_network() -> None:
     assert p.label.shape == (1, 16, 16)
 
 
-def test_a_calibrated_network_gives_its_calibrated_probabilities() -> None:
-    x, y = 3 * torch.randn(60, 3, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3
-    calibrated = mt.calibrate(mt.Multitude(Echo()), (x, y))
-    stream = mt.temporal(calibrated, frames=2, decay=0.0)
-    one, two = (calibrated.predict(rows).probs for rows in x.split(30))
-    torch.testing.assert_close(stream(x[:30]).probs, one)
-    torch.testing.assert_close(stream(x[30:]).probs, (one + two) / 2)
-    assert not torch.allclose(one, x[:30].softmax(1), atol=1e-3)
-
-
 def test_a_whole_stream_goes_through_predict() -> None:
     stream = mt.temporal(Echo(), frames=2, decay=0.0)
     frames = torch.randn(6, 3)

@@ -7,20 +7,37 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from multitudes.core.gaussian import VARIANCE_FLOOR, gaussian_nll, join_gaussian, split_gaussian
-
-if TYPE_CHECKING:
-    from multitudes.evaluation.calibrated import Calibration
+from multitudes.core.tasks import check_task
 
 __all__ = ["VARIANCE_FLOOR", "Predictive", "averaged", "gaussian_nll", "split_gaussian"]
 
-_TASKS = ("classification", "regression", "gaussian")
+
+class Calibration(Protocol):
+    """What a `Predictive` asks of its calibration (see `evaluation.calibrate`)."""
+
+    @property
+    def conformal(self) -> Any:
+        """The scores for sets and intervals, whose `set(predictive, level, seed)` gives them; or None."""
+        ...
+
+    def log_probs(self, log_probs: Tensor) -> Tensor:
+        """The log of the members' mean probabilities, `[B, C, ...]`, calibrated."""
+        ...
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same on another device."""
+        ...
+
+    def equals(self, other: Any) -> bool:
+        """Whether the other gives the same predictions the same calibration."""
+        ...
 
 
 def _quantity(*tasks: str) -> Callable[[Callable[[Predictive], Tensor]], cached_property[Tensor]]:
@@ -87,8 +104,7 @@ class Predictive:
     """What a calibrated network knows of its errors, fitted to data that it was not trained on."""
 
     def __post_init__(self) -> None:
-        if self.task not in _TASKS:
-            raise ValueError(f"task must be one of {', '.join(_TASKS)}, got {self.task!r}")
+        check_task(self.task)
         if not isinstance(self.predictions, Tensor) or not self.predictions.is_floating_point():
             kind = getattr(self.predictions, "dtype", type(self.predictions).__name__)
             raise ValueError(f"predictions must be a floating-point tensor, got {kind}")

@@ -1,6 +1,7 @@
 """The layers and networks that the methods put into a network, for building with them by hand and for `isinstance`.
 
-It declares nothing: each class is that of its method's own file, and is added here when users need its name.
+Imports `methods`, and declares nothing: each class is that of its method's own file. A newcomer adds a name here when
+users need it.
 """
 
 from multitudes.methods.patching import Patched

@@ -1,5 +1,5 @@
-"""One file a paper, or one folder: its layers, its conversion, its objective, and its rows for studies, in that order.
+"""One file for each paper, or a folder where there is more: its layers, its conversion, its objective, its row.
 
-A method imports `core`, `surgery` and `training`, and no other method. A newcomer adds a file here, with its `ROWS`
-(`registry.py` says what is in one), and its name to `multitudes/__init__.py`; studies and the command line find it.
+Imports `core`, `surgery` and `training`, and no method imports another. A new method is a new file here; the `ROWS`
+at its end (see `registry`) are what studies and the command line know of it.
 """

@@ -1,5 +1,5 @@
-"""Storage: save and load, freeze draws for good, export to ONNX.
+"""Networks in files: `save` and `load`, `freeze` draws into plain networks, `to_onnx`.
 
-It imports everything up to `evaluation`, and knows no method: what it has to know of a layer the layer carries itself
-(`fold`, `shares`, `wraps`, `unsaved`; divergences are declared by a decorator). A newcomer changes it for a new format.
+Imports `core`, `surgery` and `evaluation`, and knows no method: a layer says itself how it is folded, and with whom it
+shares its tensors. Nothing that is read back runs code.
 """

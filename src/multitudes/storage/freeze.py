@@ -22,7 +22,7 @@ from multitudes.core.draws.stochastic import Draw, Stochastic, attached, detach,
 from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude, plain, share_registries
 from multitudes.core.seeding import mixed, seeded
-from multitudes.evaluation.calibrated import Calibrated
+from multitudes.evaluation.calibrate import Calibrated
 
 __all__ = ["Frozen", "freeze"]
 

@@ -23,18 +23,19 @@ from torch.utils.data import DataLoader
 
 from multitudes.core.calling import Input, moved, split_batch
 from multitudes.core.checks import check_count, check_number, check_seed
-from multitudes.core.multitude import Criterion, Multitude
+from multitudes.core.multitude import Multitude
+from multitudes.core.predictor import multitude_of
 from multitudes.core.progress import ProgressBar
 from multitudes.core.seeding import seeded
+from multitudes.core.tasks import Criterion, criterion_for
 from multitudes.training.checkpoint import Checkpoint, TrainingState, random_state, set_random_state
 from multitudes.training.diagnosis import first_bad_layer
 from multitudes.training.late_losses import Loss, Losses
 from multitudes.training.optimizers import make_optimizer
+from multitudes.training.precision import PRECISIONS, check_precision
 from multitudes.training.schedules import Schedule, schedule_of
 
 __all__ = ["Epoch", "Progress", "fit"]
-
-PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ def fit(
     channels_last: bool = False,
     compile: bool = False,
     clip: float | None = None,
+    task: str | None = None,
     criterion: Criterion | None = None,
     dataset_size: int | None = None,
     callbacks: Sequence[Callback] = (),
@@ -126,8 +128,8 @@ def fit(
 
     Args:
         net: a multitude, or a plain network, on the device where it shall train.
-        data: an iterable of batches `(x, y)` that can be gone through once an epoch, such as a `DataLoader`.
-        epochs: how many times to go through them.
+        data: an iterable of batches `(x, y)` that can be iterated once an epoch, such as a `DataLoader`.
+        epochs: how many times to iterate them.
         optimizer: `"sgd"` (with Nesterov momentum), `"adam"` or `"adamw"`; or an optimizer of this network, or a
             function that makes one of parameter groups.
         lr: the learning rate at its highest; by default 0.05 for SGD and 0.001 for Adam.
@@ -141,11 +143,13 @@ def fit(
         channels_last: whether network and images are laid out channels-last.
         compile: whether to compile the objective.
         clip: the largest norm of the gradient, for each independent member its own.
-        criterion: of `net.loss`; cross-entropy by default.
+        task: what the targets are, "classification", "regression" or "gaussian", which the network then predicts; by
+            default the network's own task.
+        criterion: of `net.loss`; by default the task's own: cross-entropy, mean squared error, Gaussian NLL.
         dataset_size: how many examples there are, for objectives with a divergence; found out where `data` tells.
         callbacks: functions of a `Progress`, called after each step.
         checkpoint: a file to save the training in every `checkpoint_minutes`, and at the end. Where there is one, it is
-            gone on with, and ends as if it had never been interrupted (exactly so on a CPU).
+            resumed, and ends as if it had never been interrupted (exactly so on a CPU).
         seed: of everything random in training, which then leaves torch's own random state alone.
         accelerator: a Hugging Face `Accelerator`, to train in several processes: each takes its share of the batches.
         progress: whether to show progress on stderr; by default on a terminal, after two seconds.
@@ -156,7 +160,7 @@ def fit(
     >>> len(history), history[-1].loss < 0.3
     (30, True)
     """
-    multitude = net if isinstance(net, Multitude) else Multitude(_module(net))
+    multitude = multitude_of(net)
     check_count("epochs", epochs)
     check_number("warmup", warmup, 0, below=epochs)
     check_number("momentum", momentum, 0, below=1)
@@ -165,8 +169,10 @@ def fit(
     check_seed(seed)
     if clip is not None:
         check_number("clip", clip, 0, above=True)
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    device = next((parameter.device for parameter in multitude.parameters()), torch.device("cpu"))
+    check_precision(precision, device)
+    _set_task(multitude, task)
+    criterion_for(multitude.chosen_task, criterion)  # an error before the first step
     factor = schedule_of(schedule, warmup / epochs)
     chosen = make_optimizer(optimizer, multitude, lr, momentum, weight_decay)
     objective = Objective(multitude, criterion, _dataset_size(multitude, data, dataset_size))
@@ -376,10 +382,12 @@ class _Share:
 # -- arguments ---------------------------------------------------------------------------------------------
 
 
-def _module(net: Any) -> nn.Module:
-    if not isinstance(net, nn.Module):
-        raise ValueError(f"net must be a multitude or a network, got {type(net).__name__}")
-    return net
+def _set_task(net: Multitude, task: str | None) -> None:
+    if task is None:
+        return
+    if net.chosen_task not in (None, task):
+        raise ValueError(f"task must be {net.task!r}, the network's own, got {task!r}")
+    net.task = task
 
 
 def _dataset_size(net: Multitude, data: Any, given: int | None) -> int | None:
