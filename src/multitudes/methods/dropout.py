@@ -61,7 +61,7 @@ class DropConnect(Stochastic):
 
     noise = "weights"
     weight: Tensor
-    bias: Tensor | None
+    bias: Any
     p: float
 
     def connected(self) -> Tensor:

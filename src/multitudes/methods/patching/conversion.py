@@ -202,8 +202,9 @@ def family(
         raise ValueError(f"components must be a whole number, 2 or more, got {components!r}")
     check_choice("assignment", assignment, ASSIGNMENTS)
     check_choice("relaxation", relaxation, RELAXATIONS)
-    precisions = {"weight_precision": weight_precision, "bias_precision": bias_precision}
-    for name, value in {"sigma": sigma, "spread": spread, **precisions}.items():
+    for name, value in (("sigma", sigma), ("spread", spread)):
+        check_number(name, value, 0)
+    for name, value in (("weight_precision", weight_precision), ("bias_precision", bias_precision)):
         check_number(name, value, 0)
     check_number("temperature", temperature, 0, above=True)
     given = _probabilities(mixing, components)
@@ -227,7 +228,10 @@ def family(
     if shared is not None:
         shared.attach(network)
     net = Patched(network).like(original)
-    net.divergences = (*_other(net.divergences), partial(patching_kl, **precisions))
+    net.divergences = (
+        *_other(net.divergences),
+        partial(patching_kl, weight_precision=weight_precision, bias_precision=bias_precision),
+    )
     net.notes = {name: f"{components} components, {_DRAWN[assignment]}" for name in converted}
     return net
 
