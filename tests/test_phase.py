@@ -17,40 +17,30 @@ import multitudes as mt
 from multitudes.core.multitude import Multitude
 from multitudes.methods.variance import kappa, phase, sparsify, variance
 from multitudes.methods.variance.layers import PARAMETERIZATIONS, variance_layers
+from tests.of_parts import Of
 
 
-class Sequences(nn.Module):
+def sequences() -> nn.Module:
     """A linear layer that sees several vectors for each example."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.embed(x)).mean(1))
+    return Of(lambda net, x: net.head(torch.tanh(net.embed(x)).mean(1)), embed=nn.Linear(4, 5), head=nn.Linear(5, 3))
 
 
-class Twice(nn.Module):
+def twice() -> nn.Module:
     """A linear layer that is used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(5, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
+    return Of(
+        lambda net, x: net.head(torch.tanh(net.layer(torch.tanh(net.layer(x))))),
+        layer=nn.Linear(5, 5), head=nn.Linear(5, 3),
+    )  # fmt: skip
 
 
-class Centred(nn.Module):
+def centred() -> nn.Module:
     """Examples that depend on each other."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(5, 4), nn.Linear(4, 3)
+    def forward(net: Any, x: Tensor) -> Tensor:
+        hidden = F.softplus(net.layer(x))
+        return net.head(hidden / hidden.mean(0))
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = F.softplus(self.layer(x))
-        return self.head(hidden / hidden.mean(0))
+    return Of(forward, layer=nn.Linear(5, 4), head=nn.Linear(4, 3))
 
 
 def mlp() -> nn.Module:
@@ -76,9 +66,9 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (mlp, (5,)),
     "cnn": (cnn, (1, 4, 4)),
     "conv1d": (conv1d, (2, 6)),
-    "sequences": (Sequences, (3, 4)),
-    "twice": (Twice, (5,)),
-    "centred": (Centred, (5,)),
+    "sequences": (sequences, (3, 4)),
+    "twice": (twice, (5,)),
+    "centred": (centred, (5,)),
 }
 
 

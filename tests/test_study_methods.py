@@ -85,16 +85,10 @@ def test_every_method_trains_and_predicts_from_its_settings_as_json_has_them(nam
     before = {key: value.clone() for key, value in network.state_dict().items()}
     method = METHODS[name]
     net = trained(method, network, json.loads(json.dumps(method.complete())))
-    predicted = net.predict(torch.zeros(3, *SHAPE), seed=0)
+    predicted = net.predict(torch.randn(3, *SHAPE, generator=torch.Generator().manual_seed(1)), seed=0)
     assert len(predicted) == 3 and predicted.predictions.isfinite().all()
+    assert predicted.member_probs.var(0, correction=0).max() > 0 or name in ("single", "smooth")
     assert all(torch.equal(value, before[key]) for key, value in network.state_dict().items())
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("single", "smooth")])
-def test_every_method_but_the_single_networks_gives_predictions_that_differ(name: str) -> None:
-    net = trained(METHODS[name], small())
-    values = net.predict(torch.randn(3, *SHAPE, generator=torch.Generator().manual_seed(1)), seed=0).member_probs
-    assert values.var(0).max() > 0
 
 
 def test_an_unknown_setting_is_an_error_that_lists_the_choices() -> None:
