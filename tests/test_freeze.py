@@ -146,27 +146,6 @@ def test_a_frozen_network_takes_maps_of_any_size() -> None:
         assert torch.equal(frozen(x), frozen(x))
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda m: mt.packed(mt.mc_dropout(m), 3, example=torch.randn(2, 6)),
-        lambda m: mt.batch_ensemble(mt.mc_dropout(m), 3),
-        lambda m: mt.masksembles(mt.mc_dropout(m), 3),
-        lambda m: mt.mimo(mt.mc_dropout(m), 3),
-        lambda m: mt.deep_ensemble(mt.variance(m), 3),
-        lambda m: mt.deep_ensemble(mt.batch_ensemble(mt.mc_dropout(m), 3), 1),
-        lambda m: mt.patched(mt.mc_dropout(m), 3, "output"),
-    ],
-)
-def test_compositions_are_frozen_member_by_member(build: object) -> None:
-    net = build(mlp(0.5)).eval()  # type: ignore[operator]
-    x = torch.randn(7, 6)
-    frozen = mt.freeze(net, 2)
-    inner = net.network.members if isinstance(net.network, mt.Multitude) else 1
-    assert frozen(x).shape == (net.members * inner * 2, 7, 5) and torch.equal(frozen(x), frozen(x))
-    assert frozen.task == net.task and frozen.divergences == ()
-
-
 def test_drawn_weights_with_dropout_in_the_network_are_both_frozen() -> None:
     model = mt.mc_dropout(mlp(0.5))
     net = mt.subspace(model, "random", scale=0.1).eval()

@@ -84,7 +84,7 @@ COMPOSED: dict[str, Callable[[], mt.Multitude]] = {
     "smooth growing": lambda: mt.deep_ensemble(mt.smooth(image_net(), (1, 2, 1), growing=True, example=Z), 2),
     "head": lambda: mt.Multitude(mt.head(image_net(), "mlp", hidden=16, example=Z)),
     "deep variance": lambda: mt.deep_ensemble(mt.variance(mlp()), 3),
-    "deep batch_ensemble": lambda: mt.deep_ensemble(mt.batch_ensemble(mlp(), 2), 3),
+    "deep batch_ensemble dropout": lambda: mt.deep_ensemble(mt.batch_ensemble(mt.mc_dropout(mlp()), 2), 3),
     "batch_ensemble dropout": lambda: mt.batch_ensemble(mt.mc_dropout(mlp()), 3),
     "masksembles dropout": lambda: mt.masksembles(mt.mc_dropout(mlp()), 3),
     "mimo dropout": lambda: mt.mimo(mt.mc_dropout(mlp()), 3, repetition=0.2, batch_repetition=2),
@@ -113,7 +113,10 @@ def test_compositions_of_known_layers_load_without_a_model(name: str, tmp_path: 
     same(net, loaded, x)
     same(loaded, load(save(loaded, tmp_path / "again.safetensors")), x)
     if stochastic_layers(net.network):
-        same(frozen := mt.freeze(net, 2), load(save(frozen, tmp_path / "frozen.safetensors")), x)
+        frozen = mt.freeze(net, 2)
+        inner = net.network.members if isinstance(net.network, mt.Multitude) else 1
+        assert frozen.members == 2 * net.members * inner and frozen.task == net.task and frozen.divergences == ()
+        same(frozen, load(save(frozen, tmp_path / "frozen.safetensors")), x)
     torch.manual_seed(1)
     y = torch.arange(len(x)) % 5
     want = net.train().loss(x, y, dataset_size=10)

@@ -120,13 +120,11 @@ def batch_ensemble(
     return net
 
 
-# -- for studies -------------------------------------------------------------------------------------------
-
 ROWS = (
     Method(
         "batch_ensemble", by(batch_ensemble), {"members": 4, "factors": "normal", "spread": None},
         "The parameters of one network and two vectors a layer for each member; the time of all members.",
-        "Pick it when parameters are dear and time is not.",
+        "Pick it when parameters are scarce and time is not.",
         place=30,
     ),
 )  # fmt: skip

@@ -62,13 +62,11 @@ def _perturbed(network: nn.Module, amount: float) -> nn.Module:
     return network
 
 
-# -- for studies -------------------------------------------------------------------------------------------
-
 ROWS = (
     Method(
         "deep", by(deep_ensemble), {"members": 4},
         "As many networks as there are members, to train, to keep and to run.",
-        "Pick it when you can pay for it, or need the yardstick: as a rule the best answers.",
+        "Pick it when you can pay for it, or need a reference: usually the best scores.",
         place=10,
     ),
 )  # fmt: skip

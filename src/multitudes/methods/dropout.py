@@ -82,25 +82,23 @@ class DropConnectLinear(DropConnect, nn.Linear):
         return F.linear(x, self.connected(), self.bias)
 
 
-class DropConnectConv1d(DropConnect, nn.Conv1d):
+class _DropConnectConv(DropConnect):
+    _conv_forward: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._conv_forward(x, self.connected(), self.bias)
+
+
+class DropConnectConv1d(_DropConnectConv, nn.Conv1d):
     """`[B, I, L] -> [B, O, L']`."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._conv_forward(x, self.connected(), self.bias)
 
-
-class DropConnectConv2d(DropConnect, nn.Conv2d):
+class DropConnectConv2d(_DropConnectConv, nn.Conv2d):
     """`[B, I, H, W] -> [B, O, H', W']`."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._conv_forward(x, self.connected(), self.bias)
 
-
-class DropConnectConv3d(DropConnect, nn.Conv3d):
+class DropConnectConv3d(_DropConnectConv, nn.Conv3d):
     """`[B, I, D, H, W] -> [B, O, D', H', W']`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._conv_forward(x, self.connected(), self.bias)
 
 
 CONNECTED: dict[type[nn.Module], type[DropConnect]] = {

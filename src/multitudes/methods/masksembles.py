@@ -168,13 +168,11 @@ def _all_but_first(model: nn.Module, chosen: dict[str, nn.Module], example: Inpu
     return rest
 
 
-# -- for studies -------------------------------------------------------------------------------------------
-
 ROWS = (
     Method(
         "masksembles", by(masksembles), {"members": 4, "scale": 2.0},
         "The parameters of one network; the time of all members.",
-        "Pick it when no parameter may be added, and scale shall set how much the members share.",
+        "Pick it when no parameter may be added, and scale can set how much the members share.",
         place=40,
     ),
 )  # fmt: skip

@@ -181,8 +181,6 @@ def _check_outputs(net: Mimo, model: nn.Module, x: Tensor) -> None:
         )
 
 
-# -- for studies -------------------------------------------------------------------------------------------
-
 ROWS = (
     Method(
         "mimo", by(mimo), {"members": 3, "repetition": 0.5, "batch_repetition": 1},

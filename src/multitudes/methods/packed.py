@@ -79,8 +79,6 @@ def packed(
     return net
 
 
-# -- for studies -------------------------------------------------------------------------------------------
-
 ROWS = (
     Method(
         "packed", by(packed), {"members": 4, "alpha": 2, "gamma": 1, "layers": None},

@@ -7,8 +7,8 @@ from multitudes.methods.registry import Method, single
 ROWS = (
     Method(
         "single", single, {},
-        "One network: the yardstick of all costs.",
-        "Pick it when one answer is enough; everything here is measured against it.",
+        "One network: the reference for all costs.",
+        "Pick it when one prediction is enough; everything here is compared with it.",
         place=0,
     ),
 )  # fmt: skip

@@ -339,8 +339,6 @@ def _with_classifier(model: nn.Module, linears: list[str], classifier: nn.Module
     return swapped
 
 
-# -- for studies -------------------------------------------------------------------------------------------
-
 SETTINGS = {"kernel": [1, 1], "prob": "tanh", "tau": 10.0, "growing": False}
 ROWS = (
     Method(

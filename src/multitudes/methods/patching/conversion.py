@@ -47,6 +47,7 @@ from multitudes.methods.patching.layers import (
     PatchedConv,
     PatchedLinear,
 )
+from multitudes.methods.registry import Method, Settings
 from multitudes.surgery.initialise import redraw
 from multitudes.surgery.layers import PRODUCTS, Selector, check_arguments, replace, select
 from multitudes.surgery.observe import example_for, executed
@@ -370,3 +371,27 @@ def _negative_entropy(mixing: Mixing) -> Tensor:
 def _other(divergences: tuple[Divergence, ...]) -> tuple[Divergence, ...]:
     """Without that of an earlier patching, which counts every layer as well."""
     return tuple(each for each in divergences if getattr(each, "func", None) is not patching_kl)
+
+
+def _build(network: nn.Module, example: Tensor, settings: Settings, seed: int, cross: bool = False) -> Multitude:
+    """By default the norm and output layers are patched; where there is no norm layer, the output alone."""
+    layers = settings["layers"]
+    if layers is None:
+        layers = "norm+output" if any(isinstance(layer, NORMS) for layer in network.modules()) else "output"
+    return patched(network, **{**settings, "layers": layers}, cross=cross, example=example, seed=seed)
+
+
+_SETTINGS = {"components": 5, "layers": None, "weight_precision": 1.0, "bias_precision": 1.0, "spread": 0.1}
+_COSTS = "Some copies of small layers, norms and the output; a forward a draw."
+ROWS = (
+    Method(
+        "patched", _build, _SETTINGS, _COSTS,
+        "Pick it when the network has batch norm, which dropout harms.",
+        place=80,
+    ),
+    Method(
+        "cross_patched", partial(_build, cross=True), _SETTINGS, _COSTS,
+        "Pick it in place of patched when draws must differ more finely, weight by weight.",
+        place=90,
+    ),
+)  # fmt: skip

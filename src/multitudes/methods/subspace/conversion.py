@@ -31,17 +31,20 @@ from multitudes.core.draws.stochastic import Draw, drawing
 from multitudes.core.members import Members, fuse
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import mixed, seeded
+from multitudes.methods.registry import Method, Settings, Training, single, without
 from multitudes.methods.subspace.layers import Around, DropoutAround, GaussianAround, RandomAround
 from multitudes.surgery.layers import check_model
 from multitudes.training.batchnorm import accuracy, norms, statistics
 from multitudes.training.recorder import (
     Checkpoints,
+    Recorder,
     State,
     Trajectory,
     flat_state,
     principal_directions,
     weights_of,
 )
+from multitudes.training.schedules import schedule_of
 
 KINDS = ("random", "dropout", "diagonal", "low_rank")
 
@@ -250,3 +253,54 @@ def _checked_range(p: float | tuple[float, float]) -> tuple[float, float]:
     if not numbers or not 0 <= low <= high < 1:
         raise ValueError(f"p must be a probability in [0, 1), or a pair of them in order, got {p!r}")
     return low, high
+
+
+# -- for studies -------------------------------------------------------------------------------------------
+
+
+def _train(net: Multitude, training: Training, settings: Settings) -> Training:
+    """The rate falls as it would, but stays at a floor: checkpoints that no longer move would all be the same."""
+    floor = settings["floor_rate"]
+    check_number("floor_rate", floor, 0, high=1)
+    falling = schedule_of(training.get("schedule", "cosine"))
+    return {**training, "schedule": lambda done: max(floor, falling(done))}
+
+
+def _times(steps: int, settings: Settings) -> list[int]:
+    """Evenly spread over the last `share` of the steps, or in a short training over as many as it takes."""
+    count, share = check_count("checkpoints", settings["checkpoints"]), settings["share"]
+    check_number("share", share, 0, high=1, above=True)
+    if steps < count:
+        raise ValueError(f"checkpoints={count} do not fit into {steps} training steps: train longer")
+    share = max(share, count / steps)
+    return [round(steps * (1 - share * (count - 1 - index) / count)) for index in range(count)]
+
+
+def _swag(net: Multitude, recorder: Recorder | None, x: Tensor, settings: Settings, seed: int) -> Multitude:
+    return _settled(swag(net, recorder or [], data=x, **without(settings, *_RECORDING)), seed)
+
+
+def _subspace(net: Multitude, recorder: Recorder | None, x: Tensor, settings: Settings, seed: int) -> Multitude:
+    return _settled(subspace(net, checkpoints=recorder or [], data=x, **without(settings, *_RECORDING)), seed)
+
+
+def _settled(net: Multitude, seed: int) -> Multitude:
+    """With batch norm, draws that stay: their statistics take a pass over the data, and are not in a state dict."""
+    return net.networks(seed=seed) if isinstance(net, Subspace) and norms(net.network) else net
+
+
+_RECORDING = {"checkpoints": 10, "share": 0.4, "floor_rate": 0.3}
+ROWS = (
+    Method(
+        "swag", single, {**_RECORDING, "rank": None, "scale": 0.5},
+        "One network to train; twelve of them to keep, and a forward a draw.",
+        "Pick it when you can record the last part of a training.",
+        place=130, train=_train, times=_times, finish=_swag,
+    ),
+    Method(
+        "subspace", single, {**_RECORDING, "kind": "diagonal", "rank": 5, "scale": None},
+        "One network to train; a few directions to keep, and a forward a draw.",
+        "Pick it to see how much is gained around one solution, without leaving it.",
+        place=140, train=_train, times=_times, finish=_subspace,
+    ),
+)  # fmt: skip
