@@ -15,8 +15,8 @@ from multitudes.core.divergences import Divergence
 from multitudes.core.draws.adaptive import predict_adaptively
 from multitudes.core.draws.engine import DrawCache, Draws
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
-from multitudes.core.predictive import Predictive, averaged
-from multitudes.core.tasks import Criterion, check_task, criterion_for
+from multitudes.core.predictive import Predictive
+from multitudes.core.tasks import Criterion, averaged, check_task, criterion_for
 
 __all__ = ["Criterion", "Divergence", "Multitude", "evaluating", "plain", "share_registries"]
 
@@ -223,7 +223,7 @@ class Multitude(nn.Module):
             return None
         return None if layers[0].expects or layers[0].draw is not None else count
 
-    # -- what nn.Module must be told ---------------------------------------------------------------------
+    # -- what nn.Module must know -----------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
         """A multitude's own settings never clash with its network's names."""

@@ -147,7 +147,7 @@ class Calibrated(PredictorModule):
         }
         return ", ".join(f"{name}={value}" for name, value in (settings | tensors).items())
 
-    # What nn.Module must be told --------------------------------------------------------------------------
+    # What nn.Module must know ---------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Calibrated:
         before = dict(self._buffers)
