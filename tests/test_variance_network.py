@@ -81,7 +81,7 @@ def test_an_ensemble_of_variance_networks(parameterization: str) -> None:
     torch.testing.assert_close(net.kl(), sum(member.kl() for member in members))
     for runner in ("loop", "packed", "stacked"):
         net.runner = runner
-        torch.testing.assert_close(net(x, draws=0), torch.cat([m.eval()(x, draws=0) for m in members]))
+        torch.testing.assert_close(net.eval()(x, draws=0), torch.cat([m.eval()(x, draws=0) for m in members]))
     drawn = net.get_parameter("4.sigma" if parameterization == "zero" else "4.weight")
     assert not torch.equal(drawn[0], drawn[1])
     net.train().loss(x, y, dataset_size=60).backward()
