@@ -18,6 +18,7 @@ from torch.func import functional_call
 import multitudes as mt
 from multitudes.methods.patching import Patched, family, patched
 from multitudes.methods.patching.layers import Mixing, Patch
+from tests.of_parts import Of
 
 
 def mlp(norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> nn.Module:
@@ -239,17 +240,9 @@ def test_layers_says_what_is_patched(layers: Any, names: list[str]) -> None:
 
 
 def test_the_output_is_the_last_layer_that_runs() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(6, 3)
-            self.body = nn.Linear(4, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.body(x))
-
-    assert list(patches(patched(Net(), 2, "output", example=torch.zeros(1, 4)))) == ["head"]
-    assert list(patches(patched(Net(), 2, "input", example=torch.zeros(1, 4)))) == ["body"]
+    net = Of(lambda net, x: net.head(net.body(x)), head=nn.Linear(6, 3), body=nn.Linear(4, 6))
+    assert list(patches(patched(net, 2, "output", example=torch.zeros(1, 4)))) == ["head"]
+    assert list(patches(patched(net, 2, "input", example=torch.zeros(1, 4)))) == ["body"]
 
 
 def test_components_of_a_fresh_network_start_apart() -> None:

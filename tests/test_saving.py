@@ -184,6 +184,8 @@ def test_calibrated_regression_is_saved(tmp_path: Path) -> None:
 class Tied(nn.Module):
     """A weight used twice, a buffer left out of checkpoints, an LSTM, a function among the attributes."""
 
+    shares = wraps = 3  # names that the library has a use for as well
+
     def __init__(self, width: int = 6) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(width, width), nn.Linear(width, width)
@@ -191,7 +193,7 @@ class Tied(nn.Module):
         self.again = self.one
         self.lstm = nn.LSTM(width, width, batch_first=True)
         self.head = nn.Linear(width, 5)
-        self.gain = self.plain = self.network = 1.0  # names that the library has a use for as well
+        self.gain = self.plain = self.network = 1.0  # and these
         self.function = torch.tanh
         self.register_buffer("shift", torch.randn(width), persistent=False)
 

@@ -95,17 +95,14 @@ def _joined(path: str, name: str) -> str:
 
 def _shared(module: nn.Module) -> Any:
     """The module whose registries it shares, which its class names; None where it has its own."""
-    name = getattr(type(module), "shares", None)
-    return None if name is None else vars(module)[name]
+    inner = vars(module).get(str(getattr(type(module), "shares", None)))
+    return inner if isinstance(inner, nn.Module) else None  # a user's class may use the name for something else
 
 
 def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, int]) -> Node:
     """A node's plain settings, and where what is not plain is to be found in the user's network."""
-    skipped = {
-        *_REGISTRIES,
-        getattr(type(module), "shares", None),
-        *(_FOUND_ANEW if isinstance(module, Multitude) else ()),
-    }
+    shares = str(getattr(type(module), "shares", None))
+    skipped = {*_REGISTRIES, shares, *(_FOUND_ANEW if isinstance(module, Multitude) else ())}
     settings, others = {}, []
     for key, value in vars(module).items():
         if key in skipped:
