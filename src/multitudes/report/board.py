@@ -27,8 +27,8 @@ class Column:
 
     @property
     def heading(self) -> str:
-        """With its unit, and whether more or less is better."""
-        arrow = "" if self in COSTS else {1: "↑", -1: "↓"}.get(better(self.name), "")
+        """With its unit, and an arrow to what is better."""
+        arrow = "" if self in COSTS else better(self.name).value
         return f"{self.title} {self.unit}".strip() + (f"\u00a0{arrow}" if arrow else "")
 
     def values(self, results: Results, method: str) -> list[float]:
