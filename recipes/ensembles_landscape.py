@@ -118,8 +118,8 @@ def planes(recipe: Recipe) -> dict[str, Any]:
     test = batches(recipe, images(recipe).test, want.few)
     found = landscape.plane(model, test, radial=(first[-1], second[-1]), points=want.points)
     gaussian = mt.subspace(model, "diagonal", first[-want.last :])
-    assert isinstance(gaussian, mt.Subspace)
-    drawn = gaussian.samples(want.draws, SEED)
+    assert isinstance(gaussian, mt.layers.Subspace)
+    drawn = gaussian.networks(want.draws, SEED)
     gaussians = [drawn.member(index).state_dict() for index in range(want.draws)]
     paths = {"run 0": first, "run 1": second, "diagonal": gaussians}
     return {

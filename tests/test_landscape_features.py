@@ -120,7 +120,7 @@ def test_weights_that_are_drawn_make_features_uncertain_from_the_first_layer_on(
 
 def test_converted_layers_are_layers() -> None:
     """A patched layer holds its mixing, but nothing inside it runs."""
-    net = mt.patched(convolutional(), where="norm+output", example=images())
+    net = mt.patched(convolutional(), layers="norm+output", example=images())
     found = feature_uncertainty(net, images(), draws=4)
     assert found.names == tuple(str(number) for number in range(13))
     assert found.model[0] == 0 < found.model[1]

@@ -110,7 +110,7 @@ def test_draws_from_a_subspace_are_its_samples_with_weights_of_their_own() -> No
     recorder = way(0)
     drawn = mt.subspace(recorder.net, "diagonal", recorder)
     found = read_solutions({"run": {"diagonal": drawn}}, X, draws=4, seed=7)
-    samples = drawn.samples(4, seed=7)
+    samples = drawn.networks(4, seed=7)
     torch.testing.assert_close(found.predictive.predictions, samples.predict(X).predictions)
     assert all(
         torch.equal(found.networks[i].state_dict()["0.weight"], samples.member(i).state_dict()["0.weight"])

@@ -53,7 +53,7 @@ def test_the_first_runs_are_averaged_kind_by_kind() -> None:
     assert found.runs == ("run 0", "run 1", "run 2")
     logits = {
         "baseline": [run.net(X)[None] for run in runs],
-        "diagonal": [mt.subspace(r.net, "diagonal", r).samples(4, seed=1).predict(X).predictions for r in runs],
+        "diagonal": [mt.subspace(r.net, "diagonal", r).networks(4, seed=1).predict(X).predictions for r in runs],
         "mean": [mt.swa(run.net, run).predict(X).predictions for run in runs],
     }
     for row, kind in enumerate(found.kinds):

@@ -159,9 +159,9 @@ METHODS = {
     "mimo": lambda network: mt.mimo(network, 2),
     "packed": lambda network: mt.packed(network, members=2, alpha=2),
     "variance": mt.variance,
-    "patched": lambda network: mt.patched(network, where="output", example=small_data()[0]),
-    "mc_dropout": lambda network: mt.mc_dropout(network, 0.2, where="activation"),
-    "both": lambda network: mt.deep_ensemble(mt.mc_dropout(network, 0.2, where="activation"), members=2),
+    "patched": lambda network: mt.patched(network, layers="output", example=small_data()[0]),
+    "mc_dropout": lambda network: mt.mc_dropout(network, 0.2, "activation"),
+    "both": lambda network: mt.deep_ensemble(mt.mc_dropout(network, 0.2, "activation"), members=2),
 }
 
 

@@ -221,7 +221,7 @@ def test_a_plane_through_networks_of_different_statistics_asks_for_data():
 
 def drawing() -> mt.Multitude:
     torch.manual_seed(0)
-    return mt.mc_dropout(nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 4)), 0.5, ["2"], where="before")
+    return mt.mc_dropout(nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 4)), 0.5, ["2"])
 
 
 def at_point(net: mt.Multitude, found: Plane, index: int) -> mt.Multitude:

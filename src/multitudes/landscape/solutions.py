@@ -250,7 +250,7 @@ def _alone(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _answers(network: nn.Module, batches: CachedInputs, draws: int, seed: int) -> Iterator[tuple[nn.Module, Tensor]]:
     """Networks, and the predictions of each, `[1, N, ...]`, or of its draws, `[D, N, ...]`."""
     if isinstance(network, Around):
-        samples = Subspace(network).samples(draws, seed)
+        samples = Subspace(network).networks(draws, seed)
         for index in range(draws):
             yield from _answers(samples.member(index), batches, draws, seed)
         return
