@@ -43,7 +43,7 @@ GRAPH = {name: set(imports(path)) - {name} for name, path in NAMES.items()}
 
 def test_only_rooms_lie_in_the_package() -> None:
     files = {path.name for path in PACKAGE.iterdir() if path.is_file()}
-    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
     assert files == {"__init__.py", "__main__.py", "py.typed"}
     assert rooms == set(ROOMS)
 

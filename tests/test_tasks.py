@@ -160,3 +160,39 @@ def test_adaptive_draws_of_values_with_and_without_an_axis_of_outputs(outputs: t
     assert p.mean.shape == (32, *outputs) and p.draws is not None
     error = p.std.reshape(32, -1).amax(1) / p.draws.sqrt()
     assert bool(((error < 0.055) | (p.draws == 64)).all())
+
+
+STATES = [{name: tensor + 0.1 * i for name, tensor in nn.Linear(3, 2).state_dict().items()} for i in range(4)]
+CONVERSIONS = {
+    "deep_ensemble": partial(mt.deep_ensemble, members=2),
+    "packed": partial(mt.packed, members=2, alpha=1),
+    "batch_ensemble": partial(mt.batch_ensemble, members=2),
+    "masksembles": partial(mt.masksembles, members=2, layers=["2"]),
+    "mimo": partial(mt.mimo, members=2),
+    "mc_dropout": partial(mt.mc_dropout, p=0.1, layers=["2"]),
+    "drop_connect": partial(mt.drop_connect, p=0.1),
+    "patched": partial(mt.patched, layers="output"),
+    "family": mt.family,
+    "variance": partial(mt.variance, layers=["0"]),
+    "fuse": lambda model, task: mt.fuse([model, model], task=task),
+    "snapshots": lambda model, task: mt.snapshots(nn.Linear(3, 2), STATES, task=task),
+    "swa": lambda model, task: mt.swa(nn.Linear(3, 2), STATES, task=task),
+    "swag": lambda model, task: mt.swag(nn.Linear(3, 2), STATES, task=task),
+    "subspace": lambda model, task: mt.subspace(nn.Linear(3, 2), "random", task=task),
+}
+
+
+@pytest.mark.parametrize("method", CONVERSIONS)
+def test_every_method_takes_a_task_that_its_predictions_and_members_have(method: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+    net = CONVERSIONS[method](model, task="gaussian")
+    assert net.task == net.predict(X).task == "gaussian"
+    assert net.predict(X).mean.shape == (32, 1)
+    with pytest.raises(ValueError, match="task must be one of"):
+        CONVERSIONS[method](model, task="counting")
+
+
+def test_what_is_made_of_a_network_with_a_task_has_its_task() -> None:
+    net = mt.mc_dropout(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.1), nn.Linear(8, 2)), task="gaussian")
+    for made in (mt.deep_ensemble(net, 2), mt.fuse([net, net]), mt.freeze(net), mt.packed(net, 2, 1)):
+        assert made.task == "gaussian"

@@ -303,7 +303,7 @@ class _Called(nn.Module):
         return self.function(self.network)
 
 
-def fuse(networks: Sequence[nn.Module]) -> Members:
+def fuse(networks: Sequence[nn.Module], *, task: str | None = None) -> Members:
     """One multitude of networks that were built or trained apart, exact to float rounding.
 
     The networks must have the same architecture: the same names, shapes and dtypes. `fused.member(i)` gives
@@ -322,7 +322,7 @@ def fuse(networks: Sequence[nn.Module]) -> Members:
     for network in networks:
         if not isinstance(network, nn.Module):
             raise ValueError(f"networks must hold nn.Module objects, got {type(network).__name__}")
-    return Members(map(plain, networks), len(networks)).like(networks[0])
+    return Members(map(plain, networks), len(networks)).like(networks[0], task)
 
 
 def _stacked_copy(networks: Iterable[nn.Module], members: int) -> nn.Module:

@@ -284,11 +284,13 @@ class Multitude(nn.Module):
         """Scale the gradient to at most `max_norm`, member by member where they share no weight; the norm(s)."""
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
 
-    def like(self, model: nn.Module) -> Self:
-        """Draw, and learn, as `model` does, where that is a multitude; returns itself."""
+    def like(self, model: nn.Module, task: str | None = None) -> Self:
+        """Draw, and learn, as `model` does, where that is a multitude, but for a task that is given; returns itself."""
         if isinstance(model, Multitude):
             for setting in ("chosen_task", "draws", "training_draws", "memory", "divergences"):
                 setattr(self, setting, getattr(model, setting))
+        if task is not None:
+            self.task = task
         return self
 
     def _divergence_of_one(self, dataset_size: int | None) -> Tensor | float:

@@ -85,6 +85,7 @@ def batch_ensemble(
     spread: float | None = None,
     layers: Selector = None,
     init: str = "fresh",
+    task: str | None = None,
     seed: int | None = None,
 ) -> SharedMembers:
     """A BatchEnsemble: convolutions and linear layers get rank-one factors and a bias for each member.
@@ -115,7 +116,7 @@ def batch_ensemble(
                     own.normal_(1.0, spread)
                 else:
                     own.bernoulli_(0.5).mul_(2).sub_(1)
-    net = SharedMembers(replace(model, converted), members).like(original)
+    net = SharedMembers(replace(model, converted), members).like(original, task)
     net.notes = {name: "a rank-one factor for each member" for name in converted}
     return net
 

@@ -28,6 +28,7 @@ def deep_ensemble(
     *,
     init: str = "fresh",
     perturb: float = 0.0,
+    task: str | None = None,
     seed: int | None = None,
 ) -> Members:
     """An ensemble of `members` networks like `model`, which is left as it was.
@@ -51,7 +52,7 @@ def deep_ensemble(
             yield redraw(network) if init == "fresh" else _perturbed(network, perturb)
 
     with seeded(seed):
-        return Members(networks(), members).like(model)
+        return Members(networks(), members).like(model, task)
 
 
 def _perturbed(network: nn.Module, amount: float) -> nn.Module:

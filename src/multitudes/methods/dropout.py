@@ -126,7 +126,12 @@ PLACES = ("block", "activation", "norm")
 
 
 def mc_dropout(
-    model: nn.Module, p: float | None = None, layers: Selector = None, *, example: Input | None = None
+    model: nn.Module,
+    p: float | None = None,
+    layers: Selector = None,
+    *,
+    example: Input | None = None,
+    task: str | None = None,
 ) -> Multitude:
     """A copy of `model` whose dropout stays on in evaluation, with rate `p` or, without one, each layer's own.
 
@@ -158,7 +163,7 @@ def mc_dropout(
         insert = after if all(type(layer) in ACTIVATIONS for layer in chosen.values()) else before
         new = {name: Dropout(p) for name in chosen}
         network = insert(network, new, name="dropout", example=_any_example(network, example))
-    net = Multitude(network).like(model)
+    net = Multitude(network).like(model, task)
     for name, layer in network.named_modules():
         if isinstance(layer, Dropout):
             net.notes[name] = f"dropout {layer.p} stays on"
@@ -233,7 +238,7 @@ def _residual_block(seen: Call) -> str | None:
     return None
 
 
-def drop_connect(model: nn.Module, p: float, layers: Selector = None) -> Multitude:
+def drop_connect(model: nn.Module, p: float, layers: Selector = None, *, task: str | None = None) -> Multitude:
     """A copy of `model` whose weights are dropped with probability `p`, anew for each draw.
 
     `layers` selects the layers, by default all convolutions and linear layers. Biases are kept.
@@ -246,7 +251,8 @@ def drop_connect(model: nn.Module, p: float, layers: Selector = None) -> Multitu
     network = check_model(model)
     check_number("p", p, 0, below=1)
     chosen = select(network, layers, tuple(CONNECTED))
-    net = Multitude(replace(network, {name: _connected(layer, p) for name, layer in chosen.items()})).like(model)
+    connected = {name: _connected(layer, p) for name, layer in chosen.items()}
+    net = Multitude(replace(network, connected)).like(model, task)
     net.notes = {name: f"each weight is dropped with probability {p}" for name in chosen}
     return net
 

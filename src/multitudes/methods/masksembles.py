@@ -122,6 +122,7 @@ def masksembles(
     layers: Selector = None,
     example: Input | None = None,
     init: str = "fresh",
+    task: str | None = None,
     seed: int | None = None,
 ) -> SharedMembers:
     """Masksembles: fixed masks on the inputs of convolutions and linear layers, the first one's excepted.
@@ -149,7 +150,7 @@ def masksembles(
         if init == "pretrained" and scale > 1:
             x = example_for(model, example)
             keep_scale(model, network, x, tile(x, members), {name: None for name in converted})
-    net = SharedMembers(network, members).like(original)
+    net = SharedMembers(network, members).like(original, task)
     for name, layer in converted.items():
         net.notes[name] = f"each member sees {int(layer.masks[0].sum())} of {layer.masks.shape[1]} inputs"
     return net

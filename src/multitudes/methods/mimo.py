@@ -87,6 +87,7 @@ def mimo(
     *,
     example: Tensor | None = None,
     init: str = "fresh",
+    task: str | None = None,
     seed: int | None = None,
 ) -> Mimo:
     """A MIMO network: `members` inputs stacked on channels, `members` outputs.
@@ -119,7 +120,7 @@ def mimo(
     inputs, outputs = _axes(model, x, first, last)
     net = Mimo(network, members, first, last, inputs, outputs)
     net.repetition, net.batch_repetition = repetition, batch_repetition
-    net.like(original)
+    net.like(original, task)
     _check_outputs(net, model, x)
     return net
 

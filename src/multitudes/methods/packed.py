@@ -39,6 +39,7 @@ def packed(
     layers: Selector = None,
     example: Input | None = None,
     init: str = "fresh",
+    task: str | None = None,
     seed: int | None = None,
 ) -> Members:
     """A Packed-Ensemble-(alpha, M, gamma) of `model`, which is left as it was.
@@ -74,7 +75,7 @@ def packed(
             yield redraw(copy.deepcopy(network)) if init == "fresh" else rescaled(network, model, cuts, x)
 
     with seeded(seed):
-        net = Members(networks(), members).like(original)
+        net = Members(networks(), members).like(original, task)
     net.notes = {name: cut.note for name, cut in notes.items()} | {"total": f"alpha {alpha:g}, gamma {gamma}"}
     return net
 

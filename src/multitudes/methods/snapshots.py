@@ -89,7 +89,7 @@ def cyclic_lr(optimizer: Optimizer, steps: int, cycles: int) -> CosineCycles:
     return CosineCycles(optimizer, steps, cycles)
 
 
-def snapshots(model: nn.Module, checkpoints: Checkpoints) -> Members:
+def snapshots(model: nn.Module, checkpoints: Checkpoints, *, task: str | None = None) -> Members:
     """A multitude whose members are the recorded snapshots of a network, each with its own buffers.
 
     `checkpoints` are a `Recorder` or a list of state dicts; `model` is left as it was.
@@ -111,7 +111,7 @@ def snapshots(model: nn.Module, checkpoints: Checkpoints) -> Members:
             network.load_state_dict(state, strict=False)  # what is no tensor stays the model's own
             yield network
 
-    return Members(networks(), len(states)).like(model)
+    return Members(networks(), len(states)).like(model, task)
 
 
 # -- stochastic-gradient MCMC ------------------------------------------------------------------------------

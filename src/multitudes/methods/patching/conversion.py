@@ -119,6 +119,7 @@ def patched(
     init: str = "fresh",
     spread: float = 0.1,
     example: Input | None = None,
+    task: str | None = None,
     seed: int | None = None,
 ) -> Patched:
     """Ensemble model patching (EMP): each draw takes one of `components` versions of every patched layer.
@@ -148,6 +149,7 @@ def patched(
         init=init,
         spread=spread,
         example=example,
+        task=task,
         seed=seed,
     )
 
@@ -168,6 +170,7 @@ def family(
     init: str = "fresh",
     spread: float = 0.1,
     example: Input | None = None,
+    task: str | None = None,
     seed: int | None = None,
 ) -> Patched:
     """The general family, eq. (1): a copy of `model` whose layers are drawn from mixtures of `components`.
@@ -228,7 +231,7 @@ def family(
     network = replace(network, converted)
     if shared is not None:
         shared.attach(network)
-    net = Patched(network).like(original)
+    net = Patched(network).like(original, task)
     net.divergences = (
         *_other(net.divergences),
         partial(patching_kl, weight_precision=weight_precision, bias_precision=bias_precision),

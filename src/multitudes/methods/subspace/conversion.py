@@ -89,6 +89,7 @@ def subspace(
     data: Any = None,
     floor: float | None = None,
     tries: int = 5,
+    task: str | None = None,
 ) -> Subspace | Members:
     """A network whose weights are drawn from a subspace around a solution; `model` is left as it was.
 
@@ -129,7 +130,15 @@ def subspace(
     if checkpoints is None and kind in ("diagonal", "low_rank"):
         raise ValueError(f"kind={kind!r} needs checkpoints: a Recorder or a list of state dicts")
     if isinstance(model, Members):
-        options: dict[str, Any] = {"rank": rank, "p": p, "scale": scale, "data": data, "floor": floor, "tries": tries}
+        options: dict[str, Any] = {
+            "rank": rank,
+            "p": p,
+            "scale": scale,
+            "data": data,
+            "floor": floor,
+            "tries": tries,
+            "task": task,
+        }
         given = [model.state_dict()] if checkpoints is None else checkpoints
         return _of_each(model, given, lambda m, c: subspace(m, kind, c, **options))
 
@@ -149,10 +158,10 @@ def subspace(
             network = GaussianAround(centre, (scale or 1.0) * flat_state(moments.variance, centre).sqrt(), None)
         else:
             network = GaussianAround(centre, None, (scale or 1.0) * principal_directions(states, centre, rank))
-    return _finished(network, model, data, floor, tries)
+    return _finished(network, model, data, floor, tries).like(model, task)
 
 
-def swa(model: nn.Module, checkpoints: Checkpoints, *, data: Any = None) -> Multitude:
+def swa(model: nn.Module, checkpoints: Checkpoints, *, data: Any = None, task: str | None = None) -> Multitude:
     """The average of a network's weights along its way: a multitude of one member, which draws nothing.
 
     `swa(...).member(0)` is the plain network. Of a `Recorder`, all that it has seen is averaged. Batch-norm
@@ -165,17 +174,23 @@ def swa(model: nn.Module, checkpoints: Checkpoints, *, data: Any = None) -> Mult
     """
     data = Batches.of(data)
     if isinstance(model, Members):
-        return _of_each(model, checkpoints, lambda m, c: swa(m, c, data=data))
+        return _of_each(model, checkpoints, lambda m, c: swa(m, c, data=data, task=task))
     network = _network(model)
     trajectory = Trajectory.of(checkpoints, network)
     _load(network, trajectory.states[-1] | trajectory.moments().mean)
     if data is not None and norms(network):
         _load(network, statistics(network, {}, data))
-    return Multitude(network).like(model)
+    return Multitude(network).like(model, task)
 
 
 def swag(
-    model: nn.Module, checkpoints: Checkpoints, *, rank: int | None = None, scale: float = 0.5, data: Any = None
+    model: nn.Module,
+    checkpoints: Checkpoints,
+    *,
+    rank: int | None = None,
+    scale: float = 0.5,
+    data: Any = None,
+    task: str | None = None,
 ) -> Subspace | Members:
     """A network whose weights are drawn from a Gaussian fitted to its way; `model` is left as it was.
 
@@ -199,7 +214,7 @@ def swag(
     check_number("scale", scale, 0, above=True)
     data = Batches.of(data)
     if isinstance(model, Members):
-        return _of_each(model, checkpoints, lambda m, c: swag(m, c, rank=rank, scale=scale, data=data))
+        return _of_each(model, checkpoints, lambda m, c: swag(m, c, rank=rank, scale=scale, data=data, task=task))
     centre = _network(model)
     trajectory = Trajectory.of(checkpoints, centre, 2)
     rank = len(trajectory.states) if rank is None else rank
@@ -211,7 +226,7 @@ def swag(
     std = math.sqrt(scale) * flat_state(moments.variance, centre).sqrt()
     factor = math.sqrt(scale / (rank - 1)) * torch.stack(deviations)
     _load(centre, trajectory.states[-1] | moments.mean)
-    return _finished(GaussianAround(centre, std, factor), model, data)
+    return _finished(GaussianAround(centre, std, factor), model, data).like(model, task)
 
 
 def _network(model: nn.Module) -> nn.Module:
@@ -244,7 +259,7 @@ def _finished(
             _load(network.network, statistics(network.network, {}, data))
         if floor is not None and (reached := accuracy(network.network, {}, data)) < floor:
             raise ValueError(f"floor={floor!r} is above the accuracy of the centre on data, {reached:.3f}")
-    return Subspace(network).like(model)
+    return Subspace(network)
 
 
 def _checked_range(p: float | tuple[float, float]) -> tuple[float, float]:

@@ -46,6 +46,7 @@ def variance(
     kl: str = "approximate",
     nu: float = 1e-16,
     init: str = "fresh",
+    task: str | None = None,
     seed: int | None = None,
 ) -> Multitude:
     """A variance network: linear layers and convolutions get random weights, the last one only where `layers` says so.
@@ -87,7 +88,7 @@ def variance(
         if init == "fresh":
             for layer in converted.values():
                 layer.reset_spread()
-    net = Multitude(replace(network, converted)).like(model)
+    net = Multitude(replace(network, converted)).like(model, task)
     if variance_kl not in net.divergences:  # it is that of all such layers
         net.divergences += (variance_kl,)
     net.notes = {name: f"random weights, parameterization {parameterization!r}" for name in converted}
