@@ -174,14 +174,6 @@ def test_a_checkpoint_counts_as_work_and_a_job_without_any_is_simply_asked_anew(
     assert all(job.config["training"]["epochs"] == 4 for job in run.jobs)
 
 
-def test_a_run_directory_whose_specification_was_edited_knows_which_jobs_are_stale(spec, tmp_path, fake):
-    run = prepare(spec, tmp_path / "run")
-    run_local(run, command=fake())
-    assert run.stale == {}
-    run.spec_path.write_text(run.spec_path.read_text().replace("members = 4", "members = 2"))
-    assert run.stale == {f"packed-{seed}": ["settings.members was 4, is 2"] for seed in (0, 1)}
-
-
 def test_planning_does_not_depend_on_whether_defaults_were_filled_in(spec, tmp_path):
     run = prepare(spec, tmp_path / "run")
     about = run.about

@@ -92,7 +92,7 @@ def test_the_data_root_is_where_a_file_finds_its_data(tmp_path, monkeypatch, sto
     assert multitudes_says("compare", str(path), "--scale", "smoke", "--data-root", str(root)).code == 130
     run = Run(elsewhere / "runs" / "study-smoke")
     assert [job.name for job in run.jobs] == ["single-0", "packed-0"]
-    assert run.about is not None and run.about["asked"]["source"] == str(root / "table.csv")
+    assert run.about is not None and run.about["request"]["source"] == str(root / "table.csv")
 
 
 def test_a_scale_needs_a_file():
