@@ -20,7 +20,7 @@ from multitudes.cli import main
 from multitudes.cli.options import located
 from multitudes.cli.screen import console, leaderboard_tables, watching
 from multitudes.study.leaderboard import Row, Value
-from multitudes.study.local import JobProgress, Snapshot
+from multitudes.study.monitor import JobProgress, Snapshot
 from multitudes.study.methods import METHODS
 from multitudes.study.networks import build_network
 

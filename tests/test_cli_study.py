@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from multitudes.study.local import Outcome
+from multitudes.study.monitor import Outcome
 from multitudes.study.methods import METHODS
 from multitudes.study.store import Job, Run
 from multitudes.study.worker import run as run_job
@@ -195,7 +195,7 @@ def test_ctrl_c_stops_the_jobs_and_says_how_to_go_on(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 130
-    assert "0 of 2 jobs done: the same command again goes on from here" in err
+    assert "0 of 2 jobs done: the same command again resumes the study" in err
     assert "Traceback" not in err
     said = epochs_said(job)
     time.sleep(0.5)

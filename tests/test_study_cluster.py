@@ -111,5 +111,5 @@ def test_what_a_cluster_cannot_give_is_told(tmp_path, cluster):
     with pytest.raises(ValueError, match="cpus must be above 0"):
         run_cluster(run, cpus=0)
     cluster.shutdown()
-    with pytest.raises(ValueError, match="ray='auto': there is no cluster to be reached there"):
+    with pytest.raises(ValueError, match="ray='auto': no cluster can be reached there"):
         run_cluster(run, "auto")

@@ -13,7 +13,8 @@ import pytest
 
 from multitudes import data
 from multitudes.study import planning as jobs
-from multitudes.study.local import Interrupted, run_local
+from multitudes.study.local import run_local
+from multitudes.study.monitor import Interrupted
 from multitudes.study.planning import prepare
 from multitudes.study.store import Run
 from tests.study_cases import fake, metrics_of, spec, table  # noqa: F401
@@ -44,7 +45,7 @@ def terminate(snapshot):
 def test_a_stopped_study_ends_its_jobs_says_how_to_go_on_and_does(spec, tmp_path, fake, stop):
     run, other = prepare(spec, tmp_path / "run"), prepare(spec, tmp_path / "other")
     how = fake(seconds=0.3, **{"single-1": "hangs"})
-    with pytest.raises(Interrupted, match="1 of 4 jobs done: the same command again goes on"):
+    with pytest.raises(Interrupted, match="1 of 4 jobs done: the same command again resumes"):
         run_local(run, command=how, workers=1, on_event=stop)
     assert len(started(run)) == 2 and not any(map(is_alive, started(run)))
     assert [job.name for job in run.done] == ["single-0"]

@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from multitudes.study.local import JobProgress, time_left
+from multitudes.study.monitor import JobProgress, time_left
 from multitudes.study.store import Job, Run, write_atomically
 
 

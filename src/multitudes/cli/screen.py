@@ -17,7 +17,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from multitudes.study.leaderboard import Row
-    from multitudes.study.local import JobProgress, Snapshot
+    from multitudes.study.monitor import JobProgress, Snapshot
 
 __all__ = ["console", "leaderboard_tables", "say", "show", "table", "watching"]
 

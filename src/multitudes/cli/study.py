@@ -12,7 +12,7 @@ from typer import Argument, Option
 from multitudes.cli.options import Common, DataOptions, EvaluationOptions, TrainingOptions, located, words
 
 if TYPE_CHECKING:
-    from multitudes.study.local import Outcome
+    from multitudes.study.monitor import Outcome
     from multitudes.study.spec import Spec
     from multitudes.study.store import Run
 
