@@ -124,7 +124,7 @@ ERRORS: dict[str, tuple[list[str], list[str]]] = {
     "a column that is not there": (["compare", "wine.csv", "--target", "taste"], ["'taste'", "acid, colour, quality"]),
     "no target": (["compare", "wine.csv"], ["target", "acid, colour, quality"]),
     "an unknown corruption": (["compare", "digits", "--shift", "rain"], ["'rain'", "fog"]),
-    "a severity that is none": (["compare", "digits", "--severities", "1,x"], ["severities", "'x'"]),
+    "a severity that is none": (["compare", "digits", "--severities", "1,x"], ["--severities", "'1,x'"]),
     "a method for images on a table": (
         ["compare", "wine.csv", "--target", "quality", "--methods", "smooth"],
         ["methods.smooth", "no images"],
@@ -164,6 +164,19 @@ def test_an_error_is_one_sentence_that_names_what_is_wrong(case: str, elsewhere:
 @pytest.mark.parametrize("command", [["compare", "digits"], ["train", "digits"], ["bench"]], ids=" ".join)
 def test_a_gpu_that_is_not_there_is_said_before_any_work(command: list[str], elsewhere: Path) -> None:
     assert "no GPU" in sentence(multitudes_says(*command, "--device", "cuda"))
+    assert not list(elsewhere.iterdir())
+
+
+@pytest.mark.parametrize("command", ["compare", "train"])
+def test_a_precision_that_this_cpu_cannot_compute_is_said_before_any_work(
+    command: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(precision: str, device: torch.device) -> None:
+        raise ValueError(f"no {precision} on {device}")
+
+    monkeypatch.setattr("multitudes.cli.study.check_precision", refuse)
+    ran = multitudes_says(command, "digits", "--device", "cpu", "--precision", "bfloat16")
+    assert sentence(ran) == "Error: no bfloat16 on cpu"
     assert not list(elsewhere.iterdir())
 
 

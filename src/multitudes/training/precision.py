@@ -1,0 +1,44 @@
+"""Precisions to train in, and whether this machine can compute in them: `check_precision`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import torch
+
+__all__ = ["PRECISIONS", "check_precision"]
+
+PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16}
+"""Names of precisions, and the dtype of automatic mixed precision."""
+
+_TRIAL = """
+import torch
+with torch.autocast("cpu", torch.bfloat16):
+    torch.nn.Conv2d(16, 16, 3)(torch.randn(4, 16, 16, 16)).sum().backward()
+    torch.nn.Linear(256, 256)(torch.randn(64, 256)).sum().backward()
+"""
+_TRIED = "MULTITUDES_BFLOAT16_TRIED"
+"""Set in the environment once the trial has succeeded, so that processes started from here do not repeat it."""
+
+
+def check_precision(precision: str, device: torch.device | str) -> None:
+    """An error where `precision` is none, or where computing in it on this device would kill the process.
+
+    On some machines the CPU says that it can multiply bfloat16 matrices and dies of an illegal instruction when it is
+    asked to (virtual machines that pass on AMX's flags and not AMX). So one small convolution runs in a child process
+    first.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    if precision != "bfloat16" or torch.device(device).type != "cpu" or _TRIED in os.environ:
+        return
+    trial = subprocess.run([sys.executable, "-c", _TRIAL], capture_output=True, text=True, check=False)
+    if trial.returncode:
+        reason = f"signal {-trial.returncode}" if trial.returncode < 0 else trial.stderr.strip().splitlines()[-1:]
+        raise ValueError(
+            f"precision='bfloat16' cannot be computed on this CPU: a small convolution ended with {reason}; train in "
+            "'float32', or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment, which avoids AMX"
+        )
+    os.environ[_TRIED] = "1"
