@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from multitudes.study.local import run_local
+from multitudes.study.planning import prepare
 from multitudes.study.spec import Spec
 from multitudes.study.store import Run
 
@@ -58,16 +60,31 @@ def fake(tmp_path):
     return lambda **behaviour: [sys.executable, "-S", str(script), json.dumps(behaviour)]
 
 
-@pytest.fixture
-def table(tmp_path):
-    path = tmp_path / "rows.csv"
+def write_table(folder: Path) -> Path:
+    path = folder / "rows.csv"
     path.write_text("a,b,y\n" + "".join(f"{i},{i % 7},{i * 0.5}\n" for i in range(60)))
     return path
 
 
 @pytest.fixture
-def spec(table):
-    return Spec.of(data=table, target="y", methods=["single", "packed"], seeds=2, epochs=3)
+def make(tmp_path):
+    """A specification for a small table, of two methods and two seeds but for what is given."""
+    table = write_table(tmp_path)
+    usual = {"data": table, "target": "y", "methods": ["single", "packed"], "seeds": 2, "epochs": 3}
+    return lambda **options: Spec.of(**{**usual, **options})
+
+
+@pytest.fixture
+def run(make, tmp_path):
+    """The study, prepared."""
+    return prepare(make(), tmp_path / "run")
+
+
+@pytest.fixture
+def finished(run, fake):
+    """The study, with all jobs done."""
+    run_local(run, command=fake())
+    return run
 
 
 def snapshot_of(directory: Path) -> dict[str, tuple[int, bytes]]:

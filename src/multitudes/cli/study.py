@@ -149,8 +149,8 @@ def _rooted(spec: Spec, root: Path | None) -> Spec:
 def _setting(text: str) -> tuple[str, Any]:
     """A setting: its value is read as TOML, or else is a string.
 
-    >>> _setting("members=8"), _setting("where=norm")
-    (('members', 8), ('where', 'norm'))
+    >>> _setting("members=8"), _setting("layers=norm")
+    (('members', 8), ('layers', 'norm'))
     """
     key, equals, value = text.partition("=")
     if not equals or not key:

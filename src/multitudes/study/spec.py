@@ -191,7 +191,7 @@ class Spec(Section):
 
 
 NOTHING = {"augment": "none", "clip": 0.0}
-"""What stands for None in a file, since TOML has no null."""
+"""How the file says that there is none of it, since TOML has no word for that."""
 
 
 def _corruptible(shape: tuple[int, ...]) -> bool:
