@@ -13,7 +13,7 @@ import pytest
 from multitudes.study.cluster import run_cluster
 from multitudes.study.local import run_local
 from multitudes.study.planning import prepare
-from multitudes.study.spec import Spec
+from tests.study_cases import make  # noqa: F401
 
 # What it writes depends on its configuration and its data alone.
 FAKE = """
@@ -69,12 +69,11 @@ class Killer(threading.Thread):
 
 
 @pytest.mark.slow
-def test_a_study_on_two_workers_one_of_which_is_killed_ends_like_a_local_one(tmp_path, cluster):
-    script, notes, table = tmp_path / "fake.py", tmp_path / "notes", tmp_path / "rows.csv"
+def test_a_study_on_two_workers_one_of_which_is_killed_ends_like_a_local_one(make, tmp_path, cluster):
+    script, notes = tmp_path / "fake.py", tmp_path / "notes"
     script.write_text(FAKE)
     notes.mkdir()
-    table.write_text("a,b,y\n" + "".join(f"{i},{i % 7},{i * 0.5}\n" for i in range(60)))
-    spec = Spec.of(data=table, target="y", methods=["single", "packed", "deep"], seeds=2)
+    spec = make(methods=["single", "packed", "deep"])
     local, remote = prepare(spec, tmp_path / "local"), prepare(spec, tmp_path / "remote")
     command = [sys.executable, "-S", str(script), str(notes)]
     alone = run_local(local, command=command)
@@ -102,10 +101,8 @@ def test_a_study_on_two_workers_one_of_which_is_killed_ends_like_a_local_one(tmp
 
 
 @pytest.mark.slow
-def test_what_a_cluster_cannot_give_is_told(tmp_path, cluster):
-    table = tmp_path / "rows.csv"
-    table.write_text("a,y\n" + "".join(f"{i},{i * 0.5}\n" for i in range(60)))
-    run = prepare(Spec.of(data=table, target="y", methods=["single"], device="cuda"), tmp_path / "run")
+def test_what_a_cluster_cannot_give_is_told(make, tmp_path, cluster):
+    run = prepare(make(methods=["single"], device="cuda"), tmp_path / "run")
     with pytest.raises(ValueError, match="device='cuda' needs GPUs, got a cluster with 0"):
         run_cluster(run)
     with pytest.raises(ValueError, match="cpus must be above 0"):

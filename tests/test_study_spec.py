@@ -158,14 +158,11 @@ def test_all_errors_are_told_from_the_first_line_to_the_last(tmp_path):
     assert len(str(caught.value).splitlines()) == 5
 
 
-def test_what_is_no_toml_is_told_with_its_line(tmp_path):
+def test_what_is_no_toml_or_no_key_is_told_with_the_file_if_there_is_one(tmp_path):
     with pytest.raises(ValueError, match=r"study.toml: .*line 2"):
         Spec.load(written(tmp_path, "seeds = 1\nepochs =\n"))
     with pytest.raises(ValueError, match="cannot be read"):
         Spec.load(tmp_path / "nowhere.toml")
-
-
-def test_options_have_no_lines():
     with pytest.raises(SpecError, match=r"^training.epochs must be 1 or more, got 0$"):
         Spec.of(epochs=0)
     with pytest.raises(SpecError, match=r"^unknown key 'epoch'"):
@@ -185,14 +182,14 @@ def test_methods_are_a_list_or_tables_and_one_may_come_twice(tmp_path):
     assert tables["packed_8"].settings == {"members": 8, "alpha": 2, "gamma": 1, "gamma_layers": None}
 
 
-def test_options_come_before_what_the_file_says(tmp_path):
+def test_options_replace_what_the_file_says(tmp_path):
     path = written(tmp_path, "seeds = 5\n[training]\nepochs = 9\nlr = 0.5\n[data]\nsource = 'a/b'\nlimit = 7")
     spec = Spec.load(path, epochs=2, seeds=[4], data="c/d", model="mlp", precision=None)
     assert (spec.training.epochs, spec.training.lr, spec.seeds) == (2, 0.5, [4])
     assert (spec.data.source, spec.data.limit, spec.model.name) == ("c/d", 7, "mlp")
 
 
-def test_files_are_relative_to_the_specification(tmp_path):
+def test_files_are_relative_to_the_specification_and_a_model_may_be_a_function_of_one(tmp_path):
     (tmp_path / "rows.csv").write_text("a,y\n1,2\n")
     (tmp_path / "net.py").write_text("")
     text = "[data]\nsource = 'rows.csv'\nood = ['owner/name']\n[model]\nfile = 'net.py'\nname = 'build'"
@@ -200,12 +197,7 @@ def test_files_are_relative_to_the_specification(tmp_path):
     assert spec.data.source == str(tmp_path / "rows.csv")
     assert spec.data.ood == ["owner/name"]
     assert spec.model.file == str(tmp_path / "net.py")
-
-
-def test_a_network_of_ones_own_is_a_file_and_a_function(tmp_path):
-    (tmp_path / "net.py").write_text("")
-    model = Spec.of(model=f"{tmp_path}/net.py:build").model
-    assert (model.file, model.name) == (str(tmp_path / "net.py"), "build")
+    assert Spec.of(model=f"{tmp_path}/net.py:build").model == spec.model
 
 
 def test_only_digits_as_they_are_come_with_the_package():
@@ -226,16 +218,19 @@ def test_defaults_depend_on_the_data_and_what_is_given_stays():
     assert Spec.of(shift="all").evaluation.shift == list(CORRUPTIONS)
 
 
-def test_a_training_too_short_for_the_usual_warm_up_has_none():
-    assert Spec.of().resolved((3, 32, 32)).training.warmup == 1
-    assert Spec.of(epochs=1).resolved((3, 32, 32)).training.warmup == 0
-
-
-def test_another_optimizer_brings_its_own_rate():
-    assert Spec.of().resolved(DIGITS).training.optimizer == "adam"
-    assert Spec.of(optimizer="sgd").resolved(DIGITS).training.lr == 0.05
-    assert Spec.of(optimizer="sgd", lr=0.2).resolved(DIGITS).training.lr == 0.2
-    assert Spec.of(optimizer="adamw").resolved((3, 32, 32)).training.lr == 1e-3
+@pytest.mark.parametrize(
+    "options, shape, key, value",
+    [
+        ({}, (3, 32, 32), "warmup", 1),
+        ({"epochs": 1}, (3, 32, 32), "warmup", 0),  # too short a training for the usual one
+        ({}, DIGITS, "optimizer", "adam"),
+        ({"optimizer": "sgd"}, DIGITS, "lr", 0.05),  # another optimizer brings its own rate
+        ({"optimizer": "sgd", "lr": 0.2}, DIGITS, "lr", 0.2),
+        ({"optimizer": "adamw"}, (3, 32, 32), "lr", 1e-3),
+    ],
+)
+def test_a_default_of_training_fits_the_others(options, shape, key, value):
+    assert getattr(Spec.of(**options).resolved(shape).training, key) == value
 
 
 @pytest.mark.parametrize(
