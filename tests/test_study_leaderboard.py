@@ -223,7 +223,8 @@ VERDICTS = {
             answer("single", (0.969, 0.979, 0.974), (0.1, 0.1, 0.1)),
         ],
         "single is 0.1 points below deep, the best by accuracy (97.5 %), at a quarter of its multiply-adds: "
-        "a difference within noise (3 seeds). By NLL deep is the best (0.100), with worse and single within noise of it.",
+        "a difference within noise (3 seeds). "
+        "By NLL deep is the best (0.100), with worse and single within noise of it.",
     ),
     "with one method there is nothing to compare": (
         [answer("a", (0.97,), (0.1,))],
