@@ -6,6 +6,11 @@ VENV    := .venv
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
 
+# Some virtual machines announce AMX and die of an illegal instruction when oneDNN uses it for bfloat16 on the CPU. This
+# keeps oneDNN to what comes before AMX, unless the caller has chosen something else.
+ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
+export ONEDNN_MAX_CPU_ISA
+
 # One torch thread per worker, so that the workers do not compete for the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multitudes as mt
+from multitudes.models.resnet import BasicBlock, ResNet
 
 CLASSES = 5
 
@@ -101,7 +103,7 @@ class Network:
 NETWORKS: dict[str, Network] = {
     "mlp": Network(Mlp, (6,)),
     "cnn": Network(Cnn, (3, 8, 8)),
-    "resnet18": Network(lambda: mt.models.resnet18(classes=CLASSES), (3, 8, 8)),
+    "resnet": Network(lambda: ResNet(BasicBlock, (1, 2, 1, 1), CLASSES, width=12), (3, 8, 8)),
     "group_norm": Network(group_norm_net, (3, 8, 8)),
     "separable": Network(separable_net, (3, 8, 8)),
     "transformer": Network(Transformer, (3, 8, 8)),
@@ -124,6 +126,14 @@ CASES = [
     for network in NETWORKS
     if (method, network) != ("packed", "transformer")
 ]
+
+COMPILED = ("mlp", "cnn", "transformer")
+"""Networks of which the compiled ones are compared in the quick suite; compiling takes seconds."""
+
+
+def by_compiling(cases: list[Any]) -> list[Any]:
+    """The cases, those of other networks than `COMPILED` marked as slow."""
+    return [c if c.values[1] in COMPILED else pytest.param(*c.values, id=c.id, marks=pytest.mark.slow) for c in cases]
 
 
 def build(method: str, model: nn.Module, network: str, members: int = 3, **options: object) -> mt.Multitude:

@@ -9,13 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.models.resnet import BasicBlock, ResNet
-from tests import cases
-from tests.cases import CLASSES, Network
-
-NETWORKS = {name: network for name, network in cases.NETWORKS.items() if name != "resnet18"} | {
-    "resnet": Network(lambda: ResNet(BasicBlock, (1, 2, 1, 1), CLASSES, width=8), (3, 8, 8))
-}
+from tests.cases import NETWORKS
 
 Convert = Callable[[nn.Module, Tensor, int], mt.Multitude]
 """`(model, example, seed) -> multitude`."""

@@ -9,8 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import multitudes as mt
 from multitudes.core.predictive import Predictive
-from multitudes.evaluation.calibrate import calibrate, fit_calibration
-from multitudes.evaluation.calibrated import Calibrated
+from multitudes.evaluation.calibrate import Calibrated, calibrate, fit_calibration
 from multitudes.evaluation.conformal import conformal_scores
 from tests.calibration_cases import classifier, nll, sample, scaled
 from tests.predictions import CLASSIFICATION, MOMENTS, close, raises, randn
@@ -279,7 +278,7 @@ def test_what_is_calibrated_already_is_not_calibrated_again():
     for again in (calibrated.calibration, lambda p: fit_calibration(p, y)):
         with raises("predictive is calibrated already: pass the predictions of the network itself"):
             again(calibrated.predict(x))
-    with raises("net must be an nn.Module, got function"):
+    with raises("net must be a multitude or a network, got function"):
         calibrate(network, (x, y))
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import multitudes as mt
 from multitudes.core.shared import MemberLayer
-from tests.cases import CASES, CLASSES, INDEPENDENT, NETWORKS, build
+from tests.cases import CASES, CLASSES, INDEPENDENT, NETWORKS, build, by_compiling
 
 contract = pytest.mark.parametrize(("method", "network"), CASES)
 
@@ -106,7 +106,7 @@ def test_the_loss_falls(method: str, network: str) -> None:
     x, y = case.batch(16)
     optimizer = torch.optim.Adam(net.parameters(), 1e-2)
     losses = []
-    for _ in range(20 if network == "resnet18" else 60):
+    for _ in range(60):
         loss = net.loss(x, y)
         optimizer.zero_grad()
         loss.backward()
@@ -223,7 +223,7 @@ def test_any_criterion_works(method: str, network: str) -> None:
     want = losses.sum() if method in INDEPENDENT else losses.mean()
     if method == "mimo":  # inputs are shuffled apart unless all are shared
         net.repetition = 1.0
-    torch.testing.assert_close(net.loss(x, y, criterion=F.mse_loss), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(net.loss(x, y, task="regression"), want, rtol=1e-4, atol=1e-5)
 
 
 @contract
@@ -246,14 +246,12 @@ def test_one_training_loop_serves_every_method(method: str, network: str) -> Non
 
 def test_a_regression_without_its_criterion_is_noticed() -> None:
     net = mt.deep_ensemble(nn.Linear(4, 1), 2)
-    with pytest.raises(ValueError, match="pass criterion="):  # the cross entropy of one class is 0, whatever it says
+    with pytest.raises(ValueError, match="pass task="):  # the cross entropy of one class is 0, whatever it says
         net.loss(torch.randn(3, 4), torch.randn(3, 1))
 
 
-@contract
+@pytest.mark.parametrize(("method", "network"), by_compiling(CASES))
 def test_compiled_agrees_with_eager(method: str, network: str) -> None:
-    if network == "resnet18":
-        network = "group_norm"  # the same layers many times over: long to compile, nothing new
     torch.compiler.reset()
     case = NETWORKS[network]
     net = build(method, case.model(), network)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import multitudes as mt
-from tests.cases import CLASSES
+from tests.cases import CLASSES, by_compiling
 from tests.drawing_cases import CASES, LEARNING_CASES, NETWORKS, SAMPLED, build
 
 contract = pytest.mark.parametrize(("method", "network"), CASES)
@@ -200,7 +200,7 @@ def test_an_ensemble_of_trained_networks_that_draw(method: str, network: str) ->
     torch.testing.assert_close(ensemble(x, draws=0), expected, rtol=1e-4, atol=1e-5)
 
 
-@learning
+@pytest.mark.parametrize(("method", "network"), by_compiling(LEARNING_CASES))
 def test_compiled_agrees_with_eager(method: str, network: str) -> None:
     torch.compiler.reset()
     net, (x, _) = build(method, network).eval(), NETWORKS[network].batch()

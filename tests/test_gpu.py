@@ -92,7 +92,7 @@ def test_a_network_on_the_gpu_is_converted_there(method: str, init: str) -> None
 
 
 def test_the_race_leaves_no_trace() -> None:
-    case = NETWORKS["resnet18"]
+    case = NETWORKS["resnet"]
     raced = mt.fuse([case.model(seed).train() for seed in range(2)]).cuda()
     plain = copy.deepcopy(raced)
     plain.runner = "loop"

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+import multitudes as mt
 from multitudes.core import progress
 from multitudes.core.predictive import Predictive
 from multitudes.evaluation.predict import predict
@@ -55,7 +56,8 @@ def net():
         X,
         [X],
         list(X.split(3)),
-        X.split(3),
+        (X, Y),
+        (X,),
         iter(X.split(3)),
         [(X[:7], Y[:7]), (X[7:], Y[7:])],
         [[X[:7], Y[:7]], [X[7:], Y[7:]]],
@@ -75,15 +77,15 @@ def test_predict_gives_the_predictions_of_all_batches(net, data):
     torch.testing.assert_close(p.predictions, (X @ net.weight).detach())
 
 
-@pytest.mark.parametrize(("batch_size", "sizes"), [(None, [10]), (4, [4, 4, 2]), (1, [1] * 10), (99, [10])])
+@pytest.mark.parametrize(("batch_size", "sizes"), [(None, [10]), (4, [4, 3, 3]), (1, [1] * 10), (99, [10])])
 def test_a_tensor_is_cut_into_batches(net, batch_size, sizes):
     predict(net, X, batch_size=batch_size)
     assert [len(x) for x in net.seen] == sizes
 
 
-def test_a_tensor_is_cut_into_batches_of_256_by_default(net):
+def test_a_tensor_is_cut_into_equal_batches_of_at_most_256_by_default(net):
     predict(net, randn(600, 4))
-    assert [len(x) for x in net.seen] == [256, 256, 88]
+    assert [len(x) for x in net.seen] == [200, 200, 200]
 
 
 def test_predict_keeps_no_graph_and_no_targets(net):
@@ -177,10 +179,73 @@ def test_data_that_cannot_be_predicted_is_refused(net, data, sentence):
 
 
 def test_batch_sizes_are_checked(net):
-    with raises("batch_size must be at least 1, got 0"):
+    with raises("batch_size must be a whole number, 1 or more, got 0"):
         predict(net, X, batch_size=0)
     with raises("batch_size cuts a tensor, and data is a list with its own batches"):
         predict(net, [X], batch_size=4)
+
+
+def test_a_tuple_that_may_be_several_batches_is_refused(net):
+    with raises("data must be a list where it holds batches, or one batch (x, y), got a tuple of 4"):
+        predict(net, X.split(3))
+    with pytest.raises(ValueError, match="which may be inputs and targets or two batches: pass a list"):
+        predict(net, X.split(5))
+
+
+def kinds_of_predictors():
+    plain = nn.Sequential(nn.Linear(4, 3))
+    multitude = mt.fuse([plain, nn.Sequential(nn.Linear(4, 3))])
+    calibrated = mt.calibrate(multitude, (X, Y % 3), seed=0)
+    return {
+        "plain": plain,
+        "multitude": multitude,
+        "calibrated": calibrated,
+        "stream": mt.temporal(calibrated, frames=1),
+    }
+
+
+@pytest.mark.parametrize("kind", ["plain", "multitude", "calibrated", "stream"])
+def test_whatever_predicts_is_taken_alike(kind):
+    predictors = kinds_of_predictors()
+    p = predict(predictors[kind], (X, Y % 3))
+    assert p.probs.shape == (10, 3)
+    result = mt.evaluate(predictors[kind], [(X, Y % 3)])
+    want = -p.log_probs[torch.arange(10), Y % 3].mean()
+    assert result["nll"] == pytest.approx(want.item(), rel=1e-5)
+    stream = mt.temporal(predictors[kind], frames=3) if kind != "stream" else predictors[kind]
+    frame = stream(X)
+    torch.testing.assert_close(frame.probs, p.probs)
+    if kind == "stream":
+        with raises("net must be a multitude or a network, got a Stream, whose predictions are averaged already"):
+            mt.temporal(stream)
+    if kind in ("calibrated", "stream"):
+        got = type(predictors[kind]).__name__
+        with raises(f"net must be a multitude or a network, got a {got}: pass its network, net.net"):
+            mt.fit(predictors[kind], [(X, Y % 3)], 1)
+    else:
+        mt.fit(predictors[kind], [(X, Y % 3)], 1)
+
+
+def test_a_stream_of_calibrated_predictions_averages_calibrated_probabilities():
+    calibrated = kinds_of_predictors()["calibrated"]
+    stream = mt.temporal(calibrated, frames=2, decay=0.0)
+    stream(X)
+    want = (calibrated.predict(X).probs + calibrated.predict(-X).probs) / 2
+    torch.testing.assert_close(stream(-X).probs, want)
+    with raises("net must be a multitude or a network, got a Stream: pass its network, net.net"):
+        mt.calibrate(stream, (X, Y % 3))
+
+
+def test_a_network_with_a_predict_of_its_own_is_told_what_it_must_give():
+    class Own(nn.Linear):
+        def predict(self, x):
+            return self(x).argmax(1)
+
+    net = Own(4, 3)
+    with raises("net.predict must give a Predictive, got a Tensor: pass mt.Multitude(net)"):
+        predict(net, X)
+    assert predict(mt.Multitude(net), X).probs.shape == (10, 3)
+    mt.fit(net, [(X, Y % 3)], 1)
 
 
 # The progress bar -------------------------------------------------------------------------------------------
@@ -216,7 +281,7 @@ def run(monkeypatch, net):
 
         monkeypatch.setattr(Fake, "predict", predict_slowly)
         try:
-            predict(net, X.split(1) if data is None else data, **options)
+            predict(net, list(X.split(1)) if data is None else data, **options)
         finally:
             monkeypatch.undo()
         return stderr.getvalue()

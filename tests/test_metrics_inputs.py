@@ -6,7 +6,7 @@ import torch
 
 from multitudes import metrics
 from multitudes.core.predictive import Predictive
-from multitudes.evaluation.calibrated import Calibration
+from multitudes.evaluation.calibrate import Calibration
 from multitudes.evaluation.temperature import Temperature, Vector
 from multitudes.metrics.inputs import places, read_without_target
 from tests.metric_cases import classes, logits, pixels

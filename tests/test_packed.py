@@ -64,7 +64,7 @@ def test_gamma_splits_linear_layers_too() -> None:
 
 
 def test_full_width_members_are_a_deep_ensemble() -> None:
-    case = NETWORKS["resnet18"]
+    case = NETWORKS["resnet"]
     net = mt.packed(case.model(), members=3, alpha=3, example=case.batch(2)[0]).eval()
     fused = mt.fuse([net.member(i) for i in range(3)])
     x, _ = case.batch()

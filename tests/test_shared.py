@@ -90,7 +90,7 @@ def test_batch_ensemble_factors_are_drawn_as_asked() -> None:
 
 @pytest.mark.parametrize("method", [mt.batch_ensemble, mt.masksembles])
 def test_running_members_one_by_one_is_running_them_as_one_batch(method: object) -> None:
-    case = NETWORKS["resnet18"]
+    case = NETWORKS["resnet"]
     net = method(case.model(), 3, example=case.batch(2)[0]) if method is mt.masksembles else method(case.model(), 3)
     net.eval()
     x, _ = case.batch(5)  # a number that 3 does not divide
@@ -217,11 +217,11 @@ def test_mimo_shuffles_inputs_apart_and_targets_with_them(repetition: float, bat
 
 
 def test_mimo_puts_inputs_and_outputs_side_by_side() -> None:
-    model = NETWORKS["resnet18"].model()
-    net = mt.mimo(model, 4, example=NETWORKS["resnet18"].batch(2)[0])
+    model = NETWORKS["resnet"].model()
+    net = mt.mimo(model, 4, example=NETWORKS["resnet"].batch(2)[0])
     assert net.conv1.weight.shape == (64, 12, 3, 3)
     assert net.fc.weight.shape == (4 * CLASSES, 512)
-    inputs = [NETWORKS["resnet18"].batch(5, seed=s)[0] for s in range(4)]
+    inputs = [NETWORKS["resnet"].batch(5, seed=s)[0] for s in range(4)]
     net.eval()
     raw = net.network(torch.cat(inputs, 1))
     torch.testing.assert_close(net._answers(inputs), torch.stack(raw.chunk(4, dim=1)))
@@ -242,7 +242,7 @@ def test_mimo_works_for_sequences_images_and_dense_prediction() -> None:
 
 
 def test_mimo_keeps_a_pretrained_function_exactly() -> None:
-    case = NETWORKS["resnet18"]
+    case = NETWORKS["resnet"]
     model = case.model()
     net = mt.mimo(model, 3, init="pretrained", example=case.batch(2)[0])
     x, _ = case.batch()

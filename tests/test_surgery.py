@@ -107,7 +107,7 @@ def test_fresh_members_have_the_layers_own_distribution() -> None:
 
 
 def test_batch_norm_statistics_start_anew() -> None:
-    net = mt.deep_ensemble(NETWORKS["resnet18"].model(), members=2)
+    net = mt.deep_ensemble(NETWORKS["resnet"].model(), members=2)
     assert not net.bn1.running_mean.any()
     assert not net.bn1.num_batches_tracked.any()
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 
 import multitudes as mt
 from tests.cases import CLASSES, NETWORKS, Cnn
@@ -69,6 +71,120 @@ def test_settings_that_change_are_traced_again() -> None:
     before = net(x)
     net.network.gain = 6.0
     torch.testing.assert_close(net(x), 3 * before)
+
+
+class Reads(Cnn):
+    """Multiplies its output by a setting, wherever that is kept."""
+
+    of_class = 1.0
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+        self.gains = [1.0, {"gain": [1.0]}]
+        self.config = SimpleNamespace(inner=SimpleNamespace(gain=1.0), gains={"gain": 1.0})
+
+    def forward(self, x: Tensor) -> Tensor:
+        gain = {
+            "list": self.gains[0],
+            "nested": self.gains[1]["gain"][0],
+            "object": self.config.inner.gain,
+            "dict of an object": self.config.gains["gain"],
+            "class": self.of_class,
+        }
+        return super().forward(x) * gain[self.place]
+
+    def set(self, gain: float) -> None:
+        """Everything in place: nothing that the module holds becomes another object."""
+        self.gains[0] = self.gains[1]["gain"][0] = self.config.inner.gain = self.config.gains["gain"] = gain
+        type(self).of_class = gain
+
+
+@pytest.mark.parametrize("place", ["list", "nested", "object", "dict of an object", "class"])
+@pytest.mark.parametrize("training", [True, False])
+def test_settings_that_change_in_place_are_traced_again(
+    place: str, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Reads, "of_class", 1.0)
+    net = mt.fuse([Reads(place), Reads(place)]).train(training)
+    net.runner = "packed"
+    x = torch.randn(2, 3, 8, 8)
+    before = net(x)
+    net.network.set(4.0)
+    torch.testing.assert_close(net(x), 4 * before)
+
+
+class Recalls(Cnn):
+    """In training it does something that a trace does not follow: it asks who calls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        traced = isinstance(x, fx.Proxy)
+        return super().forward(x) * (1.0 if traced or not self.training else 3.0)
+
+
+class RecallsInBuffers(nn.Module):
+    """Its trace gives the right predictions in training, and other statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Cnn()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not isinstance(x, fx.Proxy):
+            self.seen.add_(x.mean())
+        return self.net(x)
+
+
+@pytest.mark.parametrize("kind", [Recalls, RecallsInBuffers])
+def test_the_plan_for_training_is_proven_too(kind: type[nn.Module]) -> None:
+    x = torch.randn(2, 3, 8, 8)
+    net = mt.fuse([kind(), kind()])
+    net.runner = "packed"
+    net.eval()
+    net(x)  # in evaluation the trace is right
+    net.train()
+    buffers, state = [b.clone() for b in net.buffers()], torch.get_rng_state()
+    with pytest.raises(ValueError, match="different predictions"):
+        net(x)
+    assert all(map(torch.equal, net.buffers(), buffers)) and torch.equal(torch.get_rng_state(), state)
+
+
+def test_proving_the_plan_for_training_leaves_statistics_and_random_numbers_alone() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+    one, two = mt.fuse([model, model]), mt.fuse([model, model])
+    one.runner = two.runner = "packed"
+    x = torch.randn(6, 4)
+    two._prove(x)
+    for net in (one, two):
+        torch.manual_seed(0)
+        net(x)
+    for name, tensor in one.state_dict().items():
+        assert torch.equal(tensor, two.state_dict()[name]), name
+
+
+class Aliases(nn.Module):
+    """Torch's functions by their other names for arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.last = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(input=self.conv(x))
+        x = torch.cat([x, torch.tanh(input=x)], axis=1)
+        x = torch.cat(tensors=(x, -x), dim=1)
+        x = F.avg_pool2d(input=x, kernel_size=2)
+        return self.last(torch.flatten(input=x.mean(axis=(2, 3)), start_dim=1))
+
+
+def test_arguments_by_other_names_are_packed_as_well() -> None:
+    net = mt.fuse([Aliases(), Aliases()])
+    x = torch.randn(2, 3, 8, 8)
+    want = net(x)
+    net.runner = "packed"
+    torch.testing.assert_close(net(x), want)
 
 
 def test_arguments_that_a_network_does_not_take_are_refused() -> None:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import multitudes as mt
 from multitudes.training.fit import fit
+from multitudes.training.precision import check_precision
 from multitudes.training.schedules import schedule_of
 
 X = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
@@ -137,9 +138,39 @@ def test_the_divergence_is_shared_among_the_examples_that_the_data_tell_of():
         fit(net, iter([(X, Y)]), 1)
 
 
+def trial(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    monkeypatch.delenv("MULTITUDES_BFLOAT16_TRIED", raising=False)
+    monkeypatch.setattr("multitudes.training.precision._TRIAL", code)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "signal 4"), ("raise ValueError('no')", "ValueError")],
+)
+def test_bfloat16_that_would_kill_the_process_is_one_sentence(
+    code: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial(monkeypatch, code)
+    with pytest.raises(ValueError, match=f"cannot be computed on this CPU.*{reason}.*'float32', or set ONEDNN"):
+        fit(nn.Linear(8, 3), [(X, Y)], 1, precision="bfloat16")
+
+
+def test_bfloat16_is_tried_once_and_processes_started_later_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial(monkeypatch, "")
+    check_precision("bfloat16", "cpu")
+    assert os.environ["MULTITUDES_BFLOAT16_TRIED"]
+    monkeypatch.setattr("multitudes.training.precision._TRIAL", "raise SystemExit(3)")
+    check_precision("bfloat16", "cpu")
+    check_precision("float32", "cpu")
+    monkeypatch.delenv("MULTITUDES_BFLOAT16_TRIED")
+    check_precision("bfloat16", "cuda")
+    with pytest.raises(ValueError, match="precision must be one of float32, bfloat16, got 'half'"):
+        check_precision("half", "cpu")
+
+
 def test_regression_has_a_criterion_of_its_own():
     net = mt.deep_ensemble(nn.Linear(8, 1), 2, seed=0)
-    history = fit(net, [(X, X[:, :1])], 60, lr=0.2, criterion=F.mse_loss)
+    history = fit(net, [(X, X[:, :1])], 60, lr=0.2, task="regression")
     assert history[-1].loss < 0.01 < history[0].loss
 
 

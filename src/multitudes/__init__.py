@@ -12,8 +12,7 @@ from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.members import Members, fuse
 from multitudes.core.multitude import Multitude
 from multitudes.core.predictive import Predictive, gaussian_nll
-from multitudes.evaluation.calibrate import calibrate
-from multitudes.evaluation.calibrated import Calibrated
+from multitudes.evaluation.calibrate import Calibrated, calibrate
 from multitudes.evaluation.evaluate import evaluate
 from multitudes.evaluation.predict import predict
 from multitudes.evaluation.scores import Evaluation

@@ -16,25 +16,29 @@ ROWS = 256
 
 
 class Batches:
-    """Data to measure networks on, which can be gone through any number of times.
+    """Data to measure networks on, which can be iterated any number of times.
 
     That is a tensor of inputs `[N, ...]`; one batch, `(x, y)` or a mapping of keyword arguments; or an iterable of
     batches, such as a `DataLoader`. A tuple starts with the inputs, and targets follow. Tensors are cut into
     parts of equal size. Copies of a network share its data.
     """
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: Any, rows: int = ROWS) -> None:
         if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
             raise ValueError(f"data must come in batches, got a {type(data).__name__}: wrap it in a DataLoader")
+        if isinstance(data, tuple) and len(data) > 2:
+            raise ValueError(
+                f"data must be a list where it holds batches, or one batch (x, y), got a tuple of {len(data)}"
+            )
         if isinstance(data, Tensor | tuple | Mapping):
-            data = list(_cut(*split_batch(data)))
+            data = list(_cut(*split_batch(data), rows))
         elif not isinstance(data, Iterable):
             raise ValueError(f"data must be a tensor, a batch or an iterable of batches, got {type(data).__name__}")
         self.batches = list(data) if isinstance(data, Iterator) else data
 
     @classmethod
     def of(cls, data: Any) -> Batches | None:
-        """`data`, where there is any, ready to be gone through."""
+        """`data`, where there is any, ready to be iterated."""
         return data if data is None or isinstance(data, Batches) else cls(data)
 
     def on(self, device: torch.device) -> Iterator[tuple[Input, Tensor | None]]:
@@ -51,14 +55,14 @@ class Batches:
         return self
 
 
-def _cut(x: Input, y: Tensor | None) -> Iterator[tuple[Input, Tensor | None]]:
+def _cut(x: Input, y: Tensor | None, rows: int) -> Iterator[tuple[Input, Tensor | None]]:
     if not isinstance(x, Tensor):
         yield x, y
         return
-    if y is not None and len(y) != len(x):
+    if y is not None and x.dim() and len(y) != len(x):
         raise ValueError(f"data must have one target for each of the {len(x)} inputs, got {len(y)}")
-    parts = -(-len(x) // ROWS)
-    if not parts:
+    if not x.dim() or not len(x):
         raise ValueError(f"data must hold at least one input, got shape {list(x.shape)}")
+    parts = -(-len(x) // rows)
     targets = [None] * parts if y is None else y.tensor_split(parts)
     yield from zip(x.tensor_split(parts), targets, strict=True)

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from multitudes.core.calling import Input, InputError, prediction_in, slots, split_call, tensors_in
-from multitudes.core.draws.stochastic import as_member, expecting
-from multitudes.core.multitude import Criterion, Divergence, Multitude, evaluating, plain
+from multitudes.core.draws.stochastic import WithoutDropout, as_member, expecting
+from multitudes.core.multitude import Divergence, Multitude, plain
 from multitudes.core.packing import CannotPack, Plan, trace
+from multitudes.core.tasks import Criterion
 
 RUNNERS = ("auto", "loop", "packed", "stacked")
 
@@ -75,7 +76,7 @@ class Members(Multitude):
     def _prepare(self, x: Input) -> None:
         if self._runner == "auto":
             self._choose(x)
-        if "packed" in (self._runner, *self._fastest.values()) and not self._proven and self._plans:
+        if "packed" in (self._runner, *self._fastest.values()) and self._plans and self.training not in self._proven:
             self._prove(x)
 
     def _choose(self, x: Input) -> str:
@@ -145,7 +146,7 @@ class Members(Multitude):
         )
 
     def _trace(self) -> None:
-        self._proven = False
+        self._proven: set[bool] = set()  # modes
         try:
             self._plans = {mode: trace(self.network, self.members, training=mode) for mode in (True, False)}
         except CannotPack as refusal:
@@ -156,7 +157,7 @@ class Members(Multitude):
         """The steps for the current mode: traced again where settings have changed, proven once on an input."""
         if self._plans and not torch.compiler.is_compiling() and self._plans[self.training].outdated(self.network):
             self._trace()
-        if self._plans and not self._proven:
+        if self._plans and self.training not in self._proven:
             self._prove(x)
         if not self._plans:
             raise CannotPack(f"runner 'packed' cannot run this network: {self._refused['packed']}")
@@ -164,25 +165,49 @@ class Members(Multitude):
 
     @torch.compiler.disable
     def _prove(self, x: Input) -> None:
-        """Compare the plan with the loop: a trace follows most of Python, not all of it."""
-        with evaluating(self), expecting(self.network), torch.no_grad():
-            want = self._run("loop", x)
-            got = self._plans[False](self.network, x)
-        half = torch.is_autocast_enabled(want.device.type) or want.dtype in (torch.bfloat16, torch.float16)
-        got, want = got.flatten().float(), want.flatten().float()
-        if not torch.equal(got.isfinite(), want.isfinite()) or not _distance(got, want) <= (0.1 if half else 0.01):
+        """Compare the current mode's plan with the loop, once: a trace follows most of Python, not all of it.
+
+        In training, what layers do to buffers is compared as well, and undone. Dropout is off in both. Where the
+        network draws other random numbers, the two cannot be compared, and the plan is used as it is.
+        """
+        self._proven.add(self.training)
+        device = tensors_in(x)[0].device
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices), expecting(self.network), WithoutDropout(), torch.no_grad():
+            state = torch.get_rng_state()
+            want = self._trial(lambda: self._run("loop", x))
+            if not torch.equal(state, torch.get_rng_state()):
+                return
+            got = self._trial(lambda: self._plans[self.training](self.network, x))
+        half = torch.is_autocast_enabled(want[0].device.type) or want[0].dtype in (torch.bfloat16, torch.float16)
+        if not all(_alike(one, other, 0.1 if half else 0.01) for one, other in zip(got, want, strict=True)):
             self._plans = {}
             self._refused["packed"] = "its trace and the network itself give different predictions"
-        self._proven = True
+
+    def _trial(self, run: Callable[[], Tensor]) -> list[Tensor]:
+        """What a run gives and what it makes of the buffers, which are then as they were."""
+        before = [(buffer, buffer.clone()) for buffer in self.buffers()]
+        try:
+            return [run(), *(buffer.clone() for buffer, _ in before)]
+        finally:
+            for buffer, saved in before:
+                buffer.copy_(saved)
 
     # -- the protocol ------------------------------------------------------------------------------------
 
     def loss(
-        self, x: Input, y: Tensor, criterion: Criterion | None = None, *, dataset_size: int | None = None
+        self,
+        x: Input,
+        y: Tensor,
+        criterion: Criterion | None = None,
+        *,
+        task: str | None = None,
+        dataset_size: int | None = None,
     ) -> Tensor:
+        options: dict[str, Any] = {"task": task or self.chosen_task, "dataset_size": dataset_size}
         if not isinstance(self.network, Multitude):
-            return super().loss(x, y, criterion, dataset_size=dataset_size)
-        return self._sum_of(lambda network: network.loss(x, y, criterion, dataset_size=dataset_size))
+            return super().loss(x, y, criterion, **options)
+        return self._sum_of(lambda network: network.loss(x, y, criterion, **options))
 
     def kl(self, **prior: Any) -> Tensor:
         """The sum of the members' divergences."""
@@ -237,13 +262,16 @@ class Members(Multitude):
         self._plans = {}
         if "packed" not in self._refused:
             self._trace()
-            self._proven = state["_proven"]
+            self._proven = set(state["_proven"] or ())
 
 
-def _distance(got: Tensor, want: Tensor) -> float:
-    """The relative error where both are finite."""
+def _alike(got: Tensor, want: Tensor, tolerance: float) -> bool:
+    """Whether the relative error is small, and the same numbers are finite."""
+    got, want = got.flatten().float(), want.flatten().float()
     finite = want.isfinite()
-    return ((got - want)[finite].norm() / want[finite].norm().clamp(min=1e-12)).item()
+    if not torch.equal(got.isfinite(), finite):
+        return False
+    return ((got - want)[finite].norm() / want[finite].norm().clamp(min=1e-12)).item() <= tolerance
 
 
 def _milliseconds(function: Callable[[], Any], warmups: int = 2, repeats: int = 3) -> float:

@@ -8,17 +8,16 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input, InputError, call, input_errors, one_per_input, plain_attention, tensors_in
 from multitudes.core.draws.adaptive import predict_adaptively
 from multitudes.core.draws.engine import DrawCache, Draws
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
-from multitudes.core.predictive import Predictive, averaged
+from multitudes.core.predictive import Predictive
+from multitudes.core.tasks import Criterion, averaged, check_task, criterion_for
 
-Criterion = Callable[[Tensor, Tensor], Tensor]
-"""`(prediction [B, ...], target [B, ...]) -> mean over the batch`."""
+__all__ = ["Criterion", "Divergence", "Multitude", "evaluating", "plain", "share_registries"]
 
 Divergence = Callable[..., Tensor]
 """`(network, **prior) -> scalar`: a term of a variational objective."""
@@ -33,7 +32,7 @@ def share_registries(sharer: nn.Module, network: nn.Module) -> None:
 class Multitude(nn.Module):
     """A network that gives many predictions: one for each member, or one for each draw.
 
-    A multitude wears its network's names: it shares the network's registries of parameters, buffers and
+    A multitude has its network's names: it shares the network's registries of parameters, buffers and
     children, so that `state_dict()`, `named_parameters()` and attribute access read like the user's own
     network, with nothing put in front.
 
@@ -54,7 +53,7 @@ class Multitude(nn.Module):
         object.__setattr__(self, "network", network)  # not registered, which would put a name in front
         self.training = network.training
         self.members = members
-        self.task = "classification"
+        self.chosen_task: str | None = None
         self.draws = 20
         self.training_draws = 1
         self.memory: str | float | None = None
@@ -64,6 +63,15 @@ class Multitude(nn.Module):
         self._draw_cache = DrawCache()
 
     network: nn.Module
+
+    @property
+    def task(self) -> str:
+        """What the predictions are of (see `Predictive`), which decides the loss: classification until it is set."""
+        return self.chosen_task or "classification"
+
+    @task.setter
+    def task(self, task: str) -> None:
+        self.chosen_task = check_task(task)
 
     # -- the four verbs ----------------------------------------------------------------------------------
 
@@ -89,9 +97,18 @@ class Multitude(nn.Module):
         return one_per_input(predictions, x)
 
     def loss(
-        self, x: Input, y: Tensor, criterion: Criterion | None = None, *, dataset_size: int | None = None
+        self,
+        x: Input,
+        y: Tensor,
+        criterion: Criterion | None = None,
+        *,
+        task: str | None = None,
+        dataset_size: int | None = None,
     ) -> Tensor:
         """The training objective, a scalar.
+
+        The task, `net.task` unless another is given, decides the criterion: cross-entropy, mean squared error, or the
+        negative log-likelihood of a Gaussian. Another criterion may be given, but none that is for another task.
 
         Members that share no weight are trained on the sum of their own losses, so that each learns exactly
         as it would alone; members that share weights on the mean over members. Where a member makes several
@@ -100,11 +117,9 @@ class Multitude(nn.Module):
         (ELBO), for one example.
         """
         predictions = self(x)
-        if criterion is None:
-            self._check_targets(predictions, y)
-            criterion = F.cross_entropy
         by_member = predictions.unflatten(0, (self.members, -1))
-        loss = self._combine([criterion(averaged(draws, self.task), y) for draws in by_member])
+        criterion = self._criterion(criterion, task, predictions, y, averages=by_member.shape[1] > 1)
+        loss = self._combine([criterion(averaged(draws, task or self.task), y) for draws in by_member])
         return loss + self._divergence_of_one(dataset_size)
 
     def kl(self, **prior: Any) -> Tensor:
@@ -214,7 +229,7 @@ class Multitude(nn.Module):
             return None
         return None if layers[0].expects or layers[0].draw is not None else count
 
-    # -- what nn.Module must be told ---------------------------------------------------------------------
+    # -- what nn.Module must know -----------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
         """A multitude's own settings never clash with its network's names."""
@@ -278,7 +293,7 @@ class Multitude(nn.Module):
     def like(self, model: nn.Module) -> Self:
         """Draw, and learn, as `model` does, where that is a multitude; returns itself."""
         if isinstance(model, Multitude):
-            for setting in ("task", "draws", "training_draws", "memory", "divergences"):
+            for setting in ("chosen_task", "draws", "training_draws", "memory", "divergences"):
                 setattr(self, setting, getattr(model, setting))
         return self
 
@@ -295,20 +310,50 @@ class Multitude(nn.Module):
         total = torch.stack(losses)
         return total.sum() if self.independent else total.mean()
 
-    def _check_targets(self, predictions: Tensor, y: Tensor) -> None:
-        """Class labels must be classes. On a GPU only the first batch is read, since reading stalls it."""
+    def _criterion(
+        self, criterion: Criterion | None, task: str | None, predictions: Tensor, y: Tensor, averages: bool = False
+    ) -> Criterion:
+        """The criterion of the loss; an error where targets or predictions do not fit the task's own."""
+        chosen = criterion_for(task or self.chosen_task, criterion, averages)
+        if criterion is None:
+            check = {"classification": self._check_classes, "regression": _check_values}.get(task or self.task)
+            if check is not None:  # `gaussian_nll` checks by itself
+                check(predictions, y)
+        return chosen
+
+    def _check_classes(self, predictions: Tensor, y: Tensor) -> None:
+        """Class labels must be classes, or probabilities of them. On a GPU only the first batch is read: it waits."""
         if predictions.dim() < 3 or predictions.shape[2] == 1:
             raise ValueError(
                 f"cross entropy needs predictions for two classes or more, got {list(predictions.shape)}; "
-                "pass criterion= for anything else"
+                "for values pass task='regression' or task='gaussian'"
             )
-        if y.is_floating_point() or torch.compiler.is_compiling() or (y.is_cuda and self._targets_checked):
+        if torch.compiler.is_compiling() or (y.is_cuda and self._targets_checked):
             return
         self._targets_checked = True
+        if y.is_floating_point():
+            if y.shape != predictions.shape[1:] or bool((y < 0).any()) or not _adds_up(y):
+                raise ValueError(
+                    f"y must hold classes, or their probabilities {list(predictions.shape[1:])}, got values of shape "
+                    f"{list(y.shape)}: for values pass task='regression' or task='gaussian'"
+                )
+            return
         classes = predictions.shape[2]
         wrong = y[(y != -100) & ((y < 0) | (y >= classes))]
         if wrong.numel():
             raise ValueError(f"y must hold classes 0 to {classes - 1}, got {wrong[0].item()}")
+
+
+def _check_values(predictions: Tensor, y: Tensor) -> None:
+    """Values must have the predictions' shape: `[B]` against `[B, 1]` would broadcast, and train on nonsense."""
+    if y.shape != predictions.shape[1:]:
+        raise ValueError(f"y must have the predictions' shape {list(predictions.shape[1:])}, got {list(y.shape)}")
+
+
+def _adds_up(y: Tensor) -> bool:
+    """Whether class probabilities `[B, C, ...]` add up to 1."""
+    total = y.float().sum(1)
+    return torch.allclose(total, torch.ones_like(total), atol=1e-2)
 
 
 @contextmanager

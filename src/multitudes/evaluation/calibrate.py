@@ -1,28 +1,183 @@
 """After training: `calibrate` makes a network's probabilities mean what they say, and gives it sets and intervals.
 
-`scaling.py` has the scalings, `conformal.py` the scores. The networks stay as they are: what is fitted to held-out
-data travels with their predictions, as `Predictive.calibration`.
+`temperature.py` has the scalings, `conformal.py` the scores. The networks stay as they are: what is fitted to held-out
+data is a `Calibration`, which travels with the predictions of the `Calibrated` network.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from multitudes.core.batches import Batches
+from multitudes.core.calling import Input
 from multitudes.core.checks import check_count, check_number, check_seed
 from multitudes.core.multitude import Multitude
 from multitudes.core.predictive import Predictive
-from multitudes.evaluation.calibrated import Calibrated, Calibration
+from multitudes.core.predictor import PredictorModule, multitude_of
 from multitudes.evaluation.conformal import SCORES, Conformal, ConformalScore, check_targets
 from multitudes.evaluation.predict import predictions
-from multitudes.evaluation.temperature import SCALINGS
+from multitudes.evaluation.temperature import SCALINGS, Scaling
 from multitudes.metrics.inputs import check_ignore, read_rows
 
-__all__ = ["calibrate", "fit_calibration"]
+__all__ = ["Calibrated", "Calibration", "calibrate", "fit_calibration"]
+
+# -- what is fitted, and the network that has it -----------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """What was fitted to held-out data: a scaling, the scores for sets or intervals, or both.
+
+    `calibration(predictive)` gives calibrated predictions.
+    """
+
+    task: str
+    scaling: Scaling | None
+    conformal: Conformal | None
+
+    def __call__(self, predictive: Predictive) -> Predictive:
+        """The same predictions, calibrated."""
+        if predictive.calibration is not None:
+            raise ValueError("predictive is calibrated already: pass the predictions of the network itself")
+        if predictive.task != self.task:
+            raise ValueError(f"predictive must be of task {self.task}, as the calibration is, got {predictive.task}")
+        scaled = predictive.predictions
+        if self.scaling is not None:
+            scaled = self.scaling.predictions(scaled, self.task)
+        return replace(predictive, predictions=scaled, calibration=self)
+
+    def log_probs(self, log_probs: Tensor) -> Tensor:
+        """The log of the members' mean probabilities, `[B, C, ...]`, calibrated."""
+        return log_probs if self.scaling is None else self.scaling.log_probs(log_probs)
+
+    # What it is made of -----------------------------------------------------------------------------------
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What was fitted, by name: `temperature`, `scores`, ..."""
+        parts = [vars(part) for part in (self.scaling, self.conformal) if part is not None]
+        return {name: value for part in parts for name, value in part.items() if isinstance(value, Tensor)}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What was chosen: the task, the scaling, the score and its settings."""
+        scaling = None if self.scaling is None else type(self.scaling).__name__
+        score = {} if self.conformal is None else {"score": asdict(self.conformal.score)}
+        return {"task": self.task, "scaling": scaling, **score}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Calibration:
+        """The same settings with other tensors."""
+
+        def renewed(part: Any) -> Any:
+            return part and replace(part, **{name: tensors[name] for name in vars(part) if name in tensors})
+
+        return replace(self, scaling=renewed(self.scaling), conformal=renewed(self.conformal))
+
+    def to(self, device: torch.device | str) -> Calibration:
+        """The same on another device."""
+        return self.with_tensors({name: tensor.to(device) for name, tensor in self.tensors.items()})
+
+    def equals(self, other: Calibration) -> bool:
+        """Whether the other gives the same predictions the same calibration."""
+        if self.settings != other.settings or self.tensors.keys() != other.tensors.keys():
+            return False
+        pairs = [(tensor, other.tensors[name]) for name, tensor in self.tensors.items()]
+        return all(one is two or torch.equal(one.cpu(), two.cpu()) for one, two in pairs)
+
+
+class Calibrated(PredictorModule):
+    """A network and its `Calibration`: it predicts as the network does, and its predictions are calibrated.
+
+    What was fitted are its buffers (`calibrated.temperature`, `calibrated.scores`, ...), saved with the state dict and
+    moved with the module, but never rounded to half precision. The network itself is `calibrated.net`, not a copy of
+    it: if it is trained further, calibrate it again.
+    """
+
+    net: Multitude
+
+    def __init__(self, net: Multitude, calibration: Calibration) -> None:
+        super().__init__()
+        self.net = net
+        self.training = net.training
+        self._calibration = calibration
+        for name, tensor in calibration.tensors.items():
+            self.register_buffer(name, tensor)
+
+    @property
+    def calibration(self) -> Calibration:
+        """What was fitted, as it is now."""
+        return self._calibration.with_tensors(dict(self.named_buffers(recurse=False)))
+
+    @property
+    def members(self) -> int:
+        """M: how many members the network has."""
+        return self.net.members
+
+    @property
+    def task(self) -> str:
+        """What the predictions are of; see `Predictive`."""
+        return self._calibration.task
+
+    def forward(self, x: Input, **options: Any) -> Tensor:
+        """What the network gives: `[B, ...] -> [S, B, ...]`, not calibrated."""
+        return self.net(x, **options)
+
+    def predict(self, x: Input, task: str | None = None, **options: Any) -> Predictive:
+        """Calibrated predictions of a batch; the options are those of the network's own `predict`."""
+        if task not in (None, self.task):
+            raise ValueError(f"task must be {self.task!r}, for which the network was calibrated, got {task!r}")
+        return self.calibration(self.net.predict(x, self.task, **options))
+
+    def member(self, index: int) -> nn.Module:
+        """Member `index` alone, not calibrated."""
+        return self.net.member(index)
+
+    def extra_repr(self) -> str:
+        calibration = self.calibration
+        settings = {name: value for name, value in calibration.settings.items() if value is not None}
+        tensors = {
+            name: tensor.tolist() if tensor.numel() <= 4 else list(tensor.shape)
+            for name, tensor in calibration.tensors.items()
+        }
+        return ", ".join(f"{name}={value}" for name, value in (settings | tensors).items())
+
+    # What nn.Module must know ---------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Calibrated:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():  # moved, but never rounded: a rounded threshold is another one
+            now = self._buffers[name]
+            self._buffers[name] = None if buffer is None or now is None else buffer.to(now.device)
+        return self
+
+    def get_extra_state(self) -> Tensor:
+        """The settings, as bytes in a tensor, which every format of state dicts can hold."""
+        return torch.tensor(list(json.dumps(self._calibration.settings, sort_keys=True).encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Refuse what was fitted with other settings: its numbers would be read as something else."""
+        settings = json.loads(bytes(state.tolist()))
+        if settings != self._calibration.settings:
+            raise ValueError(
+                f"the state dict is of a calibration with {settings}, but this one has {self._calibration.settings}"
+            )
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        for name, buffer in self._buffers.items():  # there are as many scores as there were data
+            saved = state_dict.get(prefix + name)
+            if buffer is not None and isinstance(saved, Tensor):
+                self._buffers[name] = buffer.new_empty(saved.shape)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+# -- calibrate ---------------------------------------------------------------------------------------------
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "classification": ("temperature", "member_temperature", "vector", "isotonic", None),
@@ -94,7 +249,9 @@ def calibrate(
     >>> p.set(0.6), p.set(0.9)
     (tensor([[ True, False]]), tensor([[True, True]]))
     """
-    multitude = _check_net(net)
+    if isinstance(net, Calibrated):
+        raise ValueError("net is calibrated already: calibrate its network, net.net")
+    multitude = multitude_of(net)
     task = task or multitude.task
     plan = _planned(task, scaling, conformal, share, seed, ignore, k_reg, penalty, randomized)
     predictive, target = _predicted(multitude, data, task=task, seed=seed, **options)
@@ -182,14 +339,6 @@ def _divided(inputs: int, plan: _Plan) -> tuple[Tensor, Tensor]:
 
 
 # Checks -------------------------------------------------------------------------------------------------
-
-
-def _check_net(net: nn.Module) -> Multitude:
-    if isinstance(net, Calibrated):
-        raise ValueError("net is calibrated already: calibrate its network, net.net")
-    if not isinstance(net, nn.Module):
-        raise ValueError(f"net must be an nn.Module, got {type(net).__name__}")
-    return net if isinstance(net, Multitude) else Multitude(net)
 
 
 def _planned(

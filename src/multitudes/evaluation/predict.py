@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
 
+from multitudes.core.batches import ROWS, Batches
 from multitudes.core.calling import Input, moved, split_batch
+from multitudes.core.checks import check_count
 from multitudes.core.predictive import Predictive
+from multitudes.core.predictor import Predictor, predictor
 from multitudes.core.progress import ProgressBar
 
 __all__ = ["predict", "predictions"]
 
 
-class Predictor(Protocol):
-    """What `predict` asks of a network. Every `Multitude` is one."""
-
-    @property
-    def predict(self) -> Callable[..., Predictive]:
-        """`predict(x)` or `predict(x, task=...)` for one batch."""
-        ...
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters, whose device is where the inputs go."""
-        ...
-
-
 def predict(
-    net: Predictor,
-    data: Tensor | Iterable[Any],
+    net: nn.Module | Predictor,
+    data: Any,
     *,
     task: str | None = None,
     batch_size: int | None = None,
@@ -43,11 +32,11 @@ def predict(
     """Predict all of `data` in batches, keeping nothing but the predictions, on the CPU.
 
     Args:
-        net: a multitude; it stays on its device.
-        data: a tensor `[N, ...]`, one batch as a mapping, or an iterable of batches such as a `DataLoader`.
-            A batch is an input, or a tuple or list that starts with one, the rest being targets, which are left
-            alone. An input is a tensor, a mapping of keyword arguments (`"label"` and `"labels"` are dropped),
-            or, inside a batch, a tuple of positional arguments.
+        net: a multitude, calibrated or not, a stream, or a plain network; it stays on its device.
+        data: a tensor `[N, ...]`, one batch as a tuple `(x, y)` or a mapping, or an iterable of batches such as a
+            `DataLoader`. A batch is an input, or a tuple or list that starts with one, the rest being targets, which
+            are left alone. An input is a tensor, a mapping of keyword arguments (`"label"` and `"labels"` are
+            dropped), or, inside a batch, a tuple of positional arguments.
         task: how to read the predictions (see `Predictive`); the network's own task by default.
         batch_size: how many inputs of a tensor to run at a time, 256 by default.
         progress: whether to show progress on stderr; by default on a terminal, after two seconds.
@@ -62,13 +51,22 @@ def predict(
     """
     if task is not None:
         options["task"] = task
-    parts = [part.cpu() for part, _ in predictions(net, _batches(data, batch_size), progress, device, **options)]
+    if batch_size is not None and not isinstance(data, Tensor):
+        raise ValueError(f"batch_size cuts a tensor, and data is a {type(data).__name__} with its own batches")
+    if isinstance(data, tuple) and len(data) == 2 and _may_be_two_batches(*data):
+        raise ValueError(
+            f"data must not be a tuple of two tensors of the same shape, {list(data[0].shape)}, which may be inputs "
+            "and targets or two batches: pass a list, [(x, y)] or [x_1, x_2]"
+        )
+    rows = ROWS if batch_size is None else check_count("batch_size", batch_size)
+    batches = data if isinstance(data, Iterator) else Batches(data, rows).batches
+    parts = [part.cpu() for part, _ in predictions(net, batches, progress, device, **options)]
     return Predictive.concat(parts)
 
 
 @torch.no_grad()
 def predictions(
-    net: Predictor,
+    net: nn.Module | Predictor,
     batches: Iterable[Any],
     progress: bool | None = None,
     device: torch.device | str | None = None,
@@ -79,10 +77,9 @@ def predictions(
 
     `prepare(x, number of the batch)` gives what the network is called with instead of `x`, which is on its device.
     """
-    if not callable(getattr(net, "predict", None)):
-        raise ValueError(f"net must be a multitude, got a {type(net).__name__}: convert it first")
-    if device is None:
-        device = next((parameter.device for parameter in net.parameters()), None)
+    found = predictor(net)
+    if device is None and isinstance(found, nn.Module):
+        device = next((parameter.device for parameter in found.parameters()), None)
     bar = ProgressBar(operator.length_hint(batches), progress)
     index = -1
     try:
@@ -90,9 +87,12 @@ def predictions(
             try:
                 x, y = split_batch(batch)
                 x = moved(x, device)
-                predicted = net.predict(x if prepare is None else prepare(x, index), **options)
+                predicted = found.predict(x if prepare is None else prepare(x, index), **options)
             except ValueError as error:
                 raise ValueError(f"batch {index} of data: {error}") from error
+            if not isinstance(predicted, Predictive):
+                kind = type(predicted).__name__
+                raise ValueError(f"net.predict must give a Predictive, got a {kind}: pass mt.Multitude(net)")
             bar.update(index + 1)
             yield predicted, y
     finally:
@@ -101,18 +101,6 @@ def predictions(
         raise ValueError("data must hold at least one batch, got none")
 
 
-def _batches(data: Tensor | Iterable[Any], batch_size: int | None) -> Iterable[Any]:
-    """The batches of `data`: a tensor is cut, an iterable of batches passes through."""
-    if isinstance(data, Tensor):
-        if data.ndim == 0 or len(data) == 0:
-            raise ValueError(f"data must hold at least one input, got shape {list(data.shape)}")
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        return data.split(batch_size or 256)
-    if isinstance(data, Mapping):
-        return [data]  # one batch of keyword arguments
-    if batch_size is not None:
-        raise ValueError(f"batch_size cuts a tensor, and data is a {type(data).__name__} with its own batches")
-    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
-        raise ValueError(f"data must come in batches, got a {type(data).__name__}: wrap it in a DataLoader")
-    return data
+def _may_be_two_batches(x: Any, y: Any) -> bool:
+    both = isinstance(x, Tensor) and isinstance(y, Tensor)
+    return both and x.dim() > 1 and x.shape == y.shape and x.dtype == y.dtype

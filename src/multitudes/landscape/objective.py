@@ -18,8 +18,9 @@ from multitudes.core.calling import Input, InputError, call_with, input_errors, 
 from multitudes.core.checks import check_number, check_seed
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.multitude import Criterion, Multitude, evaluating, plain
-from multitudes.core.predictive import averaged, gaussian_nll
+from multitudes.core.predictive import gaussian_nll
 from multitudes.core.seeding import mixed, seeded
+from multitudes.core.tasks import averaged
 from multitudes.training.batchnorm import norms
 
 __all__ = ["Objective", "flattened", "unit_direction"]

@@ -22,9 +22,9 @@ from multitudes.core.calling import Input, call_with, input_errors, moved, plain
 from multitudes.core.checks import check_count
 from multitudes.core.draws.stochastic import Draw, drawing, expecting, stochastic_layers
 from multitudes.core.multitude import Criterion, Multitude, plain
-from multitudes.core.predictive import averaged
 from multitudes.core.progress import ProgressBar
 from multitudes.core.seeding import mixed, seeded
+from multitudes.core.tasks import averaged
 from multitudes.landscape.fused import Fused, settings_at_once
 from multitudes.training.batchnorm import norms, statistics
 from multitudes.training.recorder import State, Trajectory, flat_state, unflattened, weights_of

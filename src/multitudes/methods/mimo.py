@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input, call, input_errors
@@ -41,7 +40,13 @@ class Mimo(Multitude):
         return output.unflatten(axis, (self.members, -1)).movedim(axis, 0)
 
     def loss(
-        self, x: Input, y: Tensor, criterion: Criterion | None = None, *, dataset_size: int | None = None
+        self,
+        x: Input,
+        y: Tensor,
+        criterion: Criterion | None = None,
+        *,
+        task: str | None = None,
+        dataset_size: int | None = None,
     ) -> Tensor:
         """The mean over members of each one's loss on its own, shuffled, inputs."""
         x = _tensor(x)
@@ -50,10 +55,9 @@ class Mimo(Multitude):
         orders = self._orders(len(x), x.device)
         with input_errors(x):
             predictions = self._answers([x[order] for order in orders])
-        if criterion is None:
-            self._check_targets(predictions, y)
-            criterion = F.cross_entropy
-        losses = [criterion(p, y[order]) for p, order in zip(predictions, orders, strict=True)]
+        targets = [y[order] for order in orders]
+        criterion = self._criterion(criterion, task, predictions, targets[0])
+        losses = [criterion(p, target) for p, target in zip(predictions, targets, strict=True)]
         return self._combine(losses) + self._divergence_of_one(dataset_size)
 
     def _orders(self, batch: int, device: torch.device) -> list[Tensor]:

@@ -19,18 +19,19 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import Input
 from multitudes.core.checks import check_count, check_number
-from multitudes.core.multitude import Multitude
-from multitudes.core.predictive import Predictive, averaged
+from multitudes.core.predictive import Predictive
+from multitudes.core.predictor import Predictor, PredictorModule, predictor
+from multitudes.core.tasks import averaged
 
 
-class Stream(nn.Module):
+class Stream(PredictorModule):
     """A network that watches: the prediction for each frame is averaged with those for the frames before it.
 
     `stream(frame)`, of B streams side by side `[B, ...]`, gives a `Predictive` with the weighted average as its one
     member. Only `frames` averaged predictions are held; `reset` forgets them, for the next stream.
     """
 
-    def __init__(self, net: Multitude, frames: int, decay: float) -> None:
+    def __init__(self, net: Predictor, frames: int, decay: float) -> None:
         super().__init__()
         self.net = net
         self.frames = frames
@@ -39,8 +40,14 @@ class Stream(nn.Module):
 
     def forward(self, frame: Input, task: str | None = None, **options: Any) -> Predictive:
         """The next frame; `options` are those of the network's own `predict`."""
-        task = task or self.net.task
-        now = averaged(self.net.predict(frame, task, **options).predictions, task)
+        if task is not None:
+            options["task"] = task
+        predicted = self.net.predict(frame, **options)
+        task = predicted.task
+        if predicted.calibration is not None and task == "classification":
+            now = predicted.log_probs
+        else:
+            now = averaged(predicted.predictions, task)
         if self._recent and self._recent[0].shape != now.shape:
             raise ValueError(
                 f"frame gave predictions of shape {list(now.shape)}, the frames before it of shape "
@@ -72,15 +79,16 @@ class Stream(nn.Module):
 def temporal(net: nn.Module, frames: int = 5, decay: float = 0.8) -> Stream:
     """A stream of predictions of `net`, each averaged with those for the `frames - 1` frames before it.
 
-    A frame's weight falls by `exp(-decay)` with each step into the past. `net` may be any multitude, or a plain
-    network; it is not copied.
+    A frame's weight falls by `exp(-decay)` with each step into the past. `net` may be any multitude, calibrated or
+    not, or a plain network; it is not copied. Of a calibrated one, calibrated probabilities are averaged; its sets
+    are not, whose guarantee is for one frame.
 
     >>> stream = temporal(nn.Linear(3, 2), frames=5, decay=0.8)
     >>> stream(torch.ones(1, 3)).probs.shape, len(stream)
     (torch.Size([1, 2]), 1)
     """
-    if not isinstance(net, nn.Module):
-        raise ValueError(f"net must be a multitude or a network, got {type(net).__name__}")
     check_count("frames", frames)
     check_number("decay", decay, 0)
-    return Stream(net if isinstance(net, Multitude) else Multitude(net), frames, decay)
+    if isinstance(net, Stream):
+        raise ValueError("net must be a multitude or a network, got a Stream, whose predictions are averaged already")
+    return Stream(predictor(net), frames, decay)

@@ -21,7 +21,7 @@ from multitudes.core.draws.stochastic import Draw, Stochastic, drawing, stochast
 from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude, evaluating, plain, share_registries
 from multitudes.core.seeding import mixed, seeded
-from multitudes.evaluation.calibrated import Calibrated
+from multitudes.evaluation.calibrate import Calibrated
 from multitudes.methods.dropout import CONNECTED, DropConnect
 from multitudes.methods.patching.layers import Mixing, Patch
 from multitudes.methods.subspace import Around

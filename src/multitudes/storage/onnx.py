@@ -28,7 +28,7 @@ from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude
 from multitudes.core.predictive import Predictive
 from multitudes.core.shared import SharedMembers
-from multitudes.evaluation.calibrated import Calibrated, Calibration
+from multitudes.evaluation.calibrate import Calibrated, Calibration
 from multitudes.evaluation.temperature import LEAST_LOG_PROB, Temperature, Vector
 from multitudes.storage.freeze import Frozen, freeze
 from multitudes.storage.save import check_path

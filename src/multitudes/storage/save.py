@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from multitudes.core.checks import needed
 from multitudes.core.files import replacing
 from multitudes.core.multitude import Multitude
-from multitudes.evaluation.calibrated import Calibrated, Calibration
+from multitudes.evaluation.calibrate import Calibrated, Calibration
 from multitudes.evaluation.conformal import Conformal, ConformalScore
 from multitudes.evaluation.temperature import SCALINGS
 from multitudes.storage.structure import describe, rebuild

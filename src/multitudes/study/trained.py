@@ -12,7 +12,7 @@ from torch import Tensor
 
 from multitudes.core.multitude import Multitude
 from multitudes.data import Data
-from multitudes.evaluation.calibrated import Calibrated
+from multitudes.evaluation.calibrate import Calibrated
 from multitudes.storage.save import load
 from multitudes.study.job_data import data_of, device_of
 from multitudes.study.leaderboard import leaderboard

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -23,18 +22,20 @@ from torch.utils.data import DataLoader
 
 from multitudes.core.calling import Input, moved, split_batch
 from multitudes.core.checks import check_count, check_number, check_seed
-from multitudes.core.multitude import Criterion, Multitude
+from multitudes.core.multitude import Multitude
+from multitudes.core.predictor import multitude_of
 from multitudes.core.progress import ProgressBar
 from multitudes.core.seeding import seeded
+from multitudes.core.tasks import Criterion, criterion_for
 from multitudes.training.checkpoint import Checkpoint, TrainingState, random_state, set_random_state
 from multitudes.training.diagnosis import first_bad_layer
 from multitudes.training.late_losses import Loss, Losses
+from multitudes.training.objective import Objective, size_of
 from multitudes.training.optimizers import make_optimizer
+from multitudes.training.precision import PRECISIONS, check_precision
 from multitudes.training.schedules import Schedule, schedule_of
 
 __all__ = ["Epoch", "Progress", "fit"]
-
-PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training is, as callbacks are told after every step; one that returns True ends the training."""
+    """Where training is, which callbacks get after every step; one that returns True ends the training."""
 
     net: nn.Module
     epoch: int
@@ -77,27 +78,6 @@ class Progress:
 Callback = Callable[[Progress], bool | None]
 
 
-class Objective(nn.Module):
-    """A network whose forward is its training objective.
-
-    What synchronises gradients between processes, or compiles, wraps the forward; so the loss has to be one.
-    """
-
-    def __init__(self, net: Multitude, criterion: Criterion | None, dataset_size: int | None) -> None:
-        super().__init__()
-        self.net, self.criterion, self.dataset_size = net, criterion, dataset_size
-
-    def forward(self, x: Input, y: Tensor) -> Tensor:
-        """The loss of a batch, a scalar."""
-        return self.net.loss(x, y, self.criterion, dataset_size=self.dataset_size)
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As `nn.Module.compile`, apart from other objectives: torch makes 8 versions of a function and no more."""
-        own = FunctionType(Objective.forward.__code__.replace(), Objective.forward.__globals__, "forward")
-        self.forward = MethodType(own, self)  # type: ignore[method-assign]
-        super().compile(*args, **kwargs)
-
-
 def fit(
     net: nn.Module,
     data: Iterable[Any],
@@ -113,6 +93,7 @@ def fit(
     channels_last: bool = False,
     compile: bool = False,
     clip: float | None = None,
+    task: str | None = None,
     criterion: Criterion | None = None,
     dataset_size: int | None = None,
     callbacks: Sequence[Callback] = (),
@@ -126,8 +107,8 @@ def fit(
 
     Args:
         net: a multitude, or a plain network, on the device where it shall train.
-        data: an iterable of batches `(x, y)` that can be gone through once an epoch, such as a `DataLoader`.
-        epochs: how many times to go through them.
+        data: an iterable of batches `(x, y)` that can be iterated once an epoch, such as a `DataLoader`.
+        epochs: how many times to iterate them.
         optimizer: `"sgd"` (with Nesterov momentum), `"adam"` or `"adamw"`; or an optimizer of this network, or a
             function that makes one of parameter groups.
         lr: the learning rate at its highest; by default 0.05 for SGD and 0.001 for Adam.
@@ -141,11 +122,13 @@ def fit(
         channels_last: whether network and images are laid out channels-last.
         compile: whether to compile the objective.
         clip: the largest norm of the gradient, for each independent member its own.
-        criterion: of `net.loss`; cross-entropy by default.
+        task: what the targets are, "classification", "regression" or "gaussian", which the network then predicts; by
+            default the network's own task.
+        criterion: of `net.loss`; by default the task's own: cross-entropy, mean squared error, Gaussian NLL.
         dataset_size: how many examples there are, for objectives with a divergence; found out where `data` tells.
         callbacks: functions of a `Progress`, called after each step.
         checkpoint: a file to save the training in every `checkpoint_minutes`, and at the end. Where there is one, it is
-            gone on with, and ends as if it had never been interrupted (exactly so on a CPU).
+            resumed, and ends as if it had never been interrupted (exactly so on a CPU).
         seed: of everything random in training, which then leaves torch's own random state alone.
         accelerator: a Hugging Face `Accelerator`, to train in several processes: each takes its share of the batches.
         progress: whether to show progress on stderr; by default on a terminal, after two seconds.
@@ -156,7 +139,7 @@ def fit(
     >>> len(history), history[-1].loss < 0.3
     (30, True)
     """
-    multitude = net if isinstance(net, Multitude) else Multitude(_module(net))
+    multitude = multitude_of(net)
     check_count("epochs", epochs)
     check_number("warmup", warmup, 0, below=epochs)
     check_number("momentum", momentum, 0, below=1)
@@ -165,11 +148,13 @@ def fit(
     check_seed(seed)
     if clip is not None:
         check_number("clip", clip, 0, above=True)
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    device = next((parameter.device for parameter in multitude.parameters()), torch.device("cpu"))
+    check_precision(precision, device)
+    _set_task(multitude, task)
+    criterion_for(multitude.chosen_task, criterion)  # an error before the first step
     factor = schedule_of(schedule, warmup / epochs)
     chosen = make_optimizer(optimizer, multitude, lr, momentum, weight_decay)
-    objective = Objective(multitude, criterion, _dataset_size(multitude, data, dataset_size))
+    objective = Objective(multitude, criterion, size_of(data, multitude, dataset_size))
     if channels_last:
         multitude.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     config = TrainConfig(
@@ -182,7 +167,7 @@ def fit(
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The manner of training."""
+    """How to train, checked."""
 
     schedule: Schedule
     dtype: torch.dtype | None
@@ -243,7 +228,7 @@ class Trainer:
             state.step, state.batch = state.step + 1, state.batch + 1
             state.seconds = time.monotonic() - start
             bar.update(state.step)
-            self._tell(loss, epoch_ended=False)
+            self._call_back(loss, epoch_ended=False)
             if self.checkpoint is not None and self.checkpoint.due:
                 self._look(all_of_them=True)
                 self._save()
@@ -255,7 +240,7 @@ class Trainer:
         self._look(all_of_them=True)
         mean = state.total / state.batch
         state.history.append(asdict(Epoch(state.epoch + 1, mean, self.optimizer.param_groups[0]["lr"], state.seconds)))
-        self._tell(mean, epoch_ended=True)
+        self._call_back(mean, epoch_ended=True)
         state.epoch, state.batch, state.total, state.seconds = state.epoch + 1, 0, 0.0, 0.0
 
     def _batches(self) -> Iterator[tuple[Input, Tensor]]:
@@ -307,13 +292,13 @@ class Trainer:
         """Look at the losses that have arrived: one that is bad ends the training."""
         for loss in self.losses.take(all_of_them):
             if loss.bad:
-                raise FloatingPointError(self._bad_news(loss))
+                raise FloatingPointError(self._diagnosis(loss))
             self.state.total += float(loss)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, self.config.dtype) if self.config.dtype else nullcontext()
 
-    def _bad_news(self, loss: Loss) -> str:
+    def _diagnosis(self, loss: Loss) -> str:
         x, y = loss.about
 
         def again() -> None:
@@ -325,14 +310,14 @@ class Trainer:
             f"{type(self.net).__name__}: {first_bad_layer(self.net, x, again)}; a lower lr or clip= may help"
         )
 
-    def _tell(self, loss: Loss | float, epoch_ended: bool) -> None:
+    def _call_back(self, loss: Loss | float, epoch_ended: bool) -> None:
         state = self.state
-        told = Progress(
+        progress = Progress(
             self.net, state.epoch + 1, self.epochs, state.batch, self.state.batches, state.step, loss,
             self.optimizer.param_groups[0]["lr"], epoch_ended,
         )  # fmt: skip
         for callback in self.config.callbacks:
-            if callback(told):
+            if callback(progress):
                 state.stopped = True
 
     def _save(self) -> None:
@@ -376,21 +361,9 @@ class _Share:
 # -- arguments ---------------------------------------------------------------------------------------------
 
 
-def _module(net: Any) -> nn.Module:
-    if not isinstance(net, nn.Module):
-        raise ValueError(f"net must be a multitude or a network, got {type(net).__name__}")
-    return net
-
-
-def _dataset_size(net: Multitude, data: Any, given: int | None) -> int | None:
-    """How many examples the divergence is shared among; None where the objective has none."""
-    if given is not None:
-        return check_count("dataset_size", given)
-    if not net.divergences:
-        return None
-    for holder in (getattr(data, "dataset", None), getattr(data, "part", None)):  # of a DataLoader, of our own Loader
-        if isinstance(holder, Sized):
-            return len(holder)
-    if isinstance(data, Sequence):
-        return sum(len(y) for _, y in map(split_batch, data) if y is not None)
-    raise ValueError("dataset_size must be given: the objective has a divergence, and data does not tell its size")
+def _set_task(net: Multitude, task: str | None) -> None:
+    if task is None:
+        return
+    if net.chosen_task not in (None, task):
+        raise ValueError(f"task must be {net.task!r}, the network's own, got {task!r}")
+    net.task = task

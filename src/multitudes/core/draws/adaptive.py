@@ -76,4 +76,4 @@ def _standard_error(drawn: Tensor, task: str) -> Tensor:
     draws, members = drawn.shape[:2]
     values = Predictive(drawn.flatten(0, 1), task).member_values.unflatten(0, (draws, members))
     error = (values.var(0).mean(0) / (draws * members)).sqrt()
-    return error.flatten(1).amax(1)
+    return error.reshape(len(error), -1).amax(1)

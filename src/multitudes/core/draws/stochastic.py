@@ -8,7 +8,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from multitudes.core.draws.memory import Meter
 from multitudes.core.seeding import mixed
@@ -144,6 +146,18 @@ def expecting(network: nn.Module) -> Iterator[None]:
     finally:
         for layer, expects in zip(layers, before, strict=True):
             layer.expects = expects
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Inside, torch's own dropout passes its input on, whatever the mode: to compare two ways to run a network."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _DROPOUTS:
+            return args[0] if args else (kwargs or {})["input"]
+        return func(*args, **(kwargs or {}))
+
+
+_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ class Step:
     draws: bool  # random numbers
     writes: bool  # into its first argument
     asks: bool  # something that has one answer for all members
+    rule: Callable[..., Any] | None  # how a function runs for all members at once
 
 
 class Plan:
@@ -49,9 +51,7 @@ class Plan:
     The plan holds no weights: it reads them, stacked `[M, ...]`, from the network that it is given.
     """
 
-    def __init__(
-        self, graph: fx.Graph, members: int, training: bool, settings: dict[str, dict[str, tuple[int, int]]]
-    ) -> None:
+    def __init__(self, graph: fx.Graph, members: int, training: bool, settings: dict[str, dict[str, Any]]) -> None:
         self.members = members
         self.training = training
         self.settings = settings  # those of the modules whose own code was traced
@@ -69,7 +69,8 @@ class Plan:
             else:
                 kind, target = node.op, node.target
                 what = target in RANDOM, _writes_in_place(kind, target, args), _asks(target, args)
-                self.steps.append(Step(node.name, kind, target, args, kwargs, *what))
+                rule, kwargs = _rule_for(kind, target, args, kwargs)
+                self.steps.append(Step(node.name, kind, target, args, kwargs, *what, rule))
 
     def outdated(self, network: nn.Module) -> bool:
         """Whether a setting that the traced code may have read has changed since."""
@@ -159,9 +160,8 @@ class Plan:
             args = (Stacked(args[0].expand(self.members, *args[0].shape), self.members), *args[1:])
         if step.asks and isinstance(args[0], Many):
             return function(args[0].stacked()[0], *args[1:], **kwargs)
-        rule = (FUNCTIONS if step.kind == "call_function" else METHODS).get(step.target)
-        if rule is not None:
-            result = rule(function, self.members, *args, **kwargs)
+        if step.rule is not None:
+            result = step.rule(function, self.members, *args, **kwargs)
             if result is not NotImplemented:
                 return result
         if step.target == "view":  # members' values need not be contiguous
@@ -206,12 +206,35 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def settings_of(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """The identities of a module's own attributes, and how much is in those that hold others."""
-    return {
-        key: (id(value), len(value) if isinstance(value, (list, dict, set)) else 0)
-        for key, value in own_attributes(module).items()
+def settings_of(module: nn.Module) -> dict[str, Any]:
+    """What a module's own code may read: its attributes and its classes', so that two readings tell what changed."""
+    classes = [kind for kind in type(module).__mro__ if not kind.__module__.startswith(("torch.", "builtins"))]
+    of_classes = {
+        f"{kind.__qualname__}.{key}": value
+        for kind in classes
+        for key, value in vars(kind).items()
+        if isinstance(value, _READ) and not key.startswith("__")
     }
+    return {key: _fingerprint(value) for key, value in (of_classes | own_attributes(module)).items()}
+
+
+_READ = (bool, int, float, complex, str, tuple, list, dict, set)
+_DEPTH = 4
+"""How deep settings are read: `self.config.layers[0].gain`."""
+
+
+def _fingerprint(value: Any, depth: int = _DEPTH) -> Any:
+    """Plain values as they are, what holds others by what it holds, and everything else by its identity."""
+    if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
+        return type(value), repr(value)
+    if depth and isinstance(value, Mapping):
+        return type(value), [(str(key), _fingerprint(held, depth - 1)) for key, held in value.items()]
+    if depth and isinstance(value, (list, tuple, set, frozenset)):
+        return type(value), [_fingerprint(held, depth - 1) for held in value]
+    if depth and not isinstance(value, (type, Tensor, nn.Module, Callable)):  # type: ignore[arg-type]
+        held = getattr(value, "__dict__", {})
+        return id(value), [(key, _fingerprint(inner, depth - 1)) for key, inner in held.items()]
+    return id(value)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------
@@ -253,6 +276,20 @@ def _method(name: str) -> Callable[..., Any]:
         return getattr(value, name)(*args, **kwargs)
 
     return method
+
+
+def _rule_for(kind: str, target: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any] | None, Any]:
+    """The rule of a function or method, where it knows these arguments, and the arguments by the rule's names."""
+    rule = {"call_function": FUNCTIONS, "call_method": METHODS}.get(kind, {}).get(target)
+    if rule is None:
+        return None, kwargs
+    if "axis" in kwargs:  # torch takes NumPy's name as well
+        kwargs = {"dim" if key == "axis" else key: value for key, value in kwargs.items()}
+    try:
+        inspect.signature(rule).bind(None, None, *args, **kwargs)
+    except TypeError:
+        return None, kwargs
+    return rule, kwargs
 
 
 def _asks(target: Any, args: Any) -> bool:

@@ -1,0 +1,45 @@
+"""What predicts: multitudes, plain networks, calibrated networks, streams; every verb takes them alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import nn
+
+from multitudes.core.multitude import Multitude
+from multitudes.core.predictive import Predictive
+
+__all__ = ["Predictor", "PredictorModule", "multitude_of", "predictor"]
+
+
+class Predictor(Protocol):
+    """What `predict`, `evaluate` and `temporal` ask of what they are given."""
+
+    @property
+    def predict(self) -> Callable[..., Predictive]:
+        """`predict(x)`, or `predict(x, task=...)`, for one batch."""
+        ...
+
+
+class PredictorModule(nn.Module):
+    """A module that predicts by a network, its `net`, and is no network to train or to convert."""
+
+    net: Any
+
+
+def predictor(net: Any) -> Predictor:
+    """What has a `predict` as it is, and a plain network as a multitude of one member."""
+    if callable(getattr(net, "predict", None)):
+        return net
+    return multitude_of(net)
+
+
+def multitude_of(net: Any) -> Multitude:
+    """The multitude that is trained or calibrated: a plain network is one of one member."""
+    if isinstance(net, PredictorModule):
+        kind = type(net).__name__
+        raise ValueError(f"net must be a multitude or a network, got a {kind}: pass its network, net.net")
+    if not isinstance(net, nn.Module):
+        raise ValueError(f"net must be a multitude or a network, got {type(net).__name__}")
+    return net if isinstance(net, Multitude) else Multitude(net)

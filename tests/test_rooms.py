@@ -1,0 +1,93 @@
+"""The rooms of the package: imports go downwards only, nothing lies outside a room, no function hides a module."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import multitudes
+
+ROOMS = (
+    *("core", "surgery", "training", "methods", "layers", "models", "metrics", "shift", "evaluation", "storage"),
+    *("landscape", "data", "study", "report", "cli"),
+)
+"""From the lowest room to the highest: each may import from those before it."""
+
+PACKAGE = Path(multitudes.__file__).parent
+NAMES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
+}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The library's modules that a file imports: anywhere in it, inside functions and for type checking too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in NAMES)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "multitudes":
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in NAMES else node.module
+
+
+GRAPH = {name: set(imports(path)) - {name} for name, path in NAMES.items()}
+
+
+def test_only_rooms_lie_in_the_package() -> None:
+    files = {path.name for path in PACKAGE.iterdir() if path.is_file()}
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert files == {"__init__.py", "__main__.py", "py.typed"}
+    assert rooms == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_from_lower_rooms_alone(room: str) -> None:
+    allowed = ROOMS[: ROOMS.index(room) + 1]
+    upwards = [
+        f"{name} imports {other}"
+        for name, others in GRAPH.items()
+        if name.split(".")[1:2] == [room]
+        for other in others
+        if other.split(".")[1:2] != [] and other.split(".")[1] not in allowed
+    ]
+    assert not upwards
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    # The package itself imports every room, and is imported by none for anything but its namespaces.
+    graph = {name: {other for other in others if other != "multitudes"} for name, others in GRAPH.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_says_what_is_in_it_and_what_a_newcomer_changes(room: str) -> None:
+    words = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text(encoding="utf-8")))
+    assert words and "imports" in words.lower() and len(words.splitlines()) >= 3, f"{room}/__init__.py: {words}"
+
+
+def test_no_function_or_class_hides_a_module() -> None:
+    for module in pkgutil.walk_packages(multitudes.__path__, "multitudes."):
+        importlib.import_module(module.name)
+    hidden = [
+        name
+        for name in NAMES
+        if "." in name
+        and getattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2]) is not sys.modules[name]
+    ]
+    assert not hidden
+
+
+def test_public_names_are_few() -> None:
+    assert len(multitudes.__all__) <= 45
+    assert all(hasattr(multitudes, name) for name in multitudes.__all__)

@@ -1,0 +1,162 @@
+"""The task drives the loss: how draws are averaged, what they are trained by, and what contradicts it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import multitudes as mt
+from multitudes.core.tasks import Criterion
+
+X = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
+VALUES = X @ torch.tensor([[1.0], [-2.0], [0.5]])
+
+
+def dropped(outputs: int = 1, p: float = 0.2) -> mt.Multitude:
+    net = mt.mc_dropout(nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Dropout(p), nn.Linear(16, outputs)))
+    net.training_draws = 4
+    return net
+
+
+def drawn(net: mt.Multitude) -> Tensor:
+    """The draws that the next loss will average."""
+    torch.manual_seed(1)
+    draws = net(X)
+    torch.manual_seed(1)
+    return draws
+
+
+def test_the_loss_of_a_regression_is_that_of_the_mean_of_its_draws() -> None:
+    net = dropped()
+    want = F.mse_loss(drawn(net).mean(0), VALUES)
+    torch.testing.assert_close(net.loss(X, VALUES, task="regression"), want)
+    net.task = "regression"
+    drawn(net)
+    torch.testing.assert_close(net.loss(X, VALUES), want)
+    drawn(net)
+    torch.testing.assert_close(net.loss(X, VALUES, criterion=F.mse_loss), want)
+
+
+def test_the_loss_of_a_gaussian_is_that_of_the_mixture_of_its_draws() -> None:
+    net = dropped(2)
+    net.task = "gaussian"
+    means, variances = drawn(net)[..., :1], F.softplus(drawn(net)[..., 1:]) + 1e-6
+    mean = means.mean(0)
+    variance = (variances + means.square()).mean(0) - mean.square()
+    want = -torch.distributions.Normal(mean, variance.sqrt()).log_prob(VALUES).mean()
+    drawn(net)
+    torch.testing.assert_close(net.loss(X, VALUES), want, rtol=1e-4, atol=1e-5)
+
+
+def test_the_loss_of_classes_is_that_of_the_mean_of_their_probabilities() -> None:
+    net, y = dropped(4), torch.arange(32) % 4
+    want = F.nll_loss(drawn(net).softmax(-1).mean(0).log(), y)
+    torch.testing.assert_close(net.loss(X, y), want)
+    soft = F.one_hot(y, 4) * 0.9 + 0.025
+    drawn(net)
+    want = F.cross_entropy(drawn(net).softmax(-1).mean(0).log(), soft)
+    torch.testing.assert_close(net.loss(X, soft), want)
+
+
+def test_a_regression_with_several_draws_learns() -> None:
+    net = dropped(p=0.05)
+    history = mt.fit(net, [(X, VALUES)], 200, task="regression", optimizer="adam", lr=0.02, seed=0)
+    assert history[-1].loss < 0.1 * history[0].loss
+    assert net.task == "regression" and net.predict(X).task == "regression"
+
+
+@pytest.mark.parametrize("task", ["regression", "gaussian"])
+def test_members_learn_by_their_task_as_well(task: str) -> None:
+    nets = [nn.Linear(3, 2 if task == "gaussian" else 1) for _ in range(3)]
+    criterion = {"regression": F.mse_loss, "gaussian": mt.gaussian_nll}[task]
+    want = sum(criterion(net(X), VALUES) for net in nets)
+    net = mt.fuse(nets)
+    torch.testing.assert_close(net.loss(X, VALUES, task=task), want)
+    net.task = task
+    torch.testing.assert_close(net.loss(X, VALUES), want)
+    shared = mt.batch_ensemble(nets[0], members=2, init="pretrained")
+    shared.task = task
+    mean = torch.stack([criterion(p, VALUES) for p in shared(X)]).mean()
+    torch.testing.assert_close(shared.loss(X, VALUES), mean)
+
+
+NETWORKS = {
+    "draws": dropped,
+    "members": lambda: mt.deep_ensemble(nn.Linear(3, 1), 2),
+    "mimo": lambda: mt.mimo(nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1)), 2, example=X),
+}
+
+
+@pytest.mark.parametrize(
+    "criterion", [F.mse_loss, F.l1_loss, nn.MSELoss(), nn.HuberLoss(), partial(F.smooth_l1_loss, beta=0.5)]
+)
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_a_criterion_for_another_task_is_an_error(kind: str, criterion: Criterion) -> None:
+    net = NETWORKS[kind]()
+    with pytest.raises(ValueError, match=r"is for task 'regression', and the task is 'classification': pass task="):
+        net.loss(X, VALUES, criterion)
+    with pytest.raises(ValueError, match=r"is for task 'regression', and the task is 'gaussian'"):
+        net.loss(X, VALUES, criterion, task="gaussian")
+    assert net.loss(X, VALUES, criterion, task="regression").isfinite()
+
+
+@pytest.mark.parametrize("criterion", [F.cross_entropy, nn.CrossEntropyLoss(), mt.gaussian_nll])
+def test_nor_are_values_trained_by_a_criterion_of_classes_or_variances(criterion: Criterion) -> None:
+    net = dropped(2)
+    net.task = "regression"
+    with pytest.raises(ValueError, match="and the task is 'regression'"):
+        net.loss(X, VALUES, criterion)
+
+
+def test_a_criterion_of_the_users_own_needs_a_task_where_draws_are_averaged() -> None:
+    net = dropped()
+
+    def own(prediction: Tensor, target: Tensor) -> Tensor:
+        return (prediction - target).abs().mean()
+
+    with pytest.raises(ValueError, match="task must be given beside a criterion of your own"):
+        net.loss(X, VALUES, own)
+    want = own(drawn(net).mean(0), VALUES)
+    torch.testing.assert_close(net.loss(X, VALUES, own, task="regression"), want)
+    net.training_draws = 1
+    torch.manual_seed(2)
+    loss = net.loss(X, VALUES, own)  # nothing is averaged
+    torch.manual_seed(2)
+    torch.testing.assert_close(loss, own(net(X)[0], VALUES))
+
+
+def test_values_are_not_taken_for_classes_nor_for_their_probabilities() -> None:
+    net = mt.Multitude(nn.Linear(3, 2))
+    for y in (torch.randn(32, 2), torch.rand(32, 2) + 1, torch.randn(32), torch.rand(32, 1)):
+        with pytest.raises(ValueError, match=r"pass task='regression' or task='gaussian'"):
+            net.loss(X, y)
+    with pytest.raises(ValueError, match="y must have the predictions' shape"):
+        net.loss(X, torch.randn(32), task="regression")
+    for task in ("counting", 3):
+        with pytest.raises(ValueError, match="task must be one of classification, regression, gaussian"):
+            net.loss(X, VALUES, task=task)
+        with pytest.raises(ValueError, match="task must be one of"):
+            net.task = task
+
+
+def test_fit_is_told_when_a_task_contradicts_the_networks_own() -> None:
+    net = dropped(2)
+    net.task = "gaussian"
+    with pytest.raises(ValueError, match=r"task must be 'gaussian', the network's own, got 'regression'"):
+        mt.fit(net, [(X, VALUES)], 1, task="regression")
+
+
+@pytest.mark.parametrize("outputs", [(), (2,)])
+def test_adaptive_draws_of_values_with_and_without_an_axis_of_outputs(outputs: tuple[int, ...]) -> None:
+    width = outputs[0] if outputs else 1
+    layers = [nn.Linear(3, 16), nn.Dropout(0.5), nn.Linear(16, width)]
+    net = mt.mc_dropout(nn.Sequential(*layers, *([] if outputs else [nn.Flatten(0)])))
+    net.task = "regression"
+    p = net.predict(X, draws="auto", tolerance=0.05, max_draws=64, seed=0)
+    assert p.mean.shape == (32, *outputs) and p.draws is not None
+    error = p.std.reshape(32, -1).amax(1) / p.draws.sqrt()
+    assert bool(((error < 0.055) | (p.draws == 64)).all())
