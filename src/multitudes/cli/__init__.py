@@ -1,4 +1,8 @@
-"""The command line: `multitudes compare digits`."""
+"""The command line: `multitudes compare digits`.
+
+Imports every other room, and is imported by none. A new command is a function and a row of `COMMANDS` in `app.py`;
+options that several commands share are in `options.py`.
+"""
 
 from multitudes.core.checks import needed
 

@@ -64,14 +64,6 @@ class Outcome:
     done: list[str]
     failed: dict[str, str]
 
-    def __str__(self) -> str:
-        done = f"{len(self.done)} job{'' if len(self.done) == 1 else 's'} done"
-        reasons: dict[str, list[str]] = {}  # many jobs may fail for the same one
-        for name, reason in self.failed.items():
-            reasons.setdefault(reason, []).append(name)
-        lines = [f"  {', '.join(names)}: {reason}" for reason, names in reasons.items()]
-        return "\n".join([f"{done}, {len(self.failed)} failed:", *lines]) if lines else done
-
 
 class Interrupted(KeyboardInterrupt):
     """The study was stopped; the message says how to resume it."""

@@ -41,16 +41,9 @@ class Job:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-
-    @property
-    def name(self) -> str:
-        """METHOD-SEED."""
-        return self.directory.name
-
-    @property
-    def label(self) -> str:
-        """The study's name of the method, `"packed_8"`."""
-        return self.name.rpartition("-")[0]
+        self.name = self.directory.name
+        """METHOD-SEED; METHOD is the study's name of it, such as `packed_8`."""
+        self.label = self.name.rpartition("-")[0]
 
     @property
     def seed(self) -> int:
@@ -126,26 +119,10 @@ class Run:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-
-    @property
-    def spec_path(self) -> Path:
-        """The specification."""
-        return self.directory / "study.toml"
-
-    @property
-    def data_path(self) -> Path:
-        """The prepared data."""
-        return self.directory / "data.mtdata"
-
-    @property
-    def about_path(self) -> Path:
-        """The description of the data."""
-        return self.directory / "data.json"
-
-    @property
-    def report_path(self) -> Path:
-        """The page."""
-        return self.directory / "report.html"
+        self.spec_path = self.directory / "study.toml"
+        self.data_path = self.directory / "data.mtdata"
+        self.about_path = self.directory / "data.json"
+        self.report_path = self.directory / "report.html"
 
     def job(self, label: str, seed: int) -> Job:
         """The job of a method, by the study's name of it, and a seed; it need not exist yet."""
