@@ -24,6 +24,7 @@ from multitudes.study.monitor import Outcome
 from multitudes.study.store import Job, Run
 from multitudes.study.worker import run as run_job
 
+from .study_cases import write_table
 from .test_cli import PACKAGE, multitudes_says, sentence
 
 STUDY = """
@@ -217,6 +218,18 @@ def test_options_replace_what_the_file_says(here: Path, stopped: None) -> None:
     assert run.about is not None and run.about["parts"]["train"] == 50
     multitudes_says("compare", "study.toml", "--methods", "all", "--epochs", "10")
     assert len(run.jobs) == 16, "all methods are those that fit the data"
+
+
+def test_a_scale_of_a_file_finds_its_data_in_the_data_root(here: Path, stopped: None) -> None:
+    (here / "root").mkdir()
+    table = write_table(here / "root")
+    (here / "study.toml").write_text(
+        "[data]\nsource = 'rows.csv'\ntarget = 'y'\n[methods.single]\n[scales.few]\nseeds = 1"
+    )
+    assert multitudes_says("compare", "study.toml", "--scale", "few", "--data-root", "root").code == 130
+    run = Run("runs/study-few")
+    assert [job.name for job in run.jobs] == ["single-0"]
+    assert run.about is not None and run.about["request"]["source"] == str(table)
 
 
 # -- train -------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from typing import Any, get_args
 
@@ -254,3 +255,61 @@ def test_the_choices_are_those_of_training_and_data():
     assert choices("optimizer") == set(OPTIMIZERS)
     assert choices("precision") == set(PRECISIONS)
     assert choices("augment") == {"none", *AUGMENTATIONS}
+
+
+# -- scales ------------------------------------------------------------------------------------------------
+
+SCALED = """seeds = 3
+[data]
+source = "table.csv"
+target = "y"
+[methods.single]
+[methods.packed]
+members = 4
+alpha = 2
+[training]
+epochs = 75
+lr = 0.1
+[scales.smoke]
+seeds = 1
+[scales.smoke.training]
+epochs = 1
+[scales.smoke.methods.packed]
+members = 2
+[scales.long.training]
+epochs = 200
+"""
+
+
+def test_a_scale_changes_what_it_names_and_nothing_else(tmp_path):
+    path = written(tmp_path, SCALED)
+    plain, smoke = Spec.load(path), Spec.load(path, "smoke")
+    assert (plain.seeds, plain.training.epochs, plain.methods["packed"].settings["members"]) == ([0, 1, 2], 75, 4)
+    assert (smoke.seeds, smoke.training.epochs, smoke.methods["packed"].settings["members"]) == ([0], 1, 2)
+    assert smoke.training.lr == plain.training.lr and smoke.methods["packed"].settings["alpha"] == 2
+    assert list(smoke.methods) == list(plain.methods)
+    assert Spec.load(path, "long").training.epochs == 200
+    assert Spec.load(path, "smoke", epochs=7).training.epochs == 7, "options come before the scale"
+
+
+@pytest.mark.parametrize(
+    ("text", "scale", "sentence"),
+    [
+        (
+            SCALED.replace("epochs = 1\n", "epochs = 0\n"),
+            "smoke",
+            ", line 15: training.epochs must be 1 or more, got 0",
+        ),
+        (SCALED, "tiny", ": scale must be one of smoke, long, got 'tiny'"),
+        ("seeds = 1", "smoke", ": scale must be a table [scales.NAME] of the file, which has none, got 'smoke'"),
+        ("scales = 3", None, ": scales must be tables, [scales.NAME], of what differs at each scale, got 3"),
+        (
+            "scales.smoke = 3",
+            "smoke",
+            ": scales must be tables, [scales.NAME], of what differs at each scale, got {'smo",
+        ),
+    ],
+)
+def test_a_wrong_scale_gets_a_sentence(tmp_path, text, scale, sentence):
+    with pytest.raises(ValueError, match=f"^{re.escape('study.toml' + sentence)}"):
+        Spec.load(written(tmp_path, text), scale)
