@@ -78,7 +78,7 @@ def test_what_does_not_fit_the_data_is_told_with_its_line_before_anything_is_wri
 
 def test_a_file_is_no_run_directory(make, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="out must be a directory"):
+    with pytest.raises(ValueError, match="out must be a run directory"):
         prepare(make(), tmp_path / "file")
 
 

@@ -51,7 +51,7 @@ def prepare(spec: Spec, out: str | Path, *, rerun_stale: bool = False, say: Call
     """
     run = Run(out)
     if run.directory.exists() and not run.directory.is_dir():
-        raise ValueError(f"out must be a directory, got {str(out)!r}, which is a file")
+        raise ValueError(f"out must be a run directory, got {str(out)!r}, which is a file")
     data, about = _data(spec, run, say or (lambda message: None))
     spec = spec.resolved(tuple(about["shape"]), about["task"])
     configs = planned(spec, about)

@@ -280,12 +280,8 @@ def _wrong_settings(label: str, name: Any, settings: Mapping[str, Any]) -> list[
 
 def _mismatch(default: Any, value: Any) -> str | None:
     """What a setting must be to have the type of its default; None where it has."""
-    for types, words in (
-        (bool, "true or false"),
-        (int | float, "a number"),
-        (str, "a string"),
-        (list | tuple, "a list"),
-    ):
+    known = {bool: "true or false", int | float: "a number", str: "a string", list | tuple: "a list"}
+    for types, words in known.items():
         if isinstance(default, types):
             same = isinstance(value, types) and isinstance(value, bool) == isinstance(default, bool)
             return None if same else words
@@ -302,9 +298,8 @@ def _read_model(raw: Any, base: Path) -> list[tuple[Place, str]]:
             alone = isinstance(raw.get("settings"), dict) and raw["settings"]
             return [(("model", "settings"), "model.settings need a model.name")] if alone else []
         names = network_names()
-        message = (
-            f"model.name must be {_choices(names)}, or a function of model.file, got {name!r}{_close(name, names)}"
-        )
+        choices = f"{_choices(names)}, or a function of model.file"
+        message = f"model.name must be {choices}, got {name!r}{_close(name, names)}"
         return [] if name in names else [(("model", "name"), message)]
     if name is None:
         return [(("model", "file"), "model.file needs model.name, the function in it that builds the model")]

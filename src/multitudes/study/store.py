@@ -196,7 +196,7 @@ def _json(path: Path) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise ValueError(f"{str(path)!r} cannot be read: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{str(path)!r} must hold a JSON object, got {type(found).__name__}")
+        raise ValueError(f"{str(path)!r} must be a JSON object, got {type(found).__name__}")
     return found
 
 
