@@ -126,7 +126,7 @@ ERRORS: dict[str, tuple[list[str], list[str]]] = {
         ["compare", "wine.csv", "--target", "quality", "--methods", "smooth"],
         ["methods.smooth", "no images"],
     ),
-    "a wrong key in a study": (["compare", "study.toml"], ["study.toml, line 2", "'training.epoch'", "epochs"]),
+    "a wrong key in a study": (["compare", "wrong.toml"], ["wrong.toml, line 2", "'training.epoch'", "epochs"]),
     "a scale without a study": (["compare", "digits", "--scale", "smoke"], ["--scale=smoke needs a study.toml"]),
     "a fraction of a GPU without a cluster": (["compare", "digits", "--gpus", "0.5"], ["--gpus", "--ray"]),
     "a study that is not there": (["compare", "nowhere.toml"], ["nowhere.toml", "cannot be read"]),
@@ -153,7 +153,7 @@ ERRORS: dict[str, tuple[list[str], list[str]]] = {
 @pytest.mark.parametrize("case", ERRORS)
 def test_an_error_is_one_sentence_that_names_what_is_wrong(case: str, elsewhere: Path) -> None:
     wine(elsewhere / "wine.csv")
-    (elsewhere / "study.toml").write_text("[training]\nepoch = 3\n")
+    (elsewhere / "wrong.toml").write_text("[training]\nepoch = 3\n")
     arguments, words = ERRORS[case]
     told = sentence(multitudes_says(*arguments))
     assert [word for word in words if word not in told] == []

@@ -137,7 +137,10 @@ class Run:
         """The specification, as TOML has it."""
         if not self.spec_path.is_file():
             raise ValueError(f"{str(self.directory)!r} is no run directory: there is no study.toml in it")
-        return tomllib.loads(self.spec_path.read_text(encoding="utf-8"))
+        spec = tomllib.loads(self.spec_path.read_text(encoding="utf-8"))
+        if not isinstance(spec.get("methods"), dict) or not isinstance(spec.get("seeds"), list):
+            raise ValueError(f"{str(self.directory)!r} is no run directory: its study.toml has not been run")
+        return spec
 
     @property
     def about(self) -> dict[str, Any] | None:
