@@ -26,7 +26,7 @@ def is_alive(pid: int) -> bool:
 
 
 def started(run: Run) -> list[int]:
-    return [int(path.name.partition("-")[2]) for path in run.directory.glob("jobs/*/started-*")]
+    return [int(path.name.split("-")[3]) for path in run.directory.glob("jobs/*/*-started-*")]
 
 
 def interrupt():
@@ -43,12 +43,13 @@ def test_a_stopped_study_ends_its_jobs_says_how_to_resume_and_does(make, run, tm
         if snapshot.done == 1 and len(snapshot.running) == 1 and snapshot.running[0].epoch:
             stop()
 
+    before = signal.getsignal(signal.SIGTERM)
     how = fake(seconds=0.3, **{"single-1": "hangs"})
     with pytest.raises(Interrupted, match="1 of 4 jobs done: the same command again resumes"):
         run_local(run, command=how, workers=1, on_event=after_one_job)
     assert len(started(run)) == 2 and not any(map(is_alive, started(run)))
     assert [job.name for job in run.done] == ["single-0"]
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
     assert sorted(run_local(prepare(make(), run.directory), command=fake()).done) == [
         "packed-0",
         "packed-1",
