@@ -31,9 +31,7 @@ from multitudes.data import Data, Loader
 from multitudes.data.splits import spread
 from multitudes.evaluation.evaluate import evaluate
 from multitudes.evaluation.scores import Evaluation, plain_number
-from multitudes.metrics import ECE, MCE, read_rows
-from multitudes.metrics.regression import RMSE, LogDensity
-from multitudes.metrics.scoring import NLL, Accuracy
+from multitudes.metrics import ECE, MCE, NLL, RMSE, Accuracy, LogDensity, read_rows
 from multitudes.storage.save import save
 from multitudes.study import costs
 from multitudes.study.job_data import ScaledBatches, data_of, device_of
