@@ -117,7 +117,7 @@ ERRORS: dict[str, tuple[list[str], list[str]]] = {
     "no seeds": (["compare", "digits", "--seeds", "0"], ["--seeds"]),
     "no data": (["compare"], ["DATA must be given", "digits"]),
     "data twice": (["compare", "digits", "--data", "wine.csv"], ["'digits'", "'wine.csv'"]),
-    "no such file": (["compare", "nowhere.csv", "--target", "a"], ["nowhere.csv", "no file"]),
+    "no such file": (["compare", "nowhere.csv", "--target", "a"], ["nowhere.csv", "does not exist"]),
     "a column that is not there": (["compare", "wine.csv", "--target", "taste"], ["'taste'", "acid, colour, quality"]),
     "no target": (["compare", "wine.csv"], ["target", "acid, colour, quality"]),
     "an unknown corruption": (["compare", "digits", "--shift", "rain"], ["'rain'", "fog"]),
@@ -245,7 +245,7 @@ def test_bad_rows_stop_unless_they_are_skipped_and_counted(elsewhere: Path) -> N
 def test_a_source_is_found_in_the_folder_of_data(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (elsewhere / "sets").mkdir()
     wine(elsewhere / "sets" / "wine.csv")
-    assert "no file" in sentence(multitudes_says(*PREPARE))
+    assert "does not exist" in sentence(multitudes_says(*PREPARE))
     assert multitudes_says(*PREPARE, "--data-root", "sets").code == 0
     monkeypatch.setenv("MULTITUDES_DATA", str(elsewhere / "sets"))
     assert multitudes_says(*PREPARE).code == 0

@@ -167,5 +167,5 @@ def _data(run: Run, config: Mapping[str, Any]) -> tuple[str, tuple[str, ...], An
         read = data.load("digits")
     else:
         return Path(source).name or "data", (), None
-    images = read.test.x.numpy() if read.kind == "image" and read.shape[0] in (1, 3) else None
+    images = read.test.x.numpy() if read.kind.pictured(read.shape) else None
     return read.name, read.classes, images

@@ -30,8 +30,8 @@ def write_landscape(run: Run, points: int = 21, images: int = 256) -> Path | Non
         return None
     networks, trained = found
     test = trained.data.test
-    data = trained.inputs(test.x[:images]).to(trained.device), test.y[:images].to(trained.device)
-    train = trained.inputs(trained.data.train.x[:images]).to(trained.device)
+    data = trained.data.normalised(test.x[:images]).to(trained.device), test.y[:images].to(trained.device)
+    train = trained.data.normalised(trained.data.train.x[:images]).to(trained.device)
     normed = any(
         isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in next(iter(networks.values())).modules()
     )

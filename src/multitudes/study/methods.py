@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.multitude import Multitude
+from multitudes.data.kinds import kind_of_shape
 from multitudes.methods.batch_ensemble import batch_ensemble
 from multitudes.methods.deep_ensemble import deep_ensemble
 from multitudes.methods.dropout import DROPOUTS, NORMS, drop_connect, mc_dropout
@@ -88,8 +89,9 @@ class Method:
 
     def unfit(self, shape: tuple[int, ...]) -> str | None:
         """Why the method is not for inputs of this shape; None where it is."""
-        if self.images and len(shape) != 3:
-            return f"method {self.name!r} smooths feature maps, and the inputs are no images but rows of {shape[0]}"
+        kind = kind_of_shape(shape)
+        if self.images and not kind.feature_maps:
+            return f"method {self.name!r} smooths feature maps, and the inputs are no images but {kind.describe(shape)}"
         return None
 
 
