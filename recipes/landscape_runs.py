@@ -74,7 +74,7 @@ def settings(recipe: Recipe) -> Settings:
 
 
 def images(recipe: Recipe) -> Data:
-    """CIFAR-10, with SVHN as foreign images."""
+    """CIFAR-10, with SVHN as out-of-distribution images."""
     return recipe.data("cifar10", ood=recipe.data_root / "svhn", validation=0.04, limit=settings(recipe).limit)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from multitudes.methods.variance.conversion import CLIP
 from multitudes.methods.variance.kl import K1, K2, K3
+from multitudes.methods.variance.layers import CLIP
 from recipes.report.raw import MISSING, Claim, Raw, Section, line_figure, mean_of, number, percent, table
 
 if TYPE_CHECKING:

@@ -46,6 +46,9 @@ class SharedMembers(Multitude):
 class MemberLayer(nn.Module):
     """A user's layer that treats the rows of each member in its own way (see `SharedMembers`)."""
 
+    wraps = "layer"
+    """The child that is the user's own layer, whose place it takes."""
+
     def __init__(self, layer: nn.Module, members: int) -> None:
         super().__init__()
         self.layer = layer

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from multitudes.core.calling import InputError
 from multitudes.core.gaussian import at_least_float32, gaussian_nll, join_gaussian, split_gaussian
 
-__all__ = ["TASKS", "Criterion", "averaged", "check_task", "criterion_for"]
+__all__ = ["TASKS", "Criterion", "averaged", "check_task", "criterion_for", "task_of"]
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 """`(prediction [B, ...], target [B, ...]) -> mean over the batch`."""
@@ -56,7 +56,7 @@ def criterion_for(task: str | None, criterion: Criterion | None, averages: bool 
         return TASKS[chosen]
     if not callable(criterion):
         raise InputError(f"criterion must be a function of (prediction, target), got {criterion!r}")
-    known = _task_of(criterion)
+    known = task_of(criterion)
     if known not in (None, chosen):
         name = getattr(_unwrapped(criterion), "__name__", type(criterion).__name__)
         raise InputError(f"criterion {name} is for task {known!r}, and the task is {chosen!r}: pass task={known!r}")
@@ -68,7 +68,8 @@ def criterion_for(task: str | None, criterion: Criterion | None, averages: bool 
     return criterion
 
 
-def _task_of(criterion: Criterion) -> str | None:
+def task_of(criterion: Criterion) -> str | None:
+    """The only task that a criterion is for; None where it is not known."""
     own = _unwrapped(criterion)
     return next((task for task, known in _OF_TASK.items() if own in known or type(own) in known), None)
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from multitudes.data.kinds import kind_of_shape
-from multitudes.study.methods import METHODS, methods_for
+from multitudes.study.methods import METHODS, methods_for, unfit
 from multitudes.study.networks import defaults, network_names
 from multitudes.study.scales import at_scale
 from multitudes.study.sections import (
@@ -71,7 +71,7 @@ class Spec(Section):
 
     >>> spec = Spec.of(data="digits", methods=["single", "packed"], seeds=3, epochs=30)
     >>> spec.seeds, spec.methods["packed"].settings
-    ([0, 1, 2], {'members': 4, 'alpha': 2, 'gamma': 1, 'gamma_layers': None})
+    ([0, 1, 2], {'members': 4, 'alpha': 2, 'gamma': 1, 'layers': None})
     >>> Spec.of(methods=["packed"], epochs=0)
     Traceback (most recent call last):
     multitudes.study.spec.SpecError: training.epochs must be 1 or more, got 0
@@ -174,7 +174,7 @@ class Spec(Section):
         if training.augment != "none" and not kind_of_shape(shape).feature_maps:
             problems.append((("training", "augment"), f"training.augment={training.augment!r} is for images"))
         for label, each in self.methods.items():
-            if reason := METHODS[each.method].unfit(shape):
+            if reason := unfit(METHODS[each.method], shape):
                 problems.append((("methods", label), f"methods.{label}: {reason}"))
         if problems:
             raise self.error(problems)

@@ -35,7 +35,7 @@ from multitudes.metrics import ECE, MCE, NLL, RMSE, Accuracy, LogDensity, read_r
 from multitudes.storage.save import save
 from multitudes.study import costs
 from multitudes.study.job_data import ScaledBatches, data_of, device_of
-from multitudes.study.methods import METHODS, Method, method_of
+from multitudes.study.methods import METHODS, Method, method_of, unfit
 from multitudes.study.networks import build_network, outputs_of
 from multitudes.study.store import write_atomically
 from multitudes.training.fit import Epoch, Progress, fit
@@ -131,7 +131,7 @@ class _Job:
         check_seed(config["seed"])
         where = accelerator.device if accelerator else device_of(device or config.get("device", "cpu"))
         data = data_of(config["data"], directory)
-        if reason := method.unfit(data.shape):
+        if reason := unfit(method, data.shape):
             raise ValueError(reason)
         return cls(directory, config, data, method, settings, config["seed"], where, accelerator)
 
