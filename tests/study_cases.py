@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from multitudes.study.local import run_local
+from multitudes.study.planning import prepare
 from multitudes.study.spec import Spec
 from multitudes.study.store import Run
 
@@ -24,7 +26,7 @@ def log(event, **what):
 
 if (directory / "metrics.json").exists():
     raise SystemExit("it was done already")
-(directory / f"started-{os.getpid()}").touch()
+(Path(behaviour.get("notes", directory)) / f"{directory.name}-started-{os.getpid()}-{os.getppid()}").touch()
 how = behaviour.get(directory.name, "well")
 log("start")
 if how == "fails":
@@ -42,7 +44,9 @@ for epoch in range(3):
 (directory / ".metrics.json.0.unfinished").write_text("half")
 if how == "hangs":
     time.sleep(60)
-value = zlib.crc32(json.dumps([config["method"], config["settings"], config["seed"], config["training"]]).encode())
+seen = (directory / config["data"]["file"]).read_bytes() + json.dumps({**config, "device": None}).encode()
+value = zlib.crc32(seen)  # what it writes depends on its configuration and its data alone
+(directory / "predictions.npz").write_bytes(str(value).encode() * 1000)
 scores = {"nll": {"value": value, "count": 1}, "threads": {"value": int(os.environ["OMP_NUM_THREADS"]), "count": 1}}
 (directory / ".metrics.json.0.unfinished").write_text(json.dumps({"scores": scores, "costs": {}}))
 (directory / ".metrics.json.0.unfinished").rename(directory / "metrics.json")
@@ -58,16 +62,31 @@ def fake(tmp_path):
     return lambda **behaviour: [sys.executable, "-S", str(script), json.dumps(behaviour)]
 
 
-@pytest.fixture
-def table(tmp_path):
-    path = tmp_path / "rows.csv"
+def write_table(folder: Path) -> Path:
+    path = folder / "rows.csv"
     path.write_text("a,b,y\n" + "".join(f"{i},{i % 7},{i * 0.5}\n" for i in range(60)))
     return path
 
 
 @pytest.fixture
-def spec(table):
-    return Spec.of(data=table, target="y", methods=["single", "packed"], seeds=2, epochs=3)
+def make(tmp_path):
+    """A specification for a small table, of two methods and two seeds but for what is given."""
+    table = write_table(tmp_path)
+    usual = {"data": table, "target": "y", "methods": ["single", "packed"], "seeds": 2, "epochs": 3}
+    return lambda **options: Spec.of(**{**usual, **options})
+
+
+@pytest.fixture
+def run(make, tmp_path):
+    """The study, prepared."""
+    return prepare(make(), tmp_path / "run")
+
+
+@pytest.fixture
+def finished(run, fake):
+    """The study, with all jobs done."""
+    run_local(run, command=fake())
+    return run
 
 
 def snapshot_of(directory: Path) -> dict[str, tuple[int, bytes]]:

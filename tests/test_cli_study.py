@@ -11,18 +11,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from multitudes.study.local import Outcome
 from multitudes.study.methods import METHODS
+from multitudes.study.monitor import Outcome
 from multitudes.study.store import Job, Run
 from multitudes.study.worker import run as run_job
 
+from .study_cases import write_table
 from .test_cli import PACKAGE, multitudes_says, sentence
 
 STUDY = """
@@ -74,7 +76,7 @@ def scores(run: Run) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a study in it, and what comparing said."""
+    """A folder with a study in it, and what comparing printed."""
     folder = tmp_path_factory.mktemp("study")
     (folder / "study.toml").write_text(STUDY)
     process = program(folder, *COMPARE)
@@ -84,18 +86,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def copied(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The finished study, in the working directory, to be changed."""
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with the study in it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", PACKAGE)
-    yield tmp_path
+    (tmp_path / "study.toml").write_text(STUDY)
+    return tmp_path
+
+
+@pytest.fixture
+def copied(folder: Path, here: Path) -> Path:
+    """The finished study, in the working directory, to be changed."""
+    return Path(shutil.copytree(folder, here, dirs_exist_ok=True))
 
 
 @pytest.fixture
 def stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if Ctrl-C came when the first job is to be started."""
-    monkeypatch.setattr("multitudes.cli.study._run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("multitudes.cli.study._run", Mock(side_effect=KeyboardInterrupt))
 
 
 # -- from nothing to a page --------------------------------------------------------------------------------
@@ -115,13 +123,8 @@ def test_compare_leaves_a_run_directory_with_a_page_and_prints_the_leaderboard(f
     accuracy = 100 * run.jobs[1].metrics["scores"]["accuracy"]["value"]
     row = next(line for line in out.splitlines() if line.startswith("packed "))
     assert f"{accuracy:.1f}" in row
-
-
-def test_in_a_pipe_all_is_plain_lines_that_say_how_far_it_is(folder: Path) -> None:
-    _, out, err = json.loads((folder / "said.json").read_text())
-    assert not re.search(r"[\x00-\x08\x0b-\x1f]", out + err), "no control codes"
-    assert "0 of 2 jobs done" in err
-    assert "1 of 2 jobs done" in err
+    assert not re.search(r"[\x00-\x08\x0b-\x1f]", out + err), "no control codes in a pipe"
+    assert "0 of 2 jobs done" in err and "1 of 2 jobs done" in err
     assert err.rstrip().endswith("2 of 2 jobs done")
 
 
@@ -134,25 +137,24 @@ def test_the_same_command_again_does_nothing_and_says_the_same(copied: Path) -> 
     assert {job.name: (job.directory / "metrics.json").stat().st_mtime_ns for job in Run("run").jobs} == before
 
 
-def test_a_changed_study_says_which_jobs_are_stale_and_what_changed(copied: Path) -> None:
+def test_a_changed_study_says_which_jobs_are_stale_and_removes_them_only_when_asked(
+    copied: Path, stopped: None
+) -> None:
     told = sentence(multitudes_says(*COMPARE, "--epochs", "3"))
     assert "2 jobs are stale" in told
     assert "single-0, packed-0: training.epochs was 2, is 3" in told
     assert "--rerun-stale" in told and "--out" in told
-    assert len(Run("run").done) == 2, "nothing was touched"
-
-
-def test_rerunning_what_is_stale_begins_with_taking_it_away(copied: Path, stopped: None) -> None:
-    ran = multitudes_says(*COMPARE, "--epochs", "3", "--rerun-stale")
-    assert ran.code == 130
     run = Run("run")
+    assert len(run.done) == 2, "nothing was touched"
+    assert multitudes_says(*COMPARE, "--epochs", "3", "--rerun-stale").code == 130
     assert not run.done
     assert [(job.config or {})["training"]["epochs"] for job in run.jobs] == [3, 3]
 
 
 def test_a_failed_job_is_named_and_the_others_are_shown(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (Run("run").job("packed", 0).directory / "metrics.json").unlink()
-    monkeypatch.setattr("multitudes.cli.study._run", lambda *_: Outcome([], {"packed-0": "the loss is nan at step 3"}))
+    failed = Outcome([], {"packed-0": "the loss is nan at step 3"})
+    monkeypatch.setattr("multitudes.cli.study._run", Mock(return_value=failed))
     ran = multitudes_says(*COMPARE)
     assert ran.code == 2
     assert "packed-0 failed: the loss is nan at step 3\n" in ran.err
@@ -164,12 +166,9 @@ def test_a_failed_job_is_named_and_the_others_are_shown(copied: Path, monkeypatc
 # -- killed and stopped ------------------------------------------------------------------------------------
 
 
-def test_killed_and_started_again_it_ends_with_the_same_results(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "study.toml").write_text(STUDY)
-    process = program(tmp_path, *COMPARE)
-    run = Run(tmp_path / "run")
+def test_killed_and_started_again_it_ends_with_the_same_results(folder: Path, here: Path) -> None:
+    process = program(here, *COMPARE)
+    run = Run(here / "run")
     wait_for(lambda: run.job("single", 0).done and epochs_said(run.job("packed", 0)) > 0, process)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
@@ -177,8 +176,6 @@ def test_killed_and_started_again_it_ends_with_the_same_results(
     assert [job.name for job in run.done] == ["single-0"], "the running job is lost, and no other"
     first = (run.job("single", 0).directory / "metrics.json").read_bytes()
 
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", PACKAGE)
     ran = multitudes_says(*COMPARE)
     assert ran.code == 0, ran.err
     assert "1 of 2 jobs were done before" in ran.err
@@ -195,7 +192,7 @@ def test_ctrl_c_stops_the_jobs_and_says_how_to_go_on(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 130
-    assert "0 of 2 jobs done: the same command again goes on from here" in err
+    assert "0 of 2 jobs done: the same command again resumes the study" in err
     assert "Traceback" not in err
     said = epochs_said(job)
     time.sleep(0.5)
@@ -205,9 +202,7 @@ def test_ctrl_c_stops_the_jobs_and_says_how_to_go_on(tmp_path: Path) -> None:
 # -- options -----------------------------------------------------------------------------------------------
 
 
-def test_options_come_before_what_the_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: None) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "study.toml").write_text(STUDY)
+def test_options_replace_what_the_file_says(here: Path, stopped: None) -> None:
     ran = multitudes_says(
         "compare", "study.toml", "--methods", "deep", "--seeds", "2", "--seed", "5", "--epochs", "7", "--lr", "0.2",
         "--shift", "none", "--precision", "bfloat16", "--limit", "50",
@@ -217,31 +212,35 @@ def test_options_come_before_what_the_file_says(tmp_path: Path, monkeypatch: pyt
     assert [job.name for job in run.jobs] == ["deep-5", "deep-6"]
     config = run.jobs[0].config
     assert config is not None
-    assert config["training"]["epochs"] == 7 and config["training"]["lr"] == 0.2
-    assert config["training"]["precision"] == "bfloat16"
+    training = {name: config["training"][name] for name in ("epochs", "lr", "precision")}
+    assert training == {"epochs": 7, "lr": 0.2, "precision": "bfloat16"}
     assert config["evaluation"]["shift"] == []
     assert run.about is not None and run.about["parts"]["train"] == 50
-
-
-def test_all_methods_are_those_that_fit_the_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: None
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "study.toml").write_text(STUDY)
     multitudes_says("compare", "study.toml", "--methods", "all", "--epochs", "10")
-    assert len(Run("runs/study").jobs) == 16
+    assert len(run.jobs) == 16, "all methods are those that fit the data"
+
+
+def test_a_scale_of_a_file_finds_its_data_in_the_data_root(here: Path, stopped: None) -> None:
+    (here / "root").mkdir()
+    table = write_table(here / "root")
+    (here / "study.toml").write_text(
+        "[data]\nsource = 'rows.csv'\ntarget = 'y'\n[methods.single]\n[scales.few]\nseeds = 1"
+    )
+    assert multitudes_says("compare", "study.toml", "--scale", "few", "--data-root", "root").code == 130
+    run = Run("runs/study-few")
+    assert [job.name for job in run.jobs] == ["single-0"]
+    assert run.about is not None and run.about["request"]["source"] == str(table)
 
 
 # -- train -------------------------------------------------------------------------------------------------
 
 
-def test_train_leaves_one_job_that_the_other_commands_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def here(run: Run, *_: object) -> Outcome:
+def test_train_leaves_one_job_that_the_other_commands_take(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_this_process(run: Run, *_: object) -> Outcome:
         run_job(run.jobs[0].directory)
         return Outcome([run.jobs[0].name], {})
 
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("multitudes.cli.study._run", here)
+    monkeypatch.setattr("multitudes.cli.study._run", in_this_process)
     ran = multitudes_says(
         "train", "digits", "--limit", "60", "--epochs", "1", "--set", "members=2", "--shift", "none", "--seed", "4",
         "--device", "cpu",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 
@@ -13,33 +12,14 @@ import pytest
 from multitudes.study.cluster import run_cluster
 from multitudes.study.local import run_local
 from multitudes.study.planning import prepare
-from multitudes.study.spec import Spec
+from tests.study_cases import fake, make  # noqa: F401
 
-# What it writes depends on its configuration and its data alone.
-FAKE = """
-import hashlib, json, os, sys, time
-from pathlib import Path
-
-notes, directory = Path(sys.argv[1]), Path(sys.argv[2])
-config = json.loads((directory / "config.json").read_text())
-(notes / f"{directory.name}-{os.getpid()}-{os.getppid()}").touch()
-(directory / "log.jsonl").write_text(json.dumps({"event": "epoch", "epoch": 1, "epochs": 2, "loss": 0.5}) + "\\n")
-time.sleep(1.5)
-if directory.name == "deep-1":
-    with (directory / "log.jsonl").open("a") as file:
-        file.write(json.dumps({"event": "failed", "message": "the loss is not finite"}) + "\\n")
-    raise SystemExit(1)
-digest = hashlib.sha256((directory / config["data"]["file"]).read_bytes())
-digest.update(json.dumps({**config, "device": None}).encode())
-(directory / "predictions.npz").write_bytes(digest.digest() * 1000)
-result = {"threads": os.environ["OMP_NUM_THREADS"], "is": digest.hexdigest()}
-(directory / "metrics.json").write_text(json.dumps(result))
-"""
+FILES = ("metrics.json", "predictions.npz")
 
 
 def results(run):
-    files = ("metrics.json", "predictions.npz", "log.jsonl")
-    return {job.name: [(job.directory / file).read_bytes() for file in files] for job in run.done}
+    logs = {job.name: [event | {"time": None} for event in job.events()[0]] for job in run.jobs}
+    return logs, {job.name: [(job.directory / f).read_bytes() for f in FILES] for job in run.done}
 
 
 @pytest.fixture
@@ -63,20 +43,18 @@ class Killer(threading.Thread):
         while not (seen := list(self.notes.iterdir())):
             time.sleep(0.02)
         time.sleep(0.5)
-        job, seed, child, worker = seen[0].name.split("-")
+        job, seed, _, child, worker = seen[0].name.split("-")
         os.kill(int(worker), signal.SIGKILL)
         self.killed = f"{job}-{seed}", int(child)
 
 
 @pytest.mark.slow
-def test_a_study_on_two_workers_one_of_which_is_killed_ends_like_a_local_one(tmp_path, cluster):
-    script, notes, table = tmp_path / "fake.py", tmp_path / "notes", tmp_path / "rows.csv"
-    script.write_text(FAKE)
+def test_a_study_on_two_workers_one_of_which_is_killed_ends_like_a_local_one(make, fake, tmp_path, cluster):
+    notes = tmp_path / "notes"
     notes.mkdir()
-    table.write_text("a,b,y\n" + "".join(f"{i},{i % 7},{i * 0.5}\n" for i in range(60)))
-    spec = Spec.of(data=table, target="y", methods=["single", "packed", "deep"], seeds=2)
+    spec = make(methods=["single", "packed", "deep"])
     local, remote = prepare(spec, tmp_path / "local"), prepare(spec, tmp_path / "remote")
-    command = [sys.executable, "-S", str(script), str(notes)]
+    command = fake(seconds=1.5, notes=str(notes), **{"deep-1": "fails"})
     alone = run_local(local, command=command)
     for note in notes.iterdir():
         note.unlink()
@@ -96,20 +74,19 @@ def test_a_study_on_two_workers_one_of_which_is_killed_ends_like_a_local_one(tmp
     assert len(list(notes.glob("deep-1-*"))) == 1, "a job that fails by itself is not tried again"
     assert (seen[0].done, seen[-1].done, seen[-1].failed) == (0, 5, 1)
     assert max(len(s.running) for s in seen) >= 2
-    assert {(p.epoch, p.epochs, p.loss) for s in seen for p in s.running} >= {(1, 2, 0.5)}
+    told = {(p.epoch, p.epochs, p.loss) for s in seen for p in s.running}
+    assert told & {(1, 3, 1.0), (2, 3, 0.5), (3, 3, 1 / 3)}
 
     assert run_cluster(remote, command=command).done == [], "what is done is not done again"
 
 
 @pytest.mark.slow
-def test_what_a_cluster_cannot_give_is_told(tmp_path, cluster):
-    table = tmp_path / "rows.csv"
-    table.write_text("a,y\n" + "".join(f"{i},{i * 0.5}\n" for i in range(60)))
-    run = prepare(Spec.of(data=table, target="y", methods=["single"], device="cuda"), tmp_path / "run")
+def test_what_a_cluster_cannot_give_is_told(make, tmp_path, cluster):
+    run = prepare(make(methods=["single"], device="cuda"), tmp_path / "run")
     with pytest.raises(ValueError, match="device='cuda' needs GPUs, got a cluster with 0"):
         run_cluster(run)
     with pytest.raises(ValueError, match="cpus must be above 0"):
         run_cluster(run, cpus=0)
     cluster.shutdown()
-    with pytest.raises(ValueError, match="ray='auto': there is no cluster to be reached there"):
+    with pytest.raises(ValueError, match="ray='auto': no cluster can be reached there"):
         run_cluster(run, "auto")

@@ -17,7 +17,7 @@ from multitudes.methods.mimo import mimo
 from multitudes.methods.snapshots import snapshots
 from multitudes.methods.subspace import swag
 from multitudes.methods.variance import variance
-from multitudes.study.costs import BATCH, inference_cost, multiply_adds, parameters, training_cost, with_ratios
+from multitudes.study.costs import BATCH, inference_cost, multiply_adds, parameters, training_cost
 
 FIRST, SECOND, LAST = 8 * 8 * 9 * 1 * 4, 4 * 4 * 9 * 4 * 6, 2 * 2 * 6 * 10
 """Multiply-adds of the layers: points of the output x weights of a point's sum x channels."""
@@ -31,14 +31,12 @@ def network() -> nn.Module:
     )  # fmt: skip
 
 
-def drawing(net: Multitude, draws: int) -> Multitude:
+SHIFTED = [{name: value + i for name, value in network().state_dict().items()} for i in range(3)]
+
+
+def drawing(net: Multitude, draws: int = 7) -> Multitude:
     net.draws = draws
     return net
-
-
-def around(model: nn.Module) -> Multitude:
-    states = [{name: value + i for name, value in model.state_dict().items()} for i in range(3)]
-    return swag(model, states)
 
 
 @pytest.mark.parametrize(
@@ -50,21 +48,17 @@ def around(model: nn.Module) -> Multitude:
         (snapshots(network(), [network().state_dict()] * 2), 2 * (FIRST + SECOND + LAST)),
         (mimo(network(), 3, example=torch.zeros(2, 1, 8, 8)), 3 * FIRST + SECOND + 3 * LAST),
         # What comes before the first layer that draws is computed once.
-        (drawing(mc_dropout(network()), 7), FIRST + 7 * (SECOND + LAST)),
-        (drawing(drop_connect(network(), 0.1), 7), 7 * (FIRST + SECOND + LAST)),
+        (drawing(mc_dropout(network())), FIRST + 7 * (SECOND + LAST)),
+        (drawing(drop_connect(network(), 0.1)), 7 * (FIRST + SECOND + LAST)),
         # A mean and a variance of each random layer: of the first one once.
-        (drawing(variance(network()), 7), 2 * FIRST + 7 * (2 * SECOND + LAST)),
+        (drawing(variance(network())), 2 * FIRST + 7 * (2 * SECOND + LAST)),
+        # Weights around a trajectory: also the product of a draw's noise with three checkpoints of all weights.
+        (drawing(swag(network(), SHIFTED)), 7 * (FIRST + SECOND + LAST + 3 * parameters(network()))),
     ],
-    ids=["single", "deep", "batch_ensemble", "snapshots", "mimo", "mc_dropout", "drop_connect", "variance"],
+    ids=["single", "deep", "batch_ensemble", "snapshots", "mimo", "mc_dropout", "drop_connect", "variance", "swag"],
 )
 def test_multiply_adds_are_those_of_all_members_and_draws(net: Multitude, want: int) -> None:
     assert multiply_adds(net, torch.randn(5, 1, 8, 8)) == want
-
-
-def test_multiply_adds_of_weights_around_a_trajectory_include_making_them() -> None:
-    """Each draw is a forward, and the product of its noise with the columns of D, three checkpoints of all weights."""
-    net = drawing(around(network()), 7)
-    assert multiply_adds(net, torch.randn(5, 1, 8, 8)) == 7 * (FIRST + SECOND + LAST + 3 * parameters(network()))
 
 
 @pytest.mark.parametrize("runner", ["loop", "packed", "stacked"])
@@ -154,10 +148,3 @@ def test_speed_is_inputs_by_seconds() -> None:
     assert 0.1 * 256 / 0.02 < found.per_second < 256 / 0.02  # a machine that is busy takes longer
     assert inference_cost(Multitude(Slow()), torch.randn(500, 2), batch=16).batch == 16
     assert inference_cost(Multitude(Slow()), torch.randn(5, 2)).batch == 5
-
-
-def test_each_cost_is_also_a_ratio_to_the_single_networks() -> None:
-    found = with_ratios(
-        {"parameters": 8, "inference_per_second": 10.0}, {"parameters": 2, "inference_per_second": 40.0}
-    )
-    assert found["parameters_ratio"] == 4.0 and found["inference_per_second_ratio"] == 0.25

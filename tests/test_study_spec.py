@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from typing import Any, get_args
 
@@ -14,7 +15,7 @@ from multitudes.shift import CORRUPTIONS
 from multitudes.study.methods import METHODS
 from multitudes.study.sections import TrainingSection
 from multitudes.study.spec import Spec, SpecError
-from multitudes.study.toml import key_lines, to_toml
+from multitudes.study.toml import TomlText, to_toml
 from multitudes.training.fit import PRECISIONS
 from multitudes.training.optimizers import OPTIMIZERS
 
@@ -29,46 +30,31 @@ def written(tmp_path, text):
 
 # -- lines -------------------------------------------------------------------------------------------------
 
-# Every value is the number of the line on which its key is.
-LINES = '''top = 1
+# Every number is that of the line on which its key begins.
+LINES = """top = 1
 "quoted key" = 2  # a comment = 3
-'literal' = 3
-text = """
+text = \'\'\'
 a = 1
 [not.a.table]
-\\""" still = "the text" """
-raw = \'\'\'
-b = "
 \'\'\'
-after = 11
+after = 7
 [table] # [no.table]
-key = 13
-a.b.c = 14
-a."d.e" = 15
-inline = { x = 16, y.z = 16, list = [16, 16] }
+key = 9
+a.b.c = 10
+inline = { x = 11, y.z = 11 }
 list = [  # ]
-  18, # ,
-  19,
-  { deep = 20 }, [20,
-  21],
+  12, { deep = 12 },
 ]
 [table.sub]
-key = 24
+key = 16
 [[many]]
-key = 26
-[many.below]
-key = 28
-[[many.nested]]
-key = 30
+key = 18
 [[many]]
-key = 32
 [[many.nested]]
-key = 34
+key = 21
 [ spaced . "out" ]
-key = 36
-when = 1979-05-27 07:32:00
-path = 'C:\\' # "
-last = 39'''
+key = 23
+"""
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Any:
@@ -80,21 +66,12 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Any:
 
 
 def test_every_key_is_found_on_its_line():
-    found = key_lines(LINES)
+    found = TomlText(LINES, "study.toml")
     numbers = {path: value for path, value in leaves(tomllib.loads(LINES)) if isinstance(value, int)}
-    assert len(numbers) == 24
-    assert {path: found[path] for path in numbers} == numbers
-
-
-def test_windows_line_ends_count_like_others():
-    assert key_lines(LINES.replace("\n", "\r\n")) == key_lines(LINES)
-
-
-@pytest.mark.parametrize(
-    "path, line", [(("table",), 12), (("table", "a", "b"), 14), (("many",), 25), (("many", 1), 31)]
-)
-def test_a_table_is_found_where_it_begins(path, line):
-    assert key_lines(LINES)[path] == line
+    assert len(numbers) == 13
+    assert {path: found.line(path) for path in numbers} == numbers
+    assert [found.line(path) for path in (("table",), ("table", "a", "b"), ("many",), ("many", 1))] == [8, 10, 17, 19]
+    assert found.line(("table", "no such key")) == 8 and found.line(("nowhere",)) is None
 
 
 # -- writing -----------------------------------------------------------------------------------------------
@@ -110,7 +87,6 @@ VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(N
 @given(st.dictionaries(NAMES, VALUES))
 def test_what_is_written_reads_back(table):
     assert tomllib.loads(to_toml(table)) == table
-    assert set(key_lines(to_toml(table))) >= {path for path, _ in leaves(table)}
 
 
 @pytest.mark.parametrize("shape", [DIGITS, (3, 32, 32), (1, 28, 28), TABLE])
@@ -126,7 +102,7 @@ def test_a_filled_in_specification_reads_back_and_is_filled_in_already(tmp_path,
 WRONG = [
     ("seeds = 0", 1, ["seeds", "1 or more", "0"]),
     ("seeds = [0, 1, 0]", 1, ["seeds", "twice"]),
-    ("seeds = [0,\n -1]", 2, ["seeds[1]", "0 or more", "-1"]),
+    ("seeds = [0,\n -1]", 1, ["seeds[1]", "0 or more", "-1"]),
     ("\ndevice = 'gpu'", 2, ["device", "'auto', 'cpu' or 'cuda'", "'gpu'"]),
     ("epochs = 3", 1, ["'epochs'", "[training] epochs", "seeds"]),
     ("[training]\nepoch = 3", 2, ["'training.epoch'", "did you mean epochs", "batch_size"]),
@@ -143,7 +119,7 @@ WRONG = [
     ("[data]\nood = 'svhn'", 2, ["data.ood", "a list", "'svhn'"]),
     ("[data]\nsize = [1, 2, 3]", 2, ["data.size", "at most 2"]),
     ("[data]\ntask = 'ranking'", 2, ["data.task", "'classification' or 'regression'", "'ranking'"]),
-    ("[evaluation]\nshift = ['fog',\n'frog']", 3, ["evaluation.shift[1]", "gaussian_noise, shot_noise", "'frog'"]),
+    ("[evaluation]\nshift = ['fog',\n'frog']", 2, ["evaluation.shift[1]", "gaussian_noise, shot_noise", "'frog'"]),
     ("[evaluation]\nseverities = [1, 6]", 2, ["evaluation.severities[1]", "5 at most", "6"]),
     ("[evaluation]\nsizes = []", 2, ["evaluation.sizes", "at least 1"]),
     ("[model]\nname = 'resnet'", 2, ["model.name", "resnet18", "'resnet'"]),
@@ -151,8 +127,8 @@ WRONG = [
     ("[model]\nname = 'mlp'\n[model.settings]\nhidden = [3]\n[model.setting]", 5, ["'model.setting'", "settings"]),
     ("methods = 'single'", 1, ["methods", "'single'"]),
     ("methods = []", 1, ["methods", "[]"]),
-    ("methods = ['single',\n'single']", 2, ["methods", "'single' twice"]),
-    ("methods = ['single',\n'packd']", 2, ["methods", "single, deep, packed", "did you mean packed"]),
+    ("methods = ['single',\n'single']", 1, ["methods", "'single' twice"]),
+    ("methods = ['single',\n'packd']", 1, ["methods", "single, deep, packed", "did you mean packed"]),
     ("[methods.single]\n[methods.packed]\nmembres = 4", 3, ["methods.packed", "'membres'", "members, alpha, gamma"]),
     ("[methods.packed]\nmembers = '4'", 2, ["methods.packed.members", "a number", "'4'"]),
     ("[methods.smooth]\ngrowing = 1", 2, ["methods.smooth.growing", "true or false", "1"]),
@@ -183,14 +159,11 @@ def test_all_errors_are_told_from_the_first_line_to_the_last(tmp_path):
     assert len(str(caught.value).splitlines()) == 5
 
 
-def test_what_is_no_toml_is_told_with_its_line(tmp_path):
+def test_what_is_no_toml_or_no_key_is_told_with_the_file_if_there_is_one(tmp_path):
     with pytest.raises(ValueError, match=r"study.toml: .*line 2"):
         Spec.load(written(tmp_path, "seeds = 1\nepochs =\n"))
     with pytest.raises(ValueError, match="cannot be read"):
         Spec.load(tmp_path / "nowhere.toml")
-
-
-def test_options_have_no_lines():
     with pytest.raises(SpecError, match=r"^training.epochs must be 1 or more, got 0$"):
         Spec.of(epochs=0)
     with pytest.raises(SpecError, match=r"^unknown key 'epoch'"):
@@ -210,14 +183,14 @@ def test_methods_are_a_list_or_tables_and_one_may_come_twice(tmp_path):
     assert tables["packed_8"].settings == {"members": 8, "alpha": 2, "gamma": 1, "layers": None}
 
 
-def test_options_come_before_what_the_file_says(tmp_path):
+def test_options_replace_what_the_file_says(tmp_path):
     path = written(tmp_path, "seeds = 5\n[training]\nepochs = 9\nlr = 0.5\n[data]\nsource = 'a/b'\nlimit = 7")
     spec = Spec.load(path, epochs=2, seeds=[4], data="c/d", model="mlp", precision=None)
     assert (spec.training.epochs, spec.training.lr, spec.seeds) == (2, 0.5, [4])
     assert (spec.data.source, spec.data.limit, spec.model.name) == ("c/d", 7, "mlp")
 
 
-def test_files_are_relative_to_the_specification(tmp_path):
+def test_files_are_relative_to_the_specification_and_a_model_may_be_a_function_of_one(tmp_path):
     (tmp_path / "rows.csv").write_text("a,y\n1,2\n")
     (tmp_path / "net.py").write_text("")
     text = "[data]\nsource = 'rows.csv'\nood = ['owner/name']\n[model]\nfile = 'net.py'\nname = 'build'"
@@ -225,12 +198,7 @@ def test_files_are_relative_to_the_specification(tmp_path):
     assert spec.data.source == str(tmp_path / "rows.csv")
     assert spec.data.ood == ["owner/name"]
     assert spec.model.file == str(tmp_path / "net.py")
-
-
-def test_a_network_of_ones_own_is_a_file_and_a_function(tmp_path):
-    (tmp_path / "net.py").write_text("")
-    model = Spec.of(model=f"{tmp_path}/net.py:build").model
-    assert (model.file, model.name) == (str(tmp_path / "net.py"), "build")
+    assert Spec.of(model=f"{tmp_path}/net.py:build").model == spec.model
 
 
 def test_only_digits_as_they_are_come_with_the_package():
@@ -251,16 +219,19 @@ def test_defaults_depend_on_the_data_and_what_is_given_stays():
     assert Spec.of(shift="all").evaluation.shift == list(CORRUPTIONS)
 
 
-def test_a_training_too_short_for_the_usual_warm_up_has_none():
-    assert Spec.of().resolved((3, 32, 32)).training.warmup == 1
-    assert Spec.of(epochs=1).resolved((3, 32, 32)).training.warmup == 0
-
-
-def test_another_optimizer_brings_its_own_rate():
-    assert Spec.of().resolved(DIGITS).training.optimizer == "adam"
-    assert Spec.of(optimizer="sgd").resolved(DIGITS).training.lr == 0.05
-    assert Spec.of(optimizer="sgd", lr=0.2).resolved(DIGITS).training.lr == 0.2
-    assert Spec.of(optimizer="adamw").resolved((3, 32, 32)).training.lr == 1e-3
+@pytest.mark.parametrize(
+    "options, shape, key, value",
+    [
+        ({}, (3, 32, 32), "warmup", 1),
+        ({"epochs": 1}, (3, 32, 32), "warmup", 0),  # too short a training for the usual one
+        ({}, DIGITS, "optimizer", "adam"),
+        ({"optimizer": "sgd"}, DIGITS, "lr", 0.05),  # another optimizer brings its own rate
+        ({"optimizer": "sgd", "lr": 0.2}, DIGITS, "lr", 0.2),
+        ({"optimizer": "adamw"}, (3, 32, 32), "lr", 1e-3),
+    ],
+)
+def test_a_default_of_training_fits_the_others(options, shape, key, value):
+    assert getattr(Spec.of(**options).resolved(shape).training, key) == value
 
 
 @pytest.mark.parametrize(
@@ -284,3 +255,61 @@ def test_the_choices_are_those_of_training_and_data():
     assert choices("optimizer") == set(OPTIMIZERS)
     assert choices("precision") == set(PRECISIONS)
     assert choices("augment") == {"none", *AUGMENTATIONS}
+
+
+# -- scales ------------------------------------------------------------------------------------------------
+
+SCALED = """seeds = 3
+[data]
+source = "table.csv"
+target = "y"
+[methods.single]
+[methods.packed]
+members = 4
+alpha = 2
+[training]
+epochs = 75
+lr = 0.1
+[scales.smoke]
+seeds = 1
+[scales.smoke.training]
+epochs = 1
+[scales.smoke.methods.packed]
+members = 2
+[scales.long.training]
+epochs = 200
+"""
+
+
+def test_a_scale_changes_what_it_names_and_nothing_else(tmp_path):
+    path = written(tmp_path, SCALED)
+    plain, smoke = Spec.load(path), Spec.load(path, "smoke")
+    assert (plain.seeds, plain.training.epochs, plain.methods["packed"].settings["members"]) == ([0, 1, 2], 75, 4)
+    assert (smoke.seeds, smoke.training.epochs, smoke.methods["packed"].settings["members"]) == ([0], 1, 2)
+    assert smoke.training.lr == plain.training.lr and smoke.methods["packed"].settings["alpha"] == 2
+    assert list(smoke.methods) == list(plain.methods)
+    assert Spec.load(path, "long").training.epochs == 200
+    assert Spec.load(path, "smoke", epochs=7).training.epochs == 7, "options come before the scale"
+
+
+@pytest.mark.parametrize(
+    ("text", "scale", "sentence"),
+    [
+        (
+            SCALED.replace("epochs = 1\n", "epochs = 0\n"),
+            "smoke",
+            ", line 15: training.epochs must be 1 or more, got 0",
+        ),
+        (SCALED, "tiny", ": scale must be one of smoke, long, got 'tiny'"),
+        ("seeds = 1", "smoke", ": scale must be a table [scales.NAME] of the file, which has none, got 'smoke'"),
+        ("scales = 3", None, ": scales must be tables, [scales.NAME], of what differs at each scale, got 3"),
+        (
+            "scales.smoke = 3",
+            "smoke",
+            ": scales must be tables, [scales.NAME], of what differs at each scale, got {'smo",
+        ),
+    ],
+)
+def test_a_wrong_scale_gets_a_sentence(tmp_path, text, scale, sentence):
+    with pytest.raises(ValueError, match=f"^{re.escape('study.toml' + sentence)}"):
+        Spec.load(written(tmp_path, text), scale)

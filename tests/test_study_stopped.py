@@ -1,4 +1,4 @@
-"""A study on this machine that is broken off, and taken up again."""
+"""A study on this machine that is stopped, and resumed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 
 from multitudes import data
-from multitudes.study import planning as jobs
-from multitudes.study.local import Interrupted, run_local
+from multitudes.study import planning
+from multitudes.study.local import run_local
+from multitudes.study.monitor import Interrupted
 from multitudes.study.planning import prepare
 from multitudes.study.store import Run
-from tests.study_cases import fake, metrics_of, spec, table  # noqa: F401
-
-# -- broken off --------------------------------------------------------------------------------------------
+from tests.study_cases import fake, make, run  # noqa: F401
 
 
 def is_alive(pid: int) -> bool:
@@ -27,33 +26,38 @@ def is_alive(pid: int) -> bool:
 
 
 def started(run: Run) -> list[int]:
-    return [int(path.name.partition("-")[2]) for path in run.directory.glob("jobs/*/started-*")]
+    return [int(path.name.split("-")[3]) for path in run.directory.glob("jobs/*/*-started-*")]
 
 
-def interrupt(snapshot):
-    if snapshot.done == 1 and len(snapshot.running) == 1 and snapshot.running[0].epoch:
-        raise KeyboardInterrupt
+def interrupt():
+    raise KeyboardInterrupt
 
 
-def terminate(snapshot):
-    if snapshot.done == 1 and len(snapshot.running) == 1 and snapshot.running[0].epoch:
-        os.kill(os.getpid(), signal.SIGTERM)
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.parametrize("stop", [interrupt, terminate])
-def test_a_stopped_study_ends_its_jobs_says_how_to_go_on_and_does(spec, tmp_path, fake, stop):
-    run, other = prepare(spec, tmp_path / "run"), prepare(spec, tmp_path / "other")
+def test_a_stopped_study_ends_its_jobs_says_how_to_resume_and_does(make, run, tmp_path, fake, stop):
+    def after_one_job(snapshot):
+        if snapshot.done == 1 and len(snapshot.running) == 1 and snapshot.running[0].epoch:
+            stop()
+
+    before = signal.getsignal(signal.SIGTERM)
     how = fake(seconds=0.3, **{"single-1": "hangs"})
-    with pytest.raises(Interrupted, match="1 of 4 jobs done: the same command again goes on"):
-        run_local(run, command=how, workers=1, on_event=stop)
+    with pytest.raises(Interrupted, match="1 of 4 jobs done: the same command again resumes"):
+        run_local(run, command=how, workers=1, on_event=after_one_job)
     assert len(started(run)) == 2 and not any(map(is_alive, started(run)))
     assert [job.name for job in run.done] == ["single-0"]
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    assert sorted(run_local(prepare(spec, run.directory), command=fake()).done) == ["packed-0", "packed-1", "single-1"]
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert sorted(run_local(prepare(make(), run.directory), command=fake()).done) == [
+        "packed-0",
+        "packed-1",
+        "single-1",
+    ]
+    other = prepare(make(), tmp_path / "other")
     run_local(other, command=fake())
-    assert {job.name: job.metrics["scores"]["nll"] for job in run.jobs} == {
-        job.name: job.metrics["scores"]["nll"] for job in other.jobs
-    }
+    assert [job.metrics["scores"]["nll"] for job in run.jobs] == [job.metrics["scores"]["nll"] for job in other.jobs]
 
 
 STUDY = """
@@ -65,8 +69,7 @@ run_local(Run(sys.argv[1]), workers=1, command=sys.argv[2:])
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends a process with its parent")
-def test_a_killed_study_takes_its_running_jobs_along_and_keeps_the_rest(spec, tmp_path, fake):
-    run = prepare(spec, tmp_path / "run")
+def test_a_killed_study_takes_its_running_jobs_along_and_keeps_the_rest(make, run, fake):
     command = [sys.executable, "-c", STUDY, str(run.directory), *fake(**{"packed-0": "hangs"})]
     study = subprocess.Popen(command)
     half_written = run.directory / "jobs/packed-0/.metrics.json.0.unfinished"
@@ -80,19 +83,19 @@ def test_a_killed_study_takes_its_running_jobs_along_and_keeps_the_rest(spec, tm
         time.sleep(0.05)
     assert not any(map(is_alive, started(run)))
     assert [job.name for job in run.missing] == ["packed-0", "packed-1"]
-    prepare(spec, run.directory)
+    prepare(make(), run.directory)
     assert not half_written.exists()
     assert sorted(run_local(run, command=fake()).done) == ["packed-0", "packed-1"]
 
 
-def test_a_study_killed_while_its_data_were_prepared_prepares_them_anew(spec, tmp_path, monkeypatch):
+def test_a_study_killed_while_its_data_were_prepared_prepares_them_again(make, tmp_path, monkeypatch):
     def killed(data, path):
         path.write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(jobs, "save", killed)
+    monkeypatch.setattr(planning, "save", killed)
     with pytest.raises(KeyboardInterrupt):
-        prepare(spec, tmp_path / "run")
+        prepare(make(), tmp_path / "run")
     monkeypatch.undo()
-    run = prepare(spec, tmp_path / "run")
+    run = prepare(make(), tmp_path / "run")
     assert data.read(run.data_path).fingerprint == run.jobs[0].config["data"]["fingerprint"]

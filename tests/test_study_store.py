@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from multitudes.study.local import JobProgress, time_left
+from multitudes.study.monitor import JobProgress, time_left
 from multitudes.study.store import Job, Run, write_atomically
 
 
@@ -37,6 +37,9 @@ def test_a_log_is_read_line_by_line_and_broken_lines_say_nothing(tmp_path):
 
 def test_what_is_no_run_directory_is_told(tmp_path):
     with pytest.raises(ValueError, match="is no run directory"):
+        _ = Run(tmp_path).jobs
+    (tmp_path / "study.toml").write_text("methods = ['single']")
+    with pytest.raises(ValueError, match="is no run directory: its study.toml has not been run"):
         _ = Run(tmp_path).jobs
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="config.json' cannot be read"):

@@ -1,11 +1,12 @@
 """The command line: `multitudes compare digits`.
 
-Its modules import torch, and all that needs it, inside the commands, so that `multitudes --help` is there at once.
+Imports every other room, and is imported by none. A new command is a function and a row of `COMMANDS` in `app.py`;
+options that several commands share are in `options.py`.
 """
 
 from multitudes.core.checks import needed
 
-needed("typer", "study", "the command line")  # says which extra has it, where the import below would not
+needed("typer", "study", "the command line")  # names the extra to install, where the import below would not
 
 from multitudes.cli.app import main  # noqa: E402
 

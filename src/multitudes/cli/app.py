@@ -1,4 +1,4 @@
-"""The program `multitudes`: its commands, and what it says when something goes wrong.
+"""The program `multitudes`: its commands, and its errors.
 
 An error is one sentence on stderr and exit code 2, with `--debug` its traceback. Ctrl-C is exit code 130.
 """
@@ -14,8 +14,7 @@ from typing import Any
 
 import typer
 
-from multitudes.cli import answers, study, tables
-from multitudes.cli import artifacts as kept
+from multitudes.cli import answers, artifacts, study, tables
 from multitudes.cli.options import grouped
 
 __all__ = ["app", "main"]
@@ -53,7 +52,7 @@ def _say(message: str) -> None:
 
 
 def _guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """A command that ends with a sentence and an exit code, whatever happens."""
+    """A command whose errors are a sentence and an exit code."""
 
     def run(**values: Any) -> None:
         debug = values["debug"]
@@ -65,9 +64,10 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
         except (typer.Exit, BrokenPipeError):
             raise
         except KeyboardInterrupt as stopped:
-            _say(f"\n{_capital(str(stopped))}" if str(stopped) else "\nStopped. The same command starts it again.")
+            reason = str(stopped) or "stopped: the same command starts it again"
+            _say(f"\n{reason[0].upper()}{reason[1:]}")
             raise typer.Exit(INTERRUPTED) from None
-        except Exception as error:  # whatever it is, a user gets one sentence, and with --debug all of it
+        except Exception as error:  # one sentence for the user, and with --debug all of it
             if hasattr(error, "format_message"):
                 raise
             if debug:
@@ -82,7 +82,7 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _sentence(error: Exception) -> str:
-    """What went wrong; an error that no code here has worded may be a bug."""
+    """What went wrong; an error of an unexpected type may be a bug, so that --debug is mentioned."""
     if isinstance(error, (ValueError, ImportError, FloatingPointError)) and str(error):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
@@ -91,59 +91,43 @@ def _sentence(error: Exception) -> str:
     return f"{type(error).__name__}: {first}".rstrip(": ") + " (--debug shows where)"
 
 
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
+COMMANDS: list[tuple[typer.Typer, str, Callable[..., None], str]] = [
+    (app, "compare", study.compare, """
+        multitudes compare digits
+        multitudes compare study.toml --seeds 3
+        multitudes compare uoft-cs/cifar10 --ood ufldl-stanford/svhn --methods single,deep,packed --seeds 3
+        multitudes compare wine.csv --target quality --out runs/wine"""),
+    (app, "train", study.train, """
+        multitudes train digits --method packed
+        multitudes train ./images --method packed --set members=8 --model resnet50 --out trained
+        accelerate launch -m multitudes train uoft-cs/cifar10 --method packed"""),
+    (app, "evaluate", answers.evaluate, """
+        multitudes evaluate runs/digits/jobs/packed-0
+        multitudes evaluate trained ./other_images --shift all --ood ufldl-stanford/svhn --to scores.json"""),
+    (app, "predict", answers.predict, """
+        multitudes predict runs/digits/jobs/packed-0 one.png two.png
+        multitudes predict trained ./images --to answers.csv
+        multitudes predict runs/wine/jobs/deep-0 new.csv --to answers.json --level 0.9"""),
+    (app, "explain", artifacts.explain, """
+        multitudes explain runs/digits
+        multitudes explain runs/digits/jobs/deep-0 --to why.html"""),
+    (app, "report", artifacts.report, """
+        multitudes report runs/digits"""),
+    (app, "export", artifacts.export, """
+        multitudes export runs/digits/jobs/packed-0 --to model.onnx
+        multitudes export runs/digits/jobs/mc_dropout-0 --to model.onnx --draws 16"""),
+    (app, "methods", tables.methods, """
+        multitudes methods"""),
+    (app, "bench", tables.bench, """
+        multitudes bench
+        multitudes bench --model resnet18 --shape 3,32,32 --methods single,deep,packed --device cuda --batch 512"""),
+    (data, "prepare", tables.prepare, """
+        multitudes data prepare uoft-cs/cifar10 --ood ufldl-stanford/svhn --to cifar10.mtdata
+        multitudes data prepare wine.csv --target quality --to wine.mtdata --skip-bad"""),
+]  # fmt: skip
+"""Each with examples for its `--help`."""
 
-
-def _add(to: typer.Typer, function: Callable[..., None], name: str, *examples: str) -> None:
-    shown = "\n\n".join(["[bold]Examples[/bold]", *(f"  {example}" for example in examples)])
-    to.command(name, epilog=shown)(_guarded(grouped(function)))
-
-
-_add(
-    app, study.compare, "compare",
-    "multitudes compare digits",
-    "multitudes compare study.toml --seeds 3",
-    "multitudes compare uoft-cs/cifar10 --ood ufldl-stanford/svhn --methods single,deep,packed --seeds 3",
-    "multitudes compare wine.csv --target quality --out runs/wine",
-)  # fmt: skip
-_add(
-    app, study.train, "train",
-    "multitudes train digits --method packed",
-    "multitudes train ./images --method packed --set members=8 --model resnet50 --out trained",
-    "accelerate launch -m multitudes train uoft-cs/cifar10 --method packed",
-)  # fmt: skip
-_add(
-    app, answers.evaluate, "evaluate",
-    "multitudes evaluate runs/digits/jobs/packed-0",
-    "multitudes evaluate trained ./other_images --shift all --ood ufldl-stanford/svhn --to scores.json",
-)  # fmt: skip
-_add(
-    app, answers.predict, "predict",
-    "multitudes predict runs/digits/jobs/packed-0 one.png two.png",
-    "multitudes predict trained ./images --to answers.csv",
-    "multitudes predict runs/wine/jobs/deep-0 new.csv --to answers.json --level 0.9",
-)  # fmt: skip
-_add(
-    app, kept.explain, "explain",
-    "multitudes explain runs/digits",
-    "multitudes explain runs/digits/jobs/deep-0 --to why.html",
-)  # fmt: skip
-_add(app, kept.report, "report", "multitudes report runs/digits")
-_add(
-    app, kept.export, "export",
-    "multitudes export runs/digits/jobs/packed-0 --to model.onnx",
-    "multitudes export runs/digits/jobs/mc_dropout-0 --to model.onnx --draws 16",
-)  # fmt: skip
-_add(app, tables.methods, "methods", "multitudes methods")
-_add(
-    app, tables.bench, "bench",
-    "multitudes bench",
-    "multitudes bench --model resnet18 --shape 3,32,32 --methods single,deep,packed --device cuda --batch 512",
-)  # fmt: skip
-_add(
-    data, tables.prepare, "prepare",
-    "multitudes data prepare uoft-cs/cifar10 --ood ufldl-stanford/svhn --to cifar10.mtdata",
-    "multitudes data prepare wine.csv --target quality --to wine.mtdata --skip-bad",
-)  # fmt: skip
+for group, name, function, examples in COMMANDS:
+    shown = "\n\n".join(["[bold]Examples[/bold]", *(f"  {line.strip()}" for line in examples.strip().splitlines())])
+    group.command(name, epilog=shown)(_guarded(grouped(function)))
 app.add_typer(data)

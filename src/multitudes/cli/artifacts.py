@@ -1,68 +1,65 @@
-"""`explain`, `report` and `export`: from what a study has kept to a page or a file."""
+"""`explain`, `report` and `export`: from the files of a study to a page or a file."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+from torch import nn
 from typer import Argument, Option
 
+from multitudes import report as pages
 from multitudes.cli.answers import JOB
 from multitudes.cli.options import Common, words, writable
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from multitudes.study.trained import Trained
+from multitudes.cli.screen import say, show
+from multitudes.core.checks import needed
+from multitudes.core.draws.stochastic import stochastic_layers
+from multitudes.core.files import replacing
+from multitudes.core.multitude import plain
+from multitudes.landscape.explanation import explain as explained
+from multitudes.storage.onnx import OUTPUTS, to_onnx
+from multitudes.study.store import Job, Run
+from multitudes.study.trained import Trained, mixed_precision
 
 __all__ = ["explain", "export", "report"]
 
 
 def report(run: Annotated[Path, Argument(help="A run directory.")], *, common: Common) -> None:
     """Write a run's report.html again, from its files, whether or not all jobs are done."""
-    from multitudes import report
-    from multitudes.cli.screen import show
-    from multitudes.study.store import Run
-
     if not Run(run).done:
         raise ValueError(f"no job of the run {str(run)!r} is done, so there is nothing to report")
-    show(f"Report: {report.write(run)}")
+    show(f"Report: {pages.write(run)}")
 
 
 # -- explain -----------------------------------------------------------------------------------------------
 
 
 def explain(
-    path: Annotated[Path, Argument(metavar="RUN|JOB", help="A run, or one job, whose members are then compared.")],
-    methods: Annotated[str | None, Option(metavar="A,B", help="Of a run, only the networks of these.")] = None,
+    path: Annotated[
+        Path, Argument(metavar="RUN|JOB", help="A run directory, or one job, whose members are then compared.")
+    ],
+    methods: Annotated[str | None, Option(metavar="A,B", help="Of a run, only the networks of these methods.")] = None,
     to: Annotated[Path | None, Option(metavar="FILE.html", help="By default explain.html in RUN or JOB.")] = None,
-    inputs: Annotated[int, Option(min=2, help="How many test inputs to look at.")] = 400,
+    inputs: Annotated[int, Option(min=2, help="How many test inputs to use.")] = 400,
     points: Annotated[int, Option(min=2, help="Of the loss plane, in each direction.")] = 25,
     *,
     common: Common,
 ) -> None:
-    """Show why trained networks differ: where they lie, what they say, and the loss between them.
+    """Show why trained networks differ: their weights, their predictions, and the loss between them.
 
-    Of a run, all networks are compared that have the same architecture, the most that there are.
+    Of a run, the largest group of networks with one architecture is compared.
     """
-    from multitudes.cli.screen import say, show
-    from multitudes.core.checks import needed
-    from multitudes.landscape.explanation import explain as explained
-    from multitudes.study.store import Job, Run
-    from multitudes.study.trained import Trained, mixed_precision
-
     needed("plotly", "plots", "a page of figures")  # before the work
     writable(to, ".html")
     one_job = not (path / "study.toml").is_file()
     jobs = [Job(path)] if one_job else Run(path).done
-    chosen = None if methods is None else words(methods)
-    for name in chosen or []:
-        if name not in [job.label for job in jobs]:
-            raise ValueError(
-                f"--methods must be of {', '.join(dict.fromkeys(job.label for job in jobs))}, got {name!r}"
-            )
-    trained = [Trained.read(job.directory, common.device) for job in jobs if chosen is None or job.label in chosen]
+    labels = list(dict.fromkeys(job.label for job in jobs))
+    chosen = labels if methods is None else words(methods)
+    for name in chosen:
+        if name not in labels:
+            raise ValueError(f"--methods must be of {', '.join(labels)}, got {name!r}")
+    trained = [Trained.read(job.directory, common.device) for job in jobs if job.label in chosen]
     if not trained:
         raise ValueError(f"no job of the run {str(path)!r} is done")
     networks = _alike(trained)
@@ -78,10 +75,7 @@ def explain(
 
 
 def _alike(trained: list[Trained]) -> dict[str, nn.Module]:
-    """The largest group of networks with one architecture, by name; of methods that draw, only one that is alone."""
-    from multitudes.core.draws.stochastic import stochastic_layers
-    from multitudes.core.multitude import plain
-
+    """The largest group of networks with one architecture, by name; networks that draw only from a single job."""
     groups: dict[str, dict[str, nn.Module]] = {}
     for each in trained:
         net: Any = each.net
@@ -95,7 +89,7 @@ def _alike(trained: list[Trained]) -> dict[str, nn.Module]:
             groups.setdefault(_architecture(network), {})[name] = network
     largest = max(groups.values(), key=len, default={})
     if len(largest) < 2:
-        raise ValueError("there must be two networks of one architecture to compare: several seeds, or members")
+        raise ValueError("explain needs two networks of one architecture: several seeds, or members")
     return largest
 
 
@@ -111,19 +105,14 @@ def _architecture(network: nn.Module) -> str:
 def export(
     job: Annotated[Path, Argument(help=JOB)],
     to: Annotated[Path, Option(metavar="FILE.onnx", help="Where to write.")],
-    draws: Annotated[int, Option(min=1, help="Of a method that draws: how many draws to make, once and for all.")] = 8,
+    draws: Annotated[int, Option(min=1, help="Of a method that draws: how many fixed draws the file has.")] = 8,
     *,
     common: Common,
 ) -> None:
     """Write a trained network as one ONNX file, checked against torch by onnxruntime.
 
-    Its input and what it needs to be prepared are in the file's metadata, and are said at the end.
+    How to prepare its input is in the file's metadata, and is shown at the end.
     """
-    from multitudes.cli.screen import show
-    from multitudes.core.files import replacing
-    from multitudes.storage.onnx import OUTPUTS, to_onnx
-    from multitudes.study.trained import Trained
-
     if common.precision == "bfloat16":
         raise ValueError("--precision bfloat16: an ONNX file is written in float32")
     writable(to, ".onnx")
@@ -144,9 +133,7 @@ def export(
 
 
 def _describe(path: Path, trained: Trained) -> None:
-    """Put into an ONNX file how its input is made and what its classes are called."""
-    from multitudes.core.checks import needed
-
+    """Add to an ONNX file how its input is prepared, and the names of its classes."""
     onnx, data = needed("onnx", "onnx", "export"), trained.data
     about: dict[str, Any] = {"method": (trained.job.config or {}).get("method"), "data": data.name}
     about |= {"classes": list(data.classes), "columns": list(data.columns)}

@@ -1,160 +1,77 @@
-"""Options that several commands share: a dataclass is a group of them, and a command takes it as one argument."""
+"""Options that several commands share: a class is a group of them, and a command takes it as one argument.
+
+Those of data, training and evaluation are declared once, as keys of a `study.toml` (`multitudes.study.sections`).
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from typer import Option
 
-__all__ = [
-    "Common",
-    "DataOptions",
-    "EvaluationOptions",
-    "TrainingOptions",
-    "given",
-    "grouped",
-    "located",
-    "words",
-    "writable",
-]
+from multitudes.study.sections import DataSection, EvaluationSection, Section, TrainingSection, option
 
-EVERYWHERE, DATA, TRAINING, EVALUATION = "On every command", "Data", "Training", "Evaluation"
+__all__ = ["Common", "DataOptions", "EvaluationOptions", "TrainingOptions", "grouped", "located", "words", "writable"]
 
 
-@dataclass(frozen=True)
-class Common:
-    """What every command takes."""
+class Options(Section):
+    """A group of options."""
 
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"] | None,
-        Option(help="Where to compute; auto is a GPU where there is one.", rich_help_panel=EVERYWHERE),
-    ] = None
-    precision: Annotated[
-        Literal["float32", "bfloat16"] | None,
-        Option(help="Of the computation; bfloat16 is mixed precision.", rich_help_panel=EVERYWHERE),
-    ] = None
-    seed: Annotated[int | None, Option(min=0, help="Of everything random.", rich_help_panel=EVERYWHERE)] = None
-    debug: Annotated[bool, Option("--debug", help="Show tracebacks.", rich_help_panel=EVERYWHERE)] = False
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    """How to read a source: the arguments of `multitudes.data.load`."""
-
-    target: Annotated[str | None, Option(metavar="COLUMN", help="What to predict.", rich_help_panel=DATA)] = None
-    image: Annotated[
-        str | None, Option(metavar="COLUMN", help="The images, where there are several.", rich_help_panel=DATA)
-    ] = None
-    columns: Annotated[str | None, Option(metavar="A,B,...", help="The features of a table.", rich_help_panel=DATA)] = (
-        None
-    )
-    split: Annotated[
-        str | None, Option(metavar="COLUMN", help="Says train, validation or test.", rich_help_panel=DATA)
-    ] = None
-    task: Annotated[
-        Literal["classification", "regression"] | None,
-        Option(help="Told by the target, unless said here.", rich_help_panel=DATA),
-    ] = None
-    fold: Annotated[int | None, Option(min=0, help="Which split of a .npz file.", rich_help_panel=DATA)] = None
-    size: Annotated[int | None, Option(min=1, help="Resize images to this many pixels.", rich_help_panel=DATA)] = None
-    limit: Annotated[int | None, Option(min=1, help="Keep this many rows of each part.", rich_help_panel=DATA)] = None
-    ood: Annotated[
-        list[str] | None, Option(metavar="SOURCE", help="Foreign inputs; may be repeated.", rich_help_panel=DATA)
-    ] = None
-    skip_bad: Annotated[
-        bool, Option("--skip-bad", help="Leave bad rows out, and say how many.", rich_help_panel=DATA)
-    ] = False
-    data_root: Annotated[
-        Path | None,
-        Option(
-            metavar="FOLDER",
-            envvar="MULTITUDES_DATA",
-            help="Where sources are looked for that are not found as given.",
-            rich_help_panel=DATA,
-        ),
-    ] = None
-
-    def arguments(self) -> dict[str, Any]:
-        """Those that were given, by their name in `load`."""
-        found = given(self)
-        root = found.pop("data_root", None)
-        if "columns" in found:
-            found["columns"] = words(found["columns"])
-        if "ood" in found:
-            found["ood"] = [located(source, root) for source in found["ood"]]
-        return found
-
-
-@dataclass(frozen=True)
-class TrainingOptions:
-    """How to train: the arguments of `mt.fit`."""
-
-    model: Annotated[
-        str | None,
-        Option(metavar="NAME", help="One of multitudes.models, or FILE.py:FUNCTION.", rich_help_panel=TRAINING),
-    ] = None
-    epochs: Annotated[int | None, Option(help="Times to go through the data.", rich_help_panel=TRAINING)] = None
-    batch_size: Annotated[int | None, Option(help="Inputs in a step.", rich_help_panel=TRAINING)] = None
-    optimizer: Annotated[Literal["sgd", "adam", "adamw"] | None, Option(rich_help_panel=TRAINING)] = None
-    lr: Annotated[float | None, Option(help="Learning rate at its highest.", rich_help_panel=TRAINING)] = None
-    weight_decay: Annotated[float | None, Option(rich_help_panel=TRAINING)] = None
-    schedule: Annotated[
-        Literal["cosine", "linear", "multistep", "cyclic", "constant"] | None,
-        Option(help="Of the learning rate.", rich_help_panel=TRAINING),
-    ] = None
-    warmup: Annotated[float | None, Option(help="Epochs in which the rate rises.", rich_help_panel=TRAINING)] = None
-    augment: Annotated[
-        Literal["none", "standard", "crop"] | None,
-        Option(help="Random crops, with or without flips.", rich_help_panel=TRAINING),
-    ] = None
-    channels_last: Annotated[
-        bool, Option("--channels-last", help="Lay images out channels-last.", rich_help_panel=TRAINING)
-    ] = False
-    compile: Annotated[bool, Option("--compile", help="Compile the training step.", rich_help_panel=TRAINING)] = False
+    heading: ClassVar[str]
+    """In `--help`."""
 
     def arguments(self) -> dict[str, Any]:
         """Those that were given, by their name in a specification."""
-        found = given(self)
-        if "model" in found:
-            file, _, function = found["model"].rpartition(":")
-            found["model"] = f"{Path(file).resolve()}:{function}" if file else function
-        return found
+        values = {name: getattr(self, name) for name in self.model_fields_set}
+        given = {name: value for name, value in values.items() if value is not None and value is not False}
+        return {name: READ[name](value) if name in READ else value for name, value in given.items()}
 
 
-@dataclass(frozen=True)
-class EvaluationOptions:
+class Common(Options):
+    """The options of every command."""
+
+    heading: ClassVar[str] = "On every command"
+    device: Literal["auto", "cpu", "cuda"] | None = option(None, "Where to compute; auto is a GPU where there is one.")
+    precision: Literal["float32", "bfloat16"] | None = option(None, "bfloat16 is mixed precision.")
+    seed: int | None = option(None, "Of all random numbers.", min=0)
+    debug: bool = option(False, "Show tracebacks.")
+
+
+class DataOptions(DataSection, Options):
+    """How to read a source."""
+
+    heading: ClassVar[str] = "Data"
+    data_root: Path | None = option(
+        None, "Where sources are looked for that are not found as given.", metavar="FOLDER", envvar="MULTITUDES_DATA"
+    )
+
+    def arguments(self) -> dict[str, Any]:
+        """Those that were given, by their name in `multitudes.data.load`."""
+        found = super().arguments()
+        root = found.pop("data_root", None)
+        return {
+            name: [located(each, root) for each in value] if name == "ood" else value for name, value in found.items()
+        }
+
+
+class TrainingOptions(TrainingSection, Options):
+    """How to train."""
+
+    heading: ClassVar[str] = "Training"
+    model: str | None = option(None, "One of multitudes.models, or FILE.py:FUNCTION.", metavar="NAME")
+
+
+class EvaluationOptions(EvaluationSection, Options):
     """What to measure beside the test part as it is."""
 
-    shift: Annotated[
-        str | None,
-        Option(metavar="A,B|all|none", help="Corruptions of images to test on.", rich_help_panel=EVALUATION),
-    ] = None
-    severities: Annotated[
-        str | None, Option(metavar="1,3,5", help="Of the corruptions, from 1 to 5.", rich_help_panel=EVALUATION)
-    ] = None
-    draws: Annotated[
-        int | None, Option(min=1, help="Predictions of a method that draws.", rich_help_panel=EVALUATION)
-    ] = None
-
-    def arguments(self) -> dict[str, Any]:
-        """Those that were given, by their name in a specification."""
-        found = given(self)
-        if "shift" in found:
-            chosen = found["shift"]
-            found["shift"] = chosen if chosen == "all" else [] if chosen == "none" else words(chosen)
-        if "severities" in found:
-            found["severities"] = [_whole("severities", word) for word in words(found["severities"])]
-        return found
+    heading: ClassVar[str] = "Evaluation"
 
 
-def given(options: Any) -> dict[str, Any]:
-    """The options of a group that were given, by name."""
-    values = {field.name: getattr(options, field.name) for field in fields(options)}
-    return {name: value for name, value in values.items() if value is not None and value is not False}
+# -- reading -----------------------------------------------------------------------------------------------
 
 
 def words(listed: str) -> list[str]:
@@ -167,7 +84,7 @@ def words(listed: str) -> list[str]:
 
 
 def located(source: str, root: Path | None) -> str:
-    """A source as `load` finds it from anywhere: a file or folder by its whole path, one within `root` too.
+    """A source as `load` finds it from any folder: a file or folder by its whole path, also one in `root`.
 
     >>> located("digits", None), located("uoft-cs/cifar10", None)
     ('digits', 'uoft-cs/cifar10')
@@ -175,26 +92,48 @@ def located(source: str, root: Path | None) -> str:
     if source == "digits":
         return source
     if root is not None and not root.is_dir():
-        raise ValueError(f"--data-root must be a folder, got {str(root)!r}, which is none")
+        raise ValueError(f"--data-root must be a folder, got {str(root)!r}, which does not exist")
     places = [Path(source)] if root is None else [Path(source), root / source]
     return next((str(place.resolve()) for place in places if place.exists()), source)
 
 
 def writable(to: Path | None, *suffixes: str) -> None:
-    """Say before any work that `--to` is not where, or not what, a file can be."""
+    """Check `--to` before any work: its ending, and that its folder exists."""
     if to is None:
         return
     if suffixes and to.suffix.lower() not in suffixes:
         raise ValueError(f"--to must end in {' or '.join(suffixes)}, got {str(to)!r}")
     if to.is_dir() or not to.parent.is_dir():
-        raise ValueError(f"--to must be a file in a folder that is there, got {str(to)!r}")
+        raise ValueError(f"--to must be a file in a folder that exists, got {str(to)!r}")
 
 
-def _whole(name: str, word: str) -> int:
+def model_place(model: str) -> str:
+    """A model by its name, or as FILE.py:FUNCTION with the whole path of the file."""
+    file, _, function = model.rpartition(":")
+    return f"{Path(file).resolve()}:{function}" if file else function
+
+
+def _shift(listed: str) -> str | list[str]:
+    return listed if listed == "all" else [] if listed == "none" else words(listed)
+
+
+def _severities(listed: str) -> list[int]:
     try:
-        return int(word)
+        return [int(word) for word in words(listed)]
     except ValueError:
-        raise ValueError(f"{name} must be whole numbers, got {word!r}") from None
+        raise ValueError(f"--severities must be whole numbers, got {listed!r}") from None
+
+
+READ: dict[str, Callable[[Any], Any]] = {
+    "columns": words,
+    "model": model_place,
+    "shift": _shift,
+    "severities": _severities,
+}
+"""From the text of an option to its value in a specification."""
+
+
+# -- groups ------------------------------------------------------------------------------------------------
 
 
 def grouped(function: Callable[..., None]) -> Callable[..., None]:
@@ -209,25 +148,46 @@ def grouped(function: Callable[..., None]) -> Callable[..., None]:
     packed 3
     """
     hints = get_type_hints(function, include_extras=True)
-    groups: dict[str, type[Any]] = {}
+    groups = {name: kind for name, kind in hints.items() if isinstance(kind, type) and issubclass(kind, Options)}
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(function).parameters.items():
-        if not is_dataclass(hints[name]):
-            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
-            continue
-        groups[name] = hints[name]
-        own = get_type_hints(hints[name], include_extras=True)
-        parameters += [
-            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=own[f.name])
-            for f in fields(hints[name])
-        ]
+        own = parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+        parameters += _parameters(groups[name]) if name in groups else [own]
 
     def command(**values: Any) -> None:
         for name, group in groups.items():
-            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+            own = {parameter.name: values.pop(parameter.name) for parameter in _parameters(group)}
+            values[name] = group.model_construct(**own)  # a specification, or what is called, checks the values
         function(**values)
 
     command.__name__, command.__doc__ = function.__name__, function.__doc__
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # which inspect and Typer read
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
+
+
+def _parameters(group: type[Options]) -> list[inspect.Parameter]:
+    """The options of a group as parameters of a function; None, or False of a flag, is not given."""
+    found = []
+    for name, field in group.model_fields.items():
+        extra: Any = field.json_schema_extra or {}
+        if "option" not in extra:
+            continue
+        settings = dict(extra["option"])
+        kind = settings.pop("kind") or _kind(field.annotation)
+        flag = [f"--{name.replace('_', '-')}"] if kind is bool else []
+        declared = Option(*flag, help=field.description, rich_help_panel=group.heading, **settings)
+        hint: Any = bool if flag else kind | None
+        default = False if flag else None
+        own = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        found.append(own.replace(annotation=Annotated[hint, declared]))
+    return found
+
+
+def _kind(annotation: Any) -> Any:
+    """The type of an option: that of a key, without None and bounds; a list is a text with commas."""
+    if get_origin(annotation) in (Union, UnionType):
+        annotation = next(each for each in get_args(annotation) if each is not type(None))
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    return str if get_origin(annotation) is list else annotation

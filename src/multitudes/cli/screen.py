@@ -1,12 +1,12 @@
-"""What is shown: how far a study is, and tables. On a terminal it moves; in a pipe it is plain lines."""
+"""What is shown: how far a study is, and tables. On a terminal it is redrawn; in a pipe it is plain lines."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console, Group
@@ -15,11 +15,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from multitudes.study.leaderboard import Row
-    from multitudes.study.local import JobProgress, Snapshot
+from multitudes.study.leaderboard import Row, marks
+from multitudes.study.monitor import JobProgress, Snapshot
 
-__all__ = ["console", "leaderboard_tables", "say", "show", "table", "watching"]
+__all__ = ["console", "leaderboard_tables", "plural", "say", "say_dropped", "show", "table", "watching"]
 
 WIDE = 1000
 """The columns of a pipe, in which nothing is cut off."""
@@ -32,8 +31,23 @@ def console(stderr: bool = False) -> Console:
 
 
 def say(message: str) -> None:
-    """A line about what is going on, on stderr."""
+    """A line about the work, on stderr."""
     console(stderr=True).print(Text(message, style="dim"))
+
+
+def plural(count: int, noun: str) -> str:
+    """A number of things.
+
+    >>> plural(1, "job"), plural(2, "job")
+    ('1 job', '2 jobs')
+    """
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def say_dropped(dropped: Mapping[str, int], say: Callable[[str], None] = say) -> None:
+    """Say how many bad rows were left out, by reason."""
+    for reason, count in dropped.items():
+        say(f"Left out {plural(count, 'bad row')}: {reason}")
 
 
 def show(*what: Any) -> None:
@@ -45,12 +59,10 @@ def show(*what: Any) -> None:
 
 # -- how far a study is ------------------------------------------------------------------------------------
 
-Listener = Callable[["Snapshot"], None]
-
 
 @contextmanager
-def watching(every: float = 10.0) -> Iterator[Listener]:
-    """Something to tell how far a study is; in a pipe, a line for each job that ends, and `every` so many seconds."""
+def watching(every: float = 10.0) -> Iterator[Callable[[Snapshot], None]]:
+    """A function that shows snapshots; in a pipe, a line for each job that ends, and `every` so many seconds."""
     out = console(stderr=True)
     if not out.is_terminal or out.is_dumb_terminal:
         yield _Lines(every)
@@ -63,14 +75,14 @@ class _Lines:
     """One line after the other."""
 
     def __init__(self, every: float) -> None:
-        self.every, self.ended, self.said = every, -1, -every
+        self.every, self.ended, self.shown = every, -1, -every
 
     def __call__(self, now: Snapshot) -> None:
         ended = now.done + now.failed
-        if ended == self.ended and now.seconds - self.said < self.every:
+        if ended == self.ended and now.seconds - self.shown < self.every:
             return
-        self.ended, self.said = ended, now.seconds
-        parts = [_jobs(now), *map(_told, now.running)]
+        self.ended, self.shown = ended, now.seconds
+        parts = [_jobs(now), *(f"{job.name}: {', '.join(filter(None, _state(job)))}" for job in now.running)]
         if now.left is not None and ended < now.total:
             parts.append(f"about {_clock(now.left)} left")
         print("; ".join(parts), file=sys.stderr, flush=True)
@@ -91,8 +103,7 @@ class _Panel:
         jobs = Table.grid(padding=(0, 2))
         for job in now.running:
             bar = ProgressBar(total=max(job.epochs, 1), completed=job.epoch, width=24)
-            loss = "" if job.loss is None else f"loss {job.loss:.4f}"
-            jobs.add_row(job.name, bar, _doing(job), loss, _clock(job.seconds))
+            jobs.add_row(job.name, bar, *_state(job), _clock(job.seconds))
         self.live.update(Group(head, jobs))
 
 
@@ -101,15 +112,11 @@ def _jobs(now: Snapshot) -> str:
     return f"{now.done} of {now.total} jobs done{failed}"
 
 
-def _told(job: JobProgress) -> str:
-    loss = "" if job.loss is None else f", loss {job.loss:.4f}"
-    return f"{job.name}: {_doing(job)}{loss}"
-
-
-def _doing(job: JobProgress) -> str:
-    if job.event in ("evaluate", "done"):
-        return "measuring" if job.event == "evaluate" else "done"
-    return f"epoch {job.epoch} of {job.epochs}" if job.epochs else "starting"
+def _state(job: JobProgress) -> tuple[str, str]:
+    """What a job is doing, and its loss."""
+    epoch = f"epoch {job.epoch} of {job.epochs}" if job.epochs else "starting"
+    doing = {"evaluate": "measuring", "done": "done"}.get(job.event, epoch)
+    return doing, "" if job.loss is None else f"loss {job.loss:.4f}"
 
 
 def _clock(seconds: float) -> str:
@@ -136,54 +143,41 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]], words: int = 1) ->
     return made
 
 
-COLUMNS = {
+SCORES = {
     "accuracy": "accuracy %", "nll": "NLL", "ece": "ECE", "rmse": "RMSE", "log_density": "log density", "crps": "CRPS",
-    "shift/mean/accuracy": "shifted acc. %", "costs/parameters_ratio": "parameters",
-    "costs/multiply_adds_ratio": "multiply-adds", "costs/training_seconds_ratio": "training",
-    "costs/inference_per_second_ratio": "speed",
+    "shift/mean/accuracy": "shifted acc. %",
 }  # fmt: skip
-"""Scores and costs of the leaderboard, and their titles; costs are multiples of the single network's."""
+COSTS = {
+    "costs/parameters_ratio": "parameters", "costs/multiply_adds_ratio": "multiply-adds",
+    "costs/training_seconds_ratio": "training", "costs/inference_per_second_ratio": "speed",
+}  # fmt: skip
+"""Columns of the leaderboard and their titles; costs are multiples of the single network's."""
 
 
 def leaderboard_tables(rows: Sequence[Row], width: int = WIDE) -> list[Table]:
     """A row for each method; the best of a column has a star, what is within noise of it a tilde.
 
-    Where `width` is too small for all columns, the rest of them is in further tables. Foreign inputs are told apart by
-    mutual information (MI), which a single network has none of.
+    Where `width` is too small for all columns, the rest of them is in further tables. Out-of-distribution inputs are
+    detected by mutual information (MI), which a single network has none of.
     """
-    from multitudes.study.leaderboard import marks
-
-    titles = {name: title for name, title in COLUMNS.items() if any(name in row.values for row in rows)}
-    foreign = sorted({name for row in rows for name in row.values if name.endswith("/mutual_information/auroc")})
-    at = len([name for name in titles if not name.startswith("costs/")])
-    names = list(titles)[:at] + foreign + list(titles)[at:]
-    titles |= {name: f"{name.split('/')[1]} AUROC %, by MI" for name in foreign}
-    columns = []
-    for name in names:
+    names = {name for row in rows for name in row.values}
+    ood = sorted(name for name in names if name.endswith("/mutual_information/auroc"))
+    titles = SCORES | {name: f"{name.split('/')[1]} AUROC %, by MI" for name in ood} | COSTS
+    methods = [Text("method"), *(Text(row.name) for row in rows)]
+    groups: list[list[list[Text]]] = [[methods]]
+    for name in titles:
+        if name not in names:
+            continue
         marked = marks(rows, name)
-        columns.append([Text(titles[name]), *(_cell(row, name, marked[row.name]) for row in rows)])
-    first = [Text("method"), *(Text(row.name) for row in rows)]
-    return [_of_columns([first, *own]) for own in _fitting(columns, width - _width(first))]
-
-
-def _fitting(columns: list[list[Text]], width: int) -> Iterator[list[list[Text]]]:
-    """The columns in groups, each as wide as `width` at most, or a single column."""
-    group: list[list[Text]] = []
-    for column in columns:
-        if group and sum(map(_width, [*group, column])) > width:
-            yield group
-            group = []
-        group.append(column)
-    yield group
+        column = [Text(titles[name]), *(_cell(row, name, marked[row.name]) for row in rows)]
+        if len(groups[-1]) > 1 and sum(map(_width, [*groups[-1], column])) > width:
+            groups.append([methods])
+        groups[-1].append(column)
+    return [table([column[0].plain for column in group], list(zip(*group, strict=True))[1:]) for group in groups]
 
 
 def _width(column: list[Text]) -> int:
     return max(map(len, column)) + 3  # two spaces and a line between columns
-
-
-def _of_columns(columns: list[list[Text]]) -> Table:
-    head, *body = zip(*columns, strict=True)
-    return table([title.plain for title in head], body)
 
 
 def _cell(row: Row, name: str, mark: str) -> Text:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import torch
+from torch import Tensor
 from typer import Argument, Option
 
-from multitudes.cli.options import Common, DataOptions, located, words, writable
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from multitudes.core.multitude import Multitude
+from multitudes import data
+from multitudes.cli.options import Common, DataOptions, located, model_place, words, writable
+from multitudes.cli.screen import say, say_dropped, show, table
+from multitudes.core.multitude import Multitude
+from multitudes.core.seeding import seeded
+from multitudes.study.costs import inference_cost, multiply_adds, parameters, training_cost, with_ratios
+from multitudes.study.job_data import device_of
+from multitudes.study.methods import METHODS, Method, method_of, methods_for
+from multitudes.study.networks import build_network
+from multitudes.study.trained import mixed_precision
+from multitudes.training.recorder import Recorder
 
 __all__ = ["bench", "methods", "prepare"]
 
 
 def methods(*, common: Common) -> None:
     """List the methods: what each costs, and when to pick it."""
-    from multitudes.cli.screen import show, table
-    from multitudes.study.methods import METHODS
-
     rows = [[each.name, each.costs, each.pick] for each in METHODS.values()]
     settings = [
         f"{each.name}: {', '.join(f'{key}={value}' for key, value in each.settings.items())}"
@@ -40,14 +44,10 @@ def prepare(
     common: Common,
 ) -> None:
     """Read data once into one compact file, which jobs then read with NumPy and Pillow alone."""
-    from multitudes import data
-    from multitudes.cli.screen import show
-
     writable(to, ".mtdata")
     found = data.load(located(source, reading.data_root), seed=common.seed or 0, **reading.arguments())
     data.save(found, to)
-    for reason, count in found.dropped.items():
-        show(f"Left out {count} bad row{'' if count == 1 else 's'}: {reason}")
+    say_dropped(found.dropped, show)
     show(repr(found), f"Prepared: {to}")
 
 
@@ -62,37 +62,25 @@ def bench(
     common: Common,
 ) -> None:
     """Measure what the methods cost here, on random inputs: nothing is learned."""
-    import torch
-
-    from multitudes.cli.screen import console, say, table
-    from multitudes.core.seeding import seeded
-    from multitudes.study.costs import with_ratios
-    from multitudes.study.job_data import device_of
-    from multitudes.study.methods import METHODS, method_of, methods_for
-    from multitudes.study.networks import build_network
-
     sides = _shape(shape)
     names = methods_for(sides) if chosen == "all" else words(chosen)
+    every = {name: method_of(name) for name in ["single", *names]}
     device, precision = device_of(common.device), common.precision or "float32"
-    file, _, function = model.rpartition(":")
-    network = {"file": str(Path(file).resolve()), "name": function} if file else {"name": function}
-    for name in names:
-        method_of(name)
-    found: dict[str, dict[str, float]] = {}
+    file, _, function = model_place(model).rpartition(":")
+    network = {"file": file, "name": function} if file else {"name": function}
+    costs: dict[str, dict[str, float]] = {}
     with seeded(common.seed or 0):
         x, y = torch.randn(batch, *sides), torch.randint(outputs, (batch,))
-        for name in dict.fromkeys(["single", *names]):
+        for name, method in every.items():
             say(f"Measuring {name}")
-            built = build_network(network, sides, outputs)
-            net = METHODS[name].build(built, x, METHODS[name].complete(), 0).to(device)
-            found[name] = _costs(net, x.to(device), y.to(device), name, precision, draws)
-    every = {name: with_ratios(costs, found["single"]) for name, costs in found.items()}
-    rows = [[name, *(_cost(costs, kind) for kind in found["single"])] for name, costs in every.items()]
+            net = method.build(build_network(network, sides, outputs), x, method.complete(), 0).to(device)
+            costs[name] = _costs(net, x.to(device), y.to(device), method, precision, draws)
+    single = costs["single"]
+    rows = [[name, *(_cost(with_ratios(own, single), kind) for kind in single)] for name, own in costs.items()]
     head = ["method", "parameters", "multiply-adds", "ms a training step", "inputs a second", "peak MB"]
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    out = console()
-    out.print(f"{model} on inputs {list(sides)}, batches of {batch}; {where}; {precision}; torch {torch.__version__}")
-    out.print(table(head, rows))
+    about = f"{model} on inputs {list(sides)}, batches of {batch}; {where}; {precision}; torch {torch.__version__}"
+    show(about, table(head, rows))
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -105,18 +93,14 @@ def _shape(text: str) -> tuple[int, ...]:
     return sides
 
 
-def _costs(net: Multitude, x: Tensor, y: Tensor, name: str, precision: str, draws: int) -> dict[str, float]:
-    from multitudes.study.costs import inference_cost, multiply_adds, parameters, training_cost
-    from multitudes.study.methods import METHODS
-    from multitudes.study.trained import mixed_precision
-
+def _costs(net: Multitude, x: Tensor, y: Tensor, method: Method, precision: str, draws: int) -> dict[str, float]:
     def how(net: Multitude) -> dict[str, Any]:
         training = {"epochs": 1, "optimizer": "sgd", "lr": 0.01, "precision": precision, "dataset_size": len(x)}
-        arguments = METHODS[name].train(net, training, METHODS[name].complete())
+        arguments = method.train(net, training, method.complete())
         return {key: value for key, value in arguments.items() if key != "epochs"}
 
     step = training_cost(net, x, y, how)
-    net = _finished(net, x, name)
+    net = _finished(net, x, method)
     net.draws = draws
     with mixed_precision(x.device, precision):
         return {
@@ -128,14 +112,8 @@ def _costs(net: Multitude, x: Tensor, y: Tensor, name: str, precision: str, draw
         }
 
 
-def _finished(net: Multitude, x: Tensor, name: str) -> Multitude:
-    """What predicts: where a method is made of checkpoints, of random ones."""
-    import torch
-
-    from multitudes.study.methods import METHODS
-    from multitudes.training.recorder import Recorder
-
-    method = METHODS[name]
+def _finished(net: Multitude, x: Tensor, method: Method) -> Multitude:
+    """What predicts: of a method that is made of checkpoints, with random ones."""
     settings = method.complete()
     times = method.times(1000, settings)
     if not times:

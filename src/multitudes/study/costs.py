@@ -1,7 +1,7 @@
 """What a method costs: parameters, multiply-adds, training time, speed and memory, beside those of a single network.
 
 Times depend on the machine and on what else runs there. So the single network is measured in the same process, right
-after, and each cost is also told as a ratio to its.
+after, and each cost is also given as a ratio to its.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def multiply_adds(net: Multitude, x: Tensor) -> int:
     20
     """
     one = x[:1]
-    net.predict(one, seed=0)  # what is found out about inputs of a shape, such as the fastest runner, is not counted
+    net.predict(one, seed=0)  # what is measured once for a shape, such as the fastest runner, is not counted
     counter = FlopCounterMode(display=False)
     with counter:
         net.predict(one, seed=0)
@@ -96,12 +96,12 @@ def inference_cost(net: Multitude, x: Tensor, batch: int | None = None) -> Infer
 
 
 def _enough(times: list[float]) -> bool:
-    """Whether the median of these times can be trusted: five or more that make up a while, or a long one."""
+    """Whether there are enough times for a median: five or more of some length in all, or few long ones."""
     return len(times) >= MOST or sum(times) > 10 * LONG or (len(times) >= 5 and sum(times) > LONG)
 
 
 def _warm_seconds(net: Multitude, x: Tensor) -> float:
-    """The second time: what the first finds out about inputs of a shape would count as theirs."""
+    """The time of a second prediction: the first also measures what is measured once for a shape."""
     return [_seconds(net, x) for _ in range(2)][1]
 
 
@@ -119,21 +119,23 @@ class Step:
 
     seconds: float
     peak_bytes: int
-    """Of the network's tensors, gradients, the optimizer's state and all else that is alive at once."""
+    """Of the network's tensors, gradients, the optimizer's state and all other tensors that are alive at once."""
 
 
 def training_cost(net: Multitude, x: Tensor, y: Tensor, how: Callable[[Multitude], Mapping[str, Any]]) -> Step:
-    """The median of the times of some steps of training on one batch, and the memory that is alive at most.
+    """The median time of some training steps on one batch, and the peak of the memory.
 
-    `how` gives the arguments of `fit` for a network. A copy is trained, for one epoch and at a rate of 0: `net` stays
-    as it was, and no network goes bad for being trained on one batch without a warm-up.
+    `how` gives the arguments of `fit` for a network. A copy is trained, for one epoch and at a learning rate of 0:
+    `net` is not changed, and no loss becomes infinite for the lack of a warm-up.
     """
     trained = copy.deepcopy(net)
-    short = {"epochs": 1, "schedule": _standing, "warmup": 0, "compile": False, "seed": 0, "progress": False}
+    short = {"epochs": 1, "schedule": lambda done: 0.0, "warmup": 0, "compile": False, "seed": 0, "progress": False}
     arguments = {**how(trained), **short}
     own = sum(tensor.nbytes for tensor in [*trained.parameters(), *trained.buffers()])
     if x.device.type == "cuda":
-        fit(trained, [(x, y)], **arguments)  # what comes once: workspaces of CUDA's libraries, the race of the runners
+        fit(
+            trained, [(x, y)], **arguments
+        )  # what comes once: workspaces of CUDA's libraries, the timing of the runners
         _wait_for(x.device)
         before = torch.cuda.memory_allocated(x.device)
         torch.cuda.reset_peak_memory_stats(x.device)
@@ -146,10 +148,6 @@ def training_cost(net: Multitude, x: Tensor, y: Tensor, how: Callable[[Multitude
     clock = _Clock(x.device)
     fit(trained, [(x, y)] * (MOST + 1), **arguments, callbacks=(clock,))
     return Step(statistics.median(clock.times), own + peak)
-
-
-def _standing(done: float) -> float:
-    return 0.0
 
 
 class _Clock:

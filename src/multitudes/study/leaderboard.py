@@ -71,7 +71,7 @@ class Row:
     """What a study found out about one method."""
 
     name: str
-    """What the study calls it."""
+    """The study's name of it."""
     method: str
     seeds: tuple[int, ...]
     """Those that are done."""
@@ -113,7 +113,7 @@ def _ranking(rows: Sequence[Row]) -> str:
 
 
 class _Examples:
-    """Read when it is first asked for."""
+    """Read when it is first used."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -309,7 +309,7 @@ def _share(row: Row, top: Row, cost: str) -> str:
 
 
 def _basis(row: Row, top: Row) -> str:
-    """What the noise was told by."""
+    """What the noise was estimated from."""
     counts = sorted({len(row.seeds), len(top.seeds)})
     if counts[0] == 1:
         return "one seed, by the test inputs"

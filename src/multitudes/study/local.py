@@ -1,4 +1,4 @@
-"""Jobs on this machine: a pool of processes, one a job, and how far they are."""
+"""Jobs on this machine: a pool of processes, one for each job."""
 
 from __future__ import annotations
 
@@ -10,86 +10,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from multitudes.core.checks import check_count
-from multitudes.study.store import Job, Run
+from multitudes.study.monitor import Interrupted, JobProgress, Monitor, Outcome, Snapshot
+from multitudes.study.store import Job, Run, failure_in
 
-__all__ = ["Interrupted", "JobProgress", "Outcome", "Snapshot", "run_local"]
+__all__ = ["COMMAND", "JobProcess", "run_local", "threads"]
 
 COMMAND = (sys.executable, "-m", "multitudes.study.worker")
 """What runs a job; the directory of the job comes after it."""
-
-
-@dataclass(frozen=True)
-class JobProgress:
-    """How far a running job is."""
-
-    name: str
-    event: str = "start"
-    """The last thing it said: start, epoch, evaluate."""
-    epoch: int = 0
-    epochs: int = 0
-    loss: float | None = None
-    seconds: float = 0.0
-    """Since it was started."""
-    expected: float | None = None
-    """How many it will take in all; None before its first epoch has ended."""
-
-    def after(self, event: Mapping[str, Any], seconds: float) -> JobProgress:
-        """What is known once it has said one thing more, so many seconds after its start.
-
-        >>> event = {"event": "epoch", "epoch": 10, "epochs": 30, "loss": 0.5, "seconds": 4.0}
-        >>> JobProgress("deep-0").after(event, seconds=6.0).expected
-        14.0
-        """
-        said = {key: event[key] for key in ("epoch", "epochs", "loss") if event.get(key) is not None}
-        now = replace(self, event=str(event.get("event", self.event)), seconds=seconds, **said)
-        if now.event != "epoch" or not event or not now.epoch:
-            return now
-        trained = event.get("seconds") or seconds  # without what it took to start
-        return replace(now, expected=seconds + trained * (now.epochs - now.epoch) / now.epoch)
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """How far a study is."""
-
-    total: int
-    done: int
-    """Jobs that have results, from before as well."""
-    failed: int
-    running: tuple[JobProgress, ...]
-    seconds: float
-    """Since the study was started."""
-    left: float | None
-    """How many seconds it will take yet, about; None as long as there is nothing to tell it by."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of the jobs: the names of those that ran and are done, and why others failed."""
-
-    done: list[str]
-    failed: dict[str, str]
-
-    def __str__(self) -> str:
-        ran = f"{len(self.done)} job{'' if len(self.done) == 1 else 's'} done"
-        if not self.failed:
-            return ran
-        reasons: dict[str, list[str]] = {}  # many jobs may fail for the same one
-        for name, why in self.failed.items():
-            reasons.setdefault(why, []).append(name)
-        told = [f"  {', '.join(names)}: {why}" for why, names in reasons.items()]
-        return "\n".join([f"{ran}, {len(self.failed)} failed:", *told])
-
-
-class Interrupted(KeyboardInterrupt):
-    """The study was stopped; its message says how to go on."""
 
 
 def run_local(
@@ -99,143 +31,45 @@ def run_local(
     command: Sequence[str] = COMMAND,
     on_event: Callable[[Snapshot], None] | None = None,
 ) -> Outcome:
-    """Run the jobs of a prepared run that are missing, each in a process of its own, `workers` at a time.
+    """Run the missing jobs of a prepared run, each in a process of its own, `workers` at a time.
 
-    By default there are as many workers as CPU cores, each with one thread, or on GPUs one for each of them. A job that
-    fails stops no other. `on_event` is told how far the study is, a few times a second. Ctrl-C, or a request to end,
-    stops the jobs and raises `Interrupted`.
+    By default there are as many workers as CPU cores, each with one thread, or one for each GPU. A job that fails stops
+    no other. `on_event` gets a snapshot a few times a second. Ctrl-C, or a request to end, stops the jobs and raises
+    `Interrupted`.
     """
     if workers is not None:
         check_count("workers", workers)
     with run.locked(), _stoppable():
-        pool = _Pool(run, _slots(run.spec["device"], workers), command, on_event or (lambda snapshot: None))
+        slots, monitor = _slots(run.spec["device"], workers), Monitor(run, on_event)
         try:
-            return pool.work()
+            _run_all(monitor, slots, command)
         except KeyboardInterrupt:
-            pool.stop()
-            raise Interrupted(how_to_go_on(run)) from None
-        finally:
-            pool.stop()
+            raise Interrupted(run) from None
+    return monitor.outcome
 
 
-def how_to_go_on(run: Run) -> str:
-    """What to say when a study was stopped."""
-    jobs = run.jobs
-    done = sum(job.done for job in jobs)
-    return f"stopped, with {done} of {len(jobs)} jobs done: the same command again goes on from here"
-
-
-# -- the pool ----------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Child:
-    """A job that is running."""
-
-    job: Job
-    process: subprocess.Popen[bytes]
-    slot: int
-    read: int
-    """Up to which byte its log has been read."""
-    progress: JobProgress
-    failure: str | None = None
-    started: float = field(default_factory=time.monotonic)
-
-    def listen(self) -> None:
-        """Read what it has said since."""
-        events, self.read = self.job.events(self.read)
-        seconds = time.monotonic() - self.started
-        self.progress = self.progress.after({}, seconds)
-        for event in events:
-            self.progress = self.progress.after(event, seconds)
-            if event.get("event") == "failed":
-                self.failure = str(event.get("message") or "it says no reason")
-
-
-class _Pool:
-    """At most as many children as there are slots, each with the environment of its slot."""
-
-    def __init__(
-        self, run: Run, slots: list[dict[str, str]], command: Sequence[str], tell: Callable[[Snapshot], None]
-    ) -> None:
-        self.slots, self.command, self.tell = slots, command, tell
-        jobs = run.jobs
-        self.waiting = [job for job in jobs if not job.done]
-        self.total, self.before = len(jobs), len(jobs) - len(self.waiting)
-        self.children: list[_Child] = []
-        self.outcome = Outcome([], {})
-        self.durations: dict[str, list[float]] = {}  # by method
-        self.started = time.monotonic()
-
-    def work(self) -> Outcome:
-        self.tell(self.snapshot())
-        while self.waiting or self.children:
-            free = set(range(len(self.slots))) - {child.slot for child in self.children}
-            for slot in sorted(free)[: len(self.waiting)]:
-                self.start(self.waiting.pop(0), slot)
+def _run_all(monitor: Monitor, slots: list[dict[str, str]], command: Sequence[str]) -> None:
+    """At most as many jobs at a time as there are slots, each in the environment of its slot."""
+    waiting = list(monitor.missing)
+    running: dict[int, JobProcess] = {}
+    try:
+        while True:
+            monitor.update([each.progress for each in running.values()], waiting, len(slots))
+            if not (waiting or running):
+                return
+            for slot, environment in enumerate(slots):
+                if waiting and slot not in running:
+                    running[slot] = JobProcess(waiting.pop(0), command, environment)
             time.sleep(0.1)
-            for child in list(self.children):
-                code = child.process.poll()  # before its log is read, so that nothing it said is missed
-                child.listen()
-                if code is not None:
-                    self.end(child, code)
-            self.tell(self.snapshot())
-        return self.outcome
-
-    def start(self, job: Job, slot: int) -> None:
-        _, end = job.events()
-        process = start_process(job, self.command, self.slots[slot])
-        self.children.append(_Child(job, process, slot, end, JobProgress(job.name)))
-
-    def end(self, child: _Child, code: int) -> None:
-        self.children.remove(child)
-        output = child.job.directory / "output.txt"
-        if child.job.done:
-            self.outcome.done.append(child.job.name)
-            self.durations.setdefault(child.job.label, []).append(time.monotonic() - child.started)
-        else:
-            self.outcome.failed[child.job.name] = child.failure or why_ended(code, output)
-        if not output.stat().st_size:
-            output.unlink()
-
-    def stop(self) -> None:
-        """End all children; what they have half-written has no name yet."""
-        for child in self.children:
-            child.process.terminate()
-        for child in self.children:
-            try:
-                child.process.wait(timeout=5)
-            except subprocess.TimeoutExpired:
-                child.process.kill()
-                child.process.wait()
-        self.children.clear()
-
-    def snapshot(self) -> Snapshot:
-        running = tuple(child.progress for child in self.children)
-        done, failed = self.before + len(self.outcome.done), len(self.outcome.failed)
-        left = time_left(running, [job.label for job in self.waiting], self.durations, len(self.slots))
-        return Snapshot(self.total, done, failed, running, time.monotonic() - self.started, left)
-
-
-def time_left(
-    running: Sequence[JobProgress], waiting: Sequence[str], durations: Mapping[str, list[float]], workers: int
-) -> float | None:
-    """About how many seconds: running jobs by their epochs, waiting ones (their methods) by those that have ended.
-
-    >>> time_left([JobProgress("deep-0", seconds=20.0, expected=60.0)], ["deep", "deep"], {}, workers=2)
-    80.0
-    """
-    expected = {progress.name: progress.expected for progress in running}
-    every = [seconds for known in durations.values() for seconds in known]
-    every += [seconds for seconds in expected.values() if seconds is not None]
-    if not every:
-        return None
-    usual = sum(every) / len(every)
-    left = [max(0.0, (expected[progress.name] or usual) - progress.seconds) for progress in running]
-    for method in waiting:
-        known = durations.get(method)
-        left.append(sum(known) / len(known) if known else usual)
-    return max([sum(left) / workers, *left[: len(running)]])
+            for slot, process in list(running.items()):
+                if process.ended():
+                    del running[slot]
+                    monitor.ended(process.job, process.progress.seconds, process.reason)
+    finally:
+        for process in running.values():
+            process.process.terminate()
+        for process in running.values():
+            process.stop()
 
 
 # -- processes ---------------------------------------------------------------------------------------------
@@ -244,38 +78,62 @@ _TIE = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
     "os.getppid() == int(sys.argv[1]) or sys.exit('its study has ended'); os.execvp(sys.argv[2], sys.argv[2:])"
 )
+"""Ends a process when its parent is killed, and then becomes the command."""
 
 
-def tied(command: Sequence[str]) -> list[str]:
-    """A command that ends when this process does, even if that is killed; on Linux, where a process can ask for it.
+class JobProcess:
+    """A process that runs a job, and how far it is; what it prints goes to `output.txt` in the job's directory.
 
-    Else it may go on to its end, which does no harm: a job writes the same files however often it is run.
+    On Linux it ends when this process does, even if that is killed. Elsewhere it may run to its end, which does no
+    harm: a job writes the same files however often it is run.
     """
-    if not sys.platform.startswith("linux"):
-        return list(command)
-    return [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid()), *command]
 
+    def __init__(self, job: Job, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.job, self.progress = job, JobProgress(job.name)
+        self.reason = ""
+        """Why it failed, once it has ended without results."""
+        self._started, (_, self._read) = time.monotonic(), job.events()
+        self._output = job.directory / "output.txt"
+        tie = [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid())] if sys.platform.startswith("linux") else []
+        with self._output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*tie, *command, str(job.directory)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+            )
 
-def start_process(job: Job, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a command on a job's directory; what it prints goes to `output.txt` there."""
-    with (job.directory / "output.txt").open("wb") as output:
-        return subprocess.Popen(
-            tied([*command, str(job.directory)]),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environment},
-        )
+    def ended(self) -> bool:
+        """Whether it has ended; reads its log up to now."""
+        code = self.process.poll()  # before the log is read, so that no event is missed
+        events, self._read = self.job.events(self._read)
+        for event in [{}, *events]:
+            self.progress = self.progress.after(event, time.monotonic() - self._started)
+            self.reason = failure_in(event) or self.reason
+        if code is None:
+            return False
+        self.reason = self.reason or self._how_it_ended(code)
+        if not self._output.stat().st_size:
+            self._output.unlink()
+        return True
 
+    def stop(self) -> None:
+        """End it; what it has half-written has no name yet."""
+        self.process.terminate()
+        try:
+            self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
-def why_ended(code: int, output: Path) -> str:
-    """Why a process ended that said nothing itself: its exit code, and the last line that it printed."""
-    lines = output.read_text(errors="replace").split("\n") if output.is_file() else []
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    how = f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
-    if code == 0:
-        how = "it ended without results"
-    return f"{how}: {last}" if last else how
+    def _how_it_ended(self, code: int) -> str:
+        """Its exit code, and the last line that it printed."""
+        lines = [line.strip() for line in self._output.read_text(errors="replace").split("\n")]
+        last = next((line for line in reversed(lines) if line), "")
+        how = f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
+        how = how if code else "it ended without results"
+        return f"{how}: {last}" if last else how
 
 
 def cores() -> int:
@@ -283,21 +141,22 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def threads(count: float) -> dict[str, str]:
+    """The environment of a job that computes with so many threads, rounded down."""
+    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(max(1, int(count))))
+
+
 def _slots(device: str, workers: int | None) -> list[dict[str, str]]:
     """The environment of each worker: its threads, so that workers do not compete for cores, and its GPU.
 
-    The threads do not depend on how many jobs there are, so that a job which is run again computes the same.
+    The threads do not depend on how many jobs there are, so that a job that is run again computes the same.
     """
     gpus = [] if device == "cpu" else _gpus()
     if device == "cuda" and not gpus:
         raise ValueError("device='cuda' needs a GPU that torch can use, and there is none here")
     count = workers or len(gpus) or cores()
-    threads = str(max(1, cores() // count))
-    slots = [{"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads} for _ in range(count)]
-    for index, slot in enumerate(slots):
-        if gpus:
-            slot["CUDA_VISIBLE_DEVICES"] = gpus[index % len(gpus)]
-    return slots
+    own = [{"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if gpus else {} for index in range(count)]
+    return [threads(cores() / count) | gpu for gpu in own]
 
 
 def _gpus() -> list[str]:
@@ -309,7 +168,7 @@ def _gpus() -> list[str]:
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """A request to end (SIGTERM) is met like Ctrl-C: the jobs are stopped first."""
+    """Inside, a request to end (SIGTERM) is a KeyboardInterrupt, so that the jobs are stopped first."""
 
     def stop(number: int, frame: Any) -> None:
         raise KeyboardInterrupt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from multitudes.core.seeding import seeded
 from multitudes.data import Data, load, save
 from multitudes.study.methods import METHODS
 from multitudes.study.networks import build_network, outputs_of
-from multitudes.study.spec import NOTHING, Place, Spec
+from multitudes.study.spec import NOTHING, Spec
 from multitudes.study.store import Job, Run, write_atomically
+from multitudes.study.toml import Place
 
 __all__ = ["StaleError", "planned", "prepare", "stale_jobs"]
 
@@ -26,59 +27,53 @@ Config = dict[str, Any]
 
 
 class StaleError(ValueError):
-    """Jobs have been done that the specification no longer asks for; `stale` has what changed, by job."""
+    """Jobs were run with another specification; `stale` has what changed, by job."""
 
     def __init__(self, run: Run, stale: Mapping[str, list[str]]) -> None:
         self.stale = dict(stale)
         groups: dict[str, list[str]] = {}
         for name, changes in self.stale.items():
             groups.setdefault("; ".join(changes), []).append(name)
-        told = " ".join(f"{', '.join(names)}: {changes}." for changes, names in groups.items())
+        changed = " ".join(f"{', '.join(names)}: {changes}." for changes, names in groups.items())
         count = "1 job is stale" if len(self.stale) == 1 else f"{len(self.stale)} jobs are stale"
         super().__init__(
-            f"{count} in {str(run.directory)!r}, done with a different specification. {told} "
-            f"Run them anew with --rerun-stale, or choose another --out"
+            f"{count} in {str(run.directory)!r}, run with a different specification. {changed} "
+            f"Run them again with --rerun-stale, or choose another --out"
         )
 
 
 def prepare(spec: Spec, out: str | Path, *, rerun_stale: bool = False, say: Callable[[str], None] | None = None) -> Run:
-    """Make a run directory ready: its data, a `config.json` for each job, and `study.toml`; gives the run.
+    """Prepare a run directory: its data, a `config.json` for each job, and `study.toml`.
 
-    Everything is checked before anything is written: the data, that each method can be built, and that no job was done
-    with another specification. Such jobs are an error, or with `rerun_stale` their results are removed. What is done
-    already stays, and `run.missing` are the jobs to run. `say` is told what takes long.
+    Everything is checked before anything is written: the data, that each method can be built, and that no job was run
+    with another specification. Such jobs are an error, or with `rerun_stale` their results are removed. Jobs that are
+    done stay, and `run.missing` are the jobs to run. `say` gets a message before what takes long.
     """
-    run, say = Run(out), say or (lambda message: None)
+    run = Run(out)
     if run.directory.exists() and not run.directory.is_dir():
-        raise ValueError(f"out must be a directory, got {str(out)!r}, which is a file")
-    data, about = _data(spec, run, say)
+        raise ValueError(f"out must be a run directory, got {str(out)!r}, which is a file")
+    data, about = _data(spec, run, say or (lambda message: None))
     spec = spec.resolved(tuple(about["shape"]), about["task"])
     configs = planned(spec, about)
     stale = stale_jobs(run, configs)
     if stale and not rerun_stale:
         raise StaleError(run, stale)
-    check_methods(spec, about, [label for label in spec.methods if _wanting(run, spec, label, stale)])
+    to_run = [name for name in configs if name in stale or not run.named(name).done]
+    check_methods(spec, about, [label for label in spec.methods if any(f"{label}-{s}" in to_run for s in spec.seeds)])
     with run.locked():
         run.clean()
-        for name in stale:
-            Job(run.directory / "jobs" / name).clear()
-        _keep_data(run, data, about, embedded=spec.data.embedded)
+        _write_data(run, data, about, embedded=spec.data.embedded)
         if spec.model.file is not None:
-            write_atomically(run.directory / _kept_name(spec.model.file), Path(spec.model.file).read_bytes())
+            write_atomically(run.directory / _copy_name(spec.model.file), Path(spec.model.file).read_bytes())
         for name, config in configs.items():
-            _write_config(Job(run.directory / "jobs" / name), config)
+            _write_config(run.named(name), config)
         write_atomically(run.spec_path, spec.to_toml())
     return run
 
 
-def _wanting(run: Run, spec: Spec, label: str, stale: Mapping[str, Any]) -> bool:
-    """Whether there is a job of this method to run."""
-    return any(job.name in stale or not job.done for job in (run.job(label, seed) for seed in spec.seeds))
-
-
 def _write_config(job: Job, config: Config) -> None:
-    """Unless it is there: a job that is running, or done, keeps the file that it was started with."""
-    if job.config is None or _differences(_asked(job.config), _asked(config)):
+    """What a job has done with another configuration is removed; one that is done keeps its file."""
+    if job.config is None or _differences(_lasting(job.config), _lasting(config)):
         job.clear()
     if job.config != config and not job.done:
         write_atomically(job.directory / "config.json", json.dumps(config, indent=1) + "\n")
@@ -88,10 +83,10 @@ def _write_config(job: Job, config: Config) -> None:
 
 
 def _data(spec: Spec, run: Run, say: Callable[[str], None]) -> tuple[Data | None, dict[str, Any]]:
-    """The data, unless they have been prepared, and what is known about them."""
-    asked = json.loads(json.dumps({**spec.data.model_dump(), "files": _stamps([spec.data.source, *spec.data.ood])}))
+    """The data, or None where they have been prepared, and what `data.json` says about them."""
+    request = json.loads(json.dumps({**spec.data.model_dump(), "files": _stamps([spec.data.source, *spec.data.ood])}))
     about = run.about
-    if about is not None and about["asked"] == asked and (spec.data.embedded or run.data_path.is_file()):
+    if about is not None and about.get("request") == request and (spec.data.embedded or run.data_path.is_file()):
         return None, about
     say(f"Preparing {spec.data.source}")
     options = spec.data.model_dump()
@@ -99,9 +94,9 @@ def _data(spec: Spec, run: Run, say: Callable[[str], None]) -> tuple[Data | None
     try:
         data = load(options.pop("source"), size=None if size is None else tuple(size), **options)
     except ValueError as error:
-        raise _about_data(spec, error) from error
+        raise spec.error([(("data", _named(error, type(spec.data).model_fields) or "source"), str(error))]) from error
     return data, {
-        "asked": asked,
+        "request": request,
         "name": data.name,
         "kind": data.kind.name,
         "task": data.task,
@@ -114,15 +109,14 @@ def _data(spec: Spec, run: Run, say: Callable[[str], None]) -> tuple[Data | None
     }
 
 
-def _about_data(spec: Spec, error: ValueError) -> ValueError:
-    """An error of `load` at the line of the key that it names, or else of the source."""
-    key = str(error).replace("=", " ").split()[0]
-    place: Place = ("data", key if key in type(spec.data).model_fields else "source")
-    return spec.error([(place, str(error))])
+def _named(error: ValueError, keys: Iterable[str]) -> str | None:
+    """The key that an error names first, if it is one of these."""
+    first = str(error).replace("=", " ").split()[0]
+    return first if first in keys else None
 
 
 def _stamps(sources: list[str]) -> list[list[int]]:
-    """How many files the local sources are, how large in all and how new: whether they may have changed."""
+    """The number of files, total size and newest time of each local source: whether it may have changed."""
     stamps = []
     for source in sources:
         path = Path(source)
@@ -132,11 +126,11 @@ def _stamps(sources: list[str]) -> list[list[int]]:
     return stamps
 
 
-def _keep_data(run: Run, data: Data | None, about: dict[str, Any], embedded: bool) -> None:
+def _write_data(run: Run, data: Data | None, about: dict[str, Any], embedded: bool) -> None:
     if data is None:
         return
     run.directory.mkdir(parents=True, exist_ok=True)
-    run.about_path.unlink(missing_ok=True)  # it must never tell of other data than those beside it
+    run.about_path.unlink(missing_ok=True)  # it must never describe other data than those beside it
     if not embedded:
         save(data, run.data_path)
     write_atomically(run.about_path, json.dumps(about, indent=1) + "\n")
@@ -146,7 +140,7 @@ def _keep_data(run: Run, data: Data | None, about: dict[str, Any], embedded: boo
 
 
 def planned(spec: Spec, about: Mapping[str, Any]) -> dict[str, Config]:
-    """The configuration of each job, by its name; `about` is what is known of the data (`Run.about`)."""
+    """The configuration of each job, by its name; `about` describes the data (`Run.about`)."""
     spec = spec.resolved(tuple(about["shape"]), about["task"])
     data = {"file": "../../data.mtdata", "fingerprint": about["fingerprint"]}
     common = {
@@ -171,12 +165,12 @@ def planned(spec: Spec, about: Mapping[str, Any]) -> dict[str, Config]:
 
 def _model(spec: Spec) -> Config:
     model = spec.model
-    file = {} if model.file is None else {"file": f"../../{_kept_name(model.file)}"}
+    file = {} if model.file is None else {"file": f"../../{_copy_name(model.file)}"}
     return {**file, "name": model.name, "settings": dict(model.settings)}
 
 
-def _kept_name(file: str) -> str:
-    """What the copy of a user's file is called: with a fingerprint, so that a changed file is another one."""
+def _copy_name(file: str) -> str:
+    """The name of the copy of a user's file: with a fingerprint, so that a changed file has another name."""
     path = Path(file)
     return f"{path.stem}-{hashlib.sha256(path.read_bytes()).hexdigest()[:8]}{path.suffix}"
 
@@ -187,19 +181,14 @@ def _training(spec: Spec) -> Config:
 
 
 def stale_jobs(run: Run, configs: Mapping[str, Config]) -> dict[str, list[str]]:
-    """Of the jobs that have begun, those which were asked for something else: what changed, by name.
-
-    Where a job runs is no part of what it was asked for.
-    """
-    stale = {}
-    for name, config in configs.items():
-        job = Job(run.directory / "jobs" / name)
-        if job.started and (changes := _differences(_asked(job.config or {}), _asked(config))):
-            stale[name] = changes
-    return stale
+    """By name, what changed for the jobs that were started with another configuration, the device aside."""
+    started = [(run.named(name), config) for name, config in configs.items() if run.named(name).started]
+    changes = {job.name: _differences(_lasting(job.config or {}), _lasting(config)) for job, config in started}
+    return {name: changed for name, changed in changes.items() if changed}
 
 
-def _asked(config: Config) -> Config:
+def _lasting(config: Config) -> Config:
+    """What the results depend on, as JSON has it: all but the device."""
     return {key: value for key, value in json.loads(json.dumps(config)).items() if key != "device"}
 
 
@@ -224,13 +213,14 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:56]} ..."
 
 
-# -- whether it can be done --------------------------------------------------------------------------------
+# -- checks ------------------------------------------------------------------------------------------------
 
 
 def check_methods(spec: Spec, about: Mapping[str, Any], labels: list[str]) -> None:
-    """Build each of these methods once: what cannot be is told now, with its line, and not after hours."""
+    """Build each of these methods once, so that an error is raised now, with its line, and not after hours."""
     shape, outputs = tuple(about["shape"]), outputs_of(about["task"], about["outputs"])
     model = {key: value for key, value in spec.model.model_dump().items() if value is not None}
+    batches = math.ceil(about["parts"]["train"] / (spec.training.batch_size or 1))
     problems: list[tuple[Place, str]] = []
     with seeded(0):
         for label in labels:
@@ -241,15 +231,10 @@ def check_methods(spec: Spec, about: Mapping[str, Any], labels: list[str]) -> No
             method, settings = METHODS[spec.methods[label].method], spec.methods[label].settings
             try:
                 net = method.build(network, torch.zeros(4, *shape), settings, 0)
-                epochs = method.train(net, _training(spec), settings)["epochs"]
-                method.times(epochs * math.ceil(about["parts"]["train"] / _batch_size(spec)), settings)
+                method.times(method.train(net, _training(spec), settings)["epochs"] * batches, settings)
             except ValueError as error:
-                key = str(error).replace("=", " ").split()[0]
-                place: Place = ("methods", label, key) if key in settings else ("methods", label)
+                key = _named(error, settings)
+                place: Place = ("methods", label, key) if key else ("methods", label)
                 problems.append((place, f"methods.{label}: {error}"))
     if problems:
         raise spec.error(problems)
-
-
-def _batch_size(spec: Spec) -> int:
-    return spec.training.batch_size or 1

@@ -1,4 +1,7 @@
-"""The tables of a `study.toml`, one class each, and what their values must be."""
+"""The tables of a `study.toml`, one class each: their keys, what the values must be, and which are options.
+
+A key that is declared by `option` is an option of the command line as well, with that help text.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,29 @@ needed("pydantic", "study", "a study")  # says which extra has it, where the imp
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field  # noqa: E402
 
-__all__ = ["DataSection", "EvaluationSection", "MethodSection", "ModelSection", "Section", "Seeds", "TrainingSection"]
+__all__ = [
+    "DataSection",
+    "EvaluationSection",
+    "MethodSection",
+    "ModelSection",
+    "Section",
+    "Seeds",
+    "TrainingSection",
+    "option",
+]
 
 Count = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(gt=0, lt=1)]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
+
+
+def option(default: Any, help: str, kind: Any = None, **settings: Any) -> Any:
+    """A field that is also an option of the command line: its help, its type there where it differs, and settings."""
+    return Field(default, description=help, json_schema_extra={"option": {"kind": kind, **settings}})
 
 
 def _unique(values: list[Any]) -> list[Any]:
     if len(set(values)) < len(values):
-        raise ValueError(f"must hold nothing twice, got {values}")
+        raise ValueError(f"must have no value twice, got {values}")
     return values
 
 
@@ -66,7 +83,7 @@ Corruptions = Annotated[
 
 
 class Section(BaseModel):
-    """A table: no key that is unknown, no value that is bent to fit."""
+    """A table: unknown keys and values of another type are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -75,23 +92,25 @@ class DataSection(Section):
     """What to learn: the arguments of `multitudes.data.load`."""
 
     source: str = "digits"
-    ood: list[str] = []
-    target: str | None = None
-    image: str | None = None
-    columns: list[str] | None = None
-    split: str | None = None
-    task: Literal["classification", "regression"] | None = None
-    fold: Annotated[int, Field(ge=0)] = 0
-    size: Annotated[list[Count], BeforeValidator(_sides), Field(min_length=2, max_length=2)] | None = None
-    validation: Share = 0.1
-    test: Share = 0.2
+    target: str | None = option(None, "What to predict.", metavar="COLUMN")
+    image: str | None = option(None, "The images, where there are several.", metavar="COLUMN")
+    columns: list[str] | None = option(None, "The features of a table.", metavar="A,B,...")
+    split: str | None = option(None, "Has train, validation or test for each row.", metavar="COLUMN")
+    task: Literal["classification", "regression"] | None = option(None, "By default, found from the target.")
+    fold: Annotated[int, Field(ge=0)] = option(0, "Which split of a .npz file.", min=0)
+    size: Annotated[list[Count], BeforeValidator(_sides), Field(min_length=2, max_length=2)] | None = option(
+        None, "Resize images to this many pixels.", int, min=1
+    )
+    limit: Count | None = option(None, "Keep this many rows of each part.", min=1)
+    ood: list[str] = option([], "Out-of-distribution inputs; may be repeated.", list[str], metavar="SOURCE")
+    skip_bad: bool = option(False, "Leave bad rows out, and report how many.")
+    validation: Fraction = 0.1
+    test: Fraction = 0.2
     seed: Annotated[int, Field(ge=0)] = 0
-    limit: Count | None = None
-    skip_bad: bool = False
 
     @property
     def embedded(self) -> bool:
-        """Whether the data come with the package, as they are."""
+        """Whether this is the whole of the data that come with the package."""
         return self == DataSection()
 
 
@@ -111,20 +130,22 @@ class MethodSection(Section):
 
 
 class TrainingSection(Section):
-    """How to train: the arguments of `mt.fit`. None is what the data's kind suggests."""
+    """How to train: the arguments of `mt.fit`. The default of None depends on the kind of data."""
 
-    epochs: Count | None = None
-    batch_size: Count | None = None
-    optimizer: Literal["sgd", "adam", "adamw"] | None = None
-    lr: Annotated[float, Field(gt=0)] | None = None
+    epochs: Count | None = option(None, "How often to iterate over the data.")
+    batch_size: Count | None = option(None, "Inputs in a step.")
+    optimizer: Literal["sgd", "adam", "adamw"] | None = option(None, "What makes the steps.")
+    lr: Annotated[float, Field(gt=0)] | None = option(None, "The highest learning rate.")
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
-    weight_decay: Annotated[float, Field(ge=0)] | None = None
-    schedule: Annotated[Any, AfterValidator(_schedule)] = None
-    warmup: Annotated[float, Field(ge=0)] | None = None
-    augment: Literal["none", "standard", "crop"] | None = None
+    weight_decay: Annotated[float, Field(ge=0)] | None = option(None, "How much each step shrinks the weights.")
+    schedule: Annotated[Any, AfterValidator(_schedule)] = option(
+        None, "Of the learning rate.", Literal[tuple(SCHEDULES)]
+    )
+    warmup: Annotated[float, Field(ge=0)] | None = option(None, "Epochs in which the learning rate rises.")
+    augment: Literal["none", "standard", "crop"] | None = option(None, "Random crops, with or without flips.")
     precision: Literal["float32", "bfloat16"] | None = None
-    channels_last: bool | None = None
-    compile: bool | None = None
+    channels_last: bool | None = option(None, "Lay images out channels-last.", bool)
+    compile: bool | None = option(None, "Compile the training step.", bool)
     clip: Annotated[float, Field(ge=0)] | None = None
     """0 does not clip."""
 
@@ -132,13 +153,13 @@ class TrainingSection(Section):
 class EvaluationSection(Section):
     """What to measure. `shift` None is one corruption of each family for images, and none for tables."""
 
-    shift: Corruptions | None = None
-    severities: Severities = [1, 3, 5]
+    shift: Corruptions | None = option(None, "Corruptions of images to test on.", metavar="A,B|all|none")
+    severities: Severities = option([1, 3, 5], "Of the corruptions, from 1 to 5.", metavar="1,3,5")
     shift_limit: Count | None = None
     """How many images of the test part are corrupted; None is all of them."""
     shift_draws: Count | None = None
     """How many draws are made of each of these; None is as many as of the others."""
-    draws: Count = 20
+    draws: Count = option(20, "Predictions of a method that draws.", min=1)
     batch_size: Count = 256
     sizes: Sizes = [1, 2, 4, 8, 16]
     bins: Count = 15

@@ -1,4 +1,4 @@
-"""What a study shall do: `Spec`, read from a `study.toml` and checked before anything runs.
+"""The specification of a study: `Spec`, read from a `study.toml` and checked before anything runs.
 
     seeds = 3                         # or a list: [0, 1, 2]
     methods = ["single", "deep"]      # or tables, with settings:
@@ -18,7 +18,7 @@
     [evaluation]
     shift = ["fog", "contrast"]
 
-What is left out has a default, which for network and training depends on the data (`multitudes.study.networks`).
+What is left out has a default, which for model and training depends on the data (`multitudes.study.networks`).
 """
 
 from __future__ import annotations
@@ -43,37 +43,27 @@ from multitudes.study.sections import (
     Seeds,
     TrainingSection,
 )
-from multitudes.study.toml import key_lines, to_toml
+from multitudes.study.toml import Place, TomlText, to_toml
 
 # isort: split
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError  # after the sections, which say what to install
 
 __all__ = ["Spec", "SpecError"]
 
-Place = tuple[str | int, ...]
-"""Where a value is: `("training", "epochs")`."""
-
 SHIFT = ["gaussian_noise", "defocus_blur", "fog", "contrast"]
 """One corruption of each family: noise, blur, weather, digital."""
 
 
 class SpecError(ValueError):
-    """What is wrong with a specification: one line a problem, with its place in the file."""
+    """What is wrong with a specification: one line for each problem, with its line in the file, if there is one."""
 
-    def __init__(self, problems: Iterable[tuple[Place, str]], lines: Mapping[Place, int], file: str | None) -> None:
-        placed = [(_line(lines, path), message) for path, message in problems]
-        placed.sort(key=lambda each: each[0] or 0)
-        self.lines = [line for line, _ in placed]
-        where = [f"{file}, line {line}: " if file and line else f"{file}: " if file else "" for line, _ in placed]
-        super().__init__("\n".join(place + message for place, (_, message) in zip(where, placed, strict=True)))
-
-
-def _line(lines: Mapping[Place, int], path: Place) -> int | None:
-    """The line of a value, or of the innermost table or list that it is in."""
-    return next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), None)
-
-
-# -- the whole ---------------------------------------------------------------------------------------------
+    def __init__(self, problems: Iterable[tuple[Place, str]], source: TomlText | None = None) -> None:
+        found = [(source.line(place) if source else None, message) for place, message in problems]
+        found.sort(key=lambda each: each[0] or 0)
+        self.lines = [line for line, _ in found]
+        start = source.name if source else ""
+        where = [f"{start}, line {line}: " if line else f"{start}: " if start else "" for line in self.lines]
+        super().__init__("\n".join(place + message for place, (_, message) in zip(where, found, strict=True)))
 
 
 class Spec(Section):
@@ -90,40 +80,35 @@ class Spec(Section):
     data: DataSection = DataSection()
     model: ModelSection = ModelSection()
     methods: dict[str, MethodSection] = Field(default={})
-    """What the study calls them; none stands for all that fit the data."""
+    """By the study's own names; an empty table means all that fit the data."""
     seeds: Seeds = Field(default=[0])
     device: Literal["auto", "cpu", "cuda"] = "auto"
     training: TrainingSection = TrainingSection()
     evaluation: EvaluationSection = EvaluationSection()
 
-    _lines: dict[Place, int] = PrivateAttr(default_factory=dict)
-    _file: str | None = PrivateAttr(default=None)
+    _source: TomlText | None = PrivateAttr(default=None)
 
     @classmethod
     def load(cls, path: str | Path, scale: str | None = None, **options: Any) -> Self:
-        """Read a `study.toml`, at one of its scales; options, named as in `of`, come before what it says."""
+        """Read a `study.toml`, at one of its scales; options, named as in `of`, replace its values."""
         path = Path(path)
         try:
             text = path.read_text(encoding="utf-8")
-            raw = tomllib.loads(text)
+            raw = at_scale(tomllib.loads(text), scale)
         except OSError as error:
             raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}") from error
-        except ValueError as error:  # no TOML, or not UTF-8
+        except ValueError as error:  # not TOML, not UTF-8, or no such scale
             raise ValueError(f"{path.name}: {str(error)[:1].lower()}{str(error)[1:]}") from error
-        try:
-            raw, lines = at_scale(raw, key_lines(text), scale)
-        except ValueError as error:
-            raise ValueError(f"{path.name}: {error}") from error
-        return cls._checked(_merged(raw, options), path.parent, lines, path.name)
+        return cls._checked(_merged(raw, options), path.parent, TomlText(text, path.name, scale))
 
     @classmethod
     def of(cls, **options: Any) -> Self:
         """From options: `data`, `model` (a name, or FILE.py:FUNCTION), `methods`, `seeds`, `device`, and any key of
-        the sections by its own name (`epochs`, `ood`, `shift`). One that is None is not given."""
-        return cls._checked(_merged({}, options), Path(), {}, None)
+        the tables by its own name (`epochs`, `ood`, `shift`). None means not given."""
+        return cls._checked(_merged({}, options), Path(), None)
 
     @classmethod
-    def _checked(cls, raw: dict[str, Any], base: Path, lines: dict[Place, int], file: str | None) -> Self:
+    def _checked(cls, raw: dict[str, Any], base: Path, source: TomlText | None) -> Self:
         methods, problems = _read_methods(raw.get("methods"))
         problems += _read_model(raw.get("model"), base)
         try:
@@ -131,18 +116,18 @@ class Spec(Section):
         except ValidationError as error:
             problems = [_problem(cls, each) for each in error.errors()] + problems
         if problems:
-            raise SpecError(problems, lines, file)
-        spec = spec.model_copy(update={"data": _located(spec.data, base), "model": _absolute(spec.model, base)})
-        spec._lines, spec._file = lines, file
+            raise SpecError(problems, source)
+        spec = spec.model_copy(update=_absolute(spec, base))
+        spec._source = source
         return spec
 
     def __eq__(self, other: object) -> bool:
-        """Whether both ask for the same, wherever they were read."""
+        """Whether all values are equal, wherever they were read."""
         return isinstance(other, Spec) and self.model_dump() == other.model_dump()
 
     def error(self, problems: Iterable[tuple[Place, str]]) -> SpecError:
-        """An error for what shows only later, with the lines of the file that this was read from."""
-        return SpecError(problems, self._lines, self._file)
+        """An error that is found later, with the lines of the file that this was read from."""
+        return SpecError(problems, self._source)
 
     def resolved(self, shape: tuple[int, ...], task: str = "classification") -> Self:
         """With every default filled in, for inputs of a shape, `(C, H, W)` or `(F,)`, and a task."""
@@ -176,7 +161,7 @@ class Spec(Section):
         return SHIFT if kind_of_shape(shape).corruptible(shape) and task == "classification" else []
 
     def _check(self, shape: tuple[int, ...], task: str) -> None:
-        """What only the data can tell."""
+        """Whether it fits the data."""
         problems: list[tuple[Place, str]] = []
         training, evaluation = self.training, self.evaluation
         if training.warmup >= training.epochs:  # type: ignore[operator]
@@ -219,11 +204,11 @@ SECTIONS: dict[str, type[Section]] = {
     "model": ModelSection,
 }
 OPTIONS = ("training", "data", "evaluation")
-"""Those whose keys are options by their own name; where two have the same, it is that of the first."""
+"""The tables whose keys are options by their own name; of a name in two of them, the first is meant."""
 
 
 def _merged(raw: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file says, with options put where they belong."""
+    """The tables of a file, with options in their places."""
     merged = {key: dict(value) if isinstance(value, dict) else value for key, value in raw.items()}
     for name, value in options.items():
         if value is None:
@@ -243,7 +228,7 @@ def _merged(raw: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any
 
 
 def _read_methods(raw: Any) -> tuple[Any, list[tuple[Place, str]]]:
-    """Methods by what the study calls them, `{"method": ..., "settings": ...}`, and what is wrong with them."""
+    """Methods by the study's own names, `{"method": ..., "settings": ...}`, and what is wrong with them."""
     if raw is None:
         return {}, []
     if not isinstance(raw, list | tuple | dict) or not raw:
@@ -291,20 +276,17 @@ def _wrong_settings(label: str, name: Any, settings: Mapping[str, Any]) -> list[
 
 
 def _mismatch(default: Any, value: Any) -> str | None:
-    """What a setting must be to be of the kind of its default; None where it is."""
-    if default is None:
-        return None
-    if isinstance(default, bool) or isinstance(value, bool):
-        return None if isinstance(default, bool) and isinstance(value, bool) else _KINDS[type(default)]
-    kinds = (int, float) if isinstance(default, int | float) else (str,) if isinstance(default, str) else (list, tuple)
-    return None if isinstance(value, kinds) else _KINDS[type(default)]
-
-
-_KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", tuple: "a list"}
+    """What a setting must be to have the type of its default; None where it has."""
+    known = {bool: "true or false", int | float: "a number", str: "a string", list | tuple: "a list"}
+    for types, words in known.items():
+        if isinstance(default, types):
+            same = isinstance(value, types) and isinstance(value, bool) == isinstance(default, bool)
+            return None if same else words
+    return None
 
 
 def _read_model(raw: Any, base: Path) -> list[tuple[Place, str]]:
-    """What is wrong with a network's name or file."""
+    """What is wrong with the name or the file of the model."""
     if not isinstance(raw, dict) or not isinstance(raw.get("name", ""), str):
         return []
     name, file = raw.get("name"), raw.get("file")
@@ -313,29 +295,26 @@ def _read_model(raw: Any, base: Path) -> list[tuple[Place, str]]:
             alone = isinstance(raw.get("settings"), dict) and raw["settings"]
             return [(("model", "settings"), "model.settings need a model.name")] if alone else []
         names = network_names()
-        message = (
-            f"model.name must be {_choices(names)}, or a function of model.file, got {name!r}{_close(name, names)}"
-        )
+        choices = f"{_choices(names)}, or a function of model.file"
+        message = f"model.name must be {choices}, got {name!r}{_close(name, names)}"
         return [] if name in names else [(("model", "name"), message)]
     if name is None:
-        return [(("model", "file"), "model.file needs model.name, the function in it that makes the network")]
+        return [(("model", "file"), "model.file needs model.name, the function in it that builds the model")]
     if isinstance(file, str) and not (base / file).is_file():
-        return [(("model", "file"), f"model.file must be a Python file, got {file!r}, which is none")]
+        return [(("model", "file"), f"model.file must be a Python file, got {file!r}, which does not exist")]
     return []
 
 
-def _located(data: DataSection, base: Path) -> DataSection:
-    """With the sources that are files by their whole path, so that the run directory can tell them from anywhere."""
+def _absolute(spec: Spec, base: Path) -> dict[str, Section]:
+    """Data and model with whole paths for their files, so that they are found from any folder."""
 
     def whole(source: str) -> str:
         known = source == DataSection().source or not (base / source).exists()
         return source if known else str((base / source).resolve())
 
-    return data.model_copy(update={"source": whole(data.source), "ood": [whole(source) for source in data.ood]})
-
-
-def _absolute(model: ModelSection, base: Path) -> ModelSection:
-    return model if model.file is None else model.model_copy(update={"file": str((base / model.file).resolve())})
+    data = {"source": whole(spec.data.source), "ood": [whole(source) for source in spec.data.ood]}
+    file = None if spec.model.file is None else str((base / spec.model.file).resolve())
+    return {"data": spec.data.model_copy(update=data), "model": spec.model.model_copy(update={"file": file})}
 
 
 # -- what is wrong -----------------------------------------------------------------------------------------
@@ -345,7 +324,7 @@ _MUST = {
     "int_type": "must be a whole number, got {input!r}",
     "float_type": "must be a number, got {input!r}",
     "finite_number": "must be a finite number, got {input!r}",
-    "string_type": "must be a text, got {input!r}",
+    "string_type": "must be a string, got {input!r}",
     "bool_type": "must be true or false, got {input!r}",
     "list_type": "must be a list, got {input!r}",
     "dict_type": "must be a table, got {input!r}",
@@ -355,14 +334,14 @@ _MUST = {
     "greater_than_equal": "must be {ge} or more, got {input!r}",
     "less_than": "must be below {lt}, got {input!r}",
     "less_than_equal": "must be {le} at most, got {input!r}",
-    "too_short": "must hold at least {min_length}, got {input!r}",
-    "too_long": "must hold at most {max_length}, got {input!r}",
+    "too_short": "must have at least {min_length} values, got {input!r}",
+    "too_long": "must have at most {max_length} values, got {input!r}",
     "value_error": "{error}",
 }
 
 
 def _problem(kind: type[BaseModel], error: Mapping[str, Any]) -> tuple[Place, str]:
-    """Where Pydantic found a fault, and a sentence about it."""
+    """The place of an error that Pydantic found, and a sentence about it."""
     path: Place = error["loc"]
     if error["type"] == "extra_forbidden":
         for key in path[:-1]:
@@ -372,8 +351,8 @@ def _problem(kind: type[BaseModel], error: Mapping[str, Any]) -> tuple[Place, st
         hint = f" (did you mean [{owner}] {path[-1]}?)" if owner else _close(path[-1], known)
         table = f"[{'.'.join(map(str, path[:-1]))}]" if path[1:] else "the file"
         return path, f"unknown key {_name(path)!r}{hint}; the keys of {table} are {', '.join(known)}"
-    told = _MUST.get(error["type"], "is wrong: " + error["msg"].replace("{", "{{").replace("}", "}}"))
-    return path, f"{_name(path)} {told.format(input=error['input'], **error.get('ctx', {}))}"
+    rule = _MUST.get(error["type"], "is wrong: " + error["msg"].replace("{", "{{").replace("}", "}}"))
+    return path, f"{_name(path)} {rule.format(input=error['input'], **error.get('ctx', {}))}"
 
 
 def _name(path: Place) -> str:

@@ -1,13 +1,13 @@
-"""The run directory: where a study keeps its files, and what they say.
+"""The run directory of a study: its files, and what is in them.
 
     study.toml           the specification, with every default filled in
     data.mtdata          the prepared data, unless they come with the package
-    data.json            what the data are: their fingerprint, kind, task and shape
+    data.json            a description of the data: fingerprint, kind, task and shape
     jobs/METHOD-SEED/    config.json, log.jsonl, model.safetensors, predictions.npz and, last, metrics.json
     report.html
 
-A file appears under its name when it is whole: it is written under another one and renamed. A job is done when its
-`metrics.json` is there. All is JSON, TOML, safetensors and NumPy arrays: nothing that is read back can run code.
+A file is written under another name and renamed when it is whole. A job is done when its `metrics.json` is there. All
+is JSON, TOML, safetensors and NumPy arrays, so that reading a run never runs code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 from multitudes.core.checks import needed
 from multitudes.core.files import UNFINISHED, replacing
 
-__all__ = ["Job", "Run", "write_atomically"]
+__all__ = ["Job", "Run", "failure_in", "write_atomically"]
 
 
 def write_atomically(path: str | Path, data: bytes | str) -> Path:
@@ -37,20 +37,13 @@ def write_atomically(path: str | Path, data: bytes | str) -> Path:
 
 
 class Job:
-    """One method with one seed: a directory, and what the files in it say."""
+    """One method with one seed: its directory, and the files in it."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-
-    @property
-    def name(self) -> str:
-        """METHOD-SEED."""
-        return self.directory.name
-
-    @property
-    def label(self) -> str:
-        """What the study calls the method, `"packed_8"`."""
-        return self.name.rpartition("-")[0]
+        self.name = self.directory.name
+        """METHOD-SEED; METHOD is the study's name of it, such as `packed_8`."""
+        self.label = self.name.rpartition("-")[0]
 
     @property
     def seed(self) -> int:
@@ -69,13 +62,13 @@ class Job:
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """What it was asked to do; None where nothing was."""
+        """Its configuration; None before it was prepared."""
         path = self.directory / "config.json"
         return _json(path) if path.is_file() else None
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Scores, costs, history; see `metrics.json`."""
+        """Scores, costs and history."""
         return _json(self.directory / "metrics.json")
 
     @property
@@ -88,7 +81,7 @@ class Job:
             return dict(arrays)
 
     def events(self, start: int = 0) -> tuple[list[dict[str, Any]], int]:
-        """What `log.jsonl` says from byte `start` on, whole lines alone, and the byte at which they end."""
+        """The events in `log.jsonl` from byte `start` on, of whole lines, and the byte at which they end."""
         try:
             with (self.directory / "log.jsonl").open("rb") as file:
                 file.seek(start)
@@ -100,14 +93,12 @@ class Job:
 
     @property
     def failure(self) -> str | None:
-        """Why it failed, in a sentence; None where it is done, has not been run, or was only broken off."""
+        """Why it failed, in a sentence; None where it is done, has not been run, or was interrupted."""
         events, _ = self.events()
-        if self.done or not events or events[-1].get("event") != "failed":
-            return None
-        return str(events[-1].get("message") or "it says no reason")
+        return failure_in(events[-1]) if events and not self.done else None
 
     def clear(self) -> None:
-        """Take away what it has done, its results first, so that at no moment it seems done."""
+        """Remove its directory, the results first, so that it never seems done."""
         (self.directory / "metrics.json").unlink(missing_ok=True)
         shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -128,41 +119,32 @@ class Run:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-
-    @property
-    def spec_path(self) -> Path:
-        """Of the specification."""
-        return self.directory / "study.toml"
-
-    @property
-    def data_path(self) -> Path:
-        """Of the prepared data."""
-        return self.directory / "data.mtdata"
-
-    @property
-    def about_path(self) -> Path:
-        """Of what is known about the data."""
-        return self.directory / "data.json"
-
-    @property
-    def report_path(self) -> Path:
-        """Of the page."""
-        return self.directory / "report.html"
+        self.spec_path = self.directory / "study.toml"
+        self.data_path = self.directory / "data.mtdata"
+        self.about_path = self.directory / "data.json"
+        self.report_path = self.directory / "report.html"
 
     def job(self, label: str, seed: int) -> Job:
-        """The job of a method, by what the study calls it, and a seed; it need not be there yet."""
-        return Job(self.directory / "jobs" / f"{label}-{seed}")
+        """The job of a method, by the study's name of it, and a seed; it need not exist yet."""
+        return self.named(f"{label}-{seed}")
+
+    def named(self, name: str) -> Job:
+        """The job of a name, METHOD-SEED."""
+        return Job(self.directory / "jobs" / name)
 
     @property
     def spec(self) -> dict[str, Any]:
         """The specification, as TOML has it."""
         if not self.spec_path.is_file():
             raise ValueError(f"{str(self.directory)!r} is no run directory: there is no study.toml in it")
-        return tomllib.loads(self.spec_path.read_text(encoding="utf-8"))
+        spec = tomllib.loads(self.spec_path.read_text(encoding="utf-8"))
+        if not isinstance(spec.get("methods"), dict) or not isinstance(spec.get("seeds"), list):
+            raise ValueError(f"{str(self.directory)!r} is no run directory: its study.toml has not been run")
+        return spec
 
     @property
     def about(self) -> dict[str, Any] | None:
-        """What is known about the data; None before they were prepared."""
+        """The description of the data; None before they were prepared."""
         return _json(self.about_path) if self.about_path.is_file() else None
 
     @property
@@ -173,36 +155,27 @@ class Run:
 
     @property
     def done(self) -> list[Job]:
-        """Those that have their results."""
+        """Those that have results."""
         return [job for job in self.jobs if job.done]
 
     @property
     def missing(self) -> list[Job]:
-        """Those that have none yet, failed or not."""
+        """Those that have no results yet, failed or not."""
         return [job for job in self.jobs if not job.done]
 
     @property
     def failed(self) -> dict[str, str]:
-        """Why the last try of a job failed, by name; a new run tries them again."""
+        """Why jobs failed when they were last run, by name."""
         return {job.name: failure for job in self.jobs if (failure := job.failure)}
 
-    @property
-    def stale(self) -> dict[str, list[str]]:
-        """What jobs have done that `study.toml` no longer asks for, by name: the differences."""
-        from multitudes.study.planning import planned, stale_jobs
-        from multitudes.study.spec import Spec
-
-        about = self.about
-        return {} if about is None else stale_jobs(self, planned(Spec.load(self.spec_path), about))
-
     def clean(self) -> None:
-        """Remove what a process left half-written when it was killed."""
+        """Remove the unfinished files of a process that was killed."""
         for path in [*self.directory.glob(f".*{UNFINISHED}"), *self.directory.glob(f"jobs/*/.*{UNFINISHED}")]:
             path.unlink(missing_ok=True)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """No two studies at the same time; the lock goes with the process, however that ends."""
+        """Inside, no other study can run here; the lock ends with the process."""
         self.directory.mkdir(parents=True, exist_ok=True)
         with (self.directory / ".lock").open("w") as file:
             if os.name == "posix":
@@ -213,7 +186,7 @@ class Run:
                 except BlockingIOError:
                     raise ValueError(f"another study is running in {str(self.directory)!r}: wait for it") from None
                 except OSError:
-                    pass  # a file system that knows no locks
+                    pass  # a file system without locks
             yield
 
     def __repr__(self) -> str:
@@ -226,12 +199,17 @@ def _json(path: Path) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise ValueError(f"{str(path)!r} cannot be read: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{str(path)!r} must hold a JSON object, got {type(found).__name__}")
+        raise ValueError(f"{str(path)!r} must be a JSON object, got {type(found).__name__}")
     return found
 
 
+def failure_in(event: Mapping[str, Any]) -> str | None:
+    """Why a job failed, where this is the event of that."""
+    return str(event.get("message") or "it gave no reason") if event.get("event") == "failed" else None
+
+
 def _event(line: bytes) -> dict[str, Any]:
-    """A line of a log; a line that was cut off when the machine died says nothing."""
+    """A line of a log; one that was cut off when the machine died is empty."""
     try:
         event = json.loads(line)
     except ValueError:

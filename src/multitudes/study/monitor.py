@@ -1,0 +1,121 @@
+"""How far the jobs of a study are, wherever they run: from the events in their logs to the time that is left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from multitudes.study.store import Job, Run
+
+__all__ = ["Interrupted", "JobProgress", "Monitor", "Outcome", "Snapshot", "time_left"]
+
+
+@dataclass(frozen=True)
+class JobProgress:
+    """How far a running job is."""
+
+    name: str
+    event: str = "start"
+    """The last one: start, epoch, evaluate, done or failed."""
+    epoch: int = 0
+    epochs: int = 0
+    loss: float | None = None
+    seconds: float = 0.0
+    """Since it was started."""
+    expected: float | None = None
+    """How many seconds it will take in all; None before its first epoch has ended."""
+
+    def after(self, event: Mapping[str, Any], seconds: float) -> JobProgress:
+        """The progress after an event of its log, `{}` for none, so many seconds after its start.
+
+        >>> event = {"event": "epoch", "epoch": 10, "epochs": 30, "loss": 0.5, "seconds": 4.0}
+        >>> JobProgress("deep-0").after(event, seconds=6.0).expected
+        14.0
+        """
+        known = {key: event[key] for key in ("event", "epoch", "epochs", "loss") if event.get(key) is not None}
+        now = replace(self, seconds=seconds, **known)
+        if event.get("event") != "epoch" or not now.epoch:
+            return now
+        trained = event.get("seconds") or seconds  # without the start
+        return replace(now, expected=seconds + trained * (now.epochs - now.epoch) / now.epoch)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """How far a study is."""
+
+    total: int
+    done: int
+    """Jobs that have results, also from before."""
+    failed: int
+    running: tuple[JobProgress, ...]
+    seconds: float
+    """Since the study was started."""
+    left: float | None
+    """About how many seconds it will still take; None while that is unknown."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the jobs ended: the names of those that are done now, and why others failed."""
+
+    done: list[str]
+    failed: dict[str, str]
+
+
+class Interrupted(KeyboardInterrupt):
+    """The study was stopped; the message says how to resume it."""
+
+    def __init__(self, run: Run) -> None:
+        done, total = len(run.done), len(run.jobs)
+        super().__init__(f"stopped, with {done} of {total} jobs done: the same command again resumes the study")
+
+
+class Monitor:
+    """Counts the jobs of a run that end, and reports how far the others are."""
+
+    def __init__(self, run: Run, report: Callable[[Snapshot], None] | None) -> None:
+        self.report = report
+        self.total, self.missing = len(run.jobs), run.missing
+        self.outcome = Outcome([], {})
+        self.durations: dict[str, list[float]] = {}  # by method
+        self.started = time.monotonic()
+
+    def ended(self, job: Job, seconds: float, reason: str) -> None:
+        """A job has ended after so many seconds; where it has no results, it failed for this reason."""
+        if job.done:
+            self.outcome.done.append(job.name)
+            self.durations.setdefault(job.label, []).append(seconds)
+        else:
+            self.outcome.failed[job.name] = reason
+
+    def update(self, running: Sequence[JobProgress], waiting: Sequence[Job], workers: int) -> None:
+        """Report a snapshot."""
+        if self.report is None:
+            return
+        left = time_left(running, [job.label for job in waiting], self.durations, workers)
+        done = self.total - len(self.missing) + len(self.outcome.done)
+        passed = time.monotonic() - self.started
+        self.report(Snapshot(self.total, done, len(self.outcome.failed), tuple(running), passed, left))
+
+
+def time_left(
+    running: Sequence[JobProgress], waiting: Sequence[str], durations: Mapping[str, list[float]], workers: int
+) -> float | None:
+    """About how many seconds: running jobs by their epochs, waiting ones (their methods) by those that have ended.
+
+    >>> time_left([JobProgress("deep-0", seconds=20.0, expected=60.0)], ["deep", "deep"], {}, workers=2)
+    80.0
+    """
+    known = [seconds for method in durations.values() for seconds in method]
+    known += [progress.expected for progress in running if progress.expected is not None]
+    if not known:
+        return None
+    left = [max(0.0, (progress.expected or _mean(known)) - progress.seconds) for progress in running]
+    return max([(sum(left) + sum(_mean(durations.get(method, known)) for method in waiting)) / workers, *left])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
