@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from multitudes.study.store import Job, Run, write_atomically
-from recipes.recipe import ROOT, commit
+from recipes.recipe import ROOT
 
 __all__ = ["collect", "main"]
 
@@ -59,7 +59,6 @@ def _jobs(run: Path) -> Iterator[dict[str, Any]]:
             "piece": job.name,
             "scale": scale or "full",
             "command": f"multitudes compare recipes/{recipe}.toml",
-            "commit": commit(),
             "data": {_source(file): (job.config or {})["data"]["fingerprint"]},
             **_measured(job),
         }
@@ -71,7 +70,8 @@ def _source(file: Path) -> str:
 
 def _measured(job: Job) -> dict[str, Any]:
     metrics = dict(job.metrics)
-    about = {name: metrics.pop(name) for name in ("machine", "versions", "seconds")}
+    about = {"commit": metrics.pop("commit", None)}  # which runs of earlier versions did not record
+    about |= {name: metrics.pop(name) for name in ("machine", "versions", "seconds")}
     history = metrics.pop("history")
     metrics["losses"] = [epoch["loss"] for epoch in history]
     metrics["scores"] = {name: score["value"] for name, score in metrics["scores"].items()}

@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import shlex
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,11 +22,11 @@ import torch
 
 import multitudes as mt
 from multitudes.data import Data
-from multitudes.study.costs import machine, versions
+from multitudes.study.costs import commit, machine, versions
 from multitudes.study.job_data import device_of
 from multitudes.study.store import write_atomically
 
-__all__ = ["SCALES", "Recipe", "commit"]
+__all__ = ["SCALES", "Recipe"]
 
 SCALES = ("smoke", "full")
 """Minutes on two cores and a subset of the data, to see that it works; and one GPU, up to half an hour."""
@@ -135,19 +133,3 @@ def _together(fingerprints: Sequence[str]) -> str:
     if len(fingerprints) == 1:
         return fingerprints[0]
     return hashlib.sha256("".join(fingerprints).encode()).hexdigest()
-
-
-def commit() -> str | None:
-    """The commit of the code that runs, with a + where it was changed since; MULTITUDES_COMMIT says it elsewhere."""
-    if told := os.environ.get("MULTITUDES_COMMIT"):
-        return told
-    try:
-        found = subprocess.run(
-            ["git", "rev-parse", "--short=10", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        changed = subprocess.run(
-            ["git", "status", "--porcelain", "src", "recipes"], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return found.stdout.strip() + ("+" if changed.stdout.strip() else "")
