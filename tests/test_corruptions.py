@@ -195,9 +195,9 @@ def spoilt(value: float) -> Tensor:
         ((torch.zeros(1, 2, 8, 8), "fog", 1), r"images .* 1 or 3 channels .* got \[1, 2, 8, 8\]"),
         ((torch.zeros(1, 3, 8, 7), "fog", 1), r"images .* 8 or more pixels a side, got \[1, 3, 8, 7\]"),
         ((torch.zeros(1, 3, 8, 8, dtype=torch.uint8), "fog", 1), r"images must be of .* got torch.uint8"),
-        ((spoilt(1.5), "fog", 1), r"images must lie in \[0, 1\], got 1.5 at index \[1, 2, 3, 4\]"),
-        ((spoilt(-0.5), "fog", 1), r"images must lie in \[0, 1\], got -0.5 at index \[1, 2, 3, 4\]"),
-        ((spoilt(float("nan")), "fog", 1), r"images must lie in \[0, 1\], got nan at index \[1, 2, 3, 4\]"),
+        ((spoilt(1.5), "fog", 1), r"images must lie in \[0, 1\], got 1.5 at \[1, 2, 3, 4\]"),
+        ((spoilt(-0.5), "fog", 1), r"images must lie in \[0, 1\], got -0.5 at \[1, 2, 3, 4\]"),
+        ((spoilt(float("nan")), "fog", 1), r"images must lie in \[0, 1\], got nan at \[1, 2, 3, 4\]"),
     ],
 )
 def test_bad_input_is_named(arguments: tuple[object, ...], words: str) -> None:
