@@ -105,7 +105,7 @@ def measure(cases: dict[str, Case], kind: str, args: argparse.Namespace) -> dict
 
 
 def options(description: str | None) -> argparse.ArgumentParser:
-    """What a benchmark of networks can be told."""
+    """The options of a benchmark of networks."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["resnet18", "resnet50"])
     parser.add_argument("--device", default="cpu")

@@ -9,7 +9,7 @@
   (Neklyudov et al., "Variance Networks: When Expectation Does Not Meet Your Expectations", 2019, section 6.3).
 
 The loss that an attack raises is that of the mean over members and draws, `-log (1/S sum_s p_s(y | x))`; a targeted
-attack lowers it for the class that it wants. Each step makes draws of its own: an expectation over draws.
+attack lowers it for the target class. Each step makes draws of its own: an expectation over draws.
 """
 
 from __future__ import annotations

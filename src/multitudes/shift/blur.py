@@ -50,7 +50,7 @@ def glass_blur(x: Tensor, generator: torch.Generator, sigma: float, reach: int, 
 def exchanged(height: int, width: int, reach: int, moves: Tensor) -> Tensor:
     """Where each pixel of the shuffled images comes from, `[B, H * W]`, for moves `[rounds, 2, B, rows, columns]`.
 
-    `moves[round, :, image, i, j]` says how many rows and columns away the other pixel is, for the pixel i rows and j
+    `moves[round, :, image, i, j]` is how many rows and columns away the other pixel is, for the pixel i rows and j
     columns before the last that has room to move. The loop goes by i, then j. An exchange touches less than `2 reach`
     rows and columns around its pixel. So those of equal `2 reach i + j` touch no common pixel, and of two that do, the
     one with the smaller number comes earlier in the loop: making those of equal number at once, by rising number,

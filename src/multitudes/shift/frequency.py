@@ -134,7 +134,7 @@ def accuracy_by_frequency(
         seed: makes noise and draws repeatable.
         batch_size: how many images are predicted at a time.
 
-    >>> blind = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1, 2))  # sees the mean alone
+    >>> blind = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1, 2))  # reads the mean alone
     >>> _ = nn.init.constant_(blind[2].bias, 0.0), blind[2].weight.data.copy_(torch.tensor([[-1.0], [1.0]]))
     >>> x = torch.linspace(-1, 1, 1000).view(-1, 1, 1, 1).expand(-1, 1, 4, 4)
     >>> accuracy = accuracy_by_frequency(blind, x, (x[:, 0, 0, 0] > 0).long(), width=0.5, size=9.0, seed=0)
@@ -151,7 +151,7 @@ def accuracy_by_frequency(
     if not chosen:
         raise ValueError("frequencies must hold at least one, got none")
     for frequency in chosen:
-        band_limited(torch.zeros(x.shape[-2:]), *_ring(frequency, width))  # says so where the ring is empty
+        band_limited(torch.zeros(x.shape[-2:]), *_ring(frequency, width))  # raises where the ring is empty
     accuracies = {}
     for frequency in chosen:
         noisy = frequency_noise(x, frequency, size, width, seed, bounds=bounds)
@@ -185,7 +185,7 @@ def check_band(frequencies: tuple[float, float], x: Tensor) -> None:
         raise ValueError(f"frequencies must be (low, high), from 0 to 1 in units of pi, got {frequencies!r}")
     if not isinstance(x, Tensor) or x.dim() < 3:
         raise ValueError(f"frequencies={frequencies} need images x [B, ..., H, W], got {getattr(x, 'shape', x)}")
-    band_limited(torch.zeros(x.shape[-2:]), *frequencies)  # says so where the band is empty
+    band_limited(torch.zeros(x.shape[-2:]), *frequencies)  # raises where the band is empty
 
 
 # -- details -------------------------------------------------------------------------------------------------
