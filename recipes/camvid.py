@@ -175,8 +175,7 @@ def measured(
                 metric.update(rows)
             consistency.update(p.probs, y != UNLABELLED)
     scores["consistency"] = consistency
-    found: dict[str, float] = rounded({name: float(metric.compute()) for name, metric in scores.items()})
-    return found
+    return rounded({name: float(metric.compute()) for name, metric in scores.items()})
 
 
 def described(video: Frames) -> dict[str, Any]:

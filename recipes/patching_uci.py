@@ -205,8 +205,7 @@ def measured(test: Tensor, training: Tensor, std: float) -> dict[str, float]:
         "log_density": log_density(forecast, zeros, PRECISION * std**2, std),
         "log_density_fitted": log_density(forecast, zeros, fitted, std),
     }
-    found: dict[str, float] = rounded({name: float(value) for name, value in numbers.items()})
-    return found
+    return rounded({name: float(value) for name, value in numbers.items()})
 
 
 def run_method(

@@ -52,8 +52,8 @@ def scores_of(net: mt.Multitude, part: Part, data: Data, draws: int) -> dict[str
     net.draws = draws
     batches = Loader(part, data, ROWS, next(net.parameters()).device, shuffle=False)
     found = mt.evaluate(net, batches, tasks=("scores", "calibration"), seed=0, progress=False)
-    kept: dict[str, float] = rounded({name: found[name] for name in ("nll", "accuracy", "ece")})
-    return kept | {"images": len(part), "draws": draws}
+    scores = {name: found[name] for name in ("nll", "accuracy", "ece")}
+    return rounded(scores) | {"images": len(part), "draws": draws}
 
 
 # -- consistency -------------------------------------------------------------------------------------------
@@ -75,8 +75,8 @@ def consistency_of(net: mt.Multitude, images: Tensor, labels: Tensor, steps: int
         for p in predictions:
             confidence.update(p, y)
     values = {"consistency": steady, "cross_entropy": entropy, "relative_confidence": confidence}
-    kept: dict[str, float] = rounded({name: float(metric.compute()) for name, metric in values.items()})
-    return kept | {"images": len(images), "steps": steps, "draws": net.draws}
+    scores = {name: float(metric.compute()) for name, metric in values.items()}
+    return rounded(scores) | {"images": len(images), "steps": steps, "draws": net.draws}
 
 
 # -- attacks -----------------------------------------------------------------------------------------------
@@ -127,8 +127,8 @@ def spectrum_of(
             net, loader, top=1, batches=batches, weight_decay=weight_decay, method="power", tolerance=0.05,
             max_iterations=iterations, draws=1, progress=False,
         )  # fmt: skip
-    result: dict[str, Any] = rounded({"largest": found.largest, "residuals": found.residuals[:, 0]})
-    return result | {"batch_size": batch_size, "iterations": iterations}
+    spectrum = {"largest": found.largest, "residuals": found.residuals[:, 0]}
+    return rounded(spectrum) | {"batch_size": batch_size, "iterations": iterations}
 
 
 def landscape_of(net: mt.Multitude, data: Data, images: int, points: int, span: float = 1.0) -> dict[str, Any]:

@@ -226,12 +226,12 @@ def phase(recipe: Recipe) -> dict[str, Any]:
     x, y = next(iter(Loader(data.train, data, scale.kappa_images, recipe.device, shuffle=False)))
     whole = len(data.train) / len(y)
 
-    def measure(net: mt.Multitude) -> dict[str, Any]:
+    def look(net: mt.Multitude) -> dict[str, Any]:
         found = mt.kappa(net, x, y, batch_size=1000)["fc1"] * whole
         above = mt.phase(net, THRESHOLD / whole)["fc1"].share
         return {"kappa": histogram(found), "above": round(above * found.numel())}
 
-    result = train(net, data, scale, recipe.device, measure)
+    result = train(net, data, scale, recipe.device, look)
     test = Loader(data.test, data, 500, recipe.device, shuffle=False)
     kappas = mt.kappa(net, x, y, batch_size=1000)["fc1"]
     return result | {

@@ -5,27 +5,39 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from multitudes.study import costs
+import multitudes as mt
+from multitudes.study import costs, worker
+from multitudes.study.planning import prepare
+from multitudes.study.spec import Spec
 from recipes.collect import collect
-from tests.fake_run import image_data, write_run
+from tests.fake_run import image_data
 
 
-@pytest.mark.parametrize("recorded", ["0123456789", None])
 def test_a_study_job_is_collected_with_the_commit_that_it_ran_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = write_run(tmp_path / "packed_cifar10", ["single"], [0], data=image_data(("a", "b", "c")), landscape=False)
-    metrics = run / "jobs" / "single-0" / "metrics.json"
-    written = json.loads(metrics.read_text())
-    metrics.write_text(json.dumps(written | ({"commit": recorded} if recorded else {})))
+    mt.data.save(image_data(("a", "b", "c"), rows=12), tmp_path / "data.mtdata")
+    small = {"epochs": 1, "shift": [], "device": "cpu"}
+    spec = Spec.of(data=str(tmp_path / "data.mtdata"), model="small_cnn", methods={"single": {}}, seeds=[0], **small)
+    (job,) = prepare(spec, tmp_path / "packed_cifar10").missing
+    monkeypatch.setenv("MULTITUDES_COMMIT", "0123456789")
+    worker.run(job.directory, "cpu")
     monkeypatch.setenv("MULTITUDES_COMMIT", "9876543210")  # that of the collection
-    (path,) = collect(run, tmp_path / "results")
-    piece = json.loads(path.read_text())
-    assert piece["commit"] == recorded  # unknown, where a job recorded none
-    assert "commit" not in piece["result"] and piece["versions"] == written["versions"]
+
+    def collected() -> dict[str, Any]:
+        (path,) = collect(tmp_path / "packed_cifar10", tmp_path / "results")
+        return json.loads(path.read_text())
+
+    piece, metrics = collected(), json.loads((job.directory / "metrics.json").read_text())
+    assert piece["commit"] == "0123456789" and piece["versions"] == metrics["versions"]
+    assert piece["result"]["scores"]["nll"] == pytest.approx(metrics["scores"]["nll"]["value"], rel=1e-5)
+    del metrics["commit"]  # jobs of earlier versions recorded none
+    (job.directory / "metrics.json").write_text(json.dumps(metrics))
+    assert collected()["commit"] is None
 
 
 def test_the_commit_is_that_of_the_librarys_own_checkout_or_none(

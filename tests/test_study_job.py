@@ -182,7 +182,6 @@ def test_networks_whose_speeds_are_compared_are_laid_out_alike(
 def test_what_made_the_numbers_is_told(deep: Path) -> None:
     found = metrics_of(deep)
     assert found["versions"]["torch"] == torch.__version__ and found["machine"]["device"] == "cpu"
-    assert found["commit"] == costs.commit()
     assert found["seconds"] > sum(epoch["seconds"] for epoch in found["history"])
 
 

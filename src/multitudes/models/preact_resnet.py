@@ -107,7 +107,11 @@ class PreactResNet(Staged):
         self.relu = nn.ReLU(inplace=True)
 
         activated = chain([True], repeat(False))  # the first block follows the stem's own BatchNorm and ReLU
-        outputs = self.build_stages(lambda *shape: block(*shape, next(activated)), depths, width, width)
+
+        def build(inputs: int, width: int, stride: int) -> nn.Module:
+            return block(inputs, width, stride, next(activated))
+
+        outputs = self.build_stages(build, depths, width, width)
         self.bn_final = nn.BatchNorm2d(outputs)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(outputs, classes)

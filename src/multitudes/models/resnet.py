@@ -132,9 +132,10 @@ class ResNet(Staged):
         self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
 
-        outputs = self.build_stages(
-            lambda *shape: block(*shape, groups, width_per_group), depths, inputs=width, width=width
-        )
+        def build(inputs: int, width: int, stride: int) -> nn.Module:
+            return block(inputs, width, stride, groups, width_per_group)
+
+        outputs = self.build_stages(build, depths, width, width)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(outputs, classes)
         self.reset_parameters()

@@ -36,9 +36,9 @@ class Corruption(NamedTuple):
     small: tuple[Any, ...]
     large: tuple[Any, ...]
 
-    def parameters(self, height: int, width: int, severity: int) -> tuple[Any, ...]:
+    def parameters(self, images: Tensor, severity: int) -> tuple[Any, ...]:
         """The published parameters of a severity, 1 to 5, for images of this size."""
-        found = (self.small if max(height, width) <= SMALL else self.large)[severity - 1]
+        found = (self.small if max(images.shape[2:]) <= SMALL else self.large)[severity - 1]
         return found if isinstance(found, tuple) else (found,)
 
 
@@ -197,7 +197,7 @@ def corrupt(images: Tensor, name: str, severity: int, seed: int | None = None) -
         return images.clone()
     x = images if images.dtype == torch.float64 else images.float()  # half precision would show in the filters
     corruption = (_CORRUPTIONS | _EXTRA)[name]
-    corrupted = corruption.function(x, generator, *corruption.parameters(*x.shape[2:], severity))
+    corrupted = corruption.function(x, generator, *corruption.parameters(x, severity))
     return corrupted.clamp(0, 1).to(images.dtype).contiguous()
 
 
