@@ -247,7 +247,10 @@ def test_copies_and_stored_networks_are_equal(build: Build, shape: tuple[int, ..
     loaded = build().eval()
     loaded.load_state_dict(model.state_dict())
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
-        assert torch.equal(other(x), model(x))
+        assert all(
+            torch.equal(a, b) for a, b in zip(other.state_dict().values(), model.state_dict().values(), strict=True)
+        )
+        torch.testing.assert_close(other(x), model(x))  # not bit by bit: products depend on how memory is aligned
     assert model.double()(x.double()).dtype == torch.float64
 
 

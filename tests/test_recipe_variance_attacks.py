@@ -63,7 +63,8 @@ def test_an_attack_in_batches_moves_pixels_towards_the_targets(data: Data) -> No
     found = recipe.attacked(linear, data, SCALE, None, batch=4)
     assert {len(values) for values in found.values()} == {SCALE.steps + 1}
     assert found["success"][0] == 0 and found["success"][-1] > 0
-    assert found == recipe.attacked(linear, data, SCALE, None, batch=10)  # for it does not draw
+    again = recipe.attacked(linear, data, SCALE, None, batch=10)  # the same, but for rounding: it does not draw
+    assert found.keys() == again.keys() and all(found[name] == pytest.approx(again[name], abs=2e-5) for name in found)
 
 
 def test_an_ensemble_of_networks_that_are_not_there_names_the_piece_to_do(tmp_path: Path) -> None:
