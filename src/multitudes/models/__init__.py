@@ -1,4 +1,8 @@
-"""The architectures of the papers, one family per page."""
+"""The architectures of the papers, one family a page.
+
+Imports the checks of `core` alone. What several families share is in `blocks.py`. A new network is a function in its
+family's page, named here: the command line and studies find it by that name.
+"""
 
 from multitudes.models.cnn import CNN, medium_cnn, small_cnn
 from multitudes.models.lenet import LeNet5, lenet5
