@@ -177,7 +177,7 @@ def test_wrong_arguments_of_noise_are_told_by_name(arguments: dict[str, Any], me
         ({"batch_size": 0}, "batch_size must be a whole number, 1 or more, got 0"),
         ({"width": 2.0}, "width must be above 0 and at most 1"),
         ({"draws": 3}, "draws=3 is for a multitude, got a Listener"),
-        ({"net": abs}, "net must be a module"),
+        ({"net": abs}, "net must be a multitude or a network"),
         ({"x": IMAGES / 0}, r"x must be finite, got inf at \[0, 0, 0, 0\]"),
         ({"x": IMAGES.int()}, "x must be a floating-point tensor, got torch.int32"),
         ({"net": nn.Conv2d(1, 1, 1)}, r"net must give \[S, B, C\]"),

@@ -7,8 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import call
-from multitudes.core.multitude import Multitude
+from multitudes.core.predictor import multitude_of
 
 Bounds = tuple[float, float] | None
 """The least and the largest value that a pixel may have; None for pixels without bounds."""
@@ -16,19 +15,15 @@ Bounds = tuple[float, float] | None
 
 def class_predictions(net: nn.Module, x: Tensor, draws: int | None, seed: int | None) -> Tensor:
     """The predictions of a multitude or a plain network for the classes of `x`, `[S, B, C]`."""
-    if isinstance(net, Multitude):
-        if net.task != "classification":
-            raise ValueError(f"net must be for classification, got a multitude for {net.task}")
-        predictions = net(x, draws=draws, seed=seed)
-    elif draws is not None:
+    multitude = multitude_of(net)
+    if multitude.task != "classification":
+        raise ValueError(f"net must be for classification, got a multitude for {multitude.task}")
+    if draws is not None and multitude is not net:
         raise ValueError(f"draws={draws!r} is for a multitude, got a {type(net).__name__}")
-    else:
-        predictions = call(net, x)
-        predictions = predictions.unsqueeze(0) if predictions.dim() == 2 else predictions
+    predictions = multitude(x, draws=draws, seed=seed)
     if predictions.dim() != 3 or predictions.shape[1] != len(x) or predictions.shape[2] < 2:
         raise ValueError(
-            f"net must give [S, B, C], or a plain network [B, C], with 2 or more classes and B = {len(x)} inputs, "
-            f"got {list(predictions.shape)}"
+            f"net must give [S, B, C], with 2 or more classes and B = {len(x)} inputs, got {list(predictions.shape)}"
         )
     return predictions
 
@@ -49,9 +44,8 @@ def check_classes(name: str, labels: Tensor, classes: int) -> None:
 
 
 def check_call(net: nn.Module, x: Tensor, bounds: Bounds) -> None:
-    """A network must be a module, and a batch finite floating-point numbers within the bounds."""
-    if not isinstance(net, nn.Module):
-        raise ValueError(f"net must be a module, got a {type(net).__name__}")
+    """A network must be one that can be attacked, and a batch finite floating-point numbers within the bounds."""
+    multitude_of(net)  # raises for what is neither a multitude nor a network
     check_floats("x", x, "[B, ...] with at least one input")
     check_bounds(bounds)
     check_values("x", x, bounds, " (bounds)")
