@@ -15,10 +15,11 @@ from recipes.report.raw import Raw
 DATA = os.environ.get("MULTITUDES_DATA")
 
 
-def with_data(test: Callable[..., None]) -> Callable[..., None]:
-    """A slow test that needs the data sets."""
-    needed = pytest.mark.skipif(DATA is None, reason="MULTITUDES_DATA names no folder of data sets")
-    return pytest.mark.slow(needed(test))
+def with_data(source: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A slow test that needs a data set."""
+    missing = DATA is None or not (Path(DATA) / source).exists()
+    needed = pytest.mark.skipif(missing, reason=f"MULTITUDES_DATA names no folder with {source}")
+    return lambda test: pytest.mark.slow(needed(test))
 
 
 def raw_of(folder: Path, results: Mapping[str, Any], **about: Any) -> Raw:

@@ -241,7 +241,7 @@ def test_the_paper_finds_both_smoothings_complementary() -> None:
 # -- everything --------------------------------------------------------------------------------------------
 
 
-@with_data
+@with_data("camvid")
 def test_the_recipe_at_smoke_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     raw = smoke(camvid.recipe.run, camvid.PIECES, tmp_path, capsys)
     for piece in camvid.PIECES:

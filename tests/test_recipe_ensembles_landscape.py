@@ -196,7 +196,7 @@ def test_points_alone_are_every_other_place_of_a_path() -> None:
 # -- the whole recipe --------------------------------------------------------------------------------------
 
 
-@with_data
+@with_data("cifar10")
 def test_a_small_run_does_every_piece_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     raw = smoke(main, PIECES, tmp_path, capsys)
     assert min(raw["train"]["accuracy"]) > 0.2  # chance is 0.1

@@ -199,7 +199,7 @@ def test_the_papers_own_tables_are_read_as_the_paper_says() -> None:
 # -- real data ---------------------------------------------------------------------------------------------
 
 
-@with_data
+@with_data("uci")
 def test_the_recipe_learns_something_of_every_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     raw = smoke(recipe.main, recipe.PIECES, tmp_path, capsys)
     for name in recipe.SETS:

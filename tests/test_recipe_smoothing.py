@@ -202,7 +202,7 @@ def test_a_section_of_nothing(tmp_path):
 # -- all of it ---------------------------------------------------------------------------------------------
 
 
-@with_data
+@with_data("cifar10")
 def test_the_recipe_at_its_small_scale(tmp_path, capsys):
     from multitudes.study import worker as job
     from multitudes.study.planning import prepare

@@ -128,7 +128,7 @@ def test_claims_are_read_from_the_numbers(tmp_path: Path) -> None:
 # -- for real ----------------------------------------------------------------------------------------------
 
 
-@with_data
+@with_data("cifar10")
 def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     raw = smoke(Recipe(report.NAME, recipe.__doc__, recipe.PIECES).run, recipe.PIECES, tmp_path, capsys)
     assert list(report.attacks(raw)) == list(report.CURVES)

@@ -174,7 +174,7 @@ def test_claims_are_read_from_the_numbers(tmp_path: Path) -> None:
 # -- for real ----------------------------------------------------------------------------------------------
 
 
-@with_data
+@with_data("mnist")
 def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     raw = smoke(Recipe(report.NAME, recipe.__doc__, recipe.PIECES).run, recipe.PIECES, tmp_path, capsys)
     for name in recipe.PIECES:  # with so few images, the divergence of four random layers drowns most of what they say
