@@ -20,9 +20,9 @@ from torch import Tensor, nn
 import multitudes as mt
 
 PLACES: dict[str, Callable[[nn.Module], mt.Multitude]] = {
-    "dropout before fc": lambda m: mt.mc_dropout(m, 0.3, ["fc"], where="before"),
-    "dropout in layer4": lambda m: mt.mc_dropout(m, 0.3, r"layer4.*conv2", where="block"),
-    "dropout in all blocks": lambda m: mt.mc_dropout(m, 0.3, where="block"),
+    "dropout before fc": lambda m: mt.mc_dropout(m, 0.3, ["fc"]),
+    "dropout in layer4": lambda m: mt.mc_dropout(m, 0.3, r"layer4.*conv2"),
+    "dropout in all blocks": lambda m: mt.mc_dropout(m, 0.3, "block"),
     "drop_connect on fc": lambda m: mt.drop_connect(m, 0.3, ["fc"]),
     "patched, norm and output": lambda m: mt.patched(m),
     "variance, layer4": lambda m: mt.variance(m, r"layer4.*conv2", init="pretrained"),

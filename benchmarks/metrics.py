@@ -64,7 +64,7 @@ def classification(args: argparse.Namespace, rows: Rows) -> tuple[dict[str, Metr
         if not (isinstance(kind, type) and issubclass(kind, Metric)):
             continue
         try:
-            metric = kind(**given(kind.__init__, {"classes": args.classes, "members": args.members}))
+            metric = kind(**given(kind, {"classes": args.classes, "members": args.members}))
             update(metric, rows)
             metric.reset()
         except (TypeError, ValueError) as error:

@@ -28,7 +28,7 @@ METHODS: dict[str, Callable[[nn.Module], mt.Multitude]] = {
     "deep ensemble, 4": partial(mt.deep_ensemble, members=4),
     "packed-(2,4,1)": partial(mt.packed, members=4, alpha=2),
     "packed-(2,4,2)": partial(
-        mt.packed, members=4, alpha=2, gamma=2, gamma_layers=lambda name, _: not name.endswith("conv1")
+        mt.packed, members=4, alpha=2, gamma=2, layers=lambda name, _: not name.endswith("conv1")
     ),
     "BatchEnsemble, 4": partial(mt.batch_ensemble, members=4),
     "Masksembles, 4": partial(mt.masksembles, members=4),

@@ -1,7 +1,7 @@
 """A single network and a packed ensemble of it, side by side on handwritten digits.
 
 The digits are scikit-learn's own, 1,797 images of 8 x 8 pixels; the first half trains, the second half tests.
-Run it with `make demo`: it takes some twenty seconds on two CPU cores.
+Run it with `python examples/digits.py`: it takes some twenty seconds on two CPU cores.
 """
 
 import time

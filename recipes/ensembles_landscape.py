@@ -42,7 +42,9 @@ from recipes.landscape_runs import (
     spaced,
     trajectories,
 )
+from recipes.landscape_shift import under_corruption, variants
 from recipes.recipe import Recipe
+from recipes.tunnel_to_origin import stitched
 
 # -- training ----------------------------------------------------------------------------------------------
 
@@ -117,8 +119,8 @@ def planes(recipe: Recipe) -> dict[str, Any]:
     test = batches(recipe, images(recipe).test, want.few)
     found = landscape.plane(model, test, radial=(first[-1], second[-1]), points=want.points)
     gaussian = mt.subspace(model, "diagonal", first[-want.last :])
-    assert isinstance(gaussian, mt.Subspace)
-    drawn = gaussian.samples(want.draws, SEED)
+    assert isinstance(gaussian, mt.layers.Subspace)
+    drawn = gaussian.networks(want.draws, SEED)
     gaussians = [drawn.member(index).state_dict() for index in range(want.draws)]
     paths = {"run 0": first, "run 1": second, "diagonal": gaussians}
     return {
@@ -141,7 +143,7 @@ def tunnel(recipe: Recipe) -> dict[str, Any]:
         evaluation=batches(recipe, data.train, want.test),
     )  # fmt: skip
     path, alone = found(), found(between=False)
-    under = landscape.stitched(model, path, batches(recipe, data.test, want.few), across=1, radii=9)
+    under = stitched(model, path, batches(recipe, data.test, want.few), across=1, radii=9)
     measures = ("loss", "accuracy", "agreement")
     return {
         "train_images": want.test,
@@ -177,7 +179,7 @@ def diversity(recipe: Recipe) -> dict[str, Any]:
 def around(recipe: Recipe, run: int, kinds: Iterable[str] = SUBSPACES) -> dict[str, Any]:
     """What section 5 makes of a run, with MC dropout and some of its own checkpoints beside."""
     want, states = settings(recipe), trajectories(recipe)[run]
-    made: dict[str, Any] = landscape.variants(states[-want.last :], network(recipe), kinds, **accurate(recipe))
+    made: dict[str, Any] = variants(states[-want.last :], network(recipe), kinds, **accurate(recipe))
     made["mc dropout"] = mt.mc_dropout(made["baseline"])
     made["trajectory"] = spaced(states, want.last, want.members)
     return made
@@ -245,7 +247,7 @@ def shift(recipe: Recipe) -> dict[str, Any]:
         **{f"independent + {kind}": [made[kind] for made in runs] for kind in ("random", "low_rank")},
     }
     test = data.scaled(data.test.x[: want.few].to(recipe.device))
-    found = landscape.under_corruption(
+    found = under_corruption(
         methods, test, data.test.y[: want.few], corruptions=want.corruptions, severities=want.severities,
         preprocess=data.preprocess, model=model, draws=want.members, seed=SEED,
     )  # fmt: skip

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.data import Data, Part
-from multitudes.metrics import fit_precision, log_density, rmse
+from multitudes.metrics import fit_noise_precision, log_density, rmse
 from recipes.recipe import Recipe, rounded
 
 SETS = {
@@ -199,7 +199,7 @@ def measured(test: Tensor, training: Tensor, std: float) -> dict[str, float]:
     is far from the size of the errors in several sets, and hides there what the draws are worth.
     """
     forecast, zeros = mt.Predictive(test, task="regression"), torch.zeros(test.shape[1])
-    fitted = fit_precision(mt.Predictive(training, task="regression"), torch.zeros(training.shape[1]))
+    fitted = fit_noise_precision(mt.Predictive(training, task="regression"), torch.zeros(training.shape[1]))
     numbers = {
         "rmse": rmse(forecast, zeros, std),
         "log_density": log_density(forecast, zeros, PRECISION * std**2, std),

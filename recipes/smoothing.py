@@ -133,7 +133,7 @@ def build(head: str, smoke: bool, hidden: int) -> mt.Multitude:
         network = mt.head(network, "mlp", hidden=hidden, dropout=0.5)
     elif head == "smooth":
         network = mt.smooth(network, tau=TAU, growing=True)
-    return mt.mc_dropout(network, DROPOUT, where="block")
+    return mt.mc_dropout(network, DROPOUT, "block")
 
 
 # -- pieces: the networks of the study ---------------------------------------------------------------------

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.data import Data, Loader
-from multitudes.methods.variance.conversion import variance_layers
+from multitudes.methods.variance import transition
+from multitudes.methods.variance.layers import variance_layers
 from multitudes.methods.variance.transition import THRESHOLD
 from multitudes.study.costs import parameters
 from multitudes.training.fit import Progress
@@ -88,12 +89,12 @@ def lenet(after: nn.Module) -> nn.Module:
 
 def dropout() -> mt.Multitude:
     """Half of the inputs of each dense layer are dropped."""
-    return mt.mc_dropout(mt.models.lenet5(), p=0.5, where="before", layers=["fc1", "fc2"])
+    return mt.mc_dropout(mt.models.lenet5(), p=0.5, layers=["fc1", "fc2"])
 
 
 def variance(parameterization: str = "layer", layers: tuple[str, ...] = ("fc1",), kl: str = "approximate") -> Any:
     """A variance LeNet-5: all its random layers are of one parameterization."""
-    after = mt.Absolute() if parameterization == "zero" else nn.ReLU()
+    after = mt.layers.Absolute() if parameterization == "zero" else nn.ReLU()
     return mt.variance(lenet(after), list(layers), parameterization, kl=kl, seed=SEED)
 
 
@@ -137,7 +138,7 @@ def centred(net: mt.Multitude) -> mt.Multitude:
     """The network with the first dense layer's expectations set to 0 and its variances kept, eq. (11)."""
     new = copy.deepcopy(net)
     old: Any = net.network.fc1
-    layer = mt.VarianceLinear.of(old.expected(), parameterization="zero")
+    layer = mt.layers.VarianceLinear.of(old.expected(), parameterization="zero")
     layer.sigma.data = old.variance().sqrt().detach()
     new.network.fc1 = layer
     return new
@@ -227,13 +228,13 @@ def phase(recipe: Recipe) -> dict[str, Any]:
     whole = len(data.train) / len(y)
 
     def look(net: mt.Multitude) -> dict[str, Any]:
-        found = mt.kappa(net, x, y, batch_size=1000)["fc1"] * whole
-        above = mt.phase(net, THRESHOLD / whole)["fc1"].share
+        found = transition.kappa(net, x, y, batch_size=1000)["fc1"] * whole
+        above = transition.phase(net, THRESHOLD / whole)["fc1"].share
         return {"kappa": histogram(found), "above": round(above * found.numel())}
 
     result = train(net, data, scale, recipe.device, look)
     test = Loader(data.test, data, 500, recipe.device, shuffle=False)
-    kappas = mt.kappa(net, x, y, batch_size=1000)["fc1"]
+    kappas = transition.kappa(net, x, y, batch_size=1000)["fc1"]
     return result | {
         "centred": accuracy(centred(net), test, scale.draws),
         "kappa_images": len(y),
@@ -259,7 +260,7 @@ def sparse(net: mt.Multitude, threshold: float, whole: float, test: Loader, draw
     """The ensemble with all weights of |kappa| below a threshold fixed: to 0, or to their expectations."""
     found = {"threshold": float(f"{threshold * whole:.4g}")}
     for to in ("zero", "mean"):
-        fixed = mt.sparsify(net, threshold, to)
+        fixed = transition.sparsify(net, threshold, to)
         found |= {"fixed": round(fixed.fixed, 5), to: accuracy(fixed.net, test, draws)}
     return found
 

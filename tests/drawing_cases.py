@@ -18,7 +18,7 @@ Convert = Callable[[nn.Module, Tensor, int], mt.Multitude]
 def before_all_but_the_first(model: nn.Module, x: Tensor, seed: int) -> mt.Multitude:
     layers = [name for name, layer in model.named_modules() if isinstance(layer, (nn.Conv2d, nn.Linear))]
     inside = [name for name in layers[1:] if "encoder" not in name]  # attention reads the weights of its own layers
-    return mt.mc_dropout(model, 0.3, inside, where="before", example=x)
+    return mt.mc_dropout(model, 0.3, inside, example=x)
 
 
 def patched(model: nn.Module, x: Tensor, seed: int, cross: bool = False) -> mt.Multitude:
@@ -68,9 +68,27 @@ SAMPLED: dict[str, Convert] = {
 }
 """Methods that sample the weights of a trained network."""
 
-DRAWING = LEARNING | SAMPLED
+VARIANTS: dict[str, Convert] = {
+    "variance_neuron": lambda model, x, seed: mt.variance(model, outside_attention, "neuron", seed=seed),
+    "variance_weight": lambda model, x, seed: mt.variance(model, outside_attention, "weight", seed=seed),
+    "variance_additive": lambda model, x, seed: mt.variance(model, outside_attention, "additive", seed=seed),
+    "family_network": lambda model, x, seed: mt.family(model, 3, "network", sigma=0.05, mixing="learned", seed=seed),
+    "family_row": lambda model, x, seed: mt.family(model, 3, "row", mixing="learned", relaxation="weighted", seed=seed),
+    "family_element": lambda model, x, seed: mt.family(model, 3, "element", sigma=0.01, seed=seed),
+    "subspace_random": lambda model, x, seed: mt.subspace(model, "random", trajectory(model), scale=1.0),
+    "subspace_dropout": lambda model, x, seed: mt.subspace(model, "dropout", trajectory(model)),
+    "subspace_diagonal": lambda model, x, seed: mt.subspace(model, "diagonal", trajectory(model)),
+}
+"""Other settings of these methods, on one network."""
 
-CASES = [pytest.param(method, network, id=f"{method}-{network}") for method in DRAWING for network in NETWORKS]
+DRAWING = LEARNING | SAMPLED | VARIANTS
+
+CASES = [
+    pytest.param(method, network, id=f"{method}-{network}")
+    for method in DRAWING
+    for network in NETWORKS
+    if method not in VARIANTS or network == "mlp"
+]
 LEARNING_CASES = [case for case in CASES if case.values[0] in LEARNING]
 
 

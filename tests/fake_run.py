@@ -1,7 +1,7 @@
-"""A run directory that looks like a study's, written in a second and trained by nobody.
+"""A run directory like that of a study, written in a second and without training.
 
-Networks are logits from a fixed random generator: what all networks get wrong alike, what each run gets wrong and what
-each member does. From them everything else is computed as a study would: scores, sizes, costs. `Tags` reads a page.
+Networks are logits from a fixed random generator: errors that all networks share, errors of each run and of each
+member. Scores are computed from them by `evaluate`, as in a study. `Tags` reads a page.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 import multitudes.data
-from multitudes import Predictive
-from multitudes.metrics import calibration_error as calibration
-from multitudes.metrics import divergences, diversity, ood, regression, scoring, selective
+from multitudes import Predictive, evaluate
+from multitudes.core.gaussian import join_gaussian
+from multitudes.data import Data, Part
 from multitudes.study.store import Run
 from multitudes.study.toml import to_toml
 
@@ -40,21 +41,13 @@ METHODS = {
     "single": Fake(1, 0.0, 1.0, 1.0, 1.0),
     "deep": Fake(4, 1.0, 0.95, 4.1, 4.0),
     "packed": Fake(4, 0.95, 1.0, 1.2, 0.95),
-    "batch_ensemble": Fake(4, 0.35, 1.0, 3.9, 1.04),
     "masksembles": Fake(4, 0.6, 1.05, 3.8, 1.0),
     "mimo": Fake(3, 0.7, 1.15, 1.02, 1.1),
     "mc_dropout": Fake(16, 0.4, 1.0, 14.0, 1.0),
-    "drop_connect": Fake(16, 0.3, 1.02, 17.0, 1.0),
-    "patched": Fake(16, 0.25, 1.0, 15.0, 1.2),
-    "cross_patched": Fake(16, 0.3, 1.0, 15.5, 1.2),
     "variance": Fake(16, 0.8, 1.2, 18.0, 1.01),
     "smooth": Fake(1, 0.0, 0.98, 1.1, 1.0),
-    "smooth_dropout": Fake(16, 0.4, 0.97, 15.0, 1.0),
     "swag": Fake(16, 0.35, 0.97, 19.0, 12.0),
-    "subspace": Fake(16, 0.3, 0.99, 18.0, 6.0),
-    "snapshots": Fake(4, 0.6, 1.02, 4.0, 4.0),
 }
-SHIFTED = (scoring.accuracy, scoring.nll, calibration.ece)
 FEW = ("single", "deep", "packed", "mc_dropout")
 CORRUPTIONS, SEVERITIES = ("gaussian_noise", "fog"), (1, 3, 5)
 
@@ -64,8 +57,7 @@ def write_run(
     methods: Mapping[str, Fake] | Sequence[str] = FEW,
     seeds: Sequence[int] = (0, 1, 2),
     *,
-    task: str = "classification",
-    data: multitudes.data.Data | None = None,
+    data: Data | None = None,
     missing: Sequence[str] = (),
     failed: Mapping[str, str] | None = None,
     landscape: bool = True,
@@ -79,14 +71,11 @@ def write_run(
     if data is not None:
         multitudes.data.save(data, run.data_path)
         place = {"file": "../../data.mtdata", "fingerprint": data.fingerprint}
-    tables = {
-        name: {"method": name if name in METHODS else "packed", "members": fake.members}
-        for name, fake in chosen.items()
-    }
+    tables = {name: {"method": "packed", "members": fake.members} for name, fake in chosen.items()}
     spec = {"seeds": list(seeds), "device": "cpu", "methods": tables, "data": {"source": used.name}}
     spec |= {"model": {"name": "small_cnn"}, "training": {"epochs": 30, "batch_size": 64, "lr": 0.05}}
     run.spec_path.write_text(to_toml(spec), encoding="utf-8")
-    about = {name: getattr(used, name) for name in ("name", "kind", "task", "shape", "outputs", "fingerprint")}
+    about = {name: getattr(used, name) for name in ("name", "task", "fingerprint")}
     about |= {"parts": {name: len(part) for name, part in used.parts.items()}, "dropped": dict(used.dropped)}
     run.about_path.write_text(json.dumps(about))
     for number, (name, fake) in enumerate(chosen.items()):
@@ -95,26 +84,43 @@ def write_run(
             job.directory.mkdir(parents=True)
             config = {"version": 1, "method": name, "settings": {}, "seed": seed, "data": place, "device": "cpu"}
             (job.directory / "config.json").write_text(json.dumps(config))
-            if job.name in missing or job.name in (failed or {}):
-                _log_failure(job.directory, (failed or {}).get(job.name))
+            if failed and job.name in failed:
+                line = {"time": 1.7e9, "event": "failed", "message": failed[job.name]}
+                (job.directory / "log.jsonl").write_text(json.dumps(line) + "\n")
+            if job.name in missing or (failed and job.name in failed):
                 continue
-            make = _classification if task == "classification" else _regression
+            make = _classification if used.task == "classification" else _regression
             arrays, scores, sizes = make(fake, used, np.random.default_rng([number, seed]))
             np.savez_compressed(job.directory / "predictions.npz", **arrays)
-            metrics = {"scores": scores, "by_size": sizes, "costs": _costs(fake, seed), **_made()}
+            metrics = {"scores": scores, "by_size": sizes, "costs": _costs(fake, seed), **PROVENANCE}
             (job.directory / "metrics.json").write_text(json.dumps(metrics))
-    if landscape and task == "classification":
+    if landscape and used.task == "classification":
         (directory / "landscape.json").write_text(json.dumps({"plane": _plane()}))
     return directory
 
 
-def _log_failure(directory: Path, message: str | None) -> None:
-    if message is not None:
-        line = {"time": 1.7e9, "event": "failed", "message": message}
-        (directory / "log.jsonl").write_text(json.dumps(line) + "\n")
+class Given(nn.Module):
+    """A network whose inputs are its predictions, `[B, S, ...]`."""
+
+    def __init__(self, task: str) -> None:
+        super().__init__()
+        self.task = task
+
+    def predict(self, x: Tensor, **options: Any) -> Predictive:
+        return Predictive(x.movedim(1, 0), task=self.task)
 
 
-# -- classification ----------------------------------------------------------------------------------------
+def _scores(members: Tensor, target: Tensor, task: str = "classification", **options: Any) -> dict[str, Any]:
+    """All scores of members `[S, N, ...]`, as a study keeps them."""
+    found = evaluate(Given(task), (members.movedim(0, 1), target), progress=False, **options)
+    values = {name: None if math.isnan(value) else float(value) for name, value in found.items()}
+    return {name: {"value": value, "count": found.counts[name]} for name, value in values.items()}
+
+
+def _by_size(members: Tensor, target: Tensor, names: Sequence[str], **options: Any) -> dict[str, Any]:
+    sizes = [size for size in (1, 2, 4, 8, 16) if size <= len(members)]
+    found = [_scores(members[:size], target, tasks="scores", **options) for size in sizes]
+    return {"sizes": sizes} | {name: [scores[name]["value"] for scores in found] for name in names}
 
 
 def _classification(fake: Fake, data: Any, generator: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -123,50 +129,29 @@ def _classification(fake: Fake, data: Any, generator: Any) -> tuple[dict[str, An
     margin = shared.gamma(3.0, 4.5, len(target))
     common = shared.normal(0, 1.6, (len(target), data.outputs))
 
-    def members(level: float) -> torch.Tensor:
+    def members(level: float) -> Tensor:
         truth = np.eye(data.outputs)[target.numpy()] * (margin * (1 - level))[:, None]
         run = fake.wrong * generator.normal(0, 1.2, common.shape)
         own = generator.normal(0, 1.2, (fake.members, *common.shape))
         logits = truth + common * (1 + level) + run * math.sqrt(1 - fake.apart**2) + own * fake.apart * fake.wrong
         return torch.tensor(logits).float()
 
-    clean = Predictive(members(0.0))
+    def ood(rows: int) -> Tensor:
+        noise = generator.normal(0, 1.6 + fake.apart, (fake.members, rows, data.outputs))
+        return torch.tensor(noise + shared.normal(0, 1.3, (rows, data.outputs))).float()
+
+    logits = members(0.0)
+    shifted = {severity: (members(0.12 * severity).movedim(0, 1), target) for severity in SEVERITIES}
+    shift = {f"{name}/{severity}": each for severity, each in shifted.items() for name in (*CORRUPTIONS, "mean")}
+    outside = {name: ood(len(x)) for name, x in data.ood.items()}
+    scores = _scores(
+        logits, target, shift=shift | {"mean": shifted[SEVERITIES[1]]},
+        ood={name: each.movedim(0, 1) for name, each in outside.items()},
+    )  # fmt: skip
+    clean = Predictive(logits)
     arrays = {"probs": clean.probs.numpy(), "members": clean.member_probs.half().numpy(), "target": target.numpy()}
-    scores = _class_scores(clean, target)
-    for measure in SHIFTED:
-        for severity in SEVERITIES:
-            shifted = Predictive(members(0.12 * severity))
-            for corruption in (*CORRUPTIONS, "mean"):
-                place = f"shift/{corruption}/{severity}/{measure.__name__}"
-                scores[place] = _score(measure(shifted, target), len(target))
-        scores[f"shift/mean/{measure.__name__}"] = scores[f"shift/mean/{SEVERITIES[1]}/{measure.__name__}"]
-    for name, x in data.ood.items():
-        noise = generator.normal(0, 1.6 + fake.apart, (fake.members, len(x), data.outputs))
-        foreign = Predictive(torch.tensor(noise + shared.normal(0, 1.3, (len(x), data.outputs))).float())
-        arrays[f"ood/{name}/members"] = foreign.member_probs.half().numpy()
-        outside = torch.arange(len(target) + len(x)) >= len(target)
-        for criterion, of in ood.CRITERIA.items():
-            values = torch.cat([of(clean), of(foreign)])
-            scores[f"ood/{name}/{criterion}/auroc"] = _score(ood.auroc(values, outside), len(values))
-            scores[f"ood/{name}/{criterion}/aupr"] = _score(ood.aupr(values, outside), len(values))
-            scores[f"ood/{name}/{criterion}/fpr95"] = _score(ood.fpr_at_recall(values, outside), len(values))
-    sizes = [size for size in (1, 2, 4, 8, 16) if size <= fake.members]
-    parts = [Predictive(clean.predictions[:size]) for size in sizes]
-    by_size = {"sizes": sizes, "nll": [float(scoring.nll(part, target)) for part in parts]}
-    return arrays, scores, by_size | {"accuracy": [float(scoring.accuracy(part, target)) for part in parts]}
-
-
-def _class_scores(predicted: Predictive, target: torch.Tensor) -> dict[str, Any]:
-    measures = (scoring.accuracy, scoring.nll, scoring.brier, calibration.ece, selective.aurc, scoring.member_error)
-    measures += (diversity.disagreement, divergences.ensemble_js)
-    return {measure.__name__: _score(measure(predicted, target), len(target)) for measure in measures}
-
-
-def _score(value: Any, count: int) -> dict[str, Any]:
-    return {"value": None if math.isnan(value) else float(value), "count": count}
-
-
-# -- regression --------------------------------------------------------------------------------------------
+    arrays |= {f"ood/{name}/members": each.softmax(2).half().numpy() for name, each in outside.items()}
+    return arrays, scores, _by_size(logits, target, ("nll", "accuracy"))
 
 
 def _regression(fake: Fake, data: Any, generator: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -174,79 +159,52 @@ def _regression(fake: Fake, data: Any, generator: Any) -> tuple[dict[str, Any], 
     common = np.random.default_rng(0).normal(0, 0.3, len(target))
     own = generator.normal(0, 0.3, (fake.members, len(target)))
     members = target + data.target_std * (common + fake.wrong * fake.apart * own)
-    mean, std = members.mean(0), np.sqrt(members.var(0) + (0.25 * data.target_std) ** 2)
-    predicted = Predictive(torch.tensor(members), task="regression")
-    noisy = {"tau": 1 / (0.25 * data.target_std) ** 2}
-    scores = {
-        "rmse": regression.rmse(predicted, data.test.y),
-        "log_density": regression.log_density(predicted, data.test.y, **noisy),
-        "crps": regression.crps(predicted, data.test.y, **noisy),
-        "gaussian_ece": regression.gaussian_ece(predicted, data.test.y, **noisy),
-        "coverage_95": regression.interval_coverage(predicted, data.test.y, **noisy),
-        "width_95": regression.interval_width(predicted, data.test.y, **noisy),
-    }
-    sizes = [size for size in (1, 2, 4, 8, 16) if size <= fake.members]
-    rmse = [
-        float(regression.rmse(Predictive(predicted.predictions[:size], task="regression"), data.test.y))
-        for size in sizes
-    ]
-    arrays = {"mean": mean, "std": std, "members": members, "target": target}
-    return arrays, {name: _score(value, len(target)) for name, value in scores.items()}, {"sizes": sizes, "rmse": rmse}
+    means = torch.tensor(members)[..., None]
+    given = join_gaussian(means, torch.full_like(means, (0.25 * data.target_std) ** 2), dim=2)
+    predicted, y = Predictive(given, task="gaussian"), data.test.y[:, None]
+    arrays = {"mean": predicted.mean[:, 0], "std": predicted.std[:, 0], "members": members, "target": target}
+    return arrays, _scores(given, y, "gaussian"), _by_size(given, y, ("rmse",), task="gaussian")
 
 
 # -- the rest ----------------------------------------------------------------------------------------------
 
 
 def _costs(fake: Fake, seed: int) -> dict[str, float]:
-    single = {"parameters": 12_000, "multiply_adds": 400_000, "training_seconds": 6.0, "inference_per_second": 20_000.0}
-    single["peak_memory_bytes"] = 3_000_000
     noise = 1 + 0.02 * seed * (fake.slower > 1)
     ratios = {"parameters": fake.parameters, "multiply_adds": fake.slower, "training_seconds": noise * fake.slower**0.8}
     ratios |= {"inference_per_second": 1 / (fake.slower * noise), "peak_memory_bytes": fake.parameters + 0.5}
-    costs = {name: single[name] * ratio for name, ratio in ratios.items()}
-    return costs | {f"{name}_ratio": ratio for name, ratio in ratios.items()}
+    return {f"{name}_ratio": ratio for name, ratio in ratios.items()} | {name: 1e4 * ratios[name] for name in ratios}
 
 
-def _made() -> dict[str, Any]:
-    return {
-        "history": [{"epoch": 1, "loss": 2.0, "lr": 0.05, "seconds": 0.2}],
-        "machine": {"cpu": "A processor", "cores": 2, "device": "cpu"},
-        "versions": {"multitudes": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
-        "seconds": 7.5,
-    }
+PROVENANCE = {
+    "history": [{"epoch": 1, "loss": 2.0, "lr": 0.05, "seconds": 0.2}],
+    "machine": {"cpu": "A processor", "cores": 2, "device": "cpu"},
+    "versions": {"multitudes": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
+    "seconds": 7.5,
+}
 
 
 def _plane() -> dict[str, Any]:
     x, y = np.linspace(-1, 2, 25), np.linspace(-1, 2, 21)
-    loss = 0.1 + 2 * np.minimum((x - 0) ** 2 + y[:, None] ** 2, (x - 1) ** 2 + (y[:, None] - 0.8) ** 2)
-    points = [
-        {"name": "member 1", "x": 0.0, "y": 0.0, "loss": 0.1},
-        {"name": "member 2", "x": 1.0, "y": 0.8, "loss": 0.1},
-    ]
+    loss = 0.1 + 2 * np.minimum(x**2 + y[:, None] ** 2, (x - 1) ** 2 + (y[:, None] - 0.8) ** 2)
+    points = [{"name": f"member {at + 1}", "x": 1.0 * at, "y": 0.8 * at, "loss": 0.1} for at in range(2)]
     return {"x": x.tolist(), "y": y.tolist(), "loss": loss.tolist(), "points": points}
 
 
-def table_data(rows: int = 90, features: int = 3) -> multitudes.data.Data:
+def table_data() -> Data:
     """Numbers to predict from numbers."""
-    generator = torch.Generator().manual_seed(0)
-
-    def part() -> multitudes.data.Part:
-        x = torch.randn(rows, features, generator=generator)
-        return multitudes.data.Part(x, 10 + 3 * x.sum(1) + torch.randn(rows, generator=generator))
-
-    columns = tuple(f"feature {at}" for at in range(features))
-    return multitudes.data.Data("a table", part(), part(), part(), columns=columns)
+    x = torch.randn(3, 90, 3, generator=torch.Generator().manual_seed(0))
+    parts = [Part(each, 10 + 3 * each.sum(1) + each[:, 0].cos()) for each in x]
+    return Data("a table", *parts, columns=("a", "b", "c"))
 
 
-def image_data(classes: Sequence[str], rows: int = 60, foreign: str = "noise") -> multitudes.data.Data:
-    """Colour images of noise, in classes of any names."""
-    generator = torch.Generator().manual_seed(0)
-
-    def x() -> torch.Tensor:
-        return torch.randint(0, 256, (rows, 3, 8, 8), generator=generator).to(torch.uint8)
-
-    parts = [multitudes.data.Part(x(), torch.arange(rows) % len(classes)) for _ in range(3)]
-    return multitudes.data.Data("images", *parts, classes=tuple(classes), ood={foreign: x()})
+def evil_run(directory: Path, methods: Mapping[str, Fake]) -> Path:
+    """A run on colour images whose names, and that of one method, are markup."""
+    markup = "</script><img src=x onerror=alert(1)>"
+    x = torch.randint(0, 256, (4, 60, 3, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    parts = [Part(each, torch.arange(60) % 3) for each in x[:3]]
+    data = Data("images", *parts, classes=(markup, "b", "c"), ood={f"a/{markup}": x[3]})
+    return write_run(directory, {"<script>alert(1)": METHODS["deep"], **methods}, [0, 1], data=data)
 
 
 # -- reading a page ---------------------------------------------------------------------------------------

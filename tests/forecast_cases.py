@@ -25,12 +25,12 @@ def heads(s=5, n=23, d=1, seed=0):
     return Predictive(randn(s, n, 2 * d, seed=seed), "gaussian"), randn(n, d, seed=seed + 1, scale=1.5)
 
 
-def members(p, tau=None):
+def members(p, noise_precision=None):
     """Means and variances `[S, N]` in NumPy, from the definition of each task."""
     values = p.predictions.double().numpy()
     if p.task == "regression":
         flat = values.reshape(len(values), -1)
-        return flat, np.full_like(flat, 0 if tau is None else 1 / tau)
+        return flat, np.full_like(flat, 0 if noise_precision is None else 1 / noise_precision)
     mean, raw = np.split(values, 2, axis=2)
     return mean.reshape(len(values), -1), np.log1p(np.exp(raw)).reshape(len(values), -1) + 1e-6
 

@@ -4,7 +4,6 @@ import itertools
 
 import numpy as np
 import torch
-from torchmetrics.utilities import dim_zero_cat, dim_zero_sum
 
 # Predictions and targets ----------------------------------------------------------------------------------
 
@@ -62,30 +61,11 @@ MEMBERS = {
 # Streaming ------------------------------------------------------------------------------------------------
 
 
-def pieces(batch, *data):
-    """The data in batches."""
-    for start in range(0, len(data[0]), batch):
-        yield tuple(part[start : start + batch] for part in data)
-
-
 def streamed(metric, batch, *data):
     """What a metric says that saw the data in batches."""
-    for piece in pieces(batch, *data):
-        metric.update(*piece)
+    for start in range(0, len(data[0]), batch):
+        metric.update(*(part[start : start + batch] for part in data))
     return metric.compute()
-
-
-def joined(one, other):
-    """The first of two metrics, with what both have seen, as if they came from two processes."""
-    for name, reduce in one._reductions.items():
-        states = [getattr(other, name), getattr(one, name)]
-        if reduce is dim_zero_cat:
-            setattr(one, name, dim_zero_cat([part for state in states for part in state]))
-        elif reduce is dim_zero_sum:
-            setattr(one, name, sum(states))
-        else:
-            assert reduce is None and states == [[], []]
-    return one
 
 
 def orders(members, samples, seed):

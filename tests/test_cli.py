@@ -120,7 +120,7 @@ ERRORS: dict[str, tuple[list[str], list[str]]] = {
     "no seeds": (["compare", "digits", "--seeds", "0"], ["--seeds"]),
     "no data": (["compare"], ["DATA must be given", "digits"]),
     "data twice": (["compare", "digits", "--data", "wine.csv"], ["'digits'", "'wine.csv'"]),
-    "no such file": (["compare", "nowhere.csv", "--target", "a"], ["nowhere.csv", "no file"]),
+    "no such file": (["compare", "nowhere.csv", "--target", "a"], ["nowhere.csv", "does not exist"]),
     "a column that is not there": (["compare", "wine.csv", "--target", "taste"], ["'taste'", "acid, colour, quality"]),
     "no target": (["compare", "wine.csv"], ["target", "acid, colour, quality"]),
     "an unknown corruption": (["compare", "digits", "--shift", "rain"], ["'rain'", "fog"]),
@@ -263,7 +263,7 @@ def test_a_source_is_found_in_the_folder_of_data(elsewhere: Path, monkeypatch: p
     (elsewhere / "sets").mkdir()
     wine(elsewhere / "sets" / "wine.csv")
     command = ["data", "prepare", "wine.csv", "--target", "quality", "--to", "wine.mtdata"]
-    assert "no file" in sentence(multitudes_says(*command))
+    assert "does not exist" in sentence(multitudes_says(*command))
     assert multitudes_says(*command, "--data-root", "sets").code == 0
     monkeypatch.setenv("MULTITUDES_DATA", str(elsewhere / "sets"))
     assert multitudes_says(*command).code == 0

@@ -26,7 +26,7 @@ from multitudes.study.spec import Spec
 from multitudes.study.store import Run
 from multitudes.study.worker import run as run_job
 
-from .test_cli import PACKAGE, multitudes_says, sentence
+from .test_cli import PACKAGE, Ran, multitudes_says, sentence
 
 CPU = ("--device", "cpu")
 
@@ -49,6 +49,11 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def deep(images: Run) -> Path:
     return images.job("deep", 0).directory
+
+
+@pytest.fixture(scope="module")
+def digits(images: Run) -> Data:
+    return datasets.read(images.data_path)
 
 
 def garden(path: Path, rows: int = 120) -> Path:
@@ -86,6 +91,18 @@ def draw(folder: Path, x: torch.Tensor) -> list[Path]:
     return paths
 
 
+def says(*arguments: Any) -> Ran:
+    """What a command that succeeds says, on the CPU."""
+    ran = multitudes_says(*arguments, *CPU)
+    assert ran.code == 0, ran.err
+    return ran
+
+
+def refuses(*arguments: Any) -> str:
+    """The sentence of a command that fails."""
+    return sentence(multitudes_says(*arguments, *CPU))
+
+
 def rows_of(text: str) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(text)))
 
@@ -94,15 +111,16 @@ def answers(job: Path, data: Data, x: torch.Tensor) -> Any:
     """What the saved network says itself."""
     net = load(job / "model.safetensors").eval()
     with torch.no_grad():
-        return net.predict(data.preprocess(data.scaled(x)), seed=0)
+        return net.predict(data.normalised(x), seed=0)
 
 
 # -- predict -----------------------------------------------------------------------------------------------
 
 
-def test_images_in_and_a_table_of_answers_out_through_the_real_command_line(deep: Path, elsewhere: Path) -> None:
-    data = datasets.read(deep / "../../data.mtdata")
-    draw(elsewhere / "some", data.test.x[:6])
+def test_images_in_and_a_table_of_answers_out_through_the_real_command_line(
+    deep: Path, digits: Data, elsewhere: Path
+) -> None:
+    draw(elsewhere / "some", digits.test.x[:6])
     done = subprocess.run(
         [sys.executable, "-m", "multitudes", "predict", str(deep), "some", *CPU],
         capture_output=True, text=True, env={**os.environ, "PYTHONPATH": PACKAGE},
@@ -111,58 +129,49 @@ def test_images_in_and_a_table_of_answers_out_through_the_real_command_line(deep
     rows = rows_of(done.stdout)
     assert list(rows[0]) == ["input", "label", "confidence", "entropy", "mutual_information"]
     assert [row["input"] for row in rows] == [f"some/{number:03}.png" for number in range(6)]
-    want = answers(deep, data, data.test.x[:6])
-    assert [row["label"] for row in rows] == [data.classes[label] for label in want.label.tolist()]
+    want = answers(deep, digits, digits.test.x[:6])
+    assert [row["label"] for row in rows] == [digits.classes[label] for label in want.label.tolist()]
     for name in ("confidence", "entropy", "mutual_information"):
         assert [float(row[name]) for row in rows] == pytest.approx(getattr(want, name).tolist(), rel=1e-4, abs=1e-5)
 
 
-def test_json_has_the_same_answers_and_the_probabilities_where_they_are_asked_for(deep: Path, elsewhere: Path) -> None:
-    data = datasets.read(deep / "../../data.mtdata")
-    paths = draw(elsewhere, data.test.x[:3])
-    as_csv = multitudes_says("predict", deep, *paths, *CPU)
-    assert multitudes_says("predict", deep, *paths, "--to", "a.json", "--probs", *CPU).code == 0
+def test_json_has_the_same_answers_and_the_probabilities_where_they_are_asked_for(
+    deep: Path, digits: Data, elsewhere: Path
+) -> None:
+    paths = draw(elsewhere, digits.test.x[:3])
+    as_csv = rows_of(says("predict", deep, *paths).out)
+    says("predict", deep, *paths, "--to", "a.json", "--probs")
     found = json.loads((elsewhere / "a.json").read_text())
-    assert [row["label"] for row in found] == [row["label"] for row in rows_of(as_csv.out)]
+    assert [row["label"] for row in found] == [row["label"] for row in as_csv]
     for row in found:
-        probs = [row[f"p({name})"] for name in data.classes]
+        probs = [row[f"p({name})"] for name in digits.classes]
         assert sum(probs) == pytest.approx(1, abs=1e-4)
         assert row["confidence"] == pytest.approx(max(probs))
         assert row["entropy"] == pytest.approx(-sum(p * math.log(p) for p in probs), rel=1e-3)
 
 
-def test_draws_are_the_same_each_time_and_others_with_another_seed(images: Run, elsewhere: Path) -> None:
+def test_draws_are_the_same_each_time_and_others_with_another_seed(images: Run, digits: Data, elsewhere: Path) -> None:
     job = images.job("drop_connect", 0).directory
-    (path,) = draw(elsewhere, datasets.read(images.data_path).test.x[:1])
-    one, two, other = (
-        multitudes_says("predict", job, path, "--seed", seed, "--draws", 5, *CPU).out for seed in (1, 1, 2)
-    )
+    (path,) = draw(elsewhere, digits.test.x[:1])
+    one, two, other = (says("predict", job, path, "--seed", seed, "--draws", 5).out for seed in (1, 1, 2))
     assert one == two != other
 
 
-def test_images_of_other_sizes_and_colours_are_fitted(deep: Path, elsewhere: Path) -> None:
-    Image.new("RGB", (31, 17), (200, 30, 30)).save(elsewhere / "red.jpg")
-    ran = multitudes_says("predict", deep, "red.jpg", *CPU)
-    assert ran.code == 0
-    assert len(rows_of(ran.out)) == 1
-
-
-def test_an_image_that_cannot_be_read_is_named_or_left_out_and_counted(deep: Path, elsewhere: Path) -> None:
+def test_images_of_any_size_and_colour_are_read_or_named_and_left_out(deep: Path, elsewhere: Path) -> None:
     draw(elsewhere / "some", torch.zeros(2, 1, 8, 8, dtype=torch.uint8))
+    Image.new("RGB", (31, 17), (200, 30, 30)).save(elsewhere / "some" / "red.jpg")
+    (elsewhere / "some" / "labels.csv").write_text("file,label\n000.png,3\n")  # not what an image network reads
+    assert len(rows_of(says("predict", deep, "some").out)) == 3
     (elsewhere / "some" / "bad.png").write_text("no image")
-    told = sentence(multitudes_says("predict", deep, "some", *CPU))
+    told = refuses("predict", deep, "some")
     assert "some/bad.png" in told and "--skip-bad" in told
-    ran = multitudes_says("predict", deep, "some", "--skip-bad", *CPU)
-    assert ran.code == 0
-    assert "Left out 1 of 3" in ran.err
-    assert len(rows_of(ran.out)) == 2
+    ran = says("predict", deep, "some", "--skip-bad")
+    assert "Left out 1 of 4" in ran.err and len(rows_of(ran.out)) == 3
 
 
 def test_a_table_in_and_means_with_intervals_out(table: Run, elsewhere: Path) -> None:
     (elsewhere / "new.csv").write_text("kind,id,sun\noak,a,4\nrose,b,0.5\n")  # other order, more columns, no target
-    ran = multitudes_says("predict", table.directory, "new.csv", *CPU)
-    assert ran.code == 0, ran.err
-    rows = rows_of(ran.out)
+    rows = rows_of(says("predict", table.directory, "new.csv").out)
     assert [row["input"] for row in rows] == ["0", "1"]
     data = datasets.read(table.data_path)
     x = torch.zeros(2, len(data.columns))
@@ -173,7 +182,7 @@ def test_a_table_in_and_means_with_intervals_out(table: Run, elsewhere: Path) ->
     reach = 1.959964 * want.std[:, 0] * data.target_std
     for name, values in (("mean", mean), ("low", mean - reach), ("high", mean + reach)):
         assert [float(row[name]) for row in rows] == pytest.approx(values.tolist(), rel=1e-4)
-    narrower = rows_of(multitudes_says("predict", table.directory, "new.csv", "--level", "0.5", *CPU).out)
+    narrower = rows_of(says("predict", table.directory, "new.csv", "--level", "0.5").out)
     assert float(narrower[0]["low"]) > float(rows[0]["low"])
 
 
@@ -188,37 +197,32 @@ TABLES = {
 def test_a_table_that_does_not_fit_says_why(case: str, table: Run, elsewhere: Path) -> None:
     text, words = TABLES[case]
     (elsewhere / "new.csv").write_text(text)
-    told = sentence(multitudes_says("predict", table.directory, "new.csv", *CPU))
+    told = refuses("predict", table.directory, "new.csv")
     for word in words:
         assert word in told
 
 
 def test_a_category_that_training_had_not_is_told(table: Run, elsewhere: Path) -> None:
     (elsewhere / "new.csv").write_text("sun,kind\n1,oak\n2,palm\n")
-    ran = multitudes_says("predict", table.directory, "new.csv", *CPU)
-    assert ran.code == 0
-    assert "1 rows have a category that the training data had not" in ran.err
+    told = says("predict", table.directory, "new.csv").err
+    assert "1 rows have a category that the training data had not" in told
 
 
-def test_of_a_run_with_several_jobs_one_must_be_said(images: Run, elsewhere: Path) -> None:
+def test_what_is_no_network_is_refused(images: Run, deep: Path, elsewhere: Path) -> None:
     draw(elsewhere, torch.zeros(1, 1, 8, 8, dtype=torch.uint8))
-    told = sentence(multitudes_says("predict", images.directory, "000.png", *CPU))
-    assert "deep-0, drop_connect-0" in told
-    assert "the best" in told
-
-
-def test_a_job_that_is_not_done_is_no_network(deep: Path, elsewhere: Path) -> None:
+    told = refuses("predict", images.directory, "000.png")
+    assert "deep-0, drop_connect-0" in told and "the best" in told
     (elsewhere / "packed-0").mkdir()
     shutil.copy(deep / "config.json", elsewhere / "packed-0")
-    assert "not done" in sentence(multitudes_says("predict", "packed-0", "packed-0", *CPU))
+    assert "not done" in refuses("predict", "packed-0", "packed-0")
+    assert "'nothing.png' does not exist" in refuses("predict", deep, "nothing.png")
 
 
 # -- evaluate ----------------------------------------------------------------------------------------------
 
 
 def test_evaluating_its_own_test_part_gives_the_scores_of_the_study(deep: Path, elsewhere: Path) -> None:
-    ran = multitudes_says("evaluate", deep, "--to", "scores.json", *CPU)
-    assert ran.code == 0, ran.err
+    ran = says("evaluate", deep, "--to", "scores.json")
     found = json.loads((elsewhere / "scores.json").read_text())
     want = json.loads((deep / "metrics.json").read_text())["scores"]
     for name in ("accuracy", "nll", "ece", "ood/photographs/mutual_information/auroc"):
@@ -226,35 +230,27 @@ def test_evaluating_its_own_test_part_gives_the_scores_of_the_study(deep: Path, 
         assert f"{name} " in ran.out
 
 
-def test_other_images_are_scored_by_the_names_of_their_folders(deep: Path, elsewhere: Path) -> None:
-    data = datasets.read(deep / "../../data.mtdata")
-    for number, name in enumerate(data.classes[:3]):
-        draw(elsewhere / "other" / name, data.test.x[data.test.y == number])
-    ran = multitudes_says(
-        "evaluate", deep, "other", "--to", "scores.json", "--shift", "contrast", "--severities", "5", *CPU
-    )
-    assert ran.code == 0, ran.err
+def test_other_images_are_scored_by_the_names_of_their_folders(deep: Path, digits: Data, elsewhere: Path) -> None:
+    for number, name in enumerate(digits.classes[:3]):
+        draw(elsewhere / "other" / name, digits.test.x[digits.test.y == number])
+    draw(elsewhere / "blank", torch.zeros(2, 1, 8, 8, dtype=torch.uint8))
+    says("evaluate", deep, "other", "--to", "scores.json", "--shift", "contrast", "--severities", "5", "--ood", "blank")
     found = json.loads((elsewhere / "scores.json").read_text())
-    chosen = data.test.y < 3
-    want = answers(deep, data, data.test.x[chosen])
-    accuracy = (want.label == data.test.y[chosen]).float().mean().item()
+    chosen = digits.test.y < 3
+    want = answers(deep, digits, digits.test.x[chosen])
+    accuracy = (want.label == digits.test.y[chosen]).float().mean().item()
     assert found["accuracy"] == {"value": pytest.approx(accuracy), "count": int(chosen.sum())}
-    assert "shift/contrast/5/accuracy" in found
-
-
-def test_a_class_that_the_network_does_not_know_is_named(deep: Path, elsewhere: Path) -> None:
-    for name in ("0", "cat"):
-        draw(elsewhere / "other" / name, torch.zeros(2, 1, 8, 8, dtype=torch.uint8))
-    assert "'cat'" in sentence(multitudes_says("evaluate", deep, "other", *CPU))
+    assert {"shift/contrast/5/accuracy", "ood/blank/entropy/auroc", "ood/photographs/entropy/auroc"} < set(found)
+    draw(elsewhere / "other" / "cat", torch.zeros(2, 1, 8, 8, dtype=torch.uint8))
+    assert "'cat'" in refuses("evaluate", deep, "other")
 
 
 def test_a_table_is_scored_in_its_own_units(table: Run, elsewhere: Path) -> None:
     garden(elsewhere / "garden.csv")
-    command = ["evaluate", table.directory, "garden.csv", "--to", "scores.json", *CPU]
-    assert "sun, kind, height" in sentence(multitudes_says(*command))
-    ran = multitudes_says(*command, "--target", "height")
-    assert ran.code == 0, ran.err
-    predicted = rows_of(multitudes_says("predict", table.directory, "garden.csv", *CPU).out)
+    command = ["evaluate", table.directory, "garden.csv", "--to", "scores.json"]
+    assert "sun, kind, height" in refuses(*command)
+    says(*command, "--target", "height")
+    predicted = rows_of(says("predict", table.directory, "garden.csv").out)
     heights = np.array([float(row["height"]) for row in rows_of((elsewhere / "garden.csv").read_text())])
     means = np.array([float(row["mean"]) for row in predicted])
     found = json.loads((elsewhere / "scores.json").read_text())["rmse"]
@@ -265,39 +261,31 @@ def test_a_table_is_scored_in_its_own_units(table: Run, elsewhere: Path) -> None
 # -- export, explain, report -------------------------------------------------------------------------------
 
 
-def test_an_exported_network_gives_the_answers_of_predict(deep: Path, elsewhere: Path) -> None:
+def test_an_exported_network_gives_the_answers_of_predict(deep: Path, digits: Data, elsewhere: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     ran = multitudes_says("export", deep, "--to", "model.onnx")
     assert ran.code == 0, ran.err
     assert ran.out.rstrip().endswith("Exported: model.onnx")
     session = onnxruntime.InferenceSession("model.onnx", providers=["CPUExecutionProvider"])
     about = {name: json.loads(value) for name, value in session.get_modelmeta().custom_metadata_map.items()}
-    x = datasets.read(deep / "../../data.mtdata").test.x[:5]
+    x = digits.test.x[:5]
     raw = x.numpy().astype("float32") / 255
     fed = (raw - np.float32(about["mean"]).reshape(-1, 1, 1)) / np.float32(about["std"]).reshape(-1, 1, 1)
     names = ["probs", "entropy", "mutual_information", "members"]
     probs, entropy, information, members = session.run(names, {"x": fed})
     assert members.shape == (2, 5, 10)
-    rows = rows_of(multitudes_says("predict", deep, *draw(elsewhere, x), *CPU).out)
+    rows = rows_of(says("predict", deep, *draw(elsewhere, x)).out)
     assert [about["classes"][label] for label in probs.argmax(1)] == [row["label"] for row in rows]
     for values, name in ((probs.max(1), "confidence"), (entropy, "entropy"), (information, "mutual_information")):
         assert values.tolist() == pytest.approx([float(row[name]) for row in rows], abs=1e-4)
 
 
 def test_explain_compares_the_networks_of_a_run_on_a_page(images: Run, elsewhere: Path) -> None:
-    ran = multitudes_says(
-        "explain", images.directory, "--to", "why.html", "--points", "3", "--inputs", "32", *CPU
-    )  # fmt: skip
-    assert ran.code == 0, ran.err
+    ran = says("explain", images.directory, "--to", "why.html", "--points", "3", "--inputs", "32")
     assert "Comparing 2 networks: deep-0, member 0; deep-0, member 1" in ran.err
     assert "plotly" in (elsewhere / "why.html").read_text(encoding="utf-8")
-    told = sentence(multitudes_says("explain", images.directory, "--methods", "packed", *CPU))
-    assert "deep, drop_connect" in told
-
-
-def test_a_single_network_is_nothing_to_compare(images: Run) -> None:
-    job = images.job("drop_connect", 0).directory
-    assert "two networks" in sentence(multitudes_says("explain", job, *CPU))
+    assert "deep, drop_connect" in refuses("explain", images.directory, "--methods", "packed")
+    assert "two networks" in refuses("explain", images.job("drop_connect", 0).directory)
 
 
 def test_the_page_can_be_written_again(images: Run) -> None:

@@ -29,7 +29,7 @@ def smooth() -> nn.Module:
 
 
 def dropped(model: nn.Module) -> mt.Multitude:
-    return mt.mc_dropout(model, 0.3, where="block", example=IMAGES)
+    return mt.mc_dropout(model, 0.3, "block", example=IMAGES)
 
 
 COMPOSITIONS: dict[str, tuple[Callable[[], mt.Multitude], int, bool]] = {
@@ -116,7 +116,7 @@ PEAK = """
 import resource, torch
 import multitudes as mt
 model = mt.models.resnet18().eval()
-net = mt.mc_dropout(model, 0.3, r"layer[234].*conv2", where="block").eval()
+net = mt.mc_dropout(model, 0.3, r"layer[234].*conv2").eval()
 x = torch.randn(64, 3, 32, 32)
 with torch.no_grad():
     net(x[:, :, :8, :8], draws=2)  # what torch itself needs to start
@@ -135,7 +135,7 @@ def test_two_hundred_draws_of_a_resnet_stay_inside_a_gigabyte() -> None:
 
 
 def test_predict_draws_batch_by_batch() -> None:
-    net = mt.mc_dropout(smooth(), 0.3, where="activation", example=IMAGES)
+    net = mt.mc_dropout(smooth(), 0.3, "activation", example=IMAGES)
     p = mt.predict(net, IMAGES, draws=3, batch_size=2)
     assert isinstance(p.probs, Tensor)
     assert p.members == 3

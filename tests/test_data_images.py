@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from PIL import Image
 
 from multitudes import data as md
 from multitudes.data import images, sources
+from multitudes.data.digits import digits
 from tests.predictions import raises
 
 
@@ -23,9 +24,13 @@ def pixels(count: int, *shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, *shape), dtype="uint8")
 
 
-def encoded(array: np.ndarray, mode: str | None = None, **options: Any) -> bytes:
+def encoded(array: np.ndarray, kind: str = "PNG", **options: Any) -> bytes:
+    return saved(Image.fromarray(array), kind, **options)
+
+
+def saved(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     file = io.BytesIO()
-    Image.fromarray(array, mode).save(file, **({"format": "PNG"} | options))
+    image.save(file, kind, **options)
     return file.getvalue()
 
 
@@ -36,6 +41,13 @@ def parquet(path: Path, arrays: Sequence[Any], labels: Sequence[Any], names: Seq
     features = datasets.Features({"img": datasets.Image(), "label": label})
     datasets.Dataset.from_dict({"img": files, "label": list(labels)}, features=features).to_parquet(str(path))
     return path
+
+
+def refused(source: Any, cases: Mapping[str, dict[str, Any]]) -> None:
+    """Each of these sentences is what `load` says to its options."""
+    for sentence, options in cases.items():
+        with raises(sentence):
+            md.load(source, **options)
 
 
 def found(data: md.Data, arrays: np.ndarray, labels: Sequence[int]) -> None:
@@ -55,19 +67,15 @@ def test_parquet_of_the_datasets_library_comes_out_as_it_went_in(tmp_path: Path)
     arrays, labels = pixels(40, 6, 5, 3), [row % 4 for row in range(40)]
     path = parquet(tmp_path / "x.parquet", list(arrays), labels, ["d", "c", "b", "a"])
     data = md.load(path)
-    assert (data.kind, data.shape, data.classes) == ("image", (3, 6, 5), ("d", "c", "b", "a"))
+    assert (data.kind.name, data.shape, data.classes) == ("image", (3, 6, 5), ("d", "c", "b", "a"))
     found(data, arrays, labels)
     assert [len(part) for part in data.parts.values()] == [28, 4, 8]
     assert [part.y.bincount(minlength=4).tolist() for part in data.parts.values()] == [[7] * 4, [1] * 4, [2] * 4]
     assert data.mean.flatten().tolist() == pytest.approx(data.train.x.double().mean((0, 2, 3)).div(255).tolist())
     std = data.train.x.numpy().astype("float64").std((0, 2, 3)) / 255
     assert data.std.flatten().tolist() == pytest.approx(std.tolist())
-
-
-def test_labels_without_names_are_named_by_their_numbers(tmp_path: Path) -> None:
-    data = md.load(parquet(tmp_path / "x.parquet", list(pixels(100, 2, 2)), [5 + row for row in range(50)] * 2))
-    assert data.classes == tuple(str(label) for label in range(5, 55))
-    assert data.shape == (1, 2, 2) and int(data.train.y.max()) == 49
+    unnamed = md.load(parquet(path, list(pixels(100, 2, 2)), [5 + row for row in range(50)] * 2))
+    assert unnamed.classes == tuple(str(label) for label in range(5, 55)) and int(unnamed.train.y.max()) == 49
 
 
 def test_shards_are_joined_and_their_names_tell_the_part(tmp_path: Path) -> None:
@@ -134,21 +142,16 @@ def test_what_is_no_source_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
         raise ConnectionError("no network\nat all")
 
     monkeypatch.setattr(datasets, "get_dataset_default_config_name", offline)
-    kinds = sources.KINDS
-    with raises(f"a source must be {kinds}, got 'no/where': no such file or folder, and as an id: no network"):
-        md.load("no/where")
-    for wrong in ("", None, "digit"):
-        with raises(f"a source must be {kinds}, got {wrong!r}"):
-            md.load(wrong)  # type: ignore[arg-type]
-    with raises("source 'nowhere.csv' is no file"):
-        md.load("nowhere.csv")
-    with raises(f"a source must be {kinds}, got 'a/b/c'"):
-        md.load("a/b/c")
+    kinds = f"a source must be {sources.SOURCES}, got"
     (tmp_path / "x.doc").write_text("text")
-    with raises(f"a source must be {kinds}, got {str(tmp_path / 'x.doc')!r}"):
-        md.load(tmp_path / "x.doc")
-    with raises(f"folder {str(tmp_path)!r} holds no CSV, Parquet or image files"):
-        md.load(tmp_path)
+    for wrong, sentence in {
+        "no/where": f"{kinds} 'no/where': no such file or folder, and as an id: no network",
+        **{wrong: f"{kinds} {str(wrong)!r}" for wrong in ("", "digit", "a/b/c", str(tmp_path / "x.doc"))},
+        None: f"{kinds} None",
+        "nowhere.csv": "source 'nowhere.csv' does not exist",
+        tmp_path: f"folder {str(tmp_path)!r} holds no CSV, Parquet or image files",
+    }.items():
+        refused(wrong, {sentence: {}})
     (tmp_path / "x.parquet").write_text("text")
     with pytest.raises(ValueError, match="x.parquet could not be read as Parquet: "):
         md.load(tmp_path)
@@ -158,29 +161,22 @@ def test_what_is_no_source_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_columns_are_found_or_given(tmp_path: Path) -> None:
-    image = {"bytes": encoded(pixels(1, 2, 2)[0]), "path": None}
-    column = datasets.Image()
-    features = {
-        "left": column,
-        "right": column,
-        "fine": datasets.ClassLabel(names=["a", "b"]),
-        "n": datasets.Value("int64"),
-    }
+    image, column = {"bytes": encoded(pixels(1, 2, 2)[0]), "path": None}, datasets.Image()
+    labels = {"fine": datasets.ClassLabel(names=["a", "b"]), "n": datasets.Value("int64")}
+    features = {"left": column, "right": column, **labels}
     rows = {"left": [image] * 20, "right": [image] * 20, "fine": [0, 1] * 10, "n": [0, 1, 1, 0] * 5}
     path = tmp_path / "x.parquet"
     datasets.Dataset.from_dict(rows, features=datasets.Features(features)).to_parquet(str(path))
-    with raises("image= must say which column of x.parquet holds the images: left, right"):
-        md.load(path)
     assert md.load(path, image="left").classes == ("a", "b")  # the only column of labels
     assert md.load(path, image="left", target="n").classes == ("0", "1")
-    with raises("image='fine' must be a column of images, got one of kind text"):
-        md.load(path, image="fine")
-    with raises("image='middle' is no column of x.parquet, which has left, right, fine, n"):
-        md.load(path, image="middle")
-    with raises("target='right' must hold numbers or texts, got image"):
-        md.load(path, image="left", target="right")
-    with raises("columns= is for tables, and x.parquet has images in 'left'"):
-        md.load(path, image="left", columns=["n"])
+    cases: dict[str, dict[str, Any]] = {
+        "image= must say which column of x.parquet holds the images: left, right": {},
+        "image='fine' must be a column of images, got one of kind text": {"image": "fine"},
+        "image='middle' is no column of x.parquet, which has left, right, fine, n": {"image": "middle"},
+        "target='right' must hold numbers or texts, got image": {"image": "left", "target": "right"},
+        "columns= is not for x.parquet, which holds images: leave it out": {"image": "left", "columns": ["n"]},
+    }
+    refused(path, cases)
 
 
 # -- pixels ------------------------------------------------------------------------------------------------
@@ -201,26 +197,25 @@ def test_grey_stays_grey_until_there_is_colour() -> None:
 
 def test_formats_may_change_from_image_to_image() -> None:
     arrays = pixels(6, 8, 8, 3)
-    files = []
-    for array, kind in zip(arrays, ["png", "bmp", "bmp", "webp", "png", "tiff"], strict=True):
-        file = io.BytesIO()
-        Image.fromarray(array).save(file, kind, **({"lossless": True} if kind == "webp" else {}))
-        files.append(file.getvalue())
+    kinds = ["png", "bmp", "bmp", "webp", "png", "tiff"]
+    files = [
+        encoded(array, kind, **({"lossless": True} if kind == "webp" else {}))
+        for array, kind in zip(arrays, kinds, strict=True)
+    ]
     np.testing.assert_array_equal(opened(*files), arrays.transpose(0, 3, 1, 2))
 
 
 def test_palettes_transparency_two_tones_and_16_bits_are_understood() -> None:
     colour, alpha = pixels(1, 3, 4, 3)[0], pixels(1, 3, 4, 1, seed=1)[0]
-    np.testing.assert_array_equal(opened(encoded(np.concatenate([colour, alpha], 2)))[0], colour.transpose(2, 0, 1))
     palette = Image.fromarray(np.array([[0, 1], [2, 1]], dtype="uint8"), "P")
     palette.putpalette([10, 20, 30, 40, 50, 60, 70, 80, 90])
-    file = io.BytesIO()
-    palette.save(file, "PNG")
-    assert opened(file.getvalue())[0].tolist() == [[[10, 40], [70, 40]], [[20, 50], [80, 50]], [[30, 60], [90, 60]]]
-    file = io.BytesIO()
-    Image.fromarray(np.array([[True, False]])).save(file, "PNG")
-    assert opened(file.getvalue()).tolist() == [[[[255, 0]]]]
-    assert opened(encoded(np.array([[0, 256, 65535]], dtype="uint16"))).tolist() == [[[[0, 1, 255]]]]
+    for file, expected in (
+        (encoded(np.concatenate([colour, alpha], 2)), colour.transpose(2, 0, 1)),
+        (saved(palette), [[[10, 40], [70, 40]], [[20, 50], [80, 50]], [[30, 60], [90, 60]]]),
+        (saved(Image.fromarray(np.array([[True, False]]))), [[[255, 0]]]),
+        (encoded(np.array([[0, 256, 65535]], dtype="uint16")), [[[0, 1, 255]]]),
+    ):
+        np.testing.assert_array_equal(opened(file)[0], expected)
 
 
 def test_a_turned_photograph_is_turned_back() -> None:
@@ -256,22 +251,19 @@ def test_images_of_different_sizes_need_a_size(tmp_path: Path) -> None:
             md.load(path, size=wrong)  # type: ignore[arg-type]
 
 
-def test_without_pillow_no_image_is_called_bad(monkeypatch: pytest.MonkeyPatch) -> None:
-    file = encoded(pixels(1, 2, 2)[0])
-    monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(ImportError, match="^reading images needs PIL: pip install 'multitudes\\[data\\]'$"):
-        opened(file)
-    with pytest.raises(ImportError, match="^photographs needs PIL: "):
-        md.load("digits")
-
-
-def test_images_that_memory_cannot_hold_are_told_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_machine_lacks_is_told_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = encoded(pixels(1, 100, 100, 3)[0])
     monkeypatch.setattr(images, "free_bytes", lambda device: 1e6)
     with raises(
         "100 images of [3, 100, 100] take 0.003 GB when decoded, and 0.001 GB are free: "
         "give a smaller size= or a limit="
     ):
-        opened(*[encoded(pixels(1, 100, 100, 3)[0])] * 100)
+        opened(*[file] * 100)
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    digits.cache_clear()
+    for what, call in (("reading images", lambda: opened(file)), ("photographs", lambda: md.load("digits"))):
+        with pytest.raises(ImportError, match=f"^{what} needs PIL: pip install 'multitudes\\[data\\]'$"):
+            call()  # no image is called bad
 
 
 # -- bad rows ----------------------------------------------------------------------------------------------
@@ -298,25 +290,19 @@ def test_unreadable_images_and_missing_labels_are_named_and_can_be_left_out(tmp_
     assert md.load(path, skip_bad=True).dropped == {"'label' is missing": 20}
 
 
-def test_a_broken_file_of_a_folder_is_named(folder: Path) -> None:
+def test_a_broken_file_of_a_folder_is_named_and_a_part_needs_a_good_one(folder: Path) -> None:
     (folder / "train" / "cat" / "0.png").write_bytes(b"")
-    with raises(
-        "pets has 1 bad row: train/cat/0.png: the image is unreadable (no known format). skip_bad=True leaves them out"
-    ):
-        md.load(folder)
-
-
-def test_a_part_without_one_good_image_is_an_error(folder: Path) -> None:
+    what = "pets has 1 bad row: train/cat/0.png: the image is unreadable (no known format). skip_bad=True leaves"
+    refused(folder, {f"{what} them out": {}})
     for path in (folder / "test").rglob("*.png"):
         path.write_bytes(b"")
-    with raises("pets has no image in its test part that can be read"):
-        md.load(folder, skip_bad=True)
+    refused(folder, {"pets has no row in its test part that can be read": {"skip_bad": True}})
 
 
-# -- foreign images ----------------------------------------------------------------------------------------
+# -- out-of-distribution images ----------------------------------------------------------------------------
 
 
-def test_foreign_images_take_the_shape_of_the_data(tmp_path: Path, folder: Path) -> None:
+def test_ood_images_take_the_shape_of_the_data(tmp_path: Path, folder: Path) -> None:
     grey = pixels(6, 4, 4, seed=5)
     (tmp_path / "plain").mkdir()
     for row, array in enumerate(grey):
@@ -333,15 +319,13 @@ def test_foreign_images_take_the_shape_of_the_data(tmp_path: Path, folder: Path)
     assert len(small.ood["pets"]) == 4  # its test part
 
 
-def test_foreign_images_that_do_not_fit_are_refused(tmp_path: Path, folder: Path) -> None:
+def test_ood_images_that_do_not_fit_are_refused(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "x.csv").write_text("a,b\n1,2\n")
-    with raises(f"ood {str(tmp_path / 'x.csv')!r} must hold images, got the columns a, b"):
-        md.load(folder, ood=tmp_path / "x.csv")
-    with raises("ood must be sources of different names, got pets, pets"):
-        md.load("digits", ood=[folder, folder])
+    refused(folder, {"x.csv must hold images, got the columns a, b": {"ood": tmp_path / "x.csv"}})
+    taken = "is the name of out-of-distribution inputs that digits has already"
+    refused("digits", {f"ood 'pets' {taken}": {"ood": [folder, folder]}})
     folder.rename(tmp_path / "photographs")
-    with raises("ood 'photographs' is the name of foreign inputs that digits has already"):
-        md.load("digits", ood=tmp_path / "photographs")
+    refused("digits", {f"ood 'photographs' {taken}": {"ood": tmp_path / "photographs"}})
     (tmp_path / "photographs" / "test" / "cat" / "20.png").write_bytes(b"")
     (tmp_path / "photographs").rename(tmp_path / "pets")
     with pytest.raises(ValueError, match="^pets has 1 bad row: test/cat/20.png: the image is unreadable"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -45,20 +46,16 @@ def test_an_epoch_goes_through_every_row_once_in_an_order_of_its_own() -> None:
     assert order(loader(numbered(), shuffle=False)) == list(range(23))
 
 
-def test_the_order_depends_on_seed_and_epoch_alone() -> None:
-    batches = loader(numbered(), batch_size=7, augment="standard")
-    torch.manual_seed(1)
+def test_the_order_depends_on_seed_and_epoch_alone_and_loading_changes_nothing() -> None:
+    data = numbered()
+    batches, images = loader(data, batch_size=7, augment="standard"), data.train.x.clone()
+    before = torch.get_rng_state()
     epochs = [order(batches) for _ in range(3)]
+    assert torch.equal(before, torch.get_rng_state()) and torch.equal(images, data.train.x)
     torch.manual_seed(2)
     other = loader(numbered())
     other.start(2)
     assert order(other) == epochs[2]
-
-
-def test_loading_leaves_the_random_state_as_it_was() -> None:
-    before = torch.get_rng_state()
-    list(loader(numbered(), augment="standard"))
-    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_batches_are_preprocessed_images_and_their_classes() -> None:
@@ -91,16 +88,12 @@ def test_an_epoch_taken_up_in_the_middle_goes_on_as_if_never_left(augment: str |
     assert list(again) == [] and again.epoch == 1
 
 
-def test_an_epoch_that_was_left_begins_anew() -> None:
+def test_an_epoch_that_was_left_begins_anew_and_ends_with_what_is_left_or_drops_it() -> None:
     batches = loader(numbered())
     peeked = next(iter(batches))
     assert batches.epoch == 0
     whole = list(batches)
-    assert same([peeked], whole[:1]) and len(whole) == 5 and batches.epoch == 1
-
-
-def test_the_last_batch_is_what_is_left_or_dropped() -> None:
-    assert [len(y) for _, y in loader(numbered())] == [5, 5, 5, 5, 3]
+    assert same([peeked], whole[:1]) and [len(y) for _, y in whole] == [5, 5, 5, 5, 3] and batches.epoch == 1
     short = loader(numbered(), drop_last=True)
     assert len(short) == 4 and [len(y) for _, y in short] == [5, 5, 5, 5]
     assert len(loader(numbered(20))) == len(loader(numbered(20), drop_last=True)) == 4
@@ -113,31 +106,28 @@ def test_data_that_the_device_cannot_hold_are_moved_batch_by_batch(monkeypatch: 
     assert loader(numbered(), device="meta")._x.device.type == "cpu"
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"batch_size": 0}, "batch_size must be a whole number, 1 or more, got 0"),
-        ({"augment": "turn"}, "augment must be None or one of standard, crop, got 'turn'"),
-        ({"seed": -1}, "seed must be None or a whole number, 0 or more and below 2**63, got -1"),
-        (
-            {"batch_size": 24, "drop_last": True},
-            "batch_size=24 leaves no whole batch of 23 rows: drop_last=False",
-        ),
-    ],
-)
-def test_arguments_are_checked(options: dict[str, object], sentence: str) -> None:
+ROWS = Part(torch.zeros(2, 1), torch.zeros(2))
+WRONG: dict[str, Callable[[], object]] = {
+    "batch_size must be a whole number, 1 or more, got 0": lambda: loader(numbered(), batch_size=0),
+    "augment must be None or one of standard, crop, got 'turn'": lambda: loader(numbered(), augment="turn"),
+    "seed must be None or a whole number, 0 or more and below 2**63, got -1": lambda: loader(numbered(), seed=-1),
+    "batch_size=24 leaves no whole batch of 23 rows: drop_last=False": lambda: loader(
+        numbered(), batch_size=24, drop_last=True
+    ),
+    "augment='crop' is for images, and x has rows of 1": lambda: loader(
+        Data("x", ROWS, ROWS, ROWS, columns=("a",)), augment="crop"
+    ),
+    "batch must be a whole number, 0 or more and at most 5, the batches of an epoch, got 6": lambda: loader(
+        numbered()
+    ).start(0, 6),
+    "epoch must be a whole number, 0 or more, got -1": lambda: loader(numbered()).start(-1),
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG)
+def test_arguments_are_checked(sentence: str) -> None:
     with raises(sentence):
-        loader(numbered(), **options)
-
-
-def test_where_to_start_is_checked() -> None:
-    with raises("batch must be a whole number, 0 or more and at most 5, the batches of an epoch, got 6"):
-        loader(numbered()).start(0, 6)
-    with raises("epoch must be a whole number, 0 or more, got -1"):
-        loader(numbered()).start(-1)
-    part = Part(torch.zeros(2, 1), torch.zeros(2))
-    with raises("augment='crop' is for images, and x is a table"):
-        Loader(part, Data("x", part, part, part, columns=("a",)), 1, augment="crop")
+        WRONG[sentence]()
 
 
 # -- augmentation ------------------------------------------------------------------------------------------
@@ -181,13 +171,6 @@ def test_large_images_move_by_four_pixels() -> None:
     out = moved(image.expand(500, -1, -1, -1), random_moves(500, (64, 48), torch.Generator().manual_seed(0)))
     rows, columns = out[:, 0].amax(2).sum(1), out[:, 0].amax(1).sum(1)
     assert (int(rows.min()), int(rows.max())) == (60, 64) and (int(columns.min()), int(columns.max())) == (44, 48)
-
-
-def test_the_given_images_are_not_changed() -> None:
-    data = numbered()
-    before = data.train.x.clone()
-    list(loader(data, augment="standard"))
-    assert torch.equal(before, data.train.x)
 
 
 # -- devices -----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,12 +41,9 @@ def test_the_digits_are_all_of_scikit_learn_s_each_in_one_part(digits: Data) -> 
         ours += [(image.tobytes(), int(label)) for image, label in zip(back, part.y, strict=True)]
     assert sorted(ours) == known
     assert int(digits.train.x.min()) == 0 and int(digits.train.x.max()) == 255
-
-
-def test_the_digits_are_split_once_and_for_all_by_class(digits: Data) -> None:
     assert [len(part) for part in digits.parts.values()] == [1097, 300, 400]
     assert md.load("digits", seed=7).fingerprint == digits.fingerprint
-    share = np.bincount(load_digits().target) / 1797
+    share = np.bincount(theirs.target) / 1797
     for part in digits.parts.values():
         assert np.abs(part.y.bincount().numpy() - share * len(part)).max() <= 2
 
@@ -56,9 +54,6 @@ def test_photographs_have_the_pixels_of_the_test_digits_in_other_places(digits: 
     assert torch.equal(photographs.flatten(1).sort().values, digits.test.x.flatten(1).sort().values)
     assert not (photographs == digits.test.x).flatten(1).all(1).any()
     assert len(photographs.flatten(1).unique(dim=0)) == 400
-
-
-def test_what_is_prepared_is_not_read_in_another_way(digits: Data) -> None:
     with raises("target= does not change 'digits', which is prepared: leave it out"):
         md.load("digits", target="label")
 
@@ -80,11 +75,12 @@ def test_a_spread_takes_from_each_group_its_share(count: int) -> None:
 def table() -> Data:
     x = torch.randn(12, 2, generator=torch.Generator().manual_seed(0))
     part = Part(x, x.sum(1))
-    return Data("sums", part, part, part, columns=("a", "b=ü"), ood={"far away": x + 9}, dropped={"'a' is missing": 3})
+    more = {"ood": {"far away": x + 9}, "dropped": {"'a' is missing": 3}, "categories": {"a": [], "b": ["ü"]}}
+    return Data("sums", part, part, part, columns=("a", "b=ü"), **more)  # type: ignore[arg-type]
 
 
 def equal(a: Data, b: Data) -> bool:
-    about = [(data.name, data.classes, data.columns, dict(data.dropped), list(data.ood)) for data in (a, b)]
+    about = [(data.name, data.classes, data.columns, data.dropped, list(data.ood), data.categories) for data in (a, b)]
     return a.fingerprint == b.fingerprint and about[0] == about[1]
 
 
@@ -105,10 +101,17 @@ def smooth(count: int) -> list[np.ndarray]:
     ]
 
 
-def test_encoded_images_are_kept_as_they_came(tmp_path: Path) -> None:
-    files = [encoded(array, format="JPEG") for array in smooth(20)]
+@pytest.fixture
+def photographs(tmp_path: Path) -> Data:
+    """20 JPEGs, smaller than their pixels."""
+    files = [encoded(array, "JPEG") for array in smooth(20)]
     data = md.load(parquet(tmp_path / "x.parquet", files, [0, 1] * 10, ["a", "b"]))
     assert sorted(file for part in data.parts.values() for file in part.files) == sorted(files)
+    return data
+
+
+def test_encoded_images_are_kept_as_they_came(tmp_path: Path, photographs: Data) -> None:
+    data = photographs
     for file, image in zip(data.train.files, data.train.x, strict=True):
         np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(file))), image.permute(1, 2, 0).numpy())
     path = md.save(data, tmp_path / "x.mtdata")
@@ -128,7 +131,7 @@ def test_pixels_are_kept_where_they_are_smaller(tmp_path: Path) -> None:
     assert "train.x" in np.load(path) and equal(md.read(path), data)
 
 
-def test_a_prepared_file_takes_limits_and_foreign_images(tmp_path: Path, digits: Data) -> None:
+def test_a_prepared_file_takes_limits_and_ood_images(tmp_path: Path, digits: Data) -> None:
     path = md.save(digits, tmp_path / "x.mtdata")
     (tmp_path / "noise.png.d").mkdir()
     (tmp_path / "noise.png.d" / "0.png").write_bytes(encoded(pixels(1, 8, 8)[0]))
@@ -137,10 +140,8 @@ def test_a_prepared_file_takes_limits_and_foreign_images(tmp_path: Path, digits:
     assert {name: len(x) for name, x in data.ood.items()} == {"photographs": 20, "noise.png.d": 1}
 
 
-def test_a_job_reads_a_prepared_file_with_numpy_and_pillow_alone(tmp_path: Path) -> None:
-    files = [encoded(array, format="JPEG") for array in smooth(20)]
-    data = md.load(parquet(tmp_path / "x.parquet", files, [0, 1] * 10, ["a", "b"]))
-    md.save(data, tmp_path / "x.mtdata")
+def test_a_job_reads_a_prepared_file_with_numpy_and_pillow_alone(tmp_path: Path, photographs: Data) -> None:
+    md.save(photographs, tmp_path / "x.mtdata")
     script = (
         "import sys\n"
         "for name in ('datasets', 'pyarrow', 'pandas', 'sklearn', 'pydantic'): sys.modules[name] = None\n"
@@ -148,29 +149,30 @@ def test_a_job_reads_a_prepared_file_with_numpy_and_pillow_alone(tmp_path: Path)
         "print(data.load(sys.argv[1]).fingerprint)"
     )
     told = subprocess.run([sys.executable, "-c", script, str(tmp_path / "x.mtdata")], capture_output=True, text=True)
-    assert told.stdout.strip() == data.fingerprint, told.stderr
+    assert told.stdout.strip() == photographs.fingerprint, told.stderr
 
 
 def test_a_file_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     path = md.save(table(), tmp_path / "x.mtdata")
     whole = path.read_bytes()
-    with raises(f"path must be a prepared file, got {str(tmp_path / 'y.mtdata')!r}, which is no file"):
+    with raises(f"path must be a prepared file, got {str(tmp_path / 'y.mtdata')!r}, which does not exist"):
         md.read(tmp_path / "y.mtdata")
-    with raises(f"path must lie in a folder that is there, got {str(tmp_path / 'no' / 'x.mtdata')!r}"):
+    with raises(f"path must lie in a folder that exists, got {str(tmp_path / 'no' / 'x.mtdata')!r}"):
         md.save(table(), tmp_path / "no" / "x.mtdata")
-    middle = len(whole) // 2
     spoilt = bytearray(whole)
-    spoilt[middle] ^= 255
-    for content in (b"", b"text", whole[:middle], bytes(spoilt)):
+    spoilt[80] ^= 255  # within the first array: its header takes 59 bytes
+    for content in (b"", b"text", whole[: len(whole) // 2], bytes(spoilt)):
         path.write_bytes(content)
         with pytest.raises(ValueError, match="x.mtdata' is no whole file of prepared data: "):
             md.read(path)
     with path.open("wb") as file:
         np.savez(file, about=np.frombuffer(json.dumps({"version": 99}).encode(), dtype="uint8"))
-    with pytest.raises(ValueError, match="prepared data: its version is 99, and this program reads version 1$"):
+    with pytest.raises(
+        ValueError, match="prepared data: its version is 99, and this program reads 2: remove it and prepare it again$"
+    ):
         md.read(path)
     with path.open("wb") as file:
-        np.savez(file, about=np.array([{"version": 1}], dtype=object))
+        np.savez(file, about=np.array([{"version": 2}], dtype=object))
     with pytest.raises(ValueError, match="x.mtdata' is no whole file of prepared data: .*pickle"):
         md.read(path)
 
@@ -229,36 +231,27 @@ def test_a_channel_that_never_changes_is_not_divided() -> None:
 
 
 IMAGES, FEATURES = torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.zeros(2, 3)
+IMAGE, ROWS = Part(IMAGES, torch.tensor([0, 1])), Part(FEATURES, torch.tensor([0.0, 1.0]))
+ENDLESS = Part(FEATURES, torch.tensor([0.0, torch.inf]))
+COLUMNS = {"columns": ("a", "b", "c")}
+WRONG: dict[str, Callable[[], object]] = {
+    "y must be int64 or float32, one for each of 2 inputs, got torch.float32 [3]": lambda: Part(FEATURES, FEATURES[0]),
+    "x must hold at least one input, got shape [0, 3]": lambda: Part(FEATURES[:0], torch.zeros(0)),
+    "x must be finite, got nan at [0, 0]": lambda: Part(FEATURES / 0, torch.zeros(2)),
+    "test must hold inputs like those of train, torch.uint8 [1, 4, 4], got torch.float32 [3]": lambda: Data(
+        "x", IMAGE, IMAGE, ROWS, ("a", "b")
+    ),
+    "y of train must be classes 0 to 0, got 1 at 1": lambda: Data("x", IMAGE, IMAGE, IMAGE, ("a",)),
+    "y of train must be numbers, since there are no classes, got torch.int64": lambda: Data("x", IMAGE, IMAGE, IMAGE),
+    "columns must name the 3 features, got 1": lambda: Data("x", ROWS, ROWS, ROWS, columns=("a",)),
+    "y of test must be finite, got inf at 1": lambda: Data("x", ROWS, ROWS, ENDLESS, **COLUMNS),
+    "categories must be those of the columns ('a', 'b', 'c'), got {'a': ['b']}": lambda: Data(
+        "x", ROWS, ROWS, ROWS, **COLUMNS, categories={"a": ["b"]}
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("x", "y", "sentence"),
-    [
-        (
-            IMAGES[0],
-            torch.zeros(1),
-            "x must be uint8 images [N, C, H, W] or float32 features [N, F], got torch.uint8 [1, 4, 4]",
-        ),
-        (FEATURES, torch.zeros(3), "y must be int64 or float32, one for each of 2 inputs, got torch.float32 [3]"),
-        (FEATURES[:0], torch.zeros(0), "x must hold at least one input, got shape [0, 3]"),
-        (FEATURES / 0, torch.zeros(2), "x must be finite, got nan at [0, 0]"),
-    ],
-)
-def test_a_part_is_checked(x: torch.Tensor, y: torch.Tensor, sentence: str) -> None:
+@pytest.mark.parametrize("sentence", WRONG)
+def test_parts_are_checked_and_must_fit_each_other(sentence: str) -> None:
     with raises(sentence):
-        Part(x, y)
-
-
-def test_parts_must_fit_each_other() -> None:
-    images, features = Part(IMAGES, torch.tensor([0, 1])), Part(FEATURES, torch.tensor([0.0, 1.0]))
-    with raises("test must hold inputs like those of train, torch.uint8 [1, 4, 4], got torch.float32 [3]"):
-        Data("x", images, images, features, ("a", "b"))
-    with raises("y of train must be classes 0 to 0, got 1 at 1"):
-        Data("x", images, images, images, ("a",))
-    with raises("y of train must be numbers, since there are no classes, got torch.int64"):
-        Data("x", images, images, images)
-    with raises("columns must name the 3 features, got 1"):
-        Data("x", features, features, features, columns=("a",))
-    endless = Part(FEATURES, torch.tensor([0.0, torch.inf]))
-    with raises("y of test must be finite, got inf at 1"):
-        Data("x", features, features, endless, columns=("a", "b", "c"))
+        WRONG[sentence]()

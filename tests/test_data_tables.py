@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +23,11 @@ from tests.predictions import raises
 def write(path: Path, *lines: str) -> Path:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+def numbered(path: Path, rows: Iterable[int], header: str = "a,y", form: str = "{row},{third}") -> Path:
+    """A row for each number: the number, and a third of it to predict."""
+    return write(path, header, *(form.format(row=row, third=row / 3, odd=row % 2) for row in rows))
 
 
 def rows_of(data: Data, column: str) -> dict[str, list[float]]:
@@ -57,8 +64,8 @@ def test_the_split_depends_on_the_seed_alone(flowers: Path) -> None:
 
 
 def test_own_parts_are_kept_and_only_what_is_missing_is_drawn(tmp_path: Path) -> None:
-    for part, rows in (("train", range(100)), ("test", range(100, 130))):
-        write(tmp_path / f"{part}-of-it.csv", "a,y", *(f"{row},{row / 7}" for row in rows))
+    numbered(tmp_path / "train-of-it.csv", range(100))
+    numbered(tmp_path / "test-of-it.csv", range(100, 130))
     data = md.load(tmp_path, target="y", validation=0.25)
     ids = rows_of(data, "a")
     assert ids["test"] == list(range(100, 130))
@@ -70,8 +77,8 @@ def test_own_parts_are_kept_and_only_what_is_missing_is_drawn(tmp_path: Path) ->
 
 def test_a_file_s_name_goes_before_that_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "test_runs").mkdir()
-    write(tmp_path / "test_runs" / "train.csv", "a,y", *(f"{row},{row / 7}" for row in range(20)))
-    write(tmp_path / "test_runs" / "more.csv", "a,y", *(f"{row},{row / 7}" for row in range(20, 25)))
+    numbered(tmp_path / "test_runs" / "train.csv", range(20))
+    numbered(tmp_path / "test_runs" / "more.csv", range(20, 25))
     assert rows_of(md.load(tmp_path, target="y"), "a")["test"] == list(range(20, 25))
 
 
@@ -81,9 +88,6 @@ def test_a_column_can_say_the_part(tmp_path: Path) -> None:
     data = md.load(path, target="y", split="use")
     assert data.columns == ("a",)
     assert rows_of(data, "a") == {"train": list(range(6)), "validation": [6, 7], "test": [8, 9, 10]}
-    write(path, "a,y,use", "1,0.5,train", "2,0.5,later")
-    with raises("split='use' must say train, validation or test, got 'later' at x.csv row 1"):
-        md.load(path, target="y", split="use")
 
 
 def test_limit_keeps_that_many_rows_of_each_part_in_proportion(flowers: Path) -> None:
@@ -136,7 +140,7 @@ def test_features_equal_scikit_learn_s_one_hot_and_scaling(flowers: Path) -> Non
 
 
 def test_only_the_training_part_decides_scales_and_categories(tmp_path: Path) -> None:
-    write(tmp_path / "train.csv", "a,c,y", *(f"{row},x,{row / 3}" for row in range(20)))
+    numbered(tmp_path / "train.csv", range(20), "a,c,y", "{row},x,{third}")
     write(tmp_path / "val.csv", "a,c,y", "1e6,x,5")
     write(tmp_path / "test.csv", "a,c,y", "-1e6,never seen,1e9")
     data = md.load(tmp_path, target="y")
@@ -147,8 +151,7 @@ def test_only_the_training_part_decides_scales_and_categories(tmp_path: Path) ->
 
 
 def test_a_constant_column_is_centred_and_not_divided(tmp_path: Path) -> None:
-    path = write(tmp_path / "x.csv", "a,b,y", *(f"0.998,{row},{row / 3}" for row in range(20)))
-    data = md.load(path, target="y")
+    data = md.load(numbered(tmp_path / "x.csv", range(20), "a,b,y", "0.998,{row},{third}"), target="y")
     assert data.std[0].item() == 1.0
     assert not data.preprocess(data.test.x)[:, 0].any()
 
@@ -172,35 +175,13 @@ def test_types_of_parquet_decide_what_a_column_is(tmp_path: Path) -> None:
         assert row.tolist() == [even, odd, even, even, odd, number]
 
 
-def test_columns_choose_the_features(flowers: Path) -> None:
+def test_columns_can_be_chosen(flowers: Path, tmp_path: Path) -> None:
     assert md.load(flowers, target="kind", columns=["size"]).columns == ("size",)
-    with raises("columns='weight' is no column of flowers.csv, which has id, size, colour, kind"):
-        md.load(flowers, target="kind", columns=["weight"])
-    with raises("columns must name at least one feature and not the target 'kind', got ['kind']"):
-        md.load(flowers, target="kind", columns=["kind"])
-    with raises("columns must be a list of names, got 'size'"):
-        md.load(flowers, target="kind", columns="size")
-
-
-def test_columns_that_are_no_features_are_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "x.csv", "name,y", *(f"n{row},{row / 3}" for row in range(600)))
-    with raises(
-        "column 'name' has 420 different texts, more than the 256 that can be categories: leave it out by columns="
-    ):
-        md.load(path, target="y")
+    path = numbered(tmp_path / "x.csv", range(20), ",a,y", "{row},1,{third}")  # one has no name
+    assert md.load(path, target="y", columns=["a"]).columns == ("a",)
     pq.write_table(pa.table({"day": [datetime.date(2020, 1, 1)] * 9, "y": [0.5] * 9}), tmp_path / "x.parquet")
     with raises("column 'day' is of kind date32[day], and features are numbers or texts: leave it out by columns="):
         md.load(tmp_path / "x.parquet", target="y")
-    write(path, ",a,y", *(f"{row},1,{row / 3}" for row in range(20)))
-    with raises("x.csv has a column without a name, maybe row numbers: say the features by columns="):
-        md.load(path, target="y")
-    assert md.load(path, target="y", columns=["a"]).columns == ("a",)
-
-
-def test_numbers_that_float32_would_blur_are_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "x.csv", "time,y", *(f"{1600000000 + row},{row / 3}" for row in range(20)))
-    with pytest.raises(ValueError, match="^column 'time' varies by 1[0-9] around 1.6e\\+09, too little for float32"):
-        md.load(path, target="y")
 
 
 # -- what to predict ---------------------------------------------------------------------------------------
@@ -237,26 +218,12 @@ def test_booleans_are_classes(tmp_path: Path) -> None:
     assert torch.equal(data.train.y, (data.train.x[:, 0] > 9).long())
 
 
-def test_the_task_can_be_said(tmp_path: Path, flowers: Path) -> None:
-    path = write(tmp_path / "x.csv", "a,y", *(f"{row},{row % 2}" for row in range(40)))
+def test_the_task_can_be_said(tmp_path: Path) -> None:
+    path = numbered(tmp_path / "x.csv", range(40), form="{row},{odd}")
     data = md.load(path, target="y", task="regression")
     assert data.task == "regression" and data.train.y.dtype == torch.float32
-    path = write(tmp_path / "x.csv", "a,y", *(f"{row},{row % 2}.5" for row in range(40)))
+    path = numbered(tmp_path / "x.csv", range(40), form="{row},{odd}.5")
     assert md.load(path, target="y", task="classification").classes == ("0.5", "1.5")
-    with raises("task='regression' needs numbers to predict, but 'kind' holds texts like 'a'"):
-        md.load(flowers, target="kind", task="regression")
-    with raises("task must be None, classification or regression, got 'ranking'"):
-        md.load(flowers, target="kind", task="ranking")
-
-
-def test_a_target_must_be_said_and_be_there(flowers: Path, tmp_path: Path) -> None:
-    with raises("target= must say which column of flowers.csv to predict: id, size, colour, kind"):
-        md.load(flowers)
-    with raises("target='sort' is no column of flowers.csv, which has id, size, colour, kind"):
-        md.load(flowers, target="sort")
-    path = write(tmp_path / "x.csv", "a,y", *(f"{row},same" for row in range(20)))
-    with raises("target='y' must hold 2 or more classes, got only same"):
-        md.load(path, target="y")
 
 
 # -- CSV ---------------------------------------------------------------------------------------------------
@@ -271,14 +238,53 @@ def test_csv_is_read_with_any_separator_mark_and_line_end(tmp_path: Path, separa
     assert md.load(tmp_path / "x.csv", target="y").columns == ("a", "b, \nc")
 
 
-def test_csv_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+# -- what is refused ---------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "target= must say which column of flowers.csv to predict: id, size, colour, kind": {"target": None},
+    "target='sort' is no column of flowers.csv, which has id, size, colour, kind": {"target": "sort"},
+    "columns='weight' is no column of flowers.csv, which has id, size, colour, kind": {"columns": ["weight"]},
+    "columns must name at least one feature and not the target 'kind', got ['kind']": {"columns": ["kind"]},
+    "columns must be a list of names, got 'size'": {"columns": "size"},
+    "size= is not for flowers.csv, which holds rows: leave it out": {"size": 8},
+    "task='regression' needs numbers to predict, but 'kind' holds texts like 'a'": {"task": "regression"},
+    "task must be None, classification or regression, got 'ranking'": {"task": "ranking"},
+    "validation=0.5 and test=0.5 must leave something to train on": {"validation": 0.5, "test": 0.5},
+    "test must be above 0 and below 1, got 0": {"test": 0},
+    "split='size' must say train, validation or test, got a column of kind number": {"split": "size"},
+    "split='colour' must say train, validation or test, got 'red' at flowers.csv row 0": {"split": "colour"},
+}
+MANY = ["a,y", *(f"n{row},{row / 3}" for row in range(600))]
+TIMES = ["a,y", *(f"{1600000000 + row % 20},{row / 3}" for row in range(600))]
+CSV = {
+    "x.csv must name its columns apart in its first line, got 'a' twice": ["a,a,y", "1,2,3"],
+    "x.csv holds no rows": ["a,y"],
+    "x.csv: 2 rows are too few to take test and validation from": ["a,y", "1,0.5", "2,0.75"],
+    "x.csv has no row without fault: 'a' is missing or no finite number": ["a,y", ",0.5", ",0.75"],
+    "target='y' must hold 2 or more classes, got only same": ["a,y", *(f"{row},same" for row in range(20))],
+    "x.csv has a column without a name, maybe row numbers: say the features by columns=": [",a,y", "0,1,0.5"],
+    "column 'a' has 420 different texts, more than the 256 that can be categories: leave it out by columns=": MANY,
+    "column 'a' varies by 19 around 1.6e+09, too little for float32: subtract what its values have in common": TIMES,
+}
+
+
+@pytest.mark.parametrize("sentence", OPTIONS)
+def test_options_that_do_not_fit_are_refused(sentence: str, flowers: Path) -> None:
+    with raises(sentence):
+        md.load(flowers, **({"target": "kind"} | OPTIONS[sentence]))
+
+
+@pytest.mark.parametrize("sentence", CSV)
+def test_tables_that_cannot_be_learned_are_refused(sentence: str, tmp_path: Path) -> None:
+    with raises(sentence):
+        md.load(write(tmp_path / "x.csv", *CSV[sentence]), target="y", skip_bad="without fault" in sentence)
+
+
+def test_csv_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_bytes(b"a,y\n1,\xff\n")
     with raises("x.csv must be UTF-8, which byte 6 is not"):
         md.load(tmp_path / "x.csv", target="y")
-    with raises("x.csv must name its columns apart in its first line, got 'a' twice"):
-        md.load(write(tmp_path / "x.csv", "a,a,y", "1,2,3"), target="y")
-    with raises("x.csv holds no rows"):
-        md.load(write(tmp_path / "x.csv", "a,y"), target="y")
+    write(tmp_path / "x.csv", "a,y", "1,2")
     write(tmp_path / "z.csv", "a,b", "1,2")
     with raises("z.csv must have the columns of the file before it, a, y, got a, b"):
         md.load(tmp_path, target="y")
@@ -298,12 +304,12 @@ def spoilt(tmp_path: Path) -> Path:
 
 
 def test_bad_rows_stop_with_their_number_place_and_reason(spoilt: Path) -> None:
-    with raises(
-        "spoilt.csv has 6 bad rows: spoilt.csv row 3: 'a' is missing or no finite number; spoilt.csv row 5: 'a' is "
-        "missing or no finite number; spoilt.csv row 8: 'a' is missing or no finite number; and 3 more. "
-        "skip_bad=True leaves them out"
-    ):
+    rows = "; ".join(f"spoilt.csv row {row}: 'a' is missing or no finite number" for row in (3, 5, 8))
+    with raises(f"spoilt.csv has 6 bad rows: {rows}; and 3 more. skip_bad=True leaves them out"):
         md.load(spoilt, target="y")
+    # A column that is not used may be bad.
+    with pytest.raises(ValueError, match="has 3 bad rows: spoilt.csv row 11: 'c' is missing; "):
+        md.load(spoilt, target="y", columns=["c"])
 
 
 def test_bad_rows_are_left_out_and_counted(spoilt: Path) -> None:
@@ -319,11 +325,6 @@ def test_bad_rows_are_left_out_and_counted(spoilt: Path) -> None:
     assert bool((data.train.x[:, 1:].sum(1) == 1).all())
 
 
-def test_a_column_that_is_not_used_may_be_bad(spoilt: Path) -> None:
-    with pytest.raises(ValueError, match="has 3 bad rows: spoilt.csv row 11: 'c' is missing; "):
-        md.load(spoilt, target="y", columns=["c"])
-
-
 def test_missing_values_and_nan_of_parquet_are_bad(tmp_path: Path) -> None:
     table = pa.table({"a": [1.0, None, float("nan"), 2.0], "b": [1, 2, 3, None], "y": ["u", "v", "u", None]})
     pq.write_table(table, tmp_path / "x.parquet")
@@ -331,29 +332,18 @@ def test_missing_values_and_nan_of_parquet_are_bad(tmp_path: Path) -> None:
         md.load(tmp_path / "x.parquet", target="y")
 
 
-def test_too_few_rows_are_an_error(tmp_path: Path, flowers: Path) -> None:
-    with raises("validation=0.5 and test=0.5 must leave something to train on"):
-        md.load(flowers, target="kind", validation=0.5, test=0.5)
-    with raises("test must be above 0 and below 1, got 0"):
-        md.load(flowers, target="kind", test=0)
-    with raises("x.csv: 2 rows are too few to take test and validation from"):
-        md.load(write(tmp_path / "x.csv", "a,y", "1,0.5", "2,0.75"), target="y")
-    with raises("x.csv has no row without fault: 'a' is missing or no finite number"):
-        md.load(write(tmp_path / "x.csv", "a,y", ",0.5", ",0.75"), target="y", skip_bad=True)
+# -- out-of-distribution rows ------------------------------------------------------------------------------
 
 
-# -- foreign rows ------------------------------------------------------------------------------------------
-
-
-def test_foreign_rows_are_encoded_as_in_training(tmp_path: Path, flowers: Path) -> None:
+def test_ood_rows_are_encoded_as_in_training(tmp_path: Path, flowers: Path) -> None:
+    """Also where the table was prepared before: the encoder is kept in the file."""
     other = write(tmp_path / "far.csv", "colour,id,size", "red,1000,5", "blue,2000,6")
-    data = md.load(flowers, target="kind", ood=other)
-    assert data.ood["far"].tolist() == [[1000, 5, 0, 1], [2000, 6, 0, 0]]
-    write(other, "colour,id", "red,1")
-    with raises("ood column='size' is no column of far.csv, which has colour, id"):
-        md.load(flowers, target="kind", ood=other)
-    write(other, "colour,id,size", "red,big,1", "red,small,1")
-    with raises("column 'id' must be of kind number, as in training, got text"):
-        md.load(flowers, target="kind", ood=other)
+    prepared = md.save(md.load(flowers, target="kind"), tmp_path / "flowers.mtdata")
+    for data in (md.load(flowers, target="kind", ood=other), md.load(prepared, ood=other)):
+        assert data.ood["far"].tolist() == [[1000, 5, 0, 1], [2000, 6, 0, 0]]
+    with raises("far.csv must have the column 'size', as in training; it has colour, id"):
+        md.load(flowers, target="kind", ood=write(other, "colour,id", "red,1"))
+    with raises("column 'id' of far.csv must hold numbers, as in training, got texts"):
+        md.load(flowers, target="kind", ood=write(other, "colour,id,size", "red,big,1", "red,small,1"))
     with pytest.raises(ValueError, match="^ood 'digits' must hold inputs like those of flowers, got Data\\('digits'"):
         md.load(flowers, target="kind", ood="digits")

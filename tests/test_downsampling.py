@@ -16,6 +16,7 @@ from multitudes.methods.smoothing import Smooth, head, smooth
 from multitudes.models.preact_resnet import PreactivationBottleneck
 from multitudes.models.resnet import BasicBlock, Bottleneck
 from multitudes.surgery.downsampling import Run, downsamplings
+from tests.of_parts import Of
 from tests.smoothing_nets import FOUR, STAGES, chain, noise, small_resnet
 
 M = mt.models
@@ -134,28 +135,20 @@ class Block(nn.Module):
         return F.relu(out + F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 0, out.shape[1] - x.shape[1])))
 
 
-class Gate(nn.Module):
+def gate(width: int) -> nn.Module:
     """Squeeze and excitation, which pools a map only to weigh it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.pool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Conv2d(width, width, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(self.fc(self.pool(x)))
+    parts = {"pool": nn.AdaptiveAvgPool2d(1), "fc": nn.Conv2d(width, width, 1)}
+    return Of(lambda net, x: x * torch.sigmoid(net.fc(net.pool(x))), **parts)
 
 
-class Reduction(nn.Module):
+def reduction(width: int) -> nn.Module:
     """Three branches that all make the map smaller, as in Inception networks."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.one = nn.Conv2d(width, width, 3, stride=2)
-        self.two = nn.Sequential(nn.Conv2d(width, width, 1), nn.ReLU(), nn.Conv2d(width, width, 3, stride=2))
-        self.three = nn.MaxPool2d(3, stride=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.one(x), self.two(x), self.three(x)], 1)
+    return Of(
+        lambda net, x: torch.cat([net.one(x), net.two(x), net.three(x)], 1),
+        one=nn.Conv2d(width, width, 3, stride=2),
+        two=nn.Sequential(nn.Conv2d(width, width, 1), nn.ReLU(), nn.Conv2d(width, width, 3, stride=2)),
+        three=nn.MaxPool2d(3, stride=2),
+    )
 
 
 class Wrapped(nn.Module):
@@ -177,38 +170,31 @@ class Wrapped(nn.Module):
         return x
 
 
-class Stems(nn.Module):
+def stems() -> nn.Module:
     """Two convolutions that read the image, the second one's strided."""
+    parts = {"one": nn.Conv2d(3, 4, 1), "two": nn.Conv2d(3, 4, 2, stride=2), "pool": nn.MaxPool2d(2)}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two, self.pool = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 2, stride=2), nn.MaxPool2d(2)
+    def forward(net: Any, x: Tensor) -> Tensor:
+        one = net.one(x)
+        return net.two(x) + net.pool(one)
 
-    def forward(self, x: Tensor) -> Tensor:
-        one = self.one(x)
-        return self.two(x) + self.pool(one)
+    return Of(forward, **parts)
 
 
-class Deep(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Wrapped()
-        self.fc = nn.Linear(4, 5)
-
-    def forward(self, image: Tensor) -> Tensor:
-        return self.fc(self.net((image - 0.5) / 0.2).mean((2, 3)))
+def deep() -> nn.Module:
+    return Of(lambda net, x: net.fc(net.net((x - 0.5) / 0.2).mean((2, 3))), net=Wrapped(), fc=nn.Linear(4, 5))
 
 
 UNUSUAL: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "a functional shortcut": (lambda: chain(Block(4, 6), Block(6, 8)), ["3", "4"]),
-    "gates": (lambda: chain(Gate(4), nn.MaxPool2d(2), Gate(4), nn.AdaptiveAvgPool2d(1)), ["4", "6"]),
-    "branches": (lambda: chain(Reduction(4), nn.ReLU()), ["3"]),
-    "networks in networks": (Deep, ["net.stages.0.2", "net.stages.1.2"]),
+    "gates": (lambda: chain(gate(4), nn.MaxPool2d(2), gate(4), nn.AdaptiveAvgPool2d(1)), ["4", "6"]),
+    "branches": (lambda: chain(reduction(4), nn.ReLU()), ["3"]),
+    "networks in networks": (deep, ["net.stages.0.2", "net.stages.1.2"]),
     "poolings in a row": (lambda: chain(nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(4), nn.AdaptiveAvgPool2d(1)), ["3"]),
     "a strided image": (lambda: nn.Sequential(nn.AvgPool2d(2), nn.Conv2d(3, 4, 2, stride=2), nn.MaxPool2d(2),
                                               nn.Conv2d(4, 4, 2, stride=2), nn.AdaptiveAvgPool2d(1)), ["3", "4"]),
     "nothing but a stem": (lambda: nn.Sequential(nn.Conv2d(3, 4, 2, stride=2), nn.AdaptiveAvgPool2d(1)), ["1"]),
-    "two stems": (Stems, ["pool"]),
+    "two stems": (stems, ["pool"]),
     "a padded stem": (lambda: nn.Sequential(nn.Conv2d(3, 4, 2, stride=2), nn.PReLU(4), nn.ConstantPad2d(1, 0.0),
                                             nn.MaxPool2d(3, stride=2), nn.Conv2d(4, 4, 2, stride=2)), ["4"]),
     "a residual block on the image": (lambda: nn.Sequential(Block(3, 6), Block(6, 8)), ["1"]),
@@ -217,13 +203,9 @@ UNUSUAL: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
                                                     nn.AdaptiveAvgPool2d(1)), ["4"]),
     "no shrinking": (lambda: chain(nn.MaxPool2d(3, stride=1), nn.Conv2d(4, 4, 3), nn.AdaptiveMaxPool2d(64),
                                    nn.AdaptiveMaxPool2d(8)), ["6"]),
-    "indices": (lambda: nn.Sequential(chain(nn.MaxPool2d(2, return_indices=True)), Unpool()), ["0.3"]),
+    "indices": (lambda: nn.Sequential(chain(nn.MaxPool2d(2, return_indices=True)),
+                                      Of(lambda net, pooled: F.max_unpool2d(*pooled, 2))), ["0.3"]),
 }  # fmt: skip
-
-
-class Unpool(nn.Module):
-    def forward(self, pooled: tuple[Tensor, Tensor]) -> Tensor:
-        return F.max_unpool2d(*pooled, 2)
 
 
 @pytest.mark.parametrize("case", UNUSUAL)

@@ -223,7 +223,7 @@ def test_every_runner_draws_the_same(runner: str) -> None:
 
 def test_what_comes_before_the_first_draw_is_computed_once() -> None:
     model = mt.models.resnet18()
-    net = mt.mc_dropout(model, 0.2, ["fc"], where="before", example=torch.zeros(2, 3, 8, 8)).eval()
+    net = mt.mc_dropout(model, 0.2, ["fc"], example=torch.zeros(2, 3, 8, 8)).eval()
     calls = {"conv1": 0, "fc.layer": 0}
     for name in calls:
         net.get_submodule(name).register_forward_hook(lambda *_, name=name: calls.__setitem__(name, calls[name] + 1))

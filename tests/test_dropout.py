@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multitudes as mt
@@ -129,30 +129,28 @@ def test_existing_dropout_is_switched_on_at_its_own_rate_or_another() -> None:
     ],
 )
 def test_the_last_convolution_of_each_residual_block(build: object, places: list[str]) -> None:
-    net = mt.mc_dropout(build(), 0.3, where="block", example=torch.randn(2, 3, 16, 16))  # type: ignore[operator]
+    net = mt.mc_dropout(build(), 0.3, "block", example=torch.randn(2, 3, 16, 16))  # type: ignore[operator]
     assert dropouts(net) == [f"{place}.dropout" for place in places]
 
 
 def test_networks_without_residual_blocks_have_no_such_place() -> None:
     with pytest.raises(ValueError, match="no residual block"):
-        mt.mc_dropout(mt.models.unet(3, width=4), 0.3, where="block", example=torch.randn(2, 3, 16, 16))
-    with pytest.raises(ValueError, match=r"layers selects no last convolution.*layer1.0.conv2"):
-        mt.mc_dropout(mt.models.resnet18(), 0.3, "layer1.0.conv1", where="block", example=torch.randn(2, 3, 8, 8))
+        mt.mc_dropout(mt.models.unet(3, width=4), 0.3, "block", example=torch.randn(2, 3, 16, 16))
 
 
 def test_after_every_activation_and_before_every_norm() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
     x = torch.randn(3, 4)
-    net = mt.mc_dropout(model, 0.3, where="activation")
+    net = mt.mc_dropout(model, 0.3, "activation")
     assert [name for name, _ in net.named_children()] == ["0", "1", "2", "dropout", "3", "4", "dropout_2", "5"]
-    net = mt.mc_dropout(model, 0.3, where="norm")
+    net = mt.mc_dropout(model, 0.3, "norm")
     assert [name for name, _ in net.named_children()] == ["0", "dropout", "1", "2", "3", "4", "5"]
     assert list(net.state_dict()) == list(model.state_dict())
     torch.testing.assert_close(net.eval()(x, draws=0)[0], model.eval()(x))
 
 
 def test_a_shared_activation_drops_in_each_of_its_places() -> None:
-    net = mt.mc_dropout(mt.models.resnet18(), 0.5, "layer1.0.relu", where="activation").eval()
+    net = mt.mc_dropout(mt.models.resnet18(), 0.5, "layer1.0.relu").eval()
     seen: list[Tensor] = []
     net.get_submodule("layer1.0.relu.dropout").register_forward_hook(lambda m, args, y: seen.append(y))
     net(torch.randn(2, 3, 8, 8), draws=1)
@@ -167,9 +165,7 @@ def test_dropout_that_cannot_be_kept_on_is_told() -> None:
 
 
 def test_what_was_there_stays_on_beside_what_is_inserted() -> None:
-    net = mt.mc_dropout(
-        mt.models.small_cnn(dropout=0.1), 0.4, ["fc"], where="before", example=torch.zeros(2, 3, 32, 32)
-    )
+    net = mt.mc_dropout(mt.models.small_cnn(dropout=0.1), 0.4, ["fc"], example=torch.zeros(2, 3, 32, 32))
     rates = [layer.p for layer in net.modules() if type(layer) is Dropout]
     assert rates.count(0.4) == 1
     assert set(rates) == {0.1, 0.4}
@@ -182,35 +178,41 @@ def test_a_rate_that_is_none_is_told(p: object) -> None:
             method(nn.Sequential(nn.Dropout(0.1), nn.Linear(3, 2)), p)
 
 
-def test_bad_arguments_are_named() -> None:
-    plain = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    with pytest.raises(ValueError, match=r"no dropout layer to keep on; where= inserts some: 'block'"):
-        mt.mc_dropout(plain, 0.1)
-    with pytest.raises(ValueError, match="where must be one of block, activation, norm, before, got 'everywhere'"):
-        mt.mc_dropout(plain, 0.1, where="everywhere")
-    with pytest.raises(ValueError, match="p must be given"):
-        mt.mc_dropout(plain, where="activation")
-    with pytest.raises(ValueError, match="p must be given"):
-        mt.mc_dropout(nn.Sequential(nn.Dropout(0.0), nn.Linear(3, 2)))
-    with pytest.raises(ValueError, match="layers must say"):
-        mt.mc_dropout(plain, 0.1, where="before")
-    with pytest.raises(ValueError, match="AlphaDropout"):
-        mt.mc_dropout(nn.Sequential(nn.AlphaDropout(0.1), nn.Linear(3, 2)))
-    with pytest.raises(ValueError, match="model is a multitude"):
-        mt.mc_dropout(mt.deep_ensemble(nn.Sequential(nn.Dropout(0.1), nn.Linear(3, 2)), 2))
+PLAIN = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+DROPPING = nn.Sequential(nn.Dropout(0.1), nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "sentence"),
+    [
+        (
+            PLAIN,
+            (0.1,),
+            "no dropout layer to keep on; layers= says where to insert some: 'block', 'activation', 'norm'",
+        ),
+        (PLAIN, (0.1, "everywhere"), "layers='everywhere' selects nothing; it could select: 0, 1, 2"),
+        (PLAIN, (None, "activation"), "p must be given for the dropout that layers='activation' inserts"),
+        (
+            nn.Sequential(nn.Dropout(0.0), nn.Linear(3, 2)),
+            (),
+            "p must be given: the model's dropout layers have rate 0",
+        ),
+        (nn.Sequential(nn.AlphaDropout(0.1), nn.Linear(3, 2)), (), "AlphaDropout"),
+        (mt.deep_ensemble(DROPPING, 2), (), "model is a multitude"),
+    ],
+)
+def test_bad_arguments_are_named(model: nn.Module, arguments: tuple[Any, ...], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        mt.mc_dropout(model, *arguments)
+
+
+def test_layers_selects_dropout_that_stays_on_or_else_where_some_is_inserted() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.2), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 2))
+    kinds = {mt.mc_dropout(model, layers=selector).network[3].__class__ for selector in ("[0-3]", ["1", "3"])}
+    assert kinds == {Dropout}  # all that match the pattern are dropout layers, so nothing is inserted
+    names = {selector: [n for n, _ in mt.mc_dropout(model, 0.5, selector).named_children()] for selector in "024"}
+    assert names["0"] == ["dropout", "0", "1", "2", "3", "4"]
+    assert names["2"] == ["0", "1", "2", "dropout", "3", "4"]  # after an activation
+    assert names["4"] == ["0", "1", "2", "3", "dropout", "4"]
     with pytest.raises(ValueError, match="model must be an nn.Module"):
         mt.drop_connect(None, 0.1)  # type: ignore[arg-type]
-
-
-def test_training_draws_one_and_learns() -> None:
-    torch.manual_seed(0)
-    net = mt.drop_connect(nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 3)), 0.2).train()
-    x = torch.randn(64, 4)
-    y = x[:, :3].argmax(1)
-    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
-    first = F.cross_entropy(net(x, draws=0)[0], y).item()
-    for _ in range(100):
-        optimizer.zero_grad()
-        net.loss(x, y).backward()
-        optimizer.step()
-    assert F.cross_entropy(net(x, draws=0)[0], y).item() < 0.3 * first

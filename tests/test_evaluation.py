@@ -59,13 +59,14 @@ def test_calibration_errors_are_over_the_bins_that_are_asked_for(net):
     result, p = evaluate(net, LOADER, bins=4, min_count=9), net.predict(X)
     assert result["ece"] == pytest.approx(float(metrics.ece(p, Y, bins=4, min_count=9)))
     assert result["mce"] == pytest.approx(float(metrics.mce(p, Y, bins=4, min_count=9)))
-    assert result["classwise_ece"] == pytest.approx(float(metrics.classwise_ece(p, Y, bins=4)))
+    for name in ("classwise_ece", "adaptive_ece"):
+        assert result[name] == pytest.approx(float(getattr(metrics, name)(p, Y, bins=4)))
     for name in ("bins", "min_count"):
         with pytest.raises(ValueError, match=f"{name} must be a whole number, 1 or more, got 0"):
             evaluate(net, LOADER, **{name: 0})
 
 
-def test_who_watches_is_told_every_prediction_of_the_data_and_of_what_is_foreign(net):
+def test_who_watches_is_told_every_prediction_of_the_data_and_of_ood_data(net):
     told: dict = {}
 
     def watch(name, p, target):
@@ -132,22 +133,46 @@ def test_errors_are_also_given_relative_to_a_baseline(net):
     def errors(r):
         return {name: [1 - value for value in row] for name, row in table(r, "accuracy").items()}
 
-    assert result["shift/mce"] == pytest.approx(float(mean_corruption_error(errors(result), errors(baseline))))
+    assert result["shift/mean_corruption_error"] == pytest.approx(
+        float(mean_corruption_error(errors(result), errors(baseline)))
+    )
     clean, their_clean = 1 - result["accuracy"], 1 - baseline["accuracy"]
     relative = relative_mean_corruption_error(errors(result), clean, errors(baseline), their_clean)
-    assert result["shift/relative_mce"] == pytest.approx(float(relative))
+    assert result["shift/relative_mean_corruption_error"] == pytest.approx(float(relative))
     for name, measure in (("mcnll", "nll"), ("mcece", "ece")):
         expected = mean_corruption_error(table(result, measure), table(baseline, measure))
         assert result[f"shift/{name}"] == pytest.approx(float(expected))
     itself = evaluate(net, labelled, baseline=result, **shift)
-    assert itself["shift/mce"] == itself["shift/relative_mce"] == pytest.approx(1)
+    assert itself["shift/mean_corruption_error"] == itself["shift/relative_mean_corruption_error"] == pytest.approx(1)
+
+
+def test_relative_errors_need_no_group_of_scores_but_the_one_that_grows_from_the_clean_error(net):
+    """Corrupted data are always scored alike; the growth of the error is left out where a clean accuracy is missing."""
+    shift = {"shift": ["gaussian_noise"], "severities": [5]}
+    whole, part = (evaluate(net.member(1), LOADER, tasks=tasks, **shift) for tasks in (None, "calibration"))
+    relative = ["shift/mean_corruption_error", "shift/mcnll", "shift/mcece"]
+    expected = evaluate(net, LOADER, baseline=whole, **shift)
+    assert "shift/relative_mean_corruption_error" in expected
+    for tasks, baseline in (("calibration", whole), ("calibration", part), (None, part)):
+        result = evaluate(net, LOADER, tasks=tasks, baseline=baseline, **shift)
+        assert {name: result[name] for name in relative} == {name: expected[name] for name in relative}
+        assert "shift/relative_mean_corruption_error" not in result
+
+
+def test_values_have_no_corruption_errors_and_a_baseline_must_be_shifted_alike(net):
+    values, shift = ensemble(1), {"shift": "contrast", "severities": [5]}
+    result = evaluate(values, (X, torch.randn(60, 1)), task="regression", **shift)
+    again = evaluate(values, (X, torch.randn(60, 1)), task="regression", baseline=result, **shift)
+    assert again.keys() == result.keys()
+    with pytest.raises(ValueError, match="baseline must be of the same corruptions .* no 'shift/contrast/5/accuracy'"):
+        evaluate(net, LOADER, baseline=evaluate(net, LOADER, shift="fog", severities=[5]), **shift)
 
 
 def test_what_does_not_hurt_the_baseline_has_no_relative_error(net):
     bright = {"shift": "brightness", "severities": [1], "data": (X[:9], net.predict(X[:9]).label)}
     result = evaluate(net, **bright, preprocess=lambda x: 0 * x)
     again = evaluate(net, **bright, preprocess=lambda x: 0 * x, baseline=result)
-    assert math.isnan(again["shift/relative_mce"]) and again["shift/mcnll"] == pytest.approx(1)
+    assert math.isnan(again["shift/relative_mean_corruption_error"]) and again["shift/mcnll"] == pytest.approx(1)
 
 
 def test_other_versions_of_the_data_are_scored_by_name(net):
@@ -155,14 +180,14 @@ def test_other_versions_of_the_data_are_scored_by_name(net):
     assert result["shift/dark/nll"] == pytest.approx(float(metrics.nll(net.predict(X / 4), Y)))
 
 
-def test_foreign_data_are_told_apart_by_every_criterion(net):
+def test_ood_data_are_told_apart_by_every_uncertainty(net):
     result = evaluate(net, LOADER, ood={"dark": OTHER, "same": (X, Y)})
     table = detect(net.predict(X), net.predict(OTHER))
-    for criterion, found in table.items():
-        assert result[f"ood/dark/{criterion}/auroc"] == pytest.approx(float(found.auroc))
-        assert result[f"ood/dark/{criterion}/aupr"] == pytest.approx(float(found.aupr))
-        assert result[f"ood/dark/{criterion}/fpr95"] == pytest.approx(float(found.fpr))
-        assert result[f"ood/same/{criterion}/auroc"] == pytest.approx(0.5)
+    for uncertainty, found in table.items():
+        assert result[f"ood/dark/{uncertainty}/auroc"] == pytest.approx(float(found.auroc))
+        assert result[f"ood/dark/{uncertainty}/aupr"] == pytest.approx(float(found.aupr))
+        assert result[f"ood/dark/{uncertainty}/fpr95"] == pytest.approx(float(found.fpr))
+        assert result[f"ood/same/{uncertainty}/auroc"] == pytest.approx(0.5)
     assert result.counts["ood/dark/entropy/auroc"] == 100 and result.counts["ood/same/entropy/auroc"] == 120
     assert evaluate(net, LOADER, ood=OTHER)["ood/entropy/auroc"] == result["ood/dark/entropy/auroc"]
 
@@ -187,7 +212,7 @@ def test_pixels_are_scored_too_but_for_those_to_ignore():
 @pytest.mark.parametrize("task", ["regression", "gaussian"])
 def test_values_are_scored_in_their_own_unit(task):
     net, y = ensemble(1 if task == "regression" else 2), torch.randn(60, 1)
-    noise = {"tau": 4.0 if task == "regression" else None, "scale": 3.0}
+    noise = {"noise_precision": 4.0 if task == "regression" else None, "scale": 3.0}
     result, p = evaluate(net, (X, y), task=task, **noise), net.predict(X, task)
     assert result["rmse"] == pytest.approx(float((p.mean - y).square().mean().sqrt() * 3))
     assert result["log_density"] == pytest.approx(float(metrics.regression.log_density(p, y, **noise)))

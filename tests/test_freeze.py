@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 import multitudes as mt
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.evaluation.calibrate import calibrate
-from multitudes.storage.freeze import Frozen, freeze, scrambled
+from multitudes.storage.freeze import Frozen, scrambled
 from tests import cases, drawing_cases
 from tests.drawing_cases import CASES, NETWORKS
 
@@ -47,7 +48,7 @@ class Jitter(mt.Stochastic):
 def test_a_frozen_network_answers_the_same_each_time_row_by_row(method: str, network: str) -> None:
     net = drawing_cases.build(method, network).eval()
     x, _ = NETWORKS[network].batch()
-    frozen = net.freeze(3, seed=0)
+    frozen = mt.freeze(net, 3, seed=0)
     assert not stochastic_layers(frozen.network) and frozen.members == 3
     with torch.no_grad():
         once, state = frozen(x), torch.get_rng_state()
@@ -55,7 +56,7 @@ def test_a_frozen_network_answers_the_same_each_time_row_by_row(method: str, net
         assert once.std(0).max() > 1e-4
         alone = torch.cat([frozen(row) for row in x.split(1)], 1)
     torch.testing.assert_close(alone, once, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(net.freeze(3, seed=0)(x), frozen(x), rtol=0, atol=0)
+    torch.testing.assert_close(mt.freeze(net, 3, seed=0)(x), frozen(x), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("method, network", IN_ORDER)
@@ -63,8 +64,8 @@ def test_where_weights_are_drawn_the_frozen_networks_are_the_seeded_draws(method
     net = drawing_cases.build(method, network).eval()
     x, _ = NETWORKS[network].batch()
     with torch.no_grad():
-        torch.testing.assert_close(net.freeze(4, seed=7)(x), net(x, draws=4, seed=7), rtol=1e-4, atol=1e-5)
-    assert not any(type(m).__module__.startswith("multitudes.") for m in net.freeze(1).member(0).modules())
+        torch.testing.assert_close(mt.freeze(net, 4, seed=7)(x), net(x, draws=4, seed=7), rtol=1e-4, atol=1e-5)
+    assert not any(type(m).__module__.startswith("multitudes.") for m in mt.freeze(net, 1).member(0).modules())
 
 
 @pytest.mark.parametrize("assignment", ["network", "layer", "row", "element"])
@@ -73,14 +74,14 @@ def test_every_assignment_of_components_is_frozen_as_it_is_drawn(assignment: str
     net = mt.family(mlp(), 3, assignment, sigma=0.2, mixing=mixing, seed=0).eval()
     x = torch.randn(7, 6)
     with torch.no_grad():
-        torch.testing.assert_close(net.freeze(5, seed=1)(x), net(x, draws=5, seed=1))
+        torch.testing.assert_close(mt.freeze(net, 5, seed=1)(x), net(x, draws=5, seed=1))
 
 
 def test_frozen_members_have_their_own_draws_member_major() -> None:
     net = mt.deep_ensemble(mt.drop_connect(mlp(), 0.3), 3, seed=0).eval()
     x = torch.randn(7, 6)
     with torch.no_grad():
-        torch.testing.assert_close(net.freeze(4, seed=7)(x), net(x, draws=4, seed=7))
+        torch.testing.assert_close(mt.freeze(net, 4, seed=7)(x), net(x, draws=4, seed=7))
 
 
 @pytest.mark.parametrize("method", ["mc_dropout", "variance", "variance_zero", "patched", "drop_connect", "jitter"])
@@ -95,7 +96,7 @@ def test_frozen_predictions_are_distributed_as_draws_are(method: str, network: s
     x, _ = NETWORKS[network].batch(3)
     count = 600
     with torch.no_grad():
-        frozen = net.eval().freeze(count, seed=1)(x).double()
+        frozen = mt.freeze(net.eval(), count, seed=1)(x).double()
         drawn = net(x, draws=count, seed=2).double()
     for power in (1, 2):  # means, and mean squares
         one, two = frozen**power, drawn**power
@@ -106,7 +107,7 @@ def test_frozen_predictions_are_distributed_as_draws_are(method: str, network: s
 def test_a_users_own_layer_is_frozen_under_its_own_names() -> None:
     for noise in ("rows", "weights"):
         net = mt.Multitude(nn.Sequential(Jitter(noise), nn.Linear(6, 5))).eval()
-        frozen = net.freeze(4)
+        frozen = mt.freeze(net, 4)
         assert set(frozen.state_dict()) == {"0.scale", "0.frozen", "1.weight", "1.bias"}
         assert isinstance(frozen.network[0], Frozen) and frozen.network[0].noise == noise
         x = torch.randn(7, 6)
@@ -123,14 +124,14 @@ def test_layers_that_draw_inside_layers_that_draw_are_frozen_too() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(self.inner(x))
 
-    frozen = mt.Multitude(nn.Sequential(Outer(), nn.Linear(6, 5))).eval().freeze(2)
+    frozen = mt.freeze(mt.Multitude(nn.Sequential(Outer(), nn.Linear(6, 5))).eval(), 2)
     x = torch.randn(7, 6)
     assert not stochastic_layers(frozen.network) and torch.equal(frozen(x), frozen(x))
 
 
 @pytest.mark.parametrize("runner", ["loop", "packed", "stacked"])
 def test_every_runner_gives_a_frozen_network_the_same_noise(runner: str) -> None:
-    net = drawing_cases.build("mc_dropout", "cnn").eval().freeze(3, seed=0)
+    net = mt.freeze(drawing_cases.build("mc_dropout", "cnn").eval(), 3, seed=0)
     x, _ = NETWORKS["cnn"].batch()
     want = net(x)
     net.runner = runner
@@ -139,44 +140,23 @@ def test_every_runner_gives_a_frozen_network_the_same_noise(runner: str) -> None
 
 def test_a_frozen_network_takes_maps_of_any_size() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Dropout(0.5), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
-    frozen = mt.mc_dropout(model).eval().freeze(2)
+    frozen = mt.freeze(mt.mc_dropout(model).eval(), 2)
     for size in (8, 11):
         x = torch.randn(4, 3, size, size)
         assert torch.equal(frozen(x), frozen(x))
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda m: mt.packed(mt.mc_dropout(m), 3, example=torch.randn(2, 6)),
-        lambda m: mt.batch_ensemble(mt.mc_dropout(m), 3),
-        lambda m: mt.masksembles(mt.mc_dropout(m), 3),
-        lambda m: mt.mimo(mt.mc_dropout(m), 3),
-        lambda m: mt.deep_ensemble(mt.variance(m), 3),
-        lambda m: mt.deep_ensemble(mt.batch_ensemble(mt.mc_dropout(m), 3), 1),
-        lambda m: mt.patched(mt.mc_dropout(m), 3, "output"),
-    ],
-)
-def test_compositions_are_frozen_member_by_member(build: object) -> None:
-    net = build(mlp(0.5)).eval()  # type: ignore[operator]
-    x = torch.randn(7, 6)
-    frozen = net.freeze(2)
-    inner = net.network.members if isinstance(net.network, mt.Multitude) else 1
-    assert frozen(x).shape == (net.members * inner * 2, 7, 5) and torch.equal(frozen(x), frozen(x))
-    assert frozen.task == net.task and frozen.divergences == ()
-
-
 def test_drawn_weights_with_dropout_in_the_network_are_both_frozen() -> None:
     model = mt.mc_dropout(mlp(0.5))
     net = mt.subspace(model, "random", scale=0.1).eval()
-    frozen = net.freeze(3)
+    frozen = mt.freeze(net, 3)
     x = torch.randn(7, 6)
     assert not stochastic_layers(frozen.network) and torch.equal(frozen(x), frozen(x))
 
 
 def test_a_multitude_that_draws_nothing_is_copied() -> None:
     net = mt.deep_ensemble(mlp(), 3)
-    frozen = net.freeze()
+    frozen = mt.freeze(net)
     assert type(frozen) is type(net) and frozen is not net and frozen.members == 3
     assert torch.equal(frozen(torch.ones(2, 6)), net(torch.ones(2, 6)))
     assert not {p.data_ptr() for p in frozen.parameters()} & {p.data_ptr() for p in net.parameters()}
@@ -185,7 +165,7 @@ def test_a_multitude_that_draws_nothing_is_copied() -> None:
 def test_freezing_leaves_the_network_and_the_random_state_as_they_were() -> None:
     net = mt.family(mt.mc_dropout(mlp(0.5)), 3, "network", seed=0).train()
     before, state = copy.deepcopy(net.state_dict()), torch.get_rng_state()
-    frozen = net.freeze(2, seed=0)
+    frozen = mt.freeze(net, 2, seed=0)
     assert torch.equal(torch.get_rng_state(), state) and net.training and frozen.training
     assert all(module.training for module in [*net.modules(), *frozen.modules()])
     for name, tensor in net.state_dict().items():
@@ -197,15 +177,15 @@ def test_freezing_leaves_the_network_and_the_random_state_as_they_were() -> None
 def test_without_a_seed_each_freezing_is_another() -> None:
     net = mt.mc_dropout(mlp(0.5)).eval()
     x = torch.randn(7, 6)
-    assert not torch.equal(net.freeze(2)(x), net.freeze(2)(x))
+    assert not torch.equal(mt.freeze(net, 2)(x), mt.freeze(net, 2)(x))
     torch.manual_seed(5)
-    one = net.freeze(2)(x)
+    one = mt.freeze(net, 2)(x)
     torch.manual_seed(5)
-    assert torch.equal(net.freeze(2)(x), one)
+    assert torch.equal(mt.freeze(net, 2)(x), one)
 
 
 def test_a_frozen_network_can_be_copied_pickled_moved_and_trained() -> None:
-    net = mt.Multitude(nn.Sequential(nn.Linear(6, 6), Jitter(), nn.Linear(6, 5))).freeze(2)
+    net = mt.freeze(mt.Multitude(nn.Sequential(nn.Linear(6, 6), Jitter(), nn.Linear(6, 5))), 2)
     x, y = torch.randn(7, 6), torch.arange(7) % 5
     for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
         assert torch.equal(other(x), net(x))
@@ -218,7 +198,7 @@ def test_a_calibrated_network_is_frozen_with_its_calibration() -> None:
     net = mt.mc_dropout(mlp(0.5)).eval()
     x, y = torch.randn(60, 6), torch.arange(60) % 5
     calibrated = calibrate(net, (x, y), seed=0)
-    frozen = freeze(calibrated, draws=3, seed=0)
+    frozen = mt.freeze(calibrated, draws=3, seed=0)
     assert torch.equal(frozen.predict(x).probs, frozen.predict(x).probs)
     assert frozen.calibration.equals(calibrated.calibration) and frozen.members == 3
 
@@ -231,7 +211,7 @@ def test_the_numbers_of_frozen_layers_are_uniform_and_normal() -> None:
             u, z = self.uniform((100_000,), like=x), self.normal((100_000,), like=x)
             return torch.stack([u, z]).expand(len(x), -1, -1)
 
-    frozen = mt.Multitude(Ask()).freeze(2, seed=0)
+    frozen = mt.freeze(mt.Multitude(Ask()), 2, seed=0)
     (u, z), (other, _) = frozen(torch.zeros(1))[:, 0]
     assert u.min() >= 0 and u.max() < 1
     assert abs(u.mean() - 0.5) < 0.005 and abs(u.var() - 1 / 12) < 0.001
@@ -247,20 +227,18 @@ def test_the_hash_has_no_collisions_among_neighbours() -> None:
     assert hashed.unique().numel() == 100_000 and int(hashed.max()) < 2**32
 
 
-@pytest.mark.parametrize("draws", [0, -1, 2.5, True, "auto"])
-def test_a_wrong_number_of_draws_is_an_error(draws: object) -> None:
-    with pytest.raises(ValueError, match="draws must be a whole number, 1 or more"):
-        mt.mc_dropout(mlp(0.5)).freeze(draws)  # type: ignore[arg-type]
-
-
 def test_wrong_arguments_are_errors() -> None:
+    net: Any = mt.mc_dropout(mlp(0.5))
+    for draws in (0, -1, 2.5, True, "auto"):
+        with pytest.raises(ValueError, match="draws must be a whole number, 1 or more"):
+            mt.freeze(net, draws)
     with pytest.raises(ValueError, match="seed must be None or a whole number"):
-        mt.mc_dropout(mlp(0.5)).freeze(2, seed=-1)
+        mt.freeze(net, 2, seed=-1)
     with pytest.raises(ValueError, match="net must be a multitude, got Sequential"):
-        freeze(mlp(), 2)  # type: ignore[call-overload]
+        mt.freeze(net.network, 2)
 
 
 def test_members_that_share_weights_are_frozen_as_they_are() -> None:
     net = cases.build("batch_ensemble", cases.NETWORKS["mlp"].model(), "mlp").eval()
     x, _ = cases.NETWORKS["mlp"].batch()
-    assert torch.equal(net.freeze(8)(x), net(x))
+    assert torch.equal(mt.freeze(net, 8)(x), net(x))

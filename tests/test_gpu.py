@@ -139,7 +139,7 @@ def test_compiled_packed_members_agree() -> None:
 def test_draws_run_under_vmap_channels_last(build: Callable[[], nn.Module], half: bool) -> None:
     torch.manual_seed(0)
     convolutions = [name for name, layer in build().named_modules() if isinstance(layer, nn.Conv2d)]
-    net = mt.mc_dropout(build(), 0.2, convolutions[:1], where="before", example=torch.zeros(2, 3, 32, 32))
+    net = mt.mc_dropout(build(), 0.2, convolutions[:1], example=torch.zeros(2, 3, 32, 32))
     net = net.cuda().to(memory_format=torch.channels_last).eval()
     x = torch.randn(4, 3, 32, 32, device="cuda").to(memory_format=torch.channels_last)
     with torch.autocast("cuda", torch.bfloat16, enabled=half), warnings.catch_warnings():
@@ -154,7 +154,7 @@ def test_draws_run_under_vmap_channels_last(build: Callable[[], nn.Module], half
 @pytest.mark.parametrize("growing", [False, True])
 @pytest.mark.parametrize("kernel", [(1, 1), (1, 4, 6, 4, 1)])
 def test_blurs_have_the_same_gradients_channels_last(growing: bool, kernel: tuple[int, ...]) -> None:
-    blur = mt.Blur(kernel, growing=growing)
+    blur = mt.layers.Blur(kernel, growing=growing)
     x = torch.randn(4, 8, 9, 9, device="cuda")
     gradients = []
     for memory_format in (torch.contiguous_format, torch.channels_last):

@@ -17,38 +17,31 @@ TARGET = torch.randint(7, (200,), generator=torch.Generator().manual_seed(1))
 VALUES = torch.randn(3, 200, generator=torch.Generator().manual_seed(2))
 IMAGES = torch.rand(6, 3, 32, 32, generator=torch.Generator().manual_seed(3))
 
-CLASSIFICATION = [
-    "accuracy", "topk_accuracy", "nll", "brier", "ensemble_error", "member_error", "ece", "mce", "adaptive_ece",
-    "classwise_ece", "overconfidence", "aurc", "accuracy_at_coverage", "disagreement", "normalised_disagreement",
-    "kl_divergence", "js_divergence", "ensemble_js", "q_statistic", "error_correlation", "mean_iou",
-    "relative_confidence",
-]  # fmt: skip
-REGRESSION = ["rmse", "crps", "interval_coverage", "interval_width", "gaussian_ece"]
+DATA = {
+    **dict.fromkeys(("classification", "targetless", "segmentation"), (LOGITS, "classification", TARGET)),
+    **dict.fromkeys(("regression", "intervals"), (VALUES, "regression", LOGITS[0, :, 0])),
+}
 
 
-@pytest.mark.parametrize("name", CLASSIFICATION)
-def test_classification_metrics_agree(name):
-    metric = getattr(metrics, name)
-    own = metric(mt.Predictive(LOGITS), TARGET)
-    there = metric(mt.Predictive(LOGITS.cuda()), TARGET.cuda())
-    assert float(there) == pytest.approx(float(own), rel=1e-5, abs=1e-7)
-    assert float(metric(mt.Predictive(LOGITS.cuda()), TARGET)) == float(there)
-
-
-@pytest.mark.parametrize("name", REGRESSION)
-def test_regression_metrics_agree(name):
-    metric, y = getattr(metrics, name), torch.randn(200, generator=torch.Generator().manual_seed(4))
-    own = metric(mt.Predictive(VALUES, "regression"), y)
-    assert float(metric(mt.Predictive(VALUES.cuda(), "regression"), y.cuda())) == pytest.approx(float(own), rel=1e-5)
+@pytest.mark.parametrize("name", [name for name, each in metrics.METRICS.items() if each.kind.name in DATA])
+def test_metrics_agree_wherever_predictions_and_targets_lie(name):
+    predictions, task, y = DATA[metrics.METRICS[name].kind.name]
+    own, there, mixed = (
+        getattr(metrics, name)(mt.Predictive(predictions.to(device), task), y.to(other))
+        for device, other in (("cpu", "cpu"), ("cuda", "cuda"), ("cuda", "cpu"))
+    )
+    if isinstance(own, torch.Tensor):
+        torch.testing.assert_close(there.cpu(), own, rtol=1e-5, atol=1e-7, equal_nan=True)
+        assert torch.equal(mixed, there)
 
 
 def test_detection_agrees():
     own = metrics.detect(mt.Predictive(LOGITS), mt.Predictive(LOGITS / 3))
     there = metrics.detect(mt.Predictive(LOGITS.cuda()), mt.Predictive(LOGITS.cuda() / 3))
-    for criterion in own:
+    for uncertainty in own:
         for measure in ("auroc", "aupr", "fpr"):
-            expected = float(getattr(own[criterion], measure))
-            assert float(getattr(there[criterion], measure)) == pytest.approx(expected, abs=1e-3)
+            expected = float(getattr(own[uncertainty], measure))
+            assert float(getattr(there[uncertainty], measure)) == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize("name", mt.shift.CORRUPTIONS + mt.shift.EXTRA)

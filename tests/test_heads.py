@@ -92,7 +92,7 @@ def squeezed() -> nn.Module:
     (lambda: head(mt.deep_ensemble(small_resnet(), 2), "gap"), r"multitude already"),
     (lambda: head(small_resnet(), "avg"), r"kind must be one of gap, max, median, mlp, got 'avg'"),
     (lambda: head(small_resnet(), "mlp", hidden=0), r"hidden must be a whole number, 1 or more, got 0"),
-    (lambda: head(small_resnet(), "mlp", dropout=1.0), r"dropout must be below 1, got 1\.0"),
+    (lambda: head(small_resnet(), "mlp", dropout=1.0), r"dropout must be 0 or more and below 1, got 1\.0"),
     (lambda: head(Functional(), "max"), r"\(a pooling called as a function cannot be seen\)"),
     (lambda: head(M.unet(5, width=4), "max"), r"no pooling layer comes before its linear layers"),
     (lambda: head(M.lenet5(), "gap"), r"\(fc1, fc2\) are not together in an nn\.Sequential"),

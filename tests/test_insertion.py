@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 import multitudes as mt
 from multitudes.surgery.insert import Inserted, after, before
+from tests.of_parts import Of
 
 IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -39,15 +40,10 @@ class Net(nn.Module):
         return self.relu(self.body(self.relu(self.conv(x)))).mean((2, 3))
 
 
-class Indexed(nn.Module):
+def indexed() -> nn.Module:
     """Reaches into a Sequential by position, and never calls it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers[2](self.layers[1](self.layers[0](x)))
+    layers = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1))
+    return Of(lambda net, x: net.layers[2](net.layers[1](net.layers[0](x))), layers=layers)
 
 
 @pytest.fixture
@@ -91,7 +87,7 @@ def test_a_layer_of_several_places_gets_it_in_all_of_them(net: Net) -> None:
 
 
 def test_a_sequential_that_is_reached_into_by_position_keeps_its_positions() -> None:
-    model = Indexed()
+    model = indexed()
     want = model.layers[2](2 * model.layers[1](model.layers[0](IMAGES)))
     for doubled in (before(model, {"layers.2": Times()}, example=IMAGES), before(model, {"layers.2": Times()})):
         assert len(doubled.layers) == 3
@@ -99,36 +95,17 @@ def test_a_sequential_that_is_reached_into_by_position_keeps_its_positions() -> 
 
 
 def test_a_layer_that_is_also_kept_in_a_plain_list_gets_it() -> None:
-    class Listed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
-            self.order = [self.one, self.two]
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.order:
-                x = layer(x)
-            return x
-
-    model, x = Listed(), torch.randn(5, 3)
+    one, two = nn.Linear(3, 3), nn.Linear(3, 3)
+    model = Of(lambda net, x: net.order[1](net.order[0](x)), one=one, two=two, order=[one, two])
+    x = torch.randn(5, 3)
     assert close(before(model, {"two": Times()})(x), model.two(2 * model.one(x)))
 
 
 def test_further_arguments_are_the_layers_own() -> None:
-    class Gate(nn.Module):
-        def forward(self, x: Tensor, gate: Tensor, power: int = 1) -> Tensor:
-            return x * gate**power
-
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate = Gate()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.gate(x, x + 1, power=2)
-
+    gate = Of(lambda net, x, gate, power=1: x * gate**power)
+    gated = Of(lambda net, x: net.gate(x, x + 1, power=2), gate=gate)
     x = torch.randn(5, 3)
-    assert close(after(before(Gated(), {"gate": Times(3.0)}), {"gate": Times()})(x), 2 * 3 * x * (x + 1) ** 2)
+    assert close(after(before(gated, {"gate": Times(3.0)}), {"gate": Times()})(x), 2 * 3 * x * (x + 1) ** 2)
 
 
 def test_insertions_inside_of_and_around_a_block_at_once(net: Net) -> None:
@@ -214,25 +191,12 @@ def test_a_networks_own_initialiser_still_finds_wrapped_layers() -> None:
 
 
 def test_checkpoints_with_the_former_names_load() -> None:
-    class Block(nn.Module):
+    def block() -> nn.Module:
         """Has a child with the name that `Inserted` gives as well."""
+        return Of(lambda net, x: net.norm(net.layer(x)), layer=nn.Linear(3, 3), norm=nn.BatchNorm1d(3))
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(self.layer(x))
-
-    class Blocks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = Block(), Block()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.two(self.one(x))
-
-    model, other, x = Blocks().eval(), Blocks().eval(), torch.randn(5, 3)
+    model, other = (Of(lambda net, x: net.two(net.one(x)), one=block(), two=block()).eval() for _ in range(2))
+    x = torch.randn(5, 3)
     new = before(model, {"two": Times()})
     new.load_state_dict(other.state_dict())
     assert close(new(x), other.two(2 * other.one(x)))
@@ -246,16 +210,9 @@ def test_checkpoints_with_the_former_names_load() -> None:
 
 
 def test_shared_weights_stay_shared() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.there, self.back = nn.Linear(3, 3), nn.Linear(3, 3)
-            self.back.weight = self.there.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.back(self.there(x))
-
-    new = before(Tied(), {"back": Times()})
+    tied = Of(lambda net, x: net.back(net.there(x)), there=nn.Linear(3, 3), back=nn.Linear(3, 3))
+    tied.back.weight = tied.there.weight
+    new = before(tied, {"back": Times()})
     assert new.back.layer.weight is new.there.weight
 
 

@@ -96,9 +96,9 @@ def test_networks_with_batch_norm_have_its_statistics_recomputed():
 
 def test_it_goes_on_where_it_was_interrupted(trained, tmp_path, monkeypatch):
     first = explain(trained, (X, Y), points=5, batches=1, folder=tmp_path)
-    from multitudes.landscape.weights import Gauge
+    from multitudes.landscape.weights import WeightScorer
 
-    monkeypatch.setattr(Gauge, "measure", lambda *_: pytest.fail("measured what is on disk"))
+    monkeypatch.setattr(WeightScorer, "score", lambda *_: pytest.fail("scored what is on disk"))
     again = explain(trained, (X, Y), points=5, batches=1, folder=tmp_path)
     assert torch.equal(first.plane.loss, again.plane.loss)
 
@@ -117,16 +117,3 @@ def test_the_page_has_every_figure_and_needs_no_network(why, tmp_path):
     page = why.save(tmp_path / "why.html").read_text()
     assert page.count("plotly-graph-div") >= 5 and "<script src=" not in page
     assert [path.name for path in tmp_path.iterdir()] == ["why.html"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ((lambda net: net.member(0), (X, Y)), "runs must hold two networks or more to compare, got 1"),
-        ((lambda net: net, X), r"data must have targets, \(x, y\), got inputs alone"),
-    ],
-)
-def test_bad_arguments_are_named(trained, arguments, sentence):
-    runs, data = arguments
-    with pytest.raises(ValueError, match=sentence):
-        explain(runs(trained), data)

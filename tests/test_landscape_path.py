@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multitudes.landscape.path import Path, curve, tunnel
-from multitudes.landscape.stitching import stitched
+from multitudes.landscape.path import Path, tunnel
 from multitudes.training.batchnorm import Batches, statistics
 from multitudes.training.recorder import flat_weights, unflattened
 
@@ -105,33 +103,6 @@ def test_a_tunnel_is_where_the_mean_loss_along_its_lines_is_lowest():
     assert mean_loss(alone[2], alone[4]) - least > 0.02 * straight  # the lowest points are not the lowest lines
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.5])
-def test_the_bend_of_a_bezier_curve_is_where_the_mean_loss_is_lowest(weight_decay):
-    data, best, hessian = regression()
-    options = {"steps": 1500, "lr": 0.05, "weight_decay": weight_decay, "criterion": F.mse_loss, "points": 3}
-    bend = 2 * curve(line(A), line(A), line(B), data, **options).weights[1] - (A + B) / 2
-
-    def mean_loss(theta: Tensor) -> float:
-        t = torch.linspace(0, 1, 1001, dtype=torch.float64)[:, None]
-        weights = (1 - t) ** 2 * A + 2 * t * (1 - t) * theta + t**2 * B
-        off = weights - best
-        return (((off @ hessian) * off).sum(1) / 2 + weight_decay / 2 * weights.square().sum(1)).mean().item()
-
-    # Where the mean slope is zero, E[beta (w* - (1-t)^2 a - t^2 b)] = E[beta^2] theta, for beta = 2 t (1-t) with
-    # E[beta] = 1/3, E[beta t^2] = 1/10, E[beta^2] = 2/15. Weight decay moves w* to that of ridge regression.
-    ridge = torch.linalg.solve(hessian + weight_decay * torch.eye(4).double(), hessian @ best)
-    least = mean_loss(2.5 * ridge - 0.75 * (A + B))
-    assert mean_loss(bend) - least < 0.002 * (mean_loss((A + B) / 2) - least)
-
-
-def test_a_polygon_is_made_of_two_straight_lines():
-    data, *_ = regression()
-    path = curve(line(A), line(A), line(B), data, kind="polygon", steps=50, criterion=F.mse_loss, points=9)
-    bend = path.weights[4]
-    torch.testing.assert_close(path.weights[2], (A + bend) / 2)
-    torch.testing.assert_close(path.weights[7], (bend + 3 * B) / 4)
-
-
 # Trained networks -------------------------------------------------------------------------------------------
 
 
@@ -152,12 +123,6 @@ def test_a_tunnel_is_measured_at_its_points_and_between_them(optima, found):
     assert found.t.tolist() == pytest.approx([place / 16 for place in range(17)])
 
 
-@pytest.mark.parametrize("kind", ["bezier", "polygon"])
-def test_a_curve_takes_away_most_of_the_barrier(optima, kind):
-    path = curve(optima[0], *optima, spirals(), kind=kind)
-    assert path.barrier < 0.5 * path.linear_barrier
-
-
 def test_the_ends_are_untouched(optima, found):
     for index, network in ((0, optima[0]), (-1, optima[1])):
         x, y = spirals()
@@ -165,15 +130,6 @@ def test_the_ends_are_untouched(optima, found):
         assert found.scores.loss[index].item() == found.linear.loss[index].item()
         assert found.scores.loss[index].item() == pytest.approx(F.cross_entropy(network(x), y).item(), rel=1e-6)
     assert found.scores.agreement[0, 0] == found.scores.agreement[-1, 1] == 1
-
-
-def test_nothing_given_is_changed(optima):
-    before = [copy.deepcopy(network.state_dict()) for network in optima]
-    state = torch.get_rng_state()
-    tunnel(optima[0], optima[0], optima[1].state_dict(), spirals(), points=3, steps=2)
-    for network, held in zip(optima, before, strict=True):
-        assert all(torch.equal(tensor, held[name]) for name, tensor in network.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_the_tunnel_stays_in_the_hyperplanes(optima, found):
@@ -200,11 +156,6 @@ def test_the_losses_are_those_of_the_weights(optima, found):
             assert found.linear.loss[index].item() == pytest.approx(loss, rel=1e-4)
 
 
-def test_a_seed_gives_the_same_path(optima):
-    first, second = (curve(optima[0], *optima, spirals(), steps=5, seed=3).weights for _ in range(2))
-    assert torch.equal(first, second)
-
-
 def test_batch_norm_statistics_are_recomputed_before_measuring():
     a, b, (x, y) = trained(0, normed=True), trained(1, normed=True), spirals()
     path = tunnel(a, a, b, (x, y), points=5, steps=60)
@@ -216,28 +167,6 @@ def test_batch_norm_statistics_are_recomputed_before_measuring():
     assert path.scores.loss[4].item() == pytest.approx(F.cross_entropy(network(x), y).item(), rel=1e-4)
 
 
-# The stitched view ------------------------------------------------------------------------------------------
-
-
-def test_in_each_triangle_distances_are_those_of_the_weights(optima, found):
-    view = stitched(optima[0], found, spirals(), across=2, radii=3, reach=1.5)
-    assert view.share.tolist() == [0, 0.75, 1, 1.5] and view.knots == tuple(range(0, 33, 2))
-    at = torch.stack([view.x, view.y], 2)
-    for segment, (left, right) in enumerate(zip(found.weights[:-1].double(), found.weights[1:].double(), strict=True)):
-        own = at[2 * segment : 2 * segment + 3].flatten(0, 1)
-        places = torch.stack([left, (left + right) / 2, right])
-        weights = (view.share.view(1, -1, 1) * places.unsqueeze(1)).flatten(0, 1)
-        torch.testing.assert_close(torch.cdist(own, own), torch.cdist(weights, weights), atol=1e-5, rtol=1e-5)
-
-
-def test_the_stitched_view_holds_the_path_and_the_origin(optima, found):
-    view = stitched(optima[0], found, spirals(), across=2, radii=3)
-    on_path = view.share.tolist().index(1)
-    torch.testing.assert_close(view.loss[list(view.knots), on_path], found.scores.loss, rtol=1e-4, atol=1e-5)
-    assert view.agreement[0, 0, on_path] == view.agreement[1, -1, on_path] == 1
-    assert view.loss[:, 0].tolist() == pytest.approx([math.log(3)] * 33, rel=1e-6)  # all weights 0
-
-
 # The rest ---------------------------------------------------------------------------------------------------
 
 
@@ -247,23 +176,3 @@ def test_figures_show_the_path_beside_the_line(optima, found):
     assert [trace.name for trace in fig.data] == ["tunnel", "linear"]
     assert list(fig.data[0].y) == found.scores.loss.tolist()
     assert [trace.name for trace in found.plot("agreement").data][:2] == ["tunnel, with a", "tunnel, with b"]
-    view = stitched(optima[0], found, spirals(), across=1, radii=2)
-    assert len(view.plot("agreement", end=1).data[0].x) == view.loss.numel()
-
-
-def test_wrong_arguments_are_told(optima):
-    a, b = optima
-    with pytest.raises(ValueError, match="kind must be one of bezier, polygon, got 'spline'"):
-        curve(a, a, b, spirals(), kind="spline")
-    with pytest.raises(ValueError, match="points must be 3 or more"):
-        tunnel(a, a, b, spirals(), points=2)
-    with pytest.raises(ValueError, match="a and b have the same weights"):
-        tunnel(a, a, a, spirals())
-    with pytest.raises(ValueError, match="b does not fit the model"):
-        tunnel(a, a, nn.Linear(2, 2), spirals())
-    with pytest.raises(ValueError, match="lr must be above 0, got 0"):
-        tunnel(a, a, b, spirals(), lr=0)
-    with pytest.raises(ValueError, match="data must have targets"):
-        tunnel(a, a, b, spirals()[0])
-    with pytest.raises(ValueError, match="what must be one of loss, accuracy, agreement, got 'error'"):
-        tunnel(a, a, b, spirals(), points=3, steps=1).plot("error")

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import multitudes as mt
 from multitudes.core.seeding import mixed
 from multitudes.landscape.flatness import expected_sharpness, loss_variance, sharpness
-from multitudes.landscape.objective import Objective
 
 
 def quadratic(eigenvalues: list[float]) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
@@ -102,25 +101,6 @@ def test_expected_sharpness_of_gaussian_losses_is_their_deviation() -> None:
     assert averaged.value < found.value / 2  # ensembles flatten: 1 / sqrt(8)
 
 
-def test_the_loss_of_an_objective_is_that_of_the_multitude() -> None:
-    net, (x, y) = drawing()
-    objective = Objective(net, [(x, y)], draws=4, seed=1, weight_decay=0.1)
-    drawn = net.eval().predict(x, draws=4, seed=mixed(1, 0))
-    want = F.nll_loss(drawn.log_probs, y) + 0.05 * sum(p.square().sum() for p in net.parameters())
-    torch.testing.assert_close(objective.value(objective.start), want)
-
-
-@pytest.mark.parametrize(("task", "outputs"), [("regression", 1), ("gaussian", 2)])
-def test_a_multitudes_task_says_what_its_loss_is(task: str, outputs: int) -> None:
-    net = mt.deep_ensemble(nn.Linear(3, outputs), members=2)
-    net.task = task
-    x, y = torch.randn(10, 3), torch.randn(10, 1)
-    objective = Objective(net, [(x, y)])
-    criterion = F.mse_loss if task == "regression" else mt.gaussian_nll
-    want = sum(criterion(net.member(i)(x), y) for i in range(2))
-    torch.testing.assert_close(objective.value(objective.start), want)
-
-
 def test_the_variance_of_the_loss_falls_like_one_over_the_draws() -> None:
     net, data = drawing()
     found = loss_variance(net, data, draws=4096)
@@ -148,41 +128,3 @@ def test_more_dropout_means_more_variance() -> None:
     network = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(), nn.Linear(16, 3))
     low, high = (loss_variance(mt.mc_dropout(network, p), data).constant for p in (0.1, 0.5))
     assert low < high / 2
-
-
-def test_networks_and_random_states_are_left_as_they_were() -> None:
-    net, data = drawing()
-    net.train()
-    before, state = copy.deepcopy(net.state_dict()), torch.get_rng_state()
-    sharpness(net, data, steps=1, draws=1)
-    expected_sharpness(net, data, samples=2)
-    loss_variance(net, data, (1, 2), draws=4)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
-    assert torch.equal(state, torch.get_rng_state())
-    assert all(module.training for module in net.modules())
-    assert all(parameter.grad is None for parameter in net.parameters())
-
-
-def test_results_have_figures() -> None:
-    net, data = drawing()
-    assert len(sharpness(net, data, steps=3).plot().data) == 2
-    assert len(expected_sharpness(net, data, samples=7).plot().data[0].x) == 7
-    assert list(loss_variance(net, data, (1, 2), draws=8).plot().data[0].x) == [1, 2]
-
-
-def test_wrong_arguments_are_named() -> None:
-    net, data = drawing()
-    with pytest.raises(ValueError, match="rho must be above 0, got 0"):
-        sharpness(net, data, rho=0)
-    with pytest.raises(ValueError, match="steps must be a whole number"):
-        sharpness(net, data, steps=0)
-    with pytest.raises(ValueError, match="rho=None needs a multitude that draws, got a Sequential"):
-        expected_sharpness(net.network, data, rho=None)
-    with pytest.raises(ValueError, match="rho=None needs a multitude that draws"):
-        expected_sharpness(net, data, rho=None, draws=0)
-    with pytest.raises(ValueError, match="net must be a multitude that draws, for classification, got a Linear"):
-        loss_variance(nn.Linear(2, 2), data)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="at most half of draws=16, got"):
-        loss_variance(net, data, (1, 9), draws=16)
-    with pytest.raises(ValueError, match="data must hold classes as targets"):
-        loss_variance(net, data[0])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from multitudes import metrics
 from multitudes.core.predictive import Predictive
-from tests.metric_cases import classes, joined, logits, streamed
+from tests.metric_cases import classes, logits
 
 
 def close(one, other):
@@ -49,6 +49,14 @@ def test_mean_and_variance_heads_are_read_for_their_means():
     close(metrics.ambiguity_mse(heads, y), metrics.ambiguity_mse(means, y))
 
 
+def test_means_alone_do_not_tell_what_members_gain():
+    metric = metrics.AmbiguityMSE()
+    for ask in (metrics.ambiguity_mse, metric.update):
+        with pytest.raises(ValueError, match="prediction must be a Predictive, since ambiguity_mse looks at each"):
+            ask(torch.zeros(3), torch.zeros(3))
+    assert (metric.sums == 0).all()
+
+
 def test_a_true_class_that_members_rule_out():
     inf = math.inf
     one, all_of_them = torch.tensor([[[0.0, -inf]], [[0.0, 0.0]]]), torch.tensor([[[0.0, -inf]], [[1.0, -inf]]])
@@ -56,50 +64,3 @@ def test_a_true_class_that_members_rule_out():
     assert member == gain == inf and float(ensemble) == pytest.approx(math.log(4))
     member, ensemble, gain = metrics.ambiguity_nll(Predictive(all_of_them), torch.tensor([1]))
     assert member == ensemble == inf and gain.isnan()
-
-
-@pytest.mark.filterwarnings("ignore:The ``compute`` method")
-@pytest.mark.parametrize("batch", [1, 4, 31])
-def test_squared_errors_stream(batch):
-    f, y = logits(3, 31, 2), logits(31, 2, seed=1)
-    metric = metrics.AmbiguityMSE()
-    assert all(part.isnan() for part in metric.compute())
-    metric.reset()
-    p = Predictive(f, "regression")
-    close(streamed(metric, batch, p, y), metrics.ambiguity_mse(p, y))
-    one, other = metrics.AmbiguityMSE(), metrics.AmbiguityMSE()
-    one.update(p[:9], y[:9])
-    other.update(p[9:], y[9:])
-    close(joined(one, other).compute(), metrics.ambiguity_mse(p, y))
-
-
-BAD_VALUES = {
-    "classes": (
-        Predictive(logits(2, 3, 4)),
-        torch.zeros(3),
-        "task regression or gaussian, got one of task classification",
-    ),
-    "tensor": (torch.zeros(3), torch.zeros(3), "prediction must be a Predictive, since ambiguity_mse looks at each"),
-    "column": (Predictive(logits(2, 3, 1), "regression"), torch.zeros(3), r"member's means, \[3, 1\], got \[3\]"),
-    "nan": (
-        Predictive(logits(2, 3).index_fill(1, torch.tensor([2]), math.nan), "regression"),
-        torch.zeros(3),
-        r"prediction must hold finite values, got nan at index \[0, 2\]",
-    ),
-    "inf": (
-        Predictive(logits(2, 3), "regression"),
-        torch.tensor([0.0, math.inf, 0.0]),
-        r"target must hold finite values, got inf at index \[1\]",
-    ),
-    "list": (Predictive(logits(2, 3), "regression"), [0.0] * 3, "target must be a tensor of real values .* got list"),
-}
-
-
-@pytest.mark.parametrize("p, y, message", BAD_VALUES.values(), ids=BAD_VALUES)
-def test_bad_values_are_named(p, y, message):
-    metric = metrics.AmbiguityMSE()
-    with pytest.raises(ValueError, match=message):
-        metrics.ambiguity_mse(p, y)
-    with pytest.raises(ValueError, match=message):
-        metric.update(p, y)
-    assert (metric.sums == 0).all()

@@ -1,6 +1,4 @@
-import copy
 import math
-import pickle
 from functools import partial
 
 import numpy as np
@@ -11,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multitudes.core.predictive import Predictive
-from multitudes.metrics import CRITERIA, OODDetection, detect, read_rows
+from multitudes.metrics import UNCERTAINTIES, OODDetection, detect, read_rows
 from tests import metric_cases
-from tests.metric_cases import changed, joined, orders
+from tests.metric_cases import changed, orders
 from tests.predictions import raises
 
 logits = partial(metric_cases.logits, dtype=torch.float64)
@@ -31,14 +29,14 @@ def both(s=4, inside=60, outside=40, c=5):
 
 @pytest.mark.parametrize("positive", ["out", "in"])
 @pytest.mark.parametrize("recall", [0.8, 0.95])
-def test_one_call_gives_all_criteria_as_scikit_learn_does(positive, recall):
+def test_one_call_gives_all_uncertainties_as_scikit_learn_does(positive, recall):
     inside, outside = both()
     table = detect(inside, outside, positive=positive, recall=recall)
-    assert list(table) == list(table.keys()) == list(CRITERIA) and len(table) == 8
+    assert list(table) == list(table.keys()) == list(UNCERTAINTIES) and len(table) == 8
     assert (table.inside, table.outside, table.positive, table.recall) == (60, 40, positive, recall)
     sign, found = (1, np.arange(100) >= 60) if positive == "out" else (-1, np.arange(100) < 60)
     for name, detection in table.items():
-        scores = sign * torch.cat([CRITERIA[name](inside), CRITERIA[name](outside)]).numpy()
+        scores = sign * torch.cat([UNCERTAINTIES[name](inside), UNCERTAINTIES[name](outside)]).numpy()
         assert detection.auroc == pytest.approx(sklearn.metrics.roc_auc_score(found, scores))
         assert detection.aupr == pytest.approx(sklearn.metrics.average_precision_score(found, scores))
         fpr, tpr, _ = sklearn.metrics.roc_curve(found, scores, drop_intermediate=False)
@@ -48,7 +46,7 @@ def test_one_call_gives_all_criteria_as_scikit_learn_does(positive, recall):
 
 def test_auroc_does_not_ask_which_side_is_positive_but_aupr_does():
     out, inside = detect(*both()), detect(*both(), positive="in")
-    for name in CRITERIA:
+    for name in UNCERTAINTIES:
         assert out[name].auroc == inside[name].auroc
         assert out[name].aupr != inside[name].aupr
 
@@ -66,19 +64,19 @@ def test_a_single_network_cannot_disagree():
     assert table["entropy"].auroc > 0.6
 
 
-def test_probabilities_have_the_criteria_that_exist_for_them():
+def test_probabilities_have_the_uncertainties_that_exist_for_them():
     inside, outside = both()
     plain, full = detect(inside.probs, outside.probs), detect(inside, outside)
     assert list(plain) == ["max_probability", "entropy"]
     for name in plain:
         assert plain[name] == pytest.approx(full[name])
     assert list(detect(inside, outside.probs)) == list(detect(inside.probs, outside)) == ["max_probability", "entropy"]
-    assert list(detect(inside, outside, criteria=["energy", "entropy"])) == ["energy", "entropy"]
+    assert list(detect(inside, outside, uncertainties=["energy", "entropy"])) == ["energy", "entropy"]
 
 
 def test_the_sure_and_the_unsure_are_told_apart_completely():
     inside, outside = Predictive(20 * torch.eye(4)[None]), Predictive(torch.zeros(1, 3, 4))
-    for name in set(CRITERIA) - set(OF_MEMBERS):
+    for name in set(UNCERTAINTIES) - set(OF_MEMBERS):
         assert detect(inside, outside)[name] == (1, 1, 0)
         assert detect(outside, inside)[name].auroc == 0
 
@@ -86,7 +84,7 @@ def test_the_sure_and_the_unsure_are_told_apart_completely():
 def test_without_anything_outside_there_is_no_answer():
     inside, outside = both()
     for table in (detect(inside, outside[:0]), detect(inside[:0], outside), detect(inside[:0], outside[:0])):
-        assert list(table) == list(CRITERIA)
+        assert list(table) == list(UNCERTAINTIES)
         assert all(math.isnan(value) for _, detection in table.items() for value in detection)
     assert (table.inside, table.outside) == (0, 0)
 
@@ -128,7 +126,7 @@ def test_batches_of_any_size_and_order_give_what_one_call_gives(seed, n, m, batc
 
 def test_a_metric_streams_with_its_options():
     inside, outside = both()
-    options = {"criteria": ["energy", "variance"], "positive": "in", "recall": 0.7}
+    options = {"uncertainties": ["energy", "variance"], "positive": "in", "recall": 0.7}
     metric = OODDetection(**options)
     metric.update(inside, outside=False)
     metric.update(outside, outside=True)
@@ -136,7 +134,7 @@ def test_a_metric_streams_with_its_options():
     assert metric.compute().positive == "in" and metric.compute().recall == 0.7
 
 
-def test_a_metric_of_probabilities_has_the_criteria_that_exist_for_all_it_saw():
+def test_a_metric_of_probabilities_has_the_uncertainties_that_exist_for_all_it_saw():
     inside, outside = both()
     metric = OODDetection()
     metric.update(inside.probs, outside=False)
@@ -146,7 +144,7 @@ def test_a_metric_of_probabilities_has_the_criteria_that_exist_for_all_it_saw():
     assert list(metric.compute()) == ["max_probability", "entropy"]
     metric.reset()
     metric.update(inside, outside=False)
-    assert list(metric.compute()) == list(CRITERIA)
+    assert list(metric.compute()) == list(UNCERTAINTIES)
 
 
 def test_pixels_may_be_outside_one_by_one():
@@ -162,38 +160,12 @@ def test_pixels_may_be_outside_one_by_one():
     assert (metric.compute().inside, metric.compute().outside) == (0, int(outside.sum()))
 
 
-def test_states_of_two_metrics_join_into_those_of_one_that_saw_all():
-    inside, outside = both()
-    one, other = OODDetection(), OODDetection()
-    one.update(inside, outside=False)
-    other.update(outside, outside=True)
-    same(joined(one, other).compute(), detect(inside, outside))
-
-
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
 def test_an_empty_metric_has_no_answer():
-    for criteria in (None, ["energy"]):
-        table = OODDetection(criteria).compute()
-        assert list(table) == (criteria or list(CRITERIA)) and (table.inside, table.outside) == (0, 0)
+    for uncertainties in (None, ["energy"]):
+        table = OODDetection(uncertainties).compute()
+        assert list(table) == (uncertainties or list(UNCERTAINTIES)) and (table.inside, table.outside) == (0, 0)
         assert all(math.isnan(value) for _, detection in table.items() for value in detection)
-
-
-def test_calling_a_metric_gives_the_batchs_table_and_keeps_the_total():
-    inside, outside = both()
-    whole = Predictive.concat([inside, outside])
-    mask = torch.arange(100) >= 60
-    metric = OODDetection()
-    same(metric(whole[40:], mask[40:]), detect(inside[40:], outside))
-    same(metric(whole[:40], mask[:40]), detect(inside[:40], outside[:0]))
-    same(metric.compute(), detect(inside, outside))
-
-
-def test_a_metric_survives_copies_and_pickles():
-    metric = OODDetection()
-    metric.update(both()[0], outside=torch.arange(60) % 3 == 0)
-    for twin in (copy.deepcopy(metric), pickle.loads(pickle.dumps(metric))):
-        same(twin.compute(), metric.compute())
-    same(pickle.loads(pickle.dumps(metric.compute())), metric.compute())
 
 
 def test_a_metric_keeps_nine_numbers_for_each_prediction_and_no_gradients():
@@ -245,11 +217,19 @@ def test_bad_masks(outside, kind):
 
 
 def test_bad_options():
-    names = ", ".join(CRITERIA)
-    for criteria in (["entropy", "entropie"], [], "entropy", ["variance", None], [["entropy"]], iter(["entropy"]), 3):
-        for ask in (lambda c: detect(*both(), criteria=c), OODDetection):
-            with raises(f"criteria must be None or a list of names from {names}, got {criteria!r}"):
-                ask(criteria)
+    names = ", ".join(UNCERTAINTIES)
+    for uncertainties in (
+        ["entropy", "entropie"],
+        [],
+        "entropy",
+        ["variance", None],
+        [["entropy"]],
+        iter(["entropy"]),
+        3,
+    ):
+        for ask in (lambda c: detect(*both(), uncertainties=c), OODDetection):
+            with raises(f"uncertainties must be None or a list of names from {names}, got {uncertainties!r}"):
+                ask(uncertainties)
     for positive in ("outside", None, 1):
         for ask in (lambda p: detect(*both(), positive=p), lambda p: OODDetection(positive=p)):
             with raises(f"positive must be 'out' or 'in', got {positive!r}"):

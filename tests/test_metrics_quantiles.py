@@ -60,12 +60,12 @@ def test_over_and_underconfident_forecasts_are_found_out(factor, too_narrow):
     assert (metrics.interval_coverage(p, y, 0.9) < 0.85) == too_narrow
 
 
-def test_tau_makes_points_calibrated_whose_noise_it_is():
+def test_the_noise_precision_makes_points_calibrated_whose_noise_it_is():
     truth = randn(20_000)
     y = truth + 0.5 * randn(20_000, seed=1)
-    found = metrics.quantile_calibration(truth, y, tau=4.0)
+    found = metrics.quantile_calibration(truth, y, noise_precision=4.0)
     assert found.error < 0.01 < 0.2 < metrics.quantile_calibration(truth, y).error
-    assert metrics.gaussian_ece(truth, y, tau=4.0) < 0.01
+    assert metrics.gaussian_ece(truth, y, noise_precision=4.0) < 0.01
 
 
 def test_a_value_on_a_point_is_not_above_it():

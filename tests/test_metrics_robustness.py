@@ -10,7 +10,7 @@ from torch import nn
 import multitudes as mt
 from multitudes import metrics, shift
 from multitudes.core.predictive import Predictive
-from tests.metric_cases import changed, classes, joined, logits, orders, pixels, streamed, text_consistency
+from tests.metric_cases import changed, classes, logits, orders, text_consistency
 
 # Sequences ------------------------------------------------------------------------------------------------
 
@@ -115,19 +115,6 @@ def test_sequences_stream_and_neither_their_order_nor_that_of_members_matters(se
         assert float(metric.compute()) == pytest.approx(float(whole), rel=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:The ``compute`` method")
-def test_a_metric_that_saw_no_sequence_is_nan_and_sums_add_up_across_processes(measure):
-    function, streaming, _ = measure
-    p = logits(5, 6, 3).softmax(2)
-    one, other = streaming(), streaming()
-    assert one.compute().isnan()
-    one.reset()
-    one.update(p[:, :2])
-    other.update(p[:, 2:])
-    assert float(joined(one, other).compute()) == pytest.approx(float(function(p)))
-    assert function(p[:, :0]).isnan()
-
-
 P = logits(4, 2, 3).softmax(2)
 
 
@@ -177,7 +164,6 @@ def test_relative_confidence_is_as_printed():
     expected = text_relative_confidence(z.double().softmax(2).mean(0).numpy(), y)
     assert float(metrics.relative_confidence(p, y)) == pytest.approx(expected, rel=1e-6)
     assert float(metrics.relative_confidence(p.probs, y)) == pytest.approx(expected, rel=1e-6)
-    assert float(streamed(metrics.RelativeConfidence(), 7, p, y)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_relative_confidence_is_1_for_right_predictions_and_0_for_impossible_classes():
@@ -185,16 +171,6 @@ def test_relative_confidence_is_1_for_right_predictions_and_0_for_impossible_cla
     assert metrics.relative_confidence(p, p.argmax(1)) == 1
     assert metrics.relative_confidence(torch.eye(3), torch.tensor([1, 2, 0])) == 0
     assert metrics.relative_confidence(torch.tensor([[0.5, 0.5]]), torch.tensor([1])) == 1  # a tie is no error here
-    assert metrics.relative_confidence(p[:0], p[:0].argmax(1)).isnan()
-
-
-def test_relative_confidence_of_pixels():
-    p, y = logits(2, 4, 3, 5).softmax(1), classes(4, 2, 3, 5)
-    expected = text_relative_confidence(*pixels(p.double(), y))
-    assert float(metrics.relative_confidence(p, y)) == pytest.approx(expected, rel=1e-6)
-    y[0, 1] = 255
-    expected = text_relative_confidence(*pixels(p.double(), y, ignore=255))
-    assert float(metrics.relative_confidence(p, y, ignore=255)) == pytest.approx(expected, rel=1e-6)
 
 
 # Attacks --------------------------------------------------------------------------------------------------
@@ -207,7 +183,6 @@ def test_the_success_rate_of_an_attack_is_the_share_of_right_predictions_that_it
     ]  # by hand, over those that were right
     assert 0 < np.mean(fooled) < 1
     assert float(metrics.attack_success_rate(clean, attacked, y)) == pytest.approx(np.mean(fooled))
-    assert float(streamed(metrics.AttackSuccessRate(), 8, clean, attacked, y)) == pytest.approx(np.mean(fooled))
     kept = y != 2
     without = metrics.attack_success_rate(clean[kept], attacked[kept], y[kept])
     assert metrics.attack_success_rate(clean, attacked, y, ignore=2) == without

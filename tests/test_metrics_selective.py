@@ -1,7 +1,5 @@
-import copy
 import itertools
 import math
-import pickle
 from fractions import Fraction
 from functools import partial
 
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 from multitudes.core.predictive import Predictive
 from multitudes.metrics import (
     AURC,
-    CRITERIA,
+    UNCERTAINTIES,
     AccuracyAtCoverage,
     RiskCoverageCurve,
     accuracy,
@@ -22,9 +20,9 @@ from multitudes.metrics import (
     aurc,
     risk_coverage,
 )
-from multitudes.metrics.selective import risk_coverage_compute
+from multitudes.metrics.selective import curve_of
 from tests import metric_cases
-from tests.metric_cases import binary, changed, classes, joined, orders, pixels, streamed, with_twins
+from tests.metric_cases import binary, classes, streamed, with_twins
 from tests.predictions import raises
 
 logits = partial(metric_cases.logits, dtype=torch.float64)
@@ -99,7 +97,7 @@ def test_curve_and_area_are_the_textbooks(case):
 @given(st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=6))
 def test_the_risk_of_tied_rows_is_that_of_a_random_order_in_expectation(rows):
     uncertainty, wrong = zip(*rows, strict=True)
-    curve = risk_coverage_compute(torch.tensor(rows, dtype=torch.float32))
+    curve = curve_of(torch.tensor(rows, dtype=torch.float32))
     np.testing.assert_allclose(curve.risk, random_order_risks(uncertainty, wrong), rtol=1e-12, atol=1e-15)
 
 
@@ -107,18 +105,8 @@ def test_the_risk_of_tied_rows_is_that_of_a_random_order_in_expectation(rows):
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=40), st.randoms())
 def test_the_order_of_samples_does_not_matter_at_all(rows, random):
     mixed = random.sample(rows, len(rows))
-    one, other = (risk_coverage_compute(torch.tensor(pairs, dtype=torch.float32)) for pairs in (rows, mixed))
+    one, other = (curve_of(torch.tensor(pairs, dtype=torch.float32)) for pairs in (rows, mixed))
     assert one.risk.tolist() == other.risk.tolist()
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 30), st.integers(2, 6), st.integers(1, 4))
-def test_the_order_of_members_does_not_matter(seed, n, c, s):
-    z, y = logits(s, n, c, seed=seed), classes(c, n, seed=seed)
-    members, _ = orders(s, n, seed)
-    for criterion in ("max_probability", "energy", "disagreement"):
-        one, other = (aurc(Predictive(order), y, criterion) for order in (z, z[members]))
-        assert float(one) == pytest.approx(float(other), rel=1e-12)
 
 
 def test_at_full_coverage_there_is_plain_accuracy(case):
@@ -134,7 +122,7 @@ def test_uncertainty_that_says_nothing_has_the_error_rate_as_area():
 
 def test_90_percent_of_10_rows_are_9_of_them():
     for n in range(1, 120):
-        curve = risk_coverage_compute(torch.tensor([[float(i), i % 2] for i in range(n)]))
+        curve = curve_of(torch.tensor([[float(i), i % 2] for i in range(n)]))
         for percent in range(1, 101):
             rows = -(-percent * n // 100)
             wrong = rows // 2  # every second, the first being right
@@ -149,7 +137,7 @@ def test_90_percent_of_10_rows_are_9_of_them():
 def test_excess_aurc_is_what_is_above_the_best_of_all_orders(rows):
     wrong = [error for _, error in rows]
     areas = [np.mean([sum(order[:k]) / k for k in range(1, len(order) + 1)]) for order in itertools.permutations(wrong)]
-    curve = risk_coverage_compute(torch.tensor(rows, dtype=torch.float32))
+    curve = curve_of(torch.tensor(rows, dtype=torch.float32))
     assert float(curve.excess_aurc) == pytest.approx(float(curve.aurc) - min(areas), abs=1e-12)
     assert curve.excess_aurc >= 0
 
@@ -158,39 +146,38 @@ def test_uncertainty_that_puts_all_errors_last_has_no_excess():
     for n in range(1, 30):
         for errors in range(n + 1):
             pairs = torch.stack([torch.arange(n), torch.arange(n) >= n - errors], 1).double()
-            assert 0 <= float(risk_coverage_compute(pairs).excess_aurc) < 1e-15
+            assert 0 <= float(curve_of(pairs).excess_aurc) < 1e-15
 
 
 def test_coverage_at_a_risk_is_the_largest_share_that_keeps_it():
-    curve = risk_coverage_compute(torch.tensor([[0.0, 0], [1, 1], [2, 0], [3, 0], [4, 0], [5, 1]]))
+    curve = curve_of(torch.tensor([[0.0, 0], [1, 1], [2, 0], [3, 0], [4, 0], [5, 1]]))
     np.testing.assert_allclose(curve.risk, [0, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 3])
     for risk, rows in ((0, 1), (0.19, 1), (0.2, 5), (0.25, 5), (1 / 3, 6), (1, 6)):
         assert curve.coverage_at(risk) == rows / 6
     assert risk_coverage(*CASES["surely wrong"]).coverage_at(0.99) == 0
     for n in range(1, 80):  # one error in n rows, the last: 1/n is kept by all of them
-        curve = risk_coverage_compute(torch.stack([torch.arange(n), torch.arange(n) == n - 1], 1).double())
+        curve = curve_of(torch.stack([torch.arange(n), torch.arange(n) == n - 1], 1).double())
         assert curve.coverage_at(1 / n) == 1
 
 
-# Criteria --------------------------------------------------------------------------------------------------
+# Uncertainties --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("criterion", CRITERIA)
-def test_any_criterion_says_what_comes_first(criterion):
+@pytest.mark.parametrize("uncertainty", UNCERTAINTIES)
+def test_any_uncertainty_says_what_comes_first(uncertainty):
     p, y = Predictive(logits(5, 31, 4)), classes(4, 31)
-    uncertainty = CRITERIA[criterion](p).tolist()
-    expected = text_risks(uncertainty, (p.probs.argmax(1) != y).int().tolist())
-    np.testing.assert_allclose(risk_coverage(p, y, criterion).risk, [float(r) for r in expected], rtol=1e-12)
-    assert float(aurc(p, y, criterion)) == pytest.approx(float(sum(expected)) / 31)
-    at = float(accuracy_at_coverage(p, y, 0.5, criterion))
+    expected = text_risks(UNCERTAINTIES[uncertainty](p).tolist(), (p.probs.argmax(1) != y).int().tolist())
+    np.testing.assert_allclose(risk_coverage(p, y, uncertainty).risk, [float(r) for r in expected], rtol=1e-12)
+    assert float(aurc(p, y, uncertainty)) == pytest.approx(float(sum(expected)) / 31)
+    at = float(accuracy_at_coverage(p, y, 0.5, uncertainty))
     assert at == pytest.approx(1 - float(expected[15]))  # 16 of 31 are more than half
 
 
-@pytest.mark.parametrize("criterion", ["mutual_information", "variance", "disagreement"])
-def test_a_single_network_cannot_disagree_so_every_order_is_as_good(criterion):
+@pytest.mark.parametrize("uncertainty", ["mutual_information", "variance", "disagreement"])
+def test_a_single_network_cannot_disagree_so_every_order_is_as_good(uncertainty):
     p, y = Predictive(logits(1, 31, 4)), classes(4, 31)
     error = 1 - float(accuracy(p, y))
-    assert 0 < error < 1 and risk_coverage(p, y, criterion).risk.tolist() == pytest.approx([error] * 31)
+    assert 0 < error < 1 and risk_coverage(p, y, uncertainty).risk.tolist() == pytest.approx([error] * 31)
 
 
 def test_what_looks_at_members_needs_a_predictive():
@@ -199,48 +186,28 @@ def test_what_looks_at_members_needs_a_predictive():
             ask(*random_case())
 
 
-def test_the_curve_of_a_predictive_is_that_of_its_mean_probabilities():
-    p, y = Predictive(logits(5, 31, 4)), classes(4, 31)
-    torch.testing.assert_close(risk_coverage(p, y).risk, risk_coverage(p.probs, y).risk)
-
-
-@pytest.mark.parametrize("ignore", [None, 255])
-def test_each_pixel_of_a_dense_prediction_is_a_row(ignore):
-    z, y = logits(3, 2, 4, 3, 5), classes(4, 2, 3, 5)
-    if ignore is not None:
-        y[0, 1], y[1, 2, 3] = ignore, ignore
-    mean = z.softmax(2).mean(0)
-    expected = [float(risk) for risk in text_risks(*read(*pixels(mean, y, ignore)))]
-    for p in (Predictive(z), mean):
-        np.testing.assert_allclose(risk_coverage(p, y, ignore=ignore).risk, expected, rtol=1e-12)
-        assert float(aurc(p, y, ignore=ignore)) == pytest.approx(np.mean(expected))
-        assert float(accuracy_at_coverage(p, y, coverage=1.0, ignore=ignore)) == pytest.approx(1 - expected[-1])
-
-
 # Streaming -------------------------------------------------------------------------------------------------
-
-METRICS = {
-    "curve": (RiskCoverageCurve, risk_coverage, lambda curve: curve.risk),
-    "aurc": (AURC, aurc, lambda value: value),
-    "accuracy": (AccuracyAtCoverage, accuracy_at_coverage, lambda value: value),
-}
-
-
-@pytest.fixture(params=METRICS.values(), ids=METRICS)
-def ranked(request):
-    return request.param
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 60), st.integers(1, 60))
-def test_batches_of_any_size_give_what_one_batch_gives(seed, n, batch):
+def test_batches_of_any_size_with_ties_across_them_give_what_one_batch_gives(seed, n, batch):
     p, y = random_case(n, seed=seed)
     p = with_twins(p)
-    for metric, function, value in METRICS.values():
-        metric = metric()
-        assert torch.equal(value(streamed(metric, batch, p, y)), value(function(p, y)))
-        metric.reset()
-        assert torch.equal(value(streamed(metric, batch, p[:5], y[:5])), value(function(p[:5], y[:5])))
+    assert torch.equal(streamed(RiskCoverageCurve(), batch, p, y).risk, risk_coverage(p, y).risk)
+    assert torch.equal(streamed(AURC(), batch, p, y), aurc(p, y))
+    assert torch.equal(streamed(AccuracyAtCoverage(), batch, p, y), accuracy_at_coverage(p, y))
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+def test_a_curve_of_one_point_stays_one_and_of_none_there_is_no_answer():
+    p, y = random_case(n=1)
+    assert RiskCoverageCurve()(p, y).risk.shape == (1,)
+    for curve in (RiskCoverageCurve().compute(), risk_coverage(p[:0], y[:0]), risk_coverage(p, y, ignore=int(y))):
+        assert curve.coverage.shape == curve.risk.shape == (0,)
+        assert curve.aurc.isnan() and curve.excess_aurc.isnan()
+        assert curve.accuracy_at(0.5).isnan() and curve.coverage_at(0.5).isnan()
+        assert repr(curve) == "RiskCoverage(rows=0, aurc=nan)"
 
 
 def test_metrics_stream_with_their_options():
@@ -254,88 +221,14 @@ def test_metrics_stream_with_their_options():
         assert torch.equal(*(getattr(found, "risk", found) for found in (result, expected)))
 
 
-def test_calling_a_metric_gives_the_batchs_number_and_keeps_the_total(ranked):
-    metric, function, value = ranked[0](), *ranked[1:]
-    p, y = random_case()
-    assert torch.equal(value(metric(p[:1], y[:1])), value(function(p[:1], y[:1])))  # a curve of one point stays one
-    assert torch.equal(value(metric(p[1:], y[1:])), value(function(p[1:], y[1:])))
-    assert torch.equal(value(metric.compute()), value(function(p, y)))
-
-
-def test_states_of_two_metrics_join_into_those_of_one_that_saw_all(ranked):
-    one, other, function, value = ranked[0](), ranked[0](), *ranked[1:]
-    p, y = random_case()
-    one.update(p[:20], y[:20])
-    other.update(p[20:], y[20:])
-    assert torch.equal(value(joined(one, other).compute()), value(function(p, y)))
-
-
-def test_a_metric_survives_copies_and_pickles(ranked):
-    metric, value = ranked[0](), ranked[2]
-    metric.update(*random_case())
-    for twin in (copy.deepcopy(metric), pickle.loads(pickle.dumps(metric))):
-        assert torch.equal(value(twin.compute()), value(metric.compute()))
-
-
-def test_a_metric_keeps_two_numbers_for_each_row_and_no_gradients(ranked):
-    metric = ranked[0]()
-    metric.update(Predictive(torch.randn(3, 7, 100, requires_grad=True)), classes(100, 7))
-    assert [(part.shape, part.dtype, part.requires_grad) for part in metric.values] == [((7, 2), torch.float32, False)]
-
-
-@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
-def test_there_is_no_answer_about_nothing(ranked):
-    metric, function, _ = ranked
-    p, y = random_case(n=3)
-    for result in (metric().compute(), function(p[:0], y[:0]), function(p, torch.full_like(y, 9), ignore=9)):
-        if metric is RiskCoverageCurve:
-            assert result.coverage.shape == result.risk.shape == (0,)
-            assert result.aurc.isnan() and result.excess_aurc.isnan()
-            assert result.accuracy_at(0.5).isnan() and result.coverage_at(0.5).isnan()
-            assert repr(result) == "RiskCoverage(rows=0, aurc=nan)"
-        else:
-            assert result.isnan()
-
-
 # Bad input -------------------------------------------------------------------------------------------------
-
-
-def test_bad_input_is_named_with_its_first_index(ranked):
-    p, y = random_case()
-    bad = changed(p, math.nan, 3, 1)
-    metric = ranked[0]()
-    for ask in (ranked[1], metric.update):
-        with raises("prediction must hold probabilities within 0 and 1, got nan at index [3, 1]"):
-            ask(bad, y)
-        with raises("target must lie within 0 and 3, got 4 at index [0]"):
-            ask(p, torch.full_like(y, 4))
-        with raises("target must have the prediction's shape without classes, [57], got [56]"):
-            ask(p, y[:-1])
-    assert metric.values == []
-
-
-@pytest.mark.parametrize("criterion", ["confidence", None, ["entropy"]])
-def test_bad_criteria(ranked, criterion):
-    sentence = f"criterion must be one of {', '.join(CRITERIA)}, got {criterion!r}"
-    with raises(sentence):
-        ranked[1](*random_case(), criterion=criterion)
-    with raises(sentence):
-        ranked[0](criterion=criterion)
 
 
 @pytest.mark.parametrize("value", [0, -0.1, 1.01, "0.9", None, math.nan])
 def test_bad_coverages_and_risks(value):
     curve = risk_coverage(*random_case())
-    for ask in (curve.accuracy_at, AccuracyAtCoverage, lambda c: accuracy_at_coverage(*random_case(), coverage=c)):
-        with raises(f"coverage must be above 0 and at most 1, got {value!r}"):
-            ask(value)
+    with raises(f"coverage must be above 0 and at most 1, got {value!r}"):
+        curve.accuracy_at(value)
     if value != 0:
         with raises(f"risk must be 0 or more and at most 1, got {value!r}"):
             curve.coverage_at(value)
-
-
-def test_bad_ignore(ranked):
-    with raises("ignore must be an integer label or None, got 1.5"):
-        ranked[0](ignore=1.5)
-    with raises("ignore must be an integer label or None, got 1.5"):
-        ranked[1](*random_case(), ignore=1.5)

@@ -15,6 +15,7 @@ import multitudes as mt
 from multitudes.evaluation.calibrate import calibrate
 from multitudes.storage.onnx import to_onnx
 from tests import cases, drawing_cases
+from tests.of_parts import Of
 from tests.test_freeze import Jitter
 
 onnx = pytest.importorskip("onnx")
@@ -63,9 +64,7 @@ def same(path: Path, predictive: mt.Predictive, x: Any) -> None:
 NETS: dict[str, Callable[[], mt.Multitude]] = {
     "single": lambda: mt.Multitude(mlp()),
     "deep_ensemble": lambda: mt.deep_ensemble(mlp(), 3),
-    "packed": lambda: mt.packed(mlp(), 3, example=X),
     "batch_ensemble": lambda: mt.batch_ensemble(mlp(), 3),
-    "masksembles": lambda: mt.masksembles(mlp(), 3, example=X),
     "mimo": lambda: mt.mimo(mlp(), 3),
     "deep batch_ensemble": lambda: mt.deep_ensemble(mt.batch_ensemble(mlp(), 2), 2),
 }
@@ -86,10 +85,6 @@ def test_a_file_answers_batches_of_any_size_as_the_network_does(name: str, tmp_p
 
 DRAWING: dict[str, Callable[[], mt.Multitude]] = {
     "mc_dropout": lambda: mt.mc_dropout(mlp()),
-    "drop_connect": lambda: mt.drop_connect(mlp(), 0.2),
-    "patched": lambda: mt.patched(mlp(), 3, "output", cross=True),
-    "variance": lambda: mt.variance(mlp()),
-    "random": lambda: mt.subspace(mlp(), "random", scale=0.1),
     "deep mc_dropout": lambda: mt.deep_ensemble(mt.mc_dropout(mlp()), 2),
     "own layer": lambda: mt.Multitude(nn.Sequential(Jitter(), mlp())),
 }
@@ -99,7 +94,7 @@ DRAWING: dict[str, Callable[[], mt.Multitude]] = {
 def test_a_network_that_draws_is_frozen_first(name: str, tmp_path: Path) -> None:
     net = DRAWING[name]().eval()
     path = to_onnx(net, tmp_path / "net.onnx", X, draws=3, seed=4)
-    same(path, net.freeze(3, seed=4).predict(OTHER), OTHER)
+    same(path, mt.freeze(net, 3, seed=4).predict(OTHER), OTHER)
     assert answers(path, OTHER)["members"].shape == (3 * net.members, 9, 5)
 
 
@@ -107,10 +102,10 @@ def test_a_network_that_draws_is_frozen_first(name: str, tmp_path: Path) -> None
 def test_maps_are_exported_with_smoothing_and_dropout(tmp_path: Path) -> None:
     x = torch.randn(4, 3, 16, 16)
     model = mt.models.ResNet(mt.models.resnet.BasicBlock, (1, 1, 1, 1), 5, width=8)
-    smooth = mt.mc_dropout(mt.smooth(model, example=x), 0.2, where="block", example=x)
+    smooth = mt.mc_dropout(mt.smooth(model, example=x), 0.2, "block", example=x)
     net = mt.packed(smooth, 2, example=x).eval()
     path = to_onnx(net, tmp_path / "net.onnx", x, draws=2, seed=0)
-    same(path, net.freeze(2, seed=0).predict(x[:3]), x[:3])
+    same(path, mt.freeze(net, 2, seed=0).predict(x[:3]), x[:3])
 
 
 @pytest.mark.parametrize("scaling", some(["temperature", "member_temperature", "vector", "isotonic"], "temperature"))
@@ -124,21 +119,11 @@ def test_a_calibrated_networks_probabilities_are_calibrated(scaling: str, tmp_pa
     assert (answers(path, OTHER)["probs"] - net.predict(OTHER).probs).abs().max() > 1e-3
 
 
-class Scalar(nn.Module):
-    """Regression without a dimension of outputs, `[B, 6] -> [B]`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)[:, 0]
-
-
 @pytest.mark.parametrize("task", some(["regression", "gaussian"], "gaussian"))
 @pytest.mark.parametrize("calibrating", [False, True])
 def test_regression_gives_mean_and_std(task: str, calibrating: bool, tmp_path: Path) -> None:
-    net: Any = mt.deep_ensemble(Scalar() if task == "regression" else nn.Linear(6, 4), 3).eval()
+    scalar = Of(lambda net, x: net.linear(x)[:, 0], linear=nn.Linear(6, 1))  # without a dimension of outputs
+    net: Any = mt.deep_ensemble(scalar if task == "regression" else nn.Linear(6, 4), 3).eval()
     net.task = task
     if calibrating:
         shape = (60,) if task == "regression" else (60, 2)
@@ -183,19 +168,13 @@ def test_the_file_tells_nothing_of_the_machine_that_wrote_it(tmp_path: Path) -> 
 # -- what is wrong -----------------------------------------------------------------------------------------
 
 
-class Branching(Scalar):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.sum() > 0 else -super().forward(x)
-
-
-class Singular(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.linalg.svdvals(x.unflatten(1, (3, 2)))
-
-
-@pytest.mark.parametrize("model", [Branching, Singular])
-def test_a_network_that_cannot_be_exported_is_one_sentence(model: type[nn.Module], tmp_path: Path) -> None:
-    net = mt.Multitude(model())
+@pytest.mark.parametrize(
+    "forward",
+    [lambda net, x: x if x.sum() > 0 else -x, lambda net, x: torch.linalg.svdvals(x.unflatten(1, (3, 2)))],
+    ids=["branching", "singular"],
+)
+def test_a_network_that_cannot_be_exported_is_one_sentence(forward: Callable[..., Tensor], tmp_path: Path) -> None:
+    net = mt.Multitude(Of(forward))
     net.task = "regression"
     with pytest.raises(ValueError, match="the network cannot be exported to ONNX: ") as told:
         to_onnx(net, tmp_path / "net.onnx", X)
@@ -252,4 +231,4 @@ def test_draws_of_every_network_are_exported(method: str, network: str, tmp_path
     net = drawing_cases.build(method, network).eval()
     x = case.batch(3)[0]
     path = to_onnx(net, tmp_path / "net.onnx", case.batch()[0], draws=2, seed=0)
-    same(path, net.freeze(2, seed=0).predict(x), x)
+    same(path, mt.freeze(net, 2, seed=0).predict(x), x)

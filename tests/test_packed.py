@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,7 +29,7 @@ def test_parameter_counts_are_the_papers() -> None:
     assert f"{parameters(mt.deep_ensemble(r50, 4)) / 1e6:.2f}" == "94.08"
     assert f"{parameters(mt.batch_ensemble(r18, 4)) / 1e6:.2f}" == "11.21"
     assert f"{parameters(mt.mimo(r18, 4)) / 1e6:.2f}" == "11.19"
-    packed = [mt.packed(model, 4, 2, 2, gamma_layers=all_but_first_of_block) for model in (r18, r50)]
+    packed = [mt.packed(model, 4, 2, 2, layers=all_but_first_of_block) for model in (r18, r50)]
     assert [f"{parameters(net) / 1e6:.2f}" for net in packed] == ["8.18", "14.55"]
 
 
@@ -80,21 +83,19 @@ def test_rounding_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("convert", "options", "sentence"),
     [
-        ({"alpha": 0}, "alpha must be above 0 and at most 4, got 0"),
-        ({"alpha": 5}, "alpha must be above 0 and at most 4, got 5"),
-        ({"alpha": "2"}, "alpha must be above 0 and at most 4, got '2'"),
-        ({"gamma": 0}, "gamma must be a whole number, 1 or more, got 0"),
-        ({"gamma_layers": "none"}, "gamma_layers='none' selects nothing"),
+        (mt.packed, {"alpha": 0}, "alpha must be above 0 and at most 4, got 0"),
+        (mt.packed, {"alpha": 5}, "alpha must be above 0 and at most 4, got 5"),
+        (mt.packed, {"alpha": "2"}, "alpha must be above 0 and at most 4, got '2'"),
+        (mt.packed, {"gamma": 0}, "gamma must be a whole number, 1 or more, got 0"),
+        (mt.packed, {"layers": "none"}, "^layers='none' selects nothing"),
+        (mt.narrow, {"factor": 0.5, "init": "foo"}, "init must be"),
+        (mt.narrow, {"factor": 0.5, "gamma": 0}, "gamma must be a whole number, 1 or more, got 0"),
+        (mt.narrow, {"factor": 0.5, "layers": "none"}, "^layers='none' selects nothing"),
+        (mt.narrow, {"factor": 1.5}, "factor must be above 0 and at most 1, got 1.5"),
     ],
 )
-def test_bad_arguments_of_packed(options: dict[str, object], sentence: str) -> None:
+def test_bad_arguments_are_named(convert: Callable[..., nn.Module], options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        mt.packed(Cnn(), 4, example=torch.zeros(1, 3, 8, 8), **options)
-    with pytest.raises(ValueError, match="init must be"):
-        mt.narrow(Cnn(), 0.5, init="foo")
-    with pytest.raises(ValueError, match="groups must be"):
-        mt.narrow(Cnn(), 0.5, 0)
-    with pytest.raises(ValueError, match="factor must be above 0 and at most 1, got 1.5"):
-        mt.narrow(Cnn(), 1.5, example=torch.zeros(1, 3, 8, 8))
+        convert(Cnn(), example=torch.zeros(1, 3, 8, 8), **options)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import multitudes as mt
-from multitudes.methods.patching.conversion import Patched, family, patched
+from multitudes.methods.patching import Patched, family, patched
 from multitudes.methods.patching.layers import Mixing, Patch
+from tests.of_parts import Of
 
 
 def mlp(norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> nn.Module:
@@ -222,7 +223,7 @@ def test_weights_have_the_mixtures_mean_and_variance(assignment: str, zero: bool
 
 
 @pytest.mark.parametrize(
-    ("where", "names"),
+    ("layers", "names"),
     [
         ("norm", ["1"]),
         ("input", ["0"]),
@@ -234,22 +235,14 @@ def test_weights_have_the_mixtures_mean_and_variance(assignment: str, zero: bool
         (lambda name, layer: isinstance(layer, nn.Linear), ["0", "3"]),
     ],
 )
-def test_where_says_what_is_patched(where: Any, names: list[str]) -> None:
-    assert list(patches(patched(mlp(), 2, where))) == names
+def test_layers_says_what_is_patched(layers: Any, names: list[str]) -> None:
+    assert list(patches(patched(mlp(), 2, layers))) == names
 
 
 def test_the_output_is_the_last_layer_that_runs() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(6, 3)
-            self.body = nn.Linear(4, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.body(x))
-
-    assert list(patches(patched(Net(), 2, "output", example=torch.zeros(1, 4)))) == ["head"]
-    assert list(patches(patched(Net(), 2, "input", example=torch.zeros(1, 4)))) == ["body"]
+    net = Of(lambda net, x: net.head(net.body(x)), head=nn.Linear(6, 3), body=nn.Linear(4, 6))
+    assert list(patches(patched(net, 2, "output", example=torch.zeros(1, 4)))) == ["head"]
+    assert list(patches(patched(net, 2, "input", example=torch.zeros(1, 4)))) == ["body"]
 
 
 def test_components_of_a_fresh_network_start_apart() -> None:
@@ -318,7 +311,7 @@ def test_conversion_keeps_what_it_can() -> None:
         ({"components": 2.5}, "components must be a whole number, 2 or more, got 2.5"),
         ({"assignment": "column"}, "assignment must be one of network, layer, row, element, got 'column'"),
         ({"sigma": -0.1}, "sigma must be 0 or more, got -0.1"),
-        ({"tau": -1}, "tau must be 0 or more, got -1"),
+        ({"weight_precision": -1}, "weight_precision must be 0 or more, got -1"),
         ({"spread": -1}, "spread must be 0 or more, got -1"),
         ({"mixing": "softmax"}, "mixing must be 'uniform', 'learned', or 2 numbers above 0 .* got 'softmax'"),
         ({"mixing": [0.5, 0.6]}, r"mixing must be .* got \[0.5, 0.6\]"),
@@ -327,9 +320,9 @@ def test_conversion_keeps_what_it_can() -> None:
         ({"mixing": 3}, "mixing must be .* got 3"),
         ({"relaxation": "soft"}, "relaxation must be one of straight-through, weighted, got 'soft'"),
         ({"temperature": 0}, "temperature must be above 0, got 0"),
-        ({"init": "old"}, "init must be 'fresh' or 'pretrained', got 'old'"),
-        ({"where": "norms"}, "where='norms' selects nothing; .* or where is a sum of norm, input, output"),
-        ({"where": ["2"]}, "where: layer '2' is a Tanh, which this method cannot convert"),
+        ({"init": "old"}, "init must be one of fresh, pretrained, got 'old'"),
+        ({"layers": "norms"}, "layers='norms' selects nothing; .* or layers is a sum of norm, input, output"),
+        ({"layers": ["2"]}, "layers: layer '2' is a Tanh, which this method cannot convert"),
     ],
 )
 def test_bad_arguments_are_told(options: dict[str, Any], message: str) -> None:
@@ -339,9 +332,9 @@ def test_bad_arguments_are_told(options: dict[str, Any], message: str) -> None:
 
 def test_networks_that_cannot_be_patched_are_told() -> None:
     plain = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    with pytest.raises(ValueError, match="where: 'norm' finds no norm layer with a weight .* sum of norm, input, outp"):
+    with pytest.raises(ValueError, match="layers: 'norm' finds no norm layer with a weight .* sum of norm, input, out"):
         patched(plain)
-    with pytest.raises(ValueError, match="where: 'norm' finds no norm layer"):
+    with pytest.raises(ValueError, match="layers: 'norm' finds no norm layer"):
         patched(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False)), 2, "norm")
     with pytest.raises(ValueError, match="has no weight of its own"):
         patched(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False)), 2, ["1"])
@@ -354,7 +347,7 @@ def test_networks_that_cannot_be_patched_are_told() -> None:
     plain[0].register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="layer '0' has forward hooks"):
         patched(plain, 2, "input")
-    with pytest.raises(ValueError, match="tau and rho must be 0 or more, got -1"):
-        patched(mlp(), 2).kl(tau=-1)
+    with pytest.raises(ValueError, match="weight_precision must be 0 or more, got -1"):
+        patched(mlp(), 2).kl(weight_precision=-1)
     with pytest.raises(ValueError, match="multitude of members already"):
         patched(mt.deep_ensemble(mlp(), 2), 2)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import multitudes as mt
-from multitudes.methods.patching.conversion import Patched, divergence, family, patched
+from multitudes.methods.patching import Patched, family, patched, patching_kl
 from tests.test_patching import close, mlp, patches
 
 # -- gradients ---------------------------------------------------------------------------------------------
@@ -68,19 +68,20 @@ def squares(*tensors: Tensor) -> float:
 
 def test_the_divergence_is_equation_6() -> None:
     model = mlp()
-    net = patched(model, 3, mixing=[0.2, 0.3, 0.5], tau=2.0, rho=0.7)
+    net = patched(model, 3, mixing=[0.2, 0.3, 0.5], weight_precision=2.0, bias_precision=0.7)
     shared, norm, _, output = net.network
     want = 2.0 / 2 * squares(shared.weight) + 0.7 / 2 * squares(shared.bias)
     for k, p in enumerate([0.2, 0.3, 0.5]):
         want += p * 2.0 / 2 * squares(norm.weight[k], output.weight[k])
         want += p * 0.7 / 2 * squares(norm.bias[k], output.bias[k])
     assert net.kl().item() == pytest.approx(want, rel=1e-5)
-    assert net.kl(rho=0.0, tau=1.0).item() < net.kl(rho=0.7, tau=1.0).item() < want
-    assert net.kl(tau=4.0, rho=1.4).item() == pytest.approx(2 * want, rel=1e-5)
+    assert net.kl(bias_precision=0.0, weight_precision=1.0).item() < net.kl(weight_precision=1.0).item() < want
+    assert net.kl(weight_precision=4.0, bias_precision=1.4).item() == pytest.approx(2 * want, rel=1e-5)
 
 
 def test_the_divergence_of_dropout_is_equation_2() -> None:
-    net = family(mlp(), 2, "row", zero_component=True, mixing=[0.9, 0.1], init="pretrained", tau=3.0, rho=2.0)
+    precisions = {"weight_precision": 3.0, "bias_precision": 2.0}
+    net = family(mlp(), 2, "row", zero_component=True, mixing=[0.9, 0.1], init="pretrained", **precisions)
     first, norm, _, last = net.network
     want = 0.9 * 3.0 / 2 * squares(first.weight, last.weight) + 2.0 / 2 * squares(first.bias, last.bias)
     want += 3.0 / 2 * squares(norm.weight) + 2.0 / 2 * squares(norm.bias)
@@ -95,7 +96,7 @@ def test_the_divergence_of_well_separated_components_is_the_true_one_up_to_a_con
         return numpy.exp(-0.5 * ((grid - mean) / deviation) ** 2) / (deviation * (2 * numpy.pi) ** 0.5)
 
     def both(means: Sequence[float], p: Sequence[float]) -> tuple[float, float]:
-        net = family(nn.Linear(1, 1, bias=False), 2, "layer", sigma, mixing="learned", tau=tau)
+        net = family(nn.Linear(1, 1, bias=False), 2, "layer", sigma, mixing="learned", weight_precision=tau)
         with torch.no_grad():
             net.network.weight.copy_(torch.tensor(means).view(2, 1, 1))
             net.network.mixing.logits.copy_(torch.tensor(p).log())
@@ -133,6 +134,6 @@ def test_an_ensemble_of_patched_networks_learns_as_its_members_do_alone() -> Non
 def test_patching_twice_counts_every_layer_once() -> None:
     twice = patched(patched(mlp(), 3, "norm"), 2, "output", cross=True)
     assert twice.ensemble_size() == 3 * 2 ** (18 + 3)
-    torch.testing.assert_close(twice.kl(tau=2.0), divergence(twice.network, tau=2.0))
-    with pytest.raises(ValueError, match="where: layer '3' is a PatchedLinear, which cannot be patched"):
+    torch.testing.assert_close(twice.kl(weight_precision=2.0), patching_kl(twice.network, weight_precision=2.0))
+    with pytest.raises(ValueError, match="layers: layer '3' is a PatchedLinear, which cannot be patched"):
         patched(twice, 2, "output")

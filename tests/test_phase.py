@@ -15,42 +15,32 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.core.multitude import Multitude
-from multitudes.methods.variance.conversion import PARAMETERIZATIONS, variance, variance_layers
-from multitudes.methods.variance.transition import kappa, phase, sparsify
+from multitudes.methods.variance import kappa, phase, sparsify, variance
+from multitudes.methods.variance.layers import PARAMETERIZATIONS, variance_layers
+from tests.of_parts import Of
 
 
-class Sequences(nn.Module):
+def sequences() -> nn.Module:
     """A linear layer that sees several vectors for each example."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.embed(x)).mean(1))
+    return Of(lambda net, x: net.head(torch.tanh(net.embed(x)).mean(1)), embed=nn.Linear(4, 5), head=nn.Linear(5, 3))
 
 
-class Twice(nn.Module):
+def twice() -> nn.Module:
     """A linear layer that is used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(5, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
+    return Of(
+        lambda net, x: net.head(torch.tanh(net.layer(torch.tanh(net.layer(x))))),
+        layer=nn.Linear(5, 5), head=nn.Linear(5, 3),
+    )  # fmt: skip
 
 
-class Centred(nn.Module):
+def centred() -> nn.Module:
     """Examples that depend on each other."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(5, 4), nn.Linear(4, 3)
+    def forward(net: Any, x: Tensor) -> Tensor:
+        hidden = F.softplus(net.layer(x))
+        return net.head(hidden / hidden.mean(0))
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = F.softplus(self.layer(x))
-        return self.head(hidden / hidden.mean(0))
+    return Of(forward, layer=nn.Linear(5, 4), head=nn.Linear(4, 3))
 
 
 def mlp() -> nn.Module:
@@ -76,9 +66,9 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (mlp, (5,)),
     "cnn": (cnn, (1, 4, 4)),
     "conv1d": (conv1d, (2, 6)),
-    "sequences": (Sequences, (3, 4)),
-    "twice": (Twice, (5,)),
-    "centred": (Centred, (5,)),
+    "sequences": (sequences, (3, 4)),
+    "twice": (twice, (5,)),
+    "centred": (centred, (5,)),
 }
 
 
@@ -233,13 +223,13 @@ def test_weights_of_small_kappa_are_fixed_and_the_others_stay_as_they_are(to: st
     found = kappa(net.eval(), x, y)["4"]
     threshold = found.abs().median().item()
     before = copy.deepcopy(net)
-    sparse, compression = sparsify(net, kappa=threshold, to=to)
+    sparse, compression = sparsify(net, threshold, to=to)
     old, new = variance_layers(net.network)["4"], variance_layers(sparse.network)["4"]
     small = found.abs() < threshold
     torch.testing.assert_close(new.variance(), torch.where(small, 0.0, old.variance()))
     torch.testing.assert_close(new.mean(), torch.where(small, 0.0 if to == "zero" else old.mean(), old.mean()))
     assert compression == pytest.approx(24 / int((~small).sum()))
-    assert sparsify(net, kappa=threshold, to=to).fixed == pytest.approx(small.float().mean().item())
+    assert sparsify(net, threshold, to=to).fixed == pytest.approx(small.float().mean().item())
     assert type(sparse) is type(net) and sparse(x, draws=6).std(0).min() > 0
     torch.testing.assert_close(net(x, draws=3, seed=0), before(x, draws=3, seed=0))
 
@@ -248,7 +238,7 @@ def test_a_fixed_weight_draws_nothing() -> None:
     """With all weights but one fixed, the output's variance is that weight's alone."""
     net, _, x, y = case("mlp", layers=["0"])
     found = kappa(net, x, y)["0"].abs()
-    sparse, compression = sparsify(net, kappa=found.max().item(), to="mean")
+    sparse, compression = sparsify(net, found.max().item(), to="mean")
     assert compression == 30
     layer = variance_layers(sparse.network)["0"]
     row, column = divmod(int(found.argmax()), 5)
@@ -261,7 +251,7 @@ def test_a_fixed_weight_draws_nothing() -> None:
 def test_fixed_weights_stay_fixed_whatever_training_does() -> None:
     net, x, y, found = measured()
     for to in ("zero", "mean"):
-        sparse = sparsify(net, kappa=found["0"].abs().median().item(), to=to).net
+        sparse = sparsify(net, found["0"].abs().median().item(), to=to).net
         layer = variance_layers(sparse.network)["0"]
         small = layer.fixed.clone()
         before = layer.mean().detach()
@@ -276,13 +266,13 @@ def test_fixed_weights_stay_fixed_whatever_training_does() -> None:
 
 def test_fixed_weights_have_no_divergence() -> None:
     net, _, _, found = measured()
-    sparse, compression = sparsify(net, kappa=found["0"].abs().median().item())
+    sparse, compression = sparsify(net, found["0"].abs().median().item())
     torch.testing.assert_close(sparse.kl() * compression, net.kl())
 
 
 def test_a_sparse_network_saves_and_loads_also_into_one_that_is_not() -> None:
     net, x, _, found = measured()
-    sparse = sparsify(net, kappa=found["0"].abs().median().item(), to="mean").net
+    sparse = sparsify(net, found["0"].abs().median().item(), to="mean").net
     want = sparse(x, draws=4, seed=0)
     for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(sparse))):
         other.load_state_dict(sparse.state_dict())
@@ -294,7 +284,7 @@ def test_a_sparse_network_saves_and_loads_also_into_one_that_is_not() -> None:
 
 def test_thresholds_from_none_to_all() -> None:
     net, x, _, _ = measured()
-    none, all_ = sparsify(net, kappa=0), sparsify(net, kappa=1e9, to="mean")
+    none, all_ = sparsify(net, 0), sparsify(net, 1e9, to="mean")
     assert (none.compression, none.fixed) == (1.0, 0.0)
     assert (all_.compression, all_.fixed) == (math.inf, 1.0)
     torch.testing.assert_close(none.net(x, draws=3, seed=0), net(x, draws=3, seed=0))
@@ -303,10 +293,10 @@ def test_thresholds_from_none_to_all() -> None:
 
 def test_what_was_fixed_once_keeps_its_value() -> None:
     net, x, y, found = measured()
-    first = sparsify(net, kappa=found["0"].abs().median().item(), to="mean").net
+    first = sparsify(net, found["0"].abs().median().item(), to="mean").net
     again = kappa(first, x, y)["0"]
     assert (again[variance_layers(first.network)["0"].fixed] == 0).all()
-    second = sparsify(first, kappa=1e9, to="zero").net
+    second = sparsify(first, 1e9, to="zero").net
     layer, old = variance_layers(second.network)["0"], variance_layers(first.network)["0"]
     torch.testing.assert_close(layer.mean(), torch.where(old.fixed, old.mean(), 0.0))
 
@@ -314,18 +304,18 @@ def test_what_was_fixed_once_keeps_its_value() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda net, x, y: kappa(net, x, y, method="exakt"), "method must be 'exact' or 'hutchinson', got 'exakt'"),
+        (lambda net, x, y: kappa(net, x, y, method="exakt"), "method must be one of exact, hutchinson, got 'exakt'"),
         (lambda net, x, y: kappa(net, x, y, probes=0), "probes must be a whole number, 1 or more, got 0"),
         (lambda net, x, y: kappa(net, x, y, chunk=0.5), "chunk must be a whole number, 1 or more, got 0.5"),
         (lambda net, x, y: kappa(net, x, y, batch_size=0), "batch_size must be a whole number, 1 or more, got 0"),
         (lambda net, x, y: kappa(mlp(), x, y), r"net \(Sequential\) has no variance layer"),
         (lambda net, x, y: kappa(mt.deep_ensemble(net, 2), x, y), r"net is a multitude of members \(Members\)"),
         (lambda net, x, y: phase(net), r"layer '0' has no kappa yet: call kappa\(net, x, y\) first"),
-        (lambda net, x, y: sparsify(net, kappa=1.0), r"layer '0' has no kappa yet: call kappa\(net, x, y\) first"),
-        (lambda net, x, y: sparsify(net.network, kappa=1.0), r"net must be a multitude, .*, got Sequential"),
+        (lambda net, x, y: sparsify(net, 1.0), r"layer '0' has no kappa yet: call kappa\(net, x, y\) first"),
+        (lambda net, x, y: sparsify(net.network, 1.0), r"net must be a multitude, .*, got Sequential"),
         (lambda net, x, y: phase(net, -1), "threshold must be 0 or more, got -1"),
-        (lambda net, x, y: sparsify(net, kappa=-1), "kappa must be 0 or more, got -1"),
-        (lambda net, x, y: sparsify(net, kappa=1.0, to="mu"), "to must be 'zero' or 'mean', got 'mu'"),
+        (lambda net, x, y: sparsify(net, -1), "threshold must be 0 or more, got -1"),
+        (lambda net, x, y: sparsify(net, 1.0, to="mu"), "to must be one of zero, mean, got 'mu'"),
     ],
 )
 def test_bad_arguments(call: Callable[..., Any], message: str) -> None:

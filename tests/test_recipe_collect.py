@@ -14,13 +14,13 @@ from multitudes.study import costs, worker
 from multitudes.study.planning import prepare
 from multitudes.study.spec import Spec
 from recipes.collect import collect
-from tests.fake_run import image_data
+from tests.noise import noise
 
 
 def test_a_study_job_is_collected_with_the_commit_that_it_ran_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mt.data.save(image_data(("a", "b", "c"), rows=12), tmp_path / "data.mtdata")
+    mt.data.save(noise(12, 3, 8, 8), tmp_path / "data.mtdata")
     small = {"epochs": 1, "shift": [], "device": "cpu"}
     spec = Spec.of(data=str(tmp_path / "data.mtdata"), model="small_cnn", methods={"single": {}}, seeds=[0], **small)
     (job,) = prepare(spec, tmp_path / "packed_cifar10").missing

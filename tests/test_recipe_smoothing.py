@@ -32,7 +32,7 @@ def tiny_data(rows: int = 12) -> Data:
 def tiny_net(p: float = 0.5) -> mt.Multitude:
     torch.manual_seed(0)
     layers = (nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
-    return mt.mc_dropout(nn.Sequential(*layers), p, where="activation").eval()
+    return mt.mc_dropout(nn.Sequential(*layers), p, "activation").eval()
 
 
 # -- measures ----------------------------------------------------------------------------------------------
@@ -103,7 +103,8 @@ def test_a_landscape_without_noise_has_the_loss_of_the_network_in_its_middle():
 
 def test_heads_are_what_they_are_called():
     layers = {head: list(smoothing.build(head, True, 16).network.modules()) for head in smoothing.HEADS}
-    assert [sum(isinstance(m, mt.Smooth) for m in layers[head]) for head in ("mlp", "gap", "smooth")] == [0, 0, 3]
+    smoothings = {head: sum(isinstance(m, mt.layers.Smooth) for m in layers[head]) for head in layers}
+    assert smoothings == {"mlp": 0, "gap": 0, "smooth": 3}
     widths = {head: [m.out_features for m in layers[head] if isinstance(m, nn.Linear)] for head in layers}
     assert widths == {"mlp": [16, 16, 10], "gap": [10], "smooth": [10]}
     rates = {head: [m.p for m in layers[head] if type(m).__name__ == "Dropout"] for head in layers}
@@ -212,7 +213,7 @@ def test_the_recipe_at_its_small_scale(tmp_path, capsys):
     (tmp_path / "tiny.py").write_text(
         f"import multitudes as mt\n\n\ndef build(shape, outputs):\n    return {network}\n"
     )
-    dropout = {"p": 0.3, "where": "block"}
+    dropout = {"p": 0.3, "layers": "block"}
     methods = {"single": {}, "smooth": {"growing": True}, "mc_dropout": dropout}
     spec = Spec.of(
         data=f"{DATA}/cifar10", model=f"{tmp_path / 'tiny.py'}:build", limit=200, validation=0.02,

@@ -12,8 +12,8 @@ from torch import nn
 import multitudes as mt
 from multitudes.data import Data
 from multitudes.methods.dropout import Dropout
-from multitudes.methods.variance.conversion import variance_layers
 from multitudes.methods.variance.kl import approximate_kl
+from multitudes.methods.variance.layers import variance_layers
 from recipes import variance_attacks as recipe
 from recipes.recipe import Recipe
 from recipes.report import variance_attacks as report

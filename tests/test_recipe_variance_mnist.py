@@ -11,7 +11,8 @@ from torch import nn
 
 import multitudes as mt
 from multitudes.data import Data, Loader
-from multitudes.methods.variance.conversion import VarianceLinear
+from multitudes.methods.variance import kappa
+from multitudes.methods.variance.layers import VarianceLinear
 from recipes import variance_mnist as recipe
 from recipes.recipe import Recipe
 from recipes.report import variance_mnist as report
@@ -116,7 +117,7 @@ def test_a_share_of_the_weights_lies_below_the_threshold() -> None:
 def test_a_sparse_network_has_as_many_weights_fixed_as_it_should(data: Data) -> None:
     net = mt.variance(recipe.lenet(nn.Softplus()), ["fc1"], seed=0)
     x, y = next(iter(Loader(data.train, data, 10, shuffle=False)))
-    kappas = mt.kappa(net, x, y)["fc1"]
+    kappas = kappa(net, x, y)["fc1"]
     found = recipe.sparse(net, recipe.threshold_of(kappas, 0.9), 3.0, Loader(data.test, data, 30), draws=2)
     assert found["fixed"] == pytest.approx(0.9, abs=0.001)
     assert found["threshold"] == pytest.approx(3 * recipe.threshold_of(kappas, 0.9), rel=1e-3)

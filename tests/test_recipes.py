@@ -134,9 +134,11 @@ def test_the_commit_is_told_by_git_or_by_the_environment(monkeypatch):
 # -- from runs to raw files --------------------------------------------------------------------------------
 
 
-def test_pieces_are_collected_with_short_numbers(tmp_path):
+def test_pieces_are_done_where_asked_and_collected_with_short_numbers(tmp_path):
+    recipe = counting([])
     with pytest.raises(RuntimeError):
-        counting([]).run(["--data-root", str(tmp_path), "--out", str(tmp_path / "run"), "--device", "cpu"])
+        recipe.run(["--data-root", str(tmp_path), "--out", str(tmp_path / "run"), "--device", "cpu"])
+    assert recipe.device == torch.device("cpu") and recipe.networks.is_dir() and not recipe.smoke
     (path,) = collect(tmp_path / "run", tmp_path / "results")
     assert path == tmp_path / "results" / "packed_cifar10" / "one.json"
     assert json.loads(path.read_text())["result"] == {"value": 1.23457}
@@ -299,10 +301,3 @@ def test_what_was_done_twice_is_compared_number_by_number(tmp_path):
 def test_what_cannot_be_compared_gets_a_sentence(two, sentence):
     with pytest.raises(ValueError, match=sentence):
         dict(again.differences({"a": [1, 2]}, two))
-
-
-def test_a_recipe_runs_where_asked(tmp_path):
-    recipe = counting([])
-    with pytest.raises(RuntimeError):
-        recipe.run(["--data-root", str(tmp_path), "--out", str(tmp_path / "run"), "--device", "cpu"])
-    assert recipe.device == torch.device("cpu") and recipe.networks.is_dir() and not recipe.smoke

@@ -62,7 +62,7 @@ def test_networks_that_draw_load_as_they_were_saved(method: str, network: str, t
     kl = net.kl()
     torch.manual_seed(0)
     assert torch.equal(loaded.kl(), kl)
-    frozen = net.freeze(2, seed=0)
+    frozen = mt.freeze(net, 2, seed=0)
     same(frozen, load(save(frozen, tmp_path / "frozen.safetensors"), case.model(seed=5)), case.batch()[0])
 
 
@@ -79,16 +79,16 @@ Z = torch.randn(4, 3, 16, 16)
 
 COMPOSED: dict[str, Callable[[], mt.Multitude]] = {
     "packed dropout smooth": lambda: mt.packed(
-        mt.mc_dropout(mt.smooth(image_net(), example=Z), 0.2, where="block", example=Z), 3, example=Z
+        mt.mc_dropout(mt.smooth(image_net(), example=Z), 0.2, "block", example=Z), 3, example=Z
     ),
     "smooth growing": lambda: mt.deep_ensemble(mt.smooth(image_net(), (1, 2, 1), growing=True, example=Z), 2),
     "head": lambda: mt.Multitude(mt.head(image_net(), "mlp", hidden=16, example=Z)),
     "deep variance": lambda: mt.deep_ensemble(mt.variance(mlp()), 3),
-    "deep batch_ensemble": lambda: mt.deep_ensemble(mt.batch_ensemble(mlp(), 2), 3),
+    "deep batch_ensemble dropout": lambda: mt.deep_ensemble(mt.batch_ensemble(mt.mc_dropout(mlp()), 2), 3),
     "batch_ensemble dropout": lambda: mt.batch_ensemble(mt.mc_dropout(mlp()), 3),
     "masksembles dropout": lambda: mt.masksembles(mt.mc_dropout(mlp()), 3),
     "mimo dropout": lambda: mt.mimo(mt.mc_dropout(mlp()), 3, repetition=0.2, batch_repetition=2),
-    "patched dropout": lambda: mt.patched(mt.mc_dropout(mlp()), 3, "output", tau=2.0),
+    "patched dropout": lambda: mt.patched(mt.mc_dropout(mlp()), 3, "output", weight_precision=2.0),
     "one assignment": lambda: mt.family(mlp(), 3, "network", sigma=0.1),
     "one learned assignment": lambda: mt.family(mlp(), 3, "network", mixing="learned"),
     "deep, one assignment": lambda: mt.deep_ensemble(mt.family(mlp(), 3, "network"), 2),
@@ -113,7 +113,10 @@ def test_compositions_of_known_layers_load_without_a_model(name: str, tmp_path: 
     same(net, loaded, x)
     same(loaded, load(save(loaded, tmp_path / "again.safetensors")), x)
     if stochastic_layers(net.network):
-        same(frozen := net.freeze(2), load(save(frozen, tmp_path / "frozen.safetensors")), x)
+        frozen = mt.freeze(net, 2)
+        inner = net.network.members if isinstance(net.network, mt.Multitude) else 1
+        assert frozen.members == 2 * net.members * inner and frozen.task == net.task and frozen.divergences == ()
+        same(frozen, load(save(frozen, tmp_path / "frozen.safetensors")), x)
     torch.manual_seed(1)
     y = torch.arange(len(x)) % 5
     want = net.train().loss(x, y, dataset_size=10)
@@ -181,6 +184,8 @@ def test_calibrated_regression_is_saved(tmp_path: Path) -> None:
 class Tied(nn.Module):
     """A weight used twice, a buffer left out of checkpoints, an LSTM, a function among the attributes."""
 
+    shares = wraps = 3  # names that the library has a use for as well
+
     def __init__(self, width: int = 6) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(width, width), nn.Linear(width, width)
@@ -188,7 +193,7 @@ class Tied(nn.Module):
         self.again = self.one
         self.lstm = nn.LSTM(width, width, batch_first=True)
         self.head = nn.Linear(width, 5)
-        self.gain = self.plain = self.network = 1.0  # names that the library has a use for as well
+        self.gain = self.plain = self.network = 1.0  # and these
         self.function = torch.tanh
         self.register_buffer("shift", torch.randn(width), persistent=False)
 
@@ -217,7 +222,7 @@ def test_a_users_own_layer_that_draws_is_loaded_from_the_model(tmp_path: Path) -
     net = mt.deep_ensemble(nn.Sequential(Jitter(), nn.Linear(6, 5)), 2)
     model = nn.Sequential(Jitter(), nn.Linear(6, 5))
     same(net, load(save(net, tmp_path / "a.safetensors"), model), X)
-    frozen = net.freeze(2)
+    frozen = mt.freeze(net, 2)
     same(frozen, load(save(frozen, tmp_path / "b.safetensors"), model), X)
     with pytest.raises(ValueError, match="model must be given.*layer '0' is a Jitter"):
         load(tmp_path / "a.safetensors")
@@ -241,7 +246,7 @@ def test_a_users_block_with_a_layer_before_it_is_found_in_the_model(tmp_path: Pa
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.block(self.stem(x)))
 
-    net = mt.mc_dropout(Net(), 0.3, ["block"], where="before", example=Z)
+    net = mt.mc_dropout(Net(), 0.3, ["block"], example=Z)
     assert type(net.network.block).__name__ == "Inserted"
     same(net, load(save(net, tmp_path / "net.safetensors"), Net()), Z)
 
@@ -292,9 +297,9 @@ def test_what_a_file_cannot_hold_is_said_when_saving(tmp_path: Path) -> None:
         save(net, path)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
     swag = mt.swag(model, drawing_cases.trajectory(model), data=torch.randn(20, 6))
-    with pytest.raises(ValueError, match=r"the data .* cannot be saved: save net.freeze\(draws=...\)"):
+    with pytest.raises(ValueError, match=r"the data .* cannot be saved: save mt.freeze\(net, draws=...\)"):
         save(swag, path)
-    same(frozen := swag.freeze(2), load(save(frozen, tmp_path / "frozen.safetensors")), X)
+    same(frozen := mt.freeze(swag, 2), load(save(frozen, tmp_path / "frozen.safetensors")), X)
 
     class Own(mt.Multitude):
         pass
@@ -331,7 +336,7 @@ def test_hooks_that_the_model_lacks_are_not_lost_in_silence(tmp_path: Path) -> N
 
 
 def test_a_file_of_another_kind_is_one_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="which is none"):
+    with pytest.raises(ValueError, match="which does not exist"):
         load(tmp_path / "nothing.safetensors")
     (tmp_path / "text.safetensors").write_text("no tensors")
     with pytest.raises(ValueError, match="path must be a file that mt.save wrote"):
@@ -341,24 +346,35 @@ def test_a_file_of_another_kind_is_one_error(tmp_path: Path) -> None:
         load(tmp_path / "tensors.safetensors")
 
 
+ALIEN = ("os.system", "torch.hub.load", "multitudes.storage.save.save", "multitudes.__main__.main")
+
+
 @pytest.mark.parametrize(
-    "name",
+    "entry, names, message",
     [
-        "os.system",
-        "torch.hub.load",
-        "multitudes.storage.save.save",
-        "torch.nn.modules.no.Layer",
-        "multitudes.__main__.main",
+        ("class", (*ALIEN, "torch.nn.modules.no.Layer"), "which is no layer of torch or of this library"),
+        ("function", (*ALIEN, "multitudes.methods.variance.kl.approximate_kl"), "which is no divergence of this"),
     ],
 )
-def test_a_file_that_names_anything_but_layers_is_refused(name: str, tmp_path: Path) -> None:
-    path = save(mt.Multitude(mlp()), tmp_path / "net.safetensors")
+def test_a_file_that_names_anything_but_layers_and_divergences_is_refused(
+    entry: str, names: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    path = save(mt.variance(mlp()), tmp_path / "net.safetensors")
     with safetensors.safe_open(path, framework="pt") as file:
         header = json.loads(file.metadata()["multitudes"])
-    header["nodes"][2]["class"] = name
-    save_file(load_file(path), path, {"multitudes": json.dumps(header)})
-    with pytest.raises(ValueError, match="which is no layer of torch or of this library"):
-        load(path)
+    for name in names:
+        changed = header["nodes"][2] if entry == "class" else header["nodes"][0]["divergences"][0]
+        changed[entry] = name
+        save_file(load_file(path), path, {"multitudes": json.dumps(header)})
+        with pytest.raises(ValueError, match=message):
+            load(path)
+
+
+def test_loaded_tensors_have_aligned_memory_of_their_own(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 5))  # sizes that are no multiples of an alignment
+    tensors = list(load(save(mt.Multitude(model), tmp_path / "net.safetensors")).state_dict().values())
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
 
 
 def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def test_batch_ensemble_factors_are_drawn_as_asked() -> None:
     assert torch.equal(near.r[0], torch.ones(2000))
     torch.testing.assert_close(near.r[1:].std().item(), 0.1, rtol=0.05, atol=0)
     assert torch.equal(near.layer.weight, model.weight)
-    with pytest.raises(ValueError, match="factors must be 'normal' or 'sign', got 'uniform'"):
+    with pytest.raises(ValueError, match="factors must be one of normal, sign, got 'uniform'"):
         mt.batch_ensemble(model, 4, factors="uniform")
     with pytest.raises(ValueError, match="spread must be 0 or more, got -1"):
         mt.batch_ensemble(model, 4, spread=-1)

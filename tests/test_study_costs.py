@@ -16,7 +16,7 @@ from multitudes.methods.dropout import drop_connect, mc_dropout
 from multitudes.methods.mimo import mimo
 from multitudes.methods.snapshots import snapshots
 from multitudes.methods.subspace import swag
-from multitudes.methods.variance.conversion import variance
+from multitudes.methods.variance import variance
 from multitudes.study.costs import BATCH, inference_cost, multiply_adds, parameters, training_cost, with_ratios
 
 FIRST, SECOND, LAST = 8 * 8 * 9 * 1 * 4, 4 * 4 * 9 * 4 * 6, 2 * 2 * 6 * 10

@@ -43,6 +43,13 @@ def config(method: str = "single", **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def done(folder: Path, content: dict[str, Any]) -> Path:
+    """The directory of a job that was run."""
+    directory = written(folder, content)
+    run(directory)
+    return directory
+
+
 def written(folder: Path, content: dict[str, Any]) -> Path:
     directory = folder / "jobs" / f"{content['method']}-{content['seed']}"
     directory.mkdir(parents=True)
@@ -61,51 +68,44 @@ def events(directory: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = written(tmp_path_factory.mktemp("run"), config("deep"))
-    run(directory)
-    return directory
+    return done(tmp_path_factory.mktemp("run"), config("deep"))
 
 
 # -- what a job leaves behind ------------------------------------------------------------------------------
 
 
-def test_a_job_leaves_its_results_and_nothing_else(deep: Path) -> None:
+def test_a_job_leaves_its_results_and_tells_every_epoch(deep: Path) -> None:
     names = {path.name for path in deep.iterdir()}
     assert names == {"config.json", "log.jsonl", "metrics.json", "model.safetensors", "predictions.npz"}
-
-
-def test_the_log_tells_every_epoch_and_the_end(deep: Path) -> None:
-    told = events(deep)
+    told, found = events(deep), metrics_of(deep)
     assert [event["event"] for event in told] == ["start", *["epoch"] * 4, "evaluate", "done"]
     assert [(event["epoch"], event["epochs"]) for event in told[1:5]] == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    assert [event["loss"] for event in told[1:5]] == [epoch["loss"] for epoch in metrics_of(deep)["history"]]
-
-
-def test_scores_are_those_of_the_predictions_that_are_kept(deep: Path) -> None:
-    found = metrics_of(deep)["scores"]
-    kept = np.load(deep / "predictions.npz", allow_pickle=False)
-    probs, target = kept["probs"], kept["target"]
-    assert probs.shape == (100, 10) and probs.dtype == np.float32
-    assert found["accuracy"] == {"value": pytest.approx((probs.argmax(1) == target).mean()), "count": 100}
-    assert found["nll"]["value"] == pytest.approx(-np.log(probs[np.arange(100), target]).mean(), rel=1e-5)
-    assert {"shift/contrast/3/accuracy", "ood/photographs/mutual_information/auroc"} < set(found)
-
-
-def test_predictions_of_members_are_kept_of_test_and_foreign_inputs(deep: Path) -> None:
-    kept = np.load(deep / "predictions.npz", allow_pickle=False)
-    assert kept["members"].shape == (4, 100, 10) and kept["members"].dtype == np.float16
-    assert kept["ood/photographs/members"].shape == (4, 100, 10)
-    np.testing.assert_allclose(kept["members"].astype(np.float32).mean(0), kept["probs"], atol=1e-3)
+    assert [event["loss"] for event in told[1:5]] == [epoch["loss"] for epoch in found["history"]]
+    assert found["versions"]["torch"] == torch.__version__ and found["machine"]["device"] == "cpu"
+    assert found["seconds"] > sum(epoch["seconds"] for epoch in found["history"])
+    before = {path.name: path.stat().st_mtime_ns for path in deep.iterdir()}
+    run(deep)  # a job that is done is left alone
+    assert {path.name: path.stat().st_mtime_ns for path in deep.iterdir()} == before
 
 
 def probabilities(directory: Path) -> Predictive:
     """What the saved network predicts of the test digits."""
     digits = datasets.load("digits", limit=100)
-    return load(directory / "model.safetensors").predict(digits.preprocess(digits.scaled(digits.test.x)))
+    return load(directory / "model.safetensors").predict(digits.normalised(digits.test.x))
 
 
-def test_the_saved_network_predicts_what_was_kept(deep: Path) -> None:
-    np.testing.assert_allclose(probabilities(deep).probs.numpy(), np.load(deep / "predictions.npz")["probs"], atol=1e-5)
+def test_scores_are_those_of_the_predictions_that_are_saved(deep: Path) -> None:
+    found = metrics_of(deep)["scores"]
+    saved = np.load(deep / "predictions.npz", allow_pickle=False)
+    probs, target = saved["probs"], saved["target"]
+    assert probs.shape == (100, 10) and probs.dtype == np.float32
+    assert found["accuracy"] == {"value": pytest.approx((probs.argmax(1) == target).mean()), "count": 100}
+    assert found["nll"]["value"] == pytest.approx(-np.log(probs[np.arange(100), target]).mean(), rel=1e-5)
+    assert {"shift/contrast/3/accuracy", "ood/photographs/mutual_information/auroc"} < set(found)
+    assert saved["members"].shape == (4, 100, 10) and saved["members"].dtype == np.float16
+    assert saved["ood/photographs/members"].shape == (4, 100, 10)
+    np.testing.assert_allclose(saved["members"].astype(np.float32).mean(0), probs, atol=1e-3)
+    np.testing.assert_allclose(probabilities(deep).probs.numpy(), probs, atol=1e-5)
 
 
 def test_scores_by_size_are_means_over_groups_of_so_many_members(deep: Path) -> None:
@@ -119,22 +119,16 @@ def test_scores_by_size_are_means_over_groups_of_so_many_members(deep: Path) -> 
     assert by_size["nll"][1] == pytest.approx(
         -np.mean([np.log(pair[np.arange(100), target]) for pair in pairs]), rel=1e-4
     )
-
-
-def test_calibration_by_size_is_that_of_all_groups_together(deep: Path) -> None:
-    by_size = metrics_of(deep)["by_size"]
-    members, target = probabilities(deep).member_probs, torch.from_numpy(np.load(deep / "predictions.npz")["target"])
-    pairs = torch.cat([members[:2].mean(0), members[2:].mean(0)])
-    together = Predictive(pairs.log()[None])
-    assert by_size["ece"][1] == pytest.approx(float(ece(together, target.repeat(2))), abs=1e-4)
-    assert by_size["mce"][1] == pytest.approx(float(mce(together, target.repeat(2))), abs=1e-4)
-    assert by_size["ece"][2] == pytest.approx(metrics_of(deep)["scores"]["ece"]["value"], abs=1e-6)
+    two = torch.from_numpy(np.concatenate(pairs)).log()[None]
+    together, twice = Predictive(two), torch.from_numpy(target).repeat(2)
+    assert by_size["ece"][1] == pytest.approx(float(ece(together, twice)), abs=1e-4)
+    assert by_size["mce"][1] == pytest.approx(float(mce(together, twice)), abs=1e-4)
+    assert by_size["ece"][2] == pytest.approx(scores["ece"]["value"], abs=1e-6)
 
 
 def test_fewer_images_can_be_corrupted_and_drawn_less_often(tmp_path: Path) -> None:
     few = {"shift_limit": 30, "shift_draws": 2, "bins": 5, "min_count": 4}
-    directory = written(tmp_path, config("mc_dropout", evaluation=few))
-    run(directory)
+    directory = done(tmp_path, config("mc_dropout", evaluation=few))
     scores = metrics_of(directory)["scores"]
     assert scores["shift/contrast/3/nll"]["count"] == 30 and scores["nll"]["count"] == 100
     net, data = load(directory / "model.safetensors"), datasets.load("digits", limit=100)
@@ -147,20 +141,15 @@ def test_fewer_images_can_be_corrupted_and_drawn_less_often(tmp_path: Path) -> N
     )
 
 
-def test_costs_are_told_beside_those_of_a_single_network(deep: Path) -> None:
+def test_costs_are_told_beside_those_of_a_single_network(deep: Path, tmp_path: Path) -> None:
     found = metrics_of(deep)["costs"]
     names = ["parameters", "multiply_adds", "training_seconds", "inference_per_second", "peak_memory_bytes"]
     assert set(found) == {*names, *(f"{name}_ratio" for name in names)}
     assert found["parameters_ratio"] == found["multiply_adds_ratio"] == 4.0
     assert found["training_seconds"] == sum(epoch["seconds"] for epoch in metrics_of(deep)["history"])
     assert min(found.values()) > 0
-
-
-def test_a_single_network_costs_what_it_costs(tmp_path: Path) -> None:
-    directory = written(tmp_path, config())
-    run(directory)
-    found = metrics_of(directory)["costs"]
-    assert {value for name, value in found.items() if name.endswith("_ratio")} == {1.0}
+    single = metrics_of(done(tmp_path, config()))["costs"]
+    assert {value for name, value in single.items() if name.endswith("_ratio")} == {1.0}
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
@@ -177,18 +166,6 @@ def test_networks_whose_speeds_are_compared_are_laid_out_alike(
     monkeypatch.setattr(costs, "inference_cost", timed)
     run(written(tmp_path, config("mc_dropout", training={"channels_last": channels_last, "epochs": 1})))
     assert seen and set(seen) == {channels_last}
-
-
-def test_what_made_the_numbers_is_told(deep: Path) -> None:
-    found = metrics_of(deep)
-    assert found["versions"]["torch"] == torch.__version__ and found["machine"]["device"] == "cpu"
-    assert found["seconds"] > sum(epoch["seconds"] for epoch in found["history"])
-
-
-def test_a_job_that_is_done_is_left_alone(deep: Path) -> None:
-    before = {path.name: path.stat().st_mtime_ns for path in deep.iterdir()}
-    run(deep)
-    assert {path.name: path.stat().st_mtime_ns for path in deep.iterdir()} == before
 
 
 @pytest.mark.parametrize("name", ["mc_dropout", "variance"])
@@ -308,7 +285,7 @@ def test_recordings_without_a_checkpoint_are_not_gone_on_with(tmp_path: Path) ->
 LEAN = """
 import sys
 sys.modules.update(dict.fromkeys(("pydantic", "datasets", "plotly", "ray", "typer", "rich", "pandas", "pyarrow")))
-from multitudes.study.job import main
+from multitudes.study.worker import main
 main(sys.argv[1:])
 """  # a module that is None cannot be imported
 
@@ -343,19 +320,12 @@ def test_a_failure_is_written_to_the_log_and_raised(tmp_path: Path, changes: dic
     assert not (directory / "metrics.json").exists()
 
 
-def test_data_other_than_those_of_the_study_are_refused(tmp_path: Path) -> None:
+def test_a_job_for_other_data_or_none_is_refused(tmp_path: Path) -> None:
     directory = on_plane(tmp_path, "regression", "single")
     datasets.save(plane("classification"), tmp_path / "data.mtdata")
     with pytest.raises(ValueError, match="not the one that the study was made for"):
         run(directory)
-
-
-def test_images_alone_can_be_smoothed(tmp_path: Path) -> None:
-    directory = on_plane(tmp_path, "regression", "smooth")
     with pytest.raises(ValueError, match="no images but rows of 4"):
-        run(directory)
-
-
-def test_a_directory_without_a_configuration_is_no_job(tmp_path: Path) -> None:
+        run(on_plane(tmp_path, "regression", "smooth"))
     with pytest.raises(ValueError, match=r"directory must be that of a job.*no config\.json"):
         run(tmp_path / "nothing")

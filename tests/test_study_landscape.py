@@ -28,7 +28,7 @@ def test_the_plane_goes_through_three_members_of_the_deep_ensemble(run):
     table = json.loads(write_landscape(run, points=4, images=50).read_text())["plane"]
     assert (len(table["x"]), len(table["y"])) == (4, 4) and [len(row) for row in table["loss"]] == [4] * 4
     trained = Trained.read(run.job("deep", 0).directory)
-    x, y = trained.inputs(trained.data.test.x[:50]), trained.data.test.y[:50]
+    x, y = trained.data.normalised(trained.data.test.x[:50]), trained.data.test.y[:50]
     with torch.no_grad():
         losses = [float(F.cross_entropy(trained.net.member(i)(x), y)) for i in range(3)]
     assert [spot["loss"] for spot in table["points"]] == pytest.approx(losses, rel=1e-5)

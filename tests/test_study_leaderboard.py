@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from multitudes.metrics.declare import Better
 from multitudes.study.leaderboard import (
     Row,
     Value,
@@ -87,13 +88,38 @@ def test_one_seed_has_no_spread():
     assert Value((0.5,)).spread is None
 
 
+DIRECTIONS = {
+    Better.HIGHER: ["accuracy", "ood/svhn/entropy/auroc", "ood/svhn/energy/aupr", "log_density", "accuracy_at_90",
+                    "mean_iou", "costs/inference_per_second", "costs/inference_per_second_ratio"],
+    Better.LOWER: ["nll", "brier", "shift/mean/ece", "mce", "adaptive_ece", "classwise_ece", "aurc", "member_error",
+                   "ood/svhn/entropy/fpr95", "rmse", "crps", "gaussian_ece", "shift/mean_corruption_error",
+                   "shift/mcnll", "shift/mcece", "shift/relative_mean_corruption_error", "costs/parameters",
+                   "costs/training_seconds_ratio", "costs/peak_memory_bytes", "costs/multiply_adds"],
+    Better.ZERO: ["overconfidence"],
+    Better.NEITHER: ["disagreement", "coverage_95", "width_95", "ensemble_js", "of nobody"],
+}  # fmt: skip
+
+
 def test_every_score_of_an_evaluation_and_every_cost_has_a_direction_unless_it_has_none():
-    assert [better(name) for name in ("accuracy", "ood/svhn/entropy/auroc", "log_density", "accuracy_at_90")] == [1] * 4
-    assert [better(name) for name in ("nll", "shift/mean/ece", "ood/svhn/entropy/fpr95", "rmse", "crps")] == [-1] * 5
-    assert better("costs/inference_per_second") == better("costs/inference_per_second_ratio") == 1
-    assert better("costs/training_seconds_ratio") == better("costs/peak_memory_bytes") == -1
-    assert [better(name) for name in ("disagreement", "coverage_95", "width_95", "ensemble_js")] == [0] * 4
+    for direction, names in DIRECTIONS.items():
+        assert {name: better(name) for name in names} == dict.fromkeys(names, direction)
     assert best([row("a", disagreement=(0.1,)), row("b", disagreement=(0.2,))], "disagreement") is None
+
+
+def test_the_best_overconfidence_is_the_nearest_to_zero():
+    """The most underconfident method has the lowest one, and is the worst."""
+    under, near, over = (
+        row(name, overconfidence=[value] * 2) for name, value in {"u": -0.3, "n": -0.02, "o": 0.1}.items()
+    )
+    for rows in ([under, near, over], [over, near, under]):
+        assert best(rows, "overconfidence") is near
+        assert marks(rows, "overconfidence") == {"u": "", "n": "best", "o": ""}
+
+
+def test_what_is_as_far_from_zero_on_the_other_side_is_within_noise():
+    below, above = row("below", overconfidence=(-0.03, -0.05)), row("above", overconfidence=(0.04, 0.06))
+    assert marks([below, above], "overconfidence") == {"below": "best", "above": "noise"}
+    assert not within_noise(row("far", overconfidence=(0.5, 0.52)), below, "overconfidence")
 
 
 # -- noise -------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def test_a_job_is_a_method_and_a_seed_and_says_all_in_its_configuration(spec, tm
     assert json.loads((run.directory / "jobs/packed-1/config.json").read_text()) == {
         "version": 1,
         "method": "packed",
-        "settings": {"members": 4, "alpha": 2, "gamma": 1, "gamma_layers": None},
+        "settings": {"members": 4, "alpha": 2, "gamma": 1, "layers": None},
         "seed": 1,
         "data": {"file": "../../data.mtdata", "fingerprint": prepared.fingerprint},
         "model": {"name": "mlp", "settings": {"hidden": [50]}},

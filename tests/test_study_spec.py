@@ -206,8 +206,8 @@ def test_methods_are_a_list_or_tables_and_one_may_come_twice(tmp_path):
     text = "[methods.packed]\nalpha = 3\n[methods.packed_8]\nmethod = 'packed'\nmembers = 8"
     tables = Spec.load(written(tmp_path, text)).methods
     assert [(label, each.method) for label, each in tables.items()] == [("packed", "packed"), ("packed_8", "packed")]
-    assert tables["packed"].settings == {"members": 4, "alpha": 3, "gamma": 1, "gamma_layers": None}
-    assert tables["packed_8"].settings == {"members": 8, "alpha": 2, "gamma": 1, "gamma_layers": None}
+    assert tables["packed"].settings == {"members": 4, "alpha": 3, "gamma": 1, "layers": None}
+    assert tables["packed_8"].settings == {"members": 8, "alpha": 2, "gamma": 1, "layers": None}
 
 
 def test_options_come_before_what_the_file_says(tmp_path):

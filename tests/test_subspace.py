@@ -114,7 +114,7 @@ def test_every_weight_of_a_deep_network_gets_its_own_deviation() -> None:
     for moving in model.state_dict():
         checkpoints = [{k: v + i * (k == moving) for k, v in model.state_dict().items()} for i in range(3)]
         for net in (swag(model, checkpoints), subspace(model, "diagonal", checkpoints)):
-            members = net.samples(4, seed=0)
+            members = net.networks(4, seed=0)
             for name, stacked in members.named_parameters():
                 assert bool((stacked.std(0) > 0).all()) == (name == moving)
 
@@ -141,7 +141,7 @@ def test_draws_below_the_floor_are_rejected() -> None:
     net = subspace(Sign().eval(), "diagonal", AROUND_HALF, data=ONES, floor=1.0, tries=50)
     weights = net(torch.ones(1, 1), draws=1000, seed=0)[:, 0, 1].detach().numpy()
     assert stats.kstest(weights, stats.truncnorm(-0.5, np.inf, loc=0.5).cdf).pvalue > 1e-3
-    torch.testing.assert_close(net.samples(5, seed=0)(torch.ones(1, 1)), net(torch.ones(1, 1), draws=5, seed=0))
+    torch.testing.assert_close(net.networks(5, seed=0)(torch.ones(1, 1)), net(torch.ones(1, 1), draws=5, seed=0))
     free = subspace(Sign().eval(), "diagonal", AROUND_HALF)(torch.ones(1, 1), draws=1000, seed=0)[:, 0, 1]
     assert stats.kstest(free.detach().numpy(), stats.norm(loc=0.5).cdf).pvalue > 1e-3
 
@@ -213,7 +213,7 @@ def test_bad_arguments_are_named() -> None:
         (lambda: swag(mt.batch_ensemble(model, 2), states()), "model is a multitude of members already"),
         (lambda: swa(model, []), "checkpoints must be 1 or more, got 0"),
         (lambda: mt.deep_ensemble(swag(model, states())), "cannot be initialised anew"),
-        (lambda: swag(model, states()).samples(0), "draws must be a whole number, 1 or more, got 0"),
+        (lambda: swag(model, states()).networks(0), "draws must be a whole number, 1 or more, got 0"),
     ):
         with pytest.raises(ValueError, match=sentence):
             wrong()

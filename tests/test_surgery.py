@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import multitudes as mt
-from multitudes.core.seeding import seeded
 from multitudes.core.shared import MemberLayer
 from multitudes.surgery.initialise import redraw
 from multitudes.surgery.layers import PRODUCTS, replace, select
@@ -16,6 +17,7 @@ from multitudes.surgery.narrow import choose
 from multitudes.surgery.observe import example_for
 from tests.cases import CLASSES, NETWORKS, Cnn
 from tests.hard_networks import DenseBlock, UNet
+from tests.of_parts import Of
 
 # -- select ------------------------------------------------------------------------------------------------
 
@@ -69,18 +71,12 @@ def test_a_multitude_is_not_converted_again(method: object) -> None:
 
 
 def test_layers_that_share_a_weight_are_named() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.there, self.back = nn.Linear(8, 8), nn.Linear(8, 8)
-            self.back.weight = self.there.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.back(self.there(x))
+    tied = Of(lambda net, x: net.back(net.there(x)), there=nn.Linear(8, 8), back=nn.Linear(8, 8))
+    tied.back.weight = tied.there.weight
 
     for method in (mt.packed, mt.batch_ensemble, mt.masksembles, mt.mimo):
         with pytest.raises(ValueError, match="layers 'back' and 'there' share a weight"):
-            method(Tied(), 2)
+            method(tied, 2)
 
 
 # -- replace and redraw ------------------------------------------------------------------------------------
@@ -143,15 +139,6 @@ def test_perturbed_copies_are_near_the_pretrained_network() -> None:
         mt.deep_ensemble(model, perturb=0.1)
 
 
-def test_a_seed_does_not_touch_torchs_state() -> None:
-    torch.manual_seed(1)
-    want = torch.rand(3)
-    torch.manual_seed(1)
-    with seeded(7):
-        torch.rand(5)
-    assert torch.equal(torch.rand(3), want)
-
-
 def test_a_nested_network_converts_whole_and_keeps_its_weights() -> None:
     model = nn.Sequential(
         nn.Linear(4, 8), nn.Sequential(nn.ReLU(), nn.ModuleList([nn.Linear(8, 8)])[0]), nn.Linear(8, 2)
@@ -184,18 +171,12 @@ def test_an_example_is_found_for_the_usual_networks(network: str) -> None:
 
 
 def test_no_example_is_an_error_that_asks_for_one() -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(3, 2)
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return self.fc(x + y)
+    odd = Of(lambda net, x, y: net.fc(x + y), fc=nn.Linear(3, 2))
 
     with pytest.raises(ValueError, match="pass one batch as example="):
-        mt.packed(Odd(), 2)
+        mt.packed(odd, 2)
     pair = (torch.randn(2, 3), torch.randn(2, 3))
-    assert mt.deep_ensemble(Odd(), 2)(pair).shape == (2, 2, 2)
+    assert mt.deep_ensemble(odd, 2)(pair).shape == (2, 2, 2)
 
 
 # -- narrow ------------------------------------------------------------------------------------------------
@@ -248,63 +229,41 @@ def test_grouped_convolutions_keep_their_groups_or_are_refused() -> None:
         mt.narrow(grouped(12), 0.5, example=x)
 
 
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.mean, self.variance = nn.Linear(6, 16), nn.Linear(16, 1), nn.Linear(16, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = F.relu(self.body(x))
-        return torch.cat([self.mean(h), self.variance(h)], 1)
-
-
 def test_several_layers_may_give_the_output() -> None:
-    small = mt.narrow(TwoHeads(), 0.25)
+    parts = {"body": nn.Linear(6, 16), "mean": nn.Linear(16, 1), "variance": nn.Linear(16, 1)}
+    two_heads = Of(
+        lambda net, x: torch.cat([head(F.relu(net.body(x))) for head in (net.mean, net.variance)], 1), **parts
+    )
+    small = mt.narrow(two_heads, 0.25)
     assert widths(small) == {"body.weight": (4, 6), "mean.weight": (1, 4), "variance.weight": (1, 4)}
-    net = mt.packed(TwoHeads(), 4)
+    net = mt.packed(two_heads, 4)
     x, y = torch.randn(5, 6), torch.randn(5, 1)
-    assert net.loss(x, y, mt.gaussian_nll).isfinite()
+    assert net.loss(x, y, task="gaussian").isfinite()
     assert net.predict(x, task="gaussian").variance.shape == (5, 1)
 
 
-class SelfAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 12), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(F.scaled_dot_product_attention(*self.first(x).chunk(3, -1)))
-
-
-class FixedWidth(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.fc = nn.Conv2d(3, 16, 1), nn.Linear(16, 2)
-        self.scale = nn.Parameter(torch.ones(16, 1, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc((self.conv(x) * self.scale).mean((2, 3)))
-
-
-class FixedView(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.fc = nn.Conv2d(3, 16, 1), nn.Linear(16 * 4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(F.adaptive_avg_pool2d(self.conv(x), 2).view(-1, 16 * 4))
-
-
 def test_networks_that_fix_a_width_are_refused() -> None:
-    x = torch.zeros(2, 3, 8, 8)
+    x, scale = torch.zeros(2, 3, 8, 8), nn.Parameter(torch.ones(16, 1, 1))
+    fixed_width = Of(
+        lambda net, x: net.fc((net.conv(x) * net.scale).mean((2, 3))),
+        conv=nn.Conv2d(3, 16, 1), fc=nn.Linear(16, 2), scale=scale,
+    )  # fmt: skip
+    fixed_view = Of(
+        lambda net, x: net.fc(F.adaptive_avg_pool2d(net.conv(x), 2).view(-1, 16 * 4)),
+        conv=nn.Conv2d(3, 16, 1), fc=nn.Linear(16 * 4, 2),
+    )  # fmt: skip
+    attention = Of(
+        lambda net, x: net.last(F.scaled_dot_product_attention(*net.first(x).chunk(3, -1))),
+        first=nn.Linear(6, 12), last=nn.Linear(4, 2),
+    )  # fmt: skip
     with pytest.raises(ValueError, match="fixes a hidden width.*parameters of fixed width: scale"):
-        mt.narrow(FixedWidth(), 0.5, example=x)
+        mt.narrow(fixed_width, 0.5, example=x)
     with pytest.raises(ValueError, match="fixes a hidden width"):
-        mt.narrow(FixedView(), 0.5, example=x)
+        mt.narrow(fixed_view, 0.5, example=x)
     with pytest.raises(ValueError, match="'encoder.self_attn' is a MultiheadAttention, which cannot be narrowed"):
         mt.packed(NETWORKS["transformer"].model(), 2, 1)
     with pytest.raises(ValueError, match="attention ties its widths together"):
-        mt.narrow(SelfAttention(), 0.5, example=torch.zeros(2, 5, 6))
+        mt.narrow(attention, 0.5, example=torch.zeros(2, 5, 6))
     with pytest.raises(ValueError, match="reach layer '2' are mixed"):
         mt.narrow(nn.Sequential(nn.Linear(4, 8), nn.Softmax(-1), nn.Linear(8, 2)), 0.5)
 
@@ -337,7 +296,7 @@ def test_a_pretrained_member_computes_with_the_chosen_channels() -> None:
     torch.testing.assert_close(small(x), want * scale)
 
 
-@pytest.mark.parametrize("network", ["mlp", "cnn", "resnet18", "group_norm", "separable"])
+@pytest.mark.parametrize("network", ["mlp", "cnn", "resnet", "group_norm", "separable"])
 @pytest.mark.parametrize("method", [mt.packed, mt.masksembles])
 def test_pretrained_activations_keep_their_scale(network: str, method: object) -> None:
     model = NETWORKS[network].model()
@@ -351,3 +310,15 @@ def test_pretrained_activations_keep_their_scale(network: str, method: object) -
         predictions = predictions.flatten(0, 1).unsqueeze(0)
     ratio = predictions.square().mean((1, 2)).sqrt() / model(x).square().mean().sqrt()
     torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=0.25, atol=0)
+
+
+@pytest.mark.parametrize(
+    "convert", [mt.packed, mt.masksembles, mt.mimo, lambda model, **given: mt.patched(model, 3, "output", **given)]
+)
+def test_an_example_changes_no_member_and_a_search_for_one_no_random_state(convert: Callable[..., nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 5))
+    state = torch.get_rng_state()
+    without, given = convert(model, seed=0), convert(model, seed=0, example=torch.ones(2, 6))
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, tensor in given.state_dict().items():
+        assert torch.equal(tensor, without.state_dict()[name]), name

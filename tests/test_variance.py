@@ -6,7 +6,6 @@ import copy
 import functools
 import itertools
 import math
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +14,10 @@ import torch
 from scipy import integrate, stats
 from torch import Tensor, nn
 
-from multitudes.core.draws.stochastic import expecting
 from multitudes.core.multitude import Multitude
-from multitudes.methods.variance.conversion import PARAMETERIZATIONS, VarianceConv1d, VarianceLinear, variance
+from multitudes.methods.variance import variance
 from multitudes.methods.variance.kl import approximate_kl, stochastic_kl, student_kl
+from multitudes.methods.variance.layers import PARAMETERIZATIONS, VarianceConv1d, VarianceLinear
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(6, 4), (6,)),
@@ -244,43 +243,6 @@ def test_a_zero_centred_layer_has_no_divergence_from_the_log_uniform_prior_but_f
 
 
 # -- every parameterization of every layer -----------------------------------------------------------------
-
-
-@each_kind
-@each_parameterization
-def test_a_layer_survives_what_modules_go_through(kind: str, parameterization: str) -> None:
-    net, _, x = one_layer(kind, parameterization)
-    want = net(x, draws=4, seed=0)
-    assert want.shape == (4, *KINDS[kind][0]()(x).shape)
-    for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-        torch.testing.assert_close(twin(x, draws=4, seed=0), want)
-    other = variance(nn.Sequential(KINDS[kind][0]()), ["0"], parameterization).eval()
-    other.load_state_dict(net.state_dict())
-    torch.testing.assert_close(other(x, draws=4, seed=0), want)
-    double = copy.deepcopy(net).double()
-    torch.testing.assert_close(double(x.double(), draws=0).float(), net(x, draws=0))
-    assert double(x.double()).dtype == torch.float64
-
-
-@each_kind
-@each_parameterization
-def test_the_same_seed_gives_the_same_draws_whichever_way_they_run(kind: str, parameterization: str) -> None:
-    net, _, x = one_layer(kind, parameterization)
-    under_vmap = net(x, draws=5, seed=3)
-    for way in ("expand", "loop"):
-        net._draw_cache.way = way
-        torch.testing.assert_close(net(x, draws=5, seed=3), under_vmap)
-
-
-@pytest.mark.parametrize("kind", ["linear", "conv1d", "conv2d"])
-@each_parameterization
-def test_a_layer_compiles_whole(kind: str, parameterization: str) -> None:
-    _, layer, x = one_layer(kind, parameterization)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    with expecting(layer):
-        torch.testing.assert_close(compiled(x), layer(x))
-    assert compiled(x).shape == layer(x).shape
-    torch._dynamo.reset()
 
 
 def test_a_layer_checks_its_arguments_too() -> None:

@@ -11,8 +11,9 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from multitudes.core.multitude import Multitude
-from multitudes.methods.variance.conversion import Absolute, VarianceLinear, variance, variance_layers
-from multitudes.methods.variance.transition import THRESHOLD, kappa, phase, sparsify
+from multitudes.methods.variance import kappa, phase, sparsify, variance
+from multitudes.methods.variance.layers import Absolute, VarianceLinear, variance_layers
+from multitudes.methods.variance.transition import THRESHOLD
 
 CHANCE = 0.1
 Data = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -160,7 +161,7 @@ def test_after_the_transition_expectations_can_be_left_out(
 def test_nine_in_ten_weights_can_be_fixed(history: tuple[Multitude, list[Record]], digits: Data, to: str) -> None:
     net = history[0]
     whole = accuracy(net, digits, draws=50)
-    sparse = sparsify(net, kappa=THRESHOLD, to=to)
+    sparse = sparsify(net, THRESHOLD, to)
     assert sparse.fixed > 0.9 and sparse.compression > 10
     assert accuracy(sparse.net, digits, draws=50) > whole - 0.01
     # The few of large kappa are those that matter.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 from typing import Any
 
 import pytest
@@ -16,8 +14,9 @@ from torch import nn
 import multitudes as mt
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.multitude import Multitude
-from multitudes.methods.variance.conversion import Absolute, VarianceLayer, divergence, variance
+from multitudes.methods.variance import variance
 from multitudes.methods.variance.kl import approximate_kl
+from multitudes.methods.variance.layers import Absolute, VarianceLayer
 from tests.test_variance import KINDS, each_kind, each_parameterization
 
 
@@ -48,7 +47,7 @@ def test_the_network_computes_its_divergence_as_it_was_told_or_is_asked_to() -> 
     seeds = [torch.manual_seed(0) and net.kl(), torch.manual_seed(0) and net.kl(kind="student", nu=0.5)]
     assert seeds[0] == seeds[1]
     torch.testing.assert_close(net.kl(kind="approximate"), variance(network()).kl())
-    with pytest.raises(ValueError, match=r"kind must be one of 'approximate', 'stochastic', 'student', got 'exact'"):
+    with pytest.raises(ValueError, match=r"kind must be one of approximate, stochastic, student, got 'exact'"):
         net.kl(kind="exact")
     with pytest.raises(ValueError, match="nu must be above 0, got 0"):
         net.kl(nu=0)
@@ -80,10 +79,9 @@ def test_an_ensemble_of_variance_networks(parameterization: str) -> None:
     mt.check(net, x)
     members = [net.member(i) for i in range(3)]
     torch.testing.assert_close(net.kl(), sum(member.kl() for member in members))
-    assert net.eval()(x, draws=4).shape == (12, 6, 3)
     for runner in ("loop", "packed", "stacked"):
         net.runner = runner
-        torch.testing.assert_close(net(x, draws=0), torch.cat([m.eval()(x, draws=0) for m in members]))
+        torch.testing.assert_close(net.eval()(x, draws=0), torch.cat([m.eval()(x, draws=0) for m in members]))
     drawn = net.get_parameter("4.sigma" if parameterization == "zero" else "4.weight")
     assert not torch.equal(drawn[0], drawn[1])
     net.train().loss(x, y, dataset_size=60).backward()
@@ -128,19 +126,6 @@ def test_fresh_deviations_are_uniform_in_the_root_of_the_fan_in() -> None:
     assert uniform.pvalue > 0.001
 
 
-def test_conversion_leaves_the_model_alone_and_repeats_with_a_seed() -> None:
-    model = network().train()
-    before = copy.deepcopy(model.state_dict())
-    state = torch.get_rng_state()
-    nets = [variance(model, seed=5), variance(model, seed=5), variance(model, seed=6)]
-    assert torch.equal(torch.get_rng_state(), state)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name])
-    assert torch.equal(nets[0].state_dict()["4.weight"], nets[1].state_dict()["4.weight"])
-    assert not torch.equal(nets[0].state_dict()["4.weight"], nets[2].state_dict()["4.weight"])
-    assert nets[0].training and all(m.training for m in nets[0].modules())
-
-
 def test_all_layers_but_the_last_are_converted_unless_named() -> None:
     def converted(net: Multitude) -> list[str]:
         return [name for name, layer in net.named_modules() if isinstance(layer, VarianceLayer)]
@@ -183,10 +168,6 @@ def test_adam_lets_alpha_rise_only_as_fast_as_it_forgets(memory: float) -> None:
     assert late == pytest.approx(-0.5 * math.log(memory), rel=0.05)
 
 
-def test_divergence_pickles() -> None:
-    assert pickle.loads(pickle.dumps(divergence)) is divergence
-
-
 def hooked() -> nn.Module:
     model = network()
     model[4].register_forward_hook(lambda *_: None)
@@ -196,12 +177,12 @@ def hooked() -> nn.Module:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"parameterization": "row"}, r"parameterization must be one of 'layer', 'neuron', .* 'zero', got 'row'"),
-        ({"kl": "exact"}, r"kl must be one of 'approximate', 'stochastic', 'student', got 'exact'"),
+        ({"parameterization": "row"}, r"parameterization must be one of layer, neuron, .* zero, got 'row'"),
+        ({"kl": "exact"}, r"kl must be one of approximate, stochastic, student, got 'exact'"),
         ({"log_alpha": 21}, r"log_alpha must be -20 or more and at most 20, got 21"),
         ({"log_alpha": "low"}, r"log_alpha must be -20 or more and at most 20, got 'low'"),
         ({"nu": 0.0}, r"nu must be above 0, got 0.0"),
-        ({"init": "zero"}, r"init must be 'fresh' or 'pretrained', got 'zero'"),
+        ({"init": "zero"}, r"init must be one of fresh, pretrained, got 'zero'"),
         ({"layers": ["1"]}, r"layer '1' is a BatchNorm2d, which this method cannot convert"),
         ({"layers": "x"}, r"layers='x' selects nothing; it could select: 0, 4, 6"),
         ({"model": nn.Sequential(nn.Linear(2, 2))}, r"has only one layer: layers=\['0'\] converts it"),

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.methods.subspace import subspace, swag
-from tests.cases import NETWORKS
 
 WAY = np.array(  # a hand-made trajectory of five weights
     [
@@ -68,7 +67,6 @@ CONVERSIONS: dict[str, Callable[..., mt.Multitude]] = {
     "random": lambda model, checkpoints, **o: subspace(model, "random", checkpoints, **o),
     "dropout": lambda model, checkpoints, **o: subspace(model, "dropout", checkpoints, **o),
 }
-SMALL = [name for name in NETWORKS if name != "resnet18"]
 
 
 def by_hand(way: np.ndarray, rank: int, scale: float) -> tuple[np.ndarray, np.ndarray]:

@@ -32,17 +32,8 @@ def section(results: Path) -> Section | None:
             name, most = max(apart.items(), key=lambda item: item[1])
             worst = max(worst, most)
             equal = sum(value == 0 for value in apart.values())
-            machine = second.pieces[piece]["machine"]["name"]
-            rows.append(
-                [
-                    f"{folder.name}: {piece}",
-                    machine,
-                    f"{len(apart)}",
-                    f"{equal}",
-                    number(most, 6),
-                    f"`{name}`" if most else MISSING,
-                ]
-            )
+            row = [f"{folder.name}: {piece}", second.pieces[piece]["machine"]["name"], str(len(apart)), str(equal)]
+            rows.append([*row, number(most, 6), f"`{name}`" if most else MISSING])
     if not rows:
         return None
     header = ["piece", "machine", "numbers", "equal", "largest difference", "of"]

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from multitudes.landscape import DiversityPlane, FunctionMap, Path, Plane, Similarity, Stitched
+from multitudes.landscape import DiversityPlane, FunctionMap, Path, Plane, Similarity
 from multitudes.landscape.directions import Frame
-from multitudes.landscape.growing import Growth, UnderCorruption
+from multitudes.landscape.growing import Growth
 from multitudes.landscape.weights import Scores
+from recipes.landscape_shift import UnderCorruption
 from recipes.report.landscape_claims import NAMES, NEAR, PAPER_SVHN, claims, middle_of, near, on_path
 from recipes.report.raw import MISSING, Raw, Section, number, percent, spread, table
+from recipes.tunnel_to_origin import Stitched
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -131,7 +133,7 @@ def tell_tunnel(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
         name: Scores(*(torch.tensor(one[key]) for key in ("loss", "accuracy", "agreement")))
         for name, one in (("scores", way), ("linear", line))
     }
-    figures["tunnel"] = Path(t=t, weights=torch.zeros(len(t), 0), **scores, kind="tunnel").plot()
+    figures["tunnel"] = Path(t=t, weights=torch.zeros(len(t), 0), **scores).plot()
     parts = {key: torch.tensor(under[key]) for key in ("x", "y", "loss", "accuracy", "agreement", "share")}
     stitched = Stitched(**parts, knots=tuple(under["knots"]))
     figures["tunnel_agreement"] = stitched.plot("agreement").update_layout(showlegend=False)

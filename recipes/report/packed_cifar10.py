@@ -44,14 +44,14 @@ def cost(name: str, unit: float = 1.0) -> Read:
     return lambda result: result["costs"][name] / unit
 
 
-FOREIGN = "ood/svhn/max_probability/"
+OOD = "ood/svhn/max_probability/"
 COLUMNS: dict[str, tuple[Read, float, int]] = {
     "accuracy %": (score("accuracy"), 100, 1),
     "NLL": (score("nll"), 1, 3),
     "ECE": (score("ece"), 1, 3),
-    "AUPR %": (score(FOREIGN + "aupr"), 100, 1),
-    "AUROC %": (score(FOREIGN + "auroc"), 100, 1),
-    "FPR95 %": (score(FOREIGN + "fpr95"), 100, 1),
+    "AUPR %": (score(OOD + "aupr"), 100, 1),
+    "AUROC %": (score(OOD + "auroc"), 100, 1),
+    "FPR95 %": (score(OOD + "fpr95"), 100, 1),
     "parameters, M": (cost("parameters", 1e6), 1, 2),
     "mult-adds, G": (cost("multiply_adds", 1e9), 1, 2),
 }

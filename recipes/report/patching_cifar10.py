@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from recipes.report.raw import MISSING, Claim, Raw, Section, number, percent, table
@@ -56,43 +57,34 @@ def _with_paper(value: float | None, paper: float | None, digits: int) -> str:
     return percent(value, digits) + ("" if paper is None else f" ({number(paper, digits)})")
 
 
+SCORES = ["accuracy %", "ECE %", "MCE %", "NLL"]
+
+
+def _scores(scores: dict[str, float], paper: Sequence[float | None]) -> list[str]:
+    """The cells of `SCORES`; `paper` has the first three of them."""
+    digits = {"accuracy": 1, "ece": 2, "mce": 1}
+    both = [_with_paper(scores[name], of, digits[name]) for name, of in zip(digits, paper, strict=True)]
+    return [*both, number(scores["nll"])]
+
+
 def _by_method(found: dict[str, Any]) -> str:
     rows = []
     for method, result in found.items():
-        paper, scores = TABLE_4[method], result["scores"]
-        overhead = result["costs"]["parameters_ratio"] - 1
-        rows.append(
-            [
-                METHODS[method],
-                _with_paper(overhead, paper[0], 2),
-                _with_paper(scores["accuracy"], paper[1], 1),
-                _with_paper(scores["ece"], paper[2], 2),
-                _with_paper(scores["mce"], paper[3], 1),
-                number(scores["nll"]),
-            ]
-        )
-    return table(["method", "overhead %", "accuracy %", "ECE %", "MCE %", "NLL"], rows)
+        overhead, *paper = TABLE_4[method]
+        more = _with_paper(result["costs"]["parameters_ratio"] - 1, overhead, 2)
+        rows.append([METHODS[method], more, *_scores(result["scores"], paper)])
+    return table(["method", "overhead %", *SCORES], rows)
 
 
 def _by_draws(found: dict[str, Any]) -> str:
     rows = []
-    for method, result in found.items():
-        by_size = result["by_size"]
+    for method in [each for each in found if each != "single"]:
+        by_size = found[method]["by_size"]
         for index, size in enumerate(by_size["sizes"]):
-            if method == "single":
-                continue
+            scores = {name: values[index] for name, values in by_size.items()}
             paper = BY_DRAWS.get(method, {}).get(size, (None, None, None))
-            rows.append(
-                [
-                    METHODS[method],
-                    str(size),
-                    _with_paper(by_size["accuracy"][index], paper[0], 1),
-                    _with_paper(by_size["ece"][index], paper[1], 2),
-                    _with_paper(by_size["mce"][index], paper[2], 1),
-                    number(by_size["nll"][index]),
-                ]
-            )
-    return table(["method", "S", "accuracy %", "ECE %", "MCE %", "NLL"], rows)
+            rows.append([METHODS[method], str(size), *_scores(scores, paper)])
+    return table(["method", "S", *SCORES], rows)
 
 
 def _claims(found: dict[str, Any]) -> list[Claim]:

@@ -1,11 +1,11 @@
-"""The raw files of the results, and how their numbers are told."""
+"""The raw files of the results, and how their numbers are written and drawn."""
 
 from __future__ import annotations
 
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-__all__ = ["MISSING", "Claim", "Raw", "Section", "mean_of", "number", "percent", "spread", "table"]
+__all__ = ["MISSING", "Claim", "Raw", "Section", "line_figure", "mean_of", "number", "percent", "spread", "table"]
 
 MISSING = "–"
 """What a table says where there is no number: the paper gives none, or it was not measured."""
@@ -111,3 +111,13 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """
     lines = [list(header), ["---", *["---:"] * (len(header) - 1)], *map(list, rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def line_figure(title: str, x: str, y: str, at: Sequence[float], curves: Mapping[str, Sequence[float]]) -> Figure:
+    """Curves by name over the same places, `at`; `x` and `y` are the titles of the axes."""
+    from multitudes.landscape.figures import DASHES, figure, graph_objects
+
+    fig = figure(title, x, y)
+    for (name, values), dash in zip(curves.items(), DASHES, strict=False):
+        fig.add_trace(graph_objects().Scatter(x=list(at), y=list(values), name=name, line={"dash": dash}))
+    return fig

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from recipes.report import smoothing_figures as figures
 from recipes.report.raw import Raw, Section, number, spread, table
-from recipes.report.smoothing_claims import NETWORKS, Found, by_severity, by_size, claims, found_in, score
+from recipes.report.smoothing_claims import NETWORKS, Found, Seeds, by_severity, by_size, claims, found_in, score
 from recipes.report.smoothing_networks import METHODS, measured
 
 if TYPE_CHECKING:
@@ -92,49 +92,50 @@ def _scores(network: str, found: Found) -> str:
     )
 
 
+Curves = dict[str, dict[str, dict[str, dict[int, float]]]]
+"""By network, method and score: the mean over seeds for each size or severity."""
+
+
+def _curves(studies: Mapping[str, Found], by: Callable[[Seeds, str], dict[int, float]]) -> Curves:
+    """Those that were measured."""
+    found: Curves = {}
+    for network, methods in studies.items():
+        for method, seeds in methods.items():
+            own = {name: by(seeds, name) for name in ("nll", "accuracy", "ece")}
+            if own["nll"]:
+                found.setdefault(NETWORKS[network], {})[METHODS[method]] = own
+    return found
+
+
+def _nll_table(curves: Curves, head: str, chosen: str = "") -> str:
+    """The NLL by size or severity, of the methods whose names have `chosen` in them."""
+    places = sorted({place for each in curves.values() for curve in each.values() for place in curve["nll"]})
+    rows = [
+        [f"{network}, {method}", *(number(curve["nll"].get(place)) for place in places)]
+        for network, methods in curves.items()
+        for method, curve in methods.items()
+        if chosen in method
+    ]
+    return table([head, *map(str, places)], rows)
+
+
 def _sizes(studies: Mapping[str, Found], made: dict[str, Figure]) -> str:
     """Fig. 3: scores against the number of draws."""
-    curves = {
-        NETWORKS[network]: {
-            METHODS[method]: {name: by_size(seeds, name) for name in ("nll", "accuracy", "ece")}
-            for method, seeds in found.items()
-            if seeds
-        }
-        for network, found in studies.items()
-        if any(found.values())
-    }
+    curves = _curves(studies, by_size)
     if not curves:
         return ""
     made["by_size"] = figures.by_size(curves)
-    sizes = sorted({size for each in curves.values() for curve in each.values() for size in curve["nll"]})
-    rows = [
-        [f"{network}, {method}", *(number(curve["nll"].get(size)) for size in sizes)]
-        for network, methods in curves.items()
-        for method, curve in methods.items()
-        if "dropout" in method
-    ]
     head = "### Scores by ensemble size (Fig. 3)\n\nThe NLL for each number of draws, the mean over groups of so many:"
     shown = "![NLL, accuracy and ECE against the number of draws](smoothing/by_size.svg)"
-    return f"{head}\n\n{table(['draws', *map(str, sizes)], rows)}\n\n{shown}"
+    return f"{head}\n\n{_nll_table(curves, 'draws', 'dropout')}\n\n{shown}"
 
 
 def _corruptions(studies: Mapping[str, Found], made: dict[str, Figure]) -> str:
     """Fig. 9 and E.2, by severity."""
-    curves: dict[str, dict[str, dict[str, dict[int, float]]]] = {}
-    for network, found in studies.items():
-        for method, seeds in found.items():
-            own = {name: by_severity(seeds, name) for name in ("nll", "accuracy", "ece")}
-            if own["nll"]:
-                curves.setdefault(NETWORKS[network], {})[METHODS[method]] = own
+    curves = _curves(studies, by_severity)
     if not curves:
         return ""
     made["corruptions"] = figures.by_severity(curves)
-    levels = sorted({level for each in curves.values() for curve in each.values() for level in curve["nll"]})
-    rows = [
-        [f"{network}, {method}", *(number(curve["nll"].get(level)) for level in levels)]
-        for network, methods in curves.items()
-        for method, curve in methods.items()
-    ]
     options = next(r for found in studies.values() for seeds in found.values() for r in seeds)["config"]["evaluation"]
     head = (
         "### Corrupted images (Fig. 9, Fig. E.2)\n\nThe mean NLL over the corruptions of each severity, on "
@@ -142,4 +143,4 @@ def _corruptions(studies: Mapping[str, Found], made: dict[str, Figure]) -> str:
         "draws of MC dropout.\nThe paper shows means over severities by ensemble size, relative to AlexNet's."
     )
     shown = "![NLL, accuracy and ECE by severity](smoothing/corruptions.svg)"
-    return f"{head}\n\n{table(['severity', *map(str, levels)], rows)}\n\n{shown}"
+    return f"{head}\n\n{_nll_table(curves, 'severity')}\n\n{shown}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from multitudes.methods.variance.conversion import CLIP
 from multitudes.methods.variance.kl import K1, K2, K3
-from recipes.report.raw import MISSING, Claim, Raw, Section, mean_of, number, percent, table
+from multitudes.methods.variance.layers import CLIP
+from recipes.report.raw import MISSING, Claim, Raw, Section, line_figure, mean_of, number, percent, table
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -198,11 +198,5 @@ def _rising(rise: dict[str, float]) -> Claim:
 
 def curve_figure(curves: dict[str, Any], key: str, title: str, axis: str, factor: float) -> Figure:
     """A half of Figure 2."""
-    from multitudes.landscape.figures import DASHES, figure, graph_objects
-
-    go = graph_objects()
-    fig = figure(title, "steps of the attack", axis)
-    for index, (name, curve) in enumerate(curves.items()):
-        values = [factor * value for value in curve[key]]
-        fig.add_trace(go.Scatter(x=list(range(len(values))), y=values, name=name, line={"dash": DASHES[index]}))
-    return fig
+    values = {name: [factor * value for value in curve[key]] for name, curve in curves.items()}
+    return line_figure(title, "steps of the attack", axis, range(max(map(len, values.values()))), values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from recipes.report.raw import MISSING, Claim, Raw, Section, number, percent, table
+from recipes.report.raw import MISSING, Claim, Raw, Section, line_figure, number, percent, table
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -251,16 +251,12 @@ def _sparse(result: dict[str, Any] | None) -> Claim:
 
 def transition(result: dict[str, Any]) -> Figure:
     """Figure 4: accuracies over epochs; beside them log alpha."""
-    from multitudes.landscape.figures import DASHES, figure, graph_objects
-
-    go = graph_objects()
-    fig = figure("Along training: the phase transition", "epoch", "accuracy, %")
     epochs = [look["epoch"] for look in result["curve"]]
-    for name, dash in zip(("ensemble", "stochastic", "deterministic"), DASHES, strict=False):
-        values = [100 * look[name] for look in result["curve"]]
-        fig.add_trace(go.Scatter(x=epochs, y=values, name=name, line={"dash": dash}))
-    alphas = [look["log_alpha"]["fc1"][1] for look in result["curve"]]
-    fig.add_trace(go.Scatter(x=epochs, y=alphas, name="log alpha (right)", yaxis="y2", line={"dash": DASHES[3]}))
+    names = ("ensemble", "stochastic", "deterministic")
+    curves = {name: [100 * look[name] for look in result["curve"]] for name in names}
+    curves["log alpha (right)"] = [look["log_alpha"]["fc1"][1] for look in result["curve"]]
+    fig = line_figure("Along training: the phase transition", "epoch", "accuracy, %", epochs, curves)
+    fig.data[3].yaxis = "y2"
     axis = {"overlaying": "y", "side": "right", "title": "log alpha", "showgrid": False, "tickformat": ".1f"}
     fig.update_layout(yaxis2=axis, legend={"x": 1.15})
     return fig
@@ -292,13 +288,8 @@ def _moments(curve: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def sparsity(result: dict[str, Any]) -> Figure:
     """Figure 5, over the share of fixed weights."""
-    from multitudes.landscape.figures import DASHES, figure, graph_objects
-
-    go = graph_objects()
-    fig = figure("Fixing the weights of small kappa", "weights that are fixed, %", "ensemble accuracy, %")
-    shares = [100 * point["fixed"] for point in result["sparse"]]
-    for (key, name), dash in zip((("mean", "to expectations"), ("zero", "to 0")), DASHES, strict=False):
-        values = [100 * point[key] for point in result["sparse"]]
-        fig.add_trace(go.Scatter(x=shares, y=values, name=name, line={"dash": dash}))
+    shares, mean, zero = ([100 * point[key] for point in result["sparse"]] for key in ("fixed", "mean", "zero"))
+    titles = ("Fixing the weights of small kappa", "weights that are fixed, %", "ensemble accuracy, %")
+    fig = line_figure(*titles, shares, {"to expectations": mean, "to 0": zero})
     fig.add_hline(y=100 * result["ensemble"], line_dash="dot", annotation_text="full ensemble")
     return fig

@@ -7,7 +7,7 @@ loss = net.loss(x, y)                        # the method's own objective
 p = net.predict(x)                           # p.probs, p.confidence, p.entropy, p.mutual_information
 """
 
-from multitudes import data, landscape, metrics, models, shift
+from multitudes import data, landscape, layers, metrics, models, shift
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.members import Members, fuse
 from multitudes.core.multitude import Multitude
@@ -23,13 +23,13 @@ from multitudes.methods.dropout import drop_connect, mc_dropout
 from multitudes.methods.masksembles import masksembles
 from multitudes.methods.mimo import mimo
 from multitudes.methods.packed import packed
-from multitudes.methods.patching.conversion import Patched, family, patched
-from multitudes.methods.smoothing import Blur, Prob, Smooth, head, smooth
+from multitudes.methods.patching import family, patched
+from multitudes.methods.smoothing import head, smooth
 from multitudes.methods.snapshots import cyclic_lr, cyclic_sgmcmc, snapshots
-from multitudes.methods.subspace import Subspace, subspace, swa, swag
-from multitudes.methods.temporal import Stream, temporal
-from multitudes.methods.variance.conversion import Absolute, VarianceConv1d, VarianceConv2d, VarianceLinear, variance
-from multitudes.methods.variance.transition import kappa, phase, sparsify
+from multitudes.methods.subspace import subspace, swa, swag
+from multitudes.methods.temporal import temporal
+from multitudes.methods.variance import variance
+from multitudes.storage.freeze import freeze
 from multitudes.storage.onnx import to_onnx
 from multitudes.storage.save import load, save
 from multitudes.surgery.check import check
@@ -38,23 +38,13 @@ from multitudes.training.fit import fit
 from multitudes.training.recorder import Recorder
 
 __all__ = [
-    "Absolute",
-    "Blur",
     "Calibrated",
     "Evaluation",
     "Members",
     "Multitude",
-    "Patched",
     "Predictive",
-    "Prob",
     "Recorder",
-    "Smooth",
     "Stochastic",
-    "Stream",
-    "Subspace",
-    "VarianceConv1d",
-    "VarianceConv2d",
-    "VarianceLinear",
     "batch_ensemble",
     "calibrate",
     "check",
@@ -67,11 +57,12 @@ __all__ = [
     "explain",
     "family",
     "fit",
+    "freeze",
     "fuse",
     "gaussian_nll",
     "head",
-    "kappa",
     "landscape",
+    "layers",
     "load",
     "masksembles",
     "mc_dropout",
@@ -81,13 +72,11 @@ __all__ = [
     "narrow",
     "packed",
     "patched",
-    "phase",
     "predict",
     "save",
     "shift",
     "smooth",
     "snapshots",
-    "sparsify",
     "subspace",
     "swa",
     "swag",

@@ -5,7 +5,7 @@ Its modules import torch, and all that needs it, inside the commands, so that `m
 
 from multitudes.core.checks import needed
 
-needed("typer", "cli", "the command line")  # says which extra has it, where the import below would not
+needed("typer", "study", "the command line")  # says which extra has it, where the import below would not
 
 from multitudes.cli.app import main  # noqa: E402
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["evaluate", "predict"]
 
 Cell = str | float | int
-JOB = "RUN/jobs/METHOD-SEED, or a folder that train wrote."
+JOB = "RUN/jobs/METHOD-SEED, or a run directory that train wrote."
 
 
 def predict(
@@ -58,7 +58,7 @@ def predict(
     data = trained.data
     found = read_inputs(inputs, data, skip_bad)
     if found.bad:
-        say(f"Left out {len(found.bad)} of {len(found.bad) + len(found.names)} inputs that cannot be used")
+        say(f"Left out {found.bad} of {found.bad + len(found.names)} inputs that cannot be used")
     if found.unknown:
         say(f"{found.unknown} rows have a category that the training data had not")
     with mixed_precision(trained.device, common.precision):
@@ -89,10 +89,10 @@ def _rows(answer: Predictive, trained: Trained, names: list[str], level: float, 
             columns |= {f"p({name})": _rounded(answer.probs[:, c]) for c, name in enumerate(data.classes)}
     else:
         low, high = answer.interval(level)
-        columns["mean"] = _rounded(answer.mean[:, 0] * data.target_std + data.target_mean)
+        columns["mean"] = _rounded(data.in_units(answer.mean[:, 0]))
         columns["std"] = _rounded(answer.std[:, 0] * data.target_std)
-        columns["low"] = _rounded(low[:, 0] * data.target_std + data.target_mean)
-        columns["high"] = _rounded(high[:, 0] * data.target_std + data.target_mean)
+        columns["low"] = _rounded(data.in_units(low[:, 0]))
+        columns["high"] = _rounded(data.in_units(high[:, 0]))
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
@@ -129,7 +129,9 @@ def evaluate(
     to: Annotated[Path | None, Option(metavar="FILE.json", help="Also write the scores here.")] = None,
     target: Annotated[str | None, Option(metavar="COLUMN", help="What is right.")] = None,
     image: Annotated[str | None, Option(metavar="COLUMN", help="The images, where there are several.")] = None,
-    ood: Annotated[list[str] | None, Option(metavar="SOURCE", help="Foreign inputs; may be repeated.")] = None,
+    ood: Annotated[
+        list[str] | None, Option(metavar="SOURCE", help="Out-of-distribution inputs; may be repeated.")
+    ] = None,
     skip_bad: Annotated[bool, Option("--skip-bad", help="Leave bad rows out, and say how many.")] = False,
     data_root: Annotated[
         Path | None,
@@ -159,12 +161,12 @@ def evaluate(
         x, y, dropped = labelled(located(source, data_root), data, target, image, skip_bad)
         for reason, count in dropped.items():
             say(f"Left out {count} bad row{'' if count == 1 else 's'}: {reason}")
-    foreign = _foreign(trained, [located(each, data_root) for each in ood or []])
+    others = _ood(trained, [located(each, data_root) for each in ood or []])
     shift = True if chosen.get("shift") == "all" else chosen.get("shift") or None
     with mixed_precision(trained.device, common.precision):
         result = score(
             trained.net, ScaledBatches(data, x, y), shift=shift, severities=chosen.get("severities", (1, 3, 5)),
-            ood={name: ScaledBatches(data, own) for name, own in foreign.items()}, preprocess=data.preprocess,
+            ood={name: ScaledBatches(data, own) for name, own in others.items()}, preprocess=data.preprocess,
             scale=data.target_std, seed=common.seed or 0, device=trained.device,
         )  # fmt: skip
     if to is not None:
@@ -172,16 +174,12 @@ def evaluate(
     show(str(result))
 
 
-def _foreign(trained: Trained, sources: list[str]) -> dict[str, Tensor]:
-    """The foreign inputs that the data of the training have, and those of other sources."""
-    from multitudes import data as datasets
+def _ood(trained: Trained, sources: list[str]) -> dict[str, Tensor]:
+    """The out-of-distribution inputs of the training's data, and those of other sources."""
+    from multitudes.data.assemble import add_ood
 
-    if not trained.data.classes:
-        if sources:
-            raise ValueError(f"--ood is for classes, and {trained.job.name} predicts numbers")
-        return {}
-    if not sources:
-        return dict(trained.data.ood)
-    config = (trained.job.config or {})["data"]
-    own = config["source"] if "source" in config else trained.job.directory / config["file"]
-    return dict(datasets.load(own, ood=sources).ood)
+    if trained.data.classes:
+        return dict(add_ood(trained.data, sources).ood)
+    if sources:
+        raise ValueError(f"--ood is for classes, and {trained.job.name} predicts numbers")
+    return {}

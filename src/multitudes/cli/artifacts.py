@@ -68,7 +68,10 @@ def explain(
     networks = _alike(trained)
     say(f"Comparing {len(networks)} networks: {'; '.join(networks)}")
     first = trained[0]
-    x, y = first.inputs(first.data.test.x[:inputs]).to(first.device), first.data.test.y[:inputs].to(first.device)
+    x, y = (
+        first.data.normalised(first.data.test.x[:inputs]).to(first.device),
+        first.data.test.y[:inputs].to(first.device),
+    )
     with mixed_precision(first.device, common.precision):
         why = explained(networks, (x, y), points=points, seed=common.seed or 0, folder=path / "explain")
     show(f"Explanation: {why.save(to or path / 'explain.html')}")
@@ -126,12 +129,12 @@ def export(
     writable(to, ".onnx")
     trained = Trained.read(job, "cpu")
     data = trained.data
-    example = trained.inputs(data.test.x[:4])
+    example = data.normalised(data.test.x[:4])
     with replacing(to) as unfinished:
         to_onnx(trained.net, unfinished, example, draws=draws, seed=common.seed or 0)
         _describe(unfinished, trained)
     outputs = OUTPUTS["classification" if data.classes else "regression"]
-    scaled = "pixels / 255" if data.kind == "image" else f"the columns {', '.join(data.columns)}"
+    scaled = data.kind.scaling or f"the columns {', '.join(data.columns)}"
     show(
         f"Input: x [batch, {', '.join(map(str, data.shape))}] float32, ({scaled} - mean) / std, as in the metadata",
         f"Outputs: {', '.join(outputs)}"

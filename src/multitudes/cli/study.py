@@ -150,8 +150,8 @@ def _name(source: str) -> str:
 def _setting(text: str) -> tuple[str, Any]:
     """A setting, its value read as TOML has it, or else as a text.
 
-    >>> _setting("members=8"), _setting("where=norm")
-    (('members', 8), ('where', 'norm'))
+    >>> _setting("members=8"), _setting("layers=norm")
+    (('members', 8), ('layers', 'norm'))
     """
     key, equals, value = text.partition("=")
     if not equals or not key:

@@ -15,7 +15,7 @@ Input = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 
 class InputError(ValueError):
-    """An error that says what is wrong in the library's own words."""
+    """What is wrong with an input or an argument, in a sentence of the library's own, which passes as it is."""
 
 
 def split_call(x: Input) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -150,11 +150,7 @@ def input_errors(x: Input) -> Iterator[None]:
         raise ValueError(f"x must be a tensor, or a tuple or mapping that holds one, got {type(x).__name__}")
     try:
         yield
-    except (
-        torch.OutOfMemoryError,
-        NotImplementedError,
-        InputError,
-    ):  # not about the shape of x: they speak for themselves
+    except (torch.OutOfMemoryError, NotImplementedError, InputError):  # not about the shape of x
         raise
     except (RuntimeError, IndexError, ValueError) as error:
         if "CUDA error" in str(error):

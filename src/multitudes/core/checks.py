@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -25,6 +26,12 @@ def check_number(
         if below is not None:
             most = f" and below {below:g}"
         raise ValueError(f"{name} must be {least}{most}, got {value!r}")
+
+
+def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
+    """One of a few."""
+    if value not in (choices := list(choices)):
+        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
 
 
 def check_seed(seed: int | None) -> None:

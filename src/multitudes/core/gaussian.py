@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["VARIANCE_FLOOR", "gaussian_nll", "join_gaussian", "split_gaussian"]
+__all__ = ["VARIANCE_FLOOR", "at_least_float32", "gaussian_nll", "join_gaussian", "split_gaussian"]
 
 VARIANCE_FLOOR = 1e-6  # added to every predicted variance, so that no likelihood is infinite
 
@@ -30,7 +30,7 @@ def split_gaussian(prediction: Tensor, dim: int = 1) -> tuple[Tensor, Tensor]:
             f"gaussian predictions need as many raw variances as means, an even number in dim {dim}, "
             f"got shape {list(prediction.shape)}"
         )
-    mean, raw = prediction.to(torch.promote_types(prediction.dtype, torch.float32)).chunk(2, dim)
+    mean, raw = at_least_float32(prediction).chunk(2, dim)
     return mean, F.softplus(raw) + VARIANCE_FLOOR
 
 
@@ -60,3 +60,8 @@ def gaussian_nll(prediction: Tensor, target: Tensor) -> Tensor:
         # [B] against [B, 1] would broadcast to [B, B] and train on nonsense.
         raise ValueError(f"target must have the means' shape {list(mean.shape)}, got {list(target.shape)}")
     return 0.5 * (torch.log(2 * math.pi * variance) + (target - mean).square() / variance).mean()
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """The same numbers, in float32 where their precision is lower."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

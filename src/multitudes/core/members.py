@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from multitudes.core.calling import Input, InputError, prediction_in, slots, split_call, tensors_in
+from multitudes.core.divergences import Divergence
 from multitudes.core.draws.stochastic import WithoutDropout, as_member, expecting
-from multitudes.core.multitude import Divergence, Multitude, plain
+from multitudes.core.multitude import Multitude, plain
 from multitudes.core.packing import CannotPack, Plan, trace
 from multitudes.core.tasks import Criterion
 

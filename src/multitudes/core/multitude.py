@@ -11,16 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input, InputError, call, input_errors, one_per_input, plain_attention, tensors_in
+from multitudes.core.divergences import Divergence
 from multitudes.core.draws.adaptive import predict_adaptively
 from multitudes.core.draws.engine import DrawCache, Draws
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
-from multitudes.core.predictive import Predictive, averaged
-from multitudes.core.tasks import Criterion, check_task, criterion_for
+from multitudes.core.predictive import Predictive
+from multitudes.core.tasks import Criterion, averaged, check_task, criterion_for
 
 __all__ = ["Criterion", "Divergence", "Multitude", "evaluating", "plain", "share_registries"]
-
-Divergence = Callable[..., Tensor]
-"""`(network, **prior) -> scalar`: a term of a variational objective."""
 
 
 def share_registries(sharer: nn.Module, network: nn.Module) -> None:
@@ -32,9 +30,8 @@ def share_registries(sharer: nn.Module, network: nn.Module) -> None:
 class Multitude(nn.Module):
     """A network that gives many predictions: one for each member, or one for each draw.
 
-    A multitude wears its network's names: it shares the network's registries of parameters, buffers and
-    children, so that `state_dict()`, `named_parameters()` and attribute access read like the user's own
-    network, with nothing put in front.
+    A multitude shares its network's registries of parameters, buffers and children, so that `state_dict()`,
+    `named_parameters()` and attribute access read like the user's own network, with nothing put in front.
 
     Where layers draw (see `Stochastic`), evaluation makes `draws` draws of every member, member-major, and training
     `training_draws`. Subclasses say how one draw of all members is made (`_predictions`), whether the members
@@ -46,6 +43,9 @@ class Multitude(nn.Module):
 
     expands = True
     """Whether draws may lie side by side in one batch, each row a row of one draw."""
+
+    shares = "network"
+    """The attribute that holds the module whose registries it shares."""
 
     def __init__(self, network: nn.Module, members: int = 1) -> None:
         super().__init__()
@@ -160,12 +160,6 @@ class Multitude(nn.Module):
         alone = self._member(index)
         return Multitude(alone).like(self) if stochastic_layers(alone) else alone
 
-    def freeze(self, draws: int = 8, seed: int | None = None) -> Multitude:
-        """`draws` draws of every member, made once: a deterministic multitude (see `multitudes.storage.freeze`)."""
-        from multitudes.storage.freeze import freeze  # which knows the methods, and so this class
-
-        return freeze(self, draws, seed)
-
     # -- what a subclass says ----------------------------------------------------------------------------
 
     def _predictions(self, x: Input) -> Tensor:
@@ -229,7 +223,7 @@ class Multitude(nn.Module):
             return None
         return None if layers[0].expects or layers[0].draw is not None else count
 
-    # -- what nn.Module must be told ---------------------------------------------------------------------
+    # -- what nn.Module must know -----------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
         """A multitude's own settings never clash with its network's names."""

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multitudes.core.gaussian import VARIANCE_FLOOR, gaussian_nll, join_gaussian, split_gaussian
+from multitudes.core.gaussian import VARIANCE_FLOOR, at_least_float32, gaussian_nll, split_gaussian
 from multitudes.core.tasks import check_task
 
-__all__ = ["VARIANCE_FLOOR", "Predictive", "averaged", "gaussian_nll", "split_gaussian"]
+__all__ = ["VARIANCE_FLOOR", "Calibration", "Predictive", "gaussian_nll", "split_gaussian"]
 
 
 class Calibration(Protocol):
@@ -140,7 +140,7 @@ class Predictive:
     @_quantity("classification")
     def member_log_probs(self) -> Tensor:
         """Log-probabilities of each member, `[S, B, C, ...]`."""
-        return F.log_softmax(_at_least_float32(self.predictions), dim=2)
+        return F.log_softmax(at_least_float32(self.predictions), dim=2)
 
     @_quantity("classification")
     def member_probs(self) -> Tensor:
@@ -200,7 +200,7 @@ class Predictive:
     @_quantity("classification")
     def max_logit(self) -> Tensor:
         """The largest of the members' mean logits, `[B, ...]`: a score of how familiar an input looks."""
-        return _at_least_float32(self.predictions).mean(0).amax(1)
+        return at_least_float32(self.predictions).mean(0).amax(1)
 
     @_quantity("classification")
     def disagreement(self) -> Tensor:
@@ -224,7 +224,7 @@ class Predictive:
         """Each member's mean and predicted variance, `[S, B]` or `[S, B, D, ...]`."""
         if self.task == "gaussian":
             return split_gaussian(self.predictions, dim=2)
-        means = _at_least_float32(self.predictions)
+        means = at_least_float32(self.predictions)
         return means, means.new_zeros(()).expand_as(means)
 
     @_quantity("regression", "gaussian")
@@ -350,31 +350,6 @@ class Predictive:
         return self.to("cpu")
 
 
-def averaged(predictions: Tensor, task: str, weights: Tensor | None = None) -> Tensor:
-    """The prediction that several predictions `[D, B, ...]` make together, in the form of one of them `[B, ...]`.
-
-    Classification: logits whose probabilities are the mean of theirs. Regression: their mean. Gaussian: the mean and
-    variance of their mixture. `weights [D]` add up to 1; without them all count the same.
-
-    >>> averaged(torch.tensor([[[2.0, 2.0]], [[1.0, 1.0]]]), "classification").exp()
-    tensor([[0.5000, 0.5000]])
-    """
-    if len(predictions) == 1:
-        return predictions[0]
-    values = _at_least_float32(predictions)
-    if weights is None:
-        weights = torch.full((len(values),), 1 / len(values))
-    weights = weights.to(values).view(-1, *[1] * (values.dim() - 1))
-    if task == "classification":
-        return (F.log_softmax(values, 2) + weights.log()).logsumexp(0)
-    if task == "regression":
-        return (weights * values).sum(0)
-    means, variances = split_gaussian(values, dim=2)
-    mean = (weights * means).sum(0)
-    variance = (weights * (variances + (means - mean).square())).sum(0)
-    return join_gaussian(mean, variance)
-
-
 def _check_shape(shape: torch.Size, task: str) -> None:
     """Raise ValueError unless predictions of this shape can be read as `task`."""
     if len(shape) < (2 if task == "regression" else 3):
@@ -393,10 +368,6 @@ def _check_shape(shape: torch.Size, task: str) -> None:
 
 def _same(one: Calibration | None, other: Calibration | None) -> bool:
     return one is other or (one is not None and other is not None and one.equals(other))
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _entropy(log_probs: Tensor, dim: int) -> Tensor:

@@ -46,6 +46,9 @@ class SharedMembers(Multitude):
 class MemberLayer(nn.Module):
     """A user's layer that treats the rows of each member in its own way (see `SharedMembers`)."""
 
+    wraps = "layer"
+    """The child that is the user's own layer, whose place it takes."""
+
     def __init__(self, layer: nn.Module, members: int) -> None:
         super().__init__()
         self.layer = layer
@@ -74,7 +77,7 @@ class MemberLayer(nn.Module):
     def _changes_weight(self, x: Tensor) -> bool:
         """Whether it is faster to change the weight for each member than to change x: on a CPU, if it is smaller.
 
-        On a GPU one large product is faster than one for each member, if hungrier (`benchmarks/README.md`).
+        On a GPU one large product is faster than one for each member, and takes more memory (`benchmarks/README.md`).
         """
         return not x.is_cuda and self._weight_is_smaller(x)
 

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multitudes.core.calling import InputError
-from multitudes.core.gaussian import gaussian_nll
+from multitudes.core.gaussian import at_least_float32, gaussian_nll, join_gaussian, split_gaussian
 
-__all__ = ["TASKS", "Criterion", "check_task", "criterion_for"]
+__all__ = ["TASKS", "Criterion", "averaged", "check_task", "criterion_for", "task_of"]
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 """`(prediction [B, ...], target [B, ...]) -> mean over the batch`."""
@@ -55,7 +56,7 @@ def criterion_for(task: str | None, criterion: Criterion | None, averages: bool 
         return TASKS[chosen]
     if not callable(criterion):
         raise InputError(f"criterion must be a function of (prediction, target), got {criterion!r}")
-    known = _task_of(criterion)
+    known = task_of(criterion)
     if known not in (None, chosen):
         name = getattr(_unwrapped(criterion), "__name__", type(criterion).__name__)
         raise InputError(f"criterion {name} is for task {known!r}, and the task is {chosen!r}: pass task={known!r}")
@@ -67,7 +68,8 @@ def criterion_for(task: str | None, criterion: Criterion | None, averages: bool 
     return criterion
 
 
-def _task_of(criterion: Criterion) -> str | None:
+def task_of(criterion: Criterion) -> str | None:
+    """The only task that a criterion is for; None where it is not known."""
     own = _unwrapped(criterion)
     return next((task for task, known in _OF_TASK.items() if own in known or type(own) in known), None)
 
@@ -76,3 +78,28 @@ def _unwrapped(criterion: Any) -> Any:
     while isinstance(criterion, partial):
         criterion = criterion.func
     return criterion
+
+
+def averaged(predictions: Tensor, task: str, weights: Tensor | None = None) -> Tensor:
+    """The prediction that several predictions `[D, B, ...]` make together, in the form of one of them `[B, ...]`.
+
+    Classification: logits whose probabilities are the mean of theirs. Regression: their mean. Gaussian: the mean and
+    variance of their mixture. `weights [D]` add up to 1; without them all count the same.
+
+    >>> averaged(torch.tensor([[[2.0, 2.0]], [[1.0, 1.0]]]), "classification").exp()
+    tensor([[0.5000, 0.5000]])
+    """
+    if len(predictions) == 1:
+        return predictions[0]
+    values = at_least_float32(predictions)
+    if weights is None:
+        weights = torch.full((len(values),), 1 / len(values))
+    weights = weights.to(values).view(-1, *[1] * (values.dim() - 1))
+    if task == "classification":
+        return (F.log_softmax(values, 2) + weights.log()).logsumexp(0)
+    if task == "regression":
+        return (weights * values).sum(0)
+    means, variances = split_gaussian(values, dim=2)
+    mean = (weights * means).sum(0)
+    variance = (weights * (variances + (means - mean).square())).sum(0)
+    return join_gaussian(mean, variance)

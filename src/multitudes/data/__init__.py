@@ -1,9 +1,15 @@
 """Data to compare methods on: read from anywhere, prepared in one file, batched on the device.
 
-from multitudes import data
+    from multitudes import data
 
-digits = data.load("digits")
-loader = data.Loader(digits.train, digits, batch_size=64)
+    digits = data.load("digits")
+    loader = data.Loader(digits.train, digits, batch_size=64)
+
+In the order of their use: `sources` reads files, folders and ids into `columns`; `kinds` has all that depends on what
+the inputs are, with the encoders of `images` and `tables`; `splits` draws the parts; `assemble` makes `types.Data` of
+them, which normalises; `prepared` keeps it in a file, with its encoder; `loader` makes batches.
+
+Imports `core`. A new kind of data is a row of `kinds.KINDS`; a new format, a reader in `sources`.
 """
 
 from multitudes.data.assemble import load

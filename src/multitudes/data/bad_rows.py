@@ -8,18 +8,21 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from multitudes.data.columns import Column
-from multitudes.data.images import Decoded
+from multitudes.data.columns import Column, Encoded
+from multitudes.data.kinds import Encoder
 from multitudes.data.sources import Source
 
 __all__ = ["BadRows"]
 
 
 class BadRows:
-    """The rows of a source that cannot be used, and why: an error, or with `skip` to be left out and counted."""
+    """The rows of a source that cannot be used, and why: an error, or with `skip` to be left out and counted.
 
-    def __init__(self, source: Source, skip: bool) -> None:
-        self.source, self.skip = source, skip
+    `advice` is how the user asks for `skip`.
+    """
+
+    def __init__(self, source: Source, skip: bool, advice: str = "skip_bad=True") -> None:
+        self.source, self.skip, self.advice = source, skip, advice
         self.rows: dict[int, str] = dict(source.broken)  # the reason
         self.details: dict[int, str] = {}
 
@@ -31,12 +34,14 @@ class BadRows:
                 self.rows.setdefault(row, f"{name!r} {lacks}")
         self._settle()
 
-    def check_images(self, rows: Tensor, decoded: Decoded) -> None:
-        """The images of these rows must have been decoded."""
-        for index, error in decoded.bad.items():
-            row = int(rows[index])
-            self.rows[row], self.details[row] = "the image is unreadable", f" ({error})"
+    def encode(self, encoder: Encoder, columns: Mapping[str, Column], rows: Tensor) -> Encoded:
+        """The inputs of these rows, as far as they can be encoded."""
+        encoded = encoder(columns, rows, self.source.where)
+        for index, error in encoded.bad.items():
+            reason, bracket, detail = error.partition(" (")
+            self.rows[int(rows[index])], self.details[int(rows[index])] = reason, bracket + detail
         self._settle()
+        return encoded
 
     def _settle(self) -> None:
         if not self.rows or self.skip:
@@ -45,7 +50,7 @@ class BadRows:
         first = [f"{self.source.where(row)}: {self.rows[row]}{self.details.get(row, '')}" for row in named]
         more = [f"and {len(self.rows) - 3} more"] if len(self.rows) > 3 else []
         count = "1 bad row" if len(self.rows) == 1 else f"{len(self.rows)} bad rows"
-        raise ValueError(f"{self.source.name} has {count}: {'; '.join(first + more)}. skip_bad=True leaves them out")
+        raise ValueError(f"{self.source.name} has {count}: {'; '.join(first + more)}. {self.advice} leaves them out")
 
     def without(self, rows: Tensor) -> Tensor:
         """Those of these rows that can be used."""

@@ -1,17 +1,17 @@
-"""A column of a source: numbers, texts or encoded images, read from CSV cells or from Arrow."""
+"""A column of a source: numbers, texts or encoded images, read from CSV cells or from Arrow; rows of it, `Encoded`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Column", "from_arrow", "from_cells"]
+__all__ = ["Column", "Encoded", "from_arrow", "from_cells"]
 
 MISSING = frozenset({"", "?", "na", "n/a", "nan", "null", "none"})
 """The cells of a CSV file, in small letters, that say that there is no value."""
@@ -43,6 +43,21 @@ class Column:
     def take(self, rows: Tensor) -> Any:
         """The values of these rows."""
         return self.values[rows] if self.kind == "number" else [self.values[row] for row in rows.tolist()]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Rows of a source as inputs, `[n, ...]`: which of the rows they are, and why the others cannot be used.
+
+    `bad` says "what is wrong (how it was found)"; `files` are the encoded images that `x` is the pixels of, if any;
+    `unknown` is how many rows have a category that the training part has not.
+    """
+
+    x: Tensor
+    kept: list[int]
+    bad: Mapping[int, str] = field(default_factory=dict)
+    files: tuple[bytes, ...] = ()
+    unknown: int = 0
 
 
 def from_cells(cells: Sequence[str]) -> Column:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,24 +12,35 @@ from torch import Tensor
 
 from multitudes.core.checks import needed
 from multitudes.core.draws.memory import free_bytes
-from multitudes.data.columns import Column
+from multitudes.data.columns import Column, Encoded
 from multitudes.data.sources import Source
 
-__all__ = ["Decoded", "decode", "find_image", "refit"]
+__all__ = ["ImageEncoder", "decode", "find_images", "refit"]
 
 Size = tuple[int, int]
 """Height and width."""
 
 
 @dataclass(frozen=True)
-class Decoded:
-    """Images `[n, C, H, W]`, which of the files they are, why the others cannot be read, and whether any
-    image had another size."""
+class ImageEncoder:
+    """Images of a column, decoded to one size and number of channels; None stands for that of the images."""
 
-    x: Tensor
-    kept: list[int]
-    bad: Mapping[int, str]
-    resized: bool
+    size: Size | None = None
+    channels: int | None = None
+    names: tuple[str, ...] = ()
+    categories: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def columns(self, source: Source, image: str | None = None) -> dict[str, Column]:
+        """The column of images of a source, which may have its own name there."""
+        found = find_images(source, image if image in source.columns else None)
+        if found is None:
+            raise ValueError(f"{source.name} must hold images, got the columns {', '.join(source.columns)}")
+        return {name: source.columns[name] for name in found}
+
+    def __call__(self, columns: Mapping[str, Column], rows: Tensor, where: Callable[[int], str]) -> Encoded:
+        """The images of these rows, uint8 `[n, C, H, W]`; `where` tells where a row was read."""
+        (column,) = columns.values()
+        return decode(column.take(rows), lambda index: where(int(rows[index])), self.size, self.channels)
 
 
 def decode(
@@ -37,8 +48,8 @@ def decode(
     where: Callable[[int], str],
     size: Size | None = None,
     channels: int | None = None,
-) -> Decoded:
-    """The pixels of encoded images, uint8 `[n, C, H, W]`, all in memory at once.
+) -> Encoded:
+    """The pixels of encoded images, uint8 `[n, C, H, W]`, all in memory at once, and the files where none was resized.
 
     C is 1 where all images are grey and 3 otherwise, or `channels`: palettes become colours, transparency is left
     out, 16 bits become 8. Images of other sizes than `size` are resized so that they cover it, and cut at the middle;
@@ -55,7 +66,7 @@ def decode(
             raw = _opened(file, likely)
             image = _plain(raw)
         except Exception as error:  # Pillow raises what its decoders raise, which is nearly anything
-            bad[row] = _told(error)
+            bad[row] = f"the image is unreadable ({_reason(error)})"
             continue
         likely = [raw.format]
         if channels is not None:
@@ -75,7 +86,7 @@ def decode(
         resized |= image.size != (width, height)
         x[len(kept)] = _pixels(_fitted(image, height, width))
         kept.append(row)
-    return Decoded(x[: len(kept)], kept, bad, resized)
+    return Encoded(x[: len(kept)], kept, bad, () if resized else tuple(files[row] for row in kept))
 
 
 def refit(x: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -141,21 +152,20 @@ def _pixels(image: Any) -> Tensor:
     return values.view(image.height, image.width, -1).permute(2, 0, 1)
 
 
-def _told(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """What an error says, without the address of the buffer that Pillow mentions."""
     return "no known format" if "cannot identify" in str(error) else str(error) or type(error).__name__
 
 
-def find_image(source: Source, image: str | None) -> str | None:
+def find_images(source: Source, image: str | None) -> list[str] | None:
     """The column of images: the given one, the only one, or one that is called so; None where there is none."""
     if image is not None:
-        column: Column = source.column("image", image)
+        column = source.column("image", image)
         if column.kind != "image":
             raise ValueError(f"image={image!r} must be a column of images, got one of kind {column.kind}")
-        return image
+        return [image]
     found = [name for name, column in source.columns.items() if column.kind == "image"]
-    if len(found) < 2:
-        return found[0] if found else None
-    if named := [name for name in ("image", "img") if name in found]:
-        return named[0]
+    named: list[str] = [name for name in ("image", "img") if name in found]
+    if len(found) < 2 or named:
+        return named[:1] or found or None
     raise ValueError(f"image= must say which column of {source.name} holds the images: {', '.join(found)}")

@@ -23,7 +23,7 @@ class Loader:
     """Batches `(x, y)` of a part, on the device: `x` preprocessed, `y` classes or standardised numbers.
 
     The order of an epoch depends on `seed` and the epoch's number alone, the augmentation of a batch on these and the
-    batch's number, on every device alike. Going through all batches of an epoch leads to the next epoch.
+    batch's number, on every device alike. An epoch that was iterated to its end is followed by the next.
     `start(epoch, batch)` says where the next iteration begins, so that training can be taken up in the middle.
 
     The part as a whole is moved to the device, where it takes at most half of the free memory; else each batch is.
@@ -49,8 +49,8 @@ class Loader:
         check_seed(seed)
         if augment is not None and augment not in AUGMENTATIONS:
             raise ValueError(f"augment must be None or one of {', '.join(AUGMENTATIONS)}, got {augment!r}")
-        if augment is not None and data.kind == "table":
-            raise ValueError(f"augment={augment!r} is for images, and {data.name} is a table")
+        if augment is not None and not data.kind.feature_maps:
+            raise ValueError(f"augment={augment!r} is for images, and {data.name} has {data.kind.describe(data.shape)}")
         if drop_last and batch_size > len(part):
             raise ValueError(f"batch_size={batch_size} leaves no whole batch of {len(part)} rows: drop_last=False")
         self.part, self.data, self.batch_size, self.device = part, data, batch_size, torch.device(device)
@@ -59,8 +59,6 @@ class Loader:
         fits = part.x.nbytes <= free_bytes(self.device) / 2
         self._x = part.x.to(self.device) if fits else part.x
         self._y = data.standardised(part.y).to(self._x.device)
-        # Copied once: a copy to a GPU waits for everything that the GPU has to do.
-        self._mean, self._std = data.mean.to(self.device), data.std.to(self.device)
 
     def __len__(self) -> int:
         """The number of batches of an epoch."""
@@ -68,7 +66,7 @@ class Loader:
         return whole + (rest > 0 and not self.drop_last)
 
     def start(self, epoch: int, batch: int = 0) -> None:
-        """The next iteration goes through this epoch, beginning with this batch."""
+        """The next iteration is of this epoch, beginning with this batch."""
         for name, value, most in (("epoch", epoch, None), ("batch", batch, len(self))):
             whole = isinstance(value, int) and not isinstance(value, bool)
             if not whole or value < 0 or (most is not None and value > most):
@@ -103,7 +101,7 @@ class Loader:
         x = self._x[rows].to(self.device)
         if moves is not None:
             x = moved(x, moves)
-        return (self.data.scaled(x) - self._mean) / self._std, self._y[rows].to(self.device)
+        return self.data.normalised(x), self._y[rows].to(self.device)
 
     def _generator(self, *numbers: int) -> torch.Generator:
         seed = self.seed

@@ -23,7 +23,7 @@ from multitudes.data.types import Data, Part
 
 __all__ = ["read", "save"]
 
-VERSION = 1
+VERSION = 2
 
 
 def save(data: Data, path: str | Path) -> Path:
@@ -34,9 +34,10 @@ def save(data: Data, path: str | Path) -> Path:
     np = needed("numpy", "data", "a prepared file")
     path = Path(path)
     if not path.parent.is_dir():
-        raise ValueError(f"path must lie in a folder that is there, got {str(path)!r}")
+        raise ValueError(f"path must lie in a folder that exists, got {str(path)!r}")
     about = {name: getattr(data, name) for name in ("name", "classes", "columns", "shape")}
     about |= {"version": VERSION, "dropped": dict(data.dropped), "ood": list(data.ood)}
+    about["categories"] = {name: list(known) for name, known in data.categories.items()}
     arrays = {"about": _bytes(json.dumps(about).encode())}
     for name, part in data.parts.items():
         arrays[f"{name}.y"] = part.y
@@ -56,19 +57,20 @@ def read(path: str | Path) -> Data:
     np = needed("numpy", "data", "a prepared file")
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"path must be a prepared file, got {str(path)!r}, which is no file")
+        raise ValueError(f"path must be a prepared file, got {str(path)!r}, which does not exist")
     try:
         with np.load(path, allow_pickle=False) as arrays:
             about = json.loads(arrays["about"].tobytes())
             if about["version"] != VERSION:
-                raise ValueError(f"its version is {about['version']}, and this program reads version {VERSION}")
+                versions = f"its version is {about['version']}, and this program reads {VERSION}"
+                raise ValueError(f"{versions}: remove it and prepare it again")
             train, validation, test = (_part(arrays, name, about["shape"]) for name in PARTS)
             ood = {name: torch.from_numpy(arrays[f"ood.{number}"]) for number, name in enumerate(about["ood"])}
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{str(path)!r} is no whole file of prepared data: {reason}") from error
     classes, columns = tuple(about["classes"]), tuple(about["columns"])
-    return Data(about["name"], train, validation, test, classes, columns, ood, about["dropped"])
+    return Data(about["name"], train, validation, test, classes, columns, ood, about["dropped"], about["categories"])
 
 
 def _part(arrays: Any, name: str, shape: list[int]) -> Part:

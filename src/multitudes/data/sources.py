@@ -20,10 +20,10 @@ from multitudes.core.checks import needed
 from multitudes.data.columns import Column, from_arrow, from_cells
 from multitudes.data.splits import PARTS, part_named
 
-__all__ = ["KINDS", "Source", "from_hub", "open_source", "short_name"]
+__all__ = ["SOURCES", "Source", "from_hub", "open_images", "open_source", "short_name"]
 
 IMAGES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
-KINDS = (
+SOURCES = (
     "'digits', a CSV, Parquet, .npz or .mtdata file, a folder of CSV, Parquet or image files, "
     "or a Hugging Face id such as 'owner/name'"
 )
@@ -34,7 +34,7 @@ class Source:
     """All rows of a source by column; which of them are whose part; where each was read.
 
     `origins` are the files in their order, each with its number of rows; `broken` says of rows what is wrong with
-    them as a whole; `target` is the column to predict, where that is clear.
+    them as a whole; `target` is the column to predict, where that is clear; `files`, whether each row is a file.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Source:
     origins: Sequence[tuple[str, int]]
     broken: Mapping[int, str] = field(default_factory=dict)
     target: str | None = None
+    files: bool = False
 
     def __len__(self) -> int:
         return sum(count for _, count in self.origins)
@@ -57,7 +58,7 @@ class Source:
         """The file, and the row in it, counted from 0."""
         for name, count in self.origins:
             if row < count:
-                return name if count == 1 else f"{name} row {row}"
+                return name if self.files else f"{name} row {row}"
             row -= count
         raise IndexError(row)
 
@@ -70,10 +71,10 @@ def open_source(source: str | Path, split: str | None = None, fold: int = 0) -> 
         found = _folder(path)
     elif suffix in _READERS or suffix == ".npz":
         if not path.is_file():
-            raise ValueError(f"source {str(source)!r} is no file")
+            raise ValueError(f"source {str(source)!r} does not exist")
         found = _npz(path, fold) if suffix == ".npz" else _READERS[suffix](path.name, path.parent, [path])
     elif path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", str(source)):
-        raise ValueError(f"a source must be {KINDS}, got {str(source)!r}")
+        raise ValueError(f"a source must be {SOURCES}, got {str(source)!r}")
     else:
         found = from_hub(str(source))
     if fold and suffix != ".npz":
@@ -129,24 +130,35 @@ def _parts_of_files(origins: Iterable[tuple[str, int]]) -> dict[str, Tensor]:
 
 
 def _folder(folder: Path) -> Source:
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and not _hidden(path.relative_to(folder)))
+    files = _visible(folder)
     for suffix, reader in _READERS.items():
         if chosen := [path for path in files if path.suffix.lower() == suffix]:
             return reader(folder.resolve().name, folder, chosen)
     if images := [path for path in files if path.suffix.lower() in IMAGES]:
-        return _image_folder(folder, images)
+        return _images(folder, images)
     raise ValueError(f"folder {str(folder)!r} holds no CSV, Parquet or image files")
 
 
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _visible(folder: Path) -> list[Path]:
+    """All files of a folder, but for hidden ones and those in hidden folders."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in files if not any(part[0] == "." for part in path.relative_to(folder).parts))
 
 
 def _relative(path: Path, folder: Path) -> str:
     return path.relative_to(folder).as_posix()
 
 
-def _image_folder(folder: Path, files: Sequence[Path]) -> Source:
+def open_images(path: Path) -> Source | None:
+    """An image file, or the images of a folder, each named by its whole path; None where there are none."""
+    if path.is_dir():
+        folder, files = path, [file for file in _visible(path) if file.suffix.lower() in IMAGES]
+    else:
+        folder, files = path.parent, [] if path.suffix.lower() in {*_READERS, ".npz"} else [path]
+    return replace(_images(folder, files), origins=[(str(file), 1) for file in files]) if files else None
+
+
+def _images(folder: Path, files: Sequence[Path]) -> Source:
     """Images whose class is the name of their folder; above the classes there may be folders of parts."""
     labels, parts = [], []
     for path in files:
@@ -156,7 +168,8 @@ def _image_folder(folder: Path, files: Sequence[Path]) -> Source:
         labels.append(next(iter(folders[1:] if part else folders), None))
     columns = {"image": Column("image", [path.read_bytes() for path in files]), "label": Column("text", labels)}
     origins = [(_relative(path, folder), 1) for path in files]
-    return Source(folder.resolve().name, columns, _parts((part, 1) for part in parts), origins, target="label")
+    rows = _parts((part, 1) for part in parts)
+    return Source(folder.resolve().name, columns, rows, origins, target="label", files=True)
 
 
 def _csv(name: str, folder: Path, files: Sequence[Path]) -> Source:
@@ -266,7 +279,7 @@ def from_hub(name: str) -> Source:
     except Exception as error:  # whatever the library and the network can raise comes out as one sentence
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"a source must be {KINDS}, got {name!r}: no such file or folder, and as an id: {reason}"
+            f"a source must be {SOURCES}, got {name!r}: no such file or folder, and as an id: {reason}"
         ) from error
     splits = {split: part_named(split) for split in loaded}
     used = [split for split in splits if splits[split] or len(splits) == 1]

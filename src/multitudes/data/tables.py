@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from multitudes.data.columns import Column
+from multitudes.data.columns import Column, Encoded
 from multitudes.data.sources import Source
 
-__all__ = ["Encoder", "choose_columns", "find_target", "targets"]
+__all__ = ["TableEncoder", "choose_columns", "find_target", "targets"]
 
 CATEGORIES = 256
 """The most categories that a column may have: with more it is no category, but a name or a text."""
@@ -21,23 +21,24 @@ CLASSES = 20
 
 
 @dataclass(frozen=True)
-class Encoder:
+class TableEncoder:
     """Features of a table: numbers as they are, and of each column of texts one feature for every category, 1 where
     the row is of it and 0 elsewhere. A category that the training rows do not have is 0 everywhere.
 
     >>> columns = {"size": Column("number", torch.tensor([1.0, 2.0, 3.0])), "colour": Column("text", ["b", "a", "c"])}
-    >>> encoder = Encoder.fitted(columns, torch.tensor([0, 1]))
+    >>> encoder = TableEncoder.fitted(columns, torch.tensor([0, 1]))
     >>> encoder.names
     ('size', 'colour=a', 'colour=b')
-    >>> encoder(columns, torch.tensor([0, 2]))
+    >>> encoder(columns, torch.tensor([0, 2])).x
     tensor([[1., 0., 1.],
             [3., 0., 0.]])
     """
 
-    categories: Mapping[str, tuple[str, ...]]
+    categories: Mapping[str, Sequence[str]]
+    """Of each column, none for one of numbers."""
 
     @classmethod
-    def fitted(cls, columns: Mapping[str, Column], rows: Tensor) -> Encoder:
+    def fitted(cls, columns: Mapping[str, Column], rows: Tensor) -> TableEncoder:
         """The encoder for these columns, with the categories that occur in these rows."""
         found = {}
         for name, column in columns.items():
@@ -49,7 +50,7 @@ class Encoder:
                     f"column {name!r} has {len(values)} different texts, more than the {CATEGORIES} that can be "
                     f"categories: leave it out by columns="
                 )
-            found[name] = tuple(values)
+            found[name] = values
         return cls(found)
 
     @property
@@ -60,16 +61,32 @@ class Encoder:
             found += [f"{name}={value}" for value in values] or [name]
         return tuple(found)
 
-    def __call__(self, columns: Mapping[str, Column], rows: Tensor) -> Tensor:
-        """The features of these rows, float32 `[N, F]`."""
-        features = []
+    def columns(self, source: Source, image: str | None = None) -> dict[str, Column]:
+        """The columns of a source that features are made of."""
         for name, known in self.categories.items():
-            kind = "text" if known else "number"
-            if columns[name].kind != kind:
-                raise ValueError(f"column {name!r} must be of kind {kind}, as in training, got {columns[name].kind}")
+            if name not in source.columns:
+                has = ", ".join(source.columns)
+                raise ValueError(f"{source.name} must have the column {name!r}, as in training; it has {has}")
+            kind, found = "text" if known else "number", source.columns[name].kind
+            if found != kind:
+                raise ValueError(f"column {name!r} of {source.name} must hold {kind}s, as in training, got {found}s")
+        return {name: source.columns[name] for name in self.categories}
+
+    def __call__(
+        self, columns: Mapping[str, Column], rows: Tensor, where: Callable[[int], str] | None = None
+    ) -> Encoded:
+        """The features of these rows, float32 `[N, F]`."""
+        features, unknown = [], torch.zeros(len(rows), dtype=torch.bool)
+        for name, known in self.categories.items():
             values = columns[name].take(rows)
-            features += [torch.tensor([value == category for value in values]) for category in known] or [values]
-        return torch.stack([feature.float() for feature in features], dim=1)
+            if not known:
+                features.append(values.float()[:, None])
+                continue
+            number = {category: index for index, category in enumerate(known)}
+            index = torch.tensor([number.get(value, -1) for value in values], dtype=torch.int64)
+            features.append((index[:, None] == torch.arange(len(known))).float())
+            unknown |= index < 0
+        return Encoded(torch.cat(features, 1), list(range(len(rows))), unknown=int(unknown.sum()))
 
 
 def _check_spread(what: str, values: Tensor) -> None:
@@ -98,14 +115,15 @@ def choose_columns(source: Source, target: str, columns: Sequence[str] | None) -
     return chosen
 
 
-def find_target(source: Source, target: str | None, image: str | None) -> str:
-    """The column to predict: the given one; the source's own; with images, one of labels by its name or type."""
+def find_target(source: Source, target: str | None, inputs: Collection[str]) -> str:
+    """The column to predict: the given one; the source's own; where the inputs are known, one of labels by its name or
+    type."""
     target = target or source.target
     if target is not None:
         source.column("target", target)
         return target
-    others = [name for name in source.columns if name != image]
-    if image is not None:
+    others = [name for name in source.columns if name not in inputs]
+    if inputs:
         named = [name for name in ("label", "labels", "class", "target") if name in others]
         typed = [name for name in others if source.columns[name].names]
         if named or len(typed) == 1:
@@ -113,11 +131,13 @@ def find_target(source: Source, target: str | None, image: str | None) -> str:
     raise ValueError(f"target= must say which column of {source.name} to predict: {', '.join(others)}")
 
 
-def targets(name: str, column: Column, rows: Tensor, task: str | None, image: bool) -> tuple[Tensor, tuple[str, ...]]:
+def targets(
+    name: str, column: Column, rows: Tensor, task: str | None, labelled: bool
+) -> tuple[Tensor, tuple[str, ...]]:
     """What to predict of all rows, `[N]`, and the names of the classes, none for regression.
 
-    `rows` are those that have a target. Texts, booleans and named labels are classes; whole numbers are for images, and
-    in a table where there are few of them (`CLASSES`); all else is regression. `task` overrides this.
+    `rows` are those that have a target. Texts, booleans and named labels are classes; whole numbers are where the data
+    are `labelled`, or where there are few of them (`CLASSES`); all else is regression. `task` overrides this.
     """
     if column.kind not in ("number", "text"):
         raise ValueError(f"target={name!r} must hold numbers or texts, got {column.kind}")
@@ -131,7 +151,7 @@ def targets(name: str, column: Column, rows: Tensor, task: str | None, image: bo
     else:
         known = values.unique()
         few = len(known) <= CLASSES and 10 * len(known) <= len(values)
-        named = bool(column.names) or (column.whole and (image or few))
+        named = bool(column.names) or (column.whole and (labelled or few))
         if task == "regression" or (task is None and not named):
             _check_spread(f"target {name!r}", values)
             return column.values.float(), ()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from multitudes.data.kinds import Encoder, Kind, kind_of_inputs, mean_std
 
 __all__ = ["Data", "Part"]
 
@@ -28,16 +30,13 @@ class Part:
     files: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
-        image = self.x.dtype == torch.uint8 and self.x.dim() == 4
-        if not image and not (self.x.dtype == torch.float32 and self.x.dim() == 2):
-            kind = f"{self.x.dtype} {list(self.x.shape)}"
-            raise ValueError(f"x must be uint8 images [N, C, H, W] or float32 features [N, F], got {kind}")
+        kind_of_inputs(self.x)
         if self.y.dtype not in (torch.int64, torch.float32) or self.y.shape != self.x.shape[:1]:
             kind = f"{self.y.dtype} {list(self.y.shape)}"
             raise ValueError(f"y must be int64 or float32, one for each of {len(self.x)} inputs, got {kind}")
-        if not image and not bool(self.x.isfinite().all()):
-            row, column = (~self.x.isfinite()).nonzero()[0].tolist()
-            raise ValueError(f"x must be finite, got {self.x[row, column].item()} at [{row}, {column}]")
+        if self.x.is_floating_point() and not bool(self.x.isfinite().all()):
+            at = (~self.x.isfinite()).nonzero()[0].tolist()
+            raise ValueError(f"x must be finite, got {self.x[tuple(at)].item()} at {at}")
         if not len(self.x):
             raise ValueError(f"x must hold at least one input, got shape {list(self.x.shape)}")
 
@@ -50,10 +49,11 @@ class Part:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Data:
-    """Training, validation and test part, and foreign inputs that belong to none of the classes.
+    """Training, validation and test part, and out-of-distribution inputs, which belong to none of the classes.
 
     `classes` are the names of the classes, none for regression; `columns` the names of a table's features, none for
-    images; `ood` foreign inputs by name, each like `x`; `dropped` how many bad rows were left out, by reason.
+    images; `ood` out-of-distribution inputs by name, each like `x`; `dropped` how many bad rows were left out, by
+    reason; `categories` the texts that training knows, by column, where features were made of them (see `encoder`).
 
     >>> part = Part(torch.tensor([[1.0], [3.0]]), torch.tensor([10.0, 30.0]))
     >>> data = Data("two points", part, part, part, columns=("a",))
@@ -73,6 +73,7 @@ class Data:
     columns: tuple[str, ...] = ()
     ood: Mapping[str, Tensor] = field(default_factory=dict)
     dropped: Mapping[str, int] = field(default_factory=dict)
+    categories: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         like = self.train.x
@@ -92,8 +93,10 @@ class Data:
                 first = int(wrong.nonzero()[0])
                 right = f"classes 0 to {len(self.classes) - 1}" if self.classes else "finite"
                 raise ValueError(f"y of {name} must be {right}, got {part.y[first].item()} at {first}")
-        if self.kind == "table" and len(self.columns) != like.shape[1]:
-            raise ValueError(f"columns must name the {like.shape[1]} features, got {len(self.columns)}")
+        if len(self.columns) != (features := self.shape[0] if self.kind.named else 0):
+            raise ValueError(f"columns must name the {features} features, got {len(self.columns)}")
+        if self.encoder.names != self.columns:
+            raise ValueError(f"categories must be those of the columns {self.columns}, got {dict(self.categories)}")
 
     @property
     def parts(self) -> dict[str, Part]:
@@ -101,9 +104,14 @@ class Data:
         return {"train": self.train, "validation": self.validation, "test": self.test}
 
     @property
-    def kind(self) -> str:
-        """ "image" or "table"."""
-        return "image" if self.train.x.dtype == torch.uint8 else "table"
+    def kind(self) -> Kind:
+        """What the inputs are, and all that depends on it."""
+        return kind_of_inputs(self.train.x)
+
+    @property
+    def encoder(self) -> Encoder:
+        """Rows of other sources into inputs like these."""
+        return self.kind.encoder(self.shape, self.columns, self.categories)
 
     @property
     def task(self) -> str:
@@ -124,17 +132,29 @@ class Data:
 
     def scaled(self, x: Tensor) -> Tensor:
         """Inputs like those of a part as floating-point numbers: images in [0, 1], tables as they are."""
-        return x.float() / 255 if self.kind == "image" else x
+        return self.kind.scaled(x)
 
     def preprocess(self, x: Tensor) -> Tensor:
         """What a network is called with: scaled inputs, minus the training part's mean, over its deviation."""
         if not x.is_floating_point():
             raise ValueError(f"x must be scaled before it is preprocessed, got {x.dtype}: call `scaled` first")
-        return (x - self.mean.to(x)) / self.std.to(x)
+        place = (x.device, x.dtype)
+        if place not in self._placed:  # once: a copy to a GPU waits for everything that the GPU has to do
+            self._placed[place] = self.mean.to(x), self.std.to(x)
+        mean, std = self._placed[place]
+        return (x - mean) / std
+
+    def normalised(self, x: Tensor) -> Tensor:
+        """Inputs like those of a part as a network is called with them: scaled and preprocessed."""
+        return self.preprocess(self.scaled(x))
 
     def standardised(self, y: Tensor) -> Tensor:
         """What a network learns: classes as they are, numbers minus `target_mean`, over `target_std`."""
         return y if self.classes else (y - self.target_mean) / self.target_std
+
+    def in_units(self, y: Tensor) -> Tensor:
+        """Standardised numbers in the units of the targets."""
+        return y * self.target_std + self.target_mean
 
     @property
     def mean(self) -> Tensor:
@@ -158,24 +178,19 @@ class Data:
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor]:
-        x = self.train.x
-        if self.kind == "table":
-            mean, std = _mean_std(x)
-            return mean.float(), std.float()
-        # A histogram of each channel says all, without a copy of the images in floating point.
-        levels = torch.arange(256, dtype=torch.float64) / 255
-        counts = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in x.unbind(1)]).double()
-        share = counts / counts.sum(1, keepdim=True)
-        mean = share @ levels
-        variance = (share * (levels - mean[:, None]).square()).sum(1)
-        std = torch.where((counts > 0).sum(1) == 1, 1.0, variance.sqrt())
-        return mean.float()[:, None, None], std.float()[:, None, None]
+        mean, std = self.kind.moments(self.train.x)
+        return mean.float(), std.float()
+
+    @cached_property
+    def _placed(self) -> dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]]:
+        """Mean and deviation on each device that they were needed on."""
+        return {}
 
     @cached_property
     def _target_moments(self) -> tuple[float, float]:
         if self.classes:
             return 0.0, 1.0
-        mean, std = _mean_std(self.train.y[:, None])
+        mean, std = mean_std(self.train.y[:, None])
         return mean.item(), std.item()
 
     @cached_property
@@ -191,15 +206,6 @@ class Data:
 
     def __repr__(self) -> str:
         counts = " + ".join(str(len(part)) for part in self.parts.values())
-        rows = "images" if self.kind == "image" else "rows"
         task = f"{len(self.classes)} classes" if self.classes else "regression"
         ood = "".join(f", {len(x)} {name}" for name, x in self.ood.items())
-        return f"Data({self.name!r}: {counts} {rows} of {list(self.shape)}, {task}{ood})"
-
-
-def _mean_std(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each column of `[N, F]`, in float64; a deviation of 1 where a column is constant."""
-    exact = x.double()
-    constant = x.amin(0) == x.amax(0)
-    mean = torch.where(constant, exact[0], exact.mean(0))
-    return mean, torch.where(constant, 1.0, exact.std(0, correction=0))
+        return f"Data({self.name!r}: {counts} {self.kind.inputs} of {list(self.shape)}, {task}{ood})"

@@ -147,7 +147,7 @@ class Calibrated(PredictorModule):
         }
         return ", ".join(f"{name}={value}" for name, value in (settings | tensors).items())
 
-    # What nn.Module must be told --------------------------------------------------------------------------
+    # What nn.Module must know ---------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Calibrated:
         before = dict(self._buffers)
@@ -361,7 +361,7 @@ def _planned(
         raise ValueError("scaling and conformal must not both be None: there is nothing to calibrate")
     check_number("share", share, 0, above=True, below=1)
     check_seed(seed)
-    check_ignore(ignore)
+    check_ignore("ignore", ignore)
     given = {name: value for name, value in (("k_reg", k_reg), ("penalty", penalty)) if value is not None}
     if given and conformal != "raps":
         raise ValueError(f"{' and '.join(given)} must be left out but for 'raps', got conformal={conformal!r}")

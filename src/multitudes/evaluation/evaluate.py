@@ -1,10 +1,11 @@
-"""One call, every number: `evaluate` scores a network on data, on shifted data and on foreign data."""
+"""One call, every number: `evaluate` scores a network on data, on shifted and on out-of-distribution data."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,91 +20,58 @@ from multitudes.core.predictive import Predictive
 from multitudes.core.seeding import mixed
 from multitudes.evaluation.predict import predictions
 from multitudes.evaluation.scores import Evaluation, Score
-from multitudes.metrics import (
-    AURC,
-    CRPS,
-    ECE,
-    MCE,
-    NLL,
-    RMSE,
-    Accuracy,
-    AccuracyAtCoverage,
-    AdaptiveECE,
-    Brier,
-    ClasswiseECE,
-    Disagreement,
-    EnsembleJS,
-    GaussianECE,
-    IntervalCoverage,
-    IntervalWidth,
-    LogDensity,
-    MeanIoU,
-    MemberError,
-    OODDetection,
-    OODTable,
-    Overconfidence,
-    mean_corruption_error,
-    read_rows,
-    relative_mean_corruption_error,
-)
+from multitudes.metrics.declare import GROUPS, METRICS
+from multitudes.metrics.inputs import read_rows
+from multitudes.metrics.ood import OODDetection, OODTable
+from multitudes.metrics.regression_inputs import read_forecasts
+from multitudes.metrics.robustness import mean_corruption_error, relative_mean_corruption_error
 from multitudes.shift.corruptions import CORRUPTIONS, EXTRA, corrupt
 
 __all__ = ["evaluate"]
 
 # -- what is measured --------------------------------------------------------------------------------------
 
-TASKS = ("scores", "calibration", "selective", "diversity")
-"""Groups of metrics; which there are depends on the kind of predictions."""
 
-SHIFTED = ("accuracy", "nll", "brier", "ece", "mean_iou", "rmse", "crps")
-"""What is reported of corrupted images."""
+@dataclass(frozen=True)
+class _Options:
+    """How predictions are read, and the settings of the metrics."""
 
+    ignore: int | None
+    noise_precision: float | None
+    scale: float
+    bins: int
+    min_count: int
 
-def _classification(p: Predictive, bins: int, min_count: int) -> dict[str, dict[str, Metric]]:
-    """The metrics of class predictions like `p`, by group."""
-    classes = p.predictions.shape[2]
-    groups: dict[str, dict[str, Metric]] = {
-        "scores": {"accuracy": Accuracy(), "nll": NLL(), "brier": Brier()},
-        "calibration": {
-            "ece": ECE(bins, min_count), "mce": MCE(bins, min_count), "classwise_ece": ClasswiseECE(classes, bins),
-            "overconfidence": Overconfidence(),
-        },
-        "diversity": {
-            "member_error": MemberError(), "disagreement": Disagreement(), "ensemble_js": EnsembleJS(),
-        },
-    }  # fmt: skip
-    if p.predictions.ndim > 3:
-        groups["scores"] |= {"mean_iou": MeanIoU(classes)}
-    else:  # ranking keeps a number of every row; of every pixel it would be too many
-        groups["calibration"] |= {"adaptive_ece": AdaptiveECE()}
-        groups["selective"] = {"aurc": AURC(), "accuracy_at_90": AccuracyAtCoverage(0.9)}
-    return groups
+    def metrics(self, p: Predictive, groups: Sequence[str], shifted: bool) -> dict[str, Metric]:
+        """The declared metrics of predictions like `p`, by the names of their scores."""
+        known = {"bins": self.bins, "min_count": self.min_count, "members": p.members}
+        if p.task == "classification":
+            known["classes"] = p.predictions.shape[2]
+        dense = p.predictions.ndim > 3  # what keeps a number of every row would keep one of every pixel
+        return {
+            each.score: each.streaming(**{name: known[name] for name in each.class_settings if name in known})
+            for group in groups
+            for each in METRICS.values()
+            if each.group == group and each.kind.fits(p, self.noise_precision)
+            and (each.shifted or not shifted) and not (each.kept and dense)
+        }  # fmt: skip
 
-
-def _regression(p: Predictive, tau: float | None, scale: float) -> dict[str, dict[str, Metric]]:
-    """The metrics of values like `p`, by group."""
-    noise: dict[str, Any] = {"tau": tau, "scale": scale}
-    groups: dict[str, dict[str, Metric]] = {
-        "scores": {"rmse": RMSE(scale=scale), "crps": CRPS(**noise)},
-        "calibration": {
-            "gaussian_ece": GaussianECE(tau=tau), "coverage_95": IntervalCoverage(tau=tau),
-            "width_95": IntervalWidth(**noise),
-        },
-    }  # fmt: skip
-    if p.task == "gaussian" or tau is not None:  # points have no density
-        groups["scores"] |= {"log_density": LogDensity(**noise)}
-    return groups
+    def read(self, p: Predictive, target: Tensor) -> Any:
+        """What all metrics are given of one batch, read and checked once."""
+        if p.task == "classification":
+            return read_rows(p, target, self.ignore)
+        return read_forecasts(p, target, self.noise_precision, self.scale)
 
 
 class _Pass:
-    """The metrics of one pass over data; which ones, the first prediction says."""
+    """The metrics of one pass over data; the first prediction tells which."""
 
-    def __init__(self, make: Callable[[Predictive], dict[str, Metric]], ignore: int | None) -> None:
-        self.make, self.ignore = make, ignore
+    def __init__(self, options: _Options, groups: Sequence[str], shifted: bool = False) -> None:
+        self.options, self.groups, self.shifted = options, groups, shifted
         self.count = 0
         self.metrics: dict[str, Metric] | None = None
 
-    def over(self, pairs: Iterable[tuple[Predictive, Tensor | None]], prefix: str = "") -> dict[str, Score]:
+    def over(self, pairs: Iterable[tuple[Predictive, Tensor | None]], prefix: str) -> dict[str, Score]:
         for predicted, target in pairs:
             self.update(predicted, target)
         return self.scores(prefix)
@@ -112,16 +80,11 @@ class _Pass:
         if target is None:
             raise ValueError("data must have targets, batches of (x, y), to be scored; got inputs alone")
         if self.metrics is None:
-            self.metrics = self.make(predicted)
-        if predicted.task == "classification":
-            rows = read_rows(predicted, target, self.ignore)  # read and checked once, for all of them
-            self.count += len(rows)
-            for metric in self.metrics.values():
-                metric.update(rows)
-        else:
-            self.count += target.numel()
-            for metric in self.metrics.values():
-                metric.update(predicted, target)
+            self.metrics = self.options.metrics(predicted, self.groups, self.shifted)
+        read = self.options.read(predicted, target)
+        self.count += len(read)
+        for metric in self.metrics.values():
+            metric.update(read)
 
     def scores(self, prefix: str = "") -> dict[str, Score]:
         found = self.metrics or {}
@@ -146,7 +109,7 @@ def evaluate(
     baseline: Evaluation | None = None,
     preprocess: Callable[[Any], Input] | None = None,
     ignore: int | None = None,
-    tau: float | None = None,
+    noise_precision: float | None = None,
     scale: float = 1.0,
     bins: int = 15,
     min_count: int = 1,
@@ -164,25 +127,28 @@ def evaluate(
         shift: corruptions of images in [0, 1] by name, or True for the fifteen of `shift.CORRUPTIONS`; or other
             versions of the data, `{name: data}`.
         severities: of the corruptions.
-        ood: data that are foreign to the network, of which only the inputs are used; or several, `{name: data}`.
+        ood: out-of-distribution data, of which only the inputs are used; or several, `{name: data}`.
         tasks: the groups of scores of `data` to compute, of scores, calibration, selective and diversity; by default
             all that there are for the kind of predictions.
-        baseline: the result of another network, shifted alike: corruption errors are then also given relative to its.
+        baseline: the result of another network, shifted alike: corruption errors are then also given relative to its,
+            `"shift/mean_corruption_error"`, `"shift/mcnll"`, `"shift/mcece"` and, where both results have an
+            `"accuracy"` without corruption, `"shift/relative_mean_corruption_error"`.
         preprocess: what to do with inputs after they were shifted: normalise them, say.
         ignore: a label whose pixels do not count.
-        tau: for `task="regression"`, the precision of the noise around the members' values (see `metrics.log_density`).
+        noise_precision: for `task="regression"`, one over the variance of the noise around the members' values (see
+            `metrics.log_density`).
         scale: what values are multiplied by, where targets were standardised.
-        bins: of confidence, for the calibration errors `ece`, `mce` and `classwise_ece`.
+        bins: of confidence, for the calibration errors `ece`, `mce`, `classwise_ece` and `adaptive_ece`.
         min_count: how many predictions a bin must hold to count for `ece` and `mce`.
         seed: of the draws, where the network draws, and of the corruptions, which without it are always the same.
         device: where the inputs go; by default where the network's parameters are.
         progress: whether to show progress on stderr; by default on a terminal, after two seconds.
         watch: a function that is told every prediction of `data` and of `ood` as it is made, `watch(name, p, target)`,
-            to keep of it what it likes; `name` is that of the foreign data, and None for `data` itself.
+            to keep of it what it likes; `name` is that of the `ood` data, and None for `data` itself.
         options: of the network's own `predict`: `task`, `draws`, `memory`, ...
 
     The result's names are those of the metrics, `"nll"`, and below `"shift/fog/3/nll"`, `"shift/mean/3/nll"` and
-    `"shift/mean/nll"` over the corruptions, `"ood/svhn/entropy/auroc"` by criterion.
+    `"shift/mean/nll"` over the corruptions, `"ood/svhn/entropy/auroc"` by uncertainty.
 
     >>> import torch
     >>> x, y = torch.rand(64, 1, 8, 8), torch.randint(3, (64,))
@@ -195,7 +161,7 @@ def evaluate(
     """
     groups = _checked_tasks(tasks)
     corruptions, versions = _checked_shift(shift, severities)
-    foreign = {} if ood is None else dict(ood) if isinstance(ood, Mapping) else {"": ood}
+    unknown = {} if ood is None else dict(ood) if isinstance(ood, Mapping) else {"": ood}
     check_seed(seed)
     check_count("bins", bins)
     check_count("min_count", min_count)
@@ -205,38 +171,30 @@ def evaluate(
         raise ValueError(f"baseline must be an Evaluation, and shift corruptions, got {baseline!r} and {shift!r}")
     multitude: Any = net if callable(getattr(net, "predict", None)) else Multitude(net)
     batches = data if isinstance(data, Iterator) and not corruptions else Batches(data).batches
+    measured = partial(_Pass, _Options(ignore, noise_precision, scale, bins, min_count))
 
     def predicted(batches: Any, change: Change | None = None) -> Iterator[tuple[Predictive, Tensor | None]]:
         return predictions(multitude, batches, progress, device, _prepared(change, preprocess), **options)
 
-    def measured(chosen: Sequence[str] = groups, only: Sequence[str] | None = None) -> _Pass:
-        def make(p: Predictive) -> dict[str, Metric]:
-            classes = p.task == "classification"
-            kinds = _classification(p, bins, min_count) if classes else _regression(p, tau, scale)
-            named = {name: metric for group in chosen for name, metric in kinds.get(group, {}).items()}
-            return {name: metric for name, metric in named.items() if only is None or name in only}
-
-        return _Pass(make, ignore)
-
-    own, detection = measured(), OODDetection()
+    own, detection = measured(groups), OODDetection()
     for prediction, target in predicted(batches):
         own.update(prediction, target)
         if watch is not None:
             watch(None, prediction, target)
-        if foreign:
+        if unknown:
             detection.update(prediction, False)
     scores = own.scores()
     for name, severity in corruptions:
         change = _corruption(name, severity, seed or 0)
-        scores |= measured(TASKS, SHIFTED).over(predicted(batches, change), f"shift/{name}/{severity}/")
+        scores |= measured(GROUPS, shifted=True).over(predicted(batches, change), f"shift/{name}/{severity}/")
     scores |= _summary(scores, corruptions)
     if baseline is not None:
         scores |= _relative(scores, corruptions, baseline)
     for name, version in versions.items():
-        scores |= measured().over(predicted(Batches(version).batches), f"shift/{name}/")
-    for name, unknown in foreign.items():
+        scores |= measured(groups).over(predicted(Batches(version).batches), f"shift/{name}/")
+    for name, other in unknown.items():
         found = copy.deepcopy(detection)
-        for prediction, _ in predicted(Batches(unknown).batches):
+        for prediction, _ in predicted(Batches(other).batches):
             found.update(prediction, True)
             if watch is not None:
                 watch(name, prediction, None)
@@ -269,48 +227,55 @@ def _corruption(name: str, severity: int, seed: int) -> Change:
 def _detected(table: OODTable, prefix: str) -> dict[str, Score]:
     measures = {"auroc": "auroc", "aupr": "aupr", "fpr95": "fpr"}
     return {
-        f"{prefix}{criterion}/{name}": Score(float(getattr(detection, measure)), table.inside + table.outside)
-        for criterion, detection in table.items()
+        f"{prefix}{uncertainty}/{name}": Score(float(getattr(detection, measure)), table.inside + table.outside)
+        for uncertainty, detection in table.items()
         for name, measure in measures.items()
     }
 
 
 def _summary(scores: Mapping[str, Score], corruptions: Sequence[tuple[str, int]]) -> dict[str, Score]:
     """Means over the corruptions, for each severity and for all."""
-    summary = {}
-    for severity in [*dict.fromkeys(severity for _, severity in corruptions), None]:
-        chosen = [f"shift/{name}/{level}" for name, level in corruptions if severity in (level, None)]
-        place = "shift/mean" if severity is None else f"shift/mean/{severity}"
-        for measure in SHIFTED:
-            found = [scores[f"{one}/{measure}"] for one in chosen if f"{one}/{measure}" in scores]
-            if found:
-                mean = sum(score.value for score in found) / len(found)
-                summary[f"{place}/{measure}"] = Score(mean, sum(score.count for score in found))
-    return summary
+    found: dict[str, list[Score]] = {}
+    for place in ("shift/mean/{}", "shift/mean"):
+        for name, severity in corruptions:
+            start = f"shift/{name}/{severity}/"
+            for score in [score for score in scores if score.startswith(start)]:
+                found.setdefault(f"{place.format(severity)}/{score.removeprefix(start)}", []).append(scores[score])
+    return {
+        name: Score(sum(each.value for each in own) / len(own), sum(each.count for each in own))
+        for name, own in found.items()
+    }
 
 
 def _relative(
     scores: Mapping[str, Score], corruptions: Sequence[tuple[str, int]], baseline: Evaluation
 ) -> dict[str, Score]:
-    """Corruption errors relative to those of a baseline: mCE, relative mCE, mCNLL and mCECE."""
+    """Corruption errors relative to those of a baseline: mCE, relative mCE, mCNLL, mCECE; of values none."""
+    own = {name: score.value for name, score in scores.items()}
 
     def table(values: Mapping[str, float], measure: str) -> dict[str, list[float]]:
         rows: dict[str, list[float]] = {}
         for name, severity in corruptions:
-            value = values[f"shift/{name}/{severity}/{measure}"]
-            rows.setdefault(name, []).append(1 - value if measure == "accuracy" else value)
+            place = f"shift/{name}/{severity}/{measure}"
+            if place not in values:
+                raise ValueError(f"baseline must be of the same corruptions and severities, but has no {place!r}")
+            rows.setdefault(name, []).append(1 - values[place] if measure == "accuracy" else values[place])
         return rows
 
-    own = {name: score.value for name, score in scores.items()}
-    count = sum(scores[f"shift/{name}/{severity}/accuracy"].count for name, severity in corruptions)
-    errors, theirs = table(own, "accuracy"), table(baseline, "accuracy")
-    clean, their_clean = 1 - own["accuracy"], 1 - baseline["accuracy"]
+    if "shift/mean/accuracy" not in own:
+        return {}
+    both = {measure: (table(own, measure), table(baseline, measure)) for measure in ("accuracy", "nll", "ece")}
+    errors, theirs = both["accuracy"]
     relative = {
-        "mce": partial(mean_corruption_error, errors, theirs),
-        "relative_mce": partial(relative_mean_corruption_error, errors, clean, theirs, their_clean),
-        "mcnll": partial(mean_corruption_error, table(own, "nll"), table(baseline, "nll")),
-        "mcece": partial(mean_corruption_error, table(own, "ece"), table(baseline, "ece")),
+        "mean_corruption_error": partial(mean_corruption_error, errors, theirs),
+        "mcnll": partial(mean_corruption_error, *both["nll"]),
+        "mcece": partial(mean_corruption_error, *both["ece"]),
     }
+    if "accuracy" in own and "accuracy" in baseline:
+        clean, their_clean = 1 - own["accuracy"], 1 - baseline["accuracy"]
+        growth = partial(relative_mean_corruption_error, errors, clean, theirs, their_clean)
+        relative["relative_mean_corruption_error"] = growth
+    count = scores["shift/mean/accuracy"].count
     return {f"shift/{name}": Score(_or_nan(value), count) for name, value in relative.items()}
 
 
@@ -326,10 +291,10 @@ def _or_nan(value: Callable[[], Tensor]) -> float:
 
 
 def _checked_tasks(tasks: str | Sequence[str] | None) -> tuple[str, ...]:
-    chosen = TASKS if tasks is None else (tasks,) if isinstance(tasks, str) else tuple(tasks)
+    chosen = GROUPS if tasks is None else (tasks,) if isinstance(tasks, str) else tuple(tasks)
     for task in chosen:
-        if task not in TASKS:
-            raise ValueError(f"tasks must be of {', '.join(TASKS)}, got {task!r}")
+        if task not in GROUPS:
+            raise ValueError(f"tasks must be of {', '.join(GROUPS)}, got {task!r}")
     return chosen
 
 

@@ -1,8 +1,8 @@
 """The diversity-accuracy plane: how much a solution differs from another, for the accuracy that it has.
 
 Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, section 4.3 and appendix D. A
-reference solution f* has the accuracy a*, another, f, the accuracy a; d is the share of inputs on which their labels
-differ, and `d / (1 - a)` its normalised diversity. Of C classes, labels that know nothing of each other differ by
+reference solution f* has the accuracy a*, another, f, the accuracy a; d is the fraction of inputs on which their labels
+differ, and `d / (1 - a)` its normalised diversity. Of C classes, independent labels differ by
 
     upper    (1 - a*) a + (1 - a) a* + (1 - a*)(1 - a)(C - 2) / (C - 1)
 
@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.checks import check_count, check_number
-from multitudes.landscape.figures import COLOURS, SYMBOLS, figure
-from multitudes.landscape.solutions import read_solutions
+from multitudes.landscape.figures import add_line, add_points, figure
+from multitudes.landscape.solutions import Labelled, read_solutions
 from multitudes.metrics.inputs import read_rows
 
 __all__ = ["DiversityPlane", "diversity_plane", "family", "fit_exponent", "lower_limit", "normalised", "upper_limit"]
@@ -38,7 +38,7 @@ __all__ = ["DiversityPlane", "diversity_plane", "family", "fit_exponent", "lower
 
 
 def upper_limit(accuracy: Tensor, reference: float, classes: int) -> Tensor:
-    """The disagreement of labels that know nothing of the reference's, in the shape of `accuracy` (appendix D.1).
+    """The disagreement of labels that are independent of the reference's, in the shape of `accuracy` (appendix D.1).
 
     >>> upper_limit(torch.tensor([0.5, 1.0]), reference=0.5, classes=2)
     tensor([0.5000, 0.5000])
@@ -113,7 +113,9 @@ def fit_exponent(accuracy: Tensor, disagreement: Tensor, reference: float, class
     _check_plane(reference, classes)
     if reference == 1:
         raise ValueError("reference must be below 1: without wrong labels there is no exponent to fit")
-    points = _points(accuracy, disagreement)
+    if not bool(disagreement.any()):
+        raise ValueError("disagreement must be above 0 for some solution: the reference itself lies on every curve")
+    points = torch.stack([accuracy, disagreement], 1).double()
     low, high = -2.0, 2.0  # powers of ten
     while high - low > 1e-5:
         exponents = torch.linspace(low, high, 17, dtype=torch.float64)
@@ -123,46 +125,25 @@ def fit_exponent(accuracy: Tensor, disagreement: Tensor, reference: float, class
     return float(10.0 ** ((low + high) / 2))
 
 
-def _points(accuracy: Tensor, disagreement: Tensor) -> Tensor:
-    """Both as `[S, 2]`, in float64."""
-    if accuracy.ndim != 1 or accuracy.shape != disagreement.shape or not len(accuracy):
-        raise ValueError(
-            "accuracy and disagreement must be of the same solutions, [S], got shapes "
-            f"{list(accuracy.shape)} and {list(disagreement.shape)}"
-        )
-    points = torch.stack([accuracy, disagreement], 1).double()
-    bad = ~((points >= 0) & (points <= 1))  # NaN is neither
-    if bool(bad.any()):
-        row, column = bad.nonzero()[0].tolist()
-        name = ("accuracy", "disagreement")[column]
-        raise ValueError(f"{name} must lie within 0 and 1, got {float(points[row, column])} at index {row}")
-    if not bool(points[:, 1].any()):
-        raise ValueError("disagreement must be above 0 for some solution: the reference itself lies on every curve")
-    return points
-
-
 def _distance(points: Tensor, exponent: float, reference: float, classes: int) -> float:
     """The sum of squared distances of points `[S, 2]` to the curve of an exponent."""
     steps = torch.linspace(0, 1, 513, dtype=torch.float64, device=points.device)
     # The larger of both probabilities goes evenly from 0 to 1, so that no stretch of the curve is long.
     right, wrong = (steps ** (1 / exponent), steps) if exponent < 1 else (steps, steps**exponent)
     curve = torch.stack(_accuracy_and_disagreement(right, wrong, reference, classes), 1)
-    start, way = curve[:-1], curve.diff(dim=0)
+    start, step = curve[:-1], curve.diff(dim=0)
     offset = points[:, None] - start
-    share = ((offset * way).sum(2) / way.square().sum(1).clamp(min=1e-300)).clamp(0, 1)
-    return float((offset - share[..., None] * way).square().sum(2).amin(1).sum())
+    along = ((offset * step).sum(2) / step.square().sum(1).clamp(min=1e-300)).clamp(0, 1)
+    return float((offset - along[..., None] * step).square().sum(2).amin(1).sum())
 
 
 # -- the plane ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class DiversityPlane:
+class DiversityPlane(Labelled):
     """S solutions by accuracy and by disagreement with a reference solution; `[S]`, float64, on the CPU."""
 
-    labels: tuple[str, ...]
-    runs: tuple[str, ...]
-    kinds: tuple[str, ...]
     accuracy: Tensor
     disagreement: Tensor
     reference: str
@@ -171,9 +152,6 @@ class DiversityPlane:
     classes: int
     exponents: Mapping[str, float]
     """The exponent e that fits the solutions of the reference's run best, by kind."""
-
-    def __repr__(self) -> str:
-        return f"DiversityPlane(solutions={len(self.labels)}, reference={self.reference!r})"
 
     @property
     def diversity(self) -> Tensor:
@@ -193,44 +171,32 @@ class DiversityPlane:
         fig = figure("Diversity and accuracy", "accuracy", "disagreement / (1 - accuracy)")
         accuracy, lower, upper = self.limits()
         for name, limit in (("lower limit", lower), ("upper limit", upper)):
-            line = {"color": "black", "dash": "dash" if limit is upper else "dot"}
-            fig.add_scatter(x=accuracy.tolist(), y=limit.tolist(), mode="lines", line=line, name=name)
-        of_reference = self.runs[self.labels.index(self.reference)]
+            dash = 1 if limit is upper else 2
+            add_line(fig, accuracy, limit, name, dash=dash, mode="lines", line_color="black")
+        at = self.labels.index(self.reference)
         groups: dict[str, list[int]] = {}
-        for index, (run, kind) in enumerate(zip(self.runs, self.kinds, strict=True)):
-            if self.labels[index] != self.reference:
-                groups.setdefault(kind if run == of_reference else f"other runs, {kind}", []).append(index)
-        for number, (name, group) in enumerate(groups.items()):
-            colour, symbol = COLOURS[number % len(COLOURS)], SYMBOLS[number % len(SYMBOLS)]
-            fig.add_scatter(
-                x=self.accuracy[group].tolist(),
-                y=self.diversity[group].tolist(),
-                mode="markers",
-                marker={"color": colour, "symbol": symbol, "size": 8},
-                name=name,
-                text=[self.labels[index] for index in group],
-            )
+        for (run, kind), members in self.groups().items():
+            name = kind if run == self.runs[at] else f"other runs, {kind}"
+            groups.setdefault(name, []).extend(index for index in members if index != at)
+        for number, (name, group) in enumerate((name, group) for name, group in groups.items() if group):
+            labels = [self.labels[index] for index in group]
+            add_points(fig, self.accuracy[group], self.diversity[group], name, number, number, text=labels)
             if name in self.exponents:
-                self._add_curve(fig, name, colour, float(self.accuracy[group].min()))
-        fig.add_scatter(
-            x=[self.reference_accuracy],
-            y=[0.0],
-            mode="markers",
-            marker={"color": "green", "symbol": "star", "size": 14},
-            name=f"reference: {self.reference}",
-        )
+                self._add_curve(fig, name, number, float(self.accuracy[group].min()))
+        star = {"color": "green", "symbol": "star", "size": 14}
+        name = f"reference: {self.reference}"
+        fig.add_scatter(x=[self.reference_accuracy], y=[0.0], mode="markers", marker=star, name=name)
         least, most = float(self.accuracy.min()), float(self.accuracy.max())
-        margin = max(0.02, 0.2 * (most - least))  # the limits go on to chance, where nothing is to be seen
+        margin = max(0.02, 0.2 * (most - least))  # the limits extend to chance, where there are no solutions
         return fig.update_xaxes(range=[max(0.0, least - margin), min(1.0, most + margin)])
 
-    def _add_curve(self, fig: Any, kind: str, colour: str, least: float) -> None:
+    def _add_curve(self, fig: Any, kind: str, colour: int, least: float) -> None:
         exponent = self.exponents[kind]
         flips = torch.linspace(0, 1, 400, dtype=torch.float64) ** max(1.0, 1 / exponent)
         accuracy, disagreement = family(flips, exponent, self.reference_accuracy, self.classes)
-        seen = accuracy >= least
-        x, y = accuracy[seen], normalised(disagreement, accuracy)[seen]
-        name = f"{kind}: e = {exponent:.2f}"
-        fig.add_scatter(x=x.tolist(), y=y.tolist(), mode="lines", line={"color": colour, "width": 1}, name=name)
+        shown = accuracy >= least
+        x, y = accuracy[shown], normalised(disagreement, accuracy)[shown]
+        add_line(fig, x, y, f"{kind}: e = {exponent:.2f}", colour, mode="lines", line_width=1)
 
 
 def diversity_plane(

@@ -1,20 +1,23 @@
-"""What long work has computed, kept in a folder, so that it can be interrupted and gone on with: `Cache`."""
+"""Scores of points, cached in a folder, so that an interrupted call continues where it stopped: `Cache`."""
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from multitudes.core.files import replacing
 from multitudes.landscape.weights import Scores
 
-__all__ = ["Cache"]
+__all__ = ["Cache", "fingerprint"]
 
 SECONDS = 5.0
 """How often the file is written, at most."""
@@ -26,13 +29,12 @@ Row = list[Any]
 class Cache:
     """The scores of numbered points of numbered landscapes, in memory and, where there is a folder, in a JSON file.
 
-    The file bears the fingerprint of what was asked, so that different questions never meet. It is written inside
-    `with`, every few seconds, and at the end of it, also where that is an error or an interrupt; whatever happens, it
-    is whole.
+    The file has the fingerprint of the call's arguments, so that calls with different arguments never share a file.
+    It is written atomically inside `with`, every few seconds, and at its end, also after an error or an interrupt.
 
-    >>> with Cache() as kept:
-    ...     kept.add(0, [3, 4], Scores(torch.tensor([0.5, 0.7]), None, None))
-    >>> (0, 3) in kept.rows, (0, 5) in kept.rows
+    >>> with Cache() as cache:
+    ...     cache.add(0, [3, 4], Scores(torch.tensor([0.5, 0.7]), None, None))
+    >>> (0, 3) in cache.rows, (0, 5) in cache.rows
     (True, False)
     """
 
@@ -43,10 +45,10 @@ class Cache:
         self.written = time.monotonic()
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._take_up(self.path)
+            self._read(self.path)
 
     def add(self, landscape: int, points: Sequence[int], scores: Scores) -> None:
-        """Keep the scores of some points."""
+        """Store the scores of some points."""
         columns = [scores.loss, scores.accuracy, scores.agreement]
         values = [[None] * len(points) if column is None else column.tolist() for column in columns]
         for point, *row in zip(points, *values, strict=True):
@@ -78,12 +80,38 @@ class Cache:
     def __exit__(self, *error: object) -> None:
         self.write()
 
-    def _take_up(self, path: Path) -> None:
+    def _read(self, path: Path) -> None:
         if not path.exists():
             return
         held = json.loads(path.read_text())
         if held["fingerprint"] != self.fingerprint:  # the names of files are cut short
-            raise ValueError(f"folder has {path.name!r} of something else: choose another folder")
+            raise ValueError(f"folder has {path.name!r} of another call: choose another folder")
         for key, row in held["points"].items():
             landscape, point = key.split()
             self.rows[int(landscape), int(point)] = row
+
+
+def fingerprint(*parts: Any) -> str:
+    """A hash of tensors, and of anything else by its `repr`.
+
+    >>> fingerprint(torch.ones(2), "loss") == fingerprint(torch.ones(2), "loss") != fingerprint(torch.zeros(2), "loss")
+    True
+    """
+    digest = hashlib.sha256()
+
+    def add(part: Any) -> None:
+        if isinstance(part, Tensor):
+            digest.update(f"{part.dtype}{list(part.shape)}".encode())
+            held = part.detach().cpu().contiguous()
+            digest.update(ctypes.string_at(held.data_ptr(), held.nbytes))
+        elif isinstance(part, Mapping):
+            add([entry for item in part.items() for entry in item])
+        elif isinstance(part, (list, tuple)):
+            digest.update(f"[{len(part)}".encode())
+            for entry in part:
+                add(entry)
+        else:
+            digest.update(f"{type(part).__name__}{part!r}".encode())
+
+    add(parts)
+    return digest.hexdigest()

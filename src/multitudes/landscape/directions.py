@@ -1,13 +1,10 @@
-"""Directions in weight space: vectors `[P]`, the weights in the order of `trajectory.flat_weights`.
+"""Directions in weight space: vectors `[P]`, the weights in the order of `recorder.flat_weights`.
 
 Li et al., *Visualizing the loss landscape of neural nets*, 2018, scale each filter of a random direction d to the norm
 of the same filter of the weights theta, and leave biases and norms where they are, so that two networks' landscapes
 can be compared:
 
     d_ij  <-  d_ij / |d_ij| * |theta_ij|            filter j of layer i
-
-Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, look along the lines between
-solutions, the principal directions of a trajectory, and at weights of which some are dropped.
 """
 
 from __future__ import annotations
@@ -19,12 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from multitudes.core.checks import check_count, check_number, check_seed
-from multitudes.landscape.weights import Solution, vector_of
+from multitudes.core.checks import check_seed
 from multitudes.surgery.layers import TRANSPOSED
-from multitudes.training.recorder import Checkpoints, Trajectory, principal_directions, weights_of
+from multitudes.training.recorder import weights_of
 
-__all__ = ["Frame", "between", "dropped", "filter_normalised", "principal", "random_direction"]
+__all__ = ["Frame", "filter_normalised", "random_direction"]
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
@@ -70,48 +66,6 @@ def _filters(weight: Tensor, owner: nn.Module) -> Tensor:
     if isinstance(owner, TRANSPOSED):  # [groups * inputs, outputs, ...]
         return weight.unflatten(0, (owner.groups, -1)).transpose(1, 2)
     return weight.unsqueeze(0)
-
-
-def between(a: Solution, b: Solution, network: nn.Module | None = None) -> Tensor:
-    """The way from one solution to another, `b - a`, `[P]`; for state dicts, pass their `network`.
-
-    >>> a, b = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
-    >>> torch.equal(between(a, b), (b.weight - a.weight)[0].detach())
-    True
-    """
-    owner = network or next((given for given in (a, b) if isinstance(given, nn.Module)), None)
-    if owner is None:
-        raise ValueError("a and b are state dicts: pass the network that they are of as network=")
-    return vector_of(b, owner, "b") - vector_of(a, owner, "a")
-
-
-def principal(checkpoints: Checkpoints, network: nn.Module, count: int = 2) -> Tensor:
-    """The `count` orthogonal directions, of length 1, in which checkpoints differ most, `[count, P]`.
-
-    >>> network = nn.Linear(2, 1, bias=False)
-    >>> way = [{"weight": torch.tensor([[3.0 * step, 4.0 * step]])} for step in range(5)]
-    >>> principal(way, network, 1).abs()
-    tensor([[0.6000, 0.8000]])
-    """
-    check_count("count", count)
-    states = Trajectory.of(checkpoints, network, least=2).states
-    return principal_directions(states, network, count, "count")
-
-
-def dropped(network: nn.Module, p: float, seed: int = 0) -> Tensor:
-    """The way to the network's weights with dropout, `theta * mask / (1 - p) - theta`, `[P]`.
-
-    One step along it, each weight is zero with probability p, or else divided by 1 - p.
-
-    >>> network = nn.Linear(1000, 1, bias=False)
-    >>> _ = nn.init.ones_(network.weight)
-    >>> (1 + dropped(network, p=0.5)).unique()
-    tensor([0., 2.])
-    """
-    check_number("p", p, 0, below=1)
-    theta = vector_of(network, network, "network")
-    kept = torch.rand(len(theta), generator=_generator(seed)) >= p
-    return theta * kept / (1 - p) - theta
 
 
 # -- coordinates -------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.batches import Batches
 from multitudes.core.checks import check_count, check_seed, needed
 from multitudes.core.files import replacing
 from multitudes.landscape.accuracy_diversity import DiversityPlane, diversity_plane
@@ -24,22 +23,22 @@ from multitudes.landscape.function_space import FunctionMap, Similarity, functio
 from multitudes.landscape.hessian import HessianSpectrum, hessian_spectrum
 from multitudes.landscape.planes import Plane, plane
 from multitudes.landscape.solutions import Solutions, read_solutions
-from multitudes.training.batchnorm import norms
+from multitudes.landscape.targets import with_targets
 
 __all__ = ["Explanation", "explain"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Explanation:
-    """What `explain` has found; each part can be looked at alone, and plotted."""
+    """The results of `explain`; each part can be used and plotted alone."""
 
     solutions: Solutions
     similarity: Similarity
-    """How alike the networks are, in their weights and in what they say."""
+    """How similar the networks are, in their weights and in their predictions."""
     map: FunctionMap | None
-    """The networks as points, near each other where they say the same; None for fewer than three."""
+    """The networks as points, near each other where their predictions are; None for fewer than three."""
     diversity: DiversityPlane | None
-    """How much each differs from the first, against its accuracy; None where that one knows no more than chance."""
+    """How much each differs from the first, against its accuracy; None where that one is no better than chance."""
     plane: Plane
     """The loss between them: on the plane through three of them, or on the line through two."""
     spectrum: HessianSpectrum
@@ -86,17 +85,17 @@ def explain(
     folder: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> Explanation:
-    """Say why trained networks of one architecture differ; nothing that is given is changed.
+    """Show how trained networks of one architecture differ; nothing that is given is changed.
 
     Args:
         runs: two networks or more: by name, as a list, or the members of a multitude (see `read_solutions`).
-        data: `(x, y)`, or an iterable of batches, which is gone through once and kept.
+        data: `(x, y)`, or an iterable of batches, which is iterated once and cached.
         model: the network that state dicts are of, where runs are state dicts.
         points: how many points the loss plane has in each direction.
         batches: how many mini-batches the curvature is measured on.
         draws: how many draws to make of networks that draw.
         seed: of the map, of the draws, and of where the curvature's iterations begin.
-        folder: where the points of the loss plane are kept; the same call then goes on where it was interrupted.
+        folder: a cache of the points of the loss plane; an interrupted call continues from there.
         progress: whether to show progress on stderr; by default on a terminal, after two seconds.
 
     >>> x = torch.randn(64, 2)
@@ -108,8 +107,8 @@ def explain(
     check_count("points", points)
     check_count("batches", batches)
     check_seed(seed)
-    kept = _kept(data)
-    found = read_solutions(runs, kept, model=model, draws=draws, seed=seed)
+    batched = with_targets(data, torch.device("cpu"))
+    found = read_solutions(runs, batched, model=model, draws=draws, seed=seed)
     networks = _different(found.networks)
     if len(networks) < 2:
         raise ValueError(f"runs must hold two networks or more to compare, got {len(networks)}")
@@ -119,19 +118,11 @@ def explain(
         function_map(found, seed=seed) if len(found.labels) > 2 else None,
         diversity_plane(found, reference=found.labels[0]) if _above_chance(found) else None,
         plane(
-            networks[0], kept, through=networks[:3], points=points, folder=folder, progress=progress,
-            batch_norm=kept if norms(networks[0]) else None,
+            networks[0], batched, through=networks[:3], points=points, batch_norm=batched, folder=folder,
+            progress=progress,
         ),
-        hessian_spectrum(networks[0], _joined(kept), 1, batches, batch_size=32, seed=seed, progress=progress),
+        hessian_spectrum(networks[0], _joined(batched), 1, batches, batch_size=32, seed=seed, progress=progress),
     )  # fmt: skip
-
-
-def _kept(data: Any) -> list[tuple[Any, Any]]:
-    """Batches that can be gone through again, the same each time."""
-    batches = [(x, y) for x, y in Batches(data).on(torch.device("cpu"))]
-    if any(y is None for _, y in batches):
-        raise ValueError("data must have targets, (x, y), got inputs alone")
-    return batches
 
 
 def _joined(batches: list[tuple[Any, Any]]) -> Any:
@@ -147,7 +138,7 @@ def _different(networks: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _above_chance(found: Solutions) -> bool:
-    """Whether the first solution knows something: without that, nothing can be learnt from how others differ."""
+    """Whether the first solution is better than chance; else the diversity of the others has no limits."""
     first = found.predictive.predictions[0]
     right = (first.argmax(1) == found.classes()).double().mean()
     return bool(right > 1 / first.shape[1])

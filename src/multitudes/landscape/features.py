@@ -1,4 +1,4 @@
-"""Feature maps by depth: how uncertain their points are, and how much they know of their neighbours.
+"""Feature maps by depth: how uncertain their points are, and how they covary with their neighbours.
 
 Park & Kim, "Blurs Behave Like Ensembles" (2022), section 2.2 and Fig. 5: *model uncertainty* is the standard deviation
 of a point of a feature map over several executions of a network that draws; *data uncertainty* that of the points of a
@@ -22,7 +22,7 @@ from multitudes.core.checks import check_count, check_seed
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.multitude import Multitude, evaluating
 from multitudes.core.seeding import mixed
-from multitudes.landscape.figures import COLOURS, SCALE, figure, graph_objects
+from multitudes.landscape.figures import COLOURS, SCALE, add_line, figure
 from multitudes.surgery.layers import Selector, select
 from multitudes.surgery.observe import hooked
 
@@ -56,8 +56,8 @@ def feature_maps(
 
     Where layers draw there are `draws` executions of each member, by default as many as the multitude makes; else one.
     `layers` are by default all that call no other. `maps` turns each output into `[B, C, ...]`, as for tokens
-    `lambda t: t[:, 1:].transpose(1, 2).unflatten(2, (14, 14))`. An output that is no tensor is passed over, unless
-    its layer was asked for.
+    `lambda t: t[:, 1:].transpose(1, 2).unflatten(2, (14, 14))`. An output that is no tensor is skipped, or
+    an error where its layer was selected.
 
     >>> network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten())
     >>> [maps] = feature_maps(network, torch.randn(5, 1, 8, 8), layers="[01]")
@@ -95,7 +95,7 @@ def _execution(network: nn.Module, x: Input, chosen: set[str] | None, seed: int,
     seen: list[tuple[str, Tensor]] = []
     called: dict[str, None] = {}
 
-    def keep(name: str, layer: nn.Module, args: Any, output: Any) -> None:
+    def record(name: str, layer: nn.Module, args: Any, output: Any) -> None:
         called[name] = None
         if chosen is not None and name not in chosen:
             return
@@ -106,7 +106,7 @@ def _execution(network: nn.Module, x: Input, chosen: set[str] | None, seed: int,
             raise ValueError(f"layers: {name!r} ({type(layer).__name__}) gives no feature map [B, C, ...]")
 
     kinds = tuple({type(module) for module in _inner(network).modules()})
-    with hooked(_inner(network), kinds, keep), evaluating(network), plain_attention():
+    with hooked(_inner(network), kinds, record), evaluating(network), plain_attention():
         if isinstance(network, Multitude):
             network(x, draws=1 if _draws(network) else None, seed=seed)
         else:
@@ -146,9 +146,8 @@ class FeatureUncertainty:
     def plot(self) -> Any:
         """Both, by depth (Fig. 5)."""
         fig = figure("Uncertainty of feature maps", "layer", "standard deviation")
-        for name, values in (("model", self.model), ("data", self.data)):
-            trace = graph_objects().Scatter(x=self.names, y=values.tolist(), mode="lines+markers", name=name)
-            fig.add_trace(trace)
+        add_line(fig, self.names, self.model, "model", 0, mode="lines+markers")
+        add_line(fig, self.names, self.data, "data", 1, mode="lines+markers")
         return fig
 
 
@@ -181,7 +180,7 @@ def feature_uncertainty(
     >>> found.names, found.model.round(decimals=1), found.data.round(decimals=1)
     (('0', '1'), tensor([1.0000, 0.5000]), tensor([1.0000, 0.5000]))
     """
-    _check(network, draws, seed)
+    check_network(network, draws, seed)
     sums: dict[str, list[float]] = {}
     rows = 0
     for number, (x, _) in enumerate(Batches(data).on(device_of(network))):
@@ -237,11 +236,11 @@ class NeighbourCovariance:
         fig = figure(f"Correlation with the centre of {self.layer}", "column", "row")
         size = self.correlation.abs().mean(0)
         image = size[None] if size.dim() == 1 else size.flatten(0, -2)
-        fig.add_trace(graph_objects().Heatmap(z=image.tolist(), colorscale=SCALE, zmin=0, zmax=1))
+        fig.add_heatmap(z=image.tolist(), colorscale=SCALE, zmin=0, zmax=1)
         across = self.centre[-1]
         down = 0 if len(self.centre) == 1 else self.centre[-2]
         marker = {"symbol": "square-open", "size": 18, "color": COLOURS[1]}
-        fig.add_trace(graph_objects().Scatter(x=[across], y=[down], mode="markers", marker=marker, name="centre"))
+        fig.add_scatter(x=[across], y=[down], mode="markers", marker=marker, name="centre")
         return fig.update_yaxes(autorange="reversed")
 
 
@@ -267,7 +266,7 @@ def neighbour_covariance(
     >>> found.centre, found.covariance.round(decimals=1) + 0.0
     ((2,), tensor([[0., 2., 5., 2., 0.]], dtype=torch.float64))
     """
-    _check(network, None, seed)
+    check_network(network, None, seed)
     count, first, squares, products, name = 0, torch.zeros(()), torch.zeros(()), torch.zeros(()), ""
     for number, (x, _) in enumerate(Batches(data).on(device_of(network))):
         seen = next(feature_maps(network, x, None if layer is None else [layer], 1, mixed(seed, number), maps))
@@ -307,7 +306,8 @@ def device_of(network: nn.Module) -> torch.device:
     return next(iter([*network.parameters(), *network.buffers()]), torch.zeros(0)).device
 
 
-def _check(network: nn.Module, draws: int | None, seed: int) -> None:
+def check_network(network: nn.Module, draws: int | None, seed: int) -> None:
+    """An error where an argument of an analysis of feature maps is of the wrong kind."""
     if not isinstance(network, nn.Module):
         raise ValueError(f"network must be an nn.Module, got {type(network).__name__}")
     check_seed(seed)

@@ -1,8 +1,11 @@
-"""The look of every figure: one palette, one layout. Plotly is needed where a figure is made, and nowhere else."""
+"""The style of every figure: one palette, one layout. Plotly is needed where a figure is made, and nowhere else."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+from torch import Tensor
 
 from multitudes.core.checks import needed
 
@@ -21,12 +24,18 @@ def graph_objects() -> Any:
 
 
 def figure(title: str, x: str = "", y: str = "") -> Any:
-    """An empty figure in the house's look, with the axes' titles."""
+    """An empty figure in the common style, with the axes' titles."""
     return styled(graph_objects().Figure(), title, x, y)
 
 
+def subplots(title: str, *parts: str, x: str = "") -> Any:
+    """An empty figure of parts side by side, each with its title."""
+    made = needed("plotly.subplots", "plots", "a figure").make_subplots(cols=len(parts), subplot_titles=parts)
+    return styled(made, title, x)
+
+
 def styled(fig: Any, title: str, x: str = "", y: str = "") -> Any:
-    """Give a figure, or one of subplots, the house's look; the axes' titles where there are any."""
+    """Give a figure, or one of subplots, the common style; the axes' titles where there are any."""
     fig.update_layout(
         title=title, template="plotly_white", colorway=COLOURS, margin={"l": 60, "r": 20, "t": 50, "b": 50}
     )
@@ -35,3 +44,46 @@ def styled(fig: Any, title: str, x: str = "", y: str = "") -> Any:
     if y:
         fig.update_yaxes(title_text=y)
     return fig
+
+
+def add_line(
+    fig: Any,
+    x: Any,
+    y: Any,
+    name: str = "",
+    colour: int = 0,
+    dash: int = 0,
+    mode: str | None = None,
+    **options: Any,
+) -> None:
+    """Add a line through the points `x [N]`, `y [N]`; colours and dashes are by number.
+
+    Without a `mode`, Plotly marks the points of lines that have few.
+    """
+    line = {"color": COLOURS[colour % len(COLOURS)], "dash": DASHES[dash % len(DASHES)]}
+    fig.add_scatter(x=_listed(x), y=_listed(y), name=name, mode=mode, line=line, **options)
+
+
+def add_lines(fig: Any, names: Iterable[str], x: Iterable[float], values: Tensor, column: int | None = None) -> None:
+    """Add a line with markers for each row of `values [K, X]`; in a column of subplots, with one legend for all."""
+    place = {} if column is None else {"row": 1, "col": column}
+    for number, (name, y) in enumerate(zip(names, values, strict=True)):
+        options = {"marker": {"symbol": SYMBOLS[number % len(SYMBOLS)]}, "legendgroup": name, **place}
+        add_line(fig, x, y, name, number, number, "lines+markers", showlegend=column in (None, 1), **options)
+
+
+def add_points(fig: Any, x: Any, y: Any, name: str = "", colour: int = 0, symbol: int = 0, **options: Any) -> None:
+    """Add the points `x [N]`, `y [N]`; colours and symbols are by number."""
+    marker = {"color": COLOURS[colour % len(COLOURS)], "symbol": SYMBOLS[symbol % len(SYMBOLS)], "size": 8}
+    fig.add_scatter(x=_listed(x), y=_listed(y), name=name, mode="markers", marker=marker, **options)
+
+
+def coloured(values: Tensor, what: str) -> tuple[Tensor, dict[str, Any]]:
+    """Values as colours show them, a loss by its logarithm, and the options of the colour scale."""
+    log = what == "loss"
+    options = {"colorscale": SCALE, "reversescale": log, "colorbar": {"title": "log10 loss" if log else what}}
+    return values.clamp(min=1e-12).log10() if log else values, options
+
+
+def _listed(values: Any) -> list[Any]:
+    return values.tolist() if isinstance(values, Tensor) else list(values)

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.batches import Batches
 from multitudes.core.checks import check_count, check_number, check_seed
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import mixed
-from multitudes.landscape.figures import COLOURS, figure, graph_objects
+from multitudes.landscape.figures import COLOURS, add_line, figure
 from multitudes.landscape.objective import Objective, unit_direction
+from multitudes.landscape.targets import with_targets
 
 __all__ = [
     "ExpectedSharpness",
@@ -52,7 +52,7 @@ class Sharpness:
         """The ascents."""
         fig = figure(f"Sharpness at rho = {self.rho:g}", "step", "L(w + ε) − L(w)")
         for number, gains in enumerate(self.gains):
-            fig.add_trace(graph_objects().Scatter(y=gains.tolist(), mode="lines", name=f"start {number}"))
+            add_line(fig, range(len(gains)), gains, f"start {number}", number, mode="lines")
         return fig
 
 
@@ -65,7 +65,7 @@ def sharpness(
     convex loss it never descends, and around the minimum of a quadratic one it is power iteration. The first start is
     the gradient at w, the others are random directions. The result is a lower bound of the maximum, and 0 or more.
 
-    `options` are those of `Objective`: `criterion`, `weight_decay`, `augment`, `draws`, `batch_statistics`, ...
+    `options` are those of `Objective`: `criterion`, `weight_decay`, `augment`, `draws`, ...
 
     >>> network = nn.Linear(1, 1, bias=False)
     >>> _ = nn.init.zeros_(network.weight)
@@ -104,7 +104,7 @@ class ExpectedSharpness:
     def plot(self) -> Any:
         """The losses around, and the loss itself."""
         fig = figure(f"Expected sharpness {self.value:.3g}", "loss", "samples")
-        fig.add_trace(graph_objects().Histogram(x=self.losses.tolist(), name="L(w + ε)", marker_color=COLOURS[0]))
+        fig.add_histogram(x=self.losses.tolist(), name="L(w + ε)", marker_color=COLOURS[0])
         fig.add_vline(x=self.loss, line_color=COLOURS[1], annotation_text="L(w)")
         return fig
 
@@ -172,10 +172,8 @@ class LossVariance:
     def plot(self) -> Any:
         """The variance against N, on logarithmic axes (Fig. D.3a)."""
         fig = figure("Variance of the loss", "draws N", "V[L]")
-        go, sizes = graph_objects(), self.sizes.tolist()
-        fig.add_trace(go.Scatter(x=sizes, y=self.variances.tolist(), mode="markers+lines", name="measured"))
-        law = [self.constant / size for size in sizes]
-        fig.add_trace(go.Scatter(x=sizes, y=law, mode="lines", line_dash="dash", name=f"{self.constant:.2g} / N"))
+        add_line(fig, self.sizes, self.variances, "measured", mode="markers+lines")
+        add_line(fig, self.sizes, self.constant / self.sizes, f"{self.constant:.2g} / N", 1, 1, "lines")
         return fig.update_xaxes(type="log").update_yaxes(type="log")
 
 
@@ -218,8 +216,8 @@ def _log_confidences(net: Multitude, data: Any, draws: int, seed: int) -> Tensor
     """The log-probability of each example's class by each draw, in float64 on the CPU, `[draws, examples]`."""
     parts = []
     device = next((p.device for p in net.parameters()), torch.device("cpu"))
-    for number, (x, y) in enumerate(Batches(data).on(device)):
-        if y is None or y.is_floating_point():
+    for number, (x, y) in enumerate(with_targets(data, device)):
+        if y.is_floating_point():
             raise ValueError("data must hold classes as targets: pass (x, y), or batches of inputs and classes")
         drawn = net.predict(x, draws=draws, seed=mixed(seed, number)).member_log_probs
         if drawn.shape[1:2] + drawn.shape[3:] != y.shape:

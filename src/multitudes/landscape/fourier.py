@@ -1,4 +1,4 @@
-"""Feature maps in frequencies: which of them layers pass, and which ones a network bears.
+"""Feature maps in frequencies: which ones layers pass, and which ones harm a network's accuracy.
 
 Park & Kim, "Blurs Behave Like Ensembles" (2022), section 2.2 and Fig. 6: the log amplitude of the Fourier transform of
 feature maps, relative to that of frequency 0. Dropout adds high frequencies, smoothing takes them away. Frequencies are
@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from multitudes.core.batches import Batches
 from multitudes.core.calling import tensors_in
-from multitudes.core.checks import check_count, check_seed
 from multitudes.core.seeding import mixed
-from multitudes.landscape.features import AsMap, device_of, feature_maps
-from multitudes.landscape.figures import COLOURS, DASHES, figure, graph_objects
+from multitudes.landscape.features import AsMap, check_network, device_of, feature_maps
+from multitudes.landscape.figures import COLOURS, add_line, figure
 from multitudes.shift.frequency import accuracy_by_frequency
 from multitudes.surgery.layers import Selector
 
@@ -37,10 +36,6 @@ class LayerSpectrum:
     """Of waves that go down and across alike, 0 to 1, `[F]`."""
     diagonal: Tensor
     """`[F]`, from 0 on."""
-    radial_frequencies: Tensor
-    """Of waves in all directions, 0 to the square root of 2 in the corners, `[R]`."""
-    radial: Tensor
-    """`[R]`, from 0 on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,13 +44,12 @@ class FeatureSpectrum:
 
     layers: dict[str, LayerSpectrum]
 
-    def plot(self, radial: bool = False) -> Any:
-        """The log amplitudes against the frequency (Fig. 6b), along the diagonal or by radius."""
+    def plot(self) -> Any:
+        """The log amplitudes along the diagonal, against the frequency (Fig. 6b)."""
         fig = figure("Feature maps in frequencies", "frequency / π", "Δ log amplitude")
         for number, (name, own) in enumerate(self.layers.items()):
-            x, y = (own.radial_frequencies, own.radial) if radial else (own.diagonal_frequencies, own.diagonal)
-            line = {"color": COLOURS[number % len(COLOURS)], "dash": DASHES[number // len(COLOURS) % len(DASHES)]}
-            fig.add_trace(graph_objects().Scatter(x=x.tolist(), y=y.tolist(), name=name, mode="lines", line=line))
+            x, y = own.diagonal_frequencies, own.diagonal
+            add_line(fig, x, y, name, number, number // len(COLOURS), "lines")
         return fig
 
 
@@ -88,11 +82,7 @@ def feature_spectrum(
     >>> spectrum.layers["1.box"].diagonal[-1].exp() < 0.1
     tensor(True)
     """
-    if not isinstance(network, nn.Module):
-        raise ValueError(f"network must be an nn.Module, got {type(network).__name__}")
-    check_seed(seed)
-    if draws is not None:
-        check_count("draws", draws)
+    check_network(network, draws, seed)
     sums: dict[str, Tensor] = {}
     weights: dict[str, float] = {}
     for number, (x, _) in enumerate(Batches(data).on(device_of(network))):
@@ -123,14 +113,7 @@ def _spectrum(amplitudes: Tensor) -> LayerSpectrum:
     side = min(height, width)
     steps = torch.arange(side // 2 + 1)
     diagonal = relative[(steps * height / side).round().long(), (steps * width / side).round().long()]
-    down, across = (2 * torch.fft.fftfreq(pixels, dtype=torch.float64).abs() for pixels in (height, width))
-    # Rings as wide as the distance of neighbouring frequencies, each around a multiple of it.
-    ring = (torch.hypot(down[:, None], across) * side / 2).round().long()
-    counts = torch.bincount(ring.flatten())
-    totals = torch.bincount(ring.flatten(), weights=relative.flatten().double())
-    there = counts > 0
-    radial = (totals[there] / counts[there]).to(relative.dtype)
-    return LayerSpectrum(steps * 2 / side, diagonal, there.nonzero()[:, 0] * 2 / side, radial)
+    return LayerSpectrum(steps * 2 / side, diagonal)
 
 
 # -- noise of one frequency --------------------------------------------------------------------------------
@@ -148,8 +131,7 @@ class FrequencyAccuracy:
     def plot(self) -> Any:
         """Accuracy against frequency (Fig. 6c)."""
         fig = figure("Accuracy against noise of one frequency", "frequency / π", "accuracy")
-        x, y = self.frequencies.tolist(), self.accuracies.tolist()
-        fig.add_trace(graph_objects().Scatter(x=x, y=y, mode="lines+markers"))
+        add_line(fig, self.frequencies, self.accuracies, mode="lines+markers")
         return fig
 
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.checks import check_number, check_seed, needed
-from multitudes.landscape.figures import COLOURS, SCALE, SYMBOLS, figure, graph_objects, styled
-from multitudes.landscape.solutions import Solutions, read_solutions
+from multitudes.landscape.figures import SCALE, add_points, figure, subplots
+from multitudes.landscape.solutions import Labelled, read_solutions
 from multitudes.metrics.divergences import pairwise_js
 from multitudes.metrics.diversity import cosine_similarity, pairwise_disagreement
 
@@ -34,21 +34,15 @@ MATRICES = ("cosine", "disagreement", "divergence")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Similarity:
+class Similarity(Labelled):
     """How similar S solutions are, pair by pair: three matrices `[S, S]`, float64, on the CPU."""
 
-    labels: tuple[str, ...]
-    runs: tuple[str, ...]
-    kinds: tuple[str, ...]
     cosine: Tensor
     """Cosine of the angle between the weights; NaN between networks of different tensors."""
     disagreement: Tensor
-    """The share of inputs on which the labels differ."""
+    """The fraction of inputs on which the labels differ."""
     divergence: Tensor
     """The Jensen-Shannon divergence of the probabilities, in nats, mean over inputs."""
-
-    def __repr__(self) -> str:
-        return f"Similarity(solutions={len(self.labels)}, runs={len(set(self.runs))})"
 
     def mean(self, matrix: str = "disagreement", *, same_run: bool, kind: str | None = None) -> float:
         """The mean of a matrix over pairs of different solutions, both of one run or of two; NaN without such pairs.
@@ -68,17 +62,16 @@ class Similarity:
 
     def plot(self) -> Any:
         """The cosines of the weights beside the disagreement of the functions (Fig. 3)."""
-        subplots = needed("plotly.subplots", "plots", "a figure")
-        fig = subplots.make_subplots(cols=2, subplot_titles=("cosine of weights", "disagreement of labels"))
+        fig, names = (
+            subplots("Similarity of solutions", "cosine of weights", "disagreement of labels"),
+            list(self.labels),
+        )
         for column, values in enumerate((self.cosine, self.disagreement), start=1):
             bar = {"x": 0.45 if column == 1 else 1.0, "thickness": 12}
-            names = list(self.labels)
-            heat = graph_objects().Heatmap(z=values.tolist(), x=names, y=names, colorscale=SCALE, colorbar=bar)
-            fig.add_trace(heat, row=1, col=column)
+            fig.add_heatmap(z=values.tolist(), x=names, y=names, colorscale=SCALE, colorbar=bar, row=1, col=column)
         fig.update_xaxes(showticklabels=len(self.labels) <= 12)
         fig.update_yaxes(showticklabels=False, autorange="reversed")
-        fig.update_yaxes(showticklabels=len(self.labels) <= 12, col=1)  # the rows of both are the same
-        return styled(fig, "Similarity of solutions")
+        return fig.update_yaxes(showticklabels=len(self.labels) <= 12, col=1)  # the rows of both are the same
 
 
 def similarity(
@@ -123,35 +116,19 @@ def _cosines(networks: tuple[nn.Module, ...]) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class FunctionMap:
+class FunctionMap(Labelled):
     """Solutions as points of the plane: `points [S, 2]`, near each other where their predictions are."""
 
-    labels: tuple[str, ...]
-    runs: tuple[str, ...]
-    kinds: tuple[str, ...]
     points: Tensor
-
-    def __repr__(self) -> str:
-        return f"FunctionMap(solutions={len(self.labels)}, runs={len(set(self.runs))})"
 
     def plot(self) -> Any:
         """The map, with a colour for each run and a symbol for each kind (Fig. 2c, 4)."""
         fig = figure("Solutions in function space (t-SNE of predictions)")
         runs, kinds = list(dict.fromkeys(self.runs)), list(dict.fromkeys(self.kinds))
-        groups: dict[tuple[str, str], list[int]] = {}
-        for index, place in enumerate(zip(self.runs, self.kinds, strict=True)):
-            groups.setdefault(place, []).append(index)
-        for (run, kind), group in groups.items():
-            colour, symbol = COLOURS[runs.index(run) % len(COLOURS)], SYMBOLS[kinds.index(kind) % len(SYMBOLS)]
-            x, y = self.points[group].T.tolist()
-            fig.add_scatter(
-                x=x,
-                y=y,
-                mode="markers",
-                marker={"color": colour, "symbol": symbol, "size": 9},
-                name=run if len(kinds) == 1 else f"{run}, {kind}",
-                text=[self.labels[index] for index in group],
-            )
+        for (run, kind), group in self.groups().items():
+            name, labels = run if len(kinds) == 1 else f"{run}, {kind}", [self.labels[index] for index in group]
+            x, y = self.points[group].T
+            add_points(fig, x, y, name, runs.index(run), kinds.index(kind), marker_size=9, text=labels)
         return fig.update_xaxes(showticklabels=False).update_yaxes(showticklabels=False)
 
 
@@ -181,10 +158,5 @@ def function_map(
     if perplexity >= len(read):
         raise ValueError(f"perplexity must be below the number of solutions, {len(read)}, got {perplexity:g}")
     tsne = manifold.TSNE(perplexity=perplexity, init="pca", random_state=seed % 2**32)
-    points = tsne.fit_transform(_vectors(read).numpy())
+    points = tsne.fit_transform(read.predictive.member_probs.flatten(1).numpy())  # [S, N * C * ...]
     return FunctionMap(read.labels, read.runs, read.kinds, torch.from_numpy(points))
-
-
-def _vectors(read: Solutions) -> Tensor:
-    """The probabilities that each solution predicts, `[S, N * C * ...]`."""
-    return read.predictive.member_probs.flatten(1)

@@ -1,8 +1,7 @@
 """Many settings of a network's weights at once: `Fused`.
 
-The settings run as `Members` that are filled anew. What is fastest, side by side in grouped layers or one after the
-other, with channels last or not, depends on the network and the machine, so that it is tried out on the first of the
-data. On a CPU what runs at a time is kept small enough for its caches.
+The settings run as `Members` that are filled anew. Which runner and memory layout is fastest depends on the network
+and the machine, so that all are timed on the first of the data. On a CPU the rows that run at a time fit its caches.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ CACHED = 12e6
 """Bytes that what runs at a time may hold on a CPU: more does not stay in its caches."""
 MOST_SETTINGS = 16
 MOST_WEIGHTS = 2**26
-"""Weights, of all settings together, that are held at once."""
+"""The most weights, of all settings together, in memory at once."""
 FEWEST_ROWS = 16
 
 
 @dataclass(frozen=True)
-class Way:
+class Plan:
     """How to run the settings: by which runner of which members, in which layout, on how many inputs at a time."""
 
     members: Members
@@ -42,7 +41,7 @@ class Way:
     rows: int | None
 
     def parts(self, x: Input) -> list[Input]:
-        """A batch as this way takes it."""
+        """A batch, in parts and in the layout of the plan."""
         if not isinstance(x, Tensor):
             return [x]
         x = x.to(memory_format=torch.channels_last) if self.channels_last else x
@@ -59,14 +58,14 @@ class Fused:
     """
 
     def __init__(self, model: nn.Module, settings: int, inputs: list[Input]) -> None:
-        way = _fastest(model, settings, inputs[0])
-        way.members.runner = way.runner
-        self.members = way.members
-        self.inputs = [way.parts(x) for x in inputs]
+        plan = _fastest(model, settings, inputs[0])
+        plan.members.runner = plan.runner
+        self.members = plan.members
+        self.inputs = [plan.parts(x) for x in inputs]
         self.loaded = 0
 
     def load(self, states: list[State]) -> None:
-        """Fill the copies; where there are more copies than states, the last one serves again."""
+        """Fill the copies; where there are more copies than states, the last one is used again."""
         own = dict(self.members.network.named_parameters()) | dict(self.members.network.named_buffers())
         for name in states[0]:
             filled = torch.stack([state[name] for state in states])
@@ -90,36 +89,36 @@ def settings_at_once(model: nn.Module, x: Input) -> int:
     return max(1, min(most, MOST_WEIGHTS // weights))
 
 
-def _fastest(model: nn.Module, settings: int, x: Input) -> Way:
-    """A race on the first of the data. What cannot run the network, or its layout, does not take part."""
-    times: list[tuple[float, Way]] = []
-    for way in _ways(model, settings, x):
+def _fastest(model: nn.Module, settings: int, x: Input) -> Plan:
+    """The plan that takes least time on the first of the data; one that cannot run the network is left out."""
+    times: list[tuple[float, Plan]] = []
+    for plan in _plans(model, settings, x):
         try:
-            way.members.runner = way.runner
-            times.append((_seconds_for_a_row(way.members, way.parts(x)[0]), way))
-        except (RuntimeError, ValueError):  # an error of the network itself comes up again, after the race
+            plan.members.runner = plan.runner
+            times.append((_seconds_for_a_row(plan.members, plan.parts(x)[0]), plan))
+        except (RuntimeError, ValueError):  # an error of the network itself is raised again by the loop
             continue
     if not times:
-        return Way(Members([model] * settings, settings).eval(), "loop", False, None)
+        return Plan(Members([model] * settings, settings).eval(), "loop", False, None)
     return min(times, key=lambda timed: timed[0])[1]
 
 
-def _ways(model: nn.Module, settings: int, x: Input) -> Iterator[Way]:
+def _plans(model: nn.Module, settings: int, x: Input) -> Iterator[Plan]:
     members = Members([model] * settings, settings).eval()
     cuda = tensors_in(x)[0].is_cuda
-    apart = not cuda and isinstance(x, Tensor) and _rows_are_apart(model, x)
-    row = _bytes_of_a_row(model, x) if apart else 0.0
+    independent = not cuda and isinstance(x, Tensor) and _rows_are_independent(model, x)
+    row = _bytes_of_a_row(model, x) if independent else 0.0
     for channels_last in (False, True) if isinstance(x, Tensor) and x.dim() == 4 else (False,):
         if channels_last:
             members = copy.deepcopy(members).to(memory_format=torch.channels_last)
         for runner in ("loop", "packed", "stacked") if cuda else ("loop", "packed"):
-            held = row * (settings if runner == "packed" else 1)
-            yield Way(members, runner, channels_last, max(FEWEST_ROWS, int(CACHED / held)) if apart else None)
+            size = row * (settings if runner == "packed" else 1)
+            yield Plan(members, runner, channels_last, max(FEWEST_ROWS, int(CACHED / size)) if independent else None)
 
 
 @torch.no_grad()
-def _rows_are_apart(model: nn.Module, x: Tensor) -> bool:
-    """Whether each input is answered for itself: batch norm without statistics looks at the whole batch."""
+def _rows_are_independent(model: nn.Module, x: Tensor) -> bool:
+    """Whether a prediction depends on its own input alone: batch norm without statistics uses the whole batch."""
     few = x[: 2 * FEWEST_ROWS]
     with expecting(model), plain_attention():
         whole = call_with(model, {}, few)
@@ -140,7 +139,7 @@ def _bytes_of_a_row(model: nn.Module, x: Input) -> float:
 def _seconds_for_a_row(members: Members, x: Input) -> float:
     taken = []
     with expecting(members.network), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a slow runner loses the race; that is warning enough
+        warnings.simplefilter("ignore")  # a warning that a runner is slow has no use here
         for _ in range(3):
             start = time.perf_counter()
             members(x).sum().item()  # waits for a GPU

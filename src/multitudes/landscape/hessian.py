@@ -16,15 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad, jvp
 
 from multitudes.core.batches import Batches
 from multitudes.core.checks import check_count, check_number, check_seed, needed
-from multitudes.core.multitude import Multitude
 from multitudes.core.progress import ProgressBar
 from multitudes.core.seeding import mixed
-from multitudes.landscape.figures import COLOURS, figure, graph_objects
+from multitudes.landscape.figures import COLOURS, figure
 from multitudes.landscape.objective import Objective, flattened, unit_direction
+from multitudes.landscape.targets import shuffled
 
 __all__ = ["Hessian", "HessianSpectrum", "hessian_spectrum"]
 
@@ -34,8 +33,7 @@ METHODS = ("lanczos", "power")
 class Hessian:
     """The Hessian of an objective at the network's own weights, `[P, P]`, as a linear map of vectors.
 
-    Its products are the forward derivative of the gradient; where an operation has none, and for multitudes of members
-    or draws, the gradient is differentiated backwards a second time. `batches` are the numbers of those to look at.
+    A product is the gradient of the gradient's product with the vector. `batches` are the numbers of those to use.
 
     >>> data = torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)
     >>> hessian = Hessian(Objective(nn.Linear(1, 1, bias=False), data, nn.functional.mse_loss))  # L(w) = 5 w^2
@@ -45,7 +43,6 @@ class Hessian:
 
     def __init__(self, objective: Objective, batches: list[int] | None = None) -> None:
         self.objective, self.batches = objective, batches
-        self.forwards = not isinstance(objective.network, Multitude)
 
     def __call__(self, vector: Tensor) -> Tensor:
         """`[P] -> [P]`."""
@@ -57,14 +54,6 @@ class Hessian:
 
     def _product(self, number: int, vector: dict[str, Tensor]) -> Tensor:
         objective = self.objective
-        if self.forwards:
-            try:
-                slope = grad(lambda weights: objective.loss(number, weights))
-                return flattened(jvp(slope, (objective.weights,), (vector,))[1].values())
-            except (RuntimeError, ValueError, AttributeError) as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise
-                self.forwards = False
         leaves = {name: weight.clone().requires_grad_() for name, weight in objective.weights.items()}
         inputs = list(leaves.values())
         slopes = torch.autograd.grad(objective.loss(number, leaves), inputs, create_graph=True, materialize_grads=True)
@@ -100,9 +89,9 @@ class HessianSpectrum:
         if self.eigenvalues.shape[1] > 1:
             shown["all"] = self.eigenvalues.flatten()
         for (name, values), colour in zip(shown.items(), COLOURS, strict=False):
-            bins = max(10, math.isqrt(len(values)))  # few values are seen apart, not as one bar
+            bins = max(10, math.isqrt(len(values)))  # few values are separate bars
             options = {"histnorm": "probability density", "nbinsx": bins, "opacity": 0.6, "marker_color": colour}
-            fig.add_trace(graph_objects().Histogram(x=values.tolist(), name=name, **options))
+            fig.add_histogram(x=values.tolist(), name=name, **options)
         return fig.update_layout(barmode="overlay", showlegend=True)
 
 
@@ -129,14 +118,14 @@ def hessian_spectrum(
             `draws=1` gives each mini-batch a draw of its own, as in the paper.
         data: `(x, y)`, which is shuffled by `seed` and cut into mini-batches, or an iterable of batches.
         top: k, how many eigenvalues of each mini-batch; those of largest magnitude, as power iteration finds them.
-        batches: how many mini-batches to look at; None for all.
+        batches: how many mini-batches to use; None for all.
         weight_decay: that of training, as PyTorch's optimizers count it.
         augment: the augmentation of training, from inputs to inputs; drawn once for each mini-batch.
         method: "lanczos" by SciPy, or "power" iteration with deflation.
         batch_size: the rows of a mini-batch, where `data` are two tensors.
         tolerance: "lanczos": the relative error of eigenvalues. "power": stop where the residual is this small against
             the eigenvalue, or after `max_iterations`.
-        options: of `Objective`: `criterion`, `draws`, `batch_statistics`.
+        options: of `Objective`: `criterion`, `draws`.
 
     >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0]])  # mean squares: the Hessian is x^T x = diag(1, 4)
     >>> network = nn.Linear(2, 1, bias=False)
@@ -181,13 +170,8 @@ def _minibatches(data: Any, batch_size: int, count: int | None, seed: int) -> li
     check_seed(seed)
     if count is not None:
         check_count("batches", count)
-    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
-        x, y = data
-        if len(x) != len(y) or not len(x):
-            raise ValueError(f"data must have one target for each of 1 or more inputs, got {len(y)} for {len(x)}")
-        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-        parts = order.tensor_split(-(-len(x) // batch_size))
-        data = ((x[part.to(x.device)], y[part.to(y.device)]) for part in parts)
+    if (mixed_up := shuffled(data, seed)) is not data:
+        data = zip(*(part.tensor_split(-(-len(part) // batch_size)) for part in mixed_up), strict=True)
     return list(islice(Batches(data).on(torch.device("cpu")), count))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,30 +13,26 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from multitudes.core.batches import Batches
 from multitudes.core.calling import Input, InputError, call_with, input_errors, moved, plain_attention, slots
 from multitudes.core.checks import check_number, check_seed
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.multitude import Criterion, Multitude, evaluating, plain
-from multitudes.core.predictive import averaged, gaussian_nll
 from multitudes.core.seeding import mixed, seeded
-from multitudes.training.batchnorm import norms
+from multitudes.core.tasks import averaged
+from multitudes.landscape.targets import task_and_criterion, with_targets
 
 __all__ = ["Objective", "flattened", "unit_direction"]
-
-CRITERIA: dict[str, Criterion] = {"classification": F.cross_entropy, "regression": F.mse_loss, "gaussian": gaussian_nll}
 
 
 @dataclass(eq=False)
 class Objective:
     """The loss of a network on data, as a function of its trainable weights, one vector `w` `[P]`.
 
-    `L(w) = criterion + weight_decay / 2 |w|^2`, with cross entropy as the criterion, or what a multitude's task
-    asks for. The batches are read, and their inputs augmented, once, so that every evaluation sees the same data, and
-    kept on the CPU. The loss of several batches is the mean over their examples. Where layers draw, `draws=0` computes
-    with expectations; otherwise each batch has draws of its own, the same ones whenever it is evaluated, and the
-    loss is that of their averaged prediction. Members' losses are added or averaged as in `net.loss`. Batch norm uses
-    its running statistics, or with `batch_statistics` the batch's own, as in training; the running ones never move.
+    `L(w) = criterion + weight_decay / 2 |w|^2`, with the criterion of a multitude's task, or cross entropy. The batches
+    are read, and their inputs augmented, once, so that every evaluation uses the same data, and cached on the CPU. The
+    loss of several batches is the mean over their examples. Where layers draw, `draws=0` computes with expectations;
+    otherwise each batch has draws of its own, the same ones whenever it is evaluated, and the loss is that of their
+    averaged prediction. Members' losses are added or averaged as in `net.loss`. Batch norm uses its running statistics.
 
     >>> network = nn.Linear(1, 1, bias=False)
     >>> data = torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)
@@ -52,31 +48,27 @@ class Objective:
     augment: Callable[[Any], Any] | None = None
     draws: int = 0
     seed: int = 0
-    batch_statistics: bool = False
     batches: list[tuple[Input, Tensor]] = field(init=False, default_factory=list)
     sizes: list[int] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self._check()
-        task = self.network.task if isinstance(self.network, Multitude) else "classification"
-        self.criterion = CRITERIA[task] if self.criterion is None else self.criterion
+        _, self.criterion = task_and_criterion(self.network, self.criterion, averages=self.draws > 1)
         ignores = self.criterion is F.cross_entropy  # it leaves targets of -100 out of its mean
         if self.draws == 0:
-            self.network = plain(self.network)  # which torch.func can differentiate
+            self.network = plain(self.network)  # the same without a dimension for draws
         self.weights = {name: p.detach() for name, p in self.network.named_parameters() if p.requires_grad}
         if not self.weights:
             raise ValueError(f"network ({type(self.network).__name__}) has no parameter that requires a gradient")
         self.device = next(iter(self.weights.values())).device
-        for number, (x, y) in enumerate(Batches(self.data).on(torch.device("cpu"))):
-            if y is None:
-                raise ValueError("data must hold targets: pass (x, y), or batches of inputs and targets")
+        for number, (x, y) in enumerate(with_targets(self.data, torch.device("cpu"))):
             with seeded(mixed(self.seed, number)):
                 self.batches.append((x if self.augment is None else self.augment(x), y))
             counted = y != -100 if ignores and not y.is_floating_point() else torch.ones_like(y)
             self.sizes.append(int(counted.sum()))
         if not sum(self.sizes):
             raise ValueError("data must hold at least one target, got none")
-        loss = self.value(self.start)  # an input that does not fit says so here, in plain words
+        loss = self.value(self.start)  # an input that does not fit is an error here
         if not bool(loss.isfinite()):
             raise ValueError(f"the loss of network on data must be finite, got {loss.item()}")
 
@@ -148,21 +140,11 @@ class Objective:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Inside, the network runs as the objective says; afterwards it is as it was."""
-        layers = norms(self.network) if self.batch_statistics else {}
-        with ExitStack() as stack:
-            stack.enter_context(evaluating(self.network))
-            if self.draws == 0:
-                stack.enter_context(expecting(self.network))
-            stack.enter_context(plain_attention())
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # fused attention has no second derivatives
-            for layer in layers.values():
-                layer.training, layer.track_running_stats = True, False
-            try:
-                yield
-            finally:
-                for layer in layers.values():
-                    layer.track_running_stats = True
+        """Inside, the network runs in evaluation mode; afterwards it is as it was."""
+        expectations = expecting(self.network) if self.draws == 0 else nullcontext()
+        math = sdpa_kernel(SDPBackend.MATH)  # fused attention has no second derivatives
+        with evaluating(self.network), expectations, plain_attention(), math:
+            yield
 
 
 def flattened(tensors: Iterable[Tensor]) -> Tensor:

@@ -25,10 +25,10 @@ from multitudes.core.checks import check_count, check_number, check_seed
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.multitude import Criterion
 from multitudes.core.progress import ProgressBar
-from multitudes.landscape.cache import Cache
+from multitudes.landscape.cache import Cache, fingerprint
 from multitudes.landscape.directions import Frame, check_direction
-from multitudes.landscape.figures import COLOURS, DASHES, SCALE, SYMBOLS, figure, graph_objects
-from multitudes.landscape.weights import Gauge, Noise, Scores, Solution, fingerprint, measured, single_network, state_of
+from multitudes.landscape.figures import SYMBOLS, add_line, coloured, figure
+from multitudes.landscape.weights import Noise, Scores, Solution, WeightScorer, measured, single_network, state_of
 from multitudes.training.recorder import Checkpoints, State, Trajectory, flat_state
 
 __all__ = ["Plane", "plane"]
@@ -49,7 +49,7 @@ class Plane:
     accuracy: Tensor | None
     """`[X, Y]`; None where the targets are no classes."""
     agreement: Tensor | None
-    """`[R, X, Y]`: the share of inputs that get the label which a solution gives them."""
+    """`[R, X, Y]`: the fraction of inputs that get the label which a solution gives them."""
     solutions: tuple[str, ...]
     """The names of the R given solutions."""
     coordinates: Tensor
@@ -81,33 +81,20 @@ class Plane:
         title = f"{what} with {self.solutions[solution]}" if what == "agreement" else what
         if len(self.axes) == 1:
             return self._line(values, title)
-        fig, go = figure(title.capitalize(), "first direction", "second direction"), graph_objects()
-        log = what == "loss"
+        fig = figure(title.capitalize(), "first direction", "second direction")
         x, y = (axis.tolist() for axis in self.axes)
-        fig.add_trace(
-            go.Contour(
-                x=x,
-                y=y,
-                z=(values.clamp(min=1e-12).log10() if log else values).T.tolist(),
-                colorscale=SCALE,
-                reversescale=log,
-                colorbar={"title": "log10 loss" if log else what},
-                contours={"showlines": False},
-                ncontours=40,
-            )
-        )
+        shown, scale = coloured(values, what)
+        fig.add_contour(x=x, y=y, z=shown.T.tolist(), contours={"showlines": False}, ncontours=40, **scale)
         for index, (name, path) in enumerate((paths or {}).items()):
-            colour, dash = COLOURS[index % len(COLOURS)], DASHES[index % len(DASHES)]
-            line = {"color": colour, "dash": dash}
-            fig.add_trace(go.Scatter(x=path[:, 0].tolist(), y=path[:, 1].tolist(), name=name, line=line))
+            add_line(fig, path[:, 0], path[:, 1], name, index, index)
         for index, (name, (at_x, at_y)) in enumerate(zip(self.solutions, self.coordinates.tolist(), strict=True)):
             marker = {"symbol": SYMBOLS[index % len(SYMBOLS)], "size": 12, "color": "white", "line": {"width": 2}}
-            fig.add_trace(go.Scatter(x=[at_x], y=[at_y], name=name, mode="markers", marker=marker))
+            fig.add_scatter(x=[at_x], y=[at_y], name=name, mode="markers", marker=marker)
         return fig.update_layout(legend={"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top"})  # on no solution
 
     def _line(self, values: Tensor, title: str) -> Any:
-        fig, go = figure(title.capitalize(), "along the line", title), graph_objects()
-        fig.add_trace(go.Scatter(x=self.axes[0].tolist(), y=values.tolist(), name=title, line={"color": COLOURS[0]}))
+        fig = figure(title.capitalize(), "along the line", title)
+        add_line(fig, self.axes[0], values, title)
         for name, (at,) in zip(self.solutions, self.coordinates.tolist(), strict=True):
             fig.add_vline(x=at, line={"dash": "dot"}, annotation_text=name)
         return fig
@@ -115,15 +102,12 @@ class Plane:
     def _chosen(self, what: str, solution: int, landscape: int) -> Tensor:
         """`[X]` or `[X, Y]`: one measure of one landscape."""
         values = measured(self, what)
-        for name, index, count in (("solution", solution, len(self.solutions)), ("landscape", landscape, self._count)):
+        landscapes = 1 if self.seeds is None else len(self.seeds)
+        for name, index, count in (("solution", solution, len(self.solutions)), ("landscape", landscape, landscapes)):
             if not isinstance(index, int) or not 0 <= index < count:
                 raise ValueError(f"{name} must be from 0 to {count - 1}, got {index!r}")
         values = values if self.seeds is None else values[landscape]
         return values[solution] if what == "agreement" else values
-
-    @property
-    def _count(self) -> int:
-        return 1 if self.seeds is None else len(self.seeds)
 
 
 def plane(
@@ -146,31 +130,32 @@ def plane(
     progress: bool | None = None,
     at_once: int | None = None,
 ) -> Plane:
-    """Measure a network on a plane of weights, in evaluation mode; nothing that is given is changed.
+    """Score a network on a plane of weights, in evaluation mode; nothing that is given is changed.
 
-    Which plane is said by one of `through`, `along` and `radial`. Given solutions are measured as they are, to the
-    last bit; the points of the grid several at a time, by what a race on the first of the data finds fastest, so that
-    two runs may differ by rounding.
+    The plane is given by one of `through`, `along` and `radial`. Given solutions are scored as they are, to the last
+    bit; the points of the grid several at a time, in the way that is fastest on the first of the data, so that two
+    runs may differ by rounding.
 
     Args:
         network: one network, or a multitude that draws.
-        data: `(x, y)`, or an iterable of batches, which is gone through once and kept.
+        data: `(x, y)`, or an iterable of batches, which is iterated once and cached.
         through: three solutions, networks or state dicts; or two, for a line. Coordinates are distances in weight
             space, from the first one, the first direction towards the second one.
         along: one or two directions `[P]` from the network's own weights (see `directions`). Coordinates are
             multiples of them.
         radial: two solutions, for the plane through them and the origin, where all weights are 0.
         points: how many points the grid has in each direction.
-        margin: how far the grid goes beyond the given points on each side, as a share of their extent.
+        margin: how far the grid goes beyond the given points on each side, as a fraction of their extent.
         span: how far it goes `along` a direction: from -span to span, or from one number to another.
         solutions: by name, what to measure agreement with; by default what the plane goes through, or the network.
-        criterion: `(prediction, target) -> mean over the batch`, by default cross entropy.
+        criterion: `(prediction, target) -> mean over the batch`, by default that of the network's task, or cross
+            entropy.
         batch_norm: data on which to recompute the batch-norm statistics at each point of the grid. Without them all
             points have the network's own, and a plane through networks that differ in theirs is refused.
         seeds: for a network that draws: one landscape for each seed. Without them it computes with expectations.
         draws: how many draws each point's prediction is averaged over.
         noise: `"fixed"`, the same random numbers at all points of a landscape, or `"fresh"`, each point its own.
-        folder: keep there what has been computed, every few seconds and when interrupted; the same call then goes on.
+        folder: a cache of the scores, written every few seconds and when interrupted; the same call then continues.
         progress: whether to show progress on stderr; by default on a terminal, after two seconds.
         at_once: how many points to measure at a time; fewer need less memory.
 
@@ -190,63 +175,49 @@ def plane(
     states = given if solutions is None else {n: state_of(s, alone, f"solutions[{n!r}]") for n, s in solutions.items()}
     if not states:
         raise ValueError("solutions must hold one or more, by name, got none")
-    gauge = Gauge(network, data, criterion, batch_norm, at_once)
+    scorer = WeightScorer(network, data, criterion, batch_norm, at_once, draws)
     if along is None:
-        gauge.settle(given)
+        scorer.take_buffers(given)
     axes = _ticks(frame, ends, points, margin) if along is None else _steps(span, points, frame.axes)
     coordinates = frame.project(torch.stack([flat_state(state, alone) for state in states.values()]))
     grid = torch.cartesian_prod(*axes).view(-1, frame.axes)
-    kept = Cache()
+    cache = Cache()
     if folder is not None:
-        asked = (frame.origin, frame.directions, grid, list(states.items()), gauge.identity(), seeds, draws, noise)
-        kept = Cache(folder, "plane", fingerprint(*asked))
+        given_to = (frame.origin, frame.directions, grid, list(states.items()), scorer.identity(), seeds, draws, noise)
+        cache = Cache(folder, "plane", fingerprint(*given_to))
     # A large network's weights take a CPU longer than measuring them takes a GPU; not every other device has float64.
-    near = frame.to(gauge.device) if gauge.device.type == "cuda" else frame
+    near = frame.to(scorer.device) if scorer.device.type == "cuda" else frame
     given_scores = []
     bar = ProgressBar(len(draw_indices) * len(grid), progress, "points")
     try:
-        with kept:
+        with cache:
             for number, draw_index in enumerate(draw_indices):
-                given_scores.append(gauge.given(list(states.values()), draw_index))
-                missing = [at for at in range(len(grid)) if (number, at) not in kept.rows]
-                for start in range(0, len(missing), gauge.at_once):
-                    chunk = missing[start : start + gauge.at_once]
+                given_scores.append(scorer.score_solutions(list(states.values()), draw_index))
+                missing = [at for at in range(len(grid)) if (number, at) not in cache.rows]
+                for start in range(0, len(missing), scorer.at_once):
+                    chunk = missing[start : start + scorer.at_once]
                     noises = None if draw_index is None else [_at(draw_index, at, noise) for at in chunk]
-                    kept.add(number, chunk, gauge.measure(near.weights(grid[chunk]), noises))
-                    bar.update(len(kept.rows))
+                    cache.add(number, chunk, scorer.score(near.weights(grid[chunk]), noises))
+                    bar.update(len(cache.rows))
     finally:
         bar.clear()
     shape = tuple(len(axis) for axis in axes)
-    on_grid = [kept.scores(number, len(grid)) for number in range(len(draw_indices))]
+    on_grid = [
+        cache.scores(number, len(grid)).map(lambda part: part.movedim(0, -1).reshape(*part.shape[1:], *shape))
+        for number in range(len(draw_indices))
+    ]
+    found, own = ((one[0] if seeds is None else Scores.join(one, torch.stack)) for one in (on_grid, given_scores))
     return Plane(
         axes,
-        *_landscapes([_on(scores, shape) for scores in on_grid], seeds),
+        found.loss,
+        found.accuracy,
+        found.agreement,
         tuple(states),
         coordinates,
-        Scores(*_landscapes(given_scores, seeds)),
+        own,
         frame,
         None if seeds is None else tuple(seeds),
     )
-
-
-def _on(scores: Scores, shape: tuple[int, ...]) -> Scores:
-    """The scores of a grid's points in the grid's own shape, `[X, Y]`, those of the agreement behind `[R]`."""
-    accuracy, agreement = scores.accuracy, scores.agreement
-    return Scores(
-        scores.loss.view(shape),
-        None if accuracy is None else accuracy.view(shape),
-        None if agreement is None else agreement.T.reshape(-1, *shape),
-    )
-
-
-def _landscapes(scores: list[Scores], seeds: Sequence[int] | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The loss, accuracy and agreement of the only landscape, or with seeds, of all of them, stacked."""
-
-    def joined(name: str) -> Any:
-        values = [getattr(one, name) for one in scores]
-        return values[0] if seeds is None or values[0] is None else torch.stack(values)
-
-    return joined("loss"), joined("accuracy"), joined("agreement")
 
 
 # -- where the plane lies ----------------------------------------------------------------------------------
@@ -262,11 +233,11 @@ def _laid(
     chosen = {n: v for n, v in (("through", through), ("along", along), ("radial", radial)) if v is not None}
     if len(chosen) != 1:
         raise ValueError(f"pass one of through, along and radial, got {' and '.join(chosen) or 'none'}")
-    ((way, values),) = chosen.items()
-    counts = {"through": (2, 3), "along": (1, 2), "radial": (2,)}[way]
+    ((name, values),) = chosen.items()
+    counts = {"through": (2, 3), "along": (1, 2), "radial": (2,)}[name]
     if not isinstance(values, Sequence) or len(values) not in counts:
         got = len(values) if isinstance(values, Sequence) else type(values).__name__
-        raise ValueError(f"{way} must hold {' or '.join(map(str, counts))} {_HOLDS[way]}, got {got}")
+        raise ValueError(f"{name} must hold {' or '.join(map(str, counts))} {_HOLDS[name]}, got {got}")
     if along is not None:
         for index, direction in enumerate(along):
             check_direction(f"along[{index}]", direction, network)
@@ -274,9 +245,9 @@ def _laid(
         origin = flat_state(own, network)
         return Frame.along(origin, along), [origin], {"centre": own}
     points = through or radial or ()
-    given = {"abc"[index]: state_of(one, network, f"{way}[{index}]") for index, one in enumerate(points)}
-    vectors = {name: flat_state(state, network) for name, state in given.items()}
-    if way == "radial":
+    given = {"abc"[index]: state_of(one, network, f"{name}[{index}]") for index, one in enumerate(points)}
+    vectors = {letter: flat_state(state, network) for letter, state in given.items()}
+    if name == "radial":
         vectors = {"the origin": torch.zeros_like(vectors["a"])} | vectors
     return Frame.through(list(vectors.values()), list(vectors)), list(vectors.values()), given
 

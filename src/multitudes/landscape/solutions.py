@@ -1,6 +1,6 @@
 """Solutions: networks in weight space and in function space, each with the run it comes from and its kind.
 
-What the analyses of function space look at is read here, once: checkpoints of a training, networks trained apart, the
+The analyses of function space take what is read here, once: checkpoints of a training, networks trained apart, the
 members of an ensemble, draws from a subspace around a solution (Fort, Hu and Lakshminarayanan, *Deep ensembles: a
 loss landscape perspective*, 2019, section 4).
 
@@ -34,13 +34,13 @@ from multitudes.training.recorder import Checkpoints, Recorder, State, Trajector
 
 __all__ = ["Solutions", "last_checkpoint", "read_solutions", "subspaces", "trajectory_of"]
 
-Held = list[tuple[Any, None]]
-"""Batches of inputs, kept, so that all solutions see the same ones in the same order."""
+CachedInputs = list[tuple[Any, None]]
+"""Batches of inputs, cached, so that all solutions see the same ones in the same order."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Solutions:
-    """S solutions: where each comes from, its network, and its predictions of the same N inputs, on the CPU."""
+class Labelled:
+    """A result about S solutions."""
 
     labels: tuple[str, ...]
     """A name of its own for each solution."""
@@ -48,6 +48,32 @@ class Solutions:
     """The training that each belongs to."""
     kinds: tuple[str, ...]
     """What each is in its run: a checkpoint, a draw from a subspace, ..."""
+
+    def __len__(self) -> int:
+        """S: how many solutions there are."""
+        return len(self.labels)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(solutions={len(self)}, runs={len(set(self.runs))})"
+
+    def groups(self) -> dict[tuple[str, str], list[int]]:
+        """The positions of the solutions of each run and kind."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for index, place in enumerate(zip(self.runs, self.kinds, strict=True)):
+            found.setdefault(place, []).append(index)
+        return found
+
+    def index(self, label: str) -> int:
+        """The position of a solution."""
+        if label not in self.labels:
+            raise ValueError(f"label must be one of {', '.join(self.labels)}, got {label!r}")
+        return self.labels.index(label)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Solutions(Labelled):
+    """S solutions: where each comes from, its network, and its predictions of the same N inputs, on the CPU."""
+
     predictive: Predictive
     """Logits `[S, N, C, ...]`."""
     networks: tuple[nn.Module, ...]
@@ -55,32 +81,17 @@ class Solutions:
     target: Tensor | None = None
     """The true classes, `[N, ...]`, where the data has them."""
 
-    def __len__(self) -> int:
-        """S: how many solutions there are."""
-        return len(self.labels)
-
-    def __repr__(self) -> str:
-        return f"Solutions(solutions={len(self)}, runs={len(set(self.runs))}, inputs={len(self.predictive)})"
-
     def classes(self) -> Tensor:
-        """The target, or an error that says that it is needed."""
+        """The target, or an error where the data has none."""
         if self.target is None:
             raise ValueError("data must hold the true classes, as (x, y) or batches of them, got inputs alone")
         return self.target
 
     def chosen(self, kind: str, runs: Iterable[str]) -> Predictive:
         """The predictions of the solutions of a kind in some runs."""
-        wanted = set(runs)
-        places = enumerate(zip(self.runs, self.kinds, strict=True))
-        return Predictive(
-            self.predictive.predictions[[at for at, (run, own) in places if run in wanted and own == kind]]
-        )
-
-    def index(self, label: str) -> int:
-        """The position of a solution."""
-        if label not in self.labels:
-            raise ValueError(f"label must be one of {', '.join(self.labels)}, got {label!r}")
-        return self.labels.index(label)
+        places = self.groups()
+        rows = [index for run in dict.fromkeys(runs) for index in places.get((run, kind), [])]
+        return Predictive(self.predictive.predictions[sorted(rows)])
 
 
 def read_solutions(
@@ -93,15 +104,15 @@ def read_solutions(
             dict; a `Recorder`; a list of networks or of state dicts; a multitude. Of a multitude each member is a
             solution, and a run of its own where members share no weight; where it draws, each draw is a solution. A
             run may also be a mapping that names its kinds: `{"checkpoints": recorder, "dropout": subspace(...)}`.
-        data: inputs `[N, ...]`, `(x, y)` or an iterable of batches, which is gone through once.
-        model: the network that state dicts are of; a `Recorder` knows its own.
+        data: inputs `[N, ...]`, `(x, y)` or an iterable of batches, which is iterated once.
+        model: the network that state dicts are of; a `Recorder` has its own.
         draws: how many draws to make of a network that draws.
         seed: of the draws.
 
     >>> nets = [nn.Linear(3, 2) for _ in range(2)]
     >>> read = read_solutions({"left": nets[0], "right": [nets[1].state_dict()] * 2}, torch.ones(5, 3), model=nets[0])
     >>> read, read.labels
-    (Solutions(solutions=3, runs=2, inputs=5), ('left', 'right, checkpoint 0', 'right, checkpoint 1'))
+    (Solutions(solutions=3, runs=2), ('left', 'right, checkpoint 0', 'right, checkpoint 1'))
     """
     if isinstance(solutions, Solutions):
         if data is not None:
@@ -110,7 +121,7 @@ def read_solutions(
     check_count("draws", draws)
     check_seed(seed)
     found = list(_found(solutions, model))
-    batches, target = _held(data)
+    batches, target = _cached(data)
     rows: list[tuple[str, str, nn.Module]] = []
     predictions: list[Tensor] = []
     for run, kind, network in found:
@@ -122,10 +133,10 @@ def read_solutions(
     return Solutions(_labels(runs, kinds), runs, kinds, Predictive(torch.cat(predictions)), networks, target)
 
 
-def _held(data: Any) -> tuple[Held, Tensor | None]:
+def _cached(data: Any) -> tuple[CachedInputs, Tensor | None]:
     """The inputs of `data`, batch by batch, and all targets `[N, ...]` on the CPU, or None where there are none.
 
-    A loader that shuffles would show each solution other inputs, so it is gone through once and kept.
+    A loader that shuffles would show each solution other inputs, so it is iterated once and cached.
     """
     if data is None:
         raise ValueError("data must be inputs, (inputs, classes) or batches of them, got None")
@@ -160,7 +171,7 @@ def subspaces(
             raise ValueError(f"kinds must be among {', '.join(KINDS)}, got {kind!r}")
     network, states = trajectory_of(run, model)
     common = {name: value for name, value in options.items() if name not in KINDS}
-    common["data"] = Batches.of(common.get("data"))  # so that all kinds can go through it
+    common["data"] = Batches.of(common.get("data"))  # so that all kinds can iterate it
     return {kind: subspace(network, kind, states, **(common | options.get(kind, {}))) for kind in chosen}
 
 
@@ -236,10 +247,10 @@ def _alone(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield "", network
 
 
-def _answers(network: nn.Module, batches: Held, draws: int, seed: int) -> Iterator[tuple[nn.Module, Tensor]]:
+def _answers(network: nn.Module, batches: CachedInputs, draws: int, seed: int) -> Iterator[tuple[nn.Module, Tensor]]:
     """Networks, and the predictions of each, `[1, N, ...]`, or of its draws, `[D, N, ...]`."""
     if isinstance(network, Around):
-        samples = Subspace(network).samples(draws, seed)
+        samples = Subspace(network).networks(draws, seed)
         for index in range(draws):
             yield from _answers(samples.member(index), batches, draws, seed)
         return

@@ -1,35 +1,32 @@
-"""Settings of one network's weights, measured on the same data: `Gauge`.
+"""Loss, accuracy and agreement of one network at many settings of its weights: `WeightScorer`.
 
-A setting is a vector `[P]`, the weights in the order of `trajectory.flat_weights`. Given solutions are measured as they
+A setting is a vector `[P]`, the weights in the order of `recorder.flat_weights`. Given solutions are scored as they
 are, to the last bit; any other settings several at a time (see `fused`).
 """
 
 from __future__ import annotations
 
 import copy
-import ctypes
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multitudes.core.batches import Batches
-from multitudes.core.calling import Input, call_with, input_errors, moved, plain_attention, tensors_in
+from multitudes.core.calling import Input, call_with, input_errors, moved, plain_attention
 from multitudes.core.checks import check_count
 from multitudes.core.draws.stochastic import Draw, drawing, expecting, stochastic_layers
 from multitudes.core.multitude import Criterion, Multitude, plain
-from multitudes.core.predictive import averaged
-from multitudes.core.progress import ProgressBar
 from multitudes.core.seeding import mixed, seeded
+from multitudes.core.tasks import averaged
 from multitudes.landscape.fused import Fused, settings_at_once
+from multitudes.landscape.targets import task_and_criterion, with_targets
 from multitudes.training.batchnorm import norms, statistics
-from multitudes.training.recorder import State, Trajectory, flat_state, unflattened, weights_of
+from multitudes.training.recorder import State, Trajectory, unflattened, weights_of
 
-__all__ = ["Gauge", "Noise", "Scores", "Solution", "fingerprint", "measured", "single_network", "state_of", "vector_of"]
+__all__ = ["Noise", "Scores", "Solution", "WeightScorer", "measured", "single_network", "state_of"]
 
 Solution = nn.Module | Mapping[str, Tensor]
 """A trained network, or its state dict."""
@@ -65,67 +62,32 @@ def state_of(given: Solution, network: nn.Module, what: str) -> State:
         raise ValueError(str(error).replace("checkpoints[0]", what)) from error
 
 
-def vector_of(given: Solution, network: nn.Module, what: str) -> Tensor:
-    """The weights of a solution, `[P]`, on the CPU and in float32 or better."""
-    return flat_state(state_of(given, network, what), network)
-
-
-def fingerprint(*parts: Any) -> str:
-    """A hash of tensors, and of anything else by its `repr`.
-
-    >>> fingerprint(torch.ones(2), "loss") == fingerprint(torch.ones(2), "loss") != fingerprint(torch.zeros(2), "loss")
-    True
-    """
-    digest = hashlib.sha256()
-
-    def add(part: Any) -> None:
-        if isinstance(part, Tensor):
-            digest.update(f"{part.dtype}{list(part.shape)}".encode())
-            held = part.detach().cpu().contiguous()
-            digest.update(ctypes.string_at(held.data_ptr(), held.nbytes))
-        elif isinstance(part, Mapping):
-            add([entry for item in part.items() for entry in item])
-        elif isinstance(part, (list, tuple)):
-            digest.update(f"[{len(part)}".encode())
-            for entry in part:
-                add(entry)
-        else:
-            digest.update(f"{type(part).__name__}{part!r}".encode())
-
-    add(parts)
-    return digest.hexdigest()
-
-
-# -- measuring ---------------------------------------------------------------------------------------------
+# -- scores ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """K settings, measured: the loss, and where the targets are classes, accuracy and agreement; on the CPU."""
+    """The scores of K settings: the loss, and where the targets are classes, accuracy and agreement; on the CPU."""
 
     loss: Tensor
     """`[K]`, float64."""
     accuracy: Tensor | None
-    """`[K]`: the share of right labels."""
+    """`[K]`: the fraction of right labels."""
     agreement: Tensor | None
-    """`[K, R]`: the share of labels that are those of each of R solutions."""
+    """`[K, R]`: the fraction of labels that equal those of each of R solutions."""
 
-    def at(self, index: int) -> Scores:
-        """One setting alone, as one of one."""
-        parts = (self.loss, self.accuracy, self.agreement)
-        loss, accuracy, agreement = (None if part is None else part[index : index + 1] for part in parts)
-        assert loss is not None
-        return Scores(loss, accuracy, agreement)
+    def map(self, change: Callable[[Tensor], Tensor]) -> Scores:
+        """The scores with each tensor changed."""
+        return Scores(*(None if part is None else change(part) for part in self._parts()))  # type: ignore[arg-type]
 
     @classmethod
-    def concat(cls, parts: Sequence[Scores]) -> Scores:
-        """All settings of the parts, one after the other."""
+    def join(cls, scores: Sequence[Scores], how: Callable[[list[Tensor]], Tensor] = torch.cat) -> Scores:
+        """All settings of several scores, one after the other; or with `torch.stack`, in front of each other."""
+        columns = zip(*(one._parts() for one in scores), strict=True)
+        return cls(*(None if column[0] is None else how(list(column)) for column in columns))  # type: ignore[arg-type]
 
-        def joined(name: str) -> Any:
-            values = [getattr(part, name) for part in parts]
-            return None if values[0] is None else torch.cat(values)
-
-        return cls(joined("loss"), joined("accuracy"), joined("agreement"))
+    def _parts(self) -> tuple[Tensor | None, ...]:
+        return self.loss, self.accuracy, self.agreement
 
 
 def measured(result: Any, what: str) -> Tensor:
@@ -140,19 +102,19 @@ def measured(result: Any, what: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Noise:
-    """Whose random numbers a network that draws uses: those of `draws` draws of a seed, from number `first` on."""
+    """The random numbers of a network that draws: those of `draws` draws of a seed, from number `first` on."""
 
     seed: int
     draws: int = 1
     first: int = 0
 
 
-class Gauge:
-    """Measures weight settings of a network on data.
+class WeightScorer:
+    """Scores weight settings of a network on data.
 
-    The network and its state dict are copied, so that nothing given is changed. Data are gone through once and kept.
+    The network and its state dict are copied, so that nothing given is changed. Data are iterated once and cached.
     Without noise, a network that draws gives expectations. With `batch_norm`, more data, the batch-norm statistics of
-    each setting are measured on them; given solutions keep their own.
+    each setting are computed on them; given solutions keep their own.
     """
 
     def __init__(
@@ -162,33 +124,30 @@ class Gauge:
         criterion: Criterion | None = None,
         batch_norm: Any = None,
         at_once: int | None = None,
+        draws: int = 1,
     ) -> None:
         self.model = copy.deepcopy(single_network(network)).eval().requires_grad_(False)
-        self.task = network.task if isinstance(network, Multitude) else "classification"
-        self.criterion = F.cross_entropy if criterion is None else criterion
+        self.task, self.criterion = task_and_criterion(network, criterion, averages=draws > 1)
         self.device = next(iter(weights_of(self.model).values())).device
-        self.batches = list(_batches(data, self.device))
-        self.norm_data = self._norm_data(batch_norm)
-        chosen = None if at_once is None else check_count("at_once", at_once)
-        self.classes = self._check_targets(criterion is None)
-        self.at_once = chosen or settings_at_once(self.model, self.batches[0][0])
+        self.batches = with_targets(data, self.device)
+        self.norm_data: Batches | None = None
+        if batch_norm is not None and norms(self.model):  # a loader that shuffles would show each setting others
+            self.norm_data = Batches(list(Batches(batch_norm).on(self.device)))
+        if at_once is not None:
+            check_count("at_once", at_once)
+        self.classes = self._check_targets(criterion is None and self.task == "classification")
+        self.at_once = at_once or settings_at_once(self.model, self.batches[0][0])
         self.references: list[list[Tensor]] = []
         self._fused: Fused | None = None
 
-    def _norm_data(self, data: Any) -> Batches | None:
-        """Data for batch norm, where there is any; a loader that shuffles would show each setting others."""
-        if data is None or not norms(self.model):
-            return None
-        return Batches(list(Batches(data).on(self.device)))
-
     def identity(self) -> list[Any]:
-        """What the measurements depend on beside the weights: for a fingerprint."""
+        """What the scores depend on beside the weights: for a fingerprint."""
         criterion = getattr(self.criterion, "__qualname__", repr(self.criterion))
         norm_data = None if self.norm_data is None else list(self.norm_data.batches)
-        return [repr(self.model), dict(self.model.named_buffers()), criterion, self.batches, norm_data]
+        return [repr(self.model), dict(self.model.named_buffers()), self.task, criterion, self.batches, norm_data]
 
-    def settle(self, given: Mapping[str, State]) -> None:
-        """Let the network have the buffers of the solutions that weights are taken between; they must be the same."""
+    def take_buffers(self, given: Mapping[str, State]) -> None:
+        """Give the network the buffers of the solutions that weights are taken between; they must be the same."""
         own = tuple(norms(self.model)) if self.norm_data is not None else ()
         (first, held), *others = given.items()
         for name, state in others:
@@ -202,17 +161,17 @@ class Gauge:
         self.model.load_state_dict(held, strict=False)
 
     @torch.no_grad()
-    def given(self, states: Sequence[State], noise: Noise | None = None) -> Scores:
-        """The scores of solutions as they are, and from now on what agreement is with."""
+    def score_solutions(self, states: Sequence[State], noise: Noise | None = None) -> Scores:
+        """The scores of solutions as they are; from now on, agreement is with these."""
         self.references = []
         here = [moved(state, self.device) for state in states]
         answers = [[self._answer(state, x, noise) for x, _ in self.batches] for state in here]
         if self.classes:
             self.references = [[answer.argmax(1) for answer in of_one] for of_one in answers]
-        return Scores.concat([self._scores([answer.unsqueeze(0) for answer in of_one]) for of_one in answers])
+        return Scores.join([self._scores([answer.unsqueeze(0) for answer in of_one]) for of_one in answers])
 
     @torch.no_grad()
-    def measure(self, weights: Tensor, noises: Sequence[Noise] | None = None) -> Scores:
+    def score(self, weights: Tensor, noises: Sequence[Noise] | None = None) -> Scores:
         """The scores of settings `[K, P]`, at most `at_once` of them; with noise, a network that draws draws."""
         states = [unflattened(vector.to(self.device), self.model) for vector in weights]
         states = [state | self.statistics(state) for state in states]
@@ -224,16 +183,9 @@ class Gauge:
         self._fused.load(states)
         return self._scores(self._fused.answers())
 
-    def measure_all(self, weights: Tensor, progress: bool | None = None) -> Scores:
+    def score_all(self, weights: Tensor) -> Scores:
         """The scores of any number of settings `[K, P]`."""
-        bar, parts = ProgressBar(len(weights), progress, "points"), []
-        try:
-            for chunk in weights.split(self.at_once):
-                parts.append(self.measure(chunk))
-                bar.update(sum(len(part.loss) for part in parts))
-        finally:
-            bar.clear()
-        return Scores.concat(parts)
+        return Scores.join([self.score(chunk) for chunk in weights.split(self.at_once)])
 
     def statistics(self, state: State) -> State:
         """The batch-norm statistics that go with weights, where they are recomputed."""
@@ -262,7 +214,7 @@ class Gauge:
         for index, ((_, y), answer) in enumerate(zip(self.batches, answers, strict=True)):
             counts = y != -100 if self.classes else torch.ones(len(y))
             number = int(counts.sum())
-            if number:  # the mean over nothing is no number
+            if number:  # the mean over nothing is not a number
                 loss = loss + torch.stack([self.criterion(one, y) for one in answer]).double().cpu() * number
             weight += number
             if self.classes:
@@ -280,11 +232,12 @@ class Gauge:
         x, y = self.batches[0]
         with torch.no_grad():
             answer = self._answer({}, x, None)
-            classes = not y.is_floating_point() and answer.dim() == y.dim() + 1 and answer.shape[1] > 1
-            if cross_entropy and not classes and answer.shape != y.shape:
+            classes = self.task == "classification" and not y.is_floating_point() and answer.dim() == y.dim() + 1
+            classes = classes and answer.shape[1] > 1
+            if cross_entropy and not classes and not _are_probabilities(y, answer):
                 raise ValueError(
-                    f"data has targets of shape {list(y.shape)} for predictions of shape {list(answer.shape)}, where "
-                    "cross entropy needs classes: pass criterion= for anything else"
+                    f"data has targets of shape {list(y.shape)} and {y.dtype} for predictions of shape "
+                    f"{list(answer.shape)}, where cross entropy needs classes: pass criterion= for anything else"
                 )
             for _, y in self.batches if classes else []:
                 wrong = y[(y != -100) & ((y < 0) | (y >= answer.shape[1]))]
@@ -296,13 +249,6 @@ class Gauge:
         return classes
 
 
-def _batches(data: Any, device: torch.device) -> Iterator[tuple[Input, Tensor]]:
-    if data is None:
-        raise ValueError("data must be (inputs, targets) or an iterable of such batches, got None")
-    for index, (x, y) in enumerate(Batches(data).on(device)):
-        if y is None:
-            raise ValueError(f"data must have targets, as (x, y) or batches of them; batch {index} has none")
-        for tensor in tensors_in(x):
-            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                raise ValueError(f"data must be finite; batch {index} holds NaN or infinite inputs")
-        yield x, y
+def _are_probabilities(y: Tensor, answer: Tensor) -> bool:
+    """Whether targets are probabilities of classes: numbers `[B, C, ...]` that add up to 1 over the classes."""
+    return y.is_floating_point() and y.shape == answer.shape and bool((y.sum(1) - 1).abs().max() < 1e-3)

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from multitudes.core.checks import check_number
+from multitudes.core.checks import check_choice, check_number
 from multitudes.core.seeding import seeded
 from multitudes.core.shared import MemberLayer, SharedMembers
+from multitudes.methods.registry import Method, by
 from multitudes.surgery.initialise import redraw
 from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Selector, check_arguments, replace, select
 
@@ -97,8 +98,7 @@ def batch_ensemble(
     torch.Size([4, 5, 2])
     """
     original, model = model, check_arguments(model, members, init)
-    if factors not in ("normal", "sign"):
-        raise ValueError(f"factors must be 'normal' or 'sign', got {factors!r}")
+    check_choice("factors", factors, ("normal", "sign"))
     if spread is None:
         spread = 0.5 if init == "fresh" else 0.1
     check_number("spread", spread, 0)
@@ -118,3 +118,13 @@ def batch_ensemble(
     net = SharedMembers(replace(model, converted), members).like(original)
     net.notes = {name: "a rank-one factor for each member" for name in converted}
     return net
+
+
+ROWS = (
+    Method(
+        "batch_ensemble", by(batch_ensemble), {"members": 4, "factors": "normal", "spread": None},
+        "The parameters of one network and two vectors a layer for each member; the time of all members.",
+        "Pick it when parameters are scarce and time is not.",
+        place=30,
+    ),
+)  # fmt: skip

@@ -17,6 +17,7 @@ from torch import nn
 from multitudes.core.checks import check_number
 from multitudes.core.members import Members
 from multitudes.core.seeding import seeded
+from multitudes.methods.registry import Method, by
 from multitudes.surgery.initialise import redraw
 from multitudes.surgery.layers import check_arguments
 
@@ -59,3 +60,13 @@ def _perturbed(network: nn.Module, amount: float) -> nn.Module:
             if parameter.is_floating_point() and parameter.numel() > 1:
                 parameter.data.add_(torch.randn_like(parameter) * parameter.data.std(), alpha=amount)
     return network
+
+
+ROWS = (
+    Method(
+        "deep", by(deep_ensemble), {"members": 4},
+        "As many networks as there are members, to train, to keep and to run.",
+        "Pick it when you can pay for it, or need a reference: usually the best scores.",
+        place=10,
+    ),
+)  # fmt: skip

@@ -22,9 +22,10 @@ from multitudes.core.calling import Input
 from multitudes.core.checks import check_number
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.multitude import Multitude
-from multitudes.surgery import insert as insertion
+from multitudes.methods.registry import Method, Settings, by
 from multitudes.surgery.downsampling import Call, Run, has_other_path
-from multitudes.surgery.layers import CONVOLUTIONS, Selector, check_model, replace, select
+from multitudes.surgery.insert import after, before
+from multitudes.surgery.layers import CONVOLUTIONS, Selector, check_model, plain_layer, replace, select
 from multitudes.surgery.observe import example_for
 
 # -- layers ------------------------------------------------------------------------------------------------
@@ -60,6 +61,7 @@ class DropConnect(Stochastic):
 
     noise = "weights"
     weight: Tensor
+    bias: Any
     p: float
 
     def connected(self) -> Tensor:
@@ -67,6 +69,10 @@ class DropConnect(Stochastic):
         if self.expects or self.p == 0:
             return self.weight
         return self.weight * _mask(self.uniform(self.weight.shape, like=self.weight), self.p, self.weight)
+
+    def fold(self) -> nn.Module:
+        kind = next(plain for plain, connected in CONNECTED.items() if connected is type(self))
+        return plain_layer(kind, self, self.connected(), self.bias, omit=("p",))
 
 
 class DropConnectLinear(DropConnect, nn.Linear):
@@ -76,25 +82,23 @@ class DropConnectLinear(DropConnect, nn.Linear):
         return F.linear(x, self.connected(), self.bias)
 
 
-class DropConnectConv1d(DropConnect, nn.Conv1d):
+class _DropConnectConv(DropConnect):
+    _conv_forward: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._conv_forward(x, self.connected(), self.bias)
+
+
+class DropConnectConv1d(_DropConnectConv, nn.Conv1d):
     """`[B, I, L] -> [B, O, L']`."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._conv_forward(x, self.connected(), self.bias)
 
-
-class DropConnectConv2d(DropConnect, nn.Conv2d):
+class DropConnectConv2d(_DropConnectConv, nn.Conv2d):
     """`[B, I, H, W] -> [B, O, H', W']`."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._conv_forward(x, self.connected(), self.bias)
 
-
-class DropConnectConv3d(DropConnect, nn.Conv3d):
+class DropConnectConv3d(_DropConnectConv, nn.Conv3d):
     """`[B, I, D, H, W] -> [B, O, D', H', W']`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._conv_forward(x, self.connected(), self.bias)
 
 
 CONNECTED: dict[type[nn.Module], type[DropConnect]] = {
@@ -115,52 +119,44 @@ NORMS = (
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm, nn.LayerNorm,
     nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
 )  # fmt: skip
-PLACES = ("block", "activation", "norm", "before")
+PLACES = ("block", "activation", "norm")
 
 
 # -- conversion --------------------------------------------------------------------------------------------
 
 
 def mc_dropout(
-    model: nn.Module,
-    p: float | None = None,
-    layers: Selector = None,
-    *,
-    where: str | None = None,
-    example: Input | None = None,
+    model: nn.Module, p: float | None = None, layers: Selector = None, *, example: Input | None = None
 ) -> Multitude:
     """A copy of `model` whose dropout stays on in evaluation, with rate `p` or, without one, each layer's own.
 
-    The model's dropout layers are switched on, those that `layers` selects. `where` inserts new ones of rate `p`
-    instead of selecting: before the last convolution of each residual block (`"block"`), after every activation
-    (`"activation"`), before every normalisation (`"norm"`), or before each layer that `layers` selects
-    (`"before"`); `layers` narrows the places down, and the dropout that is there is switched on as well.
-    `example` is one batch of inputs, with which residual blocks are found; where it is left out, the usual sizes
-    are tried.
+    By default all of the model's dropout layers stay on, or those that `layers` selects. Where it selects others, new
+    dropout of rate `p` is inserted before each of them, or after each where they are activations, and the dropout that
+    is there stays on as well. Three words select usual places: `"block"`, before the last convolution of each residual
+    block; `"activation"`, after every activation; `"norm"`, before every normalisation. `example` is one batch of
+    inputs, with which residual blocks are found; where it is left out, the usual sizes are tried.
 
     >>> import torch
     >>> net = mc_dropout(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 2))).eval()
     >>> net(torch.ones(5, 3), draws=7).shape
     torch.Size([7, 5, 2])
-    >>> net = mc_dropout(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), p=0.3, where="activation")
+    >>> net = mc_dropout(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), p=0.3, layers="activation")
     """
     network = check_model(model)
     if p is not None:
         check_number("p", p, 0, below=1)
-    if where is not None and where not in PLACES:
-        raise ValueError(f"where must be one of {', '.join(PLACES)}, got {where!r}")
-    _check_existing(network, where)
-    existing = {name: layer for name, layer in network.named_modules() if type(layer) in DROPOUTS}
-    if where is None:
-        existing = select(network, layers, tuple(DROPOUTS))
-        if p is None and not any(layer.p for layer in existing.values()):
+    existing = _existing(network)
+    chosen = _chosen(network, existing, layers, example)
+    if chosen.keys() <= existing.keys():
+        if p is None and not any(layer.p for layer in chosen.values()):
             raise ValueError("p must be given: the model's dropout layers have rate 0, so nothing would be drawn")
-    network, plain = replace(network, {name: _kept_on(layer, p, where) for name, layer in existing.items()}), network
-    if where is not None:
+        network = replace(network, {name: _kept_on(layer, p) for name, layer in chosen.items()})
+    else:
         if p is None:
-            raise ValueError(f"p must be given for the dropout that where={where!r} inserts")
-        new = {name: Dropout(p) for name in _places(plain, where, layers, example)}
-        insert = insertion.after if where == "activation" else insertion.before
+            raise ValueError(f"p must be given for the dropout that layers={layers!r} inserts")
+        network = replace(network, {name: _kept_on(layer) for name, layer in existing.items()})
+        insert = after if all(type(layer) in ACTIVATIONS for layer in chosen.values()) else before
+        new = {name: Dropout(p) for name in chosen}
         network = insert(network, new, name="dropout", example=_any_example(network, example))
     net = Multitude(network).like(model)
     for name, layer in network.named_modules():
@@ -174,34 +170,36 @@ def mc_dropout(
     return net
 
 
-def _check_existing(network: nn.Module, where: str | None) -> None:
+def _existing(network: nn.Module) -> dict[str, Any]:
+    """The network's dropout layers, by name."""
     for name, layer in network.named_modules():
         if isinstance(layer, (nn.AlphaDropout, nn.FeatureAlphaDropout)):
             raise ValueError(f"layer {name!r} is an {type(layer).__name__}, which cannot be kept on; use nn.Dropout")
-    if where is None and not any(type(layer) in DROPOUTS for layer in network.modules()):
+    return {name: layer for name, layer in network.named_modules() if type(layer) in DROPOUTS}
+
+
+def _kept_on(layer: Any, p: float | None = None) -> Dropout:
+    return Dropout(layer.p if p is None else p, DROPOUTS[type(layer)])
+
+
+def _chosen(network: nn.Module, existing: dict[str, Any], layers: Selector, example: Input | None) -> dict[str, Any]:
+    """The dropout layers that stay on, or the layers before or after which dropout is inserted."""
+    if layers is None and not existing:
         raise ValueError(
-            f"model ({type(network).__name__}) has no dropout layer to keep on; "
-            f"where= inserts some: {', '.join(map(repr, PLACES))}"
+            f"model ({type(network).__name__}) has no dropout layer to keep on; layers= says where to insert some: "
+            f"{', '.join(map(repr, PLACES))}, or any of its layers"
         )
-
-
-def _kept_on(layer: Any, p: float | None, where: str | None) -> Dropout:
-    return Dropout(layer.p if p is None or where is not None else p, DROPOUTS[type(layer)])
-
-
-def _places(network: nn.Module, where: str, layers: Selector, example: Input | None) -> list[str]:
-    """The layers before or after which dropout is inserted."""
-    if where == "block":
+    if layers is None:
+        return existing
+    if layers == "block":
         found = _last_convolutions(network, example_for(network, example))
         if not found:
-            raise ValueError(f"where='block': model ({type(network).__name__}) has no residual block of convolutions")
-        chosen = select(network, layers, CONVOLUTIONS)
-        return [name for name in found if name in chosen] or _nothing(found)
-    if where == "before":
-        if layers is None:
-            raise ValueError("layers must say before which layers dropout is inserted, got None")
-        return list(select(network, layers, tuple({type(m) for m in network.modules() if m is not network})))
-    return list(select(network, layers, ACTIVATIONS if where == "activation" else NORMS))
+            raise ValueError(f"layers='block': model ({type(network).__name__}) has no residual block of convolutions")
+        return {name: network.get_submodule(name) for name in found}
+    if layers in ("activation", "norm"):
+        return select(network, None, ACTIVATIONS if layers == "activation" else NORMS)
+    chosen = select(network, layers, tuple({type(module) for name, module in network.named_modules() if name}))
+    return {name: layer for name, layer in chosen.items() if name in existing} or chosen
 
 
 def _any_example(network: nn.Module, example: Input | None) -> Input | None:
@@ -210,10 +208,6 @@ def _any_example(network: nn.Module, example: Input | None) -> Input | None:
         return example_for(network, example)
     except ValueError:
         return None
-
-
-def _nothing(found: list[str]) -> list[str]:
-    raise ValueError(f"layers selects no last convolution of a residual block; it could select: {', '.join(found)}")
 
 
 def _last_convolutions(network: nn.Module, example: Input) -> list[str]:
@@ -264,3 +258,35 @@ def _connected(layer: nn.Module, p: float) -> DropConnect:
     connected.__dict__.update(copy.deepcopy(layer).__dict__)
     connected.p = p
     return connected
+
+
+# -- for studies -------------------------------------------------------------------------------------------
+
+
+def kept_on_or_inserted(network: nn.Module, example: Tensor, settings: Settings, seed: int) -> Multitude:
+    """Dropout that is there stays on; where there is none, it is put into the residual blocks, or after activations."""
+    p, layers = settings["p"], settings["layers"]
+    if layers is None and not any(layer.p > 0 for layer in _existing(network).values()):
+        p = 0.1 if p is None else p
+        try:
+            return mc_dropout(network, p, "block", example=example)
+        except ValueError:  # no residual blocks
+            layers = "activation"
+    return mc_dropout(network, 0.1 if p is None and layers is not None else p, layers, example=example)
+
+
+SETTINGS = {"p": None, "layers": None}
+ROWS = (
+    Method(
+        "mc_dropout", kept_on_or_inserted, SETTINGS,
+        "One network to train; a forward a draw from the first dropout layer on.",
+        "Pick it when you have a network with dropout, today.",
+        place=60,
+    ),
+    Method(
+        "drop_connect", by(drop_connect), {"p": 0.1},
+        "One network to train; a forward a draw.",
+        "Pick it when there is no good place for dropout.",
+        place=70,
+    ),
+)  # fmt: skip

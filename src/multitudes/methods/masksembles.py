@@ -22,6 +22,7 @@ from multitudes.core.calling import Input, tile
 from multitudes.core.checks import check_number
 from multitudes.core.seeding import seeded
 from multitudes.core.shared import MemberLayer, SharedMembers
+from multitudes.methods.registry import Method, by
 from multitudes.surgery.activation_size import keep_scale
 from multitudes.surgery.initialise import redraw
 from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Selector, check_arguments, replace, select
@@ -165,3 +166,13 @@ def _all_but_first(model: nn.Module, chosen: dict[str, nn.Module], example: Inpu
     if not rest:
         raise ValueError(f"model ({type(model).__name__}) has only one layer, {first!r}, and its input is the data")
     return rest
+
+
+ROWS = (
+    Method(
+        "masksembles", by(masksembles), {"members": 4, "scale": 2.0},
+        "The parameters of one network; the time of all members.",
+        "Pick it when no parameter may be added, and scale can set how much the members share.",
+        place=40,
+    ),
+)  # fmt: skip

@@ -16,6 +16,7 @@ from multitudes.core.calling import Input, call, input_errors
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.multitude import Criterion, Multitude
 from multitudes.core.seeding import seeded
+from multitudes.methods.registry import Method, by
 from multitudes.surgery.initialise import redraw
 from multitudes.surgery.layers import CONVOLUTIONS, PRODUCTS, check_arguments, replace
 from multitudes.surgery.observe import example_for, executed, hooked, observing
@@ -178,3 +179,13 @@ def _check_outputs(net: Mimo, model: nn.Module, x: Tensor) -> None:
             f"MIMO cannot convert model ({type(model).__name__}): its input must go straight into its first layer, "
             f"{net.first!r}, and its output come straight from its last layer, {net.last!r}; widened, {reason}"
         )
+
+
+ROWS = (
+    Method(
+        "mimo", by(mimo), {"members": 3, "repetition": 0.5, "batch_repetition": 1},
+        "A forward of one network, whatever the number of members.",
+        "Pick it when a forward must cost no more than now, and the network is wide for its task.",
+        place=50,
+    ),
+)  # fmt: skip

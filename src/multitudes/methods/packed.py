@@ -21,6 +21,7 @@ from multitudes.core.calling import Input
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.members import Members
 from multitudes.core.seeding import seeded
+from multitudes.methods.registry import Method, by
 from multitudes.surgery.cuts import Cut
 from multitudes.surgery.initialise import redraw
 from multitudes.surgery.layers import Selector, check_arguments
@@ -35,7 +36,7 @@ def packed(
     gamma: int = 1,
     *,
     min_channels: int = 64,
-    gamma_layers: Selector = None,
+    layers: Selector = None,
     example: Input | None = None,
     init: str = "fresh",
     seed: int | None = None,
@@ -44,8 +45,8 @@ def packed(
 
     `alpha` is above 0 and at most `members`, where every member is as wide as the model; by default 2.
     Widths are rounded up where they do not divide. `gamma` is not applied to the first and the last layer, nor
-    where a subgroup would have fewer than `min_channels` inputs, and only to layers that `gamma_layers`
-    selects; `net.summary()` tells every layer's widths and gamma. With `init="pretrained"` each member starts
+    where a subgroup would have fewer than `min_channels` inputs, and only to layers that `layers` selects;
+    `net.summary()` tells every layer's widths and gamma. With `init="pretrained"` each member starts
     from its own selection of the model's channels, scaled so that activations are as large as they were.
     `example` is one batch of inputs, real ones at best; where it is left out, noise of the usual sizes is tried.
 
@@ -67,7 +68,7 @@ def packed(
         x = example_for(model, example)
         for index in range(members):
             if init == "pretrained" or index == 0:
-                cuts = plan_cuts(model, alpha / members, gamma, min_channels, gamma_layers, x)
+                cuts = plan_cuts(model, alpha / members, gamma, min_channels, layers, x)
                 network = apply_cuts(model, cuts, x)
                 notes.update(cuts)
             yield redraw(copy.deepcopy(network)) if init == "fresh" else rescaled(network, model, cuts, x)
@@ -76,3 +77,13 @@ def packed(
         net = Members(networks(), members).like(original)
     net.notes = {name: cut.note for name, cut in notes.items()} | {"total": f"alpha {alpha:g}, gamma {gamma}"}
     return net
+
+
+ROWS = (
+    Method(
+        "packed", by(packed), {"members": 4, "alpha": 2, "gamma": 1, "layers": None},
+        "About one network: the members are narrow, alpha / members of its width.",
+        "Pick it first: independent members, the best value for its price.",
+        place=20,
+    ),
+)  # fmt: skip

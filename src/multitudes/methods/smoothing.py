@@ -21,9 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input, call
-from multitudes.core.checks import check_count, check_number
+from multitudes.core.checks import check_choice, check_count, check_number
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import seeded
+from multitudes.methods.registry import Method, by
 from multitudes.surgery.downsampling import GLOBAL, Call, MedianPool, Run, downsamplings
 from multitudes.surgery.insert import after, before
 from multitudes.surgery.layers import Selector, replace, select
@@ -51,8 +52,7 @@ class Prob(nn.Module):
 
     def __init__(self, kind: str = "tanh", tau: float = 10.0) -> None:
         super().__init__()
-        if kind not in PROBS:
-            raise ValueError(f"the kind of prob must be one of {', '.join(PROBS)}, got {kind!r}")
+        check_choice("prob", kind, PROBS)
         check_number("tau", tau, 0, above=True)
         self.kind = kind
         self.tau = tau
@@ -91,9 +91,8 @@ class Blur(nn.Module):
 
     def __init__(self, kernel: Sequence[int] = (1, 1), growing: bool = False) -> None:
         super().__init__()
-        if not isinstance(kernel, Sequence) or tuple(kernel) not in KERNELS:
-            raise ValueError(f"kernel must be one of {', '.join(map(str, KERNELS))}, got {kernel!r}")
-        self.kernel = tuple(kernel)
+        self.kernel = tuple(kernel) if isinstance(kernel, Sequence) else kernel
+        check_choice("kernel", self.kernel, KERNELS)
         self.growing = growing
         self.times = len(self.kernel) - 1
         sides = (self.times // 2, self.times - self.times // 2)
@@ -265,12 +264,9 @@ def head(
     )
     """
     _check_plain(model)
-    if kind not in HEADS:
-        raise ValueError(f"kind must be one of {', '.join(HEADS)}, got {kind!r}")
+    check_choice("kind", kind, HEADS)
     check_count("hidden", hidden)
-    check_number("dropout", dropout, 0)
-    if dropout >= 1:
-        raise ValueError(f"dropout must be below 1, got {dropout!r}")
+    check_number("dropout", dropout, 0, below=1)
     with seeded(0):
         example = example_for(model, example)
         run = Run(model, example)
@@ -341,3 +337,14 @@ def _with_classifier(model: nn.Module, linears: list[str], classifier: nn.Module
     for name in names[names.index(first) + 1 : names.index(linears[-1].rpartition(".")[2]) + 1]:
         del parent._modules[name]
     return swapped
+
+
+SETTINGS = {"kernel": [1, 1], "prob": "tanh", "tau": 10.0, "growing": False}
+ROWS = (
+    Method(
+        "smooth", by(smooth), SETTINGS,
+        "One network and a small blur before each down-sampling: no parameter, little time.",
+        "Pick it when images may be shifted or noisy and a single forward must do.",
+        place=110, feature_maps=True,
+    ),
+)  # fmt: skip

@@ -28,7 +28,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.members import Members
-from multitudes.core.multitude import plain
+from multitudes.core.multitude import Multitude, plain
+from multitudes.methods.registry import Method, Settings, Training, single
 from multitudes.surgery.layers import check_model
 from multitudes.training.recorder import Checkpoints, Recorder, Trajectory
 
@@ -133,9 +134,7 @@ class Langevin(Optimizer):
     ) -> None:
         check_number("lr", lr, 0, above=True)
         check_count("dataset_size", dataset_size)
-        check_number("momentum", momentum, 0)
-        if momentum >= 1:
-            raise ValueError(f"momentum must be below 1, got {momentum!r}")
+        check_number("momentum", momentum, 0, below=1)
         check_number("weight_decay", weight_decay, 0)
         check_number("temperature", temperature, 0)
         options = {"momentum": momentum, "weight_decay": weight_decay, "temperature": temperature}
@@ -173,12 +172,12 @@ class CyclicSgmcmc:
     """An optimizer, its schedule and its recorder in one: see `cyclic_sgmcmc`."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Langevin, steps: int, cycles: int, exploration: float, samples: int
+        self, model: nn.Module, optimizer: Langevin, steps: int, cycles: int, exploration: float, draws: int
     ) -> None:
         self.model, self.optimizer, self.exploration = model, optimizer, exploration
         self.schedule = cyclic_lr(optimizer, steps, cycles)
-        self.recorder = Recorder(model, keep=cycles * samples)
-        shares = [exploration + (1 - exploration) * (i + 1) / samples for i in range(samples)]
+        self.recorder = Recorder(model, keep=cycles * draws)
+        shares = [exploration + (1 - exploration) * (i + 1) / draws for i in range(draws)]
         # Rounded to whole steps, halves up: they are one step apart at least, so none falls on another.
         self._times = {math.floor((c + share) * steps / cycles + 0.5) for c in range(cycles) for share in shares}
 
@@ -214,7 +213,7 @@ def cyclic_sgmcmc(
     weight_decay: float = 5e-4,
     temperature: float = 1.0,
     exploration: float = 0.9,
-    samples: int = 3,
+    draws: int = 3,
 ) -> CyclicSgmcmc:
     """A sampler that trains `model`, in place of an optimizer, and gives a multitude of what it has sampled.
 
@@ -235,7 +234,7 @@ def cyclic_sgmcmc(
         weight_decay: the precision of the normal prior, divided by N.
         temperature: 1 samples from the posterior, less from a sharper distribution.
         exploration: the share of each cycle that runs without noise (beta).
-        samples: how many samples to record in each cycle, evenly spread over the rest of it.
+        draws: how many networks to record in each cycle, evenly spread over the rest of it.
 
     >>> model = nn.Linear(3, 2)
     >>> sampler = cyclic_sgmcmc(model, steps=100, cycles=2, dataset_size=20)
@@ -249,14 +248,14 @@ def cyclic_sgmcmc(
     check_model(model, nested=True)
     _check_cycles(steps, cycles)
     check_number("exploration", exploration, 0, high=1)
-    check_count("samples", samples)
-    if (1 - exploration) * steps / cycles < samples - 1e-6:
+    check_count("draws", draws)
+    if (1 - exploration) * steps / cycles < draws - 1e-6:
         raise ValueError(
-            f"samples={samples} do not fit into the {(1 - exploration) * steps / cycles:.3g} steps of a cycle that are "
+            f"draws={draws} do not fit into the {(1 - exploration) * steps / cycles:.3g} steps of a cycle that are "
             f"left after exploration={exploration:g}"
         )
     optimizer = Langevin(model.parameters(), lr, dataset_size, momentum, weight_decay, temperature)
-    return CyclicSgmcmc(model, optimizer, steps, cycles, exploration, samples)
+    return CyclicSgmcmc(model, optimizer, steps, cycles, exploration, draws)
 
 
 def _check_cycles(steps: int, cycles: int) -> None:
@@ -264,3 +263,31 @@ def _check_cycles(steps: int, cycles: int) -> None:
     check_count("cycles", cycles)
     if cycles > steps:
         raise ValueError(f"cycles must be at most steps={steps}, got {cycles}")
+
+
+# -- for studies -------------------------------------------------------------------------------------------
+
+
+def _cyclic(net: Multitude, training: Training, settings: Settings) -> Training:
+    return {**training, "schedule": {"name": "cyclic", "cycles": settings["members"]}}
+
+
+def _after_cycles(steps: int, settings: Settings) -> list[int]:
+    members = check_count("members", settings["members"])
+    if members > steps:
+        raise ValueError(f"members={members} do not fit into {steps} training steps: train longer")
+    return [-(-(index + 1) * steps // members) for index in range(members)]
+
+
+def _finish(net: Multitude, recorder: Recorder | None, x: Tensor, settings: Settings, seed: int) -> Multitude:
+    return snapshots(net, recorder if recorder is not None else [])
+
+
+ROWS = (
+    Method(
+        "snapshots", single, {"members": 4},
+        "One network to train; as many as there are members to keep and to run.",
+        "Pick it when you can train one network only, with a cyclic learning rate.",
+        place=150, train=_cyclic, times=_after_cycles, finish=_finish,
+    ),
+)  # fmt: skip

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import Input
 from multitudes.core.checks import check_count, check_number
-from multitudes.core.predictive import Predictive, averaged
+from multitudes.core.predictive import Predictive
 from multitudes.core.predictor import Predictor, PredictorModule, predictor
+from multitudes.core.tasks import averaged
 
 
 class Stream(PredictorModule):

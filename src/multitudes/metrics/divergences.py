@@ -15,22 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multitudes.core.predictive import Predictive
-from multitudes.metrics.diversity import PairsMetric, over_pairs
-from multitudes.metrics.inputs import Prediction, Rows, read_without_target
-from multitudes.metrics.streaming import TargetlessMetric, counted, mean_of
-
-__all__ = [
-    "EnsembleJS",
-    "JSDivergence",
-    "KLDivergence",
-    "PairwiseJS",
-    "PairwiseKL",
-    "ensemble_js",
-    "js_divergence",
-    "kl_divergence",
-    "pairwise_js",
-    "pairwise_kl",
-]
+from multitudes.metrics.declare import NEITHER, TARGETLESS, metric
+from multitudes.metrics.diversity import over_pairs
+from multitudes.metrics.inputs import Rows
+from multitudes.metrics.streaming import counted
 
 _CHUNK = 2**20  # how many float64 numbers are worked on at a time
 
@@ -42,9 +30,9 @@ def _log_probs(predictive: Predictive) -> Iterator[Tensor]:
         yield F.log_softmax(logits.double(), 2)
 
 
-def pairwise_kl_update(rows: Rows) -> Tensor:
-    """Rows -> the sums of `KL(p_i || p_j)`, and the number of rows, `[2, S, S]`."""
-    predictive = rows.members("pairwise_kl")
+def _kl(rows: Rows, metric: str) -> Tensor:
+    """The sums over rows of `KL(p_i || p_j)`, `[S, S]`, for the metric of this name."""
+    predictive = rows.members(metric)
     total = rows.probs.new_zeros(predictive.members, predictive.members, dtype=torch.float64)
     for log_probs in _log_probs(predictive):
         logs = log_probs.flatten(1)
@@ -53,12 +41,12 @@ def pairwise_kl_update(rows: Rows) -> Tensor:
         total += (cross.diagonal()[:, None] - cross).clamp(min=0)
         if not bool(possible.all()):
             total[possible.double() @ (~possible).double().T > 0] = math.inf
-    return counted(total, len(rows))
+    return total
 
 
-def pairwise_js_update(rows: Rows) -> Tensor:
-    """Rows -> the sums of the members' Jensen-Shannon divergences, and the number of rows, `[2, S, S]`."""
-    predictive = rows.members("pairwise_js")
+def _js(rows: Rows, metric: str) -> Tensor:
+    """The sums over rows of the Jensen-Shannon divergences of members, `[S, S]`."""
+    predictive = rows.members(metric)
     total = rows.probs.new_zeros(predictive.members, predictive.members, dtype=torch.float64)
     for log_probs in _log_probs(predictive):
         p = log_probs.exp()
@@ -67,34 +55,11 @@ def pairwise_js_update(rows: Rows) -> Tensor:
             mean = (p[i] + p[i:]) / 2
             apart = -torch.xlogy(mean, mean).sum((1, 2)) - (entropy[i] + entropy[i:]) / 2
             total[i, i:] += apart.clamp(min=0)
-    return counted(total + total.triu(1).T, len(rows))
+    return total + total.triu(1).T
 
 
-def kl_divergence_update(rows: Rows) -> Tensor:
-    """Rows -> the sum of the mean over pairs of `KL(p_i || p_j)`, and the number of rows, `[2]`."""
-    return counted(over_pairs(pairwise_kl_update(rows)[0]), len(rows))
-
-
-def js_divergence_update(rows: Rows) -> Tensor:
-    """Rows -> the sum of the mean over pairs of their Jensen-Shannon divergence, and the number of rows, `[2]`."""
-    return counted(over_pairs(pairwise_js_update(rows)[0]), len(rows))
-
-
-def ensemble_js_update(rows: Rows) -> Tensor:
-    """Rows -> the sum of `H(mean) - mean H`, and the number of rows, `[2]`."""
-    total = rows.probs.new_zeros((), dtype=torch.float64)
-    for log_probs in _log_probs(rows.members("ensemble_js")):
-        p = log_probs.exp()
-        mean = p.mean(0)
-        total += (torch.xlogy(p, p).sum() / len(p) - torch.xlogy(mean, mean).sum()).clamp(min=0)
-    return counted(total, len(rows))
-
-
-pairwise_kl_compute = pairwise_js_compute = mean_of
-kl_divergence_compute = js_divergence_compute = ensemble_js_compute = mean_of
-
-
-def pairwise_kl(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Tensor:
+@metric("PairwiseKL", better=NEITHER, kind=TARGETLESS, shape=(2, "members", "members"))
+def pairwise_kl(rows: Rows) -> Tensor:
     """`KL(p_i || p_j) = sum_c p_ic log(p_ic / p_jc)`, mean over rows, with i down and j across, `[S, S]`.
 
     It is exact also where probabilities underflow, and infinite only where a logit is.
@@ -104,10 +69,11 @@ def pairwise_kl(prediction: Prediction, target: Tensor | None = None, ignore: in
     tensor([[0.0000, 0.1438],
             [0.1308, 0.0000]], dtype=torch.float64)
     """
-    return pairwise_kl_compute(pairwise_kl_update(read_without_target(prediction, target, ignore)))
+    return counted(_kl(rows, "pairwise_kl"), len(rows))
 
 
-def pairwise_js(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Tensor:
+@metric("PairwiseJS", better=NEITHER, kind=TARGETLESS, shape=(2, "members", "members"))
+def pairwise_js(rows: Rows) -> Tensor:
     """The Jensen-Shannon divergence `H((p_i + p_j) / 2) - (H(p_i) + H(p_j)) / 2`, mean over rows, `[S, S]`.
 
     >>> p = Predictive(torch.tensor([[[0.0, 99.0]], [[99.0, 0.0]]]))
@@ -115,20 +81,23 @@ def pairwise_js(prediction: Prediction, target: Tensor | None = None, ignore: in
     tensor([[0.0000, 0.6931],
             [0.6931, 0.0000]], dtype=torch.float64)
     """
-    return pairwise_js_compute(pairwise_js_update(read_without_target(prediction, target, ignore)))
+    return counted(_js(rows, "pairwise_js"), len(rows))
 
 
-def kl_divergence(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Tensor:
+@metric("KLDivergence", better=NEITHER, kind=TARGETLESS)
+def kl_divergence(rows: Rows) -> Tensor:
     """`KL(p_i || p_j)`, mean over rows and over both orders of every pair of members: see `pairwise_kl`."""
-    return kl_divergence_compute(kl_divergence_update(read_without_target(prediction, target, ignore)))
+    return counted(over_pairs(_kl(rows, "kl_divergence")), len(rows))
 
 
-def js_divergence(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Tensor:
+@metric("JSDivergence", better=NEITHER, kind=TARGETLESS)
+def js_divergence(rows: Rows) -> Tensor:
     """The Jensen-Shannon divergence, mean over rows and pairs of members: see `pairwise_js`."""
-    return js_divergence_compute(js_divergence_update(read_without_target(prediction, target, ignore)))
+    return counted(over_pairs(_js(rows, "js_divergence")), len(rows))
 
 
-def ensemble_js(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Tensor:
+@metric("EnsembleJS", better=NEITHER, kind=TARGETLESS, group="diversity")
+def ensemble_js(rows: Rows) -> Tensor:
     """`H(mean) - mean H = 1/S sum_s KL(p_s || mean)`, mean over rows: the JS divergence of all members together.
 
     It is the mean of `Predictive.mutual_information`. Fort et al. print the sum over members; their code takes the
@@ -138,39 +107,9 @@ def ensemble_js(prediction: Prediction, target: Tensor | None = None, ignore: in
     >>> round(float(ensemble_js(p)), 4)  # log 3
     1.0986
     """
-    return ensemble_js_compute(ensemble_js_update(read_without_target(prediction, target, ignore)))
-
-
-class PairwiseKL(TargetlessMetric, PairsMetric):
-    """`pairwise_kl`, streaming; it needs the number of `members` first."""
-
-    def _tables(self, rows: Rows) -> Tensor:
-        return pairwise_kl_update(rows)
-
-
-class PairwiseJS(TargetlessMetric, PairsMetric):
-    """`pairwise_js`, streaming; it needs the number of `members` first."""
-
-    def _tables(self, rows: Rows) -> Tensor:
-        return pairwise_js_update(rows)
-
-
-class KLDivergence(TargetlessMetric):
-    """`kl_divergence`, streaming."""
-
-    def _sums(self, rows: Rows) -> Tensor:
-        return kl_divergence_update(rows)
-
-
-class JSDivergence(TargetlessMetric):
-    """`js_divergence`, streaming."""
-
-    def _sums(self, rows: Rows) -> Tensor:
-        return js_divergence_update(rows)
-
-
-class EnsembleJS(TargetlessMetric):
-    """`ensemble_js`, streaming."""
-
-    def _sums(self, rows: Rows) -> Tensor:
-        return ensemble_js_update(rows)
+    total = rows.probs.new_zeros((), dtype=torch.float64)
+    for log_probs in _log_probs(rows.members("ensemble_js")):
+        p = log_probs.exp()
+        mean = p.mean(0)
+        total += (torch.xlogy(p, p).sum() / len(p) - torch.xlogy(mean, mean).sum()).clamp(min=0)
+    return counted(total, len(rows))

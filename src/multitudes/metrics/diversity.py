@@ -7,7 +7,7 @@
 `divergences.py` compares their probabilities, `ambiguity.py` their losses. All are means over rows, and over pairs of
 different members. `pairwise_*` tell who differs from whom, `[S, S]`. A single member does not differ from itself: its
 disagreement is 0; the Q-statistic and the correlation, which compare two members' errors, are NaN. Where no classes are
-needed, `target` may be left out.
+needed, `target` may be left out. torchmetrics makes a scalar of the `[1, 1]` that a single member has.
 """
 
 from __future__ import annotations
@@ -18,49 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.checks import check_count
 from multitudes.core.multitude import Multitude
-from multitudes.metrics.inputs import Prediction, Rows, check_finite, read_rows, read_without_target
-from multitudes.metrics.streaming import RowsMetric, TargetlessMetric, counted, mean_of
+from multitudes.metrics.declare import NEITHER, TARGETLESS, metric
+from multitudes.metrics.inputs import Rows, check_finite
+from multitudes.metrics.streaming import counted
 from multitudes.training.recorder import Recorder, check_fits, flat_state, weights_of
 
-__all__ = [
-    "Disagreement",
-    "ErrorCorrelation",
-    "NormalisedDisagreement",
-    "PairwiseDisagreement",
-    "QStatistic",
-    "cosine_similarity",
-    "disagreement",
-    "error_correlation",
-    "normalised_disagreement",
-    "pairwise_disagreement",
-    "q_statistic",
-]
+__all__ = ["cosine_similarity"]
 
 _CHUNK = 2**20  # how many float64 numbers are worked on at a time
-
-
-class PairsMetric(RowsMetric):
-    """A metric whose sums are tables of pairs of members, `[tables, S, S]`: it needs the number of `members` first.
-
-    torchmetrics makes a scalar of a matrix of one number, which a single member has.
-    """
-
-    higher_is_better = None
-    tables = 2
-
-    def __init__(self, members: int, ignore: int | None = None, **kwargs: Any) -> None:
-        super().__init__(ignore, shape=(self.tables, check_count("members", members), members), **kwargs)
-        self.members = members
-
-    def _sums(self, rows: Rows) -> Tensor:
-        if (found := rows.members(type(self).__name__).members) != self.members:
-            raise ValueError(f"prediction must have members={self.members}, got {found}")
-        return self._tables(rows)
-
-    def _tables(self, rows: Rows) -> Tensor:
-        raise NotImplementedError
 
 
 def _off_diagonal(matrix: Tensor) -> Tensor:
@@ -77,16 +43,14 @@ def over_pairs(matrix: Tensor) -> Tensor:
 # Labels -------------------------------------------------------------------------------------------------
 
 
-def pairwise_disagreement_update(rows: Rows) -> Tensor:
-    """Rows -> on how many each pair's labels differ, and of how many, `[2, S, S]`."""
-    labels = rows.members("pairwise_disagreement").predictions.argmax(2)
-    return counted(torch.stack([(labels != own).sum(1) for own in labels]), len(rows))
+def _differing(rows: Rows, metric: str) -> Tensor:
+    """On how many rows the labels of two members differ, `[S, S]`, for the metric of this name."""
+    labels = rows.members(metric).predictions.argmax(2)
+    return torch.stack([(labels != own).sum(1) for own in labels]).double()
 
 
-pairwise_disagreement_compute = mean_of
-
-
-def pairwise_disagreement(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Tensor:
+@metric("PairwiseDisagreement", better=NEITHER, kind=TARGETLESS, shape=(2, "members", "members"))
+def pairwise_disagreement(rows: Rows) -> Tensor:
     """The share of rows on which two members' labels differ, `[S, S]`.
 
     >>> from multitudes import Predictive
@@ -96,25 +60,11 @@ def pairwise_disagreement(prediction: Prediction, target: Tensor | None = None, 
             [0.2500, 0.0000, 0.5000],
             [0.7500, 0.5000, 0.0000]], dtype=torch.float64)
     """
-    return pairwise_disagreement_compute(pairwise_disagreement_update(read_without_target(prediction, target, ignore)))
+    return counted(_differing(rows, "pairwise_disagreement"), len(rows))
 
 
-class PairwiseDisagreement(TargetlessMetric, PairsMetric):
-    """`pairwise_disagreement`, streaming; it needs the number of `members` first."""
-
-    def _tables(self, rows: Rows) -> Tensor:
-        return pairwise_disagreement_update(rows)
-
-
-def disagreement_update(rows: Rows) -> Tensor:
-    """Rows -> the sum of the shares of pairs of members whose labels differ, and the number of rows, `[2]`."""
-    return counted(over_pairs(pairwise_disagreement_update(rows)[0]), len(rows))
-
-
-disagreement_compute = mean_of
-
-
-def disagreement(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Tensor:
+@metric("Disagreement", better=NEITHER, kind=TARGETLESS, group="diversity")
+def disagreement(rows: Rows) -> Tensor:
     """The share of rows on which two members' labels differ, mean over pairs of members.
 
     >>> from multitudes import Predictive
@@ -122,29 +72,14 @@ def disagreement(prediction: Prediction, target: Tensor | None = None, ignore: i
     >>> float(disagreement(Predictive(nn.functional.one_hot(votes).float())))  # (0.25 + 0.75 + 0.5) / 3
     0.5
     """
-    return disagreement_compute(disagreement_update(read_without_target(prediction, target, ignore)))
-
-
-class Disagreement(TargetlessMetric):
-    """`disagreement`, streaming."""
-
-    def _sums(self, rows: Rows) -> Tensor:
-        return disagreement_update(rows)
+    return counted(over_pairs(_differing(rows, "disagreement")), len(rows))
 
 
 # Errors -------------------------------------------------------------------------------------------------
 
 
-def normalised_disagreement_update(rows: Rows) -> Tensor:
-    """Rows -> the sums of the shares of pairs that differ, and of members that err, `[2]`."""
-    wrong = rows.members("normalised_disagreement").predictions.argmax(2) != rows.target
-    return torch.stack([disagreement_update(rows)[0], wrong.mean(0, dtype=torch.float64).sum()])
-
-
-normalised_disagreement_compute = mean_of
-
-
-def normalised_disagreement(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Tensor:
+@metric("NormalisedDisagreement", better=NEITHER)
+def normalised_disagreement(rows: Rows) -> Tensor:
     """`d / (1 - a)`: the disagreement d, for members of the mean accuracy a; NaN at a = 1, where d is 0 too.
 
     The less accurate members are, the more they may differ by chance (Fort et al., section 4.2).
@@ -155,45 +90,36 @@ def normalised_disagreement(prediction: Prediction, target: Tensor | None = None
     >>> float(normalised_disagreement(p, torch.tensor([0, 0, 1, 1])))  # 0.25 / (1 - 0.875)
     2.0
     """
-    return normalised_disagreement_compute(normalised_disagreement_update(read_rows(prediction, target, ignore)))
+    wrong = rows.members("normalised_disagreement").predictions.argmax(2) != rows.target
+    differing = over_pairs(_differing(rows, "normalised_disagreement"))
+    return torch.stack([differing, wrong.mean(0, dtype=torch.float64).sum()])
 
 
-class NormalisedDisagreement(RowsMetric):
-    """`normalised_disagreement`, streaming."""
-
-    higher_is_better = None
-
-    def _sums(self, rows: Rows) -> Tensor:
-        return normalised_disagreement_update(rows)
-
-
-def errors_update(rows: Rows) -> Tensor:
+def _together(rows: Rows, name: str) -> Tensor:
     """Rows -> how often each pair is right or wrong together, `[4, S, S]`.
 
     The tables are `N11` (both right), `N10` (only the first right), `N01` (only the second) and `N00` (both wrong).
     """
-    right = (rows.members("q_statistic").predictions.argmax(2) == rows.target).double()
+    right = (rows.members(name).predictions.argmax(2) == rows.target).double()
     wrong = 1 - right
     return torch.stack([one @ other.T for one in (right, wrong) for other in (right, wrong)])
 
 
-q_statistic_update = error_correlation_update = errors_update
-
-
-def q_statistic_compute(tables: Tensor) -> Tensor:
+def _q(tables: Tensor) -> Tensor:
     """Tables `[4, S, S]` -> Q, mean over pairs, a float64 scalar; NaN if it is not defined for some pair."""
     n11, n10, n01, n00 = tables
     return _off_diagonal((n11 * n00 - n01 * n10) / (n11 * n00 + n01 * n10)).mean()
 
 
-def error_correlation_compute(tables: Tensor) -> Tensor:
+def _correlation(tables: Tensor) -> Tensor:
     """Tables `[4, S, S]` -> the correlation, mean over pairs, a float64 scalar; NaN if not defined for some pair."""
     n11, n10, n01, n00 = tables
     spread = (n11 + n10) * (n01 + n00) * (n11 + n01) * (n10 + n00)
     return _off_diagonal((n11 * n00 - n01 * n10) / spread.sqrt()).mean()
 
 
-def q_statistic(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Tensor:
+@metric("QStatistic", _q, better=NEITHER, shape=(4, "members", "members"))
+def q_statistic(rows: Rows) -> Tensor:
     """Yule's Q of two members' errors, `(N11 N00 - N01 N10) / (N11 N00 + N01 N10)`, mean over pairs; from -1 to 1.
 
     0 where members err independently, above it where they err on the same rows. It is not defined, and NaN, where the
@@ -205,33 +131,13 @@ def q_statistic(prediction: Prediction, target: Tensor | None = None, ignore: in
     >>> round(float(q_statistic(p, y)), 4), round(float(error_correlation(p, y)), 4)  # N11, N10, N01, N00 = 2, 1, 1, 1
     (0.3333, 0.1667)
     """
-    return q_statistic_compute(q_statistic_update(read_rows(prediction, target, ignore)))
+    return _together(rows, "q_statistic")
 
 
-def error_correlation(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Tensor:
+@metric("ErrorCorrelation", _correlation, better=NEITHER, shape=(4, "members", "members"))
+def error_correlation(rows: Rows) -> Tensor:
     """Pearson's correlation of two members' errors, mean over pairs; NaN if some member is always right, or wrong."""
-    return error_correlation_compute(error_correlation_update(read_rows(prediction, target, ignore)))
-
-
-class QStatistic(PairsMetric):
-    """`q_statistic`, streaming; it needs the number of `members` first."""
-
-    tables = 4
-
-    def _tables(self, rows: Rows) -> Tensor:
-        return errors_update(rows)
-
-    def compute(self) -> Tensor:
-        """The mean over pairs of members, over all rows so far."""
-        return q_statistic_compute(self.sums)
-
-
-class ErrorCorrelation(QStatistic):
-    """`error_correlation`, streaming; it needs the number of `members` first."""
-
-    def compute(self) -> Tensor:
-        """The mean over pairs of members, over all rows so far."""
-        return error_correlation_compute(self.sums)
+    return _together(rows, "error_correlation")
 
 
 # Weights ------------------------------------------------------------------------------------------------

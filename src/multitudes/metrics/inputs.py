@@ -1,7 +1,7 @@
 """What a classification metric is given: predictions and classes, checked and laid out as rows.
 
-`read_rows` is the one place that knows what predictions and targets may look like; `streaming.py` has the metrics
-over them, and `regression_inputs.py` is the same for regression.
+`read_rows` is the one place that knows what predictions and targets may look like; `regression_inputs.py` is the same
+for regression.
 """
 
 from __future__ import annotations
@@ -10,25 +10,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from multitudes.core.predictive import Predictive
 
-__all__ = [
-    "Prediction",
-    "Rows",
-    "check_classes",
-    "check_finite",
-    "check_ignore",
-    "check_mask",
-    "kind_of",
-    "places",
-    "read_rows",
-    "read_without_target",
-]
+__all__ = ["Rows", "read_rows"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -104,7 +93,7 @@ class Rows:
 Prediction = Predictive | Tensor | Rows
 
 
-def read_rows(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Rows:
+def read_rows(prediction: Prediction, target: Tensor | None = None, ignore: Ignore = None) -> Rows:
     """Check predictions and classes, and lay them out as rows.
 
     - `prediction`: a `Predictive` of classification, logits `[S, B, C, ...]`, or a tensor of probabilities
@@ -119,7 +108,7 @@ def read_rows(prediction: Prediction, target: Tensor | None = None, ignore: int 
     >>> rows, rows.probs, rows.target
     (Rows(rows=1, classes=2, members=None), tensor([[0.5000, 0.5000]]), tensor([1]))
     """
-    check_ignore(ignore)
+    check_ignore("ignore", ignore)
     if isinstance(prediction, Rows):
         if target is not None:
             raise ValueError(f"target must be left out where prediction is {prediction!r}, which has its targets")
@@ -142,7 +131,7 @@ def read_rows(prediction: Prediction, target: Tensor | None = None, ignore: int 
     return _without(Rows(probs, target.to(probs.device).reshape(-1), predictive), ignore)
 
 
-def read_without_target(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Rows:
+def read_without_target(prediction: Prediction, target: Tensor | None = None, ignore: Ignore = None) -> Rows:
     """`read_rows` for what needs no classes: `target` only says which rows to `ignore`, and may be left out.
 
     The classes of rows that come without them are all 0, and nobody asks for them.
@@ -171,16 +160,14 @@ def _without(rows: Rows, ignore: int | None) -> Rows:
 # Checks -------------------------------------------------------------------------------------------------
 
 
-def check_ignore(ignore: int | None) -> None:
-    """Raise ValueError unless `ignore` can be a label."""
-    if ignore is not None and (not isinstance(ignore, int) or isinstance(ignore, bool)):
-        raise ValueError(f"ignore must be an integer label or None, got {ignore!r}")
+def check_ignore(name: str, label: int | None) -> None:
+    """Raise ValueError unless it can be a label, or is None."""
+    if label is not None and (not isinstance(label, int) or isinstance(label, bool)):
+        raise ValueError(f"{name} must be an integer label or None, got {label!r}")
 
 
-def check_classes(rows: Rows, classes: int) -> None:
-    """Raise ValueError unless the rows are of so many classes."""
-    if rows.classes != classes:
-        raise ValueError(f"prediction must have classes={classes} in dim 1, got {rows.classes}")
+Ignore = Annotated[int | None, check_ignore]
+"""A label whose rows are left out."""
 
 
 def check_mask(name: str, mask: Any, shape: Sequence[int]) -> None:
@@ -265,11 +252,7 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 def _unravel(number: int, shape: Sequence[int]) -> list[int]:
     """The index in a tensor of this shape of its element `number`, counted along the last dimension first."""
-    index = []
-    for size in reversed(shape):
-        number, position = divmod(number, size)
-        index.append(position)
-    return index[::-1]
+    return [int(index) for index in torch.unravel_index(torch.tensor(number), tuple(shape))]
 
 
 def _flat_predictive(predictive: Predictive) -> Predictive:

@@ -1,9 +1,9 @@
-"""Tell inputs of another kind from those a network knows: AUROC, AUPR and FPR at 95 % recall, by any criterion.
+"""Tell out-of-distribution inputs from those a network knows: AUROC, AUPR and FPR at 95 % recall, by any uncertainty.
 
-`criteria.py` has the criteria, scores that are higher the more a prediction looks out of distribution. Each distinct
-score is a threshold, so that equal scores are never torn apart, and the measures are scikit-learn's `roc_auc_score`
-and `average_precision_score`. torchmetrics squeezes scores into [0, 1] by a sigmoid in float32, which makes large ones
-equal; here are exact counts. A single network has no disagreement, and by that criterion an AUROC of 1/2.
+`uncertainties.py` has the uncertainties, which are higher the more a prediction looks out of distribution. Each
+distinct one is a threshold, so that equal scores are never torn apart, and the measures are scikit-learn's
+`roc_auc_score` and `average_precision_score`. torchmetrics squeezes scores into [0, 1] by a sigmoid in float32, which
+makes large ones equal; here are exact counts. A single network has no disagreement, and by that an AUROC of 1/2.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multitudes.core.checks import check_number
-from multitudes.metrics.criteria import CRITERIA, OF_PROBABILITIES
+from multitudes.metrics.declare import HIGHER, LOWER, ranked
 from multitudes.metrics.inputs import Prediction, Rows, check_mask, kind_of, places, read_without_target
 from multitudes.metrics.streaming import KeptMetric
+from multitudes.metrics.uncertainties import OF_PROBABILITIES, UNCERTAINTIES
 
 __all__ = ["Detection", "OODDetection", "OODTable", "aupr", "auroc", "detect", "fpr_at_recall"]
 
 # Measures -----------------------------------------------------------------------------------------------
 
 
+@ranked(HIGHER)
 def auroc(scores: Tensor, positive: Tensor) -> Tensor:
     """The probability that a positive has a higher score than a negative, where a tie counts one half.
 
@@ -37,6 +39,7 @@ def auroc(scores: Tensor, positive: Tensor) -> Tensor:
     return _auroc(*_counts(*_checked(scores, positive)))
 
 
+@ranked(HIGHER)
 def aupr(scores: Tensor, positive: Tensor) -> Tensor:
     """Average precision, `sum_k (R_k - R_k-1) P_k` over the distinct scores from the highest, as in scikit-learn.
 
@@ -49,6 +52,7 @@ def aupr(scores: Tensor, positive: Tensor) -> Tensor:
     return _aupr(*_counts(*_checked(scores, positive)))
 
 
+@ranked(LOWER, "fpr95")
 def fpr_at_recall(scores: Tensor, positive: Tensor, recall: float = 0.95) -> Tensor:
     """The smallest false-positive rate of a threshold that finds the share `recall` of the positives or more.
 
@@ -98,11 +102,11 @@ def _checked(scores: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
     return scores.detach(), positive.to(scores.device)
 
 
-# The table of all criteria ------------------------------------------------------------------------------
+# The table of all uncertainties ------------------------------------------------------------------------------
 
 
 class Detection(NamedTuple):
-    """How well one criterion tells outside from inside; NaN where one of them was empty."""
+    """How well one uncertainty tells outside from inside; NaN where one of them was empty."""
 
     auroc: float
     aupr: float
@@ -110,7 +114,7 @@ class Detection(NamedTuple):
 
 
 class OODTable:
-    """A `Detection` for each criterion: `table["entropy"].auroc`.
+    """A `Detection` for each uncertainty: `table["entropy"].auroc`.
 
     It also holds how many predictions were `inside` and `outside`, which were `positive`, and the `recall` of `fpr`.
     """
@@ -123,8 +127,8 @@ class OODTable:
         self.positive = positive
         self.recall = recall
 
-    def __getitem__(self, criterion: str) -> Detection:
-        return self._detections[criterion]
+    def __getitem__(self, uncertainty: str) -> Detection:
+        return self._detections[uncertainty]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._detections)
@@ -133,11 +137,11 @@ class OODTable:
         return len(self._detections)
 
     def keys(self) -> KeysView[str]:
-        """The criteria that were computed."""
+        """The uncertainties that were computed."""
         return self._detections.keys()
 
     def items(self) -> ItemsView[str, Detection]:
-        """The criteria and what they reached."""
+        """The uncertainties and what they reached."""
         return self._detections.items()
 
     def __repr__(self) -> str:
@@ -147,27 +151,27 @@ class OODTable:
         return "\n".join([*lines, f"{self.inside} inside, {self.outside} outside; positive: {self.positive}"])
 
 
-def detect_update(rows: Rows, outside: bool | Tensor, criteria: Sequence[str] | None = None) -> Tensor:
-    """Rows, and which are outside -> that and the scores by each criterion, `[N, 1 + criteria]`.
+def detect_update(rows: Rows, outside: bool | Tensor, uncertainties: Sequence[str] | None = None) -> Tensor:
+    """Rows, and which are outside -> that and the scores by each uncertainty, `[N, 1 + uncertainties]`.
 
-    Without a choice of criteria it is all of them, and NaN for those that plain probabilities do not have.
+    Without a choice of uncertainties it is all of them, and NaN for those that plain probabilities do not have.
     """
     columns = [torch.as_tensor(outside, device=rows.probs.device).to(rows.probs.dtype).expand(len(rows))]
-    for name in CRITERIA if criteria is None else criteria:
-        if criteria is None and rows.predictive is None and name not in OF_PROBABILITIES:
+    for name in UNCERTAINTIES if uncertainties is None else uncertainties:
+        if uncertainties is None and rows.predictive is None and name not in OF_PROBABILITIES:
             columns.append(torch.full_like(columns[0], torch.nan))
         else:
-            columns.append(CRITERIA[name](rows))
+            columns.append(UNCERTAINTIES[name](rows))
     return torch.stack(columns, 1)
 
 
 def detect_compute(
-    table: Tensor, criteria: Sequence[str] | None = None, positive: str = "out", recall: float = 0.95
+    table: Tensor, uncertainties: Sequence[str] | None = None, positive: str = "out", recall: float = 0.95
 ) -> OODTable:
-    """What `detect_update` gave, of all rows -> how well each criterion tells outside from inside."""
+    """What `detect_update` gave, of all rows -> how well each uncertainty tells outside from inside."""
     outside, detections = table[:, 0] == 1, {}
-    for name, scores in zip(CRITERIA if criteria is None else criteria, table[:, 1:].T, strict=True):
-        if criteria is None and bool(scores.isnan().any()):
+    for name, scores in zip(UNCERTAINTIES if uncertainties is None else uncertainties, table[:, 1:].T, strict=True):
+        if uncertainties is None and bool(scores.isnan().any()):
             continue
         counts = _counts(*_checked(scores, outside) if positive == "out" else _checked(-scores, ~outside))
         detections[name] = Detection(float(_auroc(*counts)), float(_aupr(*counts)), float(_fpr(*counts, recall)))
@@ -177,15 +181,15 @@ def detect_compute(
 def detect(
     inside: Prediction,
     outside: Prediction,
-    criteria: Sequence[str] | None = None,
+    uncertainties: Sequence[str] | None = None,
     positive: str = "out",
     recall: float = 0.95,
 ) -> OODTable:
-    """How well predictions of inputs inside and outside of the distribution can be told apart, by each criterion.
+    """How well predictions of inputs inside and outside of the distribution can be told apart, by each uncertainty.
 
     - `inside`, `outside`: a `Predictive` of classification or probabilities, `[B, C, ...]` and `[B', C, ...]`. Each
       pixel of dense predictions counts.
-    - `criteria`: names of `CRITERIA`. Without them the table has all that exist for what is given: for plain
+    - `uncertainties`: names of `UNCERTAINTIES`. Without them the table has all that exist for what is given: for plain
       probabilities `max_probability` and `entropy`.
     - `positive`: which of the two is to be found, and so is the positive class of AUPR and of the FPR, "out" or "in".
     - `recall`: what share of the positives is to be found where false positives are counted.
@@ -193,7 +197,7 @@ def detect(
     >>> from multitudes import Predictive
     >>> known = Predictive(torch.tensor([[[5.0, 0.0], [4.0, 0.0]], [[6.0, 0.0], [0.0, 1.0]]]))
     >>> new = Predictive(torch.tensor([[[1.0, 0.0], [0.0, 9.0]], [[0.0, 1.0], [7.0, 0.0]]]))
-    >>> table = detect(known, new, criteria=["entropy", "disagreement", "energy"])
+    >>> table = detect(known, new, uncertainties=["entropy", "disagreement", "energy"])
     >>> table
                    auroc    aupr   fpr95
     entropy       1.0000  1.0000  0.0000
@@ -203,7 +207,7 @@ def detect(
     >>> table["disagreement"].auroc
     0.75
     """
-    _check_options(criteria, positive, recall)
+    _check_options(uncertainties, positive, recall)
     rows = []
     for name, prediction in (("inside", inside), ("outside", outside)):
         try:
@@ -215,30 +219,30 @@ def detect(
     device, other = rows[0].probs.device, rows[1].probs.device
     if device != other:  # devices round differently, which would tear ties apart
         raise ValueError(f"outside must be on the device of inside, {device}, got {other}")
-    tables = [detect_update(rows[0], False, criteria), detect_update(rows[1], True, criteria)]
-    return detect_compute(torch.cat(tables), criteria, positive, recall)
+    tables = [detect_update(rows[0], False, uncertainties), detect_update(rows[1], True, uncertainties)]
+    return detect_compute(torch.cat(tables), uncertainties, positive, recall)
 
 
 class OODDetection(KeptMetric):
     """`detect`, streaming.
 
-    Ranks are known only at the end, so it keeps a number for each prediction and criterion, and one more: in float32
-    36 MB for a million predictions and all criteria. Batches should come from one device, since each rounds in its own
-    way, which tears ties apart.
+    Ranks are known only at the end, so it keeps a number for each prediction and uncertainty, and one more: in float32
+    36 MB for a million predictions and all uncertainties. Batches should come from one device, since each rounds in its
+    own way, which tears ties apart.
     """
 
     higher_is_better = None
 
     def __init__(
-        self, criteria: Sequence[str] | None = None, positive: str = "out", recall: float = 0.95, **kwargs: Any
+        self, uncertainties: Sequence[str] | None = None, positive: str = "out", recall: float = 0.95, **kwargs: Any
     ) -> None:
-        _check_options(criteria, positive, recall)
-        names = criteria if criteria is None else list(criteria)
-        super().__init__(settings=(names,), **kwargs)
-        self.criteria = names
+        _check_options(uncertainties, positive, recall)
+        names = uncertainties if uncertainties is None else list(uncertainties)
+        columns = 1 + len(UNCERTAINTIES if names is None else names)
+        super().__init__(settings=(names,), columns=columns, **kwargs)
+        self.uncertainties = names
         self.positive = positive
         self.recall = recall
-        self.columns = 1 + len(CRITERIA if names is None else names)
 
     def update(self, prediction: Prediction, outside: bool | Tensor) -> None:
         """Add a batch `[B, C, ...]`, and whether it is outside: all of it, or where, a boolean tensor `[B, ...]`."""
@@ -246,17 +250,19 @@ class OODDetection(KeptMetric):
         if not isinstance(outside, bool):
             check_mask("outside", outside, places(prediction))
             outside = outside.flatten()
-        self._keep(detect_update(rows, outside, self.criteria))
+        self._add(detect_update(rows, outside, self.uncertainties))
 
     def compute(self) -> OODTable:
         """The table over all predictions so far; its measures are NaN unless there were some inside and outside."""
-        return detect_compute(self._kept(), self.criteria, self.positive, self.recall)
+        return detect_compute(self._all(), self.uncertainties, self.positive, self.recall)
 
 
-def _check_options(criteria: Sequence[str] | None, positive: str, recall: float) -> None:
-    names = tuple(criteria) if isinstance(criteria, (list, tuple)) else ()
-    if criteria is not None and (not names or any(name not in tuple(CRITERIA) for name in names)):
-        raise ValueError(f"criteria must be None or a list of names from {', '.join(CRITERIA)}, got {criteria!r}")
+def _check_options(uncertainties: Sequence[str] | None, positive: str, recall: float) -> None:
+    names = tuple(uncertainties) if isinstance(uncertainties, (list, tuple)) else ()
+    if uncertainties is not None and (not names or any(name not in tuple(UNCERTAINTIES) for name in names)):
+        raise ValueError(
+            f"uncertainties must be None or a list of names from {', '.join(UNCERTAINTIES)}, got {uncertainties!r}"
+        )
     if positive not in ("out", "in"):
         raise ValueError(f"positive must be 'out' or 'in', got {positive!r}")
     check_number("recall", recall, 0, 1, above=True)

@@ -1,11 +1,11 @@
 """How good predicted values are: RMSE, log density, CRPS, intervals, and calibration of quantiles.
 
-Predictions are mixtures of the members' Gaussians (`regression_inputs.py` says which, and what `tau` is), and every
-output of every input is a value of its own: all numbers are one mean over all of them.
+Predictions are mixtures of the members' Gaussians (`regression_inputs.py` says which, and what `noise_precision` is);
+every output of every input is a value of its own: all numbers are one mean over all of them.
 
-- Density, CRPS and quantiles are those of the mixture itself. Without `tau`, members of `task="regression"` are points:
-  there is no density then, CRPS and quantiles are those of the members' step function, and few members make coarse
-  quantiles.
+- Density, CRPS and quantiles are those of the mixture itself. Without `noise_precision`, members of `task="regression"`
+  are points: there is no density then, CRPS and quantiles are those of the members' step function, and few members make
+  coarse quantiles.
 - Intervals, and `gaussian_ece` which looks at all of them, are those of the Gaussian with the mixture's mean and
   variance, as `Predictive.interval` gives them.
 
@@ -23,136 +23,82 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.core.checks import check_count
+from multitudes.metrics.declare import HIGHER, LOWER, NEITHER, Count, metric
 from multitudes.metrics.regression_inputs import (
+    DENSITY,
+    INTERVALS,
+    REGRESSION,
     Forecast,
-    ForecastMetric,
     Forecasts,
-    IntervalMetric,
     Intervals,
     read_forecasts,
-    read_intervals,
 )
-from multitudes.metrics.streaming import mean_of, total_of
+from multitudes.metrics.streaming import counted, mean_of, total_of
 
-__all__ = [
-    "CRPS",
-    "RMSE",
-    "GaussianECE",
-    "IntervalCoverage",
-    "IntervalWidth",
-    "LogDensity",
-    "QuantileCalibration",
-    "QuantileDiagram",
-    "crps",
-    "fit_precision",
-    "gaussian_ece",
-    "interval_coverage",
-    "interval_width",
-    "log_density",
-    "quantile_calibration",
-    "rmse",
-]
-
+__all__ = ["QuantileCalibration", "fit_noise_precision"]
 
 # The mean -----------------------------------------------------------------------------------------------
 
 
-def rmse_update(forecasts: Forecasts) -> Tensor:
-    """Forecasts -> the sum of squared errors of the mean, and the number of values, `[2]`."""
-    return total_of((forecasts.mean - forecasts.target).square())
-
-
-def rmse_compute(sums: Tensor) -> Tensor:
+def _root(sums: Tensor) -> Tensor:
     """Sums `[2]` -> the root of the mean, a float64 scalar; NaN without values."""
     return mean_of(sums).sqrt()
 
 
-def rmse(prediction: Forecast, target: Tensor | None = None, scale: float = 1.0) -> Tensor:
+@metric("RMSE", _root, better=LOWER, kind=REGRESSION, group="scores", shifted=True, settings=["scale"])
+def rmse(forecasts: Forecasts) -> Tensor:
     """Root mean squared error of the members' mean: one root, over all outputs of all inputs.
 
     >>> round(float(rmse(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]))), 4)  # sqrt((0 + 4) / 2)
     1.4142
     """
-    return rmse_compute(rmse_update(read_forecasts(prediction, target, scale=scale)))
-
-
-class RMSE(ForecastMetric):
-    """`rmse`, streaming."""
-
-    higher_is_better = False
-
-    def __init__(self, scale: float = 1.0, **kwargs: Any) -> None:
-        super().__init__(scale=scale, **kwargs)
-
-    def _sums(self, forecasts: Forecasts) -> Tensor:
-        return rmse_update(forecasts)
-
-    def compute(self) -> Tensor:
-        """The error over all values so far."""
-        return rmse_compute(self.sums)
+    return total_of((forecasts.mean - forecasts.target).square())
 
 
 # Proper scores ------------------------------------------------------------------------------------------
 
 
-def log_density_update(forecasts: Forecasts) -> Tensor:
-    """Forecasts -> the sum of `log p(y)`, and the number of values, `[2]`."""
+@metric("LogDensity", better=HIGHER, kind=DENSITY, group="scores")
+def log_density(forecasts: Forecasts) -> Tensor:
+    """Mean log predictive density in nats, `log 1/S sum_s N(y; mu_s, sigma_s^2)`; above 0 where densities exceed 1.
+
+    With the noise precision tau it is `logsumexp_s(-tau/2 (y - mu_s)^2) - log S - 1/2 log(2 pi) + 1/2 log tau`. Several
+    outputs of one input count one by one: it is the mean of their own densities, not the density of them all.
+
+    >>> from multitudes import Predictive
+    >>> p = Predictive(torch.tensor([[0.0], [2.0]]), task="regression")  # both members are 1 off
+    >>> round(float(log_density(p, torch.tensor([1.0]), noise_precision=1.0)), 4)  # -1/2 - 1/2 log(2 pi)
+    -1.4189
+    """
     if not forecasts.noisy:
-        raise ValueError("tau must be given where members predict no variance, since points have no density, got None")
+        raise ValueError(
+            "noise_precision must be given where members predict no variance, since points have no density, got None"
+        )
     return total_of(forecasts.log_density)
 
 
-log_density_compute = mean_of
+def fit_noise_precision(prediction: Forecast, target: Tensor | None = None) -> float:
+    """The `noise_precision` that maximises `log_density` of means `[S, B]` or `[S, B, D, ...]` on held-out data.
 
-
-def log_density(
-    prediction: Forecast, target: Tensor | None = None, tau: float | None = None, scale: float = 1.0
-) -> Tensor:
-    """Mean log predictive density in nats, `log 1/S sum_s N(y; mu_s, sigma_s^2)`; above 0 where densities exceed 1.
-
-    With `tau` it is `logsumexp_s(-tau/2 (y - mu_s)^2) - log S - 1/2 log(2 pi) + 1/2 log tau`. Several outputs of one
-    input count one by one: it is the mean of their own densities, not the density of them all.
-
-    >>> from multitudes import Predictive
-    >>> p = Predictive(torch.tensor([[0.0], [2.0]]), task="regression")
-    >>> round(float(log_density(p, torch.tensor([1.0]), tau=1.0)), 4)  # both members are 1 off: -1/2 - 1/2 log(2 pi)
-    -1.4189
-    """
-    return log_density_compute(log_density_update(read_forecasts(prediction, target, tau, scale)))
-
-
-class LogDensity(ForecastMetric):
-    """`log_density`, streaming."""
-
-    higher_is_better = True
-
-    def _sums(self, forecasts: Forecasts) -> Tensor:
-        return log_density_update(forecasts)
-
-
-def fit_precision(prediction: Forecast, target: Tensor | None = None) -> float:
-    """The `tau` that maximises `log_density` of means `[S, B]` or `[S, B, D, ...]` on held-out data.
-
-    For a single member it is 1 / MSE. For several, `1 / tau` is at its best a weighted mean of squared errors, in which
-    the members that are nearer to a value weigh more: it lies between the mean of each value's least error and the mean
+    For a single member it is 1 / MSE. For several, the best variance is a weighted mean of squared errors, in which the
+    members that are nearer to a value weigh more: it lies between the mean of each value's least error and the mean
     of all. There a grid is searched, then the surroundings of its best point by a finer one, until they are a point.
 
-    >>> fit_precision(torch.tensor([0.0, 0.0]), torch.tensor([1.0, 3.0]))
+    >>> fit_noise_precision(torch.tensor([0.0, 0.0]), torch.tensor([1.0, 3.0]))
     0.2
     """
     forecasts = read_forecasts(prediction, target)
     if bool((forecasts.variances > 0).any()):
-        raise ValueError("prediction must be means alone: tau is no part of members that have a variance")
+        raise ValueError("prediction must be means alone: members that have a variance need no noise_precision")
     squares = (forecasts.target - forecasts.means).square()
     least, most = float(squares.amin(0).mean()), float(squares.mean())
     if not least > 0:  # 0, or NaN of no values
         raise ValueError(
-            f"target must hold a value that no member hits exactly, or tau has no finite best, got {forecasts!r}"
+            f"target must hold a value that no member hits exactly, or no finite precision is best, got {forecasts!r}"
         )
 
-    def mean_log_density(log_tau: Tensor) -> Tensor:
-        return (-0.5 * log_tau.exp() * squares).logsumexp(0).mean() + 0.5 * log_tau
+    def mean_log_density(log_precision: Tensor) -> Tensor:
+        return (-0.5 * log_precision.exp() * squares).logsumexp(0).mean() + 0.5 * log_precision
 
     low, high = -math.log(most), -math.log(least)
     while high - low > 1e-9:
@@ -162,15 +108,8 @@ def fit_precision(prediction: Forecast, target: Tensor | None = None) -> float:
     return math.exp((low + high) / 2)
 
 
-def crps_update(forecasts: Forecasts) -> Tensor:
-    """Forecasts -> the sum of CRPS, and the number of values, `[2]`."""
-    return total_of(forecasts.crps)
-
-
-crps_compute = mean_of
-
-
-def crps(prediction: Forecast, target: Tensor | None = None, tau: float | None = None, scale: float = 1.0) -> Tensor:
+@metric("CRPS", better=LOWER, kind=REGRESSION, group="scores", shifted=True)
+def crps(forecasts: Forecasts) -> Tensor:
     """Continuous ranked probability score of the mixture, the mean of `integral (F(x) - 1[y <= x])^2 dx`; 0 is best.
 
     `1/S sum_s A(y - mu_s, sigma_s^2) - 1/(2 S^2) sum_st A(mu_s - mu_t, sigma_s^2 + sigma_t^2)`, where
@@ -182,56 +121,25 @@ def crps(prediction: Forecast, target: Tensor | None = None, tau: float | None =
     >>> float(crps(p, torch.tensor([1.0])))  # F is 1/2 from 0 to 2, and 1/2 off everywhere there
     0.5
     """
-    return crps_compute(crps_update(read_forecasts(prediction, target, tau, scale)))
-
-
-class CRPS(ForecastMetric):
-    """`crps`, streaming."""
-
-    higher_is_better = False
-
-    def _sums(self, forecasts: Forecasts) -> Tensor:
-        return crps_update(forecasts)
+    return total_of(forecasts.crps)
 
 
 # Intervals ----------------------------------------------------------------------------------------------
 
 
-def interval_coverage_update(intervals: Intervals) -> Tensor:
-    """Intervals -> how many hold their value, ends included, and of how many, `[2]`."""
-    return total_of((intervals.low <= intervals.target) & (intervals.target <= intervals.high))
-
-
-def interval_width_update(intervals: Intervals) -> Tensor:
-    """Intervals -> the sum of their widths, and their number, `[2]`."""
-    return total_of(intervals.high - intervals.low)
-
-
-interval_coverage_compute = interval_width_compute = mean_of
-
-
-def interval_coverage(
-    prediction: Forecast | tuple[Tensor, Tensor],
-    target: Tensor | None = None,
-    level: float = 0.95,
-    tau: float | None = None,
-) -> Tensor:
-    """The share of values within the central intervals of `level`, or within given ones, `(low, high)`.
+@metric("IntervalCoverage", better=NEITHER, kind=INTERVALS, group="calibration", score="coverage_95")
+def interval_coverage(intervals: Intervals) -> Tensor:
+    """The share of values within the central intervals of `level`, or within given ones, `(low, high)`, ends included.
 
     >>> low, high = torch.tensor([0.0, 0.0]), torch.tensor([1.0, 1.0])
     >>> float(interval_coverage((low, high), torch.tensor([0.5, 2.0])))
     0.5
     """
-    return interval_coverage_compute(interval_coverage_update(read_intervals(prediction, target, level, tau)))
+    return total_of((intervals.low <= intervals.target) & (intervals.target <= intervals.high))
 
 
-def interval_width(
-    prediction: Forecast | tuple[Tensor, Tensor],
-    target: Tensor | None = None,
-    level: float = 0.95,
-    tau: float | None = None,
-    scale: float = 1.0,
-) -> Tensor:
+@metric("IntervalWidth", better=NEITHER, kind=INTERVALS, group="calibration", score="width_95")
+def interval_width(intervals: Intervals) -> Tensor:
     """The mean width of the central intervals of `level`, or of given ones, `(low, high)`.
 
     >>> from multitudes import Predictive
@@ -239,25 +147,7 @@ def interval_width(
     >>> round(float(interval_width(p, torch.tensor([0.0]), level=0.95)), 4)  # 2 * 1.96
     3.9199
     """
-    return interval_width_compute(interval_width_update(read_intervals(prediction, target, level, tau, scale)))
-
-
-class IntervalCoverage(IntervalMetric):
-    """`interval_coverage`, streaming."""
-
-    higher_is_better = None
-
-    def _sums_of(self, intervals: Intervals) -> Tensor:
-        return interval_coverage_update(intervals)
-
-
-class IntervalWidth(IntervalMetric):
-    """`interval_width`, streaming."""
-
-    higher_is_better = False
-
-    def _sums_of(self, intervals: Intervals) -> Tensor:
-        return interval_width_update(intervals)
+    return total_of(intervals.high - intervals.low)
 
 
 # Calibration --------------------------------------------------------------------------------------------
@@ -269,9 +159,8 @@ def _levels(count: int, like: Tensor) -> Tensor:
 
 
 def _at_most(values: Tensor, levels: int) -> Tensor:
-    """Values in [0, 1], `[N]` -> how many are at most each level, and their number, `[levels + 1]`."""
-    below = (values <= _levels(check_count("levels", levels), values)[:, None]).sum(1)
-    return torch.cat([below, below.new_tensor([len(values)])]).double()
+    """Values in [0, 1], `[N]` -> how many are at most each level, and of how many, `[2, levels]`."""
+    return counted((values <= _levels(levels, values)[:, None]).sum(1), len(values))
 
 
 class QuantileCalibration:
@@ -303,22 +192,20 @@ class QuantileCalibration:
         return "\n".join([" level  observed", *(f"{level:.4f}    {share:.4f}" for level, share in pairs)])
 
 
-def quantile_calibration_update(forecasts: Forecasts, levels: int = 19) -> Tensor:
-    """Forecasts -> for each level how many values have `F(y)` at most that, and their number, `[levels + 1]`."""
-    return _at_most(forecasts.cdf, levels)
+def _diagram(sums: Tensor) -> QuantileCalibration:
+    """Sums `[2, levels]` -> the data of the diagram."""
+    return QuantileCalibration(_levels(sums.shape[1], sums), mean_of(sums), int(sums[1, 0]))
 
 
-def quantile_calibration_compute(sums: Tensor) -> QuantileCalibration:
-    """Sums `[levels + 1]` -> the data of the diagram."""
-    return QuantileCalibration(_levels(len(sums) - 1, sums), sums[:-1] / sums[-1], int(sums[-1]))
+_OF_LEVELS: dict[str, Any] = {"kind": REGRESSION, "shape": (2, "levels"), "settings": ["levels", "noise_precision"]}
 
 
-def quantile_calibration(
-    prediction: Forecast, target: Tensor | None = None, levels: int = 19, tau: float | None = None
-) -> QuantileCalibration:
+@metric("QuantileDiagram", _diagram, better=NEITHER, **_OF_LEVELS)
+def quantile_calibration(forecasts: Forecasts, levels: Count = 19) -> Tensor:
     """The share of values with `F(y) <= p` for the levels `p = 1 / (levels + 1), ..., levels / (levels + 1)`.
 
-    >>> found = quantile_calibration(torch.zeros(4), torch.tensor([-2.0, -1.0, -0.5, 0.5]), levels=3, tau=1.0)
+    >>> y = torch.tensor([-2.0, -1.0, -0.5, 0.5])
+    >>> found = quantile_calibration(torch.zeros(4), y, levels=3, noise_precision=1.0)
     >>> found
      level  observed
     0.2500    0.5000
@@ -327,62 +214,22 @@ def quantile_calibration(
     >>> float(found.error), float(found.squared_error)
     (0.25, 0.0625)
     """
-    return quantile_calibration_compute(quantile_calibration_update(read_forecasts(prediction, target, tau), levels))
+    return _at_most(forecasts.cdf, levels)
 
 
-class QuantileDiagram(ForecastMetric):
-    """`quantile_calibration`, streaming."""
-
-    higher_is_better = None
-
-    def __init__(self, levels: int = 19, tau: float | None = None, **kwargs: Any) -> None:
-        super().__init__(tau, shape=(check_count("levels", levels) + 1,), **kwargs)
-        self.levels = levels
-
-    def _sums(self, forecasts: Forecasts) -> Tensor:
-        return quantile_calibration_update(forecasts, self.levels)
-
-    def compute(self) -> QuantileCalibration:  # type: ignore[override]
-        """The data of the diagram over all values so far."""
-        return quantile_calibration_compute(self.sums)
+def _coverage_error(sums: Tensor) -> Tensor:
+    """Sums `[2, levels]` -> the mean distance of coverage and level, a float64 scalar; NaN without values."""
+    return (mean_of(sums) - _levels(sums.shape[1], sums)).abs().mean()
 
 
-def gaussian_ece_update(forecasts: Forecasts, levels: int = 19) -> Tensor:
-    """Forecasts -> for each level how many values its central interval holds, and their number, `[levels + 1]`."""
-    off = forecasts.target - forecasts.mean
-    z = torch.where(off == 0, 0.0, off / forecasts.std)
-    return _at_most(torch.erf(z.abs() / math.sqrt(2)), levels)  # the least level whose interval reaches the value
-
-
-def gaussian_ece_compute(sums: Tensor) -> Tensor:
-    """Sums `[levels + 1]` -> the mean distance of coverage and level, a float64 scalar; NaN without values."""
-    return (sums[:-1] / sums[-1] - _levels(len(sums) - 1, sums)).abs().mean()
-
-
-def gaussian_ece(
-    prediction: Forecast, target: Tensor | None = None, levels: int = 19, tau: float | None = None
-) -> Tensor:
+@metric("GaussianECE", _coverage_error, better=LOWER, group="calibration", **_OF_LEVELS)
+def gaussian_ece(forecasts: Forecasts, levels: Count = 19) -> Tensor:
     """Expected calibration error of intervals: the mean over levels p of `|coverage of the central interval - p|`.
 
     >>> y = torch.tensor([-1.5, -0.5, 0.2, 0.8])  # intervals of 1/4, 1/2, 3/4 reach 0.32, 0.67, 1.15
-    >>> float(gaussian_ece(torch.zeros(4), y, levels=3, tau=1.0))
+    >>> float(gaussian_ece(torch.zeros(4), y, levels=3, noise_precision=1.0))
     0.0
     """
-    return gaussian_ece_compute(gaussian_ece_update(read_forecasts(prediction, target, tau), levels))
-
-
-class GaussianECE(ForecastMetric):
-    """`gaussian_ece`, streaming."""
-
-    higher_is_better = False
-
-    def __init__(self, levels: int = 19, tau: float | None = None, **kwargs: Any) -> None:
-        super().__init__(tau, shape=(check_count("levels", levels) + 1,), **kwargs)
-        self.levels = levels
-
-    def _sums(self, forecasts: Forecasts) -> Tensor:
-        return gaussian_ece_update(forecasts, self.levels)
-
-    def compute(self) -> Tensor:
-        """The error over all values so far."""
-        return gaussian_ece_compute(self.sums)
+    off = forecasts.target - forecasts.mean
+    z = torch.where(off == 0, 0.0, off / forecasts.std)
+    return _at_most(torch.erf(z.abs() / math.sqrt(2)), levels)  # the least level whose interval reaches the value

@@ -4,36 +4,28 @@ Each member s says of a value y that it is Gaussian, `N(mu_s, sigma_s^2)`, and t
 
     p(y) = 1/S sum_s N(y; mu_s, sigma_s^2),    F(y) = 1/S sum_s Phi((y - mu_s) / sigma_s).
 
-`task="gaussian"` predicts the variances. `task="regression"` does not: there `tau`, the output precision, gives all
-members the variance `1 / tau` (Gal & Ghahramani, *Dropout as a Bayesian Approximation*, 2016), and without it the
-members are points, and F is the step function of their values.
+`task="gaussian"` predicts the variances. `task="regression"` does not: there `noise_precision` gives all members the
+variance `1 / noise_precision` (the tau of Gal & Ghahramani, *Dropout as a Bayesian Approximation*, 2016), and without
+it the members are points, and F is the step function of their values.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import NormalDist
-from typing import Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from multitudes.core.checks import check_number
 from multitudes.core.predictive import Predictive, split_gaussian
+from multitudes.metrics.declare import Kind
 from multitudes.metrics.inputs import check_finite
-from multitudes.metrics.streaming import SumsMetric
 
-__all__ = [
-    "Forecast",
-    "ForecastMetric",
-    "Forecasts",
-    "IntervalMetric",
-    "Intervals",
-    "read_forecasts",
-    "read_intervals",
-]
+__all__ = ["Forecasts", "Intervals", "read_forecasts", "read_intervals"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -96,7 +88,7 @@ class Forecasts:
         return error - 0.5 * spread / len(self.means)
 
     def interval(self, level: float) -> tuple[Tensor, Tensor]:
-        """The central interval of the Gaussian with the mixture's moments, as of `Predictive`, but with `1 / tau`."""
+        """The central interval of the Gaussian with the mixture's moments, as of `Predictive`, but with the noise."""
         reach = -NormalDist().inv_cdf((1 - level) / 2) * self.std
         return self.mean - reach, self.mean + reach
 
@@ -112,42 +104,48 @@ Forecast = Predictive | Tensor | Forecasts
 
 
 def read_forecasts(
-    prediction: Forecast, target: Tensor | None = None, tau: float | None = None, scale: float = 1.0
+    prediction: Forecast, target: Tensor | None = None, noise_precision: NoisePrecision = None, scale: Scale = 1.0
 ) -> Forecasts:
     """Check predictions and values, and lay them out as rows: every output of every input is one.
 
     - `prediction`: a `Predictive` of regression, `[S, B]` or `[S, B, D, ...]`, or of Gaussians, `[S, B, 2D, ...]`; or a
       tensor of means in the target's shape, which is that of a single member.
     - `target`: the true values, `[B]` or `[B, D, ...]`.
-    - `tau`: the precision of the noise around the means, where the members do not predict it.
+    - `noise_precision`: one over the variance of the noise around the means, where the members do not predict it.
     - `scale`: what outputs are multiplied by at last. If targets were standardised, their standard deviation takes
-      errors, widths and densities back to the original unit; `tau` is that of the standardised outputs.
+      errors, widths and densities back to the original unit; the precision is that of the standardised outputs.
 
     Forecasts that have been read before come alone, and pass as they are. What does not fit is a ValueError that names
     the first bad value and its index.
 
     >>> p = Predictive(torch.tensor([[1.0, 2.0], [3.0, 2.0]]), task="regression")
-    >>> forecasts = read_forecasts(p, torch.tensor([2.0, 2.5]), tau=4.0)
+    >>> forecasts = read_forecasts(p, torch.tensor([2.0, 2.5]), noise_precision=4.0)
     >>> forecasts, forecasts.std
     (Forecasts(members=2, values=2), tensor([1.1180, 0.5000], dtype=torch.float64))
     """
-    check_noise(tau, scale)
+    check_noise_precision("noise_precision", noise_precision)
+    check_scale("scale", scale)
     if isinstance(prediction, Forecasts):
-        if target is not None or tau is not None or scale != 1:
-            raise ValueError(f"target, tau and scale must be left out where prediction is {prediction!r}, read before")
+        if target is not None or noise_precision is not None or scale != 1:
+            raise ValueError(
+                f"target, noise_precision and scale must be left out where prediction is {prediction!r}, read before"
+            )
         return prediction
-    means, variances = _members(prediction, tau)
+    means, variances = _members(prediction, noise_precision)
     target = _check_target(target, list(means.shape[1:]), means.device)
     return Forecasts(means.flatten(1) * scale, variances.flatten(1) * scale**2, target.flatten() * scale)
 
 
-def _members(prediction: Predictive | Tensor, tau: float | None) -> tuple[Tensor, Tensor]:
+def _members(prediction: Predictive | Tensor, noise_precision: float | None) -> tuple[Tensor, Tensor]:
     """Each member's means and variances, `[S, B, ...]` in float64."""
     if isinstance(prediction, Predictive):
         if prediction.task not in ("regression", "gaussian"):
             raise ValueError(f"prediction must be of task regression or gaussian, got one of task {prediction.task}")
-        if prediction.task == "gaussian" and tau is not None:
-            raise ValueError(f"tau must be left out for task gaussian, whose members predict their variance, got {tau}")
+        if prediction.task == "gaussian" and noise_precision is not None:
+            raise ValueError(
+                "noise_precision must be left out for task gaussian, whose members predict their variance, "
+                f"got {noise_precision}"
+            )
         check_finite("prediction", prediction.predictions)
         values = prediction.predictions.detach().double()
         if prediction.task == "gaussian":
@@ -160,7 +158,7 @@ def _members(prediction: Predictive | Tensor, tau: float | None) -> tuple[Tensor
             raise ValueError("prediction must be means [B] or [B, D, ...], got a single number")
         check_finite("prediction", prediction)
         values = prediction.detach().double()[None]
-    return values, torch.full_like(values, 0.0 if tau is None else 1 / tau)
+    return values, torch.full_like(values, 0.0 if noise_precision is None else 1 / noise_precision)
 
 
 # Intervals ----------------------------------------------------------------------------------------------
@@ -178,21 +176,21 @@ class Intervals:
 def read_intervals(
     prediction: Forecast | tuple[Tensor, Tensor],
     target: Tensor | None = None,
-    level: float = 0.95,
-    tau: float | None = None,
-    scale: float = 1.0,
+    level: Level = 0.95,
+    noise_precision: NoisePrecision = None,
+    scale: Scale = 1.0,
 ) -> Intervals:
     """The central intervals of `prediction`, or given ones, `(low, high)` in the target's shape; ends may be infinite.
 
     `level` says nothing about intervals that are given.
     """
-    check_number("level", level, 0, above=True, below=1)
+    check_level("level", level)
     if not isinstance(prediction, tuple):
-        forecasts = read_forecasts(prediction, target, tau, scale)
+        forecasts = read_forecasts(prediction, target, noise_precision, scale)
         return Intervals(*forecasts.interval(level), forecasts.target)
-    check_noise(tau, scale)
-    if tau is not None:
-        raise ValueError(f"tau must be left out where prediction is (low, high), got {tau}")
+    check_scale("scale", scale)
+    if noise_precision is not None:
+        raise ValueError(f"noise_precision must be left out where prediction is (low, high), got {noise_precision}")
     if len(prediction) != 2 or not all(isinstance(end, Tensor) for end in prediction):
         kinds = [type(end).__name__ for end in prediction]
         raise ValueError(f"prediction must be a pair of tensors (low, high), got a tuple of {kinds}")
@@ -208,52 +206,20 @@ def read_intervals(
     return Intervals(*(end.detach().double().flatten() * scale for end in (low, high, target)))
 
 
-# Metrics ------------------------------------------------------------------------------------------------
-
-
-class ForecastMetric(SumsMetric):
-    """A metric of regression. A subclass says how forecasts become sums (`_sums`), and sums the result (`compute`)."""
-
-    def __init__(
-        self, tau: float | None = None, scale: float = 1.0, *, settings: tuple[object, ...] = (), **kwargs: Any
-    ) -> None:
-        check_noise(tau, scale)
-        super().__init__(settings=(tau, scale, *settings), **kwargs)
-        self.tau = tau
-        self.scale = scale
-
-    def _sums(self, forecasts: Forecasts) -> Tensor:
-        raise NotImplementedError
-
-    def update(self, prediction: Forecast, target: Tensor | None = None) -> None:
-        """Add a batch; `read_forecasts` says what it may be."""
-        self._add(self._sums(read_forecasts(prediction, target, self.tau, self.scale)))
-
-
-class IntervalMetric(ForecastMetric):
-    """A regression metric that looks at intervals alone: those of a `level`, or given ones."""
-
-    def __init__(self, level: float = 0.95, tau: float | None = None, scale: float = 1.0, **kwargs: Any) -> None:
-        check_number("level", level, 0, above=True, below=1)
-        super().__init__(tau, scale, settings=(level,), **kwargs)
-        self.level = level
-
-    def _sums_of(self, intervals: Intervals) -> Tensor:
-        raise NotImplementedError
-
-    def update(self, prediction: Forecast | tuple[Tensor, Tensor], target: Tensor | None = None) -> None:
-        """Add a batch; `read_intervals` says what it may be."""
-        self._add(self._sums_of(read_intervals(prediction, target, self.level, self.tau, self.scale)))
-
-
 # Checks -------------------------------------------------------------------------------------------------
 
 
-def check_noise(tau: float | None, scale: float) -> None:
-    """Raise ValueError unless `tau` and `scale` are positive numbers; `tau` may be None."""
-    if tau is not None:
-        check_number("tau", tau, 0, above=True)
-    check_number("scale", scale, 0, above=True)
+def check_noise_precision(name: str, value: float | None) -> None:
+    """Raise ValueError unless it is a positive number or None."""
+    if value is not None:
+        check_number(name, value, 0, above=True)
+
+
+check_scale = partial(check_number, low=0, above=True)
+check_level = partial(check_number, low=0, above=True, below=1)
+NoisePrecision = Annotated[float | None, check_noise_precision]
+Scale = Annotated[float, check_scale]
+Level = Annotated[float, check_level]
 
 
 def _check_target(target: Tensor | None, shape: list[int], device: torch.device) -> Tensor:
@@ -266,3 +232,12 @@ def _check_target(target: Tensor | None, shape: list[int], device: torch.device)
         raise ValueError(f"target must have the shape of one member's means, {shape}, got {list(target.shape)}")
     check_finite("target", target)
     return target.detach().to(device, torch.float64)
+
+
+# Kinds --------------------------------------------------------------------------------------------------
+
+REGRESSION = Kind("regression", read_forecasts, lambda p, _: p.task != "classification")
+INTERVALS = Kind("intervals", read_intervals, REGRESSION.fits)
+DENSITY = Kind(  # points have none
+    "density", read_forecasts, lambda p, noise_precision: p.task == "gaussian" or noise_precision is not None
+)

@@ -19,20 +19,13 @@ import torch
 from torch import Tensor
 
 from multitudes.core.predictive import Predictive
-from multitudes.metrics.inputs import Prediction, Rows, check_mask, places, read_rows, read_without_target
-from multitudes.metrics.streaming import RowsMetric, SumsMetric, mean_of, total_of
+from multitudes.metrics.declare import HIGHER, LOWER, Kind, metric, ranked
+from multitudes.metrics.inputs import Ignore, Prediction, Rows, check_mask, places, read_rows, read_without_target
+from multitudes.metrics.streaming import total_of
 
 __all__ = [
-    "AttackSuccessRate",
-    "Consistency",
-    "CrossEntropyConsistency",
-    "RelativeConfidence",
-    "attack_success_rate",
-    "consistency",
     "corruption_error",
-    "cross_entropy_consistency",
     "mean_corruption_error",
-    "relative_confidence",
     "relative_corruption_error",
     "relative_mean_corruption_error",
 ]
@@ -60,6 +53,7 @@ def corruption_error(errors: Table, baseline: Table | None = None) -> Tensor:
     return _ratio(table, _read_like("baseline", baseline, names, table), names, "baseline's errors")
 
 
+@ranked(LOWER, "mean_corruption_error", "mcnll", "mcece")
 def mean_corruption_error(errors: Table, baseline: Table | None = None) -> Tensor:
     """mCE, the mean over corruptions of `corruption_error`, a float64 scalar.
 
@@ -93,6 +87,7 @@ def relative_corruption_error(
     return _ratio(growth, base, names, "baseline's errors beyond baseline_clean")
 
 
+@ranked(LOWER)
 def relative_mean_corruption_error(
     errors: Table, clean: float, baseline: Table | None = None, baseline_clean: float | None = None
 ) -> Tensor:
@@ -221,21 +216,11 @@ def _check_length(frames: int) -> None:
         raise ValueError(f"frames must be 2 or more, to compare each with the next, got {frames}")
 
 
-def consistency_update(before: Tensor, after: Tensor) -> Tensor:
-    """The labels of frames and of the next ones, `[N]` -> how many stayed, and of how many, `[2]`."""
-    return total_of(before == after)
+SEQUENCES = Kind("sequences", read_sequence)
 
 
-def cross_entropy_consistency_update(before: Rows, after: Rows) -> Tensor:
-    """The rows of frames and of the next ones -> the sum of their cross-entropies, and of how many, `[2]`."""
-    p = before.probs.double()
-    return total_of(-torch.where(p > 0, p * after.log_probs, 0).sum(1))
-
-
-consistency_compute = cross_entropy_consistency_compute = mean_of
-
-
-def consistency(frames: Frames, masks: Masks | None = None) -> Tensor:
+@metric("Consistency", better=HIGHER, kind=SEQUENCES)
+def consistency(steps: Iterable[tuple[Rows, Rows]]) -> Tensor:
     """The share of steps from one frame to the next at which the label stays (eq. 37), a float64 scalar.
 
     `1/M sum_i 1[g(x_i) = g(x_i+1)]`, with the most probable class g and M = T - 1 steps, mean over sequences.
@@ -244,11 +229,11 @@ def consistency(frames: Frames, masks: Masks | None = None) -> Tensor:
     >>> float(consistency(torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6], [0.1, 0.9], [0.2, 0.8]])))
     0.75
     """
-    sums = [consistency_update(before.label, after.label) for before, after in read_sequence(frames, masks)]
-    return consistency_compute(torch.stack(sums).sum(0))
+    return torch.stack([total_of(before.label == after.label) for before, after in steps]).sum(0)
 
 
-def cross_entropy_consistency(frames: Frames, masks: Masks | None = None) -> Tensor:
+@metric("CrossEntropyConsistency", better=LOWER, kind=SEQUENCES)
+def cross_entropy_consistency(steps: Iterable[tuple[Rows, Rows]]) -> Tensor:
     """How far the probabilities move from one frame to the next (eq. 38), in nats, a float64 scalar.
 
     `-1/M sum_i f(x_i) . log f(x_i+1)`, with the mean probabilities f, mean over sequences. It is the entropy of f where
@@ -257,45 +242,18 @@ def cross_entropy_consistency(frames: Frames, masks: Masks | None = None) -> Ten
     >>> round(float(cross_entropy_consistency(torch.tensor([[0.5, 0.5], [0.25, 0.75]]))), 4)  # (log 4 + log 4/3) / 2
     0.837
     """
-    sums = [cross_entropy_consistency_update(before, after) for before, after in read_sequence(frames, masks)]
-    return cross_entropy_consistency_compute(torch.stack(sums).sum(0))
-
-
-class Consistency(SumsMetric):
-    """`consistency`, streaming: one sequence, or batch of sequences, after the other; each step counts the same."""
-
-    higher_is_better = True
-
-    def update(self, frames: Frames, masks: Masks | None = None) -> None:
-        """Add a sequence, or several side by side; `read_sequence` says what it may be."""
-        sums = [self._step(before, after) for before, after in read_sequence(frames, masks)]
-        self._add(torch.stack(sums).sum(0))
-
-    def _step(self, before: Rows, after: Rows) -> Tensor:
-        return consistency_update(before.label, after.label)
-
-
-class CrossEntropyConsistency(Consistency):
-    """`cross_entropy_consistency`, streaming, as `Consistency` does."""
-
-    higher_is_better = False
-
-    def _step(self, before: Rows, after: Rows) -> Tensor:
-        return cross_entropy_consistency_update(before, after)
+    sums = []
+    for before, after in steps:
+        p = before.probs.double()
+        sums.append(total_of(-torch.where(p > 0, p * after.log_probs, 0).sum(1)))
+    return torch.stack(sums).sum(0)
 
 
 # Single predictions -------------------------------------------------------------------------------------
 
 
-def relative_confidence_update(rows: Rows) -> Tensor:
-    """Rows -> the sum of `p(y) / max p`, and the number of rows, `[2]`."""
-    return total_of(rows.probs.gather(1, rows.target[:, None])[:, 0].double() / rows.confidence)
-
-
-relative_confidence_compute = mean_of
-
-
-def relative_confidence(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Tensor:
+@metric("RelativeConfidence", better=HIGHER)
+def relative_confidence(rows: Rows) -> Tensor:
     """The true class's probability relative to the largest, `p(y) / max p` (eq. 39), mean over `[B, C, ...]`.
 
     1 for a right prediction; for a wrong one the smaller, the surer of itself it is.
@@ -304,35 +262,24 @@ def relative_confidence(prediction: Prediction, target: Tensor | None = None, ig
     >>> round(float(relative_confidence(p, torch.tensor([0, 0]))), 4)  # (1 + 0.4 / 0.6) / 2
     0.8333
     """
-    return relative_confidence_compute(relative_confidence_update(read_rows(prediction, target, ignore)))
-
-
-class RelativeConfidence(RowsMetric):
-    """`relative_confidence`, streaming."""
-
-    higher_is_better = True
-
-    def _sums(self, rows: Rows) -> Tensor:
-        return relative_confidence_update(rows)
+    return total_of(rows.probs.gather(1, rows.target[:, None])[:, 0].double() / rows.confidence)
 
 
 # Attacks ------------------------------------------------------------------------------------------------
 
 
-def attack_success_rate_update(clean: Rows, attacked: Rows) -> Tensor:
-    """The same rows before and after an attack -> how many right ones it made wrong, and of how many, `[2]`."""
-    device = clean.target.device
-    if not torch.equal(clean.target, attacked.target.to(device)):
-        raise ValueError(f"attacked must be of the inputs of clean, with the same targets, got {attacked!r}")
-    return total_of(~attacked.correct.to(device)[clean.correct])
+def read_attack(
+    clean: Prediction, attacked: Prediction, target: Tensor | None = None, ignore: Ignore = None
+) -> tuple[Rows, Rows]:
+    """The same rows before and after an attack, each read by `read_rows`."""
+    before, after = read_rows(clean, target, ignore), read_rows(attacked, target, ignore)
+    if not torch.equal(before.target, after.target.to(before.target.device)):
+        raise ValueError(f"attacked must be of the inputs of clean, with the same targets, got {after!r}")
+    return before, after
 
 
-attack_success_rate_compute = mean_of
-
-
-def attack_success_rate(
-    clean: Prediction, attacked: Prediction, target: Tensor | None = None, ignore: int | None = None
-) -> Tensor:
+@metric("AttackSuccessRate", better=LOWER, kind=Kind("attacks", read_attack))
+def attack_success_rate(rows: tuple[Rows, Rows]) -> Tensor:
     """Of the inputs whose class was predicted, the share for which another is after the attack; NaN if there were none.
 
     `clean` and `attacked` are the predictions `[B, C, ...]` for the same inputs before and after it.
@@ -342,18 +289,5 @@ def attack_success_rate(
     >>> round(float(attack_success_rate(clean, attacked, torch.tensor([0, 0, 0, 0]))), 4)  # 2 of the 3 that were right
     0.6667
     """
-    rows = read_rows(clean, target, ignore), read_rows(attacked, target, ignore)
-    return attack_success_rate_compute(attack_success_rate_update(*rows))
-
-
-class AttackSuccessRate(RowsMetric):
-    """`attack_success_rate`, streaming."""
-
-    higher_is_better = False
-
-    def update(  # type: ignore[override]
-        self, clean: Prediction, attacked: Prediction, target: Tensor | None = None
-    ) -> None:
-        """Add a batch's predictions before and after the attack."""
-        rows = read_rows(clean, target, self.ignore), read_rows(attacked, target, self.ignore)
-        self._add(attack_success_rate_update(*rows))
+    before, after = rows
+    return total_of(~after.correct.to(before.correct.device)[before.correct])

@@ -19,46 +19,46 @@ from typing import Any
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_confusion_matrix
 
-from multitudes.core.checks import check_count
 from multitudes.core.predictive import Predictive
-from multitudes.metrics.inputs import (
-    Prediction,
-    Rows,
-    check_classes,
-    check_mask,
-    places,
-    read_rows,
-    read_without_target,
-)
-from multitudes.metrics.robustness import consistency_update
-from multitudes.metrics.streaming import RowsMetric, SumsMetric
+from multitudes.metrics.declare import HIGHER, NEITHER, SEGMENTATION, metric
+from multitudes.metrics.inputs import Rows, check_mask, places, read_without_target
+from multitudes.metrics.streaming import SumsMetric, mean_of, total_of
 
-__all__ = [
-    "ClassIoU",
-    "Confusion",
-    "MeanClassAccuracy",
-    "MeanIoU",
-    "TemporalConsistency",
-    "class_iou",
-    "confusion",
-    "mean_class_accuracy",
-    "mean_iou",
-]
+__all__ = ["TemporalConsistency"]
 
-# Confusion ----------------------------------------------------------------------------------------------
+# Confusion of classes -----------------------------------------------------------------------------------
 
 
-def confusion_update(rows: Rows) -> Tensor:
+def _counts(rows: Rows) -> Tensor:
     """Rows -> how often true class i was predicted as class j, `[C, C]` in float64."""
     return multiclass_confusion_matrix(rows.label, rows.target, rows.classes, validate_args=False).double()
 
 
-def confusion_compute(counts: Tensor) -> Tensor:
+def _whole(counts: Tensor) -> Tensor:
     """The counts as whole numbers, `[C, C]`."""
     return counts.long()
 
 
-def confusion(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Tensor:
+def _iou(counts: Tensor) -> Tensor:
+    """Counts `[C, C]` -> IoU of each class, `[C]` in float64; NaN for those that do not occur."""
+    return counts.diag() / (counts.sum(0) + counts.sum(1) - counts.diag())
+
+
+def _mean_iou(counts: Tensor) -> Tensor:
+    """Counts `[C, C]` -> the mean IoU of the classes that occur, a float64 scalar; NaN without rows."""
+    return _iou(counts).nanmean()
+
+
+def _mean_accuracy(counts: Tensor) -> Tensor:
+    """Counts `[C, C]` -> the mean accuracy of the true classes that occur, a float64 scalar; NaN without rows."""
+    return (counts.diag() / counts.sum(1)).nanmean()
+
+
+_OF_CLASSES: dict[str, Any] = {"kind": SEGMENTATION, "shape": ("classes", "classes")}
+
+
+@metric("Confusion", _whole, better=NEITHER, **_OF_CLASSES)
+def confusion(rows: Rows) -> Tensor:
     """How often true class i was predicted as class j, in row i and column j, of `[B, C, ...]`.
 
     >>> import torch
@@ -67,53 +67,17 @@ def confusion(prediction: Prediction, target: Tensor | None = None, ignore: int 
     tensor([[2, 1],
             [0, 0]])
     """
-    return confusion_compute(confusion_update(read_rows(prediction, target, ignore)))
+    return _counts(rows)
 
 
-class Confusion(RowsMetric):
-    """`confusion`, streaming; it needs the number of `classes` first, so that all processes have the same sums."""
-
-    higher_is_better: bool | None = None
-
-    def __init__(self, classes: int, ignore: int | None = None, **kwargs: Any) -> None:
-        super().__init__(ignore, shape=(check_count("classes", classes), classes), **kwargs)
-        self.classes = classes
-
-    def _sums(self, rows: Rows) -> Tensor:
-        check_classes(rows, self.classes)
-        return confusion_update(rows)
-
-    def compute(self) -> Tensor:
-        """The counts over all rows so far, `[C, C]`."""
-        return confusion_compute(self.sums)
-
-
-# IoU and accuracy by class ------------------------------------------------------------------------------
-
-class_iou_update = mean_iou_update = mean_class_accuracy_update = confusion_update
-
-
-def class_iou_compute(counts: Tensor) -> Tensor:
-    """Counts `[C, C]` -> IoU of each class, `[C]` in float64; NaN for those that do not occur."""
-    return counts.diag() / (counts.sum(0) + counts.sum(1) - counts.diag())
-
-
-def mean_iou_compute(counts: Tensor) -> Tensor:
-    """Counts `[C, C]` -> the mean IoU of the classes that occur, a float64 scalar; NaN without rows."""
-    return class_iou_compute(counts).nanmean()
-
-
-def mean_class_accuracy_compute(counts: Tensor) -> Tensor:
-    """Counts `[C, C]` -> the mean accuracy of the true classes that occur, a float64 scalar; NaN without rows."""
-    return (counts.diag() / counts.sum(1)).nanmean()
-
-
-def class_iou(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Tensor:
+@metric("ClassIoU", _iou, better=HIGHER, **_OF_CLASSES)
+def class_iou(rows: Rows) -> Tensor:
     """Intersection over union of each class, `[C]`, of `[B, C, ...]`; NaN for classes that do not occur."""
-    return class_iou_compute(class_iou_update(read_rows(prediction, target, ignore)))
+    return _counts(rows)
 
 
-def mean_iou(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Tensor:
+@metric("MeanIoU", _mean_iou, better=HIGHER, group="scores", shifted=True, **_OF_CLASSES)
+def mean_iou(rows: Rows) -> Tensor:
     """The mean over classes of intersection over union, of `[B, C, ...]`; classes that do not occur are left out.
 
     >>> import torch
@@ -124,10 +88,11 @@ def mean_iou(prediction: Prediction, target: Tensor | None = None, ignore: int |
     >>> round(float(mean_iou(pixels, y)), 4)
     0.5833
     """
-    return mean_iou_compute(mean_iou_update(read_rows(prediction, target, ignore)))
+    return _counts(rows)
 
 
-def mean_class_accuracy(prediction: Prediction, target: Tensor | None = None, ignore: int | None = None) -> Tensor:
+@metric("MeanClassAccuracy", _mean_accuracy, better=HIGHER, **_OF_CLASSES)
+def mean_class_accuracy(rows: Rows) -> Tensor:
     """The mean over classes of the share of their pixels that is right, of `[B, C, ...]`, so that rare ones count.
 
     >>> import torch
@@ -135,37 +100,7 @@ def mean_class_accuracy(prediction: Prediction, target: Tensor | None = None, ig
     >>> round(float(mean_class_accuracy(pixels, torch.tensor([0, 0, 0, 1]))), 4)  # (2/3 + 1) / 2
     0.8333
     """
-    return mean_class_accuracy_compute(mean_class_accuracy_update(read_rows(prediction, target, ignore)))
-
-
-class ClassIoU(Confusion):
-    """`class_iou`, streaming."""
-
-    higher_is_better = True
-
-    def compute(self) -> Tensor:
-        """IoU of each class over all rows so far, `[C]`."""
-        return class_iou_compute(self.sums)
-
-
-class MeanIoU(Confusion):
-    """`mean_iou`, streaming."""
-
-    higher_is_better = True
-
-    def compute(self) -> Tensor:
-        """The mean over all rows so far."""
-        return mean_iou_compute(self.sums)
-
-
-class MeanClassAccuracy(Confusion):
-    """`mean_class_accuracy`, streaming."""
-
-    higher_is_better = True
-
-    def compute(self) -> Tensor:
-        """The mean over all rows so far."""
-        return mean_class_accuracy_compute(self.sums)
+    return _counts(rows)
 
 
 # Videos, frame by frame ---------------------------------------------------------------------------------
@@ -215,7 +150,11 @@ class TemporalConsistency(SumsMetric):
                 "new_sequence() begins another video"
             )
         seen = (before >= 0) & (after >= 0)
-        return consistency_update(before[seen], after[seen])
+        return total_of(before[seen] == after[seen])
+
+    def compute(self) -> Tensor:
+        """The share over all steps so far, a float64 scalar; NaN if there were none."""
+        return mean_of(self._all())
 
     def reset(self) -> None:
         """Forget everything."""

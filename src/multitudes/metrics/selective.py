@@ -15,25 +15,18 @@ as the mean error of those it is tied with. So nothing depends on the order in w
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from multitudes.core.checks import check_number
-from multitudes.metrics.criteria import CRITERIA
-from multitudes.metrics.inputs import Prediction, Rows, check_ignore, read_rows
-from multitudes.metrics.streaming import KeptMetric
+from multitudes.metrics.declare import HIGHER, LOWER, NEITHER, metric
+from multitudes.metrics.inputs import Rows
+from multitudes.metrics.uncertainties import UNCERTAINTIES
 
-__all__ = [
-    "AURC",
-    "AccuracyAtCoverage",
-    "RiskCoverage",
-    "RiskCoverageCurve",
-    "accuracy_at_coverage",
-    "aurc",
-    "risk_coverage",
-]
+__all__ = ["RiskCoverage"]
 
 
 class RiskCoverage:
@@ -61,7 +54,7 @@ class RiskCoverage:
 
     def accuracy_at(self, coverage: float) -> Tensor:
         """The accuracy on the smallest share of rows that is `coverage` or more; NaN without rows."""
-        check_number("coverage", coverage, 0, 1, above=True)
+        check_coverage("coverage", coverage)
         return 1 - self.risk[self.coverage >= coverage][:1].mean()  # over one row, or over none: NaN
 
     def coverage_at(self, risk: float) -> Tensor:
@@ -71,16 +64,29 @@ class RiskCoverage:
         return share if len(self.risk) else torch.full_like(share, torch.nan)
 
 
-# Functions of one batch ---------------------------------------------------------------------------------
+# Settings -----------------------------------------------------------------------------------------------
 
 
-def risk_coverage_update(rows: Rows, criterion: str = "max_probability") -> Tensor:
+def check_uncertainty(name: str, value: str) -> None:
+    """Raise ValueError unless it is a name of `UNCERTAINTIES`."""
+    if value not in tuple(UNCERTAINTIES):
+        raise ValueError(f"{name} must be one of {', '.join(UNCERTAINTIES)}, got {value!r}")
+
+
+check_coverage = partial(check_number, low=0, high=1, above=True)
+Uncertainty = Annotated[str, check_uncertainty]
+Coverage = Annotated[float, check_coverage]
+
+# Metrics ------------------------------------------------------------------------------------------------
+
+
+def _pairs(rows: Rows, uncertainty: str) -> Tensor:
     """Rows -> how uncertain each is, and whether it was wrong, `[N, 2]`, in float32 or better."""
-    uncertainty = CRITERIA[_checked(criterion)](rows)
-    return torch.stack([uncertainty, (~rows.correct).to(uncertainty.dtype)], 1)
+    values = UNCERTAINTIES[uncertainty](rows)
+    return torch.stack([values, (~rows.correct).to(values.dtype)], 1)
 
 
-def risk_coverage_compute(pairs: Tensor) -> RiskCoverage:
+def curve_of(pairs: Tensor) -> RiskCoverage:
     """Uncertainty and error of all rows, `[N, 2]` -> the curve."""
     uncertainty, order = pairs[:, 0].sort()
     wrong = pairs[order, 1].double()
@@ -93,13 +99,17 @@ def risk_coverage_compute(pairs: Tensor) -> RiskCoverage:
     return RiskCoverage(k / k[-1:], (errors.cumsum(0)[group] - missing) / k)
 
 
-def risk_coverage(
-    prediction: Prediction,
-    target: Tensor | None = None,
-    criterion: str = "max_probability",
-    ignore: int | None = None,
-) -> RiskCoverage:
-    """The risk-coverage curve of `[B, C, ...]`; `criterion`, a name of `CRITERIA`, says what is uncertain.
+def _area(pairs: Tensor) -> Tensor:
+    return curve_of(pairs).aurc
+
+
+def _accuracy_at(pairs: Tensor, coverage: Coverage = 0.9) -> Tensor:
+    return curve_of(pairs).accuracy_at(coverage)
+
+
+@metric("RiskCoverageCurve", curve_of, better=NEITHER, kept=2)
+def risk_coverage(rows: Rows, uncertainty: Uncertainty = "max_probability") -> Tensor:
+    """The risk-coverage curve of `[B, C, ...]`, by one of `UNCERTAINTIES`.
 
     >>> p = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.6, 0.4]])
     >>> curve = risk_coverage(p, torch.tensor([0, 1, 1, 0]))
@@ -108,100 +118,29 @@ def risk_coverage(
     >>> float(curve.accuracy_at(coverage=0.25)), float(curve.coverage_at(risk=0.3))
     (1.0, 1.0)
     """
-    _checked(criterion)
-    return risk_coverage_compute(risk_coverage_update(read_rows(prediction, target, ignore), criterion))
+    return _pairs(rows, uncertainty)
 
 
-def aurc(
-    prediction: Prediction,
-    target: Tensor | None = None,
-    criterion: str = "max_probability",
-    ignore: int | None = None,
-) -> Tensor:
+@metric("AURC", _area, better=LOWER, kept=2, group="selective")
+def aurc(rows: Rows, uncertainty: Uncertainty = "max_probability") -> Tensor:
     """The area under the risk-coverage curve of `[B, C, ...]`, a float64 scalar; NaN without rows.
 
     >>> p = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.6, 0.4]])
     >>> round(float(aurc(p, torch.tensor([0, 1, 1, 0]))), 4)  # (0 + 1/2 + 1/3 + 1/4) / 4
     0.2708
     """
-    return risk_coverage(prediction, target, criterion, ignore).aurc
+    return _pairs(rows, uncertainty)
 
 
-def accuracy_at_coverage(
-    prediction: Prediction,
-    target: Tensor | None = None,
-    coverage: float = 0.9,
-    criterion: str = "max_probability",
-    ignore: int | None = None,
-) -> Tensor:
+@metric(
+    "AccuracyAtCoverage", _accuracy_at, better=HIGHER, kept=2, group="selective", score="accuracy_at_90",
+    settings=["coverage", "uncertainty", "ignore"],
+)  # fmt: skip
+def accuracy_at_coverage(rows: Rows, uncertainty: Uncertainty = "max_probability") -> Tensor:
     """The accuracy on the least uncertain share `coverage` of `[B, C, ...]`, rounded up to whole rows.
 
     >>> p = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.6, 0.4]])
     >>> float(accuracy_at_coverage(p, torch.tensor([0, 1, 1, 0]), coverage=0.5))
     0.5
     """
-    check_number("coverage", coverage, 0, 1, above=True)
-    return risk_coverage(prediction, target, criterion, ignore).accuracy_at(coverage)
-
-
-def _checked(criterion: str) -> str:
-    if criterion not in tuple(CRITERIA):
-        raise ValueError(f"criterion must be one of {', '.join(CRITERIA)}, got {criterion!r}")
-    return criterion
-
-
-# Streaming ----------------------------------------------------------------------------------------------
-
-
-class _CurveMetric(KeptMetric):
-    """What these metrics share: the uncertainty of every row, and whether it was wrong."""
-
-    def __init__(self, criterion: str = "max_probability", ignore: int | None = None, **kwargs: Any) -> None:
-        check_ignore(ignore)
-        super().__init__(settings=(_checked(criterion), ignore), **kwargs)
-        self.criterion = criterion
-        self.ignore = ignore
-
-    def update(self, prediction: Prediction, target: Tensor | None = None) -> None:
-        """Add a batch; `read_rows` says what it may be."""
-        self._keep(risk_coverage_update(read_rows(prediction, target, self.ignore), self.criterion))
-
-    def _curve(self) -> RiskCoverage:
-        return risk_coverage_compute(self._kept())
-
-
-class RiskCoverageCurve(_CurveMetric):
-    """`risk_coverage`, streaming; 8 MB for a million rows in float32, as for the other two."""
-
-    higher_is_better = None
-
-    def compute(self) -> RiskCoverage:
-        """The curve over all rows so far."""
-        return self._curve()
-
-
-class AURC(_CurveMetric):
-    """`aurc`, streaming."""
-
-    higher_is_better = False
-
-    def compute(self) -> Tensor:
-        """The area over all rows so far."""
-        return self._curve().aurc
-
-
-class AccuracyAtCoverage(_CurveMetric):
-    """`accuracy_at_coverage`, streaming."""
-
-    higher_is_better = True
-
-    def __init__(
-        self, coverage: float = 0.9, criterion: str = "max_probability", ignore: int | None = None, **kwargs: Any
-    ) -> None:
-        check_number("coverage", coverage, 0, 1, above=True)
-        super().__init__(criterion, ignore, **kwargs)
-        self.coverage = coverage
-
-    def compute(self) -> Tensor:
-        """The accuracy over all rows so far."""
-        return self._curve().accuracy_at(self.coverage)
+    return _pairs(rows, uncertainty)

@@ -1,126 +1,77 @@
-"""How well what is foreign is told from what is known: histograms of uncertainty, and AUROC by criterion."""
+"""Out-of-distribution detection: histograms of uncertainty, and AUROC, AUPR and false alarms by criterion."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from multitudes.report.html import Cell, Section, details, number, section, table, text
-from multitudes.report.panels import histograms, panel, panels
+from multitudes.report.board import Cell
 from multitudes.report.results import Results, mean_spread
-from multitudes.report.style import named
 
-__all__ = ["foreign"]
+__all__ = ["ood"]
 
 BINS = 24
-CRITERIA = {
-    "max_probability": "confidence",
-    "entropy": "entropy",
-    "mutual_information": "mutual information",
-    "expected_entropy": "expected entropy",
-    "variance": "variance",
-    "disagreement": "disagreement",
-    "max_logit": "largest logit",
-    "energy": "energy",
-}
-MEASURES = {"auroc": "AUROC", "aupr": "AUPR", "fpr95": "FPR at 95 % recall"}
 
 
-def foreign(results: Results) -> Section | None:
-    """Out-of-distribution data, one after the other: a table, histograms, and all measures folded away."""
-    names = list(dict.fromkeys(name for outcome in results.outcomes for name in outcome.foreign()))
-    parts = [_one(results, name) for name in names]
-    if not any(parts):
-        return None
-    return section(
-        "foreign",
-        "Does it know what it does not know?",
-        "<p>Inputs of another kind should make a method uncertain. AUROC is how often a foreign input looks more "
-        "uncertain than a test input: 100 % tells them apart, 50 % is a coin.</p>",
-        *parts,
-    )
-
-
-def _one(results: Results, name: str) -> str:
-    prefix = f"ood/{name}/"
-    criteria = [each for each in CRITERIA if f"{prefix}{each}/auroc" in results.score_names()]
-    short = _table(results, prefix, "auroc", criteria, f"AUROC on <i>{text(name)}</i>, in %, by what is looked at")
-    more = [
-        _table(results, prefix, measure, criteria, f"{MEASURES[measure]} on <i>{text(name)}</i>, in %")
-        for measure in ("aupr", "fpr95")
+def ood(results: Results) -> dict[str, Any]:
+    """For each set of out-of-distribution data: tables of all measures by criterion, and histograms."""
+    parts = [
+        {
+            "name": name,
+            "tables": {measure: _table(results, name, measure) for measure in ("auroc", "aupr", "fpr95")},
+            "entropy": _histograms(results, name, "entropy", _entropy),
+            "mutual_information": _histograms(results, name, "mutual_information", _mutual_information),
+        }
+        for name in results.ood_names()
     ]
-    pictures = {
-        "entropy": _histograms(results, name, "entropy", _entropy),
-        "mutual information": _histograms(results, name, "mutual information", _mutual_information),
-    }
-    colours = (
-        '<p class="note"><span class="inside-key"></span> test data <span class="outside-key"></span> foreign data; '
-        "heights are square roots of shares</p>"
-    )
-    return (
-        f"<h3>{text(name)}</h3>{short}<h4>Entropy of the prediction, from sure to clueless</h4>{colours}"
-        f"{pictures['entropy']}"
-        + details("Mutual information: what the members disagree about", pictures["mutual information"])
-        + details("AUPR, and false alarms at 95 % recall", *more)
-    )
+    return {"parts": parts, "bins": BINS} if parts else {}
 
 
-def _table(results: Results, prefix: str, measure: str, criteria: list[str], caption: str) -> str:
+def _table(results: Results, name: str, measure: str) -> dict[str, Any]:
+    """A measure in percent, by method and criterion."""
+    start, end = f"ood/{name}/", f"/{measure}"
+    places = [place for place in results.score_names() if place.startswith(start) and place.endswith(end)]
     rows = []
     for at, method in enumerate(results.methods):
-        cells = [Cell(named(at, method), method)]
-        for criterion in criteria:
-            mean, spread = mean_spread(results.scores(method, f"{prefix}{criterion}/{measure}"))
-            deviation = "" if math.isnan(spread) else f" <small>± {100 * spread:.1f}</small>"
-            cells.append(Cell(f"{100 * mean:.1f}{deviation}" if math.isfinite(mean) else "–", mean))
-        rows.append(cells)
-    return table(caption, ["Method", *(CRITERIA[each] for each in criteria)], rows, sortable=True)
+        values = [[100 * value for value in results.scores(method, place)] for place in places]
+        rows.append((at, [Cell(*mean_spread(each)) for each in values]))
+    return {"head": [place[len(start) : -len(end)].replace("_", " ") for place in places], "rows": rows}
 
 
 # -- histograms --------------------------------------------------------------------------------------------
 
 
 def _entropy(members: Tensor) -> Tensor:
-    """Of the mean prediction of members `[S, N, C]`, as a share of the largest that there is, `[N]`."""
+    """Of the mean prediction of members `[S, N, C]`, as a fraction of the largest possible, `[N]`."""
     return torch.special.entr(members.mean(0)).sum(1) / math.log(members.shape[2])
 
 
 def _mutual_information(members: Tensor) -> Tensor:
-    """The entropy that is there because members disagree, as a share of the largest entropy, `[N]`."""
+    """The part of the entropy that comes from disagreement, as a fraction of the largest entropy, `[N]`."""
     expected = torch.special.entr(members).sum(2).mean(0) / math.log(members.shape[2])
     return (_entropy(members) - expected).clamp(min=0)
 
 
-def _histograms(results: Results, name: str, what: str, uncertainty: Callable[[Tensor], Tensor]) -> str:
-    """One panel a method: the shares of test and of foreign inputs for each bin of uncertainty, over all seeds."""
-    found = {at: _inside_outside(results, method, name, uncertainty) for at, method in enumerate(results.methods)}
-    # Of a single network nothing ever disagrees, and there is no histogram to draw.
-    found = {
-        at: both for at, both in found.items() if all(len(x) for x in both) and float(torch.cat(both).max()) > 1e-4
-    }
+def _histograms(
+    results: Results, name: str, criterion: str, uncertainty: Callable[[Tensor], Tensor]
+) -> list[dict[str, Any]]:
+    """For each method, the fractions of test and of OOD inputs in each bin of uncertainty, over all seeds."""
+    found: dict[int, list[Tensor]] = {}
+    for at, method in enumerate(results.methods):
+        arrays = [results.tensors(method, place) for place in ("members", f"ood/{name}/members")]
+        if all(arrays):
+            both = [torch.cat([uncertainty(members) for (members,) in each]) for each in arrays]
+            # The members of a single network never disagree, and there is no histogram to draw.
+            if float(torch.cat(both).max()) > 1e-4:
+                found[at] = both
     most = max((float(torch.cat(both).max()) for both in found.values()), default=1.0)
-    pictures = []
+    panels = []
     for at, both in found.items():
-        method = results.methods[at]
-        shares = [(torch.histc(values, BINS, 0, most) / len(values)).tolist() for values in both]
-        auroc, _ = mean_spread(results.scores(method, f"ood/{name}/{what.replace(' ', '_')}/auroc"))
-        note = f"AUROC {number(100 * auroc)} %"
-        alt = f"{what} of {method} on test data and on {name}: {note}"
-        pictures.append(panel(at, method, note, histograms(*shares), alt, ("0", f"{most:.2f}")))
-    return panels(pictures)
-
-
-def _inside_outside(
-    results: Results, method: str, name: str, uncertainty: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
-    """The uncertainty of the test inputs and of the foreign ones, over all seeds."""
-
-    def over_seeds(place: str) -> Tensor:
-        arrays = [outcome.array(place) for outcome in results.of(method)]
-        values = [uncertainty(torch.from_numpy(array).float()) for array in arrays if array is not None]
-        return torch.cat(values) if values else torch.zeros(0)
-
-    return over_seeds("members"), over_seeds(f"ood/{name}/members")
+        inside, outside = ((torch.histc(values, BINS, 0, most) / len(values)).tolist() for values in both)
+        auroc, _ = mean_spread(results.scores(results.methods[at], f"ood/{name}/{criterion}/auroc"))
+        panels.append({"method": at, "inside": inside, "outside": outside, "end": most, "auroc": 100 * auroc})
+    return panels

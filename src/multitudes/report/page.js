@@ -11,7 +11,7 @@
     width: undefined,
   }));
 
-  // -- plots: what a figure says of colour is a variable of the style sheet ----------------------------------
+  // -- plots: colours in figures are variables of the style sheet ------------------------------------------------
 
   const variable = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 

@@ -1,14 +1,17 @@
-"""What a page tells of: `Results`, read from the files of a run directory and from nothing else."""
+"""`Results`: everything that a page shows, read from the files of a run directory and from nothing else."""
 
 from __future__ import annotations
 
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from multitudes.core.checks import needed
 from multitudes.study.leaderboard import Row, leaderboard
@@ -19,7 +22,7 @@ __all__ = ["Outcome", "Results", "mean_spread", "read_results"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one job found: one method with one seed."""
+    """The results of one job: one method with one seed."""
 
     method: str
     """What the study calls the method."""
@@ -27,32 +30,28 @@ class Outcome:
     metrics: Mapping[str, Any]
     config: Mapping[str, Any]
     arrays: Path
-    """The file of its predictions, which are read one by one: all of them together may be large."""
+    """The file of its predictions, which are read one by one, since all of them together may be large."""
 
     def score(self, name: str) -> float:
-        """A score by name; NaN where there is none."""
-        found = self.metrics.get("scores", {}).get(name, {})
-        value = found.get("value") if isinstance(found, Mapping) else found
+        """A score, or a cost as `costs/name`; NaN where there is none."""
+        scores, costs = self.metrics["scores"], self.metrics["costs"]
+        value = scores[name]["value"] if name in scores else costs.get(name.removeprefix("costs/"))
         return math.nan if value is None else float(value)
 
-    def cost(self, name: str) -> float:
-        """A cost by name; NaN where there is none."""
-        value = self.metrics.get("costs", {}).get(name)
-        return math.nan if value is None else float(value)
-
-    def array(self, name: str) -> Any:
-        """An array of the predictions, such as `probs [N, C]`; None where there is none."""
-        if not self.arrays.is_file():
+    def tensors(self, *names: str) -> tuple[Tensor, ...] | None:
+        """Arrays of the predictions, such as `probs [N, C]`, half precision as float32; None where one is missing."""
+        if not set(names) <= set(self.array_names()):
             return None
-        with needed("numpy", "study", "a report").load(self.arrays, allow_pickle=False) as arrays:
-            return arrays.get(name)
+        with _numpy().load(self.arrays, allow_pickle=False) as arrays:
+            found = [torch.from_numpy(arrays[name]) for name in names]
+        return tuple(each.float() if each.dtype == torch.float16 else each for each in found)
 
-    def foreign(self) -> list[str]:
-        """The names of the out-of-distribution data that there are predictions of."""
+    def array_names(self) -> list[str]:
+        """Of the predictions; those on out-of-distribution data are named `ood/DATA/ARRAY`."""
         if not self.arrays.is_file():
             return []
-        with needed("numpy", "study", "a report").load(self.arrays, allow_pickle=False) as arrays:
-            return [name.split("/", 1)[1].rsplit("/", 1)[0] for name in arrays if name.startswith("ood/")]
+        with _numpy().load(self.arrays, allow_pickle=False) as arrays:
+            return list(arrays.files)
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class Results:
 
     @property
     def methods(self) -> list[str]:
-        """Those that something is known about, in the order of the study: their place is their look."""
+        """Those with a job done, in the order of the study; the position of a method is its style."""
         return list(dict.fromkeys(outcome.method for outcome in self.outcomes))
 
     def of(self, method: str) -> list[Outcome]:
@@ -88,20 +87,27 @@ class Results:
         return [outcome for outcome in self.outcomes if outcome.method == method]
 
     def scores(self, method: str, name: str) -> list[float]:
-        """A score of a method, for the seeds that have it."""
-        return _known(outcome.score(name) for outcome in self.of(method))
+        """A score of a method, or a cost as `costs/name`, for the seeds that have it."""
+        values = [outcome.score(name) for outcome in self.of(method)]
+        return [value for value in values if not math.isnan(value)]
 
-    def costs(self, method: str, name: str) -> list[float]:
-        """A cost of a method, for the seeds that have it."""
-        return _known(outcome.cost(name) for outcome in self.of(method))
+    def tensors(self, method: str, *names: str) -> list[tuple[Tensor, ...]]:
+        """Arrays of the predictions of a method, for the seeds that have all of them."""
+        found = (outcome.tensors(*names) for outcome in self.of(method))
+        return [each for each in found if each is not None]
 
     def score_names(self) -> list[str]:
         """Of all scores that some outcome has."""
-        return list(dict.fromkeys(name for outcome in self.outcomes for name in outcome.metrics.get("scores", {})))
+        return list(dict.fromkeys(name for outcome in self.outcomes for name in outcome.metrics["scores"]))
+
+    def ood_names(self) -> list[str]:
+        """Of all out-of-distribution data that some outcome has predictions of."""
+        names = (name for outcome in self.outcomes for name in outcome.array_names() if name.startswith("ood/"))
+        return list(dict.fromkeys(name.removeprefix("ood/").rpartition("/")[0] for name in names))
 
 
-def _known(values: Iterable[float]) -> list[float]:
-    return [value for value in values if not math.isnan(value)]
+def _numpy() -> Any:
+    return needed("numpy", "study", "a report")
 
 
 def mean_spread(values: list[float]) -> tuple[float, float]:
@@ -114,26 +120,26 @@ def mean_spread(values: list[float]) -> tuple[float, float]:
     """
     if not values:
         return math.nan, math.nan
-    told = len(values) > 1 and all(map(math.isfinite, values))
-    return statistics.fmean(values), statistics.stdev(values) if told else math.nan
+    several = len(values) > 1 and all(map(math.isfinite, values))
+    return statistics.fmean(values), statistics.stdev(values) if several else math.nan
 
 
 # -- reading -----------------------------------------------------------------------------------------------
 
 
 def read_results(directory: str | Path) -> Results:
-    """Read a run directory; jobs that are missing or failed are told of, not waited for."""
+    """Read a run directory; jobs that are missing or failed are listed as such."""
     run = Run(directory)
     outcomes = tuple(_outcome(job) for job in run.done)
     if not outcomes:
         failed = "".join(f"; {name} failed: {reason}" for name, reason in run.failed.items())
         raise ValueError(f"there is nothing to report in {str(run.directory)!r}: none of its jobs is done{failed}")
-    regression = any("rmse" in outcome.metrics.get("scores", {}) for outcome in outcomes)
+    about = run.about or {}
     name, classes, images = _data(run, outcomes[0].config)
     landscape = run.directory / "landscape.json"
     return Results(
         name=name,
-        task="regression" if regression else "classification",
+        task=about.get("task", "classification"),
         outcomes=outcomes,
         board=tuple(leaderboard(run)),
         missing={job.name: run.failed.get(job.name, "") for job in run.missing},
@@ -141,7 +147,7 @@ def read_results(directory: str | Path) -> Results:
         images=images,
         spec=run.spec,
         spec_text=run.spec_path.read_text(encoding="utf-8"),
-        about=run.about or {},
+        about=about,
         landscape=json.loads(landscape.read_text(encoding="utf-8")) if landscape.is_file() else {},
     )
 
@@ -161,5 +167,5 @@ def _data(run: Run, config: Mapping[str, Any]) -> tuple[str, tuple[str, ...], An
         read = data.load("digits")
     else:
         return Path(source).name or "data", (), None
-    images = read.test.x.numpy() if read.kind == "image" and read.shape[0] in (1, 3) else None
+    images = read.test.x.numpy() if read.kind.pictured(read.shape) else None
     return read.name, read.classes, images

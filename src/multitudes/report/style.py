@@ -1,39 +1,40 @@
-"""How a method looks on the whole page: one colour, dash and symbol, in plots, tables and legends alike.
+"""How methods look in all plots and tables, and the parts that plots share.
 
-Colours are Okabe and Ito's, as variables of the style sheet, so that they follow the light and the dark theme; the
-symbol and the dash tell methods apart where colours do not.
+A method has one colour, dash and symbol on the whole page. Colours are Okabe and Ito's, as variables of the style
+sheet, so that they follow the light and the dark theme; symbols and dashes distinguish methods where colours do not.
 """
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from multitudes.landscape.figures import COLOURS, DASHES, SYMBOLS
-from multitudes.report.html import embedded, text
+from multitudes.report.results import mean_spread
 
-__all__ = ["Style", "View", "chooser", "key", "legend", "named", "plot"]
+__all__ = ["MEASURES", "REFERENCE", "Style", "Trace", "View", "axes", "curve", "curve_with_spread", "plotly_text"]
 
-_SHAPES = {
-    "circle": '<circle cx="14" cy="7" r="4"/>',
-    "square": '<path d="M10 3h8v8h-8z"/>',
-    "diamond": '<path d="M14 2l5 5-5 5-5-5z"/>',
-    "cross": '<path d="M12.4 2h3.2v3.4H19v3.2h-3.4V12h-3.2V8.6H9V5.4h3.4z"/>',
-    "x": '<path d="M10.7 2.2L14 5.5l3.3-3.3 1.5 1.5L15.5 7l3.3 3.3-1.5 1.5L14 8.5l-3.3 3.3-1.5-1.5L12.5 7 9.2 3.7z"/>',
-    "triangle-up": '<path d="M14 2l5 9H9z"/>',
-    "star": '<path d="M14 1l1.6 4.2 4.4.2-3.4 2.8 1.1 4.3L14 10.1l-3.7 2.4 1.1-4.3L8 5.4l4.4-.2z"/>',
-    "hexagon": '<path d="M11.5 2.7h5L19 7l-2.5 4.3h-5L9 7z"/>',
+Trace = dict[str, Any]
+"""A trace of Plotly's; its `meta` is the number of its method."""
+
+MEASURES = {
+    "accuracy": ("accuracy", ".1~%"),
+    "nll": ("negative log-likelihood", ".3~f"),
+    "ece": ("calibration error (ECE)", ".1~%"),
+    "rmse": ("RMSE", ".4~g"),
+    "crps": ("CRPS", ".4~g"),
 }
-_STROKES = {
-    "solid": "none", "dash": "5 3", "dot": "1.5 2", "dashdot": "5 2 1.5 2", "longdash": "9 3",
-    "longdashdot": "9 2 1.5 2",
-}  # fmt: skip
+"""The scores that plots show: their titles, and their number formats (d3's)."""
+
+REFERENCE = {"color": "var(--quiet)", "dash": "dot", "width": 1.5}
+"""The `line` of what is drawn for comparison and belongs to no method."""
 
 
 @dataclass(frozen=True)
 class Style:
-    """The style of the method with this number: the eight colours come again, with other symbols and dashes."""
+    """The style of the method with this number: after eight, colours repeat with other symbols and dashes."""
 
     number: int
 
@@ -52,68 +53,47 @@ class Style:
         """A dash of Plotly's."""
         return DASHES[(self.number + self.number // len(COLOURS)) % len(DASHES)]
 
-    @property
-    def line(self) -> dict[str, Any]:
-        """The `line` of a trace."""
-        return {"color": self.colour, "dash": self.dash, "width": 2}
-
-    def marker(self, size: float = 8) -> dict[str, Any]:
+    def marker(self, size: float = 8, **more: Any) -> dict[str, Any]:
         """The `marker` of a trace."""
-        return {"color": self.colour, "symbol": self.symbol, "size": size}
+        return {"color": self.colour, "symbol": self.symbol, "size": size, **more}
 
-
-def key(number: int) -> str:
-    """The line and the symbol of a method, as a small picture."""
-    style = Style(number)
-    return (
-        f'<svg class="key" viewBox="0 0 28 14" aria-hidden="true" style="color:{style.colour}">'
-        f'<path class="dash" d="M0 7h28" stroke-dasharray="{_STROKES[style.dash]}"/>{_SHAPES[style.symbol]}</svg>'
-    )
-
-
-def named(number: int, method: str) -> str:
-    """The name of a method behind its line and symbol, for a table; it may break after an underscore."""
-    return key(number) + text(method).replace("_", "_<wbr>")
-
-
-def legend(methods: Sequence[str], shown: Sequence[str]) -> str:
-    """Buttons, one for each method of a plot, that hide and show it in all plots."""
-    buttons = [
-        f'<button type="button" aria-pressed="true" data-method="{at}">{key(at)}{text(name)}</button>'
-        for at, name in enumerate(methods)
-        if name in shown
-    ]
-    return '<div class="legend" role="group" aria-label="Methods shown in the plots">' + "".join(buttons) + "</div>"
+    def bars(self, spread: Sequence[float]) -> dict[str, Any]:
+        """The error bars of a trace."""
+        return {"type": "data", "array": list(spread), "thickness": 1, "width": 3, "color": self.colour}
 
 
 @dataclass(frozen=True)
 class View:
-    """What a plot can show: Plotly's traces and layout. A trace says by `meta` the number of its method."""
+    """One state of a plot: Plotly's traces and layout, and the label by which the reader selects it."""
 
-    traces: list[dict[str, Any]]
+    traces: list[Trace]
     layout: dict[str, Any]
     label: str = ""
 
 
-def plot(name: str, alt: str, *views: View, caption: str = "", below: str = "") -> str:
-    """A Plotly figure, drawn by the page when it opens, with what it shows in words.
-
-    Args:
-        name: its id.
-        alt: what it shows, for who does not see it; plain text.
-        views: what it can show, at first the first one; see `chooser`.
-        caption, below: HTML under the plot; a legend.
-    """
-    return (
-        f'<figure><div class="plot" id="{name}" role="img" aria-label="{text(alt)}">'
-        f'<script type="application/json">{embedded([[view.traces, view.layout] for view in views])}</script></div>'
-        f"{below}{f'<figcaption>{caption}</figcaption>' if caption else ''}</figure>"
-    )
+def plotly_text(value: object) -> str:
+    """A name for a figure: Plotly would take `<b>` for markup."""
+    return html.escape(str(value), quote=False)
 
 
-def chooser(views: Sequence[View], *names: str) -> str:
-    """What to show in the plots of these names, where there is something to choose from."""
-    if len(views) < 2:
-        return ""
-    options = "".join(f'<option value="{at}">{text(view.label)}</option>' for at, view in enumerate(views))
-    return f'<label class="chooser">Show <select data-plots="{" ".join(names)}">{options}</select></label>'
+def axes(x: str, y: str, *, xaxis: dict[str, Any] | None = None, yaxis: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A layout with the titles and further settings of both axes."""
+    return {"xaxis": {"title": {"text": x}, **(xaxis or {})}, "yaxis": {"title": {"text": y}, **(yaxis or {})}}
+
+
+def curve(at: int, method: str, x: Sequence[float], y: Sequence[float], hover: str, **more: Any) -> Trace:
+    """The line of a method; `hover` is what Plotly writes below its name."""
+    style = Style(at)
+    return {
+        "type": "scatter", "mode": "lines", "meta": at, "x": list(x), "y": list(y), "text": plotly_text(method),
+        "line": {"color": style.colour, "dash": style.dash, "width": 2},
+        "hovertemplate": f"<b>%{{text}}</b><br>{hover}<extra></extra>", **more,
+    }  # fmt: skip
+
+
+def curve_with_spread(at: int, method: str, x: Sequence[float], values: Sequence[list[float]], hover: str) -> Trace:
+    """The line of a method through the means over seeds, with bars for the deviation between them."""
+    means, spreads = zip(*map(mean_spread, values), strict=True)
+    style = Style(at)
+    marked = {"mode": "lines+markers", "marker": style.marker(), "error_y": style.bars(spreads)}
+    return curve(at, method, x, means, hover, **marked)

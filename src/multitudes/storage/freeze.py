@@ -11,20 +11,18 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
 from multitudes.core.checks import check_count, check_seed
-from multitudes.core.draws.stochastic import Draw, Stochastic, drawing, stochastic_layers
+from multitudes.core.draws.stochastic import Draw, Stochastic, attached, detach, drawing, stochastic_layers
 from multitudes.core.members import Members
-from multitudes.core.multitude import Multitude, evaluating, plain, share_registries
+from multitudes.core.multitude import Multitude, plain, share_registries
 from multitudes.core.seeding import mixed, seeded
 from multitudes.evaluation.calibrate import Calibrated
-from multitudes.methods.dropout import CONNECTED, DropConnect
-from multitudes.methods.patching.layers import Mixing, Patch
-from multitudes.methods.subspace import Around
 
 __all__ = ["Frozen", "freeze"]
 
@@ -74,100 +72,52 @@ def _networks(net: Multitude, draw: Draw, draw_indices: Sequence[int], seed: int
             continue
         for draw_index in own:
             draw.index = torch.tensor(draw_index)
-            with seeded(
-                None if seed is None else mixed(seed, draw_index)
-            ):  # for layers that draw from torch's own state
+            own_random_state = seeded(None if seed is None else mixed(seed, draw_index))
+            with own_random_state:  # for layers that draw from torch's own
                 yield _drawn(network, draw)
 
 
 @torch.no_grad()
 def _drawn(network: nn.Module, draw: Draw) -> nn.Module:
-    """A copy of a network that is one draw of it, for good."""
-    if isinstance(network, Around):
-        with evaluating(network), drawing([network], draw):
-            state = network.draw_state()
-        network = network.alone(state)
+    """A copy of a network that is one draw of it, for good.
+
+    Layers that `fold` become the plain layers of the draw, together with what is inside them. A whole network that
+    does may hold further layers that draw.
+    """
     layers = stochastic_layers(network)
-    folded: dict[int, nn.Module] = {}
-    with drawing(layers, draw), _one_assignment(network):
+    memo: dict[int, Any] = {}
+    gone: set[int] = set()
+    with drawing(layers, draw), _attached_draws(network):
         for layer in layers:
-            if fold := _fold_of(layer):
-                folded[id(layer)] = fold(layer)
-    memo: dict[int, Any] = dict(folded)
+            folded = layer.fold()
+            if folded is not None and layer is network:
+                return _drawn(folded, draw)
+            if folded is not None:
+                memo[id(layer)] = folded
+                gone |= set(map(id, layer.modules()))
     generator = draw.generator(int(draw.index), torch.device("cpu"))
     device = next(network.parameters(), torch.zeros(0)).device
     for layer in reversed(layers):  # those inside a layer come before it
-        if id(layer) in folded:
-            folded[id(layer)].train(layer.training)
-        elif not isinstance(layer, Mixing):
+        if id(layer) not in gone:
             seed = torch.randint(2**31, (), generator=generator).to(device)
             memo[id(layer)] = Frozen(copy.deepcopy(layer, memo), seed)
-    return _without_mixing(copy.deepcopy(network, memo))
+    frozen = copy.deepcopy(network, memo)
+    for module in frozen.modules():
+        detach(module)
+    return frozen
 
 
-# -- draws of weights: plain layers ------------------------------------------------------------------------
-
-
-def _connected(layer: Any) -> nn.Module:
-    kinds = {connected: kind for kind, connected in CONNECTED.items()}
-    return _plain(kinds[type(layer)], layer, layer.connected(), layer.bias)
-
-
-def _patched(layer: Any) -> nn.Module:
-    return _plain(getattr(nn, layer.kind), layer, *layer.drawn())
-
-
-def _fold_of(layer: Stochastic) -> Callable[[Any], nn.Module] | None:
-    """How one draw of a layer becomes a plain layer, where that is the same thing.
-
-    For variance layers it is not: one draw of their weights would serve all positions, where each has its own.
-    """
-    if isinstance(layer, DropConnect):
-        return _connected
-    return _patched if isinstance(layer, Patch) else None
-
-
-_OWN = ("draw", "expects", "p", "kind", "assignment", "sigma", "spread", "mixing")
-
-
-def _plain(kind: type[nn.Module], layer: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Module:
-    """A layer of torch's own with the settings and buffers of `layer` and these weights."""
-    plain = kind.__new__(kind)
-    nn.Module.__init__(plain)
-    settings = {key: value for key, value in vars(layer).items() if key not in (*vars(plain), *_OWN)}
-    vars(plain).update(copy.deepcopy(settings))
-    plain.register_parameter("weight", nn.Parameter(weight.detach().clone()))
-    plain.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone()))
-    for name, buffer in layer._buffers.items():
-        plain.register_buffer(name, None if buffer is None else buffer.clone())
-    return plain
-
-
-class _one_assignment:
-    """Inside, the mixings that draw for a whole network have drawn (`family(..., assignment="network")`)."""
-
-    def __init__(self, network: nn.Module) -> None:
-        self.network = network
-        patches = [module for module in network.modules() if isinstance(module, Patch)]
-        self.mixings = {id(patch.mixing): patch.mixing for patch in patches if patch.assignment == "network"}
-
-    def __enter__(self) -> None:
-        for mixing in self.mixings.values():
-            mixing.begin(self.network, ())
-
-    def __exit__(self, *error: object) -> None:
-        for mixing in self.mixings.values():
-            mixing.end(self.network, (), None)
-
-
-def _without_mixing(network: nn.Module) -> nn.Module:
-    """Without the hooks that draw an assignment for a whole network, whose layers are plain now."""
-    for hooks in (network._forward_pre_hooks, network._forward_hooks):
-        for key, hook in list(hooks.items()):
-            if isinstance(getattr(hook, "__self__", None), Mixing):
-                del hooks[key]
-                network._forward_hooks_always_called.pop(key, None)
-    return network
+@contextmanager
+def _attached_draws(network: nn.Module) -> Iterator[None]:
+    """Inside, the layers that draw for a whole network have drawn."""
+    pairs = [(layer, module) for module in network.modules() for layer in attached(module)]
+    for layer, module in pairs:
+        layer.begin(module, ())
+    try:
+        yield
+    finally:
+        for layer, module in pairs:
+            layer.end(module, (), None)
 
 
 # -- noise on activations: the same numbers each time ------------------------------------------------------
@@ -176,10 +126,11 @@ def _without_mixing(network: nn.Module) -> nn.Module:
 class Frozen(nn.Module):
     """A layer that drew, with the same random numbers each time; where they were each row's own, all rows share them.
 
-    It wears the layer's names and answers for its settings. `frozen`, a buffer, is what its numbers come from. Where it
-    is told to keep them, by an empty list, those of its next call become constants.
+    It shares the layer's registries and answers for its settings. `frozen`, a buffer, is what its numbers come from.
+    Where it is told to keep them, by an empty list, those of its next call become constants.
     """
 
+    shares = "layer"
     layer: Stochastic
     frozen: Tensor
     kept: list[Tensor] | None = None

@@ -74,11 +74,12 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Multit
     files = _safetensors("loading")
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"path must be a file that mt.save wrote, got {str(path)!r}, which is none")
+        raise ValueError(f"path must be a file that mt.save wrote, got {str(path)!r}, which does not exist")
     try:
         with files.safe_open(path, framework="pt") as file:
             metadata = (file.metadata() or {}).get(HEADER)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            # Copies, in memory that torch has aligned: how it lies in the file would change products in the last bit.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except files.SafetensorError as error:
         raise ValueError(f"path must be a file that mt.save wrote, got {str(path)!r}: {error}") from error
     if metadata is None:

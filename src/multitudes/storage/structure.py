@@ -17,20 +17,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from multitudes.core.divergences import DIVERGENCES, name_of
 from multitudes.core.draws.engine import DrawCache
+from multitudes.core.draws.stochastic import attached
 from multitudes.core.multitude import Multitude, plain, share_registries
-from multitudes.core.shared import MemberLayer
-from multitudes.methods.patching.layers import Mixing
-from multitudes.methods.subspace import Around
-from multitudes.storage.freeze import Frozen
-from multitudes.surgery.insert import Inserted
 
 __all__ = ["describe", "rebuild"]
 
 Node = dict[str, Any]
-
-WEARERS: dict[type[nn.Module], str] = {Multitude: "network", Around: "plain", Frozen: "layer"}
-"""Modules that share the registries of another, and under which name they know it."""
 
 _REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 _FOUND_ANEW = ("_draw_cache", "_fastest", "_plans", "_proven", "divergences")
@@ -59,9 +53,9 @@ def describe(net: nn.Module) -> tuple[list[Node], dict[str, Tensor]]:
         prefix = f"{path}." if path else ""
         node: Node = {"path": path, "class": _name_of(type(module))}
         node |= _settings(module, path, origin, numbers)
-        inner = _worn(module)
+        inner = _shared(module)
         if inner is not None:
-            node["wears"] = numbers[id(inner)]
+            node["shares"] = numbers[id(inner)]
         else:
             children = {name: None if child is None else numbers[id(child)] for name, child in module._modules.items()}
             node["children"] = children
@@ -69,7 +63,7 @@ def describe(net: nn.Module) -> tuple[list[Node], dict[str, Tensor]]:
             node["buffers"] = named(prefix, module._buffers)
             node["fixed"] = [n for n, p in module._parameters.items() if p is not None and not p.requires_grad]
             node["transient"] = sorted(module._non_persistent_buffers_set)
-            node["mixings"] = [numbers[id(hook.__self__)] for hook in _assigning(module)]
+            node["attached"] = [numbers[id(layer)] for layer in attached(module)]
         nodes.append(node)
     return nodes, tensors
 
@@ -82,14 +76,14 @@ def _places(net: nn.Module) -> list[tuple[nn.Module, str, str]]:
         if id(module) in found:
             return
         found[id(module)] = module, path, origin
-        inner = _worn(module)
+        inner = _shared(module)
         if inner is not None:
             walk(inner, path, origin)
             return
         for name, child in module._modules.items():
             if child is not None:
-                put_around = name == "layer" and isinstance(module, (Inserted, MemberLayer))
-                walk(child, _joined(path, name), origin if put_around else _joined(origin, name))
+                wrapped = name == getattr(type(module), "wraps", None)  # in the user's network it has the place itself
+                walk(child, _joined(path, name), origin if wrapped else _joined(origin, name))
 
     walk(net, "", "")
     return list(found.values())
@@ -99,24 +93,16 @@ def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _wearing(module: nn.Module) -> str | None:
-    """Under which name it knows the module whose names it wears."""
-    return next((name for kind, name in WEARERS.items() if isinstance(module, kind)), None)
-
-
-def _worn(module: nn.Module) -> Any:
-    name = _wearing(module)
-    return None if name is None else vars(module)[name]
-
-
-def _assigning(module: nn.Module) -> list[Any]:
-    """The hooks by which a patched network draws one assignment for all its layers."""
-    return [hook for hook in module._forward_pre_hooks.values() if isinstance(getattr(hook, "__self__", None), Mixing)]
+def _shared(module: nn.Module) -> Any:
+    """The module whose registries it shares, which its class names; None where it has its own."""
+    inner = vars(module).get(str(getattr(type(module), "shares", None)))
+    return inner if isinstance(inner, nn.Module) else None  # a user's class may use the name for something else
 
 
 def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, int]) -> Node:
     """A node's plain settings, and where what is not plain is to be found in the user's network."""
-    skipped = {*_REGISTRIES, _wearing(module), *(_FOUND_ANEW if isinstance(module, Multitude) else ())}
+    shares = str(getattr(type(module), "shares", None))
+    skipped = {*_REGISTRIES, shares, *(_FOUND_ANEW if isinstance(module, Multitude) else ())}
     settings, others = {}, []
     for key, value in vars(module).items():
         if key in skipped:
@@ -134,11 +120,8 @@ def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, i
         raise ValueError(f"{where} has an extra state (get_extra_state), which the file could not hold")
     if _is_known(type(module)) and not others and not hooks:
         return node
-    if isinstance(module, Around) and others == ["data"]:
-        raise ValueError(
-            "the data on which each draw recomputes batch-norm statistics cannot be saved: save net.freeze(draws=...), "
-            "whose networks have their statistics"
-        )
+    if others and others[0] in (reasons := getattr(type(module), "unsaved", {})):
+        raise ValueError(reasons[others[0]])
     if isinstance(module, Multitude) or (others and _of_library(type(module))):
         what = "has forward hooks" if hooks else "is a class of your own"
         if others:
@@ -149,7 +132,7 @@ def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, i
 
 def _hooks(module: nn.Module) -> int:
     """How many forward hooks a module has, beside those that are made again."""
-    own = 2 * len(_assigning(module))  # one before the forward, and one after it
+    own = 2 * len(attached(module))  # one before the forward, and one after it
     return len(module._forward_hooks) + len(module._forward_pre_hooks) - own
 
 
@@ -171,8 +154,8 @@ def _encoded(value: Any, numbers: Mapping[int, int]) -> Any:
 def _encoded_function(function: Callable[..., Tensor]) -> Node:
     own = function.func if isinstance(function, partial) else function
     keywords = function.keywords if isinstance(function, partial) else {}
-    name = f"{getattr(own, '__module__', '')}.{getattr(own, '__qualname__', type(own).__name__)}"
-    if not (name.startswith("multitudes.methods.") and name.endswith(".divergence")):
+    name = name_of(own)
+    if DIVERGENCES.get(name) is not own:
         raise ValueError(
             f"net.divergences holds a function of your own ({name}), which a file cannot hold: save the network with "
             "net.divergences = (), and set them again after loading"
@@ -195,20 +178,19 @@ def rebuild(nodes: list[Node], tensors: Mapping[str, Tensor], model: nn.Module |
     modules = _modules(nodes, parameters, tensors, model)
     for node, module in zip(nodes, modules, strict=True):
         vars(module).update({key: _decoded(value, modules) for key, value in node["settings"].items()})
-        if "wears" in node:
+        if "shares" in node:
             continue
         _refill(module._modules, {n: None if c is None else modules[c] for n, c in node["children"].items()})
         _refill(module._parameters, {n: None if k is None else parameters[k] for n, k in node["parameters"].items()})
         _refill(module._buffers, {n: None if k is None else tensors[k] for n, k in node["buffers"].items()})
         module._non_persistent_buffers_set.clear()
         module._non_persistent_buffers_set.update(node["transient"])
-        for mixing in (modules[number] for number in node["mixings"]):
-            module.register_forward_pre_hook(mixing.begin)
-            module.register_forward_hook(mixing.end, always_call=True)
+        for number in node["attached"]:
+            modules[number].attach(module)
     for node, module in reversed(list(zip(nodes, modules, strict=True))):  # what is inside comes first
-        if "wears" in node:
-            share_registries(module, modules[node["wears"]])
-            object.__setattr__(module, str(_wearing(module)), modules[node["wears"]])
+        if "shares" in node:
+            share_registries(module, modules[node["shares"]])
+            object.__setattr__(module, str(type(module).shares), modules[node["shares"]])
         if isinstance(module, Multitude):
             module.divergences = tuple(map(_decoded_function, node["divergences"]))
             module.__setstate__({"_draw_cache": DrawCache(), "_fastest": {}, "_proven": False})
@@ -261,7 +243,7 @@ def _modules(
     memo: dict[int, Any] = {}
     for number, module in bare.items():
         counterpart = there.get(nodes[number]["path"])
-        if counterpart is not None and "wears" not in nodes[number]:
+        if counterpart is not None and "shares" not in nodes[number]:
             memo.setdefault(id(counterpart), module)
     for number, module in own.items():
         memo.pop(id(module), None)
@@ -283,7 +265,7 @@ def _bare(name: str) -> nn.Module:
 
 
 def _refill(registry: dict[str, Any], items: Mapping[str, Any]) -> None:
-    """Others of them, in place, since who wears them shares the registry."""
+    """Others of them, in place, since others share the registry."""
     registry.clear()
     registry.update(items)
 
@@ -302,10 +284,9 @@ def _decoded(value: Any, modules: list[Any]) -> Any:
 
 
 def _decoded_function(node: Node) -> Callable[..., Tensor]:
-    module, _, name = node["function"].rpartition(".")
-    if not module.startswith("multitudes.methods.") or name != "divergence":
+    function = DIVERGENCES.get(node["function"])
+    if function is None:
         raise ValueError(f"the file names {node['function']!r}, which is no divergence of this library")
-    function = getattr(importlib.import_module(module), name)
     return partial(function, **node["keywords"]) if node["keywords"] else function
 
 

@@ -18,8 +18,8 @@ __all__ = ["write_landscape"]
 def write_landscape(run: Run, points: int = 21, images: int = 256) -> Path | None:
     """Measure the plane through three networks of a run; None where there are not three that are alike.
 
-    They are members of a deep ensemble, or else single networks of three seeds. What is there is kept, unless a job
-    has been done since.
+    They are members of a deep ensemble, or else single networks of three seeds. An existing file is used again, unless
+    a job has been done since.
     """
     path = run.directory / "landscape.json"
     newest = max((job.directory / "metrics.json").stat().st_mtime for job in run.done)
@@ -30,21 +30,16 @@ def write_landscape(run: Run, points: int = 21, images: int = 256) -> Path | Non
         return None
     networks, trained = found
     test = trained.data.test
-    data = trained.inputs(test.x[:images]).to(trained.device), test.y[:images].to(trained.device)
-    train = trained.inputs(trained.data.train.x[:images]).to(trained.device)
-    normed = any(
-        isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in next(iter(networks.values())).modules()
-    )
-    seen = plane(
-        next(iter(networks.values())), data, through=list(networks.values()), points=points, progress=False,
-        batch_norm=train if normed else None,
-    )  # fmt: skip
-    x, y = (axis.tolist() for axis in seen.axes)
-    spots = [
+    data = trained.data.normalised(test.x[:images]).to(trained.device), test.y[:images].to(trained.device)
+    train = trained.data.normalised(trained.data.train.x[:images]).to(trained.device)
+    alike = list(networks.values())
+    scored = plane(alike[0], data, through=alike, points=points, batch_norm=train, progress=False)
+    x, y = (axis.tolist() for axis in scored.axes)
+    places = [
         {"name": name, "x": at[0], "y": at[1], "loss": loss}
-        for name, at, loss in zip(networks, seen.coordinates.tolist(), seen.scores.loss.tolist(), strict=True)
+        for name, at, loss in zip(networks, scored.coordinates.tolist(), scored.scores.loss.tolist(), strict=True)
     ]
-    table = {"plane": {"x": x, "y": y, "loss": seen.loss.T.tolist(), "points": spots}}
+    table = {"plane": {"x": x, "y": y, "loss": scored.loss.T.tolist(), "points": places}}
     write_atomically(path, json.dumps(table))
     return path
 

@@ -19,26 +19,25 @@ from functools import cached_property
 from typing import Any
 
 from multitudes.core.checks import needed
+from multitudes.metrics.declare import RANKS, Better
 from multitudes.study.store import Job, Run
 
 __all__ = ["Row", "Value", "best", "better", "leaderboard", "marks", "verdict", "within_noise"]
 
-HIGHER = ("accuracy", "accuracy_at_90", "mean_iou", "log_density", "auroc", "aupr", "inference_per_second")
-LOWER = (
-    *("nll", "brier", "ece", "mce", "adaptive_ece", "classwise_ece", "overconfidence", "aurc", "member_error"),
-    *("rmse", "crps", "gaussian_ece", "fpr95", "relative_mce", "mcnll", "mcece"),
-    *("parameters", "multiply_adds", "training_seconds", "peak_memory_bytes"),
-)
+COST_RANKS = {
+    "inference_per_second": Better.HIGHER,
+    **dict.fromkeys(("parameters", "multiply_adds", "training_seconds", "peak_memory_bytes"), Better.LOWER),
+}
 
 
-def better(name: str) -> int:
-    """1 where more is better, -1 where less is, 0 where neither is, such as for diversity.
+def better(name: str) -> Better:
+    """Which values of a score or cost are better: scores as their metrics declare it.
 
-    >>> better("accuracy"), better("shift/fog/3/nll"), better("costs/parameters"), better("disagreement")
-    (1, -1, -1, 0)
+    >>> [better(name).name for name in ("accuracy", "shift/fog/3/nll", "overconfidence", "disagreement")]
+    ['HIGHER', 'LOWER', 'ZERO', 'NEITHER']
     """
-    last = name.rpartition("/")[2].removesuffix("_ratio")
-    return 1 if last in HIGHER else -1 if last in LOWER else 0
+    last = name.rpartition("/")[2]
+    return COST_RANKS.get(last.removesuffix("_ratio")) or RANKS.get(last, Better.NEITHER)
 
 
 # -- rows --------------------------------------------------------------------------------------------------
@@ -98,8 +97,8 @@ def leaderboard(run: Run) -> list[Row]:
         values = {name: Value(tuple(t[name][0] for t in tables), tables[0][name][1]) for name in common}
         method = str((jobs[0].config or {}).get("method", label))
         rows.append(Row(label, method, tuple(job.seed for job in jobs), values, _Examples(jobs[0])))
-    sign = -better(_ranking(rows))
-    return sorted(rows, key=lambda row: (math.isnan(row[_ranking(rows)]), sign * row[_ranking(rows)]))
+    name = _ranking(rows)
+    return sorted(rows, key=lambda row: (math.isnan(row[name]), -better(name).quality(row[name])))
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
@@ -184,17 +183,24 @@ def _paired_error(a: Row, b: Row, name: str) -> float | None:
 def best(rows: Sequence[Row], name: str) -> Row | None:
     """The row with the best mean of a score or cost; None where there is none, or no better or worse."""
     known = [row for row in rows if math.isfinite(row[name])]
-    return max(known, key=lambda row: better(name) * row[name]) if known and better(name) else None
+    if not known or better(name) is Better.NEITHER:
+        return None
+    return max(known, key=lambda row: better(name).quality(row[name]))
 
 
 def within_noise(row: Row, of: Row, name: str) -> bool:
-    """Whether the difference between two methods in a score is no larger than two of its standard errors."""
+    """Whether the difference between two methods in a score is no larger than two of its standard errors.
+
+    Of a score that is best near zero, the distances from zero are compared.
+    """
     if not (math.isfinite(row[name]) and math.isfinite(of[name])):
         return False
-    if row[name] == of[name]:
+    nearest_zero = better(name) is Better.ZERO
+    difference = abs(row[name]) - abs(of[name]) if nearest_zero else row[name] - of[name]
+    if difference == 0:
         return True
     error = difference_error(row, of, name)
-    return error is not None and abs(row[name] - of[name]) <= 2 * error
+    return error is not None and abs(difference) <= 2 * error
 
 
 def marks(rows: Sequence[Row], name: str) -> dict[str, str]:
@@ -241,7 +247,7 @@ def _price(rows: Sequence[Row], top: Row, name: str) -> str:
     equals = [row for row in rows if row is not top and within_noise(row, top, name)]
 
     def price(row: Row) -> tuple[float, float]:  # of two that cost the same, the better one
-        return row[cost] if math.isfinite(row[cost]) else math.inf, -better(name) * row[name]
+        return row[cost] if math.isfinite(row[cost]) else math.inf, -better(name).quality(row[name])
 
     cheapest = min([top, *equals], key=price)
     if cheapest is not top:
@@ -284,7 +290,7 @@ def _gap(row: Row, top: Row, name: str) -> str:
     difference = abs(row[name] - top[name])
     if difference == 0:
         return "level with"
-    side = "below" if better(name) > 0 else "above"
+    side = "below" if better(name) is Better.HIGHER else "above"
     if name != "accuracy":
         return f"{difference:.2g} {side}"
     points = 100 * difference

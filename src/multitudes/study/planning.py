@@ -103,7 +103,7 @@ def _data(spec: Spec, run: Run, say: Callable[[str], None]) -> tuple[Data | None
     return data, {
         "asked": asked,
         "name": data.name,
-        "kind": data.kind,
+        "kind": data.kind.name,
         "task": data.task,
         "shape": list(data.shape),
         "outputs": data.outputs,

@@ -30,7 +30,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from multitudes.study.methods import METHODS, methods_for
+from multitudes.data.kinds import kind_of_shape
+from multitudes.study.methods import METHODS, methods_for, unfit
 from multitudes.study.networks import defaults, network_names
 from multitudes.study.scales import at_scale
 from multitudes.study.sections import (
@@ -80,7 +81,7 @@ class Spec(Section):
 
     >>> spec = Spec.of(data="digits", methods=["single", "packed"], seeds=3, epochs=30)
     >>> spec.seeds, spec.methods["packed"].settings
-    ([0, 1, 2], {'members': 4, 'alpha': 2, 'gamma': 1, 'gamma_layers': None})
+    ([0, 1, 2], {'members': 4, 'alpha': 2, 'gamma': 1, 'layers': None})
     >>> Spec.of(methods=["packed"], epochs=0)
     Traceback (most recent call last):
     multitudes.study.spec.SpecError: training.epochs must be 1 or more, got 0
@@ -172,7 +173,7 @@ class Spec(Section):
     def _shift(self, shape: tuple[int, ...], task: str) -> list[str]:
         if self.evaluation.shift is not None:
             return self.evaluation.shift
-        return SHIFT if _corruptible(shape) and task == "classification" else []
+        return SHIFT if kind_of_shape(shape).corruptible(shape) and task == "classification" else []
 
     def _check(self, shape: tuple[int, ...], task: str) -> None:
         """What only the data can tell."""
@@ -181,14 +182,14 @@ class Spec(Section):
         if training.warmup >= training.epochs:  # type: ignore[operator]
             many = f"the {training.epochs} epochs, got {training.warmup:g}"
             problems.append((("training", "warmup"), f"training.warmup must be less than {many}"))
-        if evaluation.shift and not (_corruptible(shape) and task == "classification"):
+        if evaluation.shift and not (kind_of_shape(shape).corruptible(shape) and task == "classification"):
             needs = "images of 1 or 3 channels, 8 or more pixels a side, and classes"
             got = f"inputs {list(shape)} and {task}"
             problems.append((("evaluation", "shift"), f"evaluation.shift needs {needs}, got {got}"))
-        if training.augment != "none" and len(shape) == 1:
+        if training.augment != "none" and not kind_of_shape(shape).feature_maps:
             problems.append((("training", "augment"), f"training.augment={training.augment!r} is for images"))
         for label, each in self.methods.items():
-            if reason := METHODS[each.method].unfit(shape):
+            if reason := unfit(METHODS[each.method], shape):
                 problems.append((("methods", label), f"methods.{label}: {reason}"))
         if problems:
             raise self.error(problems)
@@ -207,10 +208,6 @@ class Spec(Section):
 
 NOTHING = {"augment": "none", "clip": 0.0}
 """How the file says that there is none of it, since TOML has no word for that."""
-
-
-def _corruptible(shape: tuple[int, ...]) -> bool:
-    return len(shape) == 3 and shape[0] in (1, 3) and min(shape[1:]) >= 8
 
 
 # -- reading -----------------------------------------------------------------------------------------------

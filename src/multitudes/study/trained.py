@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from multitudes.core.multitude import Multitude
 from multitudes.data import Data
@@ -46,10 +45,6 @@ class Trained:
         if draws is not None and isinstance(net, Multitude):
             net.draws = draws
         return cls(job, net.to(where).eval(), data, where)
-
-    def inputs(self, x: Tensor) -> Tensor:
-        """Inputs like those of a part, as the network gets them."""
-        return self.data.preprocess(self.data.scaled(x))
 
 
 def mixed_precision(device: torch.device, precision: str | None) -> AbstractContextManager[Any]:

@@ -31,13 +31,11 @@ from multitudes.data import Data, Loader
 from multitudes.data.splits import spread
 from multitudes.evaluation.evaluate import evaluate
 from multitudes.evaluation.scores import Evaluation, plain_number
-from multitudes.metrics import ECE, MCE, read_rows
-from multitudes.metrics.regression import RMSE, LogDensity
-from multitudes.metrics.scoring import NLL, Accuracy
+from multitudes.metrics import ECE, MCE, NLL, RMSE, Accuracy, LogDensity, read_rows
 from multitudes.storage.save import save
 from multitudes.study import costs
 from multitudes.study.job_data import ScaledBatches, data_of, device_of
-from multitudes.study.methods import METHODS, Method, method_of
+from multitudes.study.methods import METHODS, Method, method_of, unfit
 from multitudes.study.networks import build_network, outputs_of
 from multitudes.study.store import write_atomically
 from multitudes.training.fit import Epoch, Progress, fit
@@ -45,8 +43,8 @@ from multitudes.training.recorder import Recorder
 
 __all__ = ["main", "run"]
 
-KEPT = 16
-"""The most members or draws whose predictions are kept."""
+SAVED_MEMBERS = 16
+"""The most members or draws whose predictions are saved."""
 GROUPS = 64
 """The most groups of members or draws that the scores of a size are taken over."""
 SETTLING = 2048
@@ -125,7 +123,7 @@ class _Job:
     def read(cls, directory: Path, device: str | None, accelerator: Any) -> _Job:
         path = directory / "config.json"
         if not path.is_file():
-            raise ValueError(f"directory must be that of a job, got {str(directory)!r}, in which is no config.json")
+            raise ValueError(f"directory must be that of a job, got {str(directory)!r}, which has no config.json")
         config = json.loads(path.read_text(encoding="utf-8"))
         if config["version"] != 1:
             raise ValueError(f"version of {str(path)!r} must be 1, got {config['version']!r}")
@@ -134,7 +132,7 @@ class _Job:
         check_seed(config["seed"])
         where = accelerator.device if accelerator else device_of(device or config.get("device", "cpu"))
         data = data_of(config["data"], directory)
-        if reason := method.unfit(data.shape):
+        if reason := unfit(method, data.shape):
             raise ValueError(reason)
         return cls(directory, config, data, method, settings, config["seed"], where, accelerator)
 
@@ -158,11 +156,7 @@ class _Job:
     @property
     def example(self) -> Tensor:
         """A few inputs as a network gets them, on the CPU."""
-        return self.inputs(self.data.train.x[:8])
-
-    def inputs(self, x: Tensor) -> Tensor:
-        """Inputs like those of a part, as a network gets them."""
-        return self.data.preprocess(self.data.scaled(x))
+        return self.data.normalised(self.data.train.x[:8])
 
     def prepared(self, net: Multitude) -> Multitude:
         """On the device and laid out as for training, with the task of the data and the draws of the evaluation."""
@@ -236,7 +230,7 @@ def _trained(job: _Job, net: Multitude, log: _Log) -> tuple[Multitude, list[Epoc
     )  # fmt: skip
     if not job.leads:
         return net, history
-    x = job.inputs(job.data.train.x[:SETTLING]).to(job.device)
+    x = job.data.normalised(job.data.train.x[:SETTLING]).to(job.device)
     return job.prepared(job.method.finish(net, recorder, x, job.settings, job.seed)), history
 
 
@@ -246,7 +240,7 @@ def _trained(job: _Job, net: Multitude, log: _Log) -> tuple[Multitude, list[Epoc
 def _costs(
     job: _Job, net: Multitude, single: Multitude, history: list[Epoch], steps: tuple[costs.Step, costs.Step]
 ) -> dict[str, float]:
-    x = job.inputs(job.data.test.x[: costs.BATCH]).to(job.device)
+    x = job.data.normalised(job.data.test.x[: costs.BATCH]).to(job.device)
     step, base = steps
     seconds = sum(epoch.seconds for epoch in history)
     longer = len(history) / job.config["training"]["epochs"]
@@ -274,10 +268,10 @@ def _measured(job: _Job, net: Multitude) -> tuple[Evaluation, dict[str, Any], by
     size = options.get("batch_size", 256)
     bins = {"bins": options.get("bins", 15), "min_count": options.get("min_count", 1)}
     how = {"preprocess": data.preprocess, "scale": data.target_std, "seed": EVALUATION_SEED, "progress": False, **bins}
-    # Criteria of what is foreign are of classes.
-    foreign = {name: ScaledBatches(data, x, size=size) for name, x in data.ood.items()} if data.classes else {}
-    kept = _Kept(data, _Growth(options.get("sizes", (1, 2, 4, 8, 16)), data, **bins))
-    scores = evaluate(net, ScaledBatches(data, data.test.x, data.test.y, size), ood=foreign, watch=kept, **how)
+    # Criteria of out-of-distribution inputs are of classes.
+    ood = {name: ScaledBatches(data, x, size=size) for name, x in data.ood.items()} if data.classes else {}
+    predictions = _Predictions(data, _Growth(options.get("sizes", (1, 2, 4, 8, 16)), data, **bins))
+    scores = evaluate(net, ScaledBatches(data, data.test.x, data.test.y, size), ood=ood, watch=predictions, **how)
     if options.get("shift"):
         draws, net.draws = net.draws, options.get("shift_draws") or net.draws
         corrupted = evaluate(
@@ -286,7 +280,7 @@ def _measured(job: _Job, net: Multitude) -> tuple[Evaluation, dict[str, Any], by
         )  # fmt: skip
         net.draws = draws
         scores = Evaluation(scores.scores | {name: corrupted.scores[name] for name in corrupted if "shift/" in name})
-    return scores, kept.growth.table(), kept.archive()
+    return scores, predictions.growth.table(), predictions.archive()
 
 
 def _corruptible(data: Data, limit: int | None, size: int) -> ScaledBatches:
@@ -297,28 +291,28 @@ def _corruptible(data: Data, limit: int | None, size: int) -> ScaledBatches:
     return ScaledBatches(data, data.test.x[rows], data.test.y[rows], size)
 
 
-class _Kept:
-    """What is kept of the predictions while they are scored, for the page."""
+class _Predictions:
+    """Collects the predictions while they are scored, for the page."""
 
     def __init__(self, data: Data, growth: _Growth) -> None:
         self.data, self.growth = data, growth
         self.parts: dict[str, list[Tensor]] = {}
 
-    def __call__(self, foreign: str | None, predicted: Predictive, target: Tensor | None) -> None:
+    def __call__(self, ood: str | None, predicted: Predictive, target: Tensor | None) -> None:
         part = predicted.cpu()
-        if foreign is None:
+        if ood is None:
             self.growth.update(part, None if target is None else target.cpu())
         for name, tensor in self._arrays(part).items():
-            if foreign is None or name == "members":
-                self.parts.setdefault(name if foreign is None else f"ood/{foreign}/{name}", []).append(tensor)
+            if ood is None or name == "members":
+                self.parts.setdefault(name if ood is None else f"ood/{ood}/{name}", []).append(tensor)
 
     def _arrays(self, part: Predictive) -> dict[str, Tensor]:
         """Of a batch; numbers in their own units."""
-        if self.data.classes:
-            return {"probs": part.probs.float(), "members": part.member_probs[:KEPT].half()}
-        mean, scale = self.data.target_mean, self.data.target_std
-        members = part.member_values[:KEPT, :, 0] * scale + mean
-        return {"mean": part.mean[:, 0] * scale + mean, "std": part.std[:, 0] * scale, "members": members}
+        data = self.data
+        if data.classes:
+            return {"probs": part.probs.float(), "members": part.member_probs[:SAVED_MEMBERS].half()}
+        members = data.in_units(part.member_values[:SAVED_MEMBERS, :, 0])
+        return {"mean": data.in_units(part.mean[:, 0]), "std": part.std[:, 0] * data.target_std, "members": members}
 
     def archive(self) -> bytes:
         """All of it as a NumPy archive."""
@@ -385,7 +379,7 @@ def _sentence(error: Exception) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """The command line of one job."""
-    parser = argparse.ArgumentParser(prog="python -m multitudes.study.job", description="Run one job of a study.")
+    parser = argparse.ArgumentParser(prog="python -m multitudes.study.worker", description="Run one job of a study.")
     parser.add_argument("directory", help="RUN/jobs/METHOD-SEED, in which is a config.json")
     parser.add_argument("--device", help="cpu, cuda or auto, in place of the configuration's")
     given = parser.parse_args(arguments)

@@ -29,6 +29,7 @@ class Inserted(nn.Sequential):
     """
 
     traceable = True
+    wraps = "layer"
 
     def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
         """The further arguments are the layer's."""

@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from multitudes.core.checks import check_count
+from multitudes.core.checks import check_choice, check_count
 from multitudes.core.multitude import Multitude, plain
 
 Selector = None | str | Sequence[str] | Callable[[str, nn.Module], bool]
@@ -25,10 +25,8 @@ PRODUCTS = (*CONVOLUTIONS, *TRANSPOSED, nn.Linear)
 # -- select and replace ----------------------------------------------------------------------------------
 
 
-def select(
-    model: nn.Module, selector: Selector, kinds: tuple[type[nn.Module], ...], argument: str = "layers"
-) -> dict[str, nn.Module]:
-    """The layers of `model` that are of one of `kinds` and match `selector`, by qualified name.
+def select(model: nn.Module, layers: Selector, kinds: tuple[type[nn.Module], ...]) -> dict[str, nn.Module]:
+    """The layers of `model` that are of one of `kinds` and that `layers` selects, by qualified name.
 
     >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> list(select(model, None, (nn.Linear,)))
@@ -40,32 +38,30 @@ def select(
     if not able:
         names = ", ".join(kind.__name__ for kind in kinds)
         raise ValueError(f"model ({type(model).__name__}) has no layer that can be converted: {names}")
-    if selector is None:
+    if layers is None:
         return able
-    if not (callable(selector) or isinstance(selector, Iterable)):
-        raise ValueError(
-            f"{argument} must be None, a regular expression, a list of names or a function, got {selector!r}"
-        )
-    if isinstance(selector, str):
-        chosen = {name: m for name, m in able.items() if _fullmatch(selector, name, argument)}
-    elif callable(selector):
-        chosen = {name: m for name, m in able.items() if selector(name, m)}
+    if not (callable(layers) or isinstance(layers, Iterable)):
+        raise ValueError(f"layers must be None, a regular expression, a list of names or a function, got {layers!r}")
+    if isinstance(layers, str):
+        chosen = {name: m for name, m in able.items() if _fullmatch(layers, name)}
+    elif callable(layers):
+        chosen = {name: m for name, m in able.items() if layers(name, m)}
     else:
-        chosen = _listed(model, able, list(selector), argument)
+        chosen = _listed(model, able, list(layers))
     if not chosen:
-        given = "a function" if callable(selector) else repr(selector)
-        raise ValueError(f"{argument}={given} selects nothing; it could select: {', '.join(able)}")
+        given = "a function" if callable(layers) else repr(layers)
+        raise ValueError(f"layers={given} selects nothing; it could select: {', '.join(able)}")
     return chosen
 
 
-def _fullmatch(pattern: str, name: str, argument: str) -> bool:
+def _fullmatch(pattern: str, name: str) -> bool:
     try:
         return re.fullmatch(pattern, name) is not None
     except re.error as error:
-        raise ValueError(f"{argument}={pattern!r} is not a regular expression: {error}") from error
+        raise ValueError(f"layers={pattern!r} is not a regular expression: {error}") from error
 
 
-def _listed(model: nn.Module, able: dict[str, nn.Module], wanted: list[str], argument: str) -> dict[str, nn.Module]:
+def _listed(model: nn.Module, able: dict[str, nn.Module], wanted: list[str]) -> dict[str, nn.Module]:
     def named(names: Any, want: str) -> list[str]:
         return [name for name in names if name == want or name.endswith(f".{want}")]
 
@@ -76,10 +72,10 @@ def _listed(model: nn.Module, able: dict[str, nn.Module], wanted: list[str], arg
         if others:
             kind = type(model.get_submodule(others[0])).__name__
             raise ValueError(
-                f"{argument}: layer {others[0]!r} is a {kind}, which this method cannot convert; "
+                f"layers: layer {others[0]!r} is a {kind}, which this method cannot convert; "
                 f"it can convert: {', '.join(able)}"
             )
-        raise ValueError(f"{argument}: no layer is named {want!r}; there are: {', '.join(able)}")
+        raise ValueError(f"layers: no layer is named {want!r}; there are: {', '.join(able)}")
     chosen = {name for want in wanted for name in named(able, want)}
     return {name: module for name, module in able.items() if name in chosen}
 
@@ -117,6 +113,24 @@ def _check_untied(model: nn.Module, names: Iterable[str]) -> None:
                 )
 
 
+def plain_layer(
+    kind: type[nn.Module], layer: nn.Module, weight: Tensor, bias: Tensor | None, omit: Sequence[str] = ()
+) -> nn.Module:
+    """A layer of torch's own class `kind`, with these weights and with the settings and buffers of `layer`.
+
+    `omit` names the settings of `layer` that torch's class does not have.
+    """
+    plain = kind.__new__(kind)
+    nn.Module.__init__(plain)
+    own = {*vars(plain), *omit, "draw", "expects"}
+    vars(plain).update(copy.deepcopy({key: value for key, value in vars(layer).items() if key not in own}))
+    plain.register_parameter("weight", nn.Parameter(weight.detach().clone()))
+    plain.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone()))
+    for name, buffer in layer._buffers.items():
+        plain.register_buffer(name, None if buffer is None else buffer.clone())
+    return plain.train(layer.training)
+
+
 # -- arguments ---------------------------------------------------------------------------------------------
 
 
@@ -127,8 +141,7 @@ def check_arguments(model: nn.Module, members: int, init: str, nested: bool = Fa
     """
     check_model(model, nested)
     check_count("members", members)
-    if init not in ("fresh", "pretrained"):
-        raise ValueError(f"init must be 'fresh' or 'pretrained', got {init!r}")
+    check_choice("init", init, ("fresh", "pretrained"))
     return plain(model)
 
 

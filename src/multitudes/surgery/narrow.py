@@ -31,18 +31,18 @@ from multitudes.surgery.observe import example_for, executed, hooked, observing
 def narrow(
     model: nn.Module,
     factor: float,
-    groups: int = 1,
+    gamma: int = 1,
     *,
     min_channels: int = 64,
-    group_layers: Selector = None,
+    layers: Selector = None,
     example: Input | None = None,
     init: str = "fresh",
     seed: int | None = None,
 ) -> nn.Module:
     """A copy of `model` with every hidden width scaled by `factor`, rounded up; inputs and outputs are kept.
 
-    Hidden layers selected by `group_layers` (all of them by default) are split into `groups` groups where the
-    widths divide and a group keeps at least `min_channels` inputs. With `init="pretrained"` the kept channels
+    Hidden layers that `layers` selects (all of them by default) are split into `gamma` groups where the widths
+    divide and a group keeps at least `min_channels` inputs. With `init="pretrained"` the kept channels
     keep their weights, each layer's scaled so that its outputs are as large as they were on the example.
     `example` is one batch of inputs, real ones at best; where it is left out, noise of the usual sizes is tried.
 
@@ -58,10 +58,10 @@ def narrow(
         raise ValueError(f"model is a multitude ({type(model).__name__}): narrow its network first, or use packed")
     check_arguments(model, 1, init)
     check_number("factor", factor, 0, high=1, above=True)
-    check_count("groups", groups)
+    check_count("gamma", gamma)
     with seeded(seed):
         example = example_for(model, example)
-        cuts = plan_cuts(model, factor, groups, min_channels, group_layers, example)
+        cuts = plan_cuts(model, factor, gamma, min_channels, layers, example)
         narrowed = apply_cuts(model, cuts, example)
         return redraw(narrowed) if init == "fresh" else rescaled(narrowed, model, cuts, example)
 
@@ -71,7 +71,7 @@ def plan_cuts(
     factor: float,
     gamma: int,
     min_channels: int,
-    gamma_layers: Selector,
+    layers: Selector,
     example: Input,
 ) -> dict[str, Cut]:
     """Every layer's cut, by name. Channels are chosen at random, from torch's random state."""
@@ -87,7 +87,7 @@ def plan_cuts(
                 f"layer {name!r} is a {type(module).__name__}, whose random weights cannot be narrowed; "
                 "deep_ensemble keeps it whole"
             )
-    grouped = set(select(model, gamma_layers, PRODUCTS, "gamma_layers"))
+    grouped = set(select(model, layers, PRODUCTS))
     order = executed(model, example, MAKING)
     if not order:
         raise ValueError(f"model ({type(model).__name__}) has no layer that can be narrowed")

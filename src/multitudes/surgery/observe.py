@@ -12,6 +12,7 @@ from torch import nn
 from multitudes.core.calling import Input, call
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.multitude import evaluating
+from multitudes.core.seeding import seeded
 from multitudes.surgery.layers import PRODUCTS
 
 __all__ = ["example_for", "executed", "hooked", "observing"]
@@ -24,6 +25,11 @@ def example_for(model: nn.Module, example: Input | None = None) -> Input:
     """The given example, or noise of a shape that fits the network, found by trying the usual sizes."""
     if example is not None:
         return example
+    with seeded(0):  # so that neither torch's random state nor what is drawn after depends on whether one is given
+        return _found_example(model)
+
+
+def _found_example(model: nn.Module) -> Input:
     first = next((m for m in model.modules() if type(m) in PRODUCTS), None)
     where = next(iter([*model.parameters(), *model.buffers()]), torch.zeros(0))
     for shape in _shapes(first):

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from multitudes.core.tasks import Criterion, criterion_for
 from multitudes.training.checkpoint import Checkpoint, TrainingState, random_state, set_random_state
 from multitudes.training.diagnosis import first_bad_layer
 from multitudes.training.late_losses import Loss, Losses
+from multitudes.training.objective import Objective, size_of
 from multitudes.training.optimizers import make_optimizer
 from multitudes.training.precision import PRECISIONS, check_precision
 from multitudes.training.schedules import Schedule, schedule_of
@@ -53,7 +53,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training is, as callbacks are told after every step; one that returns True ends the training."""
+    """Where training is, which callbacks get after every step; one that returns True ends the training."""
 
     net: nn.Module
     epoch: int
@@ -76,27 +76,6 @@ class Progress:
 
 
 Callback = Callable[[Progress], bool | None]
-
-
-class Objective(nn.Module):
-    """A network whose forward is its training objective.
-
-    What synchronises gradients between processes, or compiles, wraps the forward; so the loss has to be one.
-    """
-
-    def __init__(self, net: Multitude, criterion: Criterion | None, dataset_size: int | None) -> None:
-        super().__init__()
-        self.net, self.criterion, self.dataset_size = net, criterion, dataset_size
-
-    def forward(self, x: Input, y: Tensor) -> Tensor:
-        """The loss of a batch, a scalar."""
-        return self.net.loss(x, y, self.criterion, dataset_size=self.dataset_size)
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As `nn.Module.compile`, apart from other objectives: torch makes 8 versions of a function and no more."""
-        own = FunctionType(Objective.forward.__code__.replace(), Objective.forward.__globals__, "forward")
-        self.forward = MethodType(own, self)  # type: ignore[method-assign]
-        super().compile(*args, **kwargs)
 
 
 def fit(
@@ -175,7 +154,7 @@ def fit(
     criterion_for(multitude.chosen_task, criterion)  # an error before the first step
     factor = schedule_of(schedule, warmup / epochs)
     chosen = make_optimizer(optimizer, multitude, lr, momentum, weight_decay)
-    objective = Objective(multitude, criterion, _dataset_size(multitude, data, dataset_size))
+    objective = Objective(multitude, criterion, size_of(data, multitude, dataset_size))
     if channels_last:
         multitude.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     config = TrainConfig(
@@ -188,7 +167,7 @@ def fit(
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The manner of training."""
+    """How to train, checked."""
 
     schedule: Schedule
     dtype: torch.dtype | None
@@ -249,7 +228,7 @@ class Trainer:
             state.step, state.batch = state.step + 1, state.batch + 1
             state.seconds = time.monotonic() - start
             bar.update(state.step)
-            self._tell(loss, epoch_ended=False)
+            self._call_back(loss, epoch_ended=False)
             if self.checkpoint is not None and self.checkpoint.due:
                 self._look(all_of_them=True)
                 self._save()
@@ -261,7 +240,7 @@ class Trainer:
         self._look(all_of_them=True)
         mean = state.total / state.batch
         state.history.append(asdict(Epoch(state.epoch + 1, mean, self.optimizer.param_groups[0]["lr"], state.seconds)))
-        self._tell(mean, epoch_ended=True)
+        self._call_back(mean, epoch_ended=True)
         state.epoch, state.batch, state.total, state.seconds = state.epoch + 1, 0, 0.0, 0.0
 
     def _batches(self) -> Iterator[tuple[Input, Tensor]]:
@@ -313,13 +292,13 @@ class Trainer:
         """Look at the losses that have arrived: one that is bad ends the training."""
         for loss in self.losses.take(all_of_them):
             if loss.bad:
-                raise FloatingPointError(self._bad_news(loss))
+                raise FloatingPointError(self._diagnosis(loss))
             self.state.total += float(loss)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, self.config.dtype) if self.config.dtype else nullcontext()
 
-    def _bad_news(self, loss: Loss) -> str:
+    def _diagnosis(self, loss: Loss) -> str:
         x, y = loss.about
 
         def again() -> None:
@@ -331,14 +310,14 @@ class Trainer:
             f"{type(self.net).__name__}: {first_bad_layer(self.net, x, again)}; a lower lr or clip= may help"
         )
 
-    def _tell(self, loss: Loss | float, epoch_ended: bool) -> None:
+    def _call_back(self, loss: Loss | float, epoch_ended: bool) -> None:
         state = self.state
-        told = Progress(
+        progress = Progress(
             self.net, state.epoch + 1, self.epochs, state.batch, self.state.batches, state.step, loss,
             self.optimizer.param_groups[0]["lr"], epoch_ended,
         )  # fmt: skip
         for callback in self.config.callbacks:
-            if callback(told):
+            if callback(progress):
                 state.stopped = True
 
     def _save(self) -> None:
@@ -388,17 +367,3 @@ def _set_task(net: Multitude, task: str | None) -> None:
     if net.chosen_task not in (None, task):
         raise ValueError(f"task must be {net.task!r}, the network's own, got {task!r}")
     net.task = task
-
-
-def _dataset_size(net: Multitude, data: Any, given: int | None) -> int | None:
-    """How many examples the divergence is shared among; None where the objective has none."""
-    if given is not None:
-        return check_count("dataset_size", given)
-    if not net.divergences:
-        return None
-    for holder in (getattr(data, "dataset", None), getattr(data, "part", None)):  # of a DataLoader, of our own Loader
-        if isinstance(holder, Sized):
-            return len(holder)
-    if isinstance(data, Sequence):
-        return sum(len(y) for _, y in map(split_batch, data) if y is not None)
-    raise ValueError("dataset_size must be given: the objective has a divergence, and data does not tell its size")

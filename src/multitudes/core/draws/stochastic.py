@@ -44,6 +44,21 @@ class Stochastic(nn.Module):
         """Numbers from [0, 1), on the device of `like` and in its dtype, or float32 where that is too coarse."""
         return self._numbers("uniform", shape, like)
 
+    def fold(self) -> nn.Module | None:
+        """One draw of it as a plain layer; None where no plain layer computes one, as with noise of each row's own."""
+        return None
+
+    def attach(self, network: nn.Module) -> None:
+        """Make one draw for a whole network, each time it runs: `begin` and `end` become its forward hooks."""
+        network.register_forward_pre_hook(self.begin)
+        network.register_forward_hook(self.end, always_call=True)
+
+    def begin(self, network: nn.Module, args: Any) -> None:
+        """Draw, before an attached network runs."""
+
+    def end(self, network: nn.Module, args: Any, output: Any) -> None:
+        """Forget that draw, after it has run."""
+
     def _numbers(self, kind: str, shape: Sequence[int], like: Tensor) -> Tensor:
         dtype = like.dtype if kind == "normal" else torch.promote_types(like.dtype, torch.float32)
         if self.draw is not None:
@@ -132,6 +147,21 @@ class _Numbers(torch.autograd.Function):
 def stochastic_layers(network: nn.Module) -> list[Stochastic]:
     """The layers that draw."""
     return [module for module in network.modules() if isinstance(module, Stochastic)]
+
+
+def attached(network: nn.Module) -> list[Stochastic]:
+    """The layers that draw for a whole network (see `Stochastic.attach`)."""
+    owners = [getattr(hook, "__self__", None) for hook in network._forward_pre_hooks.values()]
+    return [owner for owner in owners if isinstance(owner, Stochastic)]
+
+
+def detach(network: nn.Module) -> None:
+    """Remove the hooks of the layers that draw for a whole network."""
+    for hooks in (network._forward_pre_hooks, network._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), Stochastic):
+                del hooks[key]
+                network._forward_hooks_always_called.pop(key, None)
 
 
 @contextmanager

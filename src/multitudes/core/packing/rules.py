@@ -137,7 +137,7 @@ def elementwise(layer: nn.Module, value: Value, members: int) -> Value:
 
 
 def per_channel(layer: nn.Module, value: Value, members: int) -> Any:
-    """Pooling and the like: each channel by itself, whosever it is."""
+    """Pooling and the like: each channel by itself."""
     if getattr(layer, "return_indices", False):
         return NotImplemented
     return Packed(layer(value.packed()), members) if isinstance(value, Many) else layer(value)

@@ -33,25 +33,26 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input
-from multitudes.core.checks import check_number
-from multitudes.core.multitude import Divergence, Multitude
+from multitudes.core.checks import check_choice, check_number
+from multitudes.core.divergences import Divergence, divergence
+from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import seeded
 from multitudes.methods.patching.layers import (
     ASSIGNMENTS,
+    NORMS,
     PATCHES,
     RELAXATIONS,
     Mixing,
     Patch,
     PatchedConv,
     PatchedLinear,
-    PatchedNorm,
 )
+from multitudes.methods.registry import Method, Settings
 from multitudes.surgery.initialise import redraw
 from multitudes.surgery.layers import PRODUCTS, Selector, check_arguments, replace, select
 from multitudes.surgery.observe import example_for, executed
 
 PLACES = ("norm", "input", "output")
-NORMS = tuple(kind for kind, patch in PATCHES.items() if issubclass(patch, PatchedNorm))
 _DRAWN = {
     "network": "one for the whole network",
     "layer": "one for the layer",
@@ -107,14 +108,14 @@ def _shared_mixings(network: nn.Module) -> list[Mixing]:
 def patched(
     model: nn.Module,
     components: int = 5,
-    where: Selector = "norm+output",
+    layers: Selector = "norm+output",
     cross: bool = False,
     *,
     mixing: str | Sequence[float] = "uniform",
     relaxation: str = "straight-through",
     temperature: float = 1.0,
-    tau: float = 1.0,
-    rho: float = 1.0,
+    weight_precision: float = 1.0,
+    bias_precision: float = 1.0,
     init: str = "fresh",
     spread: float = 0.1,
     example: Input | None = None,
@@ -122,7 +123,7 @@ def patched(
 ) -> Patched:
     """Ensemble model patching (EMP): each draw takes one of `components` versions of every patched layer.
 
-    With `cross` (ECMP) it takes each weight and bias from a version of its own. `where` says what is patched: the
+    With `cross` (ECMP) it takes each weight and bias from a version of its own. `layers` says what is patched: the
     norm layers with gamma and beta (`"norm"`), the first or the last convolution or linear layer that runs
     (`"input"`, `"output"`), sums of these, a selector, or None for every layer that can be. A batch norm's running
     statistics are shared. `family` explains the other arguments.
@@ -138,12 +139,12 @@ def patched(
         model,
         components,
         "element" if cross else "layer",
-        where=where,
+        layers=layers,
         mixing=mixing,
         relaxation=relaxation,
         temperature=temperature,
-        tau=tau,
-        rho=rho,
+        weight_precision=weight_precision,
+        bias_precision=bias_precision,
         init=init,
         spread=spread,
         example=example,
@@ -158,12 +159,12 @@ def family(
     sigma: float = 0.0,
     *,
     zero_component: bool = False,
-    where: Selector = None,
+    layers: Selector = None,
     mixing: str | Sequence[float] = "uniform",
     relaxation: str = "straight-through",
     temperature: float = 1.0,
-    tau: float = 1.0,
-    rho: float = 1.0,
+    weight_precision: float = 1.0,
+    bias_precision: float = 1.0,
     init: str = "fresh",
     spread: float = 0.1,
     example: Input | None = None,
@@ -173,7 +174,7 @@ def family(
 
     `assignment` says what shares one draw of a component: the whole `"network"`, a `"layer"`, the weights of one
     input unit (`"row"`), or nothing (`"element"`). `sigma` is the components' noise. With `zero_component` the last
-    component is zero; then, and for rows, there is one bias. `where` is as in `patched`; by default all layers that
+    component is zero; then, and for rows, there is one bias. `layers` is as in `patched`; by default all layers that
     can be patched, with a zero component all but the norm layers. Dropout of rate p is
 
         family(model, 2, "row", zero_component=True, mixing=[1 - p, p]),
@@ -189,21 +190,27 @@ def family(
     Components start apart. Those of a fresh network are drawn independently, as the network initialises itself. Where
     that gives the same each time, as in norm layers, and in all layers of a pretrained network, they are normal
     variations of the layer, which is their mean, with a deviation of `spread` times the root mean square of its
-    weight. `tau` and `rho` are the prior precisions of weights and biases in `net.kl()`. The input and the output
-    layer are found by running `example`, one batch of inputs; without one, noise of the usual sizes is tried.
+    weight. `weight_precision` and `bias_precision` are those of the priors in `net.kl()`, the paper's tau and rho. The
+    input and the output layer are found by running `example`, one batch of inputs; without one, noise of the usual
+    sizes is tried.
 
     >>> net = family(nn.Linear(3, 2), 2, "element", zero_component=True, mixing=[0.9, 0.1])  # DropConnect
     >>> net.ensemble_size() == 2**6, net.overhead().added
     (True, 0)
     """
     original, model = model, check_arguments(model, 1, init)
-    _check(components, assignment, relaxation)
-    for name, value in (("sigma", sigma), ("spread", spread), ("tau", tau), ("rho", rho)):
+    if isinstance(components, bool) or not isinstance(components, int) or components < 2:
+        raise ValueError(f"components must be a whole number, 2 or more, got {components!r}")
+    check_choice("assignment", assignment, ASSIGNMENTS)
+    check_choice("relaxation", relaxation, RELAXATIONS)
+    for name, value in (("sigma", sigma), ("spread", spread)):
+        check_number(name, value, 0)
+    for name, value in (("weight_precision", weight_precision), ("bias_precision", bias_precision)):
         check_number(name, value, 0)
     check_number("temperature", temperature, 0, above=True)
     given = _probabilities(mixing, components)
     with seeded(seed):
-        chosen = _chosen(model, where, zero_component, example)
+        chosen = _chosen(model, layers, zero_component, example)
         network, versions = _versions(model, chosen, components - bool(zero_component), init)
 
         def mixing_like(weight: Tensor) -> Mixing:
@@ -211,19 +218,21 @@ def family(
 
         shared = mixing_like(next(network.parameters())) if assignment == "network" else None
         converted: dict[str, nn.Module] = {}
-        for name, layers in versions.items():
-            kind = PATCHES[type(layers[0])]
-            own = mixing_like(layers[0].weight) if shared is None else shared
-            patch = kind(layers, own, assignment, sigma, spread, shared is None or not converted)
+        for name, own_versions in versions.items():
+            kind = PATCHES[type(own_versions[0])]
+            own = mixing_like(own_versions[0].weight) if shared is None else shared
+            patch = kind(own_versions, own, assignment, sigma, spread, shared is None or not converted)
             if init == "pretrained" or patch.alike():
                 patch.scatter()
             converted[name] = patch
     network = replace(network, converted)
     if shared is not None:
-        network.register_forward_pre_hook(shared.begin)
-        network.register_forward_hook(shared.end, always_call=True)
+        shared.attach(network)
     net = Patched(network).like(original)
-    net.divergences = (*_other(net.divergences), partial(divergence, tau=tau, rho=rho))
+    net.divergences = (
+        *_other(net.divergences),
+        partial(patching_kl, weight_precision=weight_precision, bias_precision=bias_precision),
+    )
     net.notes = {name: f"{components} components, {_DRAWN[assignment]}" for name in converted}
     return net
 
@@ -247,15 +256,6 @@ def _versions(model: nn.Module, names: Sequence[str], count: int, init: str) -> 
 # -- arguments ---------------------------------------------------------------------------------------------
 
 
-def _check(components: int, assignment: str, relaxation: str) -> None:
-    if isinstance(components, bool) or not isinstance(components, int) or components < 2:
-        raise ValueError(f"components must be a whole number, 2 or more, got {components!r}")
-    if assignment not in ASSIGNMENTS:
-        raise ValueError(f"assignment must be one of {', '.join(ASSIGNMENTS)}, got {assignment!r}")
-    if relaxation not in RELAXATIONS:
-        raise ValueError(f"relaxation must be one of {', '.join(RELAXATIONS)}, got {relaxation!r}")
-
-
 def _probabilities(mixing: str | Sequence[float], components: int) -> list[float] | None:
     """The components' probabilities; None where they are learned."""
     if isinstance(mixing, str) and mixing in ("uniform", "learned"):
@@ -272,16 +272,16 @@ def _probabilities(mixing: str | Sequence[float], components: int) -> list[float
     return given
 
 
-def _chosen(model: nn.Module, where: Selector, zero_component: bool, example: Input | None) -> list[str]:
+def _chosen(model: nn.Module, layers: Selector, zero_component: bool, example: Input | None) -> list[str]:
     """The names of the layers to patch."""
-    words = where.split("+") if isinstance(where, str) else []
+    words = layers.split("+") if isinstance(layers, str) else []
     if words and all(word in PLACES for word in words):
         names = [name for word in words for name in _place(model, word, example)]
     else:
         try:
-            names = list(select(model, _anywhere(zero_component) if where is None else where, tuple(PATCHES), "where"))
+            names = list(select(model, _anywhere(zero_component) if layers is None else layers, tuple(PATCHES)))
         except ValueError as error:
-            raise ValueError(f"{error}; or where is a sum of {', '.join(PLACES)}") from error
+            raise ValueError(f"{error}; or layers is a sum of {', '.join(PLACES)}") from error
     for name in names:
         _check_layer(name, model.get_submodule(name))
     return list(dict.fromkeys(names))
@@ -303,38 +303,40 @@ def _place(model: nn.Module, word: str, example: Input | None) -> list[str]:
         if names:
             return names
         raise ValueError(
-            f"where: 'norm' finds no norm layer with a weight ({', '.join(kind.__name__ for kind in NORMS)}) in the "
-            f"model ({type(model).__name__}); where is a sum of {', '.join(PLACES)}, or selects layers"
+            f"layers: 'norm' finds no norm layer with a weight ({', '.join(kind.__name__ for kind in NORMS)}) in the "
+            f"model ({type(model).__name__}); layers is a sum of {', '.join(PLACES)}, or selects layers"
         )
     order = executed(model, example_for(model, example), (*PRODUCTS, PatchedLinear, PatchedConv))
     if not order:
-        raise ValueError(f"where: {word!r} finds no convolution or linear layer in the model ({type(model).__name__})")
+        raise ValueError(f"layers: {word!r} finds no convolution or linear layer in the model ({type(model).__name__})")
     return [order[0 if word == "input" else -1]]
 
 
 def _check_layer(name: str, layer: nn.Module) -> None:
     if type(layer) not in PATCHES:
         raise ValueError(
-            f"where: layer {name!r} is a {type(layer).__name__}, which cannot be patched; "
+            f"layers: layer {name!r} is a {type(layer).__name__}, which cannot be patched; "
             f"these can: {', '.join(kind.__name__ for kind in PATCHES)}"
         )
     if not _has_weight(layer):
-        raise ValueError(f"where: layer {name!r} ({type(layer).__name__}) has no weight of its own to patch")
+        raise ValueError(f"layers: layer {name!r} ({type(layer).__name__}) has no weight of its own to patch")
     if layer._forward_hooks or layer._forward_pre_hooks:
-        raise ValueError(f"where: layer {name!r} has forward hooks, which patching would lose; remove them first")
+        raise ValueError(f"layers: layer {name!r} has forward hooks, which patching would lose; remove them first")
 
 
 # -- objective ---------------------------------------------------------------------------------------------
 
 
-def divergence(network: nn.Module, tau: float = 1.0, rho: float = 1.0) -> Tensor:
+@divergence
+def patching_kl(network: nn.Module, weight_precision: float = 1.0, bias_precision: float = 1.0) -> Tensor:
     """Eq. (6): the divergence of a patched network from its prior, up to a constant.
 
     The shared terms are those of all other parameters that are named weight or bias. Where probabilities are learned,
     the entropy of the assignments is not a constant any more, and `sum_k p_k log p_k` is added for each.
     """
-    if not (tau >= 0 and rho >= 0):
-        raise ValueError(f"tau and rho must be 0 or more, got {tau!r} and {rho!r}")
+    tau, rho = weight_precision, bias_precision
+    check_number("weight_precision", tau, 0)
+    check_number("bias_precision", rho, 0)
     terms: list[Tensor] = []
     patched_names: dict[str, None] = {}
     for name, module in network.named_modules():
@@ -368,4 +370,28 @@ def _negative_entropy(mixing: Mixing) -> Tensor:
 
 def _other(divergences: tuple[Divergence, ...]) -> tuple[Divergence, ...]:
     """Without that of an earlier patching, which counts every layer as well."""
-    return tuple(each for each in divergences if getattr(each, "func", None) is not divergence)
+    return tuple(each for each in divergences if getattr(each, "func", None) is not patching_kl)
+
+
+def _build(network: nn.Module, example: Tensor, settings: Settings, seed: int, cross: bool = False) -> Multitude:
+    """By default the norm and output layers are patched; where there is no norm layer, the output alone."""
+    layers = settings["layers"]
+    if layers is None:
+        layers = "norm+output" if any(isinstance(layer, NORMS) for layer in network.modules()) else "output"
+    return patched(network, **{**settings, "layers": layers}, cross=cross, example=example, seed=seed)
+
+
+_SETTINGS = {"components": 5, "layers": None, "weight_precision": 1.0, "bias_precision": 1.0, "spread": 0.1}
+_COSTS = "Some copies of small layers, norms and the output; a forward a draw."
+ROWS = (
+    Method(
+        "patched", _build, _SETTINGS, _COSTS,
+        "Pick it when the network has batch norm, which dropout harms.",
+        place=80,
+    ),
+    Method(
+        "cross_patched", partial(_build, cross=True), _SETTINGS, _COSTS,
+        "Pick it in place of patched when draws must differ more finely, weight by weight.",
+        place=90,
+    ),
+)  # fmt: skip

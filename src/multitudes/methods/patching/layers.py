@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from multitudes.core.draws.stochastic import Stochastic
+from multitudes.surgery.layers import plain_layer
 
 ASSIGNMENTS = ("network", "layer", "row", "element")
 RELAXATIONS = ("straight-through", "weighted")
@@ -195,6 +196,10 @@ class Patch(Stochastic):
         if self.assignment == "element":
             z = self.mixing.assign(self.bias.shape[1:], self.bias)
         return weight, self._mixed(self.bias, z)
+
+    def fold(self) -> nn.Module:
+        own = ("kind", "assignment", "sigma", "spread", "mixing")
+        return plain_layer(getattr(nn, self.kind), self, *self.drawn(), omit=own)
 
     def _mean_bias(self) -> Tensor | None:
         if self.bias is None:
@@ -381,3 +386,5 @@ PATCHES: dict[type[nn.Module], type[Patch]] = {
     nn.GroupNorm: PatchedGroupNorm,
 }
 """What can be patched, and what it becomes."""
+
+NORMS = tuple(kind for kind, patch in PATCHES.items() if issubclass(patch, PatchedNorm))

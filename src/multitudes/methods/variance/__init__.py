@@ -1,1 +1,6 @@
-"""."""
+"""Variance networks: their layers, their conversion and objective, and the phase transition (kappa)."""
+
+from multitudes.methods.variance.conversion import ROWS, variance, variance_kl
+from multitudes.methods.variance.transition import kappa, phase, sparsify
+
+__all__ = ["ROWS", "kappa", "phase", "sparsify", "variance", "variance_kl"]

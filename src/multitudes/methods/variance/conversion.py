@@ -19,260 +19,22 @@ the phase transition, which `transition` measures.
 from __future__ import annotations
 
 import copy
-import math
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multitudes.core.checks import check_number
-from multitudes.core.draws.stochastic import Stochastic
+from multitudes.core.checks import check_choice, check_number
+from multitudes.core.divergences import divergence
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import seeded
-from multitudes.methods.variance.kl import approximate_kl, stochastic_kl, student_kl
+from multitudes.methods.registry import Method, Settings, Training, by
+from multitudes.methods.variance.layers import KLS, LAYERS, check_options, variance_layers
 from multitudes.surgery.initialise import redraw
 from multitudes.surgery.layers import Selector, check_arguments, replace, select
-
-PARAMETERIZATIONS = ("layer", "neuron", "weight", "additive", "zero")
-KLS = ("approximate", "stochastic", "student")
-CLIP = 20.0
-"""log alpha is used from -20 to 20."""
-
-
-# -- layers ------------------------------------------------------------------------------------------------
-
-
-class VarianceLayer(Stochastic):
-    """A layer whose weights are random, as its `parameterization` says, and drawn anew for each example.
-
-    `weight` holds the expectations mu; beside it is `log_alpha`, of shape `[]`, `[O, 1, ...]` or the weight's own, or
-    `log_sigma`. A zero-centred layer has a signed `sigma` instead, and its `weight` answers with zeros. A bias is not
-    random. Where expectations are asked for, the layer is the plain one with the expected weights.
-
-    A layer made sparse has two more buffers: weights that are `fixed` are not random, but have a `value` for good.
-    `kappa` is what `kappa` found last; it is not in the state dict.
-    """
-
-    plain: ClassVar[type[nn.Module]]
-    settings: ClassVar[tuple[str, ...]]
-    parameterization = ""
-    bias: Any
-    fixed: Tensor | None
-    value: Tensor | None
-    kappa: Tensor | None
-
-    def __init__(
-        self,
-        *args: Any,
-        parameterization: str = "layer",
-        log_alpha: float = -5.0,
-        kl: str = "approximate",
-        nu: float = 1e-16,
-        **kwargs: Any,
-    ) -> None:
-        _check(parameterization, log_alpha, kl, nu)
-        super().__init__(*args, **kwargs)
-        self.parameterization, self.start, self.kind, self.nu = parameterization, float(log_alpha), kl, nu
-        self.register_buffer("fixed", None)
-        self.register_buffer("value", None)
-        self.register_buffer("kappa", None, persistent=False)
-        mu = self.weight
-        if parameterization == "zero":
-            del self.weight
-            self.sigma = nn.Parameter(mu.detach())
-        elif parameterization == "additive":
-            self.log_sigma = nn.Parameter(torch.empty_like(mu))
-        else:
-            shapes = {"layer": [], "neuron": [len(mu), *[1] * (mu.dim() - 1)], "weight": mu.shape}
-            self.log_alpha = nn.Parameter(mu.new_empty(shapes[parameterization]))
-        self.reset_spread()
-
-    @classmethod
-    def of(cls, layer: Any, **options: Any) -> Self:
-        """From a plain layer, with its weights as expectations; in a zero-centred layer, as the sigmas."""
-        settings = {name: getattr(layer, name) for name in cls.settings}
-        mu = copy.deepcopy(layer.weight)
-        new = cls(**settings, bias=layer.bias is not None, device=mu.device, dtype=mu.dtype, **options)
-        new.bias = copy.deepcopy(layer.bias)
-        if new.parameterization == "zero":
-            new.sigma = mu
-        else:
-            new.weight = mu
-            new.reset_spread()
-        return new
-
-    def reset_parameters(self) -> None:
-        """Draw the expectations as the plain layer does, and start the spread again."""
-        super().reset_parameters()  # type: ignore[misc]  # the plain layer's, which each class puts behind this one
-        if self.parameterization:  # else the plain layer's constructor asks
-            self.reset_spread()
-
-    @torch.no_grad()
-    def reset_spread(self) -> None:
-        """alpha as it started, for sigma relative to the weights' root mean square; a lone sigma is drawn."""
-        if self.parameterization == "zero":
-            bound = 1 / math.sqrt(self.sigma[0].numel())
-            self.sigma.uniform_(-bound, bound)
-        elif self.parameterization == "additive":
-            size = self.weight.square().mean().sqrt().clamp(min=1e-6)
-            self.log_sigma.copy_((0.5 * self.start + size.log()).expand_as(self.log_sigma))
-        else:
-            self.log_alpha.fill_(self.start)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "weight" and "sigma" in self.__dict__.get("_parameters", ()):
-            return torch.zeros_like(self.sigma)
-        return super().__getattr__(name)
-
-    # -- the weights' distribution -----------------------------------------------------------------------
-
-    def mean(self) -> Tensor:
-        """The expectation of each weight."""
-        if self.fixed is None or self.value is None:
-            return self.weight
-        return torch.where(self.fixed, self.value, self.weight)
-
-    def variance(self) -> Tensor:
-        """The variance of each weight, in float32 or better."""
-        if self.parameterization == "zero":
-            variance = _wide(self.sigma).square()
-        elif self.parameterization == "additive":
-            variance = _wide(2 * self.log_sigma).exp()
-        else:
-            variance = self.log_alphas().exp() * _wide(self.weight).square()
-        return variance if self.fixed is None else variance.masked_fill(self.fixed, 0.0)
-
-    def log_alphas(self) -> Tensor:
-        """log alpha as it is used: for each weight, or in a shape that the weight's broadcasts with."""
-        if self.parameterization == "zero":
-            return torch.full_like(_wide(self.sigma), torch.inf)
-        if self.parameterization == "additive":
-            square = _wide(self.weight).square()
-            log_alpha = _wide(2 * self.log_sigma) - square.clamp(min=torch.finfo(square.dtype).tiny).log()
-        else:
-            log_alpha = _wide(self.log_alpha)
-        return log_alpha.clamp(-CLIP, CLIP)
-
-    def kl(self, kind: str | None = None, nu: float | None = None) -> Tensor:
-        """The divergence of all the layer's random weights from the prior, a scalar.
-
-        A zero-centred weight's divergence from the log-uniform prior does not depend on sigma (appendix C): it is 0.
-        Estimates take noise of its own for each weight, also where they share alpha: one number for all of
-        them would be unbiased as well, with as many times the variance as there are weights.
-        """
-        kind, nu = self.kind if kind is None else kind, self.nu if nu is None else nu
-        variance = self.variance()
-        if kind == "student":
-            variance = variance.clamp(min=torch.finfo(variance.dtype).tiny)
-            each = student_kl(_wide(self.mean()), variance, self.normal(variance.shape, like=variance), nu)
-        elif self.parameterization == "zero":
-            return variance.new_zeros(())
-        elif kind == "stochastic":
-            each = stochastic_kl(self.log_alphas(), self.normal(variance.shape, like=variance))
-        else:
-            each = approximate_kl(self.log_alphas())
-        if self.fixed is None:
-            return each.mean() * variance.numel()
-        return torch.where(self.fixed, 0.0, each).sum()
-
-    # -- one draw ----------------------------------------------------------------------------------------
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.expects:
-            return self._product(x, self.mean(), self.bias)
-        # In float32 at least: half numbers overflow when squared, and 1e-16 would be 0 among them.
-        with torch.autocast(x.device.type, enabled=False):
-            variance = self._product(_wide(x).square(), self.variance(), None)
-            noise = self.normal(variance.shape, like=variance) * torch.sqrt(1e-16 + variance)
-        if self.parameterization == "zero" and self.fixed is None:
-            bias = 0.0 if self.bias is None else self.bias.view(-1, *[1] * (self.sigma.dim() - 2))
-            return noise.to(x.dtype) + bias
-        mean = self._product(x, self.mean(), self.bias)
-        return mean + noise.to(mean.dtype)
-
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The plain layer's output with these weights."""
-        raise NotImplementedError
-
-    # -- plain and sparse --------------------------------------------------------------------------------
-
-    def expected(self) -> nn.Module:
-        """The plain layer with the expected weights."""
-        mean = self.mean().detach().clone()
-        settings = {name: getattr(self, name) for name in self.settings}
-        bias = self.bias is not None
-        plain = nn.utils.skip_init(self.plain, **settings, bias=bias, device=mean.device, dtype=mean.dtype)
-        plain.weight, plain.bias = nn.Parameter(mean), copy.deepcopy(self.bias)
-        return plain.train(self.training)
-
-    def fix(self, which: Tensor, value: Tensor) -> Tensor:
-        """Let the weights at `which` be `value` for good, both of the weight's shape; all that are fixed now."""
-        if self.fixed is not None and self.value is not None:
-            which, value = which | self.fixed, torch.where(self.fixed, self.value, value)
-        self.fixed, self.value = which, value.detach().clone()
-        return which
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        for name in ("fixed", "value"):
-            if getattr(self, name) is None and f"{prefix}{name}" in state_dict:  # of a sparse layer
-                device = next(self.parameters()).device
-                setattr(self, name, torch.empty_like(state_dict[f"{prefix}{name}"], device=device))
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, parameterization={self.parameterization!r}"
-
-
-class VarianceLinear(VarianceLayer, nn.Linear):
-    """A linear layer, `[B, ..., I] -> [B, ..., O]`, of random weights (21, 22)."""
-
-    plain = nn.Linear
-    settings = ("in_features", "out_features")
-
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias)
-
-
-class _VarianceConv(VarianceLayer):
-    settings = (
-        "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode",
-    )  # fmt: skip
-
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self._conv_forward(x, weight, bias)
-
-
-class VarianceConv1d(_VarianceConv, nn.Conv1d):
-    """A convolution, `[B, I, L] -> [B, O, L']`, of random weights, drawn anew at each position (23, 24)."""
-
-    plain = nn.Conv1d
-
-
-class VarianceConv2d(_VarianceConv, nn.Conv2d):
-    """A convolution, `[B, I, H, W] -> [B, O, H', W']`, of random weights, drawn anew at each position (23, 24)."""
-
-    plain = nn.Conv2d
-
-
-class Absolute(nn.Module):
-    """`|x|`: the nonlinearity for after a zero-centred layer, half of whose outputs a ReLU would drop (appendix D)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.abs()
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
-
+from multitudes.training.optimizers import can_fuse
 
 # -- conversion --------------------------------------------------------------------------------------------
-
-LAYERS: dict[type[nn.Module], type[VarianceLayer]] = {
-    nn.Linear: VarianceLinear,
-    nn.Conv1d: VarianceConv1d,
-    nn.Conv2d: VarianceConv2d,
-}
 
 
 def variance(
@@ -309,7 +71,7 @@ def variance(
     torch.Size([50, 5, 2])
     """
     network = check_arguments(model, 1, init)
-    _check(parameterization, log_alpha, kl, nu)
+    check_options(parameterization, log_alpha, kl, nu)
     chosen = select(network, layers, tuple(LAYERS))
     if layers is None:
         chosen = _all_but_last(network, chosen)
@@ -326,8 +88,8 @@ def variance(
             for layer in converted.values():
                 layer.reset_spread()
     net = Multitude(replace(network, converted)).like(model)
-    if divergence not in net.divergences:  # it is that of all such layers
-        net.divergences += (divergence,)
+    if variance_kl not in net.divergences:  # it is that of all such layers
+        net.divergences += (variance_kl,)
     net.notes = {name: f"random weights, parameterization {parameterization!r}" for name in converted}
     return net
 
@@ -339,30 +101,46 @@ def _all_but_last(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, n
     return {name: chosen[name] for name in hidden}
 
 
-def _check(parameterization: str, log_alpha: float, kl: str, nu: float) -> None:
-    _check_choice("parameterization", parameterization, PARAMETERIZATIONS)
-    _check_choice("kl", kl, KLS)
-    check_number("log_alpha", log_alpha, -CLIP, CLIP)
-    check_number("nu", nu, 0, above=True)
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-
-
 # -- objective ---------------------------------------------------------------------------------------------
 
 
-def divergence(network: nn.Module, kind: str | None = None, nu: float | None = None) -> Tensor:
+@divergence
+def variance_kl(network: nn.Module, kind: str | None = None, nu: float | None = None) -> Tensor:
     """The divergence of all variance layers' weights from their prior, a scalar; `kind` and `nu` override theirs."""
     if kind is not None:
-        _check_choice("kind", kind, KLS)
+        check_choice("kind", kind, KLS)
     if nu is not None:
         check_number("nu", nu, 0, above=True)
     return torch.stack([layer.kl(kind, nu) for layer in variance_layers(network).values()]).sum()
 
 
-def variance_layers(network: nn.Module) -> dict[str, VarianceLayer]:
-    """A network's variance layers, by name."""
-    return {name: layer for name, layer in network.named_modules() if isinstance(layer, VarianceLayer)}
+# -- for studies -------------------------------------------------------------------------------------------
+
+
+def _train(net: Multitude, training: Training, settings: Settings) -> Training:
+    """More epochs, for what learns more slowly, and Adam, with a rate of its own for log alpha where one is given.
+
+    Noise that grows faster than the network learns drowns it, and at a lower rate it hardly moves from where it starts.
+    """
+    check_number("epochs_factor", settings["epochs_factor"], 0, above=True)
+    lr = settings["lr"]
+    if lr is None:
+        lr = training.get("lr") if training.get("optimizer") in ("adam", "adamw") else None
+    lr = 1e-3 if lr is None else lr
+    alpha = settings["log_alpha_lr"]
+    groups = net.parameter_groups(lr=lr) if alpha is None else net.parameter_groups(lr=lr, log_alpha=alpha)
+    optimizer = torch.optim.Adam(groups, fused=can_fuse(net.parameters()) or None)
+    epochs = max(1, round(settings["epochs_factor"] * training["epochs"]))
+    return {**training, "epochs": epochs, "optimizer": optimizer, "lr": None}
+
+
+ROWS = (
+    Method(
+        "variance", by(variance),
+        {"layers": None, "parameterization": "layer", "log_alpha": -5.0, "kl": "approximate", "lr": None,
+         "log_alpha_lr": None, "epochs_factor": 1.0},
+        "A number more a layer, twice the multiply-adds of one network in training, and a forward a draw.",
+        "Pick it when you want diverse draws of high variance, or a sparse network.",
+        place=100, train=_train,
+    ),
+)  # fmt: skip

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp
 
 from multitudes.core.calling import Input, call, plain_attention, prediction_in, rows, split_call, tensors_in
-from multitudes.core.checks import check_count, check_number
+from multitudes.core.checks import check_choice, check_count, check_number
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.multitude import Criterion, Multitude, plain
 from multitudes.core.seeding import seeded
-from multitudes.methods.variance.conversion import VarianceLayer, variance_layers
+from multitudes.methods.variance.layers import VarianceLayer, variance_layers
 from multitudes.surgery.layers import replace
 
 THRESHOLD = 10**1.5
@@ -56,15 +56,14 @@ def kappa(
     layer that sees one vector for each example; `"hutchinson"` estimates the second derivatives from `probes` random
     vectors, which is the way for large convolutions. `chunk` products run at once, on `batch_size` examples.
 
-    >>> from multitudes.methods.variance.conversion import variance
+    >>> from multitudes.methods.variance import variance
     >>> net = variance(nn.Sequential(nn.Linear(3, 8), nn.Softplus(), nn.Linear(8, 2)))
     >>> found = kappa(net, torch.randn(16, 3), torch.randint(2, (16,)))
     >>> {name: values.shape for name, values in found.items()}
     {'0': torch.Size([8, 3])}
     """
     layers = _layers_of(net)
-    if method not in ("exact", "hutchinson"):
-        raise ValueError(f"method must be 'exact' or 'hutchinson', got {method!r}")
+    check_choice("method", method, ("exact", "hutchinson"))
     count = tensors_in(x)[0].shape[0]
     batch_size = count if batch_size is None else batch_size
     for name, value in (("probes", probes), ("chunk", chunk), ("batch_size", batch_size)):
@@ -218,20 +217,19 @@ class Sparse(NamedTuple):
         return 1 - 1 / self.compression
 
 
-def sparsify(net: Multitude, kappa: float, to: str = "zero") -> Sparse:
-    """A copy of `net` in which weights with |kappa| below the threshold are not random any more, but fixed.
+def sparsify(net: Multitude, threshold: float, to: str = "zero") -> Sparse:
+    """A copy of `net` in which weights with |kappa| below `threshold` are not random any more, but fixed.
 
     They are fixed to `"zero"` or to their `"mean"`, whatever training does to the others. The compression rate
     counts the weights of all variance layers.
 
-    >>> from multitudes.methods.variance.conversion import variance
+    >>> from multitudes.methods.variance import variance
     >>> net = variance(nn.Sequential(nn.Linear(3, 8), nn.Softplus(), nn.Linear(8, 2)))
     >>> found = kappa(net, torch.randn(16, 3), torch.randint(2, (16,)))
-    >>> sparse, compression = sparsify(net, kappa=found["0"].abs().sort().values.flatten()[12].item())
+    >>> sparse, compression = sparsify(net, found["0"].abs().sort().values.flatten()[12].item())
     """
-    check_number("kappa", kappa, 0)
-    if to not in ("zero", "mean"):
-        raise ValueError(f"to must be 'zero' or 'mean', got {to!r}")
+    check_number("threshold", threshold, 0)
+    check_choice("to", to, ("zero", "mean"))
     if not isinstance(net, Multitude):
         raise ValueError(f"net must be a multitude, as variance(model) gives it, got {type(net).__name__}")
     _with_kappa(net)
@@ -239,7 +237,7 @@ def sparsify(net: Multitude, kappa: float, to: str = "zero") -> Sparse:
     weights = left = 0
     for name, (layer, found) in _with_kappa(sparse).items():
         mean = layer.mean()
-        fixed = layer.fix(found.abs() < kappa, mean if to == "mean" else torch.zeros_like(mean))
+        fixed = layer.fix(found.abs() < threshold, mean if to == "mean" else torch.zeros_like(mean))
         random = mean.numel() - int(fixed.sum())
         sparse.notes[name] = f"{random} of {mean.numel()} weights random"
         weights, left = weights + mean.numel(), left + random

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from multitudes import metrics
 from multitudes.core.predictive import Predictive
-from multitudes.metrics import CRITERIA, criteria
-from multitudes.metrics.criteria import OF_PROBABILITIES
+from multitudes.metrics import UNCERTAINTIES, uncertainties
+from multitudes.metrics.uncertainties import OF_PROBABILITIES
 from tests import metric_cases
 from tests.metric_cases import changed
 from tests.predictions import raises
@@ -24,7 +24,7 @@ def text_entropy(p):
     return -sum(q * math.log(q) for q in p if q > 0)
 
 
-def text_criteria(z):
+def text_uncertainties(z):
     """All scores of one input, from its logits `[S, C]`."""
     s, c = z.shape
     p = [[math.exp(v) / sum(math.exp(w) for w in row) for v in row] for row in z]
@@ -46,72 +46,72 @@ def text_criteria(z):
 
 @pytest.mark.parametrize("s", [1, 2, 5])
 @pytest.mark.parametrize("c", [2, 7])
-def test_criteria_are_the_textbooks(s, c):
+def test_uncertainties_are_the_textbooks(s, c):
     z = logits(s, 23, c)
-    expected = [text_criteria(z[:, i].numpy()) for i in range(23)]
-    assert list(CRITERIA) == list(expected[0])
-    for name, criterion in CRITERIA.items():
+    expected = [text_uncertainties(z[:, i].numpy()) for i in range(23)]
+    assert list(UNCERTAINTIES) == list(expected[0])
+    for name, uncertainty in UNCERTAINTIES.items():
         for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
-            scores = criterion(Predictive(z.to(dtype)))
+            scores = uncertainty(Predictive(z.to(dtype)))
             assert scores.dtype == dtype and scores.shape == (23,)
             np.testing.assert_allclose(scores, [row[name] for row in expected], atol=tolerance)
 
 
 def test_each_pixel_of_a_dense_prediction_has_a_score():
     z = logits(3, 2, 4, 3, 5)
-    expected = [text_criteria(z[:, b, :, i, j].numpy()) for b in range(2) for i in range(3) for j in range(5)]
-    for name, criterion in CRITERIA.items():
-        np.testing.assert_allclose(criterion(Predictive(z)), [row[name] for row in expected], atol=1e-12)
+    expected = [text_uncertainties(z[:, b, :, i, j].numpy()) for b in range(2) for i in range(3) for j in range(5)]
+    for name, uncertainty in UNCERTAINTIES.items():
+        np.testing.assert_allclose(uncertainty(Predictive(z)), [row[name] for row in expected], atol=1e-12)
     p = z[0].softmax(1)
     for name in OF_PROBABILITIES:
-        torch.testing.assert_close(CRITERIA[name](p), CRITERIA[name](Predictive(z[:1])))
+        torch.testing.assert_close(UNCERTAINTIES[name](p), UNCERTAINTIES[name](Predictive(z[:1])))
 
 
-def test_criteria_are_the_same_for_probabilities_as_for_the_predictive_they_are_of():
+def test_uncertainties_are_the_same_for_probabilities_as_for_the_predictive_they_are_of():
     p = Predictive(logits(4, 60, 5))
     for name in OF_PROBABILITIES:
-        torch.testing.assert_close(CRITERIA[name](p.probs), CRITERIA[name](p))
+        torch.testing.assert_close(UNCERTAINTIES[name](p.probs), UNCERTAINTIES[name](p))
     sure = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    assert criteria.entropy(sure).tolist() == [0, 0] and criteria.max_probability(sure).tolist() == [-1, -1]
+    assert uncertainties.entropy(sure).tolist() == [0, 0] and uncertainties.max_probability(sure).tolist() == [-1, -1]
 
 
-@pytest.mark.parametrize("name", sorted(set(CRITERIA) - set(OF_PROBABILITIES)))
+@pytest.mark.parametrize("name", sorted(set(UNCERTAINTIES) - set(OF_PROBABILITIES)))
 def test_what_looks_at_members_or_logits_needs_a_predictive(name):
     p = Predictive(logits(4, 60, 5)).probs
     sentence = f"prediction must be a Predictive, since {name} looks at each member, got only probabilities"
     with raises(sentence):
-        CRITERIA[name](p)
+        UNCERTAINTIES[name](p)
     with raises(sentence):
-        metrics.detect(p, p, criteria=["entropy", name])
+        metrics.detect(p, p, uncertainties=["entropy", name])
     with raises(sentence):
-        metrics.OODDetection(criteria=[name]).update(p, outside=True)
+        metrics.OODDetection(uncertainties=[name]).update(p, outside=True)
 
 
 def test_logits_of_half_precision_are_added_up_in_float32():
     z = torch.full((1, 1, 70_000), 5.0, dtype=torch.float16)  # the sum of exponentials is beyond half precision
-    assert float(criteria.energy(Predictive(z))) == pytest.approx(-5 - math.log(70_000), rel=1e-6)
+    assert float(uncertainties.energy(Predictive(z))) == pytest.approx(-5 - math.log(70_000), rel=1e-6)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 20), st.integers(2, 9), st.integers(1, 5), st.sampled_from([0.1, 2, 40]))
 def test_mutual_information_lies_between_0_and_the_entropy(seed, n, c, s, scale):
     p = Predictive(logits(s, n, c, seed=seed, scale=scale))
-    gap, whole = criteria.mutual_information(p), criteria.entropy(p)
+    gap, whole = uncertainties.mutual_information(p), uncertainties.entropy(p)
     assert (gap >= 0).all() and (gap <= whole + 1e-12).all() and (whole <= math.log(c) + 1e-12).all()
-    torch.testing.assert_close(gap, whole - criteria.expected_entropy(p), atol=1e-12, rtol=0)
+    torch.testing.assert_close(gap, whole - uncertainties.expected_entropy(p), atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("c", [2, 3, 8, 17, 100])
 def test_the_mutual_information_of_a_single_network_is_exactly_0(c, dtype):
     for n in (1, 7, 33, 64):
-        assert not criteria.mutual_information(Predictive(logits(1, n, c, seed=n).to(dtype))).any()
+        assert not uncertainties.mutual_information(Predictive(logits(1, n, c, seed=n).to(dtype))).any()
 
 
-@pytest.mark.parametrize("criterion", CRITERIA.values(), ids=CRITERIA)
-def test_bad_predictions_are_named_with_their_first_index(criterion):
+@pytest.mark.parametrize("uncertainty", UNCERTAINTIES.values(), ids=UNCERTAINTIES)
+def test_bad_predictions_are_named_with_their_first_index(uncertainty):
     bad = changed(logits(60, 5).softmax(1), math.nan, 3, 1)
     with raises("prediction must hold probabilities within 0 and 1, got nan at index [3, 1]"):
-        criterion(bad)
+        uncertainty(bad)
     with raises("prediction must be of task classification, got a Predictive of task regression"):
-        criterion(Predictive(torch.randn(3, 4), "regression"))
+        uncertainty(Predictive(torch.randn(3, 4), "regression"))

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,164 +26,27 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.batches import Batches
-from multitudes.core.calling import call_with
-from multitudes.core.checks import check_count, check_number
-from multitudes.core.draws.stochastic import Draw, Stochastic, drawing
+from multitudes.core.checks import check_choice, check_count, check_number
+from multitudes.core.draws.stochastic import Draw, drawing
 from multitudes.core.members import Members, fuse
-from multitudes.core.multitude import Multitude, evaluating, share_registries
+from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import mixed, seeded
+from multitudes.methods.registry import Method, Settings, Training, single, without
+from multitudes.methods.subspace.layers import Around, DropoutAround, GaussianAround, RandomAround
 from multitudes.surgery.layers import check_model
 from multitudes.training.batchnorm import accuracy, norms, statistics
 from multitudes.training.recorder import (
     Checkpoints,
+    Recorder,
     State,
     Trajectory,
     flat_state,
-    flat_weights,
     principal_directions,
-    unflattened,
     weights_of,
 )
+from multitudes.training.schedules import schedule_of
 
 KINDS = ("random", "dropout", "diagonal", "low_rank")
-
-
-# -- networks that draw their weights ----------------------------------------------------------------------
-
-
-class Around(Stochastic):
-    """A network that runs with weights drawn around its own, by `drawn`.
-
-    It wears the names of the network, `plain`, whose own weights are the centre and the expectation; what
-    else the draws need are buffers named `trajectory_...`. All floating-point parameters are drawn, as one flat
-    vector, in the order of `named_parameters()`. A gradient goes to the centre.
-    """
-
-    noise = "network"
-    plain: nn.Module
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        share_registries(self, network)
-        self.training = network.training
-        object.__setattr__(self, "plain", network)  # not registered, which would put a name in front
-        self.data: Batches | None = None
-        self.floor: float | None = None
-        self.tries = 5
-        # Networks that are fused must be alike in their settings, used or unused, and `plain` is not looked into.
-        self.settings = (type(network).__name__, *sorted((k, v) for k, v in vars(network).items() if _setting(k, v)))
-
-    def drawn(self, theta: Tensor) -> Tensor:
-        """A draw `[P]` of weights around `theta`."""
-        raise NotImplementedError
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.plain.training = self.training
-        return call_with(self.plain, self.draw_state(), kwargs or args)
-
-    def draw_state(self) -> State:
-        """The weights of one draw, by name, and where there is data, the batch-norm statistics that go with them.
-
-        With a floor, weights of lower accuracy are rejected. Where all tries are, nothing is drawn: the centre stays.
-        """
-        if self.expects:
-            return {}
-        data = None if self.training else self.data
-        theta = flat_weights(self.plain)
-        with torch.autocast(theta.device.type, enabled=False):
-            for _ in range(1 if self.floor is None or data is None else self.tries):
-                state = unflattened(self.drawn(theta), self.plain)
-                if data is not None and norms(self.plain):
-                    state |= statistics(self.plain, state, data)
-                if data is None or self.floor is None or accuracy(self.plain, state, data) >= self.floor:
-                    return state
-        warnings.warn(
-            f"no weights of accuracy {self.floor:g} were found in {self.tries} tries, so the centre was taken; "
-            "lower the floor or the scale, or raise tries",
-            stacklevel=2,
-        )
-        return {}
-
-    def alone(self, state: State) -> nn.Module:
-        """A copy of the plain network with the tensors of `state`."""
-        own = {name: buffer for name, buffer in self._buffers.items() if name.startswith("trajectory_")}
-        network = copy.deepcopy(self.plain, {id(buffer): None for buffer in own.values()})
-        for name in own:
-            del network._buffers[name]
-        network.load_state_dict(state, strict=False)
-        network.training = self.training
-        return network
-
-    def reset_parameters(self) -> None:
-        """Fresh weights have no trajectory."""
-        raise ValueError(
-            "weights that are drawn around a trajectory cannot be initialised anew: fuse multitudes of their own "
-            "trajectories, or pass init='pretrained'"
-        )
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Its own settings never clash with the network's names."""
-        if isinstance(value, (Tensor, nn.Module)):
-            super().__setattr__(name, value)
-        else:
-            object.__setattr__(self, name, value)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Around:
-        self.plain._apply(fn, recurse)
-        return self
-
-
-class GaussianAround(Around):
-    """`theta + std * eps_1 + F^T eps_2`, with `std [P]` and `F [K, P]`, either of them None for nothing."""
-
-    trajectory_std: Tensor | None
-    trajectory_factor: Tensor | None
-
-    def __init__(self, network: nn.Module, std: Tensor | None, factor: Tensor | None) -> None:
-        super().__init__(network)
-        theta = flat_weights(network)
-        self.register_buffer("trajectory_std", None if std is None else std.to(theta))
-        self.register_buffer("trajectory_factor", None if factor is None else factor.to(theta))
-
-    def drawn(self, theta: Tensor) -> Tensor:
-        std, factor = self.trajectory_std, self.trajectory_factor
-        weights = theta
-        if std is not None:
-            weights = weights + std * self.normal(theta.shape, like=theta)
-        if factor is not None:
-            weights = weights + self.normal(factor.shape[:1], like=theta) @ factor
-        return weights
-
-
-class RandomAround(Around):
-    """`theta + scale * u * v`, with u uniform in [0, 1) and v a random direction of length 1."""
-
-    def __init__(self, network: nn.Module, scale: float) -> None:
-        super().__init__(network)
-        self.scale = scale
-
-    def drawn(self, theta: Tensor) -> Tensor:
-        direction = self.normal(theta.shape, like=theta)
-        length = self.scale * self.uniform((1,), like=theta)
-        return theta + length * direction / direction.norm()
-
-
-class DropoutAround(Around):
-    """Each weight zero with probability p, or else divided by 1 - p; p itself drawn from a range, for each draw."""
-
-    def __init__(self, network: nn.Module, low: float, high: float) -> None:
-        super().__init__(network)
-        self.low, self.high = low, high
-
-    def drawn(self, theta: Tensor) -> Tensor:
-        fine = theta.new_empty(0, dtype=torch.promote_types(theta.dtype, torch.float32))  # half precision rounds p
-        p = self.low + (self.high - self.low) * self.uniform((1,), like=fine)
-        kept = self.uniform(theta.shape, like=fine) >= p
-        return theta * kept / (1 - p).to(theta.dtype)
-
-
-def _setting(key: str, value: Any) -> bool:
-    return key[0] != "_" and key != "training" and isinstance(value, (int, float, str, bool, tuple, type(None)))
 
 
 class Subspace(Multitude):
@@ -192,11 +54,11 @@ class Subspace(Multitude):
 
     network: Around
 
-    def samples(self, draws: int | None = None, seed: int | None = None) -> Members:
+    def networks(self, draws: int | None = None, seed: int | None = None) -> Members:
         """The networks that `draws` draws use, as members that stay.
 
         A multitude that recomputes batch-norm statistics does so for every draw of every batch that it predicts.
-        Its samples have them once and for all. With the same seed, the predictions are the same.
+        These have them once and for all. With the same seed, the predictions are the same.
         """
         draws = self.draws if draws is None else draws
         check_count("draws", draws)
@@ -208,9 +70,9 @@ class Subspace(Multitude):
         for number in range(draws):
             draw.index = torch.tensor(number)
             own_random_state = seeded(None if seed is None else mixed(seed, number))
-            with evaluating(self), drawing([self.network], draw), own_random_state:
-                state = self.network.draw_state()
-            yield self.network.alone(state)
+            with drawing([self.network], draw), own_random_state:
+                network = self.network.fold()
+            yield network
 
 
 # -- conversions -------------------------------------------------------------------------------------------
@@ -241,7 +103,7 @@ def subspace(
             As the directions of `low_rank` have length 1, whatever the spread of the checkpoints, a small network
             may need much less.
         data: inputs `[N, ...]`, `(x, y)` or an iterable of batches. Where the network has batch norm, each draw
-            recomputes its statistics on them, which is a pass over all of them for each draw (`samples` does it
+            recomputes its statistics on them, which is a pass over all of them for each draw (`networks` does it
             once); without data, all draws have the centre's own. It is no part of the state dict, and networks that
             are fused use the first one's.
         floor: reject weights that classify less than this share of `data` right: a pass over it for each try.
@@ -253,8 +115,7 @@ def subspace(
     >>> net(torch.ones(5, 3), draws=30).shape
     torch.Size([30, 5, 2])
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    check_choice("kind", kind, KINDS)
     check_count("rank", rank)
     check_count("tries", tries)
     low, high = _checked_range(p)
@@ -380,8 +241,8 @@ def _finished(
     if data is not None and (norms(network) or floor is not None):
         network.data, network.floor, network.tries = data, floor, tries
         if norms(network):
-            _load(network.plain, statistics(network.plain, {}, data))
-        if floor is not None and (reached := accuracy(network.plain, {}, data)) < floor:
+            _load(network.network, statistics(network.network, {}, data))
+        if floor is not None and (reached := accuracy(network.network, {}, data)) < floor:
             raise ValueError(f"floor={floor!r} is above the accuracy of the centre on data, {reached:.3f}")
     return Subspace(network).like(model)
 
@@ -392,3 +253,54 @@ def _checked_range(p: float | tuple[float, float]) -> tuple[float, float]:
     if not numbers or not 0 <= low <= high < 1:
         raise ValueError(f"p must be a probability in [0, 1), or a pair of them in order, got {p!r}")
     return low, high
+
+
+# -- for studies -------------------------------------------------------------------------------------------
+
+
+def _train(net: Multitude, training: Training, settings: Settings) -> Training:
+    """The rate falls as it would, but stays at a floor: checkpoints that no longer move would all be the same."""
+    floor = settings["floor_rate"]
+    check_number("floor_rate", floor, 0, high=1)
+    falling = schedule_of(training.get("schedule", "cosine"))
+    return {**training, "schedule": lambda done: max(floor, falling(done))}
+
+
+def _times(steps: int, settings: Settings) -> list[int]:
+    """Evenly spread over the last `share` of the steps, or in a short training over as many as it takes."""
+    count, share = check_count("checkpoints", settings["checkpoints"]), settings["share"]
+    check_number("share", share, 0, high=1, above=True)
+    if steps < count:
+        raise ValueError(f"checkpoints={count} do not fit into {steps} training steps: train longer")
+    share = max(share, count / steps)
+    return [round(steps * (1 - share * (count - 1 - index) / count)) for index in range(count)]
+
+
+def _swag(net: Multitude, recorder: Recorder | None, x: Tensor, settings: Settings, seed: int) -> Multitude:
+    return _settled(swag(net, recorder or [], data=x, **without(settings, *_RECORDING)), seed)
+
+
+def _subspace(net: Multitude, recorder: Recorder | None, x: Tensor, settings: Settings, seed: int) -> Multitude:
+    return _settled(subspace(net, checkpoints=recorder or [], data=x, **without(settings, *_RECORDING)), seed)
+
+
+def _settled(net: Multitude, seed: int) -> Multitude:
+    """With batch norm, draws that stay: their statistics take a pass over the data, and are not in a state dict."""
+    return net.networks(seed=seed) if isinstance(net, Subspace) and norms(net.network) else net
+
+
+_RECORDING = {"checkpoints": 10, "share": 0.4, "floor_rate": 0.3}
+ROWS = (
+    Method(
+        "swag", single, {**_RECORDING, "rank": None, "scale": 0.5},
+        "One network to train; twelve of them to keep, and a forward a draw.",
+        "Pick it when you can record the last part of a training.",
+        place=130, train=_train, times=_times, finish=_swag,
+    ),
+    Method(
+        "subspace", single, {**_RECORDING, "kind": "diagonal", "rank": 5, "scale": None},
+        "One network to train; a few directions to keep, and a forward a draw.",
+        "Pick it to see how much is gained around one solution, without leaving it.",
+        place=140, train=_train, times=_times, finish=_subspace,
+    ),
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""The landscape under a path between two optima, from its segments down to the origin of weight space.
+"""The loss landscape under a path between two optima, from its segments down to the origin of weight space.
 
 Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, appendix A: each segment of a
 curved path spans a triangle with the origin, and the triangles, laid side by side, are one picture (Fig. S3).
@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.checks import check_count, check_number
-from multitudes.core.multitude import Criterion
-from multitudes.landscape.figures import SCALE, figure, graph_objects
-from multitudes.landscape.path import Path
-from multitudes.landscape.weights import Gauge, measured, single_network
+from multitudes.landscape import Path
+from multitudes.landscape.figures import coloured, figure
+from multitudes.landscape.weights import WeightScorer, measured, single_network
 from multitudes.training.recorder import unflattened
 
 __all__ = ["Stitched", "stitched"]
@@ -24,7 +22,7 @@ __all__ = ["Stitched", "stitched"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Stitched:
-    """The landscape from a path down to the origin: S places along the path, R shares of the way out; on the CPU."""
+    """The landscape from a path down to the origin: S places along the path, R distances from the origin; on CPU."""
 
     x: Tensor
     """Where each point lies in the picture, `[S, R]`: the origin is (0, 0), and distances are those of the weights."""
@@ -48,25 +46,17 @@ class Stitched:
             raise ValueError(f"end must be 0 or 1, got {end!r}")
         values = measured(self, what)
         values = values[end] if what == "agreement" else values
-        log = what == "loss"
-        fig, go = figure(f"{what.capitalize()} from the path to the origin", "weight space", ""), graph_objects()
-        marker = {
-            "color": (values.clamp(min=1e-12).log10() if log else values).flatten().tolist(),
-            "colorscale": SCALE,
-            "reversescale": log,
-            "colorbar": {"title": "log10 loss" if log else what},
-            "size": 9,
-        }
+        fig = figure(f"{what.capitalize()} from the path to the origin", "weight space", "")
+        shown, scale = coloured(values, what)
+        marker = {"color": shown.flatten().tolist(), "size": 9, **scale}
         x, y = self.x.flatten().tolist(), self.y.flatten().tolist()
-        fig.add_trace(go.Scatter(x=x, y=y, mode="markers", marker=marker, name=what, showlegend=False))
+        fig.add_scatter(x=x, y=y, mode="markers", marker=marker, name=what, showlegend=False)
         on_path = int((self.share - 1).abs().argmin())
-        line = {"color": "black"}
-        fig.add_trace(go.Scatter(x=self.x[:, on_path].tolist(), y=self.y[:, on_path].tolist(), name="path", line=line))
+        line, ray = {"color": "black"}, {"color": "black", "width": 1, "dash": "dot"}
+        fig.add_scatter(x=self.x[:, on_path].tolist(), y=self.y[:, on_path].tolist(), name="path", line=line)
         for knot in self.knots:
-            ray = {"color": "black", "width": 1, "dash": "dot"}
-            fig.add_trace(
-                go.Scatter(x=[0, float(self.x[knot, -1])], y=[0, float(self.y[knot, -1])], line=ray, showlegend=False)
-            )
+            outwards = {"x": [0, float(self.x[knot, -1])], "y": [0, float(self.y[knot, -1])]}
+            fig.add_scatter(**outwards, line=ray, showlegend=False)
         fig.update_yaxes(scaleanchor="x")
         return fig
 
@@ -79,48 +69,40 @@ def stitched(
     across: int = 3,
     radii: int = 11,
     reach: float = 1.25,
-    criterion: Criterion | None = None,
-    batch_norm: Any = None,
-    progress: bool | None = None,
 ) -> Stitched:
-    """Measure the triangles between the segments of a path and the origin, and lay them side by side.
+    """Score the triangles between the segments of a path and the origin, and lay them side by side.
 
     Args:
         network: the network of the path.
-        path: as `tunnel` or `curve` gives it.
+        path: as `tunnel` gives it.
         data: `(x, y)` or an iterable of batches.
         across: into how many parts to cut each segment.
         radii: how many points there are from the origin outwards.
         reach: how far they go, the path itself being at 1, which is always one of them.
-        criterion, batch_norm, progress: see `tunnel`; batch-norm statistics are recomputed on `data` by default.
 
-    Agreement is with the weights of the path's ends, as everything else with batch norm recomputed.
+    Agreement is with the weights of the path's ends. Batch-norm statistics are recomputed on `data` everywhere.
     """
-    check_count("across", across)
-    check_count("radii", radii)
-    check_number("reach", reach, 1)
     alone = single_network(network)
-    gauge = Gauge(network, data, criterion, data if batch_norm is None else batch_norm)
+    scorer = WeightScorer(network, data, batch_norm=data)
     steps = torch.arange(across, dtype=torch.float64) / across
     first, second = path.weights[:-1].double(), path.weights[1:].double()
     inner = torch.lerp(first.unsqueeze(1), second.unsqueeze(1), steps.view(1, -1, 1)).flatten(0, 1)
     places = torch.cat([inner, path.weights[-1:].double()])
     share = torch.cat([torch.linspace(0, reach, radii, dtype=torch.float64), torch.ones(1).double()]).unique()
-    ends = [unflattened(path.weights[at].to(gauge.device), alone) for at in (0, -1)]
-    gauge.given([state | gauge.statistics(state) for state in ends])
+    ends = [unflattened(path.weights[at].to(scorer.device), alone) for at in (0, -1)]
+    scorer.score_solutions([state | scorer.statistics(state) for state in ends])
     settings = (share.view(1, -1, 1) * places.unsqueeze(1)).flatten(0, 1)
-    scores = gauge.measure_all(settings, progress)
     length = places.norm(dim=1)
     unit = places / length.unsqueeze(1)
     angle = torch.cat([torch.zeros(1).double(), 2 * (unit.diff(dim=0).norm(dim=1) / 2).clamp(max=1).asin()]).cumsum(0)
     radius = length.unsqueeze(1) * share
-    shape = radius.shape
+    scores = scorer.score_all(settings).map(lambda part: part.movedim(0, -1).reshape(*part.shape[1:], *radius.shape))
     return Stitched(
         radius * angle.cos().unsqueeze(1),
         radius * angle.sin().unsqueeze(1),
-        scores.loss.view(shape),
-        None if scores.accuracy is None else scores.accuracy.view(shape),
-        None if scores.agreement is None else scores.agreement.T.reshape(-1, *shape),
+        scores.loss,
+        scores.accuracy,
+        scores.agreement,
         tuple(range(0, len(places), across)),
         share,
     )

@@ -1,8 +1,8 @@
-"""How uncertain a prediction is: eight criteria, each a score `[N]` for the inputs or pixels of `[B, C, ...]`.
+"""How uncertain a prediction is: eight uncertainties, each a score `[N]` for the inputs or pixels of `[B, C, ...]`.
 
 The score is higher the more a prediction looks out of distribution, or wrong:
 
-| criterion | score | |
+| uncertainty | score | |
 |---|---|---|
 | `max_probability` | `-max_c p_c` of the mean prediction p | Hendrycks & Gimpel, 2017 |
 | `entropy` | `H(p)`, the entropy of the mean prediction | |
@@ -28,18 +28,7 @@ from torch import Tensor
 
 from multitudes.metrics.inputs import Prediction, read_without_target
 
-__all__ = [
-    "CRITERIA",
-    "OF_PROBABILITIES",
-    "disagreement",
-    "energy",
-    "entropy",
-    "expected_entropy",
-    "max_logit",
-    "max_probability",
-    "mutual_information",
-    "variance",
-]
+__all__ = ["UNCERTAINTIES"]
 
 
 def max_probability(prediction: Prediction) -> Tensor:
@@ -103,7 +92,7 @@ def energy(prediction: Prediction) -> Tensor:
     return -logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(2).mean(0)
 
 
-CRITERIA: dict[str, Callable[[Prediction], Tensor]] = {
+UNCERTAINTIES: dict[str, Callable[[Prediction], Tensor]] = {
     "max_probability": max_probability,
     "entropy": entropy,
     "expected_entropy": expected_entropy,
@@ -114,4 +103,4 @@ CRITERIA: dict[str, Callable[[Prediction], Tensor]] = {
     "energy": energy,
 }
 OF_PROBABILITIES = ("max_probability", "entropy")
-"""The criteria that plain probabilities have."""
+"""The uncertainties that plain probabilities have."""

@@ -1,0 +1,233 @@
+"""The kinds of data: one row of `KINDS` for each, with all that depends on the kind.
+
+What reads, normalises, trains on, measures and shows data asks their `Kind`. A new kind is a row here: no other module
+tests what the inputs are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from multitudes.data.columns import Column, Encoded
+from multitudes.data.images import ImageEncoder, Size, find_images, refit
+from multitudes.data.sources import Source, open_images, open_source
+from multitudes.data.tables import TableEncoder, choose_columns
+
+__all__ = ["KINDS", "Encoder", "Kind", "kind_of_inputs", "kind_of_shape", "kind_of_source", "mean_std"]
+
+Shape = tuple[int, ...]
+"""Of one input, without the batch."""
+
+
+class Encoder(Protocol):
+    """Rows of a source into inputs of a network, as for training."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the features, where they have any."""
+
+    @property
+    def categories(self) -> Mapping[str, Sequence[str]]:
+        """All that was fitted: the texts that are known, by column."""
+
+    def columns(self, source: Source, image: str | None = None) -> dict[str, Column]:
+        """The columns of a source that inputs are made of; an error where they are not there."""
+
+    def __call__(self, columns: Mapping[str, Column], rows: Tensor, where: Callable[[int], str]) -> Encoded:
+        """The inputs of these rows; `where` tells where a row was read."""
+
+
+def _as_is(x: Tensor, shape: Shape = ()) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """What is asked of data of one kind."""
+
+    name: str
+    """As files have it."""
+    inputs: str
+    """What its inputs are called."""
+    dtype: torch.dtype
+    """Of inputs as they are kept."""
+    dims: int
+    """How many dimensions one input has: no two kinds have as many."""
+    form: str
+    """What a part's `x` must be, for errors."""
+    find: Callable[[Source, str | None], list[str] | None]
+    """The columns of a source that can only be inputs, none where that is open; None where it is of another kind."""
+    options: Collection[str]
+    """The arguments of `load` that are for this kind alone."""
+    choose: Callable[[Source, str, str | None, Sequence[str] | None], dict[str, Column]]
+    """The columns of inputs, from the target and `image` and `columns` of `load`."""
+    fit: Callable[[Mapping[str, Column], Tensor, Size | None], Encoder]
+    """An encoder for these columns, fitted to the training rows."""
+    encoder: Callable[[Shape, Sequence[str], Mapping[str, Sequence[str]]], Encoder]
+    """The fitted one again, from the shape of the inputs, the names of their features, and the categories."""
+    moments: Callable[[Tensor], tuple[Tensor, Tensor]]
+    """Mean and deviation of scaled inputs, float64, in a shape that fits one input; 1 where all are equal."""
+    defaults: Callable[[Shape], dict[str, Any]]
+    """`{"model": ..., "training": ...}` of a study, in plain values."""
+    arguments: Callable[[str, Shape, int, Collection[str]], dict[str, Any]]
+    """What the network of a name calls what the data decide: shape, number of outputs; the last is what it takes."""
+    open: Callable[[Path], Source] = open_source
+    """New inputs from a file or folder."""
+    refit: Callable[[Tensor, Shape], Tensor] = _as_is
+    """Inputs of another shape in this one."""
+    scaled: Callable[[Tensor], Tensor] = _as_is
+    """Inputs as floating-point numbers, before they are normalised."""
+    scaling: str = ""
+    """What that does, in a formula."""
+    named: bool = False
+    """Whether features have names."""
+    labelled: bool = False
+    """Whether whole numbers to predict are classes, however many there are."""
+    feature_maps: bool = False
+    """Whether there are feature maps, for methods that work on them, and inputs that can be moved and mirrored."""
+    pictured: Callable[[Shape], bool] = lambda shape: False
+    """Whether a page can show the inputs as pictures."""
+
+    def describe(self, shape: Shape) -> str:
+        """Such as "rows of 13"."""
+        return f"{self.inputs} of {' x '.join(map(str, shape))}"
+
+    def corruptible(self, shape: Shape) -> bool:
+        """Whether the corruptions of `mt.shift` are for inputs of this shape."""
+        return self.pictured(shape) and min(shape[1:]) >= 8
+
+
+def _defaults(model: str, settings: Mapping[str, Any], **training: Any) -> dict[str, Any]:
+    common = {
+        "optimizer": "adam", "momentum": 0.9, "weight_decay": 0.0, "schedule": "cosine", "warmup": 0, "augment": None,
+        "precision": "float32", "channels_last": False, "compile": False, "clip": None,
+    }  # fmt: skip
+    return {"model": {"name": model, "settings": dict(settings)}, "training": {**common, **training}}
+
+
+# -- images ------------------------------------------------------------------------------------------------
+
+
+def _image_moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each channel, `[C, 1, 1]`, from its histogram: no copy of the images in floating point."""
+    levels = torch.arange(256, dtype=torch.float64) / 255
+    counts = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in x.unbind(1)]).double()
+    share = counts / counts.sum(1, keepdim=True)
+    mean = share @ levels
+    variance = (share * (levels - mean[:, None]).square()).sum(1)
+    std = torch.where((counts > 0).sum(1) == 1, 1.0, variance.sqrt())
+    return mean[:, None, None], std[:, None, None]
+
+
+def _image_defaults(shape: Shape) -> dict[str, Any]:
+    """The small networks read square images. Others that are as small get one that pools whatever is left of them."""
+    side = min(shape[1:])
+    if side >= 32:
+        return _defaults(
+            "resnet18", {}, epochs=75, batch_size=128, optimizer="sgd", lr=0.05, weight_decay=5e-4, warmup=1,
+            augment="standard",
+        )  # fmt: skip
+    square = shape[1] == shape[2]
+    if side > 16:
+        model = "medium_cnn" if square else "resnet20"
+        return _defaults(model, {}, epochs=20, batch_size=128, lr=1.6e-3, augment="crop")
+    return _defaults("small_cnn" if square else "resnet20", {}, epochs=30, batch_size=64, lr=0.01)
+
+
+def _image_arguments(model: str, shape: Shape, outputs: int, taken: Collection[str]) -> dict[str, Any]:
+    channels, height, width = shape
+    if "size" in taken and height != width:
+        sides = f"{height} x {width}"
+        raise ValueError(f"model {model!r} needs square images, got {sides}: take resnet20, or size= of data")
+    stem = "imagenet" if min(height, width) >= 96 else "small"
+    numbers = {"inputs": math.prod(shape), "outputs": outputs, "classes": outputs, "channels": channels}
+    return {**numbers, "size": height, "stem": stem}
+
+
+# -- tables ------------------------------------------------------------------------------------------------
+
+
+def _table_arguments(model: str, shape: Shape, outputs: int, taken: Collection[str]) -> dict[str, Any]:
+    if "inputs" not in taken:
+        raise ValueError(f"model {model!r} is for images, and the inputs are rows of {shape[0]} numbers: take mlp")
+    return {"inputs": shape[0], "outputs": outputs}
+
+
+def mean_std(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each column of `[N, F]`, in float64; a deviation of 1 where a column is constant."""
+    exact = x.double()
+    constant = x.amin(0) == x.amax(0)
+    mean = torch.where(constant, exact[0], exact.mean(0))
+    return mean, torch.where(constant, 1.0, exact.std(0, correction=0))
+
+
+# -- all of them -------------------------------------------------------------------------------------------
+
+KINDS = [
+    Kind(
+        "image", "images", torch.uint8, 3, "uint8 images [N, C, H, W]",
+        find=find_images,
+        options=("image", "size"),
+        choose=lambda source, target, image, columns: ImageEncoder().columns(source, image),
+        fit=lambda columns, rows, size: ImageEncoder(size),
+        encoder=lambda shape, names, categories: ImageEncoder((shape[1], shape[2]), shape[0]),
+        moments=_image_moments,
+        defaults=_image_defaults,
+        arguments=_image_arguments,
+        open=lambda path: open_images(path) or open_source(path),
+        refit=refit,
+        scaled=lambda x: x.float() / 255,
+        scaling="pixels / 255",
+        labelled=True,
+        feature_maps=True,
+        pictured=lambda shape: shape[0] in (1, 3),
+    ),
+    Kind(
+        "table", "rows", torch.float32, 1, "float32 features [N, F]",
+        find=lambda source, image: [],
+        options=("columns",),
+        choose=lambda source, target, image, columns: choose_columns(source, target, columns),
+        fit=lambda columns, rows, size: TableEncoder.fitted(columns, rows),
+        encoder=lambda shape, names, categories: TableEncoder(categories or dict.fromkeys(names, ())),
+        moments=mean_std,
+        # The network of the UCI benchmark, whose data are small.
+        defaults=lambda shape: _defaults("mlp", {"hidden": [50]}, epochs=40, batch_size=32, lr=0.01, clip=10.0),
+        arguments=_table_arguments,
+        named=True,
+    ),
+]  # fmt: skip
+"""A source is of the first kind that finds its inputs in it: the table, which takes any source, is the last."""
+
+
+def kind_of_shape(shape: Shape) -> Kind:
+    """The kind of data whose inputs have such a shape, `(C, H, W)` or `(F,)`.
+
+    >>> kind_of_shape((3, 32, 32)).name, kind_of_shape((13,)).name
+    ('image', 'table')
+    """
+    return _only("shape must be that of one of", list(shape), [kind for kind in KINDS if kind.dims == len(shape)])
+
+
+def kind_of_inputs(x: Tensor) -> Kind:
+    """The kind of inputs `[N, ...]`."""
+    fitting = [kind for kind in KINDS if (x.dtype, x.dim()) == (kind.dtype, kind.dims + 1)]
+    return _only("x must be", f"{x.dtype} {list(x.shape)}", fitting)
+
+
+def _only(must: str, got: object, fitting: list[Kind]) -> Kind:
+    if not fitting:
+        raise ValueError(f"{must} {' or '.join(kind.form for kind in KINDS)}, got {got}")
+    return fitting[0]
+
+
+def kind_of_source(source: Source, image: str | None) -> tuple[Kind, list[str]]:
+    """The kind of a source, and the columns that can only be inputs."""
+    found = ((kind, kind.find(source, image)) for kind in KINDS)
+    return next((kind, names) for kind, names in found if names is not None)

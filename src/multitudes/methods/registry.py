@@ -1,0 +1,106 @@
+"""A method's row: what a study and the command line know of it. Each method's own file declares its rows, as `ROWS`."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from multitudes.core.multitude import Multitude
+from multitudes.training.recorder import Recorder
+
+__all__ = ["Method", "Settings", "Training", "by", "collect", "single", "without"]
+
+Settings = Mapping[str, Any]
+Training = dict[str, Any]
+"""Arguments of `mt.fit`, by name."""
+Build = Callable[[nn.Module, Tensor, Settings, int], Multitude]
+
+
+def _as_given(net: Multitude, training: Training, settings: Settings) -> Training:
+    return training
+
+
+def _never(steps: int, settings: Settings) -> list[int]:
+    return []
+
+
+def _as_trained(net: Multitude, recorder: Recorder | None, x: Tensor, settings: Settings, seed: int) -> Multitude:
+    return net
+
+
+@dataclass(frozen=True)
+class Method:
+    """How one method is built, trained and finished; all its settings are plain values.
+
+    Training is that of every network, which a method may change: its rates, its schedule, its number of epochs. Where a
+    method is made of checkpoints, it says after which steps they are recorded, and is finished from them.
+    """
+
+    name: str
+    build: Build
+    """From a fresh network, an example `[B, ...]` of its inputs, settings and a seed to what is trained."""
+    settings: Settings
+    """Every setting, with its default."""
+    costs: str
+    """What it costs, in a sentence."""
+    pick: str
+    """When to pick it, in a sentence."""
+    place: int = 1000
+    """Where it is listed: the lower, the earlier; methods of one place by name."""
+    train: Callable[[Multitude, Training, Settings], Training] = _as_given
+    """The arguments of `fit`, changed as the method needs it."""
+    times: Callable[[int, Settings], list[int]] = _never
+    """Of a training of so many steps, those after which the network is recorded."""
+    finish: Callable[[Multitude, Recorder | None, Tensor, Settings, int], Multitude] = _as_trained
+    """From what was trained, what was recorded, training inputs `[N, ...]`, settings and a seed to what predicts."""
+    feature_maps: bool = False
+    """Whether it needs feature maps, and so inputs of a kind that has them."""
+
+    def complete(self, given: Settings | None = None) -> dict[str, Any]:
+        """All settings: the given ones, and the defaults of the rest."""
+        given = given or {}
+        for key in given:
+            if key not in self.settings:
+                choices = ", ".join(self.settings) or "none"
+                raise ValueError(f"method {self.name!r} has no setting {key!r}; its settings are: {choices}")
+        return {**self.settings, **given}
+
+
+def by(convert: Callable[..., nn.Module]) -> Build:
+    """A build that calls a conversion with those of the settings, the example and the seed that it has arguments for.
+
+    What is no multitude becomes one.
+    """
+    arguments = inspect.signature(convert).parameters
+
+    def build(network: nn.Module, example: Tensor, settings: Settings, seed: int) -> Multitude:
+        given = {**settings, "example": example, "seed": seed}
+        net = convert(network, **{name: value for name, value in given.items() if name in arguments})
+        return net if isinstance(net, Multitude) else Multitude(net)
+
+    return build
+
+
+def single(network: nn.Module, example: Tensor, settings: Settings, seed: int) -> Multitude:
+    """The build of what is trained as one network."""
+    return Multitude(copy.deepcopy(network))
+
+
+def without(settings: Settings, *names: str) -> dict[str, Any]:
+    """The settings but for these."""
+    return {name: value for name, value in settings.items() if name not in names}
+
+
+def collect() -> dict[str, Method]:
+    """The rows that the files and folders of `multitudes.methods` declare, by name, in their order."""
+    package = importlib.import_module("multitudes.methods")
+    names = [found.name for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
+    rows = [row for name in names for row in getattr(importlib.import_module(name), "ROWS", ())]
+    return {row.name: row for row in sorted(rows, key=lambda row: (row.place, row.name))}

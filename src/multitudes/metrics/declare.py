@@ -1,0 +1,318 @@
+"""A metric is declared once: `metric` makes its functional form, its torchmetrics class and its place in results.
+
+    @metric("NLL", better=LOWER, group="scores", shifted=True)
+    def nll(rows: Rows) -> Tensor:
+        '''The mean of `-log p(y)` in nats.'''
+        return total_of(-rows.target_log_prob)
+
+The decorated function is the *update*: from a batch that was read and checked to sums, or to a few numbers of each row.
+`compute` goes from those of all batches to the result; by default it is the mean. From this follow
+
+- `nll(prediction, target, ignore)`, the function of one batch: what its kind reads, then the settings;
+- `NLL(ignore)`, the class that streams;
+- the table of `evaluate` (`group`, `shifted`), the order of leaderboards and the arrows of reports (`better`).
+
+Settings are the parameters of the update and of `compute` beyond the first, and those of the kind's reader whose type
+has a check, such as `Count`. They are checked when the function is called, or the class is made.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar, get_type_hints
+
+from torch import Tensor
+from torchmetrics import Metric
+
+from multitudes.core.checks import check_count
+from multitudes.core.predictive import Predictive
+from multitudes.metrics.inputs import read_rows, read_without_target
+from multitudes.metrics.streaming import KeptMetric, StreamingMetric, SumsMetric, mean_of
+
+__all__ = ["METRICS"]
+
+GROUPS = ("scores", "calibration", "selective", "diversity")
+"""The groups of metrics in `evaluate`; which there are depends on the kind of predictions."""
+
+Count = Annotated[int, check_count]
+"""A setting that is a whole number, 1 or more."""
+
+
+class Better(Enum):
+    """Which scores are better; the value is the arrow beside a score's name."""
+
+    HIGHER = "↑"
+    LOWER = "↓"
+    ZERO = "→0"
+    """The nearest to zero, of scores that have a sign."""
+    NEITHER = ""
+    """The score describes predictions, and does not rank them."""
+
+    def quality(self, score: float) -> float:
+        """A number that is higher the better the score is; always 0 for `NEITHER`.
+
+        >>> Better.LOWER.quality(3.0), Better.ZERO.quality(-0.2) < Better.ZERO.quality(0.1)
+        (-3.0, True)
+        """
+        return {"↑": score, "↓": -score, "→0": -abs(score), "": 0.0}[self.value]
+
+
+HIGHER, LOWER, ZERO, NEITHER = Better
+RANKS: dict[str, Better] = {}
+"""Which scores are better, by name: that of the function, and that in an evaluation."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What metrics of one kind are given."""
+
+    name: str
+    read: Callable[..., Any]
+    """From a batch to what updates take; parameters whose type has a check are settings."""
+    fits: Callable[[Predictive, float | None], bool] = lambda p, noise_precision: False
+    """Whether `evaluate` computes such metrics of these predictions, given the precision of the noise."""
+
+
+CLASSIFICATION = Kind("classification", read_rows, lambda p, _: p.task == "classification")
+SEGMENTATION = Kind("segmentation", read_rows, lambda p, _: p.task == "classification" and p.predictions.ndim > 3)
+TARGETLESS = Kind("targetless", read_without_target, CLASSIFICATION.fits)
+
+
+# Declarations -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Declaration:
+    """All that is known of a metric."""
+
+    name: str
+    """Of the function; `class_name` is that of the class."""
+    class_name: str
+    update: Callable[..., Tensor]
+    compute: Callable[..., Any]
+    kind: Kind
+    better: Better
+    shape: tuple[int | str, ...]
+    """Of the sums; a name is a setting, or one of the class alone, such as the number of `classes`."""
+    kept: int
+    """How many numbers are kept of every row instead of sums; 0 for none."""
+    group: str | None
+    """One of `GROUPS`; None for what `evaluate` leaves out."""
+    score: str
+    """The name in an evaluation."""
+    shifted: bool
+    """Whether `evaluate` computes it of corrupted images too."""
+    chosen: Sequence[str] | None
+    """The names of the settings in order; None for all, those of the update first and of the reader last."""
+
+    @functools.cached_property
+    def data(self) -> list[inspect.Parameter]:
+        """The parameters of a batch."""
+        return [each for each in _parameters(self.kind.read) if not _check(each)]
+
+    @functools.cached_property
+    def settings(self) -> dict[str, inspect.Parameter]:
+        """The function's parameters beside those of a batch, by name."""
+        found = {each.name: each for each in [*_parameters(self.update)[1:], *_parameters(self.compute)[1:]]}
+        found |= {each.name: each for each in _parameters(self.kind.read) if _check(each)}
+        return {name: found[name] for name in self.chosen or found}
+
+    @functools.cached_property
+    def class_settings(self) -> dict[str, inspect.Parameter]:
+        """The class's parameters: before the settings, sizes that all processes must know before their first batch."""
+        sizes = [each for each in self.shape if isinstance(each, str) and each not in self.settings]
+        return {name: _parameter(name, Count) for name in sizes} | self.settings
+
+    def sums(self, given: Mapping[str, Any]) -> Tensor:
+        """What a batch adds, which is given by name together with the settings."""
+        return self.update(self.kind.read(**_given(self.kind.read, given)), **_given(self.update, given))
+
+    def result(self, sums: Tensor, settings: Mapping[str, Any]) -> Any:
+        """What all batches together give."""
+        return self.compute(sums, **_given(self.compute, settings))
+
+    def functional(self) -> Any:
+        """The function of one batch, with the update's docstring."""
+        parameters = [*self.data, *self.settings.values()]
+
+        @functools.wraps(self.update)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            given = _bound(parameters, *args, **kwargs)
+            return self.result(self.sums(given), given)
+
+        return _signed(function, parameters, get_type_hints(self.compute).get("return", Any))
+
+    @functools.cached_property
+    def streaming(self) -> type[Metric]:
+        """The class that streams."""
+
+        def update(metric: Any, *args: Any, **kwargs: Any) -> None:
+            metric._add_checked(self.sums(metric.settings | _bound(self.data, *args, **kwargs)))
+
+        update.__doc__ = f"Add a batch; `{self.kind.read.__name__}` says what it may be."
+        higher = {HIGHER: True, LOWER: False}.get(self.better)
+        name, size = self.class_name, 4 * self.kept
+        keeps = f" It keeps {size} bytes of every row in float32: {size} MB for a million." if self.kept else ""
+        members = {
+            "__doc__": f"`{self.name}`, streaming.{keeps}", "__module__": self.update.__module__,
+            "__qualname__": name, "declaration": self, "higher_is_better": higher,
+            "update": _signed(update, [_parameter("self"), *self.data], None),
+        }  # fmt: skip
+        made = type(name, (_DeclaredMetric, KeptMetric if self.kept else SumsMetric), members)
+        return _signed(made, [*self.class_settings.values(), _parameter("kwargs", Any, inspect.Parameter.VAR_KEYWORD)])
+
+
+METRICS: dict[str, Declaration] = {}
+"""The declared metrics, by the name of their function."""
+
+
+class _DeclaredMetric(StreamingMetric):
+    """What the classes of declared metrics share; settings are attributes too."""
+
+    declaration: ClassVar[Declaration]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        own = self.declaration
+        given = {name: kwargs.pop(name) for name in own.class_settings if name in kwargs}
+        settings = _bound([*own.class_settings.values()], *args, **given)
+        of_compute = _given(own.compute, settings).keys() - _given(own.update, settings).keys()
+        looked_at = {name: value for name, value in settings.items() if name not in of_compute}
+        shape = tuple(settings[each] if isinstance(each, str) else each for each in own.shape)
+        state: dict[str, Any] = {"columns": own.kept} if own.kept else {"shape": shape}
+        super().__init__(settings=tuple(looked_at.values()), **state, **kwargs)
+        self.settings = settings
+        for name, value in settings.items():
+            setattr(self, name, value)
+
+    def _add_checked(self, sums: Tensor) -> None:
+        own = self.declaration
+        if not own.kept:
+            for name, found in zip(own.shape, sums.shape, strict=True):
+                if isinstance(name, str) and found != self.settings[name]:
+                    raise ValueError(f"prediction must have {name}={self.settings[name]}, got {found}")
+        self._add(sums)
+
+    def compute(self) -> Any:
+        """The result over all batches so far."""
+        return self.declaration.result(self._all(), self.settings)
+
+
+R = TypeVar("R", covariant=True)
+
+
+class Functional(Protocol[R]):
+    """A metric of one batch: `nll(prediction, target)`; `declaration` is what it comes from."""
+
+    declaration: Declaration
+
+    def __call__(self, *args: Any, **kwargs: Any) -> R:
+        """A batch, then settings -> the result."""
+
+
+def metric(
+    class_name: str,
+    compute: Callable[..., R] = mean_of,  # type: ignore[assignment]
+    *,
+    better: Better,
+    kind: Kind = CLASSIFICATION,
+    shape: tuple[int | str, ...] = (2,),
+    kept: int = 0,
+    group: str | None = None,
+    score: str | None = None,
+    shifted: bool = False,
+    settings: Sequence[str] | None = None,
+) -> Callable[[Callable[..., Tensor]], Functional[R]]:
+    """Declare the metric whose update is decorated; `Declaration` says what the arguments are."""
+
+    def declare(update: Callable[..., Tensor]) -> Functional[R]:
+        name = update.__name__
+        declaration = Declaration(
+            name, class_name, update, compute, kind, better, shape, kept, group, score or name, shifted, settings
+        )
+        if group not in (None, *GROUPS):
+            raise ValueError(f"group must be None or one of {', '.join(GROUPS)}, got {group!r}")
+        if name in METRICS and METRICS[name].update.__module__ != update.__module__:
+            raise ValueError(f"{name} must be declared once, got another in {METRICS[name].update.__module__}")
+        METRICS[name] = declaration
+        RANKS.update({name: better, declaration.score: better})
+        update.__globals__[class_name] = declaration.streaming  # where pickle looks for it
+        function = declaration.functional()
+        function.declaration = declaration
+        return function
+
+    return declare
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def ranked(better: Better, *scores: str) -> Callable[[F], F]:
+    """Declare which values of a function are better that is no metric of a batch; `scores` are its names in results."""
+
+    def declare(function: F) -> F:
+        RANKS.update(dict.fromkeys(scores or (function.__name__,), better))
+        return function
+
+    return declare
+
+
+def offered(package: str, path: Iterable[str]) -> dict[str, Any]:
+    """What the modules of a folder offer, by name: the metrics that they declare, and the rest of their `__all__`."""
+    found: dict[str, Any] = {}
+    for each in iter_modules(path):
+        module = import_module(f"{package}.{each.name}")
+        own = [metric for metric in METRICS.values() if metric.update.__module__ == module.__name__]
+        names = [name for metric in own for name in (metric.name, metric.class_name)]
+        found |= {name: getattr(module, name) for name in [*names, *getattr(module, "__all__", ())]}
+    return found
+
+
+# Signatures ---------------------------------------------------------------------------------------------
+
+
+def _parameter(name: str, annotation: Any = Any, kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD) -> Any:
+    return inspect.Parameter(name, kind, annotation=annotation)
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of a function, with their types."""
+    hints = get_type_hints(function, include_extras=True)
+    found = inspect.signature(function).parameters.values()
+    return [each.replace(annotation=hints.get(each.name, Any)) for each in found]
+
+
+def _check(parameter: inspect.Parameter) -> Callable[[str, Any], object] | None:
+    """The check that the parameter's type has."""
+    checks: tuple[Any, ...] = getattr(parameter.annotation, "__metadata__", (None,))
+    return checks[0]
+
+
+def _given(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a function takes."""
+    return {each.name: settings[each.name] for each in _parameters(function) if each.name in settings}
+
+
+def _bound(parameters: Sequence[inspect.Parameter], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Arguments by name, checked, with defaults for those that are left out."""
+    call = inspect.Signature(parameters).bind(*args, **kwargs)
+    call.apply_defaults()
+    for each in parameters:
+        if (check := _check(each)) is not None:
+            check(each.name, call.arguments[each.name])
+    return call.arguments
+
+
+def _signed(named: Any, parameters: Sequence[inspect.Parameter], result: Any = inspect.Signature.empty) -> Any:
+    """A function or class, with the signature that `help` shows: types without their checks."""
+    shown = [
+        each.replace(annotation=each.annotation.__origin__ if _check(each) else each.annotation) for each in parameters
+    ]
+    named.__signature__ = inspect.Signature(shown, return_annotation=result)
+    return named

@@ -1,0 +1,51 @@
+"""The training objective as a module, and how many examples it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Sized
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from multitudes.core.calling import Input, split_batch
+from multitudes.core.checks import check_count
+from multitudes.core.multitude import Multitude
+from multitudes.core.tasks import Criterion
+
+__all__ = ["Objective", "size_of"]
+
+
+class Objective(nn.Module):
+    """A network whose forward is its training objective.
+
+    What synchronises gradients between processes, or compiles, wraps the forward; so the loss has to be one.
+    """
+
+    def __init__(self, net: Multitude, criterion: Criterion | None, dataset_size: int | None) -> None:
+        super().__init__()
+        self.net, self.criterion, self.dataset_size = net, criterion, dataset_size
+
+    def forward(self, x: Input, y: Tensor) -> Tensor:
+        """The loss of a batch, a scalar."""
+        return self.net.loss(x, y, self.criterion, dataset_size=self.dataset_size)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As `nn.Module.compile`, apart from other objectives: torch makes 8 versions of a function and no more."""
+        own = FunctionType(Objective.forward.__code__.replace(), Objective.forward.__globals__, "forward")
+        self.forward = MethodType(own, self)  # type: ignore[method-assign]
+        super().compile(*args, **kwargs)
+
+
+def size_of(data: Any, net: Multitude, given: int | None) -> int | None:
+    """How many examples the divergence is shared among; None where the objective has none."""
+    if given is not None:
+        return check_count("dataset_size", given)
+    if not net.divergences:
+        return None
+    for holder in (getattr(data, "dataset", None), getattr(data, "part", None)):  # of a DataLoader, of our own Loader
+        if isinstance(holder, Sized):
+            return len(holder)
+    if isinstance(data, Sequence):
+        return sum(len(y) for _, y in map(split_batch, data) if y is not None)
+    raise ValueError("dataset_size must be given: the objective has a divergence, and data does not tell its size")
