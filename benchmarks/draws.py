@@ -11,11 +11,10 @@ the standard error of their mean probabilities is below a tolerance: one count f
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
+from speed import medians
 from torch import Tensor, nn
 
 import multitudes as mt
@@ -30,20 +29,6 @@ PLACES: dict[str, Callable[[nn.Module], mt.Multitude]] = {
 }
 
 
-def milliseconds(functions: dict[str, Callable[[], object]], device: str, repeats: int) -> dict[str, float]:
-    """The median time of each function; they take turns, so that all see the machine alike."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for turn in range(repeats + 1):
-        for name, function in functions.items():
-            start = time.perf_counter()
-            function()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            if turn:
-                times[name].append(1e3 * (time.perf_counter() - start))
-    return {name: statistics.median(taken) for name, taken in times.items()}
-
-
 @torch.no_grad()
 def sharing(args: argparse.Namespace) -> None:
     """The price of many draws of a ResNet-18, in multiples of one forward of the plain network."""
@@ -55,7 +40,7 @@ def sharing(args: argparse.Namespace) -> None:
         loop._draw_cache.way = "loop"
         functions[name] = lambda net=net: net(x, draws=args.draws)
         functions[f"{name}, looped"] = lambda net=loop: net(x, draws=args.draws)
-    times = milliseconds(functions, args.device, args.repeats)
+    times = medians(functions, args.device == "cuda", args.repeats)
     print(f"ResNet-18, {args.draws} draws, batch {args.batch}, {args.device}")
     print(f"{'':32}{'ms':>9}{'x one':>9}{'looped':>9}")
     one = times["one forward"]

@@ -81,31 +81,34 @@ class Case:
         self.optimizer.zero_grad()
 
 
-def milliseconds(function: Callable[[], None], cuda: bool, calls: int) -> float:
-    function()  # memory and caches as they are when one network runs again and again
-    if cuda:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        function()
-    if cuda:
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) * 1000 / calls
+def medians(functions: dict[str, Callable[[], object]], cuda: bool, repeats: int, calls: int = 1) -> dict[str, float]:
+    """Median milliseconds of a call of each function; they take turns, so that all run on the machine alike."""
+
+    def run(function: Callable[[], object], times: int) -> None:
+        for _ in range(times):
+            function()
+        if cuda:
+            torch.cuda.synchronize()
+
+    taken: dict[str, list[float]] = {name: [] for name in functions}
+    for turn in range(repeats + 1):
+        for name, function in functions.items():
+            run(function, 1)  # memory and caches as they are when one network runs again and again
+            start = time.perf_counter()
+            run(function, calls)
+            if turn:  # the first turn warms up (and compiles)
+                taken[name].append((time.perf_counter() - start) * 1000 / calls)
+    return {name: statistics.median(values) for name, values in taken.items()}
 
 
 def measure(cases: dict[str, Case], kind: str, args: argparse.Namespace) -> dict[str, float]:
-    """Median milliseconds of each case, the cases taking turns."""
-    times: dict[str, list[float]] = {name: [] for name in cases}
-    for turn in range(args.repeats + 1):
-        for name, case in cases.items():
-            took = milliseconds(getattr(case, kind), case.cuda, args.calls)
-            if turn:  # the first turn warms up (and compiles)
-                times[name].append(took)
-    return {name: statistics.median(values) for name, values in times.items()}
+    """Median milliseconds of each case's inference or training."""
+    functions = {name: getattr(case, kind) for name, case in cases.items()}
+    return medians(functions, args.device == "cuda", args.repeats, args.calls)
 
 
 def options(description: str | None) -> argparse.ArgumentParser:
-    """What a benchmark of networks can be told."""
+    """The options of a benchmark of networks."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["resnet18", "resnet50"])
     parser.add_argument("--device", default="cpu")

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes import metrics
+from multitudes.study.costs import parameters
 from recipes.camvid_data import CLASSES, UNLABELLED, Crops, Frames, balanced, place, read, sequences
-from recipes.recipe import Recipe
+from recipes.recipe import Recipe, rounded
 
 SEED = 0
 DROPOUT = 0.5
@@ -67,10 +68,10 @@ def work(recipe: Recipe, piece: str) -> dict[str, Any]:
     train = frames_of(recipe, "train", every=scale.every, shrink=scale.shrink)
     videos = {name: frames_of(recipe, name, first=scale.first, shrink=scale.shrink) for name in VIDEOS}
     std, mean = torch.std_mean(train.images.float(), (0, 2, 3), keepdim=True)
-    been_read = time.time()
+    read_at = time.time()
     net = network(piece, scale.width).to(recipe.device)
     history = trained(net, train, mean, std, scale, recipe, piece)
-    been_trained = time.time()
+    trained_at = time.time()
     if recipe.device.type == "cuda":
         convolve_in_bfloat16(net)
     rows = [
@@ -80,13 +81,15 @@ def work(recipe: Recipe, piece: str) -> dict[str, Any]:
     ]
     return {
         "settings": asdict(scale) | {"size": list(train.labels.shape[1:]), "frames": len(train), "seed": SEED},
-        "parameters": sum(parameter.numel() for parameter in net.parameters()),
+        "parameters": parameters(net),
         "loss": rounded(history[-1].loss),
-        "seconds": {
-            "read": rounded(been_read - start),
-            "train": rounded(sum(epoch.seconds for epoch in history)),
-            "measure": rounded(time.time() - been_trained),
-        },
+        "seconds": rounded(
+            {
+                "read": read_at - start,
+                "train": sum(epoch.seconds for epoch in history),
+                "measure": time.time() - trained_at,
+            }
+        ),
         "videos": {name: described(video) for name, video in videos.items()},
         "rows": rows,
     }
@@ -126,8 +129,7 @@ def trained(
         lr=scale.lr,
         schedule={"name": "multistep", "milestones": [100 / 130], "factor": 0.2},
         criterion=partial(F.cross_entropy, weight=balanced(train.labels), ignore_index=UNLABELLED),
-        precision="bfloat16" if recipe.device.type == "cuda" else "float32",
-        channels_last=recipe.device.type == "cuda",
+        **recipe.fast,
         seed=SEED,
         checkpoint=recipe.networks / f"{piece}.safetensors",
     )
@@ -144,7 +146,7 @@ def convolve_in_bfloat16(net: nn.Module) -> None:
 
 
 def passes(piece: str, draws: int) -> list[tuple[int, float | None]]:
-    """How each video is gone through: with how many draws of each frame, and with which decay of the frames before."""
+    """The passes over each video: how many draws of each frame, and the decay of the frames before."""
     several = [(draws, None)] if piece.startswith("mc_dropout") else []
     return [(1, None), *several, *[(1, decay) for decay in DECAYS]]
 
@@ -152,7 +154,7 @@ def passes(piece: str, draws: int) -> list[tuple[int, float | None]]:
 def measured(
     net: mt.Multitude, video: Frames, mean: Tensor, std: Tensor, draws: int, decay: float | None
 ) -> dict[str, float]:
-    """What the network says of a video, scored; with a `decay`, averaged with what it said of the frames before."""
+    """Scores of the predictions for a video; with a `decay`, each is averaged with those for the frames before."""
     scores: dict[str, Any] = {
         "nll": metrics.NLL(),
         "accuracy": metrics.Accuracy(),
@@ -163,17 +165,17 @@ def measured(
     dtype = next(layer.weight.dtype for layer in net.modules() if isinstance(layer, nn.Conv2d))
     for sequence in sequences(video.names):
         consistency.new_sequence()
-        watching = net if decay is None else mt.temporal(net, frames=REMEMBERED, decay=decay)
+        predictor = net if decay is None else mt.temporal(net, frames=REMEMBERED, decay=decay)
         for index in sequence:
             x, y = (video.images[index, None] - mean) / std, video.labels[index, None].long()
             x = x.to(dtype, memory_format=torch.channels_last)
-            p = watching.predict(x, draws=draws, seed=SEED + index)  # each frame has draws of its own
+            p = predictor.predict(x, draws=draws, seed=SEED + index)  # each frame has draws of its own
             rows = metrics.read_rows(p, y, ignore=UNLABELLED)
             for metric in scores.values():
                 metric.update(rows)
             consistency.update(p.probs, y != UNLABELLED)
     scores["consistency"] = consistency
-    return {name: rounded(float(metric.compute())) for name, metric in scores.items()}
+    return rounded({name: float(metric.compute()) for name, metric in scores.items()})
 
 
 def described(video: Frames) -> dict[str, Any]:
@@ -190,11 +192,6 @@ def described(video: Frames) -> dict[str, Any]:
         "step": max(steps),
         "consistency": rounded(float(truth.compute())),
     }
-
-
-def rounded(value: float) -> float:
-    """Five digits are more than the noise."""
-    return float(f"{value:.5g}")
 
 
 PIECES = ("dnn", "dnn_smooth", "dnn_aligned", "mc_dropout", "mc_dropout_smooth")

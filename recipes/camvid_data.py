@@ -140,7 +140,7 @@ def balanced(labels: Tensor) -> Tensor:
 def cut(frames: Frames, windows: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Windows of frames: images `[B, 3, *size]`, channels last in memory, and labels `[B, *size]`.
 
-    `windows [4, B]` says of each its frame, its first row, its first column, and whether it is mirrored.
+    `windows [4, B]` holds the frame of each, its first row, its first column, and whether it is mirrored.
     """
     which, down, right, mirrored = windows
     columns = torch.arange(size[1], device=which.device).expand(len(which), -1)

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from multitudes.study.store import Job, Run, write_atomically
-from recipes.recipe import ROOT, commit
+from recipes.recipe import ROOT, rounded
 
 __all__ = ["collect", "main"]
 
@@ -28,7 +27,7 @@ RESULTS = ROOT / "results"
 def collect(run: Path, results: Path = RESULTS) -> list[Path]:
     """Write the pieces of a run to `results/RECIPE/`; gives the files."""
     if not run.is_dir():
-        raise ValueError(f"run must be the directory of a run, got {str(run)!r}, which is none")
+        raise ValueError(f"run must be the directory of a run, got {str(run)!r}, which does not exist")
     pieces = list(_jobs(run) if (run / "study.toml").is_file() else _pieces(run))
     if not pieces:
         raise ValueError(f"run must hold something that is done, got {str(run)!r}, which has no finished piece")
@@ -48,7 +47,7 @@ def _pieces(run: Path) -> Iterator[dict[str, Any]]:
 
 
 def _jobs(run: Path) -> Iterator[dict[str, Any]]:
-    """Those of a study file, told as a script tells its own."""
+    """Those of a study file, in the form of a script's."""
     recipe, _, scale = run.name.partition("-")
     file = ROOT / "recipes" / f"{recipe}.toml"
     if not file.is_file():
@@ -59,7 +58,6 @@ def _jobs(run: Path) -> Iterator[dict[str, Any]]:
             "piece": job.name,
             "scale": scale or "full",
             "command": f"multitudes compare recipes/{recipe}.toml",
-            "commit": commit(),
             "data": {_source(file): (job.config or {})["data"]["fingerprint"]},
             **_measured(job),
         }
@@ -71,27 +69,13 @@ def _source(file: Path) -> str:
 
 def _measured(job: Job) -> dict[str, Any]:
     metrics = dict(job.metrics)
-    about = {name: metrics.pop(name) for name in ("machine", "versions", "seconds")}
+    about = {"commit": metrics.pop("commit", None)}  # which runs of earlier versions did not record
+    about |= {name: metrics.pop(name) for name in ("machine", "versions", "seconds")}
     history = metrics.pop("history")
     metrics["losses"] = [epoch["loss"] for epoch in history]
     metrics["scores"] = {name: score["value"] for name, score in metrics["scores"].items()}
     config = {name: value for name, value in (job.config or {}).items() if name not in ("data", "device", "version")}
     return {**about, "result": {"config": config, **metrics}}
-
-
-def rounded(value: Any, digits: int = 6) -> Any:
-    """The same with numbers of so many digits, so that files stay small and can be read.
-
-    >>> rounded({"nll": [0.123456789, 1e-9]})
-    {'nll': [0.123457, 1e-09]}
-    """
-    if isinstance(value, Mapping):
-        return {key: rounded(each, digits) for key, each in value.items()}
-    if isinstance(value, str) or not isinstance(value, Sequence | float):
-        return value
-    if isinstance(value, Sequence):
-        return [rounded(each, digits) for each in value]
-    return float(f"{value:.{digits}g}") if math.isfinite(value) else value
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -23,6 +23,7 @@ import multitudes as mt
 from multitudes import landscape
 from multitudes.data import Loader
 from multitudes.landscape import Solutions
+from multitudes.study.costs import parameters
 from multitudes.training.fit import Progress
 from recipes.landscape_runs import (
     ROWS,
@@ -58,7 +59,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
     recorder.record()
 
     def after_step(progress: Progress) -> None:
-        if not progress.epoch_ended:  # an end of an epoch is told after its last step, and is none itself
+        if not progress.epoch_ended:  # the end of an epoch is reported after its last step, and is no step
             recorder.step()
 
     history = mt.fit(
@@ -70,7 +71,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
     found = landscape.read_solutions(solutions(recipe), batches(recipe, data.test, want.test), model=network(recipe))
     return {
         "network": want.network,
-        "parameters": sum(weight.numel() for weight in network(recipe).parameters()),
+        "parameters": parameters(network(recipe)),
         "epochs": want.epochs,
         "images": len(data.train),
         "test_images": len(found.classes()),
@@ -250,17 +251,17 @@ def shift(recipe: Recipe) -> dict[str, Any]:
         methods, test, data.test.y[: want.few], corruptions=want.corruptions, severities=want.severities,
         preprocess=data.preprocess, model=model, draws=want.members, seed=SEED,
     )  # fmt: skip
-    foreign = on_digits(recipe)
-    on_svhn = landscape.read_solutions({"": methods}, foreign, model=model, draws=want.members, seed=SEED)
-    answers = {method: on_svhn.chosen(method, on_svhn.runs) for method in methods}
+    ood = svhn(recipe)
+    on_svhn = landscape.read_solutions({"": methods}, ood, model=model, draws=want.members, seed=SEED)
+    predictions = {method: on_svhn.chosen(method, on_svhn.runs) for method in methods}
     return {
-        "methods": {method: answers[method].members for method in methods},
+        "methods": {method: predictions[method].members for method in methods},
         "images": want.few,
-        "svhn_images": sum(len(x) for (x,) in foreign),
+        "svhn_images": sum(len(x) for (x,) in ood),
         "corruptions": list(want.corruptions),
         "severities": list(want.severities),
         **{part: plain(getattr(found, part).mean(1)) for part in ("accuracy", "brier", "divergence")},
-        "svhn": {method: float(mt.metrics.ensemble_js(answers[method])) for method in methods},
+        "svhn": {method: float(mt.metrics.ensemble_js(predictions[method])) for method in methods},
     }
 
 
@@ -269,10 +270,9 @@ def reach(recipe: Recipe) -> dict[str, Any]:
     want, model, data = settings(recipe), network(recipe), images(recipe)
     end = trajectories(recipe)[0][-1:]
     draws = {str(length): mt.subspace(model, "random", end, scale=length) for length in want.lengths}
-    test, foreign = batches(recipe, data.test, want.test), on_digits(recipe)
+    test, ood = batches(recipe, data.test, want.test), svhn(recipe)
     here, there = (
-        landscape.read_solutions({"": draws}, each, model=model, draws=want.members, seed=SEED)
-        for each in (test, foreign)
+        landscape.read_solutions({"": draws}, each, model=model, draws=want.members, seed=SEED) for each in (test, ood)
     )
     right = accuracies(here)
     return {
@@ -283,10 +283,10 @@ def reach(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def on_digits(recipe: Recipe) -> list[tuple[Tensor]]:
+def svhn(recipe: Recipe) -> list[tuple[Tensor]]:
     """Images of SVHN, as networks take them, on the device."""
     data = images(recipe)
-    x = data.preprocess(data.scaled(data.ood["svhn"][: settings(recipe).foreign].to(recipe.device)))
+    x = data.preprocess(data.scaled(data.ood["svhn"][: settings(recipe).ood].to(recipe.device)))
     return [(rows,) for rows in x.split(ROWS)]
 
 

@@ -35,12 +35,12 @@ class Settings:
     limit: int | None = None  # images of each part that are read at all
     test: int = 10_000  # test images that solutions are compared on
     few: int = 1000  # test images for what is measured very often: planes, maps, corruptions
-    foreign: int = 26_032  # images of SVHN
+    ood: int = 26_032  # images of SVHN
     per_epoch: int = 1  # checkpoints in an epoch
     last: int = 10  # checkpoints at the end of a run that subspaces are made of
     rank: int = 5
     random_scale: float = 10.0  # how far random draws go at most
-    lengths: tuple[float, ...] = (10.0, 20.0, 40.0, 60.0, 80.0)  # the same, where further ones are looked at
+    lengths: tuple[float, ...] = (10.0, 20.0, 40.0, 60.0, 80.0)  # the same, of larger subspaces
     low_rank_scale: float = 1.0
     draws: int = 10  # from each subspace, as ensembles grow
     plane_draws: int = 30  # from each subspace, in the diversity-accuracy plane
@@ -61,7 +61,7 @@ SETTINGS = {
     # The paper's SmallCNN: it has so few weights that its subspaces must be narrower.
     "smoke": Settings(
         "small_cnn", members=3, epochs=4, batch_size=64, precision="float32", limit=1500, test=300, few=100,
-        foreign=100, per_epoch=2, last=6, rank=3, random_scale=2.0, lengths=(2.0, 4.0), low_rank_scale=0.05, draws=3,
+        ood=100, per_epoch=2, last=6, rank=3, random_scale=2.0, lengths=(2.0, 4.0), low_rank_scale=0.05, draws=3,
         plane_draws=3, points=5, tunnel_points=5, tunnel_steps=8, corruptions=("gaussian_noise", "contrast"),
         severities=(0, 5),
     ),

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 import multitudes as mt
 from multitudes.data import Data, Part
 from multitudes.metrics import fit_noise_precision, log_density, rmse
-from recipes.recipe import Recipe
+from recipes.recipe import Recipe, rounded
 
 SETS = {
     "yacht": ("yacht", 20),
@@ -205,7 +205,7 @@ def measured(test: Tensor, training: Tensor, std: float) -> dict[str, float]:
         "log_density": log_density(forecast, zeros, PRECISION * std**2, std),
         "log_density_fitted": log_density(forecast, zeros, fitted, std),
     }
-    return {name: float(f"{float(value):.5g}") for name, value in numbers.items()}
+    return rounded({name: float(value) for name, value in numbers.items()})
 
 
 def run_method(
@@ -224,7 +224,7 @@ def run_method(
     units = [1.0 if own_units else data.target_std for data in splits]
     each = [measured(*of_one) for of_one in zip(test, training, units, strict=True)]
     return {name: [numbers[name] for numbers in each] for name in each[0]} | {
-        "last_loss": float(f"{loss:.5g}"),
+        "last_loss": rounded(loss),
         "training_seconds": round(trained - start, 1),
         "measuring_seconds": round(time.time() - trained, 1),
     }
@@ -250,7 +250,7 @@ def piece(name: str, recipe: Recipe) -> dict[str, Any]:
         "hidden": hidden,
         "epochs": epochs_of(rows, scale.steps),
         "draws": scale.draws,
-        "target_std": float(f"{splits[0].target_std:.5g}"),
+        "target_std": rounded(splits[0].target_std),
         "methods": {method: run_method(method, splits, hidden, scale, own_units, recipe.device) for method in METHODS},
     }
 

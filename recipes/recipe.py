@@ -12,23 +12,23 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
+import math
 import shlex
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.data import Data
-from multitudes.study.costs import machine, versions
+from multitudes.data import Data, Loader
+from multitudes.study.costs import commit, machine, versions
 from multitudes.study.job_data import device_of
 from multitudes.study.store import write_atomically
 
-__all__ = ["SCALES", "Recipe", "commit"]
+__all__ = ["SCALES", "Recipe", "accuracies", "accuracy", "loaded", "of_pixels", "rounded"]
 
 SCALES = ("smoke", "full")
 """Minutes on two cores and a subset of the data, to see that it works; and one GPU, up to half an hour."""
@@ -88,6 +88,12 @@ class Recipe:
         return self.scale == "smoke"
 
     @property
+    def fast(self) -> dict[str, Any]:
+        """What makes `mt.fit` fast on a GPU, and changes nothing elsewhere."""
+        on_gpu = self.device.type == "cuda"
+        return {"precision": "bfloat16" if on_gpu else "float32", "channels_last": on_gpu}
+
+    @property
     def networks(self) -> Path:
         """A folder for trained networks, which stay out of the results."""
         folder = self.out / "networks"
@@ -111,7 +117,7 @@ class Recipe:
             if piece not in self.work:
                 parser.error(f"--only must be pieces of {', '.join(self.work)}, got {piece!r}")
         if not given.data_root.is_dir():
-            parser.error(f"--data-root must be a folder, got {str(given.data_root)!r}, which is none")
+            parser.error(f"--data-root must be a folder, got {str(given.data_root)!r}, which does not exist")
         self.data_root, self.out, self.scale = given.data_root, given.out, given.scale
         self.device: torch.device = device_of(given.device)
         self.commit = commit()  # now: the files may change while this runs
@@ -137,17 +143,67 @@ def _together(fingerprints: Sequence[str]) -> str:
     return hashlib.sha256("".join(fingerprints).encode()).hexdigest()
 
 
-def commit() -> str | None:
-    """The commit of the code that runs, with a + where it was changed since; MULTITUDES_COMMIT says it elsewhere."""
-    if told := os.environ.get("MULTITUDES_COMMIT"):
-        return told
-    try:
-        found = subprocess.run(
-            ["git", "rev-parse", "--short=10", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        changed = subprocess.run(
-            ["git", "status", "--porcelain", "src", "recipes"], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return found.stdout.strip() + ("+" if changed.stdout.strip() else "")
+# -- networks and numbers ----------------------------------------------------------------------------------
+
+
+class Standardise(nn.Module):
+    """Images in [0, 1] as a network was trained to see them, `[B, C, H, W] -> [B, C, H, W]`."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, data: Data) -> None:
+        super().__init__()
+        self.register_buffer("mean", data.mean)
+        self.register_buffer("std", data.std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.mean) / self.std
+
+
+def of_pixels(network: nn.Module, data: Data) -> nn.Module:
+    """The network with its preprocessing inside: it takes images in [0, 1], and its gradient is one of pixels."""
+    return nn.Sequential(Standardise(data).to(next(network.parameters()).device), network).eval()
+
+
+def loaded(path: Path, piece: str) -> mt.Multitude:
+    """The network that a piece has saved."""
+    if not path.is_file():
+        raise ValueError(f"there is no network {str(path)!r}: run the piece {piece} first")
+    net = mt.load(path)
+    assert isinstance(net, mt.Multitude)
+    return net
+
+
+def accuracy(net: mt.Multitude, loader: Loader, draws: int | None) -> float:
+    """Of the mean over draws; of the expectations, for 0 draws; None for a network that does not draw."""
+    right = sum((net.predict(x, draws=draws, seed=number).label == y).sum() for number, (x, y) in enumerate(loader))
+    return round(int(right) / len(loader.part), 5)
+
+
+def accuracies(net: mt.Multitude, loader: Loader, draws: int) -> dict[str, float]:
+    """By the three procedures of the variance networks paper, section 3."""
+    return {
+        "stochastic": accuracy(net, loader, 1),
+        "deterministic": accuracy(net, loader, 0),
+        "ensemble": accuracy(net, loader, draws),
+    }
+
+
+def rounded(value: Any, digits: int = 6) -> Any:
+    """The same with tensors as lists and numbers of so many digits, so that files stay small and can be read.
+
+    None stands for what is not finite, which JSON cannot hold.
+
+    >>> rounded({"nll": [0.123456789, 1e-9, math.inf], "loss": torch.tensor([0.5])})
+    {'nll': [0.123457, 1e-09, None], 'loss': [0.5]}
+    """
+    if isinstance(value, Tensor):
+        return rounded(value.tolist(), digits)
+    if isinstance(value, Mapping):
+        return {key: rounded(each, digits) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [rounded(each, digits) for each in value]
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+    return value

@@ -1,4 +1,4 @@
-"""Spatial smoothing on CIFAR-10: what the scores of a study do not say about the networks that it has trained.
+"""Spatial smoothing on CIFAR-10: measures of a study's networks beside their scores.
 
     multitudes compare recipes/smoothing_resnet18.toml --data-root DIR [--scale smoke]
     python -m recipes.smoothing --data-root DIR [--scale smoke] [--only consistency,attacks] [--out runs/smoothing]
@@ -27,9 +27,10 @@ from torch import nn
 import multitudes as mt
 from multitudes.data import Data, Loader, Part
 from multitudes.shift import Attack, fgsm, pgd
+from multitudes.study.costs import parameters
 from multitudes.study.job_data import data_of
 from recipes import smoothing_measures as measures
-from recipes.recipe import Recipe
+from recipes.recipe import Recipe, loaded, rounded
 
 STUDY = "smoothing_resnet18"
 METHODS = ("single", "smooth", "mc_dropout", "smooth_dropout")
@@ -53,7 +54,7 @@ class Amounts:
     limit: int | None
     """Of the images of each part."""
     draws: int
-    """The ensemble size of answers."""
+    """The ensemble size of predictions."""
     moving: int
     """Images whose consistency is measured, and how often they move."""
     steps: int
@@ -103,7 +104,7 @@ def _read_of_study(recipe: Recipe, job: Path) -> Data:
     data = cifar10(recipe)
     if config["data"].get("fingerprint") == data.fingerprint:
         return data
-    return data_of(config["data"], job)  # other parts of it, or foreign images beside
+    return data_of(config["data"], job)  # other parts of it, or out-of-distribution images beside
 
 
 def studied(recipe: Recipe, method: str) -> tuple[mt.Multitude, Data]:
@@ -117,21 +118,12 @@ def studied(recipe: Recipe, method: str) -> tuple[mt.Multitude, Data]:
         )
     data = _read_of_study(recipe, run / "jobs" / f"{METHODS[0]}-{SEED}")
     recipe.saw("cifar10", data.fingerprint)
-    return _loaded(job / "model.safetensors", recipe), data
+    return loaded(job / "model.safetensors", job.name).to(recipe.device).eval(), data
 
 
 def headed(recipe: Recipe, head: str) -> mt.Multitude:
     """A network that an earlier piece has trained."""
-    path = recipe.networks / f"{head}.safetensors"
-    if not path.is_file():
-        raise ValueError(f"there is no network {str(path)!r}: run the piece train_{head} first")
-    return _loaded(path, recipe)
-
-
-def _loaded(path: Path, recipe: Recipe) -> mt.Multitude:
-    net = mt.load(path)
-    assert isinstance(net, mt.Multitude)
-    return net.to(recipe.device).eval()
+    return loaded(recipe.networks / f"{head}.safetensors", f"train_{head}").to(recipe.device).eval()
 
 
 def build(head: str, smoke: bool, hidden: int) -> mt.Multitude:
@@ -148,7 +140,7 @@ def build(head: str, smoke: bool, hidden: int) -> mt.Multitude:
 
 
 def consistency(recipe: Recipe) -> dict[str, Any]:
-    """How steady the answers are while images move."""
+    """How consistent the predictions are while images move."""
     amounts, found = AMOUNTS[recipe.scale], {}
     for method in METHODS:
         net, data = studied(recipe, method)
@@ -160,15 +152,15 @@ def consistency(recipe: Recipe) -> dict[str, Any]:
 
 
 def attacks(recipe: Recipe) -> dict[str, Any]:
-    """What attacks of some radii, in levels of a pixel, leave of the answers."""
+    """Scores under attacks of some radii, in levels of a pixel."""
     a, found = AMOUNTS[recipe.scale], {}
     kinds: dict[str, Callable[..., Attack]] = {f"fgsm-{level}": partial(fgsm, epsilon=level * PIXEL) for level in FGSM}
     kinds |= {f"pgd-{level}": partial(pgd, epsilon=level * PIXEL, steps=a.pgd_steps) for level in PGD}
     for method in METHODS:
         net, data = studied(recipe, method)
         images, labels = data.scaled(data.test.x[: a.attacked]), data.test.y[: a.attacked]
-        answering, attacker = (measures.on_images(net, data, draws) for draws in (a.draws, a.gradient_draws))
-        found[method] = measures.attacks_on(answering, attacker, images, labels, kinds)
+        net_of_pixels, attacker = (measures.on_images(net, data, draws) for draws in (a.draws, a.gradient_draws))
+        found[method] = measures.attacks_on(net_of_pixels, attacker, images, labels, kinds)
     about = {"images": a.attacked, "gradient_draws": a.gradient_draws, "draws": a.draws, "pgd_steps": a.pgd_steps}
     return {"about": about, **found}
 
@@ -181,18 +173,17 @@ def train(head: str, recipe: Recipe) -> dict[str, Any]:
     amounts, data = AMOUNTS[recipe.scale], cifar10(recipe)
     torch.manual_seed(SEED)
     net = build(head, recipe.smoke, amounts.hidden).to(recipe.device)
-    fast = recipe.device.type == "cuda"
     loader = Loader(data.train, data, amounts.batch_size, recipe.device, augment="standard", seed=SEED)
     history = mt.fit(
         net, loader, amounts.epochs, optimizer="sgd", lr=0.1, weight_decay=WEIGHT_DECAY, schedule="cosine", warmup=1,
-        precision="bfloat16" if fast else "float32", channels_last=fast, compile=fast, seed=SEED, progress=False,
+        **recipe.fast, compile=recipe.device.type == "cuda", seed=SEED, progress=False,
     )  # fmt: skip
     mt.save(net, recipe.networks / f"{head}.safetensors")
     seen = Part(data.train.x[: amounts.scored], data.train.y[: amounts.scored])
     return {
-        "parameters": sum(p.numel() for p in net.parameters()),
+        "parameters": parameters(net),
         "epochs": amounts.epochs,
-        "loss": measures.rounded([epoch.loss for epoch in history]),
+        "loss": rounded([epoch.loss for epoch in history]),
         "train": measures.scores_of(net, seen, data, amounts.scored_draws),
         "test": measures.scores_of(net, data.test, data, amounts.scored_draws),
     }

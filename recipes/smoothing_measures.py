@@ -1,16 +1,15 @@
 """What Park & Kim (2022) measure of trained networks beside their scores: consistency, attacks, curvature, landscapes.
 
-Each function takes one network and gives plain numbers, rounded to what is worth keeping.
+Each function takes one network and gives plain numbers, rounded.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 import multitudes as mt
 from multitudes.data import Data, Loader, Part
@@ -25,8 +24,9 @@ from multitudes.metrics import (
     RelativeConfidence,
 )
 from multitudes.shift import Attack, translated
+from recipes.recipe import of_pixels, rounded
 
-__all__ = ["attacks_on", "consistency_of", "landscape_of", "on_images", "rounded", "scores_of", "spectrum_of"]
+__all__ = ["attacks_on", "consistency_of", "landscape_of", "on_images", "scores_of", "spectrum_of"]
 
 Making = Callable[..., Attack]
 """`(net, images, labels, seed=...) -> Attack`: an attack with its settings."""
@@ -37,46 +37,12 @@ UNSEEN = 10**6
 """Above the seeds of all attacks."""
 
 
-def rounded(value: Any) -> Any:
-    """Numbers to five digits, in lists and tables too; None for what is not finite, which JSON cannot say.
-
-    >>> rounded({"loss": [1 / 3, math.inf]})
-    {'loss': [0.33333, None]}
-    """
-    if isinstance(value, Tensor):
-        return rounded(value.tolist())
-    if isinstance(value, Mapping):
-        return {name: rounded(each) for name, each in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [rounded(each) for each in value]
-    if isinstance(value, float):
-        return float(f"{value:.5g}") if math.isfinite(value) else None
-    return value
-
-
 # -- networks that read images -----------------------------------------------------------------------------
 
 
-class Standardise(nn.Module):
-    """Images in [0, 1] as a network was trained to see them."""
-
-    mean: Tensor
-    std: Tensor
-
-    def __init__(self, data: Data) -> None:
-        super().__init__()
-        self.register_buffer("mean", data.mean)
-        self.register_buffer("std", data.std)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[B, C, H, W] -> [B, C, H, W]`."""
-        return (x - self.mean) / self.std
-
-
 def on_images(net: mt.Multitude, data: Data, draws: int) -> mt.Multitude:
-    """The network with its preprocessing inside, so that its gradient is one of pixels."""
-    device = next(net.parameters()).device
-    whole = mt.Multitude(nn.Sequential(Standardise(data), net.network)).like(net).to(device).eval()
+    """The network for images in [0, 1], with so many draws."""
+    whole = mt.Multitude(of_pixels(net.network, data)).like(net).eval()
     whole.draws = draws
     return whole
 
@@ -86,15 +52,15 @@ def scores_of(net: mt.Multitude, part: Part, data: Data, draws: int) -> dict[str
     net.draws = draws
     batches = Loader(part, data, ROWS, next(net.parameters()).device, shuffle=False)
     found = mt.evaluate(net, batches, tasks=("scores", "calibration"), seed=0, progress=False)
-    kept: dict[str, float] = rounded({name: found[name] for name in ("nll", "accuracy", "ece")})
-    return kept | {"images": len(part), "draws": draws}
+    scores = {name: found[name] for name in ("nll", "accuracy", "ece")}
+    return rounded(scores) | {"images": len(part), "draws": draws}
 
 
 # -- consistency -------------------------------------------------------------------------------------------
 
 
 def consistency_of(net: mt.Multitude, images: Tensor, labels: Tensor, steps: int) -> dict[str, float]:
-    """How steady the answers about images in [0, 1] are while they move, pixel by pixel (eq. 37 to 39).
+    """How consistent the predictions for images in [0, 1] are while these move, pixel by pixel (eq. 37 to 39).
 
     Each image goes its own way, and comes in mirrored at the border. Every frame has draws of its own: masks that
     stayed the same would hide how much draws differ.
@@ -103,14 +69,14 @@ def consistency_of(net: mt.Multitude, images: Tensor, labels: Tensor, steps: int
     steady, entropy, confidence = Consistency(), CrossEntropyConsistency(), RelativeConfidence()
     for number, (x, y) in enumerate(zip(images.split(ROWS), labels.split(ROWS), strict=True)):
         frames = translated(x, steps, direction="random", seed=number)
-        answers = [net.predict(frame.to(device), seed=index).cpu() for index, frame in enumerate(frames)]
-        steady.update(answers)
-        entropy.update(answers)
-        for answer in answers:
-            confidence.update(answer, y)
+        predictions = [net.predict(frame.to(device), seed=index).cpu() for index, frame in enumerate(frames)]
+        steady.update(predictions)
+        entropy.update(predictions)
+        for p in predictions:
+            confidence.update(p, y)
     values = {"consistency": steady, "cross_entropy": entropy, "relative_confidence": confidence}
-    kept: dict[str, float] = rounded({name: float(metric.compute()) for name, metric in values.items()})
-    return kept | {"images": len(images), "steps": steps, "draws": net.draws}
+    scores = {name: float(metric.compute()) for name, metric in values.items()}
+    return rounded(scores) | {"images": len(images), "steps": steps, "draws": net.draws}
 
 
 # -- attacks -----------------------------------------------------------------------------------------------
@@ -119,10 +85,10 @@ def consistency_of(net: mt.Multitude, images: Tensor, labels: Tensor, steps: int
 def attacks_on(
     net: mt.Multitude, attacker: mt.Multitude, images: Tensor, labels: Tensor, attacks: Mapping[str, Making]
 ) -> dict[str, dict[str, float]]:
-    """What is left of the answers of `net` about images in [0, 1], as they are ("clean") and after each attack.
+    """Scores of the predictions of `net` for images in [0, 1], as they are ("clean") and after each attack.
 
     The gradient is that of the mean over draws of `attacker`, the same network, which may make fewer of them. The
-    answers have draws that no attack has seen.
+    predictions have draws that no attack has seen.
     """
     device = next(net.parameters()).device
     found = {name: (Accuracy(), NLL(), ECE(), AttackSuccessRate()) for name in ("clean", *attacks)}
@@ -156,13 +122,13 @@ def spectrum_of(
     """
     loader = Loader(data.train, data, batch_size, augment="standard")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "power iteration stopped early")  # the residuals say how early
+        warnings.filterwarnings("ignore", "power iteration stopped early")  # the residuals show how early
         found = hessian_spectrum(
             net, loader, top=1, batches=batches, weight_decay=weight_decay, method="power", tolerance=0.05,
             max_iterations=iterations, draws=1, progress=False,
         )  # fmt: skip
-    result: dict[str, Any] = rounded({"largest": found.largest, "residuals": found.residuals[:, 0]})
-    return result | {"batch_size": batch_size, "iterations": iterations}
+    spectrum = {"largest": found.largest, "residuals": found.residuals[:, 0]}
+    return rounded(spectrum) | {"batch_size": batch_size, "iterations": iterations}
 
 
 def landscape_of(net: mt.Multitude, data: Data, images: int, points: int, span: float = 1.0) -> dict[str, Any]:

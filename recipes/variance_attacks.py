@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ import multitudes as mt
 from multitudes.data import Data, Loader
 from multitudes.methods.variance.layers import variance_layers
 from multitudes.shift.attacks import Attack, iterative_fast_sign
-from recipes.recipe import Recipe
+from recipes.recipe import Recipe, accuracies, accuracy, loaded, of_pixels
 
 EPOCHS = 60
 """At full scale: what the recipe costs is proportional to it, and to the number of members."""
@@ -91,24 +90,7 @@ def variance(width: int) -> mt.Multitude:
     return mt.variance(mt.mc_dropout(model), list(VARIANCE_LAYERS), init="pretrained")
 
 
-def of_pixels(network: nn.Module, data: Data) -> nn.Module:
-    """The network for images in [0, 1] rather than standardised ones: attacks change pixels."""
-    front = nn.BatchNorm2d(len(data.mean), affine=False).to(next(network.parameters()).device)
-    assert front.running_mean is not None and front.running_var is not None
-    front.running_mean.copy_(data.mean.flatten())
-    front.running_var.copy_(data.std.flatten().square() - front.eps)
-    return nn.Sequential(front, network).eval()
-
-
 # -- measuring ---------------------------------------------------------------------------------------------
-
-
-def accuracy(net: mt.Multitude, data: Data, draws: int | None) -> float:
-    """On the whole test part; of the expectations, for 0 draws; None for a network that does not draw."""
-    device = next(net.parameters()).device
-    loader = Loader(data.test, data, 250, device, shuffle=False)
-    right = sum((net.predict(x, draws=draws, seed=number).label == y).sum() for number, (x, y) in enumerate(loader))
-    return round(int(right) / len(data.test), 5)
 
 
 def targets(labels: Tensor, classes: int, seed: int = 0) -> Tensor:
@@ -137,15 +119,15 @@ def attacked(net: mt.Multitude, data: Data, scale: Scale, draws: int | None, bat
 # -- pieces ------------------------------------------------------------------------------------------------
 
 
-def train(net: mt.Multitude, data: Data, scale: Scale, device: torch.device, seed: int) -> dict[str, Any]:
+def train(recipe: Recipe, net: mt.Multitude, seed: int) -> dict[str, Any]:
     """Adam, falling linearly to 0, with random crops and flips."""
-    on_gpu = device.type == "cuda"
+    data, scale, device = read(recipe), scale_of(recipe), recipe.device
     net.to(device)
     own = {"log_alpha": {"lr": LOG_ALPHA_RATE, "betas": (0.9, MEMORY)}} if variance_layers(net) else {}
     history = mt.fit(
         net, Loader(data.train, data, scale.batch, device, augment="standard", seed=seed, drop_last=True), scale.epochs,
         optimizer=torch.optim.Adam(net.parameter_groups(lr=scale.rate, **own), fused=True), schedule="linear",
-        precision="bfloat16" if on_gpu else "float32", channels_last=on_gpu, seed=seed,
+        **recipe.fast, seed=seed,
     )  # fmt: skip
     return {
         "epochs": scale.epochs,
@@ -166,10 +148,9 @@ def trained(
     recipe: Recipe, name: str, make: Callable[[int], mt.Multitude], seed: int
 ) -> tuple[mt.Multitude, dict[str, Any]]:
     """A network that is trained and kept for the ensembles, and how its training went."""
-    scale = scale_of(recipe)
     torch.manual_seed(seed)
-    net = make(scale.width)
-    result = train(net, read(recipe), scale, recipe.device, seed)
+    net = make(scale_of(recipe).width)
+    result = train(recipe, net, seed)
     mt.save(net, recipe.networks / f"{name}-{seed}.safetensors")
     return net, result
 
@@ -178,10 +159,11 @@ def dropout_piece(recipe: Recipe, seed: int) -> dict[str, Any]:
     """A network with dropout: by the deterministic procedure, and as an ensemble of draws."""
     scale, data = scale_of(recipe), read(recipe)
     net, result = trained(recipe, "dropout", plain, seed)
-    result["deterministic"] = accuracy(net, data, None)
+    test = held_out(recipe)
+    result["deterministic"] = accuracy(net, test, None)
     if seed == 0:
         drawing = mt.mc_dropout(net.network)
-        result |= {"stochastic": accuracy(drawing, data, 1), "ensemble": accuracy(drawing, data, scale.draws)}
+        result |= {"stochastic": accuracy(drawing, test, 1), "ensemble": accuracy(drawing, test, scale.draws)}
         result["attacks"] = {
             "dropout, deterministic": attacked(mt.Multitude(of_pixels(net.network, data)), data, scale, None),
             "dropout": attacked(mt.Multitude(of_pixels(drawing.network, data)), data, scale, DRAWS),
@@ -193,11 +175,7 @@ def variance_piece(recipe: Recipe, seed: int) -> dict[str, Any]:
     """A variance network: by all three procedures, and attacked as an ensemble of draws."""
     scale, data = scale_of(recipe), read(recipe)
     net, result = trained(recipe, "variance", variance, seed)
-    result |= {
-        "stochastic": accuracy(net, data, 1),
-        "deterministic": accuracy(net, data, 0),
-        "ensemble": accuracy(net, data, scale.draws),
-    }
+    result |= accuracies(net, held_out(recipe), scale.draws)
     if seed == 0:
         seen = mt.Multitude(of_pixels(net.network, data))
         result["attacks"] = {"variance": attacked(seen, data, scale, DRAWS)}
@@ -206,9 +184,9 @@ def variance_piece(recipe: Recipe, seed: int) -> dict[str, Any]:
 
 def ensemble_piece(recipe: Recipe, kind: str, name: str) -> dict[str, Any]:
     """All networks of a kind together, as members of one ensemble."""
-    files = [recipe.networks / f"{kind}-{seed}.safetensors" for seed in range(MEMBERS)]
+    pieces = [f"{kind}-{seed}" for seed in range(MEMBERS)]
+    networks = [loaded(recipe.networks / f"{piece}.safetensors", piece).network for piece in pieces]
     scale, data = scale_of(recipe), read(recipe)
-    networks = [loaded(file) for file in files]
     draws = None if kind == "dropout" else max(1, DRAWS // MEMBERS)
     fused = mt.fuse(networks).to(recipe.device)
     seen = mt.fuse([of_pixels(network, data) for network in networks]).to(recipe.device)
@@ -217,18 +195,15 @@ def ensemble_piece(recipe: Recipe, kind: str, name: str) -> dict[str, Any]:
         "members": MEMBERS,
         "draws": draws,
         "attacked_images": scale.images,
-        "ensemble": accuracy(fused, data, draws),
+        "ensemble": accuracy(fused, held_out(recipe), draws),
         "attacks": {name: attacked(seen, data, scale, draws)},
     }
 
 
-def loaded(file: Path) -> nn.Module:
-    """The network that a piece has saved."""
-    if not file.is_file():
-        raise ValueError(f"{file} is missing: do the piece {file.stem} first")
-    net = mt.load(file)
-    assert isinstance(net, mt.Multitude)
-    return net.network
+def held_out(recipe: Recipe) -> Loader:
+    """The whole test part, on the device."""
+    data = read(recipe)
+    return Loader(data.test, data, 250, recipe.device, shuffle=False)
 
 
 def read(recipe: Recipe) -> Data:

@@ -11,7 +11,7 @@ Each piece is one network, so that several can be trained at a time, each by a p
 
 `dropout` and `all` (four variance layers) are Table 1; `layer`, `neuron`, `weight` and `additive`, with the first dense
 layer alone a variance layer, Table 2; `student` and `zero` the appendices; `phase` has a smooth nonlinearity after that
-layer, and is looked at for Figures 3 to 5.
+layer, and is measured for Figures 3 to 5.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from multitudes.data import Data, Loader
 from multitudes.methods.variance import transition
 from multitudes.methods.variance.layers import variance_layers
 from multitudes.methods.variance.transition import THRESHOLD
+from multitudes.study.costs import parameters
 from multitudes.training.fit import Progress
-from recipes.recipe import Recipe
+from recipes.recipe import Recipe, accuracies, accuracy
 
 EPOCHS = 20
 """Of the networks that shall pass the transition, at full scale: what the recipe costs is proportional to it."""
@@ -47,7 +48,7 @@ SHARED_RATE = 0.5
 OWN_RATE = 5e-3
 """Of a log alpha, or log sigma, of a single weight: it can go as far in all steps as at the paper's rate in its."""
 RECORDS = 20
-"""How often a network is looked at while it is trained."""
+"""How often a network is measured while it is trained."""
 DRAWS = 100
 RECORD_DRAWS = 20
 KAPPA_IMAGES = 5000
@@ -98,7 +99,7 @@ def variance(parameterization: str = "layer", layers: tuple[str, ...] = ("fc1",)
 
 
 def optimizer(net: mt.Multitude) -> torch.optim.Optimizer:
-    """Adam, at a rate of their own for the parameters that say how much weights spread."""
+    """Adam, at a rate of their own for the parameters of the weights' variances."""
     own: dict[str, float] = {}
     for layer in variance_layers(net).values():
         if layer.parameterization in ("layer", "neuron"):
@@ -111,21 +112,6 @@ def optimizer(net: mt.Multitude) -> torch.optim.Optimizer:
 
 
 # -- measuring ---------------------------------------------------------------------------------------------
-
-
-def accuracy(net: mt.Multitude, loader: Loader, draws: int) -> float:
-    """The share of a part that the mean over draws gets right; of the expectations, for 0 draws."""
-    right = sum((net.predict(x, draws=draws, seed=number).label == y).sum() for number, (x, y) in enumerate(loader))
-    return round(int(right) / len(loader.part), 5)
-
-
-def accuracies(net: mt.Multitude, loader: Loader, draws: int) -> dict[str, float]:
-    """By the three procedures of the paper's section 3."""
-    return {
-        "stochastic": accuracy(net, loader, 1),
-        "deterministic": accuracy(net, loader, 0),
-        "ensemble": accuracy(net, loader, draws),
-    }
 
 
 @torch.no_grad()
@@ -166,9 +152,9 @@ def train(
     data: Data,
     scale: Scale,
     device: torch.device,
-    look: Callable[[mt.Multitude], dict[str, Any]] = lambda net: {},
+    measure: Callable[[mt.Multitude], dict[str, Any]] = lambda net: {},
 ) -> dict[str, Any]:
-    """Train a network, looking at it now and then, and say what it can do in the end."""
+    """Train a network, measured now and then; gives all that was measured."""
     net.to(device)
     test = Loader(data.test, data, 500, device, shuffle=False)
     at = record_epochs(scale.epochs, scale.records)
@@ -176,8 +162,8 @@ def train(
 
     def record(progress: Progress) -> None:
         if progress.epoch_ended and progress.epoch in at:
-            said = accuracies(net, test, min(scale.draws, RECORD_DRAWS))
-            curve.append({"epoch": progress.epoch, **said, "log_alpha": log_alphas(net), **look(net)})
+            scores = accuracies(net, test, min(scale.draws, RECORD_DRAWS))
+            curve.append({"epoch": progress.epoch, **scores, "log_alpha": log_alphas(net), **measure(net)})
 
     loader = Loader(data.train, data, scale.batch, device, seed=SEED, drop_last=True)
     history = mt.fit(
@@ -190,7 +176,7 @@ def train(
         "rates": [RATE, SHARED_RATE, OWN_RATE],
         "images": len(data.train),
         "draws": scale.draws,
-        "parameters": sum(parameter.numel() for parameter in net.parameters()),
+        "parameters": parameters(net),
         "train_seconds": round(sum(epoch.seconds for epoch in history), 1),
         **accuracies(net, test, scale.draws),
         "elbo": elbo(net, whole) if net.divergences else None,
@@ -234,7 +220,7 @@ def read(recipe: Recipe, scale: Scale) -> Data:
 
 
 def phase(recipe: Recipe) -> dict[str, Any]:
-    """Kappa along the training of a network with a smooth nonlinearity, and what it says about its weights."""
+    """Kappa along the training of a network with a smooth nonlinearity, which is then made sparse by it."""
     scale = scale_of(recipe, LONG)
     data = read(recipe, scale)
     net = mt.variance(lenet(nn.Softplus()), ["fc1"], seed=SEED)

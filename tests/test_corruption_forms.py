@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from multitudes.shift import blur, corrupt, digital, filters, noise, weather
+from tests.test_corruption_severities import PUBLISHED, published
 from tests.test_corruptions import BLURS, SEVERITIES, natural
 
 # -- noise -------------------------------------------------------------------------------------------------
@@ -24,19 +25,16 @@ from tests.test_corruptions import BLURS, SEVERITIES, natural
 @pytest.mark.parametrize("severity", SEVERITIES)
 def test_noise_has_its_mean_and_variance(side: int, severity: int) -> None:
     # Grey 0.25 is far from both ends only for little noise: compare before clipping.
-    value, shape = 0.25, (8, 3, side, side)
-    x = torch.full(shape, value, dtype=torch.float64)
-    size = int(side > 64)
+    value = 0.25
+    x = torch.full((8, 3, side, side), value, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
-    c = noise.GAUSSIAN[size][severity - 1]
-    photons = noise.SHOT[size][severity - 1]
-    s = noise.SPECKLE[size][severity - 1]
-    for function, variance in (
-        (noise.gaussian_noise, c**2),
-        (noise.shot_noise, value / photons),
-        (noise.speckle_noise, (s * value) ** 2),
+    c, photons, s = (published(name, side, severity) for name in ("gaussian_noise", "shot_noise", "speckle_noise"))
+    for function, constant, variance in (
+        (noise.gaussian_noise, c, c**2),
+        (noise.shot_noise, photons, value / photons),
+        (noise.speckle_noise, s, (s * value) ** 2),
     ):
-        out = function(x, severity, generator)
+        out = function(x, generator, constant)
         count = out.numel()
         assert float(out.mean()) == pytest.approx(value, abs=5 * (variance / count) ** 0.5)
         # the fourth moment of a Poisson number of mean m is m (1 + 3 m), which bounds all three
@@ -55,7 +53,7 @@ def test_noise_is_clipped() -> None:
 def test_impulse_noise_replaces_its_share_of_values_by_0_and_1_alike(severity: int) -> None:
     images = torch.full((16, 3, 64, 64), 0.5)
     out = corrupt(images, "impulse_noise", severity, seed=0)
-    share = noise.IMPULSE[0][severity - 1]
+    share = published("impulse_noise", 64, severity)
     for end in (0, 1):
         assert float((out == end).double().mean()) == pytest.approx(share / 2, abs=5 * (share / out.numel()) ** 0.5)
     assert bool(((out == 0) | (out == 1) | (out == 0.5)).all())
@@ -80,7 +78,7 @@ def test_constant_images_stay_constant_under_blurs(name: str, side: int) -> None
 @pytest.mark.parametrize("severity", SEVERITIES)
 def test_gaussian_blur_is_scipys(shape: tuple[int, int], severity: int) -> None:
     images = natural(2, 3, *shape).double()
-    sigma = blur.GAUSSIAN_BLUR[int(max(shape) > 64)][severity - 1]
+    sigma = published("gaussian_blur", max(shape), severity)
     expected = scipy.ndimage.gaussian_filter(images.numpy(), (0, 0, sigma, sigma), mode="nearest")
     np.testing.assert_allclose(corrupt(images, "gaussian_blur", severity).numpy(), expected, atol=1e-12)
 
@@ -95,7 +93,7 @@ def test_filters_wider_than_the_image_are_scipys(border: str) -> None:
     np.testing.assert_allclose(filters.correlate(images, kernel, border), expected, atol=1e-10)
 
 
-@pytest.mark.parametrize(("radius", "rim"), [level for levels in blur.DEFOCUS for level in levels])
+@pytest.mark.parametrize(("radius", "rim"), [c for constants in PUBLISHED["defocus_blur"] for c in constants])
 def test_the_disk_sums_to_one_and_is_round(radius: float, rim: float) -> None:
     kernel = blur.disk(radius, rim)
     assert float(kernel.sum()) == pytest.approx(1, abs=1e-12)
@@ -167,13 +165,6 @@ def test_zoom_is_scipys_on_the_middle_of_the_image(shape: tuple[int, int]) -> No
         np.testing.assert_allclose(filters.zoom(image, factor), expected, atol=1e-12)
 
 
-def test_zoom_blur_takes_the_published_steps() -> None:
-    ends = [(1.06, 0.01), (1.11, 0.01), (1.16, 0.01), (1.21, 0.01), (1.26, 0.01)]
-    ends_large = [(1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03)]
-    for published, table in ((ends, blur.ZOOM[0]), (ends_large, blur.ZOOM[1])):
-        assert [(len(np.arange(1, end, step)), step) for end, step in published] == list(table)
-
-
 # -- weather -----------------------------------------------------------------------------------------------
 
 
@@ -189,11 +180,11 @@ def rgb(pixels: np.ndarray) -> np.ndarray:
 def test_brightness_adds_to_the_value_and_saturate_acts_on_the_saturation(side: int) -> None:
     image = natural(1, 3, side, side).double()
     image[0, :, 0, 0], image[0, :, 0, 1] = 0, 0.4  # black, grey
-    pixels, size = hsv(image[0]), int(side > 64)
+    pixels = hsv(image[0])
     for severity in SEVERITIES:
         brighter, saturated = pixels.copy(), pixels.copy()
-        brighter[:, 2] = np.clip(brighter[:, 2] + weather.BRIGHTNESS[size][severity - 1], 0, 1)
-        factor, addition = digital.SATURATE[size][severity - 1]
+        brighter[:, 2] = np.clip(brighter[:, 2] + published("brightness", side, severity), 0, 1)
+        factor, addition = published("saturate", side, severity)
         saturated[:, 1] = np.clip(saturated[:, 1] * factor + addition, 0, 1)
         for name, expected in (("brightness", brighter), ("saturate", saturated)):
             out = corrupt(image, name, severity)[0].flatten(1).T
@@ -203,7 +194,7 @@ def test_brightness_adds_to_the_value_and_saturate_acts_on_the_saturation(side: 
 @pytest.mark.parametrize("severity", SEVERITIES)
 @pytest.mark.parametrize("side", [32, 128])
 def test_fog_over_a_constant_image_spans_its_closed_form(severity: int, side: int) -> None:
-    value, thickness = 0.5, weather.FOG[int(side > 64)][severity - 1][0]
+    value, (thickness, _) = 0.5, published("fog", side, severity)
     out = corrupt(torch.full((3, 3, side, side), value), "fog", severity, seed=0)
     # where the cloud is 0, and where it is 1
     low, high = value**2 / (value + thickness), value
@@ -243,7 +234,7 @@ def test_snow_whitens_by_its_share_and_adds_flakes_that_look_alike_turned_round(
     red, green, blue = 0.1, 0.3, 0.05
     images = torch.tensor([red, green, blue]).reshape(1, 3, 1, 1).expand(2, 3, 64, 64)
     out = corrupt(images, "snow", severity, seed=0)
-    kept = weather.SNOW[0][severity - 1][-1]
+    kept = published("snow", 64, severity)[-1]
     grey = 0.299 * red + 0.587 * green + 0.114 * blue
     white = kept * images + (1 - kept) * (1.5 * grey + 0.5)
     flakes = out - white
@@ -265,10 +256,10 @@ def test_ice_is_a_texture_in_0_to_1_of_each_images_own(side: int) -> None:
 
 
 def test_frost_on_a_black_image_is_ice_at_its_published_weight() -> None:
-    for side, size in ((32, 0), (80, 1)):
+    for side in (32, 80):
         for severity in SEVERITIES:
             out = corrupt(torch.zeros(1, 3, side, side), "frost", severity, seed=0)
-            assert float(out[:, 2].max()) == pytest.approx(weather.FROST[size][severity - 1][1])
+            assert float(out[:, 2].max()) == pytest.approx(published("frost", side, severity)[1])
 
 
 def test_mud_covers_and_what_it_leaves_is_untouched() -> None:
@@ -285,38 +276,22 @@ def test_water_only_adds_light_and_at_most_its_strength() -> None:
     images = torch.full((8, 3, 96, 96), 0.2)
     for severity in (1, 2, 3):
         added = corrupt(images, "spatter", severity, seed=0) - images
-        strength = weather.SPATTER[1][severity - 1][4]
+        strength = published("spatter", 96, severity)[4]
         assert float(added.min()) > -1e-6
         torch.testing.assert_close(added[:, 2].amax((1, 2)), torch.full((8,), strength * 238 / 255))
 
 
-def test_distances_to_rims_are_scipys_up_to_a_limit() -> None:
-    rims = torch.rand(3, 1, 60, 90, generator=torch.Generator().manual_seed(0)) < 0.0005
-    assert bool(rims.flatten(1).any(1).all())
-    distance = weather._distance(rims, 20, torch.float64)
-    for image, expected in zip(distance[:, 0], rims[:, 0], strict=True):
-        exact = scipy.ndimage.distance_transform_edt(~expected.numpy())
-        np.testing.assert_allclose(image, np.minimum(exact, 20), atol=1e-12)
-
-
-def test_rims_are_what_erosion_takes_away() -> None:
-    wet = natural(1, 1, 40, 40)[0] > 0.45
-    eroded = scipy.ndimage.binary_erosion(wet[0].numpy(), border_value=1)
-    assert np.array_equal(weather._rims(wet[None])[0, 0].numpy(), wet[0].numpy() & ~eroded)
-
-
-def test_equalising_spreads_a_flat_histogram_evenly_and_leaves_a_constant_image() -> None:
-    ramp = torch.arange(16).repeat_interleave(4).reshape(1, 1, 8, 8)
-    assert weather._equalised(ramp, 21).unique().tolist() == [17 * step for step in range(16)]
-    constant = torch.full((1, 1, 8, 8), 20)
-    assert torch.equal(weather._equalised(constant, 21), constant)
-
-
-def test_the_relief_of_drops_is_scipys() -> None:
-    wet = natural(1, 1, 40, 50).double() > 0.45
+@pytest.mark.parametrize("shape", [(1, 1, 40, 50), (1, 1, 60, 90)], ids=["many drops", "one drop"])
+def test_the_relief_of_drops_is_scipys(shape: tuple[int, ...]) -> None:
+    wet = natural(*shape).double() > 0.45
+    if shape[2] == 60:  # far from it the distance has its limit, 20
+        wet = torch.zeros(shape, dtype=torch.bool)
+        wet[..., 5:9, 5:12] = True
     drops = wet[0, 0].numpy()
     rims = drops & ~scipy.ndimage.binary_erosion(drops, border_value=1)
+    assert np.array_equal(weather._rims(wet)[0, 0], rims)
     distance = np.minimum(scipy.ndimage.distance_transform_edt(~rims), 20)
+    np.testing.assert_allclose(weather._distance(weather._rims(wet), 20, torch.float64)[0, 0], distance, atol=1e-12)
     levels = np.floor(scipy.ndimage.uniform_filter(distance, 3, mode="mirror") + 1e-3).astype(int)
     at_most = np.array([(levels <= value).sum() for value in range(21)])
     lowest = at_most[levels.min()]
@@ -326,6 +301,13 @@ def test_the_relief_of_drops_is_scipys() -> None:
     np.testing.assert_allclose(weather._relief(wet, torch.float64)[0, 0], expected, atol=1e-9)
 
 
+def test_equalising_spreads_a_flat_histogram_evenly_and_leaves_a_constant_image() -> None:
+    ramp = torch.arange(16).repeat_interleave(4).reshape(1, 1, 8, 8)
+    assert weather._equalised(ramp, 21).unique().tolist() == [17 * step for step in range(16)]
+    constant = torch.full((1, 1, 8, 8), 20)
+    assert torch.equal(weather._equalised(constant, 21), constant)
+
+
 # -- digital -----------------------------------------------------------------------------------------------
 
 
@@ -333,7 +315,7 @@ def test_the_relief_of_drops_is_scipys() -> None:
 @pytest.mark.parametrize("severity", SEVERITIES)
 def test_contrast_shrinks_the_distance_to_each_channels_mean(side: int, severity: int) -> None:
     images = natural(2, 3, side, side).double().numpy()
-    c = ([0.75, 0.5, 0.4, 0.3, 0.15] if side == 32 else [0.4, 0.3, 0.2, 0.1, 0.05])[severity - 1]
+    c = published("contrast", side, severity)
     out = corrupt(torch.from_numpy(images), "contrast", severity).numpy()
     for image, got in zip(images, out, strict=True):
         for channel, got_channel in zip(image, got, strict=True):
@@ -345,7 +327,7 @@ def test_contrast_shrinks_the_distance_to_each_channels_mean(side: int, severity
 def test_pixelate_is_pillows_box_filter(shape: tuple[int, int], severity: int) -> None:
     height, width = shape
     image = natural(1, 1, height, width)
-    share = ([0.95, 0.9, 0.85, 0.75, 0.65] if max(shape) <= 64 else [0.6, 0.5, 0.4, 0.3, 0.25])[severity - 1]
+    share = published("pixelate", max(shape), severity)
     expected = Image.fromarray(image[0, 0].numpy())
     expected = expected.resize((int(width * share), int(height * share)), Image.Resampling.BOX)
     expected = expected.resize((width, height), Image.Resampling.BOX)
@@ -357,7 +339,7 @@ def test_pixelate_is_pillows_box_filter(shape: tuple[int, int], severity: int) -
 def test_jpeg_is_pillows(channels: int, shape: tuple[int, int]) -> None:
     images = natural(2, channels, *shape)
     for severity in SEVERITIES:
-        quality = ([80, 65, 58, 50, 40] if max(shape) <= 64 else [25, 18, 15, 10, 7])[severity - 1]
+        quality = published("jpeg_compression", max(shape), severity)
         out = corrupt(images, "jpeg_compression", severity)
         for image, got in zip(images, out, strict=True):
             pixels = np.round(image.permute(1, 2, 0).numpy() * 255).astype(np.uint8)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from recipes import camvid, camvid_data
 from recipes.camvid_data import CLASSES, UNLABELLED, Crops, Frames
 from recipes.report import camvid as report
 from recipes.report.raw import Raw
+from tests.recipe_cases import raw_of, smoke, with_data
 
 
 def made_up(names: list[str], height: int = 8, width: int = 12) -> Frames:
@@ -182,6 +181,7 @@ def test_a_video_tells_how_much_it_moves() -> None:
 
 def write_raw(folder: Path, pieces: dict[str, float]) -> Raw:
     """Pieces whose NLL is the given one, a little less smoothed in time."""
+    results = {}
     for piece, nll in pieces.items():
         passes = [(1, None), (30, None), (1, 0.8), (1, 1.6)] if piece.startswith("mc") else [(1, None), (1, 0.8)]
         rows = [
@@ -191,14 +191,13 @@ def write_raw(folder: Path, pieces: dict[str, float]) -> Raw:
             for draws, decay in passes
         ]  # fmt: skip
         settings = {"size": [360, 480], "crop": [240, 320], "epochs": 40, "batch_size": 4, "frames": 367, "lr": 0.001}
-        result = {
+        results[piece] = {
             "settings": settings | {"width": 64, "draws": 30},
             "videos": {name: {"sequences": [3, 4], "step": 2, "consistency": 0.95} for name in ("test", "val")},
             "rows": rows,
             "loss": nll / 2,
         }
-        (folder / f"{piece}.json").write_text(json.dumps({"result": result}))
-    return Raw(folder)
+    return raw_of(folder, results)
 
 
 def test_the_section_has_the_papers_numbers_beside_ours(tmp_path: Path) -> None:
@@ -242,12 +241,9 @@ def test_the_paper_finds_both_smoothings_complementary() -> None:
 # -- everything --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.skipif("MULTITUDES_DATA" not in os.environ, reason="MULTITUDES_DATA names no folder of data sets")
+@with_data("camvid")
 def test_the_recipe_at_smoke_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--data-root", os.environ["MULTITUDES_DATA"], "--scale", "smoke", "--out", str(tmp_path)]
-    camvid.recipe.run([*arguments, "--device", "cpu"])
-    raw = Raw(tmp_path)
+    raw = smoke(camvid.recipe.run, camvid.PIECES, tmp_path, capsys)
     for piece in camvid.PIECES:
         result = raw[piece]
         assert result["videos"]["test"]["step"] == 30 and result["videos"]["val"]["step"] == 2
@@ -258,6 +254,3 @@ def test_the_recipe_at_smoke_scale(tmp_path: Path, capsys: pytest.CaptureFixture
             plain, *_, fast, _ = [row["consistency"] for row in result["rows"] if row["video"] == video]
             assert fast > plain
     assert sum(claim.holds is None for claim in report.section(raw).claims) == 0
-    capsys.readouterr()
-    camvid.recipe.run([*arguments, "--device", "cpu"])
-    assert capsys.readouterr().out.splitlines() == [f"{piece}: done before" for piece in camvid.PIECES]

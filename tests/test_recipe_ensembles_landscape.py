@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from recipes.landscape_runs import SETTINGS, plain, spaced
 from recipes.report.ensembles_landscape import section, valleys
 from recipes.report.landscape_claims import NAMES, near, on_path
 from recipes.report.raw import Raw
+from tests.recipe_cases import raw_of, smoke, with_data
 
 PIECES = ("train", "similarity", "tsne", "planes", "tunnel", "diversity", "subspaces", "shift", "reach")
 
@@ -146,15 +145,9 @@ def made_up() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def raw_of(results: dict[str, Any], folder: Path) -> Raw:
-    for piece, result in results.items():
-        (folder / f"{piece}.json").write_text(json.dumps({"result": result}))
-    return Raw(folder)
-
-
 def test_the_page_shows_each_piece_and_its_figures(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
-    made = section(raw_of(made_up(), tmp_path))
+    made = section(raw_of(tmp_path, made_up()))
     assert "| within a trajectory | 5 | 1.5 | 15.0 | 0.015 | 0.150 | 0.015 | 0.150 | 0.153 | 0.150 |" in made.text
     assert "| test accuracy, % | 71 | 71.0 ± 1.4 |" in made.text
     for name in made.figures:
@@ -164,8 +157,7 @@ def test_the_page_shows_each_piece_and_its_figures(tmp_path: Path) -> None:
 
 def test_the_claims_hold_where_the_numbers_say_so_and_else_do_not(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
-    (tmp_path / "good").mkdir()
-    assert [claim.holds for claim in section(raw_of(made_up(), tmp_path / "good")).claims] == [True] * 9
+    assert [claim.holds for claim in section(raw_of(tmp_path / "good", made_up())).claims] == [True] * 9
 
     bad = copy.deepcopy(made_up())
     bad["similarity"]["between_runs"]["disagreement"] = 0.05
@@ -175,8 +167,7 @@ def test_the_claims_hold_where_the_numbers_say_so_and_else_do_not(tmp_path: Path
     bad["shift"]["svhn"] |= {"diagonal": 0.1, "mc dropout": 0.5}
     bad["shift"]["divergence"][1] = [0.9, 0.5]
     bad["tunnel"]["barrier"] = 1.5
-    (tmp_path / "bad").mkdir()
-    assert [claim.holds for claim in section(raw_of(bad, tmp_path / "bad")).claims] == [False] * 9
+    assert [claim.holds for claim in section(raw_of(tmp_path / "bad", bad)).claims] == [False] * 9
 
 
 def test_the_page_does_without_any_piece(tmp_path: Path) -> None:
@@ -184,9 +175,7 @@ def test_the_page_does_without_any_piece(tmp_path: Path) -> None:
     assert not empty.figures and {claim.holds for claim in empty.claims} == {None}
     pytest.importorskip("plotly")
     for piece, result in made_up().items():
-        folder = tmp_path / piece
-        folder.mkdir()
-        assert "**" in section(raw_of({piece: result}, folder)).text
+        assert "**" in section(raw_of(tmp_path / piece, {piece: result})).text
 
 
 def test_only_accurate_draws_are_compared_with_other_runs() -> None:
@@ -207,13 +196,9 @@ def test_points_alone_are_every_other_place_of_a_path() -> None:
 # -- the whole recipe --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.skipif("MULTITUDES_DATA" not in os.environ, reason="MULTITUDES_DATA names no folder of data sets")
+@with_data("cifar10")
 def test_a_small_run_does_every_piece_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["--data-root", os.environ["MULTITUDES_DATA"], "--scale", "smoke", "--out", str(tmp_path)]
-    main([*command, "--device", "cpu"])
-    raw = Raw(tmp_path)
-    assert set(raw.pieces) == set(PIECES)
+    raw = smoke(main, PIECES, tmp_path, capsys)
     assert min(raw["train"]["accuracy"]) > 0.2  # chance is 0.1
     assert abs(raw["similarity"]["between_runs"]["cosine"]) < 0.1 < raw["similarity"]["within_runs"]["cosine"]
     scores = raw["subspaces"]["diversity"]
@@ -222,8 +207,5 @@ def test_a_small_run_does_every_piece_once(tmp_path: Path, capsys: pytest.Captur
     assert len(raw["tunnel"]["t"]) == len(raw["tunnel"]["stitched"]["x"]) == len(raw["tunnel"]["alone"]["loss"])
     assert set(raw["shift"]["methods"]) <= set(NAMES) and raw["shift"]["svhn"]["baseline"] == 0
     assert all((tmp_path / f"{piece}.json").stat().st_size < 200_000 for piece in PIECES)
-    capsys.readouterr()
-    main(command)
-    assert capsys.readouterr().out.count("done before") == len(PIECES)
     pytest.importorskip("plotly")
     assert len(section(raw).figures) == 9

@@ -23,12 +23,12 @@ def test_scores_under_corruption_are_those_of_the_corrupted_images() -> None:
     names = ("gaussian_noise", "contrast")
     found = under_corruption(methods, X, Y, corruptions=names, severities=(0, 2, 5), draws=3, seed=4)
     assert found.methods == ("runs", "random")
-    samples = methods["random"].samples(3, seed=4)  # type: ignore[union-attr]
+    networks = methods["random"].networks(3, seed=4)  # type: ignore[union-attr]
     for t, name in enumerate(names):
         for v, severity in enumerate((0, 2, 5)):
             x = mt.shift.corrupt(X, name, severity, seed=4) if severity else X
             ensemble = torch.stack([run.net(x) for run in runs])
-            for k, logits in enumerate((ensemble, samples.predict(x).predictions)):
+            for k, logits in enumerate((ensemble, networks.predict(x).predictions)):
                 want = by_hand(logits, Y)
                 got = [score[k, t, v].item() for score in (found.accuracy, found.brier, found.divergence)]
                 assert got == pytest.approx(want, abs=1e-6)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import statistics
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import multitudes as mt
 from recipes import patching_uci as recipe
 from recipes.report import patching_uci as report
 from recipes.report.raw import Raw
+from tests.recipe_cases import raw_of, smoke, with_data
 
 
 @pytest.fixture
@@ -155,9 +154,7 @@ def made_up(folder: Path, names: list[str], **rmse: list[float]) -> Raw:
         for method, values in rmse.items()
     }
     result = {"splits": 3, "rows": [90, 10], "epochs": 7, "draws": 9, "target_std": 15.1, "methods": numbers}
-    for name in names:
-        (folder / f"{name}.json").write_text(json.dumps({"scale": "full", "seconds": 3.0, "result": result}))
-    return Raw(folder)
+    return raw_of(folder, dict.fromkeys(names, result), scale="full", seconds=3.0)
 
 
 def test_the_page_has_our_numbers_beside_the_papers(tmp_path: Path) -> None:
@@ -202,19 +199,12 @@ def test_the_papers_own_tables_are_read_as_the_paper_says() -> None:
 # -- real data ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.skipif("MULTITUDES_DATA" not in os.environ, reason="MULTITUDES_DATA names no folder of data sets")
+@with_data("uci")
 def test_the_recipe_learns_something_of_every_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--data-root", os.environ["MULTITUDES_DATA"], "--scale", "smoke", "--out", str(tmp_path)]
-    recipe.main([*arguments, "--device", "cpu"])
-    raw = Raw(tmp_path)
-    assert set(raw.pieces) == set(recipe.PIECES)
+    raw = smoke(recipe.main, recipe.PIECES, tmp_path, capsys)
     for name in recipe.SETS:
         result = raw[name]
         for method in recipe.METHODS:
             errors = result["methods"][method]["rmse"]
             assert len(errors) == 3 and statistics.fmean(errors) < result["target_std"], (name, method)
     assert "smoke scale" in report.section(raw).text
-    capsys.readouterr()
-    recipe.main([*arguments, "--device", "cpu", "--only", "yacht"])
-    assert capsys.readouterr().out == "yacht: done before\n"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +19,7 @@ from recipes.report.raw import Raw
 from recipes.report.smoothing import section
 from recipes.report.smoothing_claims import smallest
 from recipes.report.smoothing_networks import roughness
-
-ROOT = Path(os.environ.get("MULTITUDES_DATA", "."))
+from tests.recipe_cases import DATA, raw_of, smoke, with_data
 
 
 def tiny_data(rows: int = 12) -> Data:
@@ -145,13 +142,6 @@ def a_job(nll: list[float], error: float = 0.1) -> dict[str, Any]:
     }
 
 
-def a_raw(folder: Path, results: dict[str, Any]) -> Raw:
-    folder.mkdir()
-    for name, result in results.items():
-        (folder / f"{name}.json").write_text(json.dumps({"result": result}))
-    return Raw(folder)
-
-
 def some_pieces() -> dict[str, Any]:
     scores = {"accuracy": 0.5, "nll": 1.0, "ece": 0.1, "success_rate": 0.0}
     struck = {"single": (0.6, 0.8), "smooth": (0.5, 0.8), "mc_dropout": (0.4, 0.4), "smooth_dropout": (0.5, 0.2)}
@@ -185,10 +175,10 @@ def some_pieces() -> dict[str, Any]:
 def test_the_section_tells_what_there_is_and_what_holds(tmp_path):
     plain = {"mc_dropout-0": a_job([0.3, 0.25, 0.2]), "mc_dropout-1": a_job([0.3, 0.25, 0.22])}
     smoothed = {"smooth_dropout-0": a_job([0.25, 0.21, 0.15]), "smooth-0": a_job([0.29], error=0.09)}
-    resnet18 = a_raw(tmp_path / "resnet18", {"single-0": a_job([0.3]), **plain, **smoothed})
+    resnet18 = raw_of(tmp_path / "resnet18", {"single-0": a_job([0.3]), **plain, **smoothed})
     worse = {"mc_dropout-0": a_job([0.5, 0.45, 0.4]), "smooth_dropout-0": a_job([0.5, 0.45, 0.3])}
-    vgg16 = a_raw(tmp_path / "vgg16", worse)
-    told = section(a_raw(tmp_path / "smoothing", some_pieces()), resnet18, vgg16)
+    vgg16 = raw_of(tmp_path / "vgg16", worse)
+    told = section(raw_of(tmp_path / "smoothing", some_pieces()), resnet18, vgg16)
     holds = [claim.holds for claim in told.claims]
     assert holds[:6] == [True, True, True, False, False, True]  # MC dropout's error and both ECE stay as they are
     assert holds[6:12] == [False, False, None, None, None, None]  # of VGG-16 half is there
@@ -213,8 +203,7 @@ def test_a_section_of_nothing(tmp_path):
 # -- all of it ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.skipif("MULTITUDES_DATA" not in os.environ, reason="MULTITUDES_DATA names no folder of data sets")
+@with_data("cifar10")
 def test_the_recipe_at_its_small_scale(tmp_path, capsys):
     from multitudes.study import worker as job
     from multitudes.study.planning import prepare
@@ -227,18 +216,13 @@ def test_the_recipe_at_its_small_scale(tmp_path, capsys):
     dropout = {"p": 0.3, "layers": "block"}
     methods = {"single": {}, "smooth": {"growing": True}, "mc_dropout": dropout}
     spec = Spec.of(
-        data=str(ROOT / "cifar10"), model=f"{tmp_path / 'tiny.py'}:build", limit=200, validation=0.02,
+        data=f"{DATA}/cifar10", model=f"{tmp_path / 'tiny.py'}:build", limit=200, validation=0.02,
         methods={**methods, "smooth_dropout": {"growing": True, **dropout}}, epochs=1, draws=2, sizes=[1, 2], shift=[],
     )  # fmt: skip
     for each in prepare(spec, tmp_path / f"{smoothing.STUDY}-smoke").missing:
         job.run(each.directory, "cpu")
-    arguments = ["--data-root", str(ROOT), "--out", str(tmp_path / "smoothing"), "--scale", "smoke", "--device", "cpu"]
-    Recipe("smoothing", None, smoothing.PIECES).run(arguments)
-    Recipe("smoothing", None, smoothing.PIECES).run(arguments)
-    assert capsys.readouterr().out.count("done before") == len(smoothing.PIECES)
-
-    raw = Raw(tmp_path / "smoothing")
-    assert set(raw.pieces) == set(smoothing.PIECES)
+    run = Recipe("smoothing", None, smoothing.PIECES).run
+    raw = smoke(run, smoothing.PIECES, tmp_path / "smoothing", capsys)
     assert len({json.dumps(piece["data"]) for piece in raw.pieces.values()}) == 1
     for method in smoothing.METHODS:
         assert 0.5 < raw["consistency"][method]["consistency"] <= 1

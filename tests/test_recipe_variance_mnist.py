@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,7 @@ from recipes.recipe import Recipe
 from recipes.report import variance_mnist as report
 from recipes.report.raw import Raw
 from tests.noise import noise
-
-DATA = os.environ.get("MULTITUDES_DATA")
+from tests.recipe_cases import raw_of, smoke, with_data
 
 
 @pytest.fixture
@@ -138,12 +135,6 @@ def result(deterministic: float, ensemble: float, elbo: float | None = None) -> 
     }  # fmt: skip
 
 
-def raw_of(folder: Path, results: dict[str, dict[str, Any]]) -> Raw:
-    for name, found in results.items():
-        (folder / f"{name}.json").write_text(json.dumps({"result": found}))
-    return Raw(folder)
-
-
 def phase_result() -> dict[str, Any]:
     looks = [(1, 0.98, 0), (2, 0.5, 30), (3, 0.1, 90)]
     curve = [
@@ -184,14 +175,9 @@ def test_claims_are_read_from_the_numbers(tmp_path: Path) -> None:
 # -- for real ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(DATA is None, reason="MULTITUDES_DATA names no folder of data sets")
+@with_data("mnist")
 def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    work = Recipe(report.NAME, recipe.__doc__, recipe.PIECES)
-    arguments = ["--data-root", str(DATA), "--scale", "smoke", "--out", str(tmp_path), "--device", "cpu"]
-    work.run(arguments)
-    raw = Raw(tmp_path)
-    assert set(raw.pieces) == set(recipe.PIECES)
+    raw = smoke(Recipe(report.NAME, recipe.__doc__, recipe.PIECES).run, recipe.PIECES, tmp_path, capsys)
     for name in recipe.PIECES:  # with so few images, the divergence of four random layers drowns most of what they say
         assert raw[name]["ensemble"] > (0.13 if name == "all" else 0.5), name
     assert raw["zero"]["deterministic"] < 0.3
@@ -200,6 +186,3 @@ def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(raw["phase"]["curve"][-1]["kappa"]) == raw["phase"]["weights"] == 400_000
     assert raw["phase"]["sparse"][0]["zero"] == raw["phase"]["sparse"][0]["mean"] == raw["phase"]["ensemble"]
     report.section(raw)
-    capsys.readouterr()
-    work.run(arguments)
-    assert capsys.readouterr().out.count("done before") == len(recipe.PIECES)

@@ -113,7 +113,7 @@ def test_data_are_read_once_and_told_with_every_piece(tmp_path, monkeypatch):
     ("arguments", "sentence"),
     [
         (["--only", "three"], "--only must be pieces of one, two, got 'three'"),
-        (["--data-root", "/nowhere"], "--data-root must be a folder, got '/nowhere', which is none"),
+        (["--data-root", "/nowhere"], "--data-root must be a folder, got '/nowhere', which does not exist"),
         (["--scale", "huge"], "invalid choice: 'huge'"),
     ],
 )

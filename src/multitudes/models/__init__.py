@@ -1,17 +1,34 @@
-"""The architectures of the papers, one family per page."""
+"""The architectures of the papers, one family a page.
 
-from multitudes.models.cifar_resnet import CifarResNet, resnet20
+Imports the checks of `core` alone. What several families share is in `blocks.py`. A new network is a function in its
+family's page, named here: the command line and studies find it by that name.
+"""
+
 from multitudes.models.cnn import CNN, medium_cnn, small_cnn
 from multitudes.models.lenet import LeNet5, lenet5
 from multitudes.models.perceptron import MLP, mlp
-from multitudes.models.preact_resnet import PreactResNet, preact_resnet18, preact_resnet50
+from multitudes.models.preact_resnet import (
+    PreactResNet,
+    WideResNet,
+    preact_resnet18,
+    preact_resnet50,
+    wide_resnet,
+    wide_resnet28_10,
+)
 from multitudes.models.pyramidnet import PyramidNet, pyramidnet110
-from multitudes.models.resnet import ResNet, resnet18, resnet34, resnet50, resnet101
-from multitudes.models.resnext import resnext50
+from multitudes.models.resnet import (
+    CifarResNet,
+    ResNet,
+    resnet18,
+    resnet20,
+    resnet34,
+    resnet50,
+    resnet101,
+    resnext50,
+    wide_resnet50_2,
+)
 from multitudes.models.segmentation import UNet, unet
-from multitudes.models.vgg import VGG, vgg16, vgg19
-from multitudes.models.vgg_variant import VGGLike, vgg_like
-from multitudes.models.wide import WideResNet, wide_resnet, wide_resnet28_10, wide_resnet50_2
+from multitudes.models.vgg import VGG, VGGLike, vgg16, vgg19, vgg_like
 
 __all__ = [
     "CNN",

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from multitudes.models.checks import check_counts, check_dropout
-from multitudes.models.resnet import reset_he
+from multitudes.core.checks import check_number
+from multitudes.models.blocks import check_counts, reset_he
 
 
 class CNN(nn.Module):
@@ -33,9 +33,9 @@ class CNN(nn.Module):
     ) -> None:
         super().__init__()
         if not widths or min(widths) < 1:
-            raise ValueError(f"widths must be one or more numbers of at least 1, got {tuple(widths)}.")
+            raise ValueError(f"widths must be one or more numbers of at least 1, got {tuple(widths)}")
         check_counts(classes=classes, channels=channels, size=size)
-        check_dropout(dropout)
+        check_number("dropout", dropout, 0, below=1)
 
         layers: list[nn.Module] = []
         side = size

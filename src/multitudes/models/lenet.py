@@ -7,8 +7,7 @@ most work that names this network, one follows each convolution as well.
 
 from torch import Tensor, nn
 
-from multitudes.models.checks import check_counts
-from multitudes.models.resnet import reset_he
+from multitudes.models.blocks import check_counts, reset_he
 
 
 class LeNet5(nn.Module):
@@ -28,7 +27,7 @@ class LeNet5(nn.Module):
         super().__init__()
         check_counts(classes=classes, channels=channels, size=size)
         if size < 16:
-            raise ValueError(f"size must be 16 or more, since two 5x5 convolutions and pools must fit, got {size}.")
+            raise ValueError(f"size must be 16 or more, since two 5x5 convolutions and pools must fit, got {size}")
         side = ((size - 4) // 2 - 4) // 2
         self.conv1 = nn.Conv2d(channels, 20, kernel_size=5)
         self.relu1 = nn.ReLU(inplace=True)

@@ -9,8 +9,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from multitudes.models.checks import check_counts, check_dropout
-from multitudes.models.resnet import reset_he
+from multitudes.core.checks import check_number
+from multitudes.models.blocks import check_counts, reset_he
 
 Norm = Literal["batch", "layer"]
 NORMS: dict[Norm, type[nn.BatchNorm1d] | type[nn.LayerNorm]] = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
@@ -56,12 +56,12 @@ class MLP(nn.Module):
         super().__init__()
         check_counts(inputs=inputs, outputs=outputs)
         if any(units < 1 for units in hidden):
-            raise ValueError(f"hidden must be numbers of at least 1, got {tuple(hidden)}.")
+            raise ValueError(f"hidden must be numbers of at least 1, got {tuple(hidden)}")
         if norm is not None and norm not in NORMS:
-            raise ValueError(f'norm must be "batch", "layer" or None, got {norm!r}.')
+            raise ValueError(f'norm must be "batch", "layer" or None, got {norm!r}')
         if activation not in ACTIVATIONS:
-            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}.")
-        check_dropout(dropout)
+            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        check_number("dropout", dropout, 0, below=1)
 
         layers: list[nn.Module] = []
         for units in hidden:

@@ -4,14 +4,18 @@ BatchNorm and ReLU come before each convolution, not after it, so that nothing b
 a block's input to its output, `y = x + F(relu(bn(x)))`, and the sum of all blocks runs through the network
 untouched. The first block follows the stem's own BatchNorm and ReLU and has none of its own before
 its branches part; one more BatchNorm and ReLU follow the last block.
+
+Wide residual networks (Zagoruyko & Komodakis, 2016, "Wide Residual Networks") have the same blocks: WRN-d-k has three
+stages of `n = (d - 4) / 6` blocks with `16 k`, `32 k` and `64 k` channels, shallow and wide where a ResNet is deep and
+narrow. Convolutions have no biases, and there is no dropout.
 """
 
 from collections.abc import Sequence
+from itertools import chain, repeat
 
 from torch import Tensor, flatten, nn
 
-from multitudes.models.checks import check_counts
-from multitudes.models.resnet import Stem, build_stem, conv1x1, conv3x3, reset_he
+from multitudes.models.blocks import Staged, Stem, build_stem, check_counts, conv1x1, conv3x3
 
 
 def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Conv2d | None:
@@ -72,12 +76,12 @@ class PreactivationBottleneck(nn.Module):
         return out + identity
 
 
-class PreactResNet(nn.Module):
-    """A stem, four stages of pre-activation blocks, BatchNorm and ReLU, global average pooling, a linear layer.
+class PreactResNet(Staged):
+    """A stem, stages of pre-activation blocks, BatchNorm and ReLU, global average pooling, a linear layer.
 
     Args:
         block: `PreactivationBlock` or `PreactivationBottleneck`.
-        depths: blocks in each of the four stages.
+        depths: blocks in each stage.
         classes: outputs of the last layer.
         stem: "small" for images of about 32 x 32, "imagenet" for images of about 224 x 224, as in ResNet.
         channels: channels of the input image.
@@ -85,8 +89,6 @@ class PreactResNet(nn.Module):
 
     Shape: `[B, channels, H, W] -> [B, classes]`.
     """
-
-    reset_parameters = reset_he
 
     def __init__(
         self,
@@ -98,32 +100,57 @@ class PreactResNet(nn.Module):
         width: int = 64,
     ) -> None:
         super().__init__()
-        if len(depths) != 4 or min(depths) < 1:
-            raise ValueError(f"depths must be four numbers of at least 1, got {tuple(depths)}.")
         check_counts(classes=classes, channels=channels, width=width)
 
         self.conv1, self.maxpool = build_stem(stem, channels, width)
         self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
 
-        def stage(inputs: int, width: int, depth: int, stride: int, activated: bool = False) -> nn.Sequential:
-            rest = (block(width * block.expansion, width) for _ in range(depth - 1))
-            return nn.Sequential(block(inputs, width, stride, activated), *rest)
+        activated = chain([True], repeat(False))  # the first block follows the stem's own BatchNorm and ReLU
 
-        wide = width * block.expansion
-        self.layer1 = stage(width, width, depths[0], stride=1, activated=True)
-        self.layer2 = stage(wide, 2 * width, depths[1], stride=2)
-        self.layer3 = stage(2 * wide, 4 * width, depths[2], stride=2)
-        self.layer4 = stage(4 * wide, 8 * width, depths[3], stride=2)
-        self.bn_final = nn.BatchNorm2d(8 * wide)
+        def build(inputs: int, width: int, stride: int) -> nn.Module:
+            return block(inputs, width, stride, next(activated))
+
+        outputs = self.build_stages(build, depths, width, width)
+        self.bn_final = nn.BatchNorm2d(outputs)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(8 * wide, classes)
+        self.fc = nn.Linear(outputs, classes)
         self.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        x = self.avgpool(self.relu(self.bn_final(x)))
+        x = self.avgpool(self.relu(self.bn_final(self.run_stages(x))))
+        return self.fc(flatten(x, 1))
+
+
+class WideResNet(Staged):
+    """A 3x3 convolution, three stages of pre-activation blocks, global average pooling and a linear layer.
+
+    Args:
+        depth: `d`, the number of layers as the paper counts them, `6 n + 4` for n blocks in each stage.
+        width: `k`, the widening factor.
+        classes: outputs of the last layer.
+        channels: channels of the input image.
+
+    Shape: `[B, channels, H, W] -> [B, classes]`.
+    """
+
+    def __init__(self, depth: int, width: int, classes: int = 10, channels: int = 3) -> None:
+        super().__init__()
+        if depth < 10 or (depth - 4) % 6 != 0:
+            raise ValueError(f"depth must be 6 n + 4 with n at least 1 (10, 16, 22, 28, ...), got {depth}")
+        check_counts(width=width, classes=classes, channels=channels)
+
+        self.conv1 = conv3x3(channels, 16)
+        outputs = self.build_stages(PreactivationBlock, [(depth - 4) // 6] * 3, 16, 16 * width)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.relu = nn.ReLU(inplace=True)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(outputs, classes)
+        self.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.avgpool(self.relu(self.bn1(self.run_stages(self.conv1(x)))))
         return self.fc(flatten(x, 1))
 
 
@@ -140,3 +167,18 @@ def preact_resnet18(classes: int = 10, stem: Stem = "small", channels: int = 3) 
 def preact_resnet50(classes: int = 10, stem: Stem = "small", channels: int = 3) -> PreactResNet:
     """Pre-activation ResNet-50: `[B, channels, H, W] -> [B, classes]`, 23.51 M parameters."""
     return PreactResNet(PreactivationBottleneck, (3, 4, 6, 3), classes, stem, channels)
+
+
+def wide_resnet(depth: int, width: int, classes: int = 10, channels: int = 3) -> WideResNet:
+    """WRN-`depth`-`width`: `[B, channels, H, W] -> [B, classes]`.
+
+    >>> import torch
+    >>> wide_resnet(depth=10, width=1, classes=5)(torch.zeros(2, 3, 32, 32)).shape
+    torch.Size([2, 5])
+    """
+    return WideResNet(depth, width, classes, channels)
+
+
+def wide_resnet28_10(classes: int = 10, channels: int = 3) -> WideResNet:
+    """WRN-28-10: `[B, channels, H, W] -> [B, classes]`, 36.48 M parameters."""
+    return WideResNet(28, 10, classes, channels)

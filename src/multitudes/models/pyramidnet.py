@@ -11,8 +11,7 @@ its shortcut has no weights: average pooling where the block strides, zeros for 
 
 from torch import Tensor, flatten, nn
 
-from multitudes.models.checks import check_counts
-from multitudes.models.resnet import conv3x3, reset_he
+from multitudes.models.blocks import check_counts, conv3x3, reset_he
 
 
 class PyramidBlock(nn.Module):
@@ -58,9 +57,9 @@ class PyramidNet(nn.Module):
     def __init__(self, depth: int, widening: float, classes: int = 10, channels: int = 3) -> None:
         super().__init__()
         if depth < 8 or (depth - 2) % 6 != 0:
-            raise ValueError(f"depth must be 6 n + 2 with n at least 1 (8, 14, 20, ..., 110), got {depth}.")
+            raise ValueError(f"depth must be 6 n + 2 with n at least 1 (8, 14, 20, ..., 110), got {depth}")
         if not 0 <= widening < float("inf"):
-            raise ValueError(f"widening must be 0 or more, got {widening}.")
+            raise ValueError(f"widening must be 0 or more, got {widening}")
         check_counts(classes=classes, channels=channels)
 
         n = (depth - 2) // 6

@@ -1,56 +1,39 @@
 """Residual networks (He et al., 2016, "Deep Residual Learning for Image Recognition").
 
-A block adds what it computes to what it was given, `y = relu(F(x) + shortcut(x))`. Four stages of blocks
+A block adds what it computes to what it was given, `y = relu(F(x) + shortcut(x))`. Stages of blocks, four as a rule,
 follow a stem; each stage but the first halves the feature map and doubles its channels.
 
     stem        first layers                        32 x 32 image ends as    224 x 224 image ends as
     small       3x3, stride 1                       4 x 4                    28 x 28
     imagenet    7x7, stride 2; 3x3 max-pool         1 x 1                    7 x 7
 
+Two variants widen the bottlenecks inside:
+
+- ResNeXt (Xie et al., 2017, "Aggregated Residual Transformations for Deep Neural Networks") adds up many small
+  bottlenecks of the same shape, `y = relu(x + sum_i T_i(x))`. That sum is one bottleneck whose 3x3 convolution has a
+  group for each `T_i`; "32x4d" means 32 groups of 4 channels each in the first stage.
+- WRN-50-2 (Zagoruyko & Komodakis, 2016) is a ResNet-50 whose bottlenecks are twice as wide.
+
 Names and shapes of the state dict are torchvision's, so that its checkpoints load into `stem="imagenet"`.
+
+For CIFAR (section 4.2 of the paper), ResNet-20, -32, -44, -56 and -110 are thinner and longer: three stages of
+`n = (depth - 2) / 6` basic blocks with 16, 32 and 64 channels. A shortcut whose shape changes is a 1x1 convolution and
+a BatchNorm, as in the other ResNets (option B of the paper), where the paper's own CIFAR networks pad with zeros
+(option A). Of ResNet-20 with 10 classes there are thus four counts:
+
+    shortcuts padded with zeros                                                       269,722
+    here: two projections with BatchNorm                                              272,474
+    Keras's "ResNet20v1": a bias in each convolution, no BatchNorm in shortcuts       273,066
+    the same, with the running statistics that Keras counts as well                   274,442
+
+A bias in front of a BatchNorm changes nothing, so that Keras's network is this one but for the shortcuts' norm.
 """
 
 from collections.abc import Sequence
-from typing import Literal
 
 from torch import Tensor, flatten, nn
 
-from multitudes.models.checks import check_counts
-
-Stem = Literal["small", "imagenet"]
-
-
-def reset_he(module: nn.Module) -> None:
-    """Draw all weights below `module` afresh: He et al. (2015) for convolutions, torch's own for the rest."""
-    for child in module.children():
-        reset = getattr(child, "reset_parameters", None)
-        if reset is not None:
-            reset()
-        else:
-            reset_he(child)
-        if isinstance(child, nn.Conv2d):
-            fan_out = child.weight[:, 0].numel() / child.groups  # torch's own count leaves groups out
-            nn.init.normal_(child.weight, std=(2 / fan_out) ** 0.5)
-
-
-def conv3x3(inputs: int, outputs: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:
-    """A 3x3 convolution `[B, inputs, H, W] -> [B, outputs, H / stride, W / stride]`, without a bias."""
-    return nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, groups=groups, bias=False)
-
-
-def conv1x1(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
-    """A 1x1 convolution `[B, inputs, H, W] -> [B, outputs, H / stride, W / stride]`, without a bias."""
-    return nn.Conv2d(inputs, outputs, kernel_size=1, stride=stride, bias=False)
-
-
-def build_stem(stem: Stem, channels: int, width: int) -> tuple[nn.Conv2d, nn.Module]:
-    """The first convolution, `channels` to `width`, and what pools after it."""
-    if stem == "small":
-        return conv3x3(channels, width), nn.Identity()
-    if stem == "imagenet":
-        conv = nn.Conv2d(channels, width, kernel_size=7, stride=2, padding=3, bias=False)
-        return conv, nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
-    raise ValueError(f'stem must be "small" or "imagenet", got {stem!r}.')
+from multitudes.models.blocks import Staged, Stem, build_stem, check_counts, conv1x1, conv3x3
 
 
 def _downsample(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
@@ -68,7 +51,7 @@ class BasicBlock(nn.Module):
     def __init__(self, inputs: int, width: int, stride: int = 1, groups: int = 1, width_per_group: int = 64) -> None:
         super().__init__()
         if (groups, width_per_group) != (1, 64):
-            raise ValueError(f"groups and width_per_group need Bottleneck blocks, got {groups} and {width_per_group}.")
+            raise ValueError(f"groups and width_per_group need Bottleneck blocks, got {groups} and {width_per_group}")
         self.conv1 = conv3x3(inputs, width, stride)
         self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
@@ -113,12 +96,12 @@ class Bottleneck(nn.Module):
         return self.relu(out + identity)
 
 
-class ResNet(nn.Module):
-    """A stem, four stages of residual blocks, global average pooling and a linear layer.
+class ResNet(Staged):
+    """A stem, stages of residual blocks, global average pooling and a linear layer.
 
     Args:
         block: `BasicBlock` or `Bottleneck`.
-        depths: blocks in each of the four stages.
+        depths: blocks in each stage.
         classes: outputs of the last layer.
         stem: "small" for images of about 32 x 32, "imagenet" for images of about 224 x 224.
         channels: channels of the input image.
@@ -128,8 +111,6 @@ class ResNet(nn.Module):
 
     Shape: `[B, channels, H, W] -> [B, classes]`.
     """
-
-    reset_parameters = reset_he
 
     def __init__(
         self,
@@ -143,34 +124,43 @@ class ResNet(nn.Module):
         width_per_group: int = 64,
     ) -> None:
         super().__init__()
-        if len(depths) != 4 or min(depths) < 1:
-            raise ValueError(f"depths must be four numbers of at least 1, got {tuple(depths)}.")
         check_counts(classes=classes, channels=channels, width=width, groups=groups, width_per_group=width_per_group)
         if width * width_per_group < 64:
-            raise ValueError(f"width_per_group must be 64 / width or more, got {width_per_group} with width {width}.")
+            raise ValueError(f"width_per_group must be 64 / width or more, got {width_per_group} with width {width}")
 
         self.conv1, self.maxpool = build_stem(stem, channels, width)
         self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
 
-        def stage(inputs: int, width: int, depth: int, stride: int) -> nn.Sequential:
-            grouping = (groups, width_per_group)
-            rest = (block(width * block.expansion, width, 1, *grouping) for _ in range(depth - 1))
-            return nn.Sequential(block(inputs, width, stride, *grouping), *rest)
+        def build(inputs: int, width: int, stride: int) -> nn.Module:
+            return block(inputs, width, stride, groups, width_per_group)
 
-        wide = width * block.expansion
-        self.layer1 = stage(width, width, depths[0], stride=1)
-        self.layer2 = stage(wide, 2 * width, depths[1], stride=2)
-        self.layer3 = stage(2 * wide, 4 * width, depths[2], stride=2)
-        self.layer4 = stage(4 * wide, 8 * width, depths[3], stride=2)
+        outputs = self.build_stages(build, depths, width, width)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(8 * wide, classes)
+        self.fc = nn.Linear(outputs, classes)
         self.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        return self.fc(flatten(self.avgpool(x), 1))
+        return self.fc(flatten(self.avgpool(self.run_stages(x)), 1))
+
+
+class CifarResNet(ResNet):
+    """A 3x3 convolution, three stages of basic blocks, global average pooling and a linear layer.
+
+    Args:
+        depth: the number of layers as the paper counts them, `6 n + 2` for n blocks in each stage.
+        classes: outputs of the last layer.
+        channels: channels of the input image.
+        width: channels of the first stage.
+
+    Shape: `[B, channels, H, W] -> [B, classes]`.
+    """
+
+    def __init__(self, depth: int, classes: int = 10, channels: int = 3, width: int = 16) -> None:
+        if depth < 8 or (depth - 2) % 6 != 0:
+            raise ValueError(f"depth must be 6 n + 2 with n at least 1 (8, 14, 20, 32, ...), got {depth}")
+        super().__init__(BasicBlock, [(depth - 2) // 6] * 3, classes, "small", channels, width)
 
 
 def resnet18(classes: int = 10, stem: Stem = "small", channels: int = 3) -> ResNet:
@@ -196,3 +186,22 @@ def resnet50(classes: int = 10, stem: Stem = "small", channels: int = 3) -> ResN
 def resnet101(classes: int = 10, stem: Stem = "small", channels: int = 3) -> ResNet:
     """ResNet-101: `[B, channels, H, W] -> [B, classes]`, 42.51 M parameters."""
     return ResNet(Bottleneck, (3, 4, 23, 3), classes, stem, channels)
+
+
+def resnext50(classes: int = 10, stem: Stem = "small", channels: int = 3) -> ResNet:
+    """ResNeXt-50 32x4d: `[B, channels, H, W] -> [B, classes]`, 22.99 M parameters.
+
+    >>> resnext50().layer1[0].conv2
+    Conv2d(128, 128, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), groups=32, bias=False)
+    """
+    return ResNet(Bottleneck, (3, 4, 6, 3), classes, stem, channels, groups=32, width_per_group=4)
+
+
+def wide_resnet50_2(classes: int = 10, stem: Stem = "small", channels: int = 3) -> ResNet:
+    """WRN-50-2: `[B, channels, H, W] -> [B, classes]`, 66.85 M parameters."""
+    return ResNet(Bottleneck, (3, 4, 6, 3), classes, stem, channels, width_per_group=128)
+
+
+def resnet20(classes: int = 10, channels: int = 3) -> CifarResNet:
+    """ResNet-20 for CIFAR: `[B, channels, H, W] -> [B, classes]`, 0.27 M parameters."""
+    return CifarResNet(20, classes, channels)

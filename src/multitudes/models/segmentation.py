@@ -1,8 +1,8 @@
 """U-Net (Ronneberger et al., 2015, "U-Net: Convolutional Networks for Biomedical Image Segmentation").
 
 An encoder halves the image four times while its channels double, a decoder doubles it again, and at each size the
-decoder also reads what the encoder had there. So each pixel of the output knows both what is around it and
-where its edges are. Convolutions are padded, so that the output is as large as the image, and followed by
+decoder also reads what the encoder had there. So each pixel of the output depends both on a wide surrounding
+and on fine detail. Convolutions are padded, so that the output is as large as the image, and followed by
 BatchNorm.
 
 The six dropouts are where Bayesian SegNet (Kendall et al., 2017) has them: in the deepest three parts of the encoder
@@ -12,8 +12,8 @@ and the deepest three of the decoder, on single values, at 0.5. What is handed a
 import torch
 from torch import Tensor, nn
 
-from multitudes.models.checks import check_counts, check_dropout
-from multitudes.models.resnet import conv3x3, reset_he
+from multitudes.core.checks import check_number
+from multitudes.models.blocks import check_counts, conv3x3, reset_he
 
 
 def _convolve(inputs: int, outputs: int) -> nn.Sequential:
@@ -59,7 +59,7 @@ class UNet(nn.Module):
     def __init__(self, classes: int, channels: int = 3, width: int = 64, dropout: float = 0.5) -> None:
         super().__init__()
         check_counts(classes=classes, channels=channels, width=width)
-        check_dropout(dropout)
+        check_number("dropout", dropout, 0, below=1)
         self.down1 = _convolve(channels, width)
         self.pool1 = nn.MaxPool2d(2, ceil_mode=True)
         self.down2 = _convolve(width, 2 * width)

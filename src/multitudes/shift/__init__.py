@@ -1,4 +1,8 @@
-"""Shifted data: what a network meets when its inputs are not like those it learnt from."""
+"""Shifted data: corruptions of images, attacks, noise of one frequency, sequences.
+
+Imports `core` alone. A new corruption is a function in `noise`, `blur`, `weather` or `digital`, and its row in
+`corruptions.py`; a new attack is a function in `attacks.py` with its step.
+"""
 
 from multitudes.shift.attacks import Attack, fgsm, iterative_fast_sign, pgd
 from multitudes.shift.corruptions import CORRUPTIONS, EXTRA, corrupt

@@ -9,7 +9,7 @@
   (Neklyudov et al., "Variance Networks: When Expectation Does Not Meet Your Expectations", 2019, section 6.3).
 
 The loss that an attack raises is that of the mean over members and draws, `-log (1/S sum_s p_s(y | x))`; a targeted
-attack lowers it for the class that it wants. Each step makes draws of its own: an expectation over draws.
+attack lowers it for the target class. Each step makes draws of its own: an expectation over draws.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multitudes.core.checks import check_count, check_seed
+from multitudes.core.checks import check_count, check_number, check_seed
 from multitudes.core.multitude import evaluating
 from multitudes.core.predictive import Predictive
 from multitudes.core.seeding import mixed
-from multitudes.shift.checks import Bounds, check_call, check_classes, check_labels, check_positive, class_predictions
+from multitudes.shift.checks import Bounds, check_call, check_classes, check_labels, class_predictions
 from multitudes.shift.frequency import band_at_full_size, check_band
+from multitudes.shift.randomness import generator_of, normal, uniform
 
 __all__ = ["Attack", "fgsm", "iterative_fast_sign", "pgd"]
 
 
 @dataclass(frozen=True)
 class Attack:
-    """Attacked images, and what the network said on the way there.
+    """Attacked images, and the predictions for them at each iteration.
 
     Iteration 0 is the input as it was given, iteration k what k steps have made of it, K the last.
 
@@ -64,14 +65,14 @@ class Attack:
 
     @property
     def accuracy(self) -> Tensor:
-        """The share of inputs whose true class is predicted, at each iteration, `[K + 1]`."""
+        """The fraction of inputs whose true class is predicted, at each iteration, `[K + 1]`."""
         if self.labels is None:
             raise ValueError("accuracy needs the true classes: give the targeted attack labels=")
         return (self.predicted == self.labels).float().mean(1)
 
     @property
     def success_rate(self) -> Tensor:
-        """The share of the inputs still to be fooled at first that have been, at each iteration, `[K + 1]`.
+        """The fraction of the inputs on which the attack could succeed that it has succeeded on, `[K + 1]`.
 
         Untargeted: of the inputs whose class was predicted, those for which another is (the attack success rate of Park
         & Kim, Table E.2). Targeted: of the inputs for which another class was predicted, those for which `y` is. NaN
@@ -141,7 +142,7 @@ def fgsm(
     >>> fgsm(net, torch.tensor([[0.5, 0.5]]), torch.tensor([0]), 0.25).images
     tensor([[0.2500, 0.7500]])
     """
-    check_positive("epsilon", epsilon)
+    check_number("epsilon", epsilon, 0)
     if frequencies is not None:
         check_band(frequencies, x)
 
@@ -189,10 +190,10 @@ def pgd(
     >>> pgd(net, torch.tensor([[0.5, 0.5]]), torch.tensor([0]), 0.25, norm="l2", random_start=False).images
     tensor([[0.3500, 0.3000]])
     """
-    check_positive("epsilon", epsilon)
+    check_number("epsilon", epsilon, 0)
     check_count("steps", steps)
     step = 2.5 * epsilon / steps if step_size is None else step_size
-    check_positive("step_size", step)
+    check_number("step_size", step, 0)
     if norm not in ("linf", "l2"):
         raise ValueError(f"norm must be 'linf' or 'l2', got {norm!r}")
     near = _near if norm == "linf" else _near_l2
@@ -236,7 +237,7 @@ def iterative_fast_sign(
     >>> iterative_fast_sign(net, torch.tensor([[0.5, 0.5]]), torch.tensor([0]), 0.125, steps=3, targeted=True).images
     tensor([[0.8750, 0.1250]])
     """
-    check_positive("step_size", step_size)
+    check_number("step_size", step_size, 0)
     check_count("steps", steps)
 
     def advance(images: Tensor, direction: Tensor) -> Tensor:
@@ -273,27 +274,27 @@ def _attack(
     y = y.to(x.device)
     # With a seed, each iteration has draws of its own, or the attack would fit itself to one set of them.
     seeds = [None if seed is None else mixed(seed, step) for step in range(steps + 1)]
-    said: list[tuple[Tensor, Tensor]] = []
+    record: list[tuple[Tensor, Tensor]] = []
 
-    def note(predictions: Tensor) -> None:
+    def keep(predictions: Tensor) -> None:
         for name, classes in (("y", y), ("labels", labels)):
             if classes is not None:
                 check_classes(name, classes, predictions.shape[2])
         p = Predictive(predictions.detach())
-        said.append((p.label, p.entropy))
+        record.append((p.label, p.entropy))
 
     with evaluating(net), torch.inference_mode(False), torch.no_grad():
         images = x.detach().clone()
         if start:
-            note(class_predictions(net, images, draws, seeds[0]))
+            keep(class_predictions(net, images, draws, seeds[0]))
             images = start()
         for step in range(steps):
             predictions, gradient = _gradient(net, images, y, draws, seeds[step])
-            if len(said) == step:  # what is said of a random start is left out: iteration 0 is the input
-                note(predictions)
+            if len(record) == step:  # predictions for a random start are left out: iteration 0 is the input
+                keep(predictions)
             images = advance(images, -gradient if targeted else gradient)
-        note(class_predictions(net, images, draws, seeds[steps]))
-    predicted, entropies = (torch.stack(each) for each in zip(*said, strict=True))
+        keep(class_predictions(net, images, draws, seeds[steps]))
+    predicted, entropies = (torch.stack(each) for each in zip(*record, strict=True))
     return Attack(images, predicted, entropies, y, targeted, labels if targeted else y)
 
 
@@ -380,10 +381,9 @@ def _unit(direction: Tensor) -> Tensor:
 
 def _in_unit_ball(x: Tensor, norm: str, seed: int | None) -> Tensor:
     """Points drawn uniformly from the unit ball, `[B, ...]`, on the CPU so that a seed means the same everywhere."""
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    generator, like = generator_of(seed), torch.empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
     if norm == "linf":
-        return (2 * torch.rand(x.shape, generator=generator, dtype=dtype) - 1).to(x)
-    directions = _unit(torch.randn(x.shape, generator=generator, dtype=dtype))
-    radii = torch.rand(len(x), generator=generator, dtype=dtype) ** (1 / x[0].numel())
+        return uniform(x.shape, -1, 1, like, generator).to(x)
+    directions = _unit(normal(x.shape, like, generator))
+    radii = uniform((len(x),), 0, 1, like, generator) ** (1 / x[0].numel())
     return (radii.view(-1, *[1] * (x.dim() - 1)) * directions).to(x)

@@ -7,25 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from multitudes.shift.filters import correlate, gaussian_filter, gaussian_taps, level, motion, uniform, zoom
-
-DEFOCUS = (  # radius of the disk, blur of its rim
-    ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1)),
-    ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5)),
-)
-GLASS = (  # blur, how far a pixel goes, how often
-    ((0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2)),
-    ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2)),
-)
-MOTION = (  # radius, sigma
-    ((6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5)),
-    ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15)),
-)
-ZOOM = (  # how many enlargements, the step from one to the next
-    ((7, 0.01), (12, 0.01), (16, 0.01), (21, 0.01), (26, 0.01)),
-    ((12, 0.01), (16, 0.01), (11, 0.02), (13, 0.02), (11, 0.03)),
-)
-GAUSSIAN_BLUR = (0.4, 0.6, 0.7, 0.8, 1), (1, 2, 3, 4, 6)  # sigma
+from multitudes.shift.filters import correlate, gaussian_filter, gaussian_taps, motion, zoom
+from multitudes.shift.randomness import uniform
 
 
 def disk(radius: float, rim: float) -> Tensor:
@@ -42,19 +25,18 @@ def disk(radius: float, rim: float) -> Tensor:
     return correlate(inside / inside.sum(), taps[:, None] * taps, border="nearest")  # which is 0
 
 
-def defocus_blur(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
+def defocus_blur(x: Tensor, generator: torch.Generator, radius: float, rim: float) -> Tensor:
     """Correlate with a disk: a lens out of focus."""
-    return correlate(x, disk(*level(x, severity, *DEFOCUS)))
+    return correlate(x, disk(radius, rim))
 
 
-def glass_blur(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
+def glass_blur(x: Tensor, generator: torch.Generator, sigma: float, reach: int, rounds: int) -> Tensor:
     """Blur, exchange neighbouring pixels, blur: frosted glass.
 
     Pixel after pixel, from the last to the first, changes places with a random one at most `reach` away, as in the
     published code's loop. (That loop means to exchange colour pixels, but copies one over the other, NumPy's views
     being what they are; here they are exchanged.)
     """
-    sigma, reach, rounds = level(x, severity, *GLASS)
     blurred = gaussian_filter(x, sigma)
     batch, channels, height, width = x.shape
     rows, columns = max(height - 2 * reach, 0), max(width - 2 * reach, 0)
@@ -68,7 +50,7 @@ def glass_blur(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
 def exchanged(height: int, width: int, reach: int, moves: Tensor) -> Tensor:
     """Where each pixel of the shuffled images comes from, `[B, H * W]`, for moves `[rounds, 2, B, rows, columns]`.
 
-    `moves[round, :, image, i, j]` says how many rows and columns away the other pixel is, for the pixel i rows and j
+    `moves[round, :, image, i, j]` is how many rows and columns away the other pixel is, for the pixel i rows and j
     columns before the last that has room to move. The loop goes by i, then j. An exchange touches less than `2 reach`
     rows and columns around its pixel. So those of equal `2 reach i + j` touch no common pixel, and of two that do, the
     one with the smaller number comes earlier in the loop: making those of equal number at once, by rising number,
@@ -90,21 +72,19 @@ def exchanged(height: int, width: int, reach: int, moves: Tensor) -> Tensor:
     return source
 
 
-def motion_blur(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
+def motion_blur(x: Tensor, generator: torch.Generator, radius: int, sigma: float) -> Tensor:
     """Blur along a line, at an angle of its own for each image, -45 to 45 degrees: a camera in motion."""
-    radius, sigma = level(x, severity, *MOTION)
     return motion(x, radius, sigma, uniform((len(x),), -45, 45, x, generator))
 
 
-def zoom_blur(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
+def zoom_blur(x: Tensor, generator: torch.Generator, count: int, step: float) -> Tensor:
     """The mean of the image and its enlargements: a camera that moves towards its object."""
-    count, step = level(x, severity, *ZOOM)
     total = x.clone()
     for number in range(count):
         total += zoom(x, 1 + number * step)
     return total / (count + 1)
 
 
-def gaussian_blur(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
+def gaussian_blur(x: Tensor, generator: torch.Generator, sigma: float) -> Tensor:
     """Blur by a Gaussian."""
-    return gaussian_filter(x, level(x, severity, *GAUSSIAN_BLUR))
+    return gaussian_filter(x, sigma)

@@ -16,37 +16,155 @@ rises with it, but for these steps of the published parameters:
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from multitudes.core.checks import check_seed
 from multitudes.shift import blur, digital, noise, weather
+from multitudes.shift.checks import check_values
+from multitudes.shift.randomness import generator_of
 
-Corruption = Callable[[Tensor, int, torch.Generator], Tensor]
+SMALL = 64
+"""Images of at most this many pixels a side take CIFAR-10-C's parameters, larger ones ImageNet-C's."""
 
-_CORRUPTIONS: dict[str, Corruption] = {
-    "gaussian_noise": noise.gaussian_noise,
-    "shot_noise": noise.shot_noise,
-    "impulse_noise": noise.impulse_noise,
-    "defocus_blur": blur.defocus_blur,
-    "glass_blur": blur.glass_blur,
-    "motion_blur": blur.motion_blur,
-    "zoom_blur": blur.zoom_blur,
-    "snow": weather.snow,
-    "frost": weather.frost,
-    "fog": weather.fog,
-    "brightness": weather.brightness,
-    "contrast": digital.contrast,
-    "elastic_transform": digital.elastic_transform,
-    "pixelate": digital.pixelate,
-    "jpeg_compression": digital.jpeg_compression,
+
+class Corruption(NamedTuple):
+    """`function(images, generator, *parameters)`, and the parameters of the five severities at both sizes."""
+
+    function: Callable[..., Tensor]
+    small: tuple[Any, ...]
+    large: tuple[Any, ...]
+
+    def parameters(self, images: Tensor, severity: int) -> tuple[Any, ...]:
+        """The published parameters of a severity, 1 to 5, for images of this size."""
+        found = (self.small if max(images.shape[2:]) <= SMALL else self.large)[severity - 1]
+        return found if isinstance(found, tuple) else (found,)
+
+
+_CORRUPTIONS = {
+    "gaussian_noise": Corruption(
+        noise.gaussian_noise,  # standard deviation
+        (0.04, 0.06, 0.08, 0.09, 0.10),
+        (0.08, 0.12, 0.18, 0.26, 0.38),
+    ),
+    "shot_noise": Corruption(
+        noise.shot_noise,  # photons at full brightness
+        (500, 250, 100, 75, 50),
+        (60, 25, 12, 5, 3),
+    ),
+    "impulse_noise": Corruption(
+        noise.impulse_noise,  # fraction of values replaced
+        (0.01, 0.02, 0.03, 0.05, 0.07),
+        (0.03, 0.06, 0.09, 0.17, 0.27),
+    ),
+    "defocus_blur": Corruption(
+        blur.defocus_blur,  # radius of the disk, blur of its rim
+        ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1)),
+        ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5)),
+    ),
+    "glass_blur": Corruption(
+        blur.glass_blur,  # blur, how far a pixel goes, how often
+        ((0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2)),
+        ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2)),
+    ),
+    "motion_blur": Corruption(
+        blur.motion_blur,  # radius, sigma
+        ((6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5)),
+        ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15)),
+    ),
+    "zoom_blur": Corruption(
+        blur.zoom_blur,  # how many enlargements, the step from one to the next
+        ((7, 0.01), (12, 0.01), (16, 0.01), (21, 0.01), (26, 0.01)),
+        ((12, 0.01), (16, 0.01), (11, 0.02), (13, 0.02), (11, 0.03)),
+    ),
+    "snow": Corruption(
+        weather.snow,  # mean and deviation of the flakes, their size, threshold, radius and sigma of the fall, kept
+        (
+            (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
+            (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
+            (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9),
+            (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85),
+            (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
+        ),
+        (
+            (0.1, 0.3, 3, 0.5, 10, 4, 0.8),
+            (0.2, 0.3, 2, 0.5, 12, 4, 0.7),
+            (0.55, 0.3, 4, 0.9, 12, 8, 0.7),
+            (0.55, 0.3, 4.5, 0.85, 12, 8, 0.65),
+            (0.55, 0.3, 2.5, 0.85, 12, 12, 0.55),
+        ),
+    ),
+    "frost": Corruption(
+        weather.frost,  # how much of the image is kept, how much ice is added
+        ((1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45)),
+        ((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75)),
+    ),
+    "fog": Corruption(
+        weather.fog,  # thickness, how fast its detail fades
+        ((0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75)),
+        ((1.5, 2), (2, 2), (2.5, 1.7), (2.5, 1.5), (3, 1.4)),
+    ),
+    "brightness": Corruption(
+        weather.brightness,  # added to the value
+        (0.05, 0.1, 0.15, 0.2, 0.3),
+        (0.1, 0.2, 0.3, 0.4, 0.5),
+    ),
+    "contrast": Corruption(
+        digital.contrast,  # how much of the contrast is kept
+        (0.75, 0.5, 0.4, 0.3, 0.15),
+        (0.4, 0.3, 0.2, 0.1, 0.05),
+    ),
+    "elastic_transform": Corruption(
+        digital.elastic_transform,  # strength and smoothness of the displacement, size of the affine one: fractions
+        ((0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03)),
+        tuple(
+            tuple(fraction * 244 / 224 for fraction in fractions)  # the published ones are of 244, for images of 224
+            for fractions in (
+                (2, 0.7, 0.1),
+                (2, 0.08, 0.2),
+                (0.05, 0.01, 0.02),
+                (0.07, 0.01, 0.02),
+                (0.12, 0.01, 0.02),
+            )
+        ),
+    ),
+    "pixelate": Corruption(
+        digital.pixelate,  # fraction of the pixels a side that is kept
+        (0.95, 0.9, 0.85, 0.75, 0.65),
+        (0.6, 0.5, 0.4, 0.3, 0.25),
+    ),
+    "jpeg_compression": Corruption(digital.jpeg_compression, (80, 65, 58, 50, 40), (25, 18, 15, 10, 7)),  # quality
 }
-_EXTRA: dict[str, Corruption] = {
-    "speckle_noise": noise.speckle_noise,
-    "gaussian_blur": blur.gaussian_blur,
-    "spatter": weather.spatter,
-    "saturate": digital.saturate,
+_EXTRA = {
+    "speckle_noise": Corruption(
+        noise.speckle_noise,  # relative standard deviation
+        (0.06, 0.1, 0.12, 0.16, 0.2),
+        (0.15, 0.2, 0.35, 0.45, 0.6),
+    ),
+    "gaussian_blur": Corruption(blur.gaussian_blur, (0.4, 0.6, 0.7, 0.8, 1), (1, 2, 3, 4, 6)),  # sigma
+    "spatter": Corruption(
+        weather.spatter,  # mean, deviation and blur of the liquid, threshold, strength (water) or blur (mud), is it mud
+        (
+            (0.62, 0.1, 0.7, 0.7, 0.5, False),
+            (0.65, 0.1, 0.8, 0.7, 0.5, False),
+            (0.65, 0.3, 1, 0.69, 0.5, False),
+            (0.65, 0.1, 0.7, 0.69, 0.6, True),
+            (0.65, 0.1, 0.5, 0.68, 0.6, True),
+        ),
+        (
+            (0.65, 0.3, 4, 0.69, 0.6, False),
+            (0.65, 0.3, 3, 0.68, 0.6, False),
+            (0.65, 0.3, 2, 0.68, 0.5, False),
+            (0.65, 0.3, 1, 0.65, 1.5, True),
+            (0.67, 0.4, 1, 0.65, 1.5, True),
+        ),
+    ),
+    "saturate": Corruption(
+        digital.saturate,  # factor, addition
+        ((0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2)),
+        ((0.3, 0), (0.1, 0), (2, 0), (5, 0.1), (20, 0.2)),
+    ),
 }
 
 CORRUPTIONS = tuple(_CORRUPTIONS)
@@ -73,22 +191,21 @@ def corrupt(images: Tensor, name: str, severity: int, seed: int | None = None) -
     >>> corrupt(images, "brightness", 5)[0, 0, 0, 0]
     tensor(0.8000)
     """
-    _check(images, name, severity, seed)
+    _check(images, name, severity)
+    generator = generator_of(seed, images.device)
     if len(images) == 0:
         return images.clone()
-    generator = torch.Generator(images.device)
-    generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
     x = images if images.dtype == torch.float64 else images.float()  # half precision would show in the filters
-    corrupted = (_CORRUPTIONS | _EXTRA)[name](x, severity, generator)
+    corruption = (_CORRUPTIONS | _EXTRA)[name]
+    corrupted = corruption.function(x, generator, *corruption.parameters(x, severity))
     return corrupted.clamp(0, 1).to(images.dtype).contiguous()
 
 
-def _check(images: Tensor, name: str, severity: int, seed: int | None) -> None:
+def _check(images: Tensor, name: str, severity: int) -> None:
     if name not in CORRUPTIONS + EXTRA:
         raise ValueError(f"name must be one of {', '.join(CORRUPTIONS + EXTRA)}, got {name!r}")
     if isinstance(severity, bool) or not isinstance(severity, int) or not 1 <= severity <= 5:
         raise ValueError(f"severity must be a whole number from 1 to 5, got {severity!r}")
-    check_seed(seed)
     if not isinstance(images, Tensor):
         raise ValueError(f"images must be a tensor [B, C, H, W], got {type(images).__name__}")
     if images.ndim != 4 or images.shape[1] not in (1, 3) or min(images.shape[2:]) < 8:
@@ -97,7 +214,4 @@ def _check(images: Tensor, name: str, severity: int, seed: int | None) -> None:
         )
     if images.dtype not in DTYPES:
         raise ValueError(f"images must be of one of the types {', '.join(map(str, DTYPES))}, got {images.dtype}")
-    bad = ~((images >= 0) & (images <= 1))  # NaN is neither
-    if bool(bad.any()):
-        first = bad.nonzero()[0].tolist()
-        raise ValueError(f"images must lie in [0, 1], got {images[tuple(first)].item()} at index {first}")
+    check_values("images", images, (0, 1))

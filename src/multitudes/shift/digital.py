@@ -9,38 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multitudes.core.checks import needed
-from multitudes.shift.filters import gaussian_filter, level, separable, uniform
-
-CONTRAST = (0.75, 0.5, 0.4, 0.3, 0.15), (0.4, 0.3, 0.2, 0.1, 0.05)  # what stays of the contrast
-ELASTIC = (  # strength and smoothness of the displacement, size of the affine one: shares of the image's side
-    ((0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03)),
-    # The published numbers are shares of 244 pixels, for images of 224.
-    tuple(
-        (strength * 244 / 224, smoothness * 244 / 224, affine * 244 / 224)
-        for strength, smoothness, affine in (
-            (2, 0.7, 0.1),
-            (2, 0.08, 0.2),
-            (0.05, 0.01, 0.02),
-            (0.07, 0.01, 0.02),
-            (0.12, 0.01, 0.02),
-        )
-    ),
-)
-PIXELATE = (0.95, 0.9, 0.85, 0.75, 0.65), (0.6, 0.5, 0.4, 0.3, 0.25)  # share of the pixels a side that stay
-JPEG = (80, 65, 58, 50, 40), (25, 18, 15, 10, 7)  # quality
-SATURATE = (  # factor and addition
-    ((0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2)),
-    ((0.3, 0), (0.1, 0), (2, 0), (5, 0.1), (20, 0.2)),
-)
+from multitudes.shift.filters import gaussian_filter, separable
+from multitudes.shift.randomness import uniform
 
 
-def contrast(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
+def contrast(x: Tensor, generator: torch.Generator, kept: float) -> Tensor:
     """`c (x - mean) + mean`, with each channel's mean over the image."""
     mean = x.mean((2, 3), keepdim=True)
-    return (x - mean) * level(x, severity, *CONTRAST) + mean
+    return (x - mean) * kept + mean
 
 
-def saturate(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
+def saturate(x: Tensor, generator: torch.Generator, factor: float, addition: float) -> Tensor:
     """`a s + b` for the saturation s of hue, saturation and value.
 
     A grey pixel of a colour image has hue 0, red, so that b > 0 makes it reddish, as in the published code. A grey
@@ -48,7 +27,6 @@ def saturate(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
     """
     if x.shape[1] == 1:
         return x
-    factor, addition = level(x, severity, *SATURATE)
     value = x.amax(1, keepdim=True)
     below = value - x
     spread = below.amax(1, keepdim=True)  # value times saturation
@@ -58,21 +36,24 @@ def saturate(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
     return value - new_spread * torch.where(coloured, below / torch.where(coloured, spread, 1), red)
 
 
-def elastic_transform(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
+def elastic_transform(
+    x: Tensor, generator: torch.Generator, strength: float, smoothness: float, affine: float
+) -> Tensor:
     """Move three points at random and the image with them, then each pixel by a smooth random displacement.
 
-    The sizes scale with the image's shorter side. Interpolation is linear; what comes from outside is reflected.
+    The parameters are fractions of the image's shorter side. Interpolation is linear, and the border reflects.
     """
     batch, _, height, width = x.shape
     side = min(height, width)
-    strength, smoothness, affine = (share * side for share in level(x, severity, *ELASTIC))
     row = torch.arange(height, dtype=x.dtype, device=x.device)[:, None].expand(height, width)
     column = torch.arange(width, dtype=x.dtype, device=x.device).expand(height, width)
-    right, down, shift = _affine(x, affine, generator)[:, :, None, None].unbind(1)  # no product: places need all digits
+    right, down, shift = _affine(x, affine * side, generator)[:, :, None, None].unbind(
+        1
+    )  # no product: places need all digits
     places = column[..., None] * right + row[..., None] * down + shift  # [B, H, W, 2]
     x = _sampled(x, places, at_centres=True)
     moves = uniform((batch, 2, height, width), -1, 1, x, generator)
-    moves = strength * gaussian_filter(moves, smoothness, "reflect", truncate=3)
+    moves = strength * side * gaussian_filter(moves, smoothness * side, "reflect", truncate=3)
     return _sampled(x, torch.stack([column, row], -1) + moves.movedim(1, -1), at_centres=False)
 
 
@@ -94,11 +75,10 @@ def _sampled(x: Tensor, places: Tensor, at_centres: bool) -> Tensor:
     return F.grid_sample(x, grid, mode="bilinear", padding_mode="reflection", align_corners=at_centres)
 
 
-def pixelate(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
+def pixelate(x: Tensor, generator: torch.Generator, kept: float) -> Tensor:
     """Make the image smaller and larger again by box filters, which gives large pixels."""
-    share = level(x, severity, *PIXELATE)
     height, width = x.shape[2:]
-    rows, columns = int(height * share), int(width * share)
+    rows, columns = int(height * kept), int(width * kept)
     small = separable(x, box_matrix(height, rows), box_matrix(width, columns))
     return separable(small, box_matrix(rows, height), box_matrix(columns, width))
 
@@ -119,10 +99,9 @@ def box_matrix(size: int, new_size: int) -> Tensor:
     return inside.double() / inside.sum(1, keepdim=True)
 
 
-def jpeg_compression(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
+def jpeg_compression(x: Tensor, generator: torch.Generator, quality: int) -> Tensor:
     """Save as JPEG and read back, through Pillow, image by image on the CPU; in 8 bits, as JPEG is."""
     pillow = needed("PIL.Image", "shift", "jpeg_compression")
-    quality = level(x, severity, *JPEG)
     channels, height, width = x.shape[1:]
     pixels = (x * 255).round().to(torch.uint8).movedim(1, -1).contiguous().cpu()
     read = []

@@ -1,4 +1,4 @@
-"""What the corruptions share: severity tables, separable filters as matrices, motion along a line.
+"""What the corruptions share: separable filters as matrices, motion along a line.
 
 A separable filter of an image is `rows @ image @ columns.T`. Written so, a filter is exact at every border rule and for
 kernels wider than the image, works on a whole batch, and keeps full precision on a GPU, where convolutions by default
@@ -8,43 +8,21 @@ do not.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-Level = TypeVar("Level")
-
-SMALL = 64
-"""Images of at most this many pixels a side take CIFAR-10-C's parameters, larger ones ImageNet-C's."""
-
-
-def level(x: Tensor, severity: int, small: Sequence[Level], large: Sequence[Level]) -> Level:
-    """The published parameters of a severity, 1 to 5, for images of this size."""
-    return (small if max(x.shape[-2:]) <= SMALL else large)[severity - 1]
-
-
-def uniform(shape: Sequence[int], low: float, high: float, like: Tensor, generator: torch.Generator) -> Tensor:
-    """Uniform numbers between low and high, in the type of `like`."""
-    return low + (high - low) * torch.rand(shape, generator=generator, dtype=like.dtype, device=like.device)
-
-
-def normal(shape: Sequence[int], like: Tensor, generator: torch.Generator) -> Tensor:
-    """Standard normal numbers, in the type of `like`."""
-    return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
-
 
 def fold(index: Tensor, size: int, border: str) -> Tensor:
-    """Bring indices outside 0 .. size - 1 inside, by SciPy's border rules `nearest`, `reflect` and `mirror`.
+    """Bring indices outside 0 .. size - 1 inside, by SciPy's border rules `nearest`, `reflect`, `mirror` and `wrap`.
 
-    >>> fold(torch.arange(-3, 7), 4, "reflect").tolist()
-    [2, 1, 0, 0, 1, 2, 3, 3, 2, 1]
-    >>> fold(torch.arange(-3, 7), 4, "mirror").tolist()
-    [3, 2, 1, 0, 1, 2, 3, 2, 1, 0]
+    >>> [fold(torch.arange(-3, 7), 4, border).tolist() for border in ("reflect", "mirror", "wrap")]
+    [[2, 1, 0, 0, 1, 2, 3, 3, 2, 1], [3, 2, 1, 0, 1, 2, 3, 2, 1, 0], [1, 2, 3, 0, 1, 2, 3, 0, 1, 2]]
     """
     if border == "nearest":
         return index.clamp(0, size - 1)
+    if border == "wrap":
+        return index % size
     period = 2 * size if border == "reflect" else 2 * size - 2
     index = index % period
     return torch.minimum(index, (2 * size - 1 if border == "reflect" else period) - index)

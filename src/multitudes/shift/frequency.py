@@ -1,4 +1,4 @@
-"""Noise of a chosen frequency, and how a network bears it.
+"""Noise of a chosen frequency, and the accuracy of a network under it.
 
 Park & Kim, "Blurs Behave Like Ensembles: Spatial Smoothings to Improve Accuracy, Uncertainty, and Robustness" (2022),
 section 2.2 and Fig. 6: `x_noise = x + F^-1(F(delta) * M_f)`, where delta is Gaussian noise, F the two-dimensional
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.checks import check_count, check_seed
+from multitudes.core.checks import check_count, check_number, check_seed
 from multitudes.core.multitude import evaluating
 from multitudes.core.predictive import Predictive
 from multitudes.shift.checks import (
@@ -24,10 +24,11 @@ from multitudes.shift.checks import (
     check_bounds,
     check_call,
     check_classes,
+    check_floats,
     check_labels,
-    check_positive,
     class_predictions,
 )
+from multitudes.shift.randomness import generator_of, normal
 
 __all__ = ["accuracy_by_frequency", "band_limited", "band_mask", "frequency_noise"]
 
@@ -57,7 +58,7 @@ def band_limited(images: Tensor, low: float, high: float) -> Tensor:
     >>> band_limited(stripes, 0.9, 1)[0]
     tensor([-1.,  1., -1.,  1.])
     """
-    _check_images("images", images)
+    check_floats("images", images)
     height, width = images.shape[-2:]
     mask = band_mask(height, width, low, high)
     if not mask.any():
@@ -86,7 +87,7 @@ def frequency_noise(
         images: floating-point images `[..., H, W]`; they are left as they are.
         frequency: f, the middle of the ring, from 0 to 1 in units of pi.
         size: the standard deviation of delta. That of the noise is smaller, since the mask stops most of it:
-            `size` times the square root of the share of the coefficients that pass, which grows with f.
+            `size` times the square root of the fraction of the coefficients that pass, which grows with f.
         width: w, from the inner edge of the ring to the outer.
         seed: makes the noise repeatable on every device, and leaves torch's random state alone. The same seed has the
             same delta at each frequency.
@@ -97,15 +98,12 @@ def frequency_noise(
     >>> (torch.fft.fft2(noise).abs() > 1e-3).sum(), band_mask(32, 32, 0.45, 0.55).sum()
     (tensor(64), tensor(64))
     """
-    _check_images("images", images)
+    check_floats("images", images)
     low, high = _ring(frequency, width)
-    check_positive("size", size)
-    check_seed(seed)
+    check_number("size", size, 0)
     check_bounds(bounds)
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
-    dtype = torch.promote_types(images.dtype, torch.float32)
-    # Drawn on the CPU, so that a seed means the same noise on every device.
-    delta = size * torch.randn(images.shape, generator=generator, dtype=dtype).to(images.device)
+    like = torch.empty(0, dtype=torch.promote_types(images.dtype, torch.float32))  # on the CPU: the same everywhere
+    delta = size * normal(images.shape, like, generator_of(seed)).to(images.device)
     noisy = (images + band_limited(delta, low, high)).to(images.dtype)
     return noisy if bounds is None else noisy.clamp(*bounds)
 
@@ -126,7 +124,7 @@ def accuracy_by_frequency(
     """The accuracy against noise of each frequency (Fig. 6c): `{frequency: accuracy}`.
 
     Args:
-        net: a multitude, whose predictive mean is judged, or a plain network `[B, ...] -> [B, C]`.
+        net: a multitude, of which the predictive mean counts, or a plain network `[B, ...] -> [B, C]`.
         x: images `[N, ..., H, W]`.
         y: their classes, `[N]`.
         frequencies: where to measure; by default all multiples of `width` up to 1 whose rings are not empty. Where
@@ -136,7 +134,7 @@ def accuracy_by_frequency(
         seed: makes noise and draws repeatable.
         batch_size: how many images are predicted at a time.
 
-    >>> blind = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1, 2))  # sees the mean alone
+    >>> blind = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1, 2))  # reads the mean alone
     >>> _ = nn.init.constant_(blind[2].bias, 0.0), blind[2].weight.data.copy_(torch.tensor([[-1.0], [1.0]]))
     >>> x = torch.linspace(-1, 1, 1000).view(-1, 1, 1, 1).expand(-1, 1, 4, 4)
     >>> accuracy = accuracy_by_frequency(blind, x, (x[:, 0, 0, 0] > 0).long(), width=0.5, size=9.0, seed=0)
@@ -144,17 +142,16 @@ def accuracy_by_frequency(
     (True, 1.0, 1.0)
     """
     check_call(net, x, None)
-    _check_images("x", x)
     check_labels("y", y, x)
     check_seed(seed)
-    check_positive("size", size)
+    check_number("size", size, 0)
     check_bounds(bounds)
     check_count("batch_size", batch_size)
     chosen = _multiples(width, *x.shape[-2:]) if frequencies is None else list(frequencies)
     if not chosen:
         raise ValueError("frequencies must hold at least one, got none")
     for frequency in chosen:
-        band_limited(torch.zeros(x.shape[-2:]), *_ring(frequency, width))  # says so where the ring is empty
+        band_limited(torch.zeros(x.shape[-2:]), *_ring(frequency, width))  # raises where the ring is empty
     accuracies = {}
     for frequency in chosen:
         noisy = frequency_noise(x, frequency, size, width, seed, bounds=bounds)
@@ -188,7 +185,7 @@ def check_band(frequencies: tuple[float, float], x: Tensor) -> None:
         raise ValueError(f"frequencies must be (low, high), from 0 to 1 in units of pi, got {frequencies!r}")
     if not isinstance(x, Tensor) or x.dim() < 3:
         raise ValueError(f"frequencies={frequencies} need images x [B, ..., H, W], got {getattr(x, 'shape', x)}")
-    band_limited(torch.zeros(x.shape[-2:]), *frequencies)  # says so where the band is empty
+    band_limited(torch.zeros(x.shape[-2:]), *frequencies)  # raises where the band is empty
 
 
 # -- details -------------------------------------------------------------------------------------------------
@@ -202,10 +199,8 @@ def _frequencies(height: int, width: int) -> Tensor:
 
 
 def _ring(frequency: float, width: float) -> tuple[float, float]:
-    if isinstance(frequency, bool) or not isinstance(frequency, (int, float)) or not 0 <= frequency <= 1:
-        raise ValueError(f"frequency must be from 0 to 1, in units of pi, got {frequency!r}")
-    if isinstance(width, bool) or not isinstance(width, (int, float)) or not 0 < width <= 1:
-        raise ValueError(f"width must be above 0 and at most 1, in units of pi, got {width!r}")
+    check_number("frequency", frequency, 0, 1)
+    check_number("width", width, 0, 1, above=True)
     return frequency - width / 2, frequency + width / 2
 
 
@@ -218,11 +213,3 @@ def _multiples(step: float, height: int, width: int) -> list[float]:
 
 def _spacing(pixels: int) -> str:
     return f"multiples of {2 / pixels:.3g}"
-
-
-def _check_images(name: str, images: Tensor) -> None:
-    if not isinstance(images, Tensor) or not images.is_floating_point():
-        kind = getattr(images, "dtype", type(images).__name__)
-        raise ValueError(f"{name} must be a floating-point tensor, got {kind}")
-    if images.dim() < 2 or not images.numel():
-        raise ValueError(f"{name} must be images [..., H, W], got shape {list(images.shape)}")

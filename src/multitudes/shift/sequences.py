@@ -2,9 +2,9 @@
 
 - `translated`: shift-translated sequences, on which consistency is measured (Zhang, *Making Convolutional Networks
   Shift-Invariant Again*, 2019; Park & Kim, *Blurs Behave Like Ensembles*, 2022, appendix E.1). Neighbouring frames show
-  the same thing, so a network that is sure of what it sees does not change its mind between them.
-- `video`: a stream for temporal smoothing (ibid., Table 2): a shape that wanders, turns and breathes before a textured
-  background, seen through a noisy sensor. Every frame has a label, and every pixel.
+  the same thing, so that a good network predicts the same class for them.
+- `video`: a stream for temporal smoothing (ibid., Table 2): a shape that moves, turns and changes its size before a
+  textured background, with sensor noise. Every frame has a label, and every pixel.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from multitudes.core.checks import check_count, check_number, check_seed
 from multitudes.shift.filters import fold, gaussian_filter
+from multitudes.shift.randomness import generator_of
 
 __all__ = ["DIRECTIONS", "SHAPES", "Video", "translated", "video"]
 
@@ -35,7 +36,8 @@ DIRECTIONS = {
 }
 """Where an image may move, as pixels down and pixels to the right."""
 
-PADDING = ("reflect", "zeros", "circular")
+PADDING = {"reflect": "mirror", "zeros": "nearest", "circular": "wrap"}
+"""What comes in at the border, and the border rule that it is."""
 
 
 def translated(
@@ -67,26 +69,20 @@ def translated(
     _check_translation(images, steps, step, direction, padding, seed)
     ways = torch.tensor([*DIRECTIONS.values()])
     if direction == "random":
-        chosen = torch.randint(len(ways), (len(images),), generator=_generator(seed))
+        chosen = torch.randint(len(ways), (len(images),), generator=generator_of(seed))
     else:
         chosen = torch.tensor([[*DIRECTIONS].index(direction)]).expand(len(images))
     moved = torch.arange(0, steps + 1)[:, None, None] * step * ways[chosen]  # [T, B, 2]
-    rows, columns = (
-        torch.arange(size) - moved[..., axis, None] for axis, size in enumerate(images.shape[2:])
-    )  # where the pixels of each frame come from, [T, B, H] and [T, B, W]
-    outside = _outside(rows, images.shape[2])[..., None] | _outside(columns, images.shape[3])[..., None, :]
-    rows, columns = _inside(rows, images.shape[2], padding), _inside(columns, images.shape[3], padding)
+    height, width = images.shape[2:]
+    # Where the pixels of each frame come from: [T, B, 1, H, 1] and [T, B, 1, 1, W].
+    row = (torch.arange(height) - moved[..., :1])[:, :, None, :, None]
+    column = (torch.arange(width) - moved[..., 1:])[:, :, None, None, :]
     image, channel = torch.arange(len(images))[:, None, None, None], torch.arange(images.shape[1])[:, None, None]
-    frames = images[image, channel, rows[:, :, None, :, None], columns[:, :, None, None, :]]
-    return frames.masked_fill(outside[:, :, None].to(images.device), 0) if padding == "zeros" else frames
-
-
-def _outside(index: Tensor, size: int) -> Tensor:
-    return (index < 0) | (index >= size)
-
-
-def _inside(index: Tensor, size: int, padding: str) -> Tensor:
-    return fold(index, size, "mirror") if padding == "reflect" else index % size
+    frames = images[image, channel, fold(row, height, PADDING[padding]), fold(column, width, PADDING[padding])]
+    if padding != "zeros":
+        return frames
+    outside = (row < 0) | (row >= height) | (column < 0) | (column >= width)
+    return frames.masked_fill(outside.to(images.device), 0)
 
 
 def _check_translation(images: Tensor, steps: int, step: int, direction: str, padding: str, seed: int | None) -> None:
@@ -102,52 +98,26 @@ def _check_translation(images: Tensor, steps: int, step: int, direction: str, pa
     check_seed(seed)
 
 
-def _generator(seed: int | None) -> torch.Generator:
-    """A generator of its own; without a seed, one is drawn from torch's random state."""
-    return torch.Generator().manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
-
-
 # A synthetic video --------------------------------------------------------------------------------------
 
 Shape = Callable[[Tensor, Tensor], Tensor]
 """`(u, v) -> ` how far a point lies outside, below 0 inside, for a shape within the unit circle."""
 
 
-def _disc(u: Tensor, v: Tensor) -> Tensor:
-    return torch.hypot(u, v) - 0.85
-
-
-def _square(u: Tensor, v: Tensor) -> Tensor:
-    return torch.maximum(u.abs(), v.abs()) - 0.7
-
-
-def _cross(u: Tensor, v: Tensor) -> Tensor:
-    u, v = u.abs(), v.abs()
-    return torch.minimum(torch.maximum(u - 0.95, v - 0.3), torch.maximum(u - 0.3, v - 0.95))
-
-
-def _ring(u: Tensor, v: Tensor) -> Tensor:
-    return (torch.hypot(u, v) - 0.7).abs() - 0.25
-
-
-def _triangle(u: Tensor, v: Tensor) -> Tensor:
-    return torch.maximum(v, math.sqrt(0.75) * u.abs() - 0.5 * v) - 0.48
-
-
-def _bars(u: Tensor, v: Tensor) -> Tensor:
-    return torch.maximum(u.abs() - 0.69, (v.abs() - 0.5).abs() - 0.22)
-
-
 _SHAPES: dict[str, Shape] = {
-    "disc": _disc,
-    "cross": _cross,
-    "square": _square,
-    "ring": _ring,
-    "triangle": _triangle,
-    "bars": _bars,
+    "disc": lambda u, v: torch.hypot(u, v) - 0.85,
+    "cross": lambda u, v: torch.minimum(_box(u, v, 0.95, 0.3), _box(u, v, 0.3, 0.95)),
+    "square": lambda u, v: _box(u, v, 0.7, 0.7),
+    "ring": lambda u, v: (torch.hypot(u, v) - 0.7).abs() - 0.25,
+    "triangle": lambda u, v: torch.maximum(v, math.sqrt(0.75) * u.abs() - 0.5 * v) - 0.48,
+    "bars": lambda u, v: _box(u, v.abs() - 0.5, 0.69, 0.22),
 }
 SHAPES = tuple(_SHAPES)
 """The classes of `video`, in their order."""
+
+
+def _box(u: Tensor, v: Tensor, width: float, height: float) -> Tensor:
+    return torch.maximum(u.abs() - width, v.abs() - height)
 
 
 class Video(NamedTuple):
@@ -183,8 +153,8 @@ def video(
     >>> frames.shape, labels.unique_consecutive().shape, masks.shape
     (torch.Size([50, 3, 16, 16]), torch.Size([2]), torch.Size([50, 16, 16]))
     """
-    height, width = _check_video(frames, size, classes, noise, hold, seed)
-    generator = _generator(seed)
+    height, width = _check_video(frames, size, classes, noise, hold)
+    generator = generator_of(seed)
     labels = _labels(frames, classes, hold, generator)
     outside = _distances(labels, height, width, generator)
     cover = (0.5 - outside).clamp(0, 1)[:, None]  # the edge of a shape covers part of a pixel
@@ -235,9 +205,7 @@ def _texture(height: int, width: int, generator: torch.Generator) -> Tensor:
     return 0.3 + 0.3 * (total / 2).tanh()
 
 
-def _check_video(
-    frames: int, size: int | tuple[int, int], classes: int, noise: float, hold: int, seed: int | None
-) -> tuple[int, int]:
+def _check_video(frames: int, size: int | tuple[int, int], classes: int, noise: float, hold: int) -> tuple[int, int]:
     check_count("frames", frames)
     sides = (size, size) if isinstance(size, int) else size
     if not isinstance(sides, tuple) or len(sides) != 2 or not all(type(n) is int and n >= 8 for n in sides):
@@ -246,5 +214,4 @@ def _check_video(
         raise ValueError(f"classes must be a whole number from 2 to {len(SHAPES)}, got {classes!r}")
     check_number("noise", noise, 0)
     check_count("hold", hold)
-    check_seed(seed)
     return sides

@@ -3,67 +3,25 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from multitudes.shift.filters import (
-    colour,
-    correlate,
-    fold,
-    gaussian_filter,
-    level,
-    luma,
-    motion,
-    normal,
-    uniform,
-    zoom,
-)
-
-SNOW = (  # mean and deviation of the flakes, their size, threshold, radius and sigma of their fall, what stays of x
-    (
-        (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
-        (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
-        (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9),
-        (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85),
-        (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
-    ),
-    (
-        (0.1, 0.3, 3, 0.5, 10, 4, 0.8),
-        (0.2, 0.3, 2, 0.5, 12, 4, 0.7),
-        (0.55, 0.3, 4, 0.9, 12, 8, 0.7),
-        (0.55, 0.3, 4.5, 0.85, 12, 8, 0.65),
-        (0.55, 0.3, 2.5, 0.85, 12, 12, 0.55),
-    ),
-)
-FROST = (  # what stays of the image, how much ice is added
-    ((1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45)),
-    ((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75)),
-)
-FOG = (  # thickness, how fast its detail fades
-    ((0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75)),
-    ((1.5, 2), (2, 2), (2.5, 1.7), (2.5, 1.5), (3, 1.4)),
-)
-BRIGHTNESS = (0.05, 0.1, 0.15, 0.2, 0.3), (0.1, 0.2, 0.3, 0.4, 0.5)  # added to the value
-SPATTER = (  # mean, deviation and blur of the liquid, threshold, strength (water) or blur (mud), whether it is mud
-    (
-        (0.62, 0.1, 0.7, 0.7, 0.5, False),
-        (0.65, 0.1, 0.8, 0.7, 0.5, False),
-        (0.65, 0.3, 1, 0.69, 0.5, False),
-        (0.65, 0.1, 0.7, 0.69, 0.6, True),
-        (0.65, 0.1, 0.5, 0.68, 0.6, True),
-    ),
-    (
-        (0.65, 0.3, 4, 0.69, 0.6, False),
-        (0.65, 0.3, 3, 0.68, 0.6, False),
-        (0.65, 0.3, 2, 0.68, 0.5, False),
-        (0.65, 0.3, 1, 0.65, 1.5, True),
-        (0.67, 0.4, 1, 0.65, 1.5, True),
-    ),
-)
+from multitudes.shift.filters import colour, correlate, gaussian_filter, luma, motion, zoom
+from multitudes.shift.randomness import normal, uniform
 
 
-def snow(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
+def snow(
+    x: Tensor,
+    generator: torch.Generator,
+    mean: float,
+    deviation: float,
+    size: float,
+    threshold: float,
+    radius: int,
+    sigma: float,
+    kept: float,
+) -> Tensor:
     """Whiten the image and add motion-blurred flakes, falling at an angle of each image's own, and once more turned."""
-    mean, deviation, size, threshold, radius, sigma, kept = level(x, severity, *SNOW)
     flakes = zoom(mean + deviation * normal((len(x), 1, *x.shape[2:]), x, generator), size)
     flakes = torch.where(flakes < threshold, 0, flakes).clamp(0, 1)
     flakes = motion(flakes, radius, sigma, uniform((len(x),), -135, -45, x, generator))
@@ -71,13 +29,12 @@ def snow(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
     return whitened + flakes + flakes.flip(-2, -1)
 
 
-def frost(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
+def frost(x: Tensor, generator: torch.Generator, kept: float, added: float) -> Tensor:
     """Dim the image and add ice: `a x + b ice`.
 
     The published benchmark adds crops of photographs, which cannot be shipped. Here the ice is generated, see `ice`;
     a and b are the published ones.
     """
-    kept, added = level(x, severity, *FROST)
     return kept * x + added * ice(x, generator) * colour(x, 0.85, 0.94, 1.0)
 
 
@@ -108,9 +65,8 @@ def _stretched(x: Tensor) -> Tensor:
     return x / torch.where(top > 0, top, 1)
 
 
-def fog(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
+def fog(x: Tensor, generator: torch.Generator, thickness: float, decay: float) -> Tensor:
     """`(x + c p) m / (m + c)`, p a plasma cloud in [0, 1] and m the image's maximum."""
-    thickness, decay = level(x, severity, *FOG)
     brightest = x.amax((1, 2, 3), keepdim=True)
     return (x + thickness * plasma(x, decay, generator)) * brightest / (brightest + thickness)
 
@@ -140,20 +96,28 @@ def plasma(x: Tensor, decay: float, generator: torch.Generator) -> Tensor:
     return _stretched(cloud[:, None])[..., : x.shape[2], : x.shape[3]]
 
 
-def brightness(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
+def brightness(x: Tensor, generator: torch.Generator, added: float) -> Tensor:
     """Add c to the value of hue, saturation and value, which scales a pixel's channels alike; black becomes grey."""
     value = x.amax(1, keepdim=True)
-    brighter = (value + level(x, severity, *BRIGHTNESS)).clamp(max=1)
+    brighter = (value + added).clamp(max=1)
     return torch.where(value > 0, x * (brighter / torch.where(value > 0, value, 1)), brighter)
 
 
-def spatter(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
+def spatter(
+    x: Tensor,
+    generator: torch.Generator,
+    mean: float,
+    deviation: float,
+    blur: float,
+    threshold: float,
+    strength: float,
+    mud: bool,
+) -> Tensor:
     """Drops of water (severities 1 to 3) or mud (4 and 5) on the lens.
 
     Water shines at the rims of its drops. The published code finds them by OpenCV's edge detector and an approximate
     distance; here a rim is the outline of a drop and distances are exact, the rest is the same.
     """
-    mean, deviation, blur, threshold, strength, mud = level(x, severity, *SPATTER)
     liquid = gaussian_filter(mean + deviation * normal((len(x), 1, *x.shape[2:]), x, generator), blur)
     wet = liquid >= threshold
     if mud:
@@ -175,26 +139,18 @@ def _relief(wet: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _rims(wet: Tensor) -> Tensor:
     """The pixels of the drops `[B, 1, H, W]` that have a dry neighbour above, below, left or right."""
-    dry = torch.zeros_like(wet)
-    for dim in (-2, -1):
-        size = wet.shape[dim]
-        for offset in (-1, 1):
-            neighbour = fold(torch.arange(size, device=wet.device) + offset, size, "nearest")
-            dry |= ~wet.index_select(dim, neighbour)
-    return wet & dry
+    dry = (~wet).float()  # pooling pads by -inf, so that a drop does not end at the border
+    beside = torch.maximum(F.max_pool2d(dry, (3, 1), 1, (1, 0)), F.max_pool2d(dry, (1, 3), 1, (0, 1)))
+    return wet & beside.bool()
 
 
 def _distance(rims: Tensor, limit: int, dtype: torch.dtype) -> Tensor:
     """The Euclidean distance of each pixel to the nearest rim, at most `limit`: along the rows, then the columns."""
     squared = torch.where(rims, 0, float(limit**2)).to(dtype)
-    for dim in (-1, -2):
-        size, nearest = squared.shape[dim], squared
-        for offset in range(-min(limit, size - 1), min(limit, size - 1) + 1):
-            neighbour = torch.arange(size, device=rims.device) + offset
-            # Past the border the border's own pixel would seem further away than it is, never nearer.
-            shifted = squared.index_select(dim, fold(neighbour, size, "nearest")) + offset**2
-            nearest = torch.minimum(nearest, shifted)
-        squared = nearest
+    for dim, margin in ((-1, (limit, limit)), (-2, (0, 0, limit, limit))):
+        padded, size = F.pad(squared, margin, value=limit**2), squared.shape[dim]
+        for offset in range(-limit, limit + 1):
+            squared = torch.minimum(squared, padded.narrow(dim, limit + offset, size) + offset**2)
     return squared.sqrt()
 
 

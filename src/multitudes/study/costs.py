@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from multitudes.training.fit import Progress, fit
 __all__ = [
     "Inference",
     "Step",
+    "commit",
     "inference_cost",
     "machine",
     "multiply_adds",
@@ -205,3 +207,23 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[package] = "not installed"
     return found
+
+
+def commit() -> str | None:
+    """The commit of the code that runs, with a + where code was changed since; None outside of a checkout.
+
+    `MULTITUDES_COMMIT` overrides it, for machines that the code was copied to.
+    """
+    if given := os.environ.get("MULTITUDES_COMMIT"):
+        return given
+    folder, name = os.path.split(__file__)
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout
+
+    try:
+        git("ls-files", "--error-unmatch", name)  # not a repository in which the library is only installed
+        changed = git("status", "--porcelain", ":/src", ":/recipes")
+        return git("rev-parse", "--short=10", "HEAD").strip() + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

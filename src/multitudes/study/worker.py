@@ -74,7 +74,7 @@ def run(directory: str | Path, device: str | None = None, accelerator: Any = Non
 
 
 def _run(job: _Job, log: _Log) -> None:
-    start = time.time()
+    start, commit = time.time(), costs.commit()  # now: the files may change while this runs
     log("start", message=f"{job.method.name} on {job.data.name}, seed {job.seed}, {job.device}")
     with seeded(job.seed):
         network = build_network(job.config["model"], job.data.shape, job.outputs, job.directory)
@@ -96,6 +96,7 @@ def _run(job: _Job, log: _Log) -> None:
         "history": [asdict(epoch) for epoch in history],
         "machine": costs.machine(job.device),
         "versions": costs.versions(),
+        "commit": commit,
         "seconds": time.time() - start,
     }
     write_atomically(job.directory / "metrics.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
