@@ -1,7 +1,6 @@
-"""The architectures of the papers, one family a page.
+"""The architectures of the papers, one family per page; `blocks.py` has what several families share.
 
-Imports the checks of `core` alone. What several families share is in `blocks.py`. A new network is a function in its
-family's page, named here: the command line and studies find it by that name.
+Imports `core` alone. A new architecture is a file here, or a function in its family's file, and a line below.
 """
 
 from multitudes.models.cnn import CNN, medium_cnn, small_cnn

@@ -1,7 +1,7 @@
-"""Shifted data: corruptions of images, attacks, noise of one frequency, sequences.
+"""Shifted data: corruptions of images, attacks, noise of one frequency, sequences of moving images.
 
-Imports `core` alone. A new corruption is a function in `noise`, `blur`, `weather` or `digital`, and its row in
-`corruptions.py`; a new attack is a function in `attacks.py` with its step.
+Imports `core`. A corruption is one row in `corruptions.py`: its function, and its parameters at the five severities for
+small and for large images.
 """
 
 from multitudes.shift.attacks import Attack, fgsm, iterative_fast_sign, pgd
