@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import re
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -91,3 +92,15 @@ def test_no_function_or_class_hides_a_module() -> None:
 def test_public_names_are_few() -> None:
     assert len(multitudes.__all__) <= 45
     assert all(hasattr(multitudes, name) for name in multitudes.__all__)
+
+
+def test_files_that_the_map_names_exist_and_the_way_of_an_image_names_each_once() -> None:
+    page = (PACKAGE.parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    places = [PACKAGE.parents[1], PACKAGE, PACKAGE / "core"]
+    named = re.findall(r"`([a-z_]+(?:/[a-z_]+)+\.(?:py|html|md))`", page)
+    assert len(named) > 40
+    assert not [name for name in named if not any((place / name).is_file() for place in places)]
+    walk = re.findall(
+        r"`([a-z_]+(?:/[a-z_]+)+\.(?:py|html))`", page.partition("### The way of one image")[2].partition("## ")[0]
+    )
+    assert len(walk) == len(set(walk))

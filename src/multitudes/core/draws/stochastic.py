@@ -70,7 +70,7 @@ class Stochastic(nn.Module):
 class Draw:
     """Which draw is being made, and where its random numbers come from.
 
-    `draw_index` is the draw's number, under vmap a batch of them. Where `rows` draws lie side by side in one batch, it
+    `index` is the draw's number, under vmap a batch of them. Where `rows` draws lie side by side in one batch, it
     holds as many numbers.
     """
 
