@@ -1,4 +1,4 @@
-"""Adaptive draws: as many for each input as its answer needs."""
+"""Adaptive draws: as many for each input as its prediction needs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_adaptive_draws_stop_where_the_standard_error_is_small_enough() -> None:
         assert (p.probs[i] - drawn[:, i].mean(0)).abs().max() < 0.2
 
 
-def test_repeated_draws_change_nothing_that_is_said() -> None:
+def test_repeated_draws_change_no_quantity() -> None:
     net, x = uneven()
     p = net.predict(x, draws="auto", tolerance=0.03, max_draws=400, seed=5)
     assert p.draws is not None

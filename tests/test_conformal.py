@@ -22,7 +22,7 @@ def classifier(inputs=1500, classes=8, members=2, sharpness=2.0, seed=0):
 
 
 def regressor(inputs=1500, task="gaussian", seed=0):
-    """Means that err by skewed, heavy-tailed noise, with variances that know its scale but not its size."""
+    """Means that err by skewed, heavy-tailed noise, with variances of its scale but not of its size."""
     generator = torch.Generator().manual_seed(seed)
     mean, log_scale = torch.randn(2, inputs, 1, generator=generator)
     error = torch.distributions.Exponential(1.0).icdf(torch.rand(inputs, 1, generator=generator)).square() - 1

@@ -32,7 +32,7 @@ class Fake(nn.Module):
 
 
 class Unbatched(IterableDataset):
-    """A stream of batches whose length nobody knows."""
+    """A stream of batches of unknown number."""
 
     def __init__(self, batches):
         self.batches = batches

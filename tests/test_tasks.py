@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -62,8 +63,10 @@ def test_the_loss_of_classes_is_that_of_the_mean_of_their_probabilities() -> Non
     torch.testing.assert_close(net.loss(X, soft), want)
 
 
-def test_a_regression_with_several_draws_learns() -> None:
-    net = dropped(p=0.05)
+@pytest.mark.parametrize("build", [lambda: dropped(p=0.05), lambda: mt.deep_ensemble(nn.Linear(3, 1), 2)])
+def test_a_regression_learns_with_several_draws_or_members(build: Callable[[], mt.Multitude]) -> None:
+    torch.manual_seed(0)
+    net = build()
     history = mt.fit(net, [(X, VALUES)], 200, task="regression", optimizer="adam", lr=0.02, seed=0)
     assert history[-1].loss < 0.1 * history[0].loss
     assert net.task == "regression" and net.predict(X).task == "regression"
@@ -105,7 +108,7 @@ def test_a_criterion_for_another_task_is_an_error(kind: str, criterion: Criterio
 
 
 @pytest.mark.parametrize("criterion", [F.cross_entropy, nn.CrossEntropyLoss(), mt.gaussian_nll])
-def test_nor_are_values_trained_by_a_criterion_of_classes_or_variances(criterion: Criterion) -> None:
+def test_a_criterion_of_classes_or_variances_is_an_error_for_regression(criterion: Criterion) -> None:
     net = dropped(2)
     net.task = "regression"
     with pytest.raises(ValueError, match="and the task is 'regression'"):
@@ -134,6 +137,8 @@ def test_values_are_not_taken_for_classes_nor_for_their_probabilities() -> None:
     for y in (torch.randn(32, 2), torch.rand(32, 2) + 1, torch.randn(32), torch.rand(32, 1)):
         with pytest.raises(ValueError, match=r"pass task='regression' or task='gaussian'"):
             net.loss(X, y)
+    with pytest.raises(ValueError, match="pass task="):  # the cross-entropy of one class is 0 for any prediction
+        mt.deep_ensemble(nn.Linear(3, 1), 2).loss(X, VALUES)
     with pytest.raises(ValueError, match="y must have the predictions' shape"):
         net.loss(X, torch.randn(32), task="regression")
     for task in ("counting", 3):
@@ -143,7 +148,7 @@ def test_values_are_not_taken_for_classes_nor_for_their_probabilities() -> None:
             net.task = task
 
 
-def test_fit_is_told_when_a_task_contradicts_the_networks_own() -> None:
+def test_a_task_that_contradicts_the_networks_own_is_an_error_of_fit() -> None:
     net = dropped(2)
     net.task = "gaussian"
     with pytest.raises(ValueError, match=r"task must be 'gaussian', the network's own, got 'regression'"):
