@@ -46,7 +46,7 @@ def test_batch_norm_is_torchs_own_in_training_and_before_anything_is_batched() -
 @pytest.mark.parametrize("shape", [(4, 3, 6, 6), (3, 6, 7)])
 def test_average_pooling(size: object, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
-    pool = nn.AdaptiveAvgPool2d(size)  # type: ignore[arg-type]
+    pool = nn.AdaptiveAvgPool2d(size)
     with vmap_friendly(lambda: True):
         got = pool(x)
     torch.testing.assert_close(got, pool(x))
@@ -56,7 +56,7 @@ def test_average_pooling(size: object, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
 def test_a_convolution_under_autocast(kind: type[nn.Module], bias: bool) -> None:
     torch.manual_seed(0)
-    layer, x = kind(3, 4, 3, stride=2, padding=1, bias=bias), torch.randn(6, 2, 3, 8, 8)  # type: ignore[arg-type]
+    layer, x = kind(3, 4, 3, stride=2, padding=1, bias=bias), torch.randn(6, 2, 3, 8, 8)
     want = torch.stack([layer(each) for each in x])
     with torch.autocast("cpu", torch.bfloat16), vmap_friendly(lambda: True):
         for got in (torch.vmap(layer)(x), torch.vmap(layer)(x.bfloat16()), torch.stack([layer(each) for each in x])):
@@ -76,7 +76,7 @@ def test_a_convolution_with_settings_by_name() -> None:
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_the_draws_of_a_unet_run_at_once_under_autocast(memory_format: torch.memory_format) -> None:
     torch.manual_seed(0)
-    net = mt.mc_dropout(mt.models.unet(3, width=4)).eval().to(memory_format=memory_format)  # type: ignore[call-overload]
+    net = mt.mc_dropout(mt.models.unet(3, width=4)).eval().to(memory_format=memory_format)
     x = torch.randn(1, 3, 16, 24)
     with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
         warnings.simplefilter("error")  # of another way than vmap

@@ -109,7 +109,7 @@ def test_bad_inputs_raise_one_sentence(method: str, network: str) -> None:
     net, (x, y) = build(method, network).eval(), NETWORKS[network].batch(4)
     for wrong in (x[0], x[:, :-1], x.flatten(1)[:, :4], x.unsqueeze(0).unsqueeze(0), [1, 2], None):
         with pytest.raises(ValueError, match=r"^x (of shape|must be)"):
-            net.predict(wrong)  # type: ignore[arg-type]
+            net.predict(wrong)
     nan = x.clone()
     nan[1].view(-1)[0] = torch.nan
     with pytest.raises(ValueError, match="NaN"):
@@ -319,7 +319,7 @@ def test_bad_arguments_are_named(method: str, network: str) -> None:
     net = build(method, network, model)
     for index in (3, -1, "0"):
         with pytest.raises(ValueError, match="index"):
-            net.member(index)  # type: ignore[arg-type]
+            net.member(index)
 
 
 def test_shared_layers_know_their_member_only_while_it_runs() -> None:

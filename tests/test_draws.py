@@ -131,8 +131,8 @@ def test_a_network_without_noise_draws_itself() -> None:
 def test_a_wrong_count_of_draws_is_an_error(draws: object) -> None:
     net, x = small(Jitter()), torch.randn(5, 4)
     with pytest.raises(ValueError, match="draws must be a whole number"):
-        net.predict(x, draws=draws)  # type: ignore[arg-type]
-    net.draws = draws  # type: ignore[assignment]
+        net.predict(x, draws=draws)
+    net.draws = draws
     with pytest.raises(ValueError, match="draws must be a whole number"):
         net(x)
 
@@ -143,7 +143,7 @@ def test_draws_of_a_network_that_does_not_draw_are_an_error() -> None:
     assert net(x, draws=0).shape == net(x, draws=1).shape == (2, 5, 3)
     for draws in (5, "auto"):
         with pytest.raises(ValueError, match="no layer that draws"):
-            net.predict(x, draws=draws)  # type: ignore[arg-type]
+            net.predict(x, draws=draws)
 
 
 # -- seeds -------------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def test_sizes_are_read() -> None:
     with pytest.raises(ValueError, match="^memory must be a size"):
         small(Jitter()).predict(torch.randn(2, 4), memory="much")
     with pytest.raises(ValueError, match="^seed must be a whole number"):
-        small(Jitter()).predict(torch.randn(2, 4), seed="a")  # type: ignore[arg-type]
+        small(Jitter()).predict(torch.randn(2, 4), seed="a")
     assert 1e6 < free_bytes(torch.device("cpu")) < 1e14
 
 
@@ -317,7 +317,7 @@ def test_the_divergence_is_shared_among_the_examples() -> None:
     torch.testing.assert_close(net.loss(x, y, dataset_size=50), plain + total / 50)
     for wrong in (0, -3, 1.5, True):
         with pytest.raises(ValueError, match="dataset_size"):
-            net.loss(x, y, dataset_size=wrong)  # type: ignore[arg-type]
+            net.loss(x, y, dataset_size=wrong)
     ensemble = mt.deep_ensemble(net, 3, init="pretrained", perturb=0.1)
     own = sum(squared_weights(ensemble.member(i)) for i in range(3))
     torch.testing.assert_close(ensemble.kl(), own)

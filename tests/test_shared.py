@@ -129,17 +129,14 @@ def test_masks_have_equal_size_and_cover_every_channel(channels: int, members: i
 
 def test_masks_keep_the_share_of_channels_and_the_overlap_of_the_paper() -> None:
     channels, members = 4096, 4
-    for scale in (1.5, 2.0, 3.0):
+    for scale in (1.0, 1.5, 2.0, 3.0):
         drawn = masks(channels, members, scale, torch.Generator().manual_seed(0))
+        assert scale > 1 or bool(drawn.all())
         share = 1 / (scale * (1 - (1 - 1 / scale) ** members))
         torch.testing.assert_close(drawn.mean().item(), share, rtol=0.01, atol=0)
         # Two masks of K ones over K * scale positions share K / scale of them.
         overlaps = [(drawn[i] * drawn[j]).sum() / drawn[i].sum() for i in range(members) for j in range(i)]
         torch.testing.assert_close(torch.stack(overlaps).mean().item(), 1 / scale, rtol=0.05, atol=0)
-
-
-def test_scale_one_gives_every_member_every_channel() -> None:
-    assert bool(masks(64, 4, 1.0).all())
 
 
 @pytest.mark.parametrize(("channels", "scale"), [(1, 6.0), (7, 5.9), (2048, 1.01), (2048, 6.0), (8192, 3.3)])
@@ -203,7 +200,7 @@ def test_mimo_shuffles_inputs_apart_and_targets_with_them(repetition: float, bat
         seen.append((prediction, target))
         return prediction.mean()
 
-    net._answers = lambda inputs: torch.stack(inputs)  # type: ignore[method-assign]
+    net._answers = lambda inputs: torch.stack(inputs)
     net.loss(x, x.clone(), criterion)
     assert len(seen) == 3
     for prediction, target in seen:  # every member learns the target of its own input
