@@ -40,6 +40,15 @@ class Scalar(nn.Module):
         return self
 
 
+def recorded(net: Scalar, *values: float, **options: object) -> Recorder:
+    """A recorder of the network at these values, one after the other."""
+    recorder = Recorder(net, **options)
+    for value in values:
+        net.at(value)
+        recorder.record()
+    return recorder
+
+
 def normed(dropout: float = 0.0) -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 4), nn.BatchNorm1d(4)
@@ -70,13 +79,9 @@ def test_the_recorded_moments_of_1_2_3_are_those_by_hand() -> None:
 def test_the_last_k_checkpoints_are_kept_as_they_were(tmp_path: Path) -> None:
     for directory in (None, tmp_path):
         net = Scalar()
-        recorder = Recorder(net, keep=3, directory=directory)
-        for value in range(5):
-            net.at(value)
-            recorder.record()
-            assert len(recorder) == min(value + 1, 3)
+        recorder = recorded(net, 0, 1, 2, 3, 4, keep=3, directory=directory)
         net.at(100.0)
-        assert recorder.count == 5
+        assert (recorder.count, len(recorder)) == (5, 3)
         assert [state["weight"].item() for state in recorder] == [2.0, 3.0, 4.0]
         assert [state["count"].item() for state in recorder] == [3, 4, 5]
         assert recorder[-1]["running_mean"].item() == 40.0
@@ -128,18 +133,12 @@ def test_every_nth_step_is_recorded() -> None:
 
 def test_a_recording_on_disk_is_continued_only_when_asked(tmp_path: Path) -> None:
     net = Scalar()
-    first = Recorder(net, keep=2, directory=tmp_path / "new" / "run")
-    for value in (1.0, 2.0, 3.0):
-        net.at(value)
-        first.record()
+    recorded(net, 1, 2, 3, keep=2, directory=tmp_path / "new" / "run")
     with pytest.raises(ValueError, match="holds a recording already: pass resume=True"):
         Recorder(net, keep=2, directory=tmp_path / "new" / "run")
-    again = Recorder(net, keep=2, directory=tmp_path / "new" / "run", resume=True)
-    assert [state["weight"].item() for state in again] == [2.0, 3.0]
-    net.at(4.0)
-    again.record()
-    assert again.mean["weight"].item() == 2.5
-    assert again.count == 4
+    again = recorded(net, 4, keep=2, directory=tmp_path / "new" / "run", resume=True)
+    assert [state["weight"].item() for state in again] == [3.0, 4.0]
+    assert (again.count, again.mean["weight"].item()) == (4, 2.5)
     with pytest.raises(ValueError, match="does not fit the model"):
         Recorder(nn.Linear(1, 1), directory=tmp_path / "new" / "run", resume=True)
     assert Recorder(net, directory=tmp_path / "other", resume=True).count == 0
@@ -153,10 +152,7 @@ def test_a_recording_that_was_cut_short_counts_every_checkpoint_once(
         raise KeyboardInterrupt
 
     net = Scalar()
-    recorder = Recorder(net, keep=2, directory=tmp_path)
-    for value in (1.0, 2.0):
-        net.at(value)
-        recorder.record()
+    recorder = recorded(net, 1, 2, keep=2, directory=tmp_path)
     if when == "before the moments":
         monkeypatch.setattr("multitudes.training.recorder._Disk.write_moments", killed)
     else:
