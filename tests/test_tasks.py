@@ -31,36 +31,39 @@ def drawn(net: mt.Multitude) -> Tensor:
     return draws
 
 
-def test_the_loss_of_a_regression_is_that_of_the_mean_of_its_draws() -> None:
-    net = dropped()
-    want = F.mse_loss(drawn(net).mean(0), VALUES)
-    torch.testing.assert_close(net.loss(X, VALUES, task="regression"), want)
-    net.task = "regression"
-    drawn(net)
-    torch.testing.assert_close(net.loss(X, VALUES), want)
-    drawn(net)
-    torch.testing.assert_close(net.loss(X, VALUES, criterion=F.mse_loss), want)
-
-
-def test_the_loss_of_a_gaussian_is_that_of_the_mixture_of_its_draws() -> None:
-    net = dropped(2)
-    net.task = "gaussian"
-    means, variances = drawn(net)[..., :1], F.softplus(drawn(net)[..., 1:]) + 1e-6
+def of_the_mixture(draws: Tensor) -> Tensor:
+    """The negative log-likelihood of the Gaussian with the mean and variance of the mixture of the draws."""
+    means, variances = draws[..., :1], F.softplus(draws[..., 1:]) + 1e-6
     mean = means.mean(0)
     variance = (variances + means.square()).mean(0) - mean.square()
-    want = -torch.distributions.Normal(mean, variance.sqrt()).log_prob(VALUES).mean()
-    drawn(net)
-    torch.testing.assert_close(net.loss(X, VALUES), want, rtol=1e-4, atol=1e-5)
+    return -torch.distributions.Normal(mean, variance.sqrt()).log_prob(VALUES).mean()
 
 
-def test_the_loss_of_classes_is_that_of_the_mean_of_their_probabilities() -> None:
-    net, y = dropped(4), torch.arange(32) % 4
-    want = F.nll_loss(drawn(net).softmax(-1).mean(0).log(), y)
-    torch.testing.assert_close(net.loss(X, y), want)
-    soft = F.one_hot(y, 4) * 0.9 + 0.025
-    drawn(net)
-    want = F.cross_entropy(drawn(net).softmax(-1).mean(0).log(), soft)
-    torch.testing.assert_close(net.loss(X, soft), want)
+LABELS = torch.arange(32) % 4
+SOFT = F.one_hot(LABELS, 4) * 0.9 + 0.025
+
+
+@pytest.mark.parametrize(
+    ("outputs", "task", "y", "criterion", "reference"),
+    [
+        (1, "regression", VALUES, F.mse_loss, lambda draws: F.mse_loss(draws.mean(0), VALUES)),
+        (2, "gaussian", VALUES, mt.gaussian_nll, of_the_mixture),
+        (4, "classification", LABELS, F.cross_entropy, lambda d: F.nll_loss(d.softmax(-1).mean(0).log(), LABELS)),
+        (4, "classification", SOFT, F.cross_entropy, lambda d: F.cross_entropy(d.softmax(-1).mean(0).log(), SOFT)),
+    ],
+)
+def test_the_loss_is_that_of_the_averaged_draws(
+    outputs: int, task: str, y: Tensor, criterion: Criterion, reference: Callable[[Tensor], Tensor]
+) -> None:
+    net = dropped(outputs)
+    want = reference(drawn(net))
+    # The variance of a mixture as a difference of squares loses digits.
+    near = {"rtol": 1e-4, "atol": 1e-5} if task == "gaussian" else {}
+    torch.testing.assert_close(net.loss(X, y, task=task), want, **near)
+    net.task = task
+    for options in ({}, {"criterion": criterion}):
+        drawn(net)
+        torch.testing.assert_close(net.loss(X, y, **options), want, **near)
 
 
 @pytest.mark.parametrize("build", [lambda: dropped(p=0.05), lambda: mt.deep_ensemble(nn.Linear(3, 1), 2)])
