@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -87,12 +89,19 @@ class Network:
 
     def model(self, seed: int = 0) -> nn.Module:
         """A network that has seen some data, so that its statistics are not those of a new one."""
+        model, state = self._made(seed)
+        torch.set_rng_state(state)
+        return copy.deepcopy(model)
+
+    @cache  # noqa: B019 - a few networks, as long as the tests run
+    def _made(self, seed: int) -> tuple[nn.Module, Tensor]:
+        """The network of a seed, and the random state after making it."""
         torch.manual_seed(seed)
         model = self.build().train()
         with torch.no_grad():
             for _ in range(3):
                 model(torch.randn(8, *self.shape) * 2 + 0.5)
-        return model.eval()
+        return model.eval(), torch.get_rng_state()
 
     def batch(self, size: int = 7, seed: int = 1) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -127,13 +136,13 @@ CASES = [
     if (method, network) != ("packed", "transformer")
 ]
 
-COMPILED = ("mlp", "cnn", "transformer")
-"""Networks of which the compiled ones are compared in the quick suite; compiling takes seconds."""
+QUICK = ("mlp", "cnn", "transformer")
+"""The networks on which the quick suite trains every method until its loss falls."""
 
 
-def by_compiling(cases: list[Any]) -> list[Any]:
-    """The cases, those of other networks than `COMPILED` marked as slow."""
-    return [c if c.values[1] in COMPILED else pytest.param(*c.values, id=c.id, marks=pytest.mark.slow) for c in cases]
+def slow_but_for(networks: tuple[str, ...], cases: list[Any]) -> list[Any]:
+    """The cases, those of other networks marked as slow."""
+    return [c if c.values[1] in networks else pytest.param(*c.values, id=c.id, marks=pytest.mark.slow) for c in cases]
 
 
 def build(method: str, model: nn.Module, network: str, members: int = 3, **options: object) -> mt.Multitude:

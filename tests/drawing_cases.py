@@ -9,10 +9,18 @@ import torch
 from torch import Tensor, nn
 
 import multitudes as mt
+from multitudes.core.draws.stochastic import Stochastic
 from tests.cases import NETWORKS
 
 Convert = Callable[[nn.Module, Tensor, int], mt.Multitude]
 """`(model, example, seed) -> multitude`."""
+
+
+class Jitter(Stochastic):
+    """Adds normal noise to each row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.expects else x + self.normal(x.shape, like=x)
 
 
 def before_all_but_the_first(model: nn.Module, x: Tensor, seed: int) -> mt.Multitude:
@@ -32,12 +40,12 @@ def outside_attention(name: str, layer: nn.Module) -> bool:
 
 
 def before_an_activation(name: str, layer: nn.Module) -> bool:
-    """One layer with an activation after it: what a zero-centred layer knows is in the spread of its outputs."""
+    """One layer with an activation after it: a zero-centred layer's information is in the spread of its outputs."""
     return name in ("body.3.0", "fc1", "4", "encoder.linear1", "layer4.0.conv2") or (name == "3" and layer.groups == 1)
 
 
 def trajectory(model: nn.Module) -> list[dict[str, Tensor]]:
-    """Five networks close to the model, as if it had been training."""
+    """Five networks close to the model, like checkpoints of its training."""
     generator = torch.Generator().manual_seed(3)
     return [
         {

@@ -27,7 +27,11 @@ def randn(*shape, dtype=torch.float32, scale=3.0, seed=0):
 
 
 def close(actual, expected, atol=1e-6, rtol=1e-5):
-    """Equal in shape and, to rounding, in value; the dtypes may differ."""
+    """Equal in shape and, to rounding, in value; the dtypes may differ.
+
+    For two computations of the same numbers: in other batches or chunks, by another runner or library, their last bits
+    may differ, and on another CPU differently. `torch.equal` is for the same operations on the same memory layout.
+    """
     expected = torch.as_tensor(expected)
     torch.testing.assert_close(actual, expected.to(actual.dtype), atol=atol, rtol=rtol)
 

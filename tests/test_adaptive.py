@@ -1,4 +1,4 @@
-"""Adaptive draws: as many for each input as its answer needs."""
+"""Adaptive draws: as many for each input as its prediction needs."""
 
 from __future__ import annotations
 
@@ -28,56 +28,50 @@ def uneven() -> tuple[mt.Multitude, Tensor]:
     return mt.mc_dropout(model).eval(), torch.randn(40, 6) * torch.logspace(-2, 1, 40)[:, None]
 
 
-def test_adaptive_draws_stop_where_the_standard_error_is_small_enough() -> None:
+@pytest.fixture(scope="module")
+def drawn() -> tuple[mt.Multitude, Tensor, mt.Predictive]:
     net, x = uneven()
-    p = net.predict(x, draws="auto", tolerance=0.03, max_draws=400, seed=5)
-    assert p.draws is not None
+    return net, x, net.predict(x, draws="auto", tolerance=0.03, max_draws=400, seed=5)
+
+
+def test_adaptive_draws_stop_where_the_standard_error_is_small_enough(drawn) -> None:
+    net, x, p = drawn
     assert p.draws.shape == (40,)
     assert p.draws.min() < 20
     assert p.draws.max() > 100
-    drawn = net.predict(x, draws=800, seed=5).member_probs
+    many = net.predict(x, draws=800, seed=5).member_probs
     for i in range(40):
         took = int(p.draws[i])
-        error = drawn[:took, i].std(0).max() / math.sqrt(took)
+        error = many[:took, i].std(0).max() / math.sqrt(took)
         assert error < 0.05 or took == schedule(400)[-1]  # its own draws, where batches are cut, are others
-        assert (p.probs[i] - drawn[:, i].mean(0)).abs().max() < 0.2
+        assert (p.probs[i] - many[:, i].mean(0)).abs().max() < 0.2
 
 
-def test_repeated_draws_change_nothing_that_is_said() -> None:
-    net, x = uneven()
-    p = net.predict(x, draws="auto", tolerance=0.03, max_draws=400, seed=5)
-    assert p.draws is not None
+def test_repeated_draws_change_no_quantity(drawn) -> None:
+    net, x, p = drawn
     first = p.draws == schedule(400)[0]  # these saw the whole batch, so their draws are those of a fixed count
     want = net.predict(x, draws=schedule(400)[0], seed=5)[first]
-    got = p[first]
     for quantity in ("probs", "entropy", "mutual_information", "variance"):
-        torch.testing.assert_close(getattr(got, quantity), getattr(want, quantity), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(getattr(p[first], quantity), getattr(want, quantity), rtol=1e-4, atol=1e-6)
 
 
-def test_adaptive_draws_are_repeatable_and_batched() -> None:
-    net, x = uneven()
-    p, q = (net.predict(x, draws="auto", tolerance=0.03, seed=5) for _ in range(2))
-    assert torch.equal(p.probs, q.probs)
-    both = mt.Predictive.concat([p, q])
-    assert both.draws is not None
-    assert both.draws.shape == (80,)
-    assert p[3:7].draws is not None
-    assert torch.equal(p[3:7].draws, p.draws[3:7])  # type: ignore[index]
-    whole = mt.predict(net, x, batch_size=16, draws="auto", tolerance=0.03)
-    assert whole.draws is not None
-    assert whole.draws.shape == (40,)
+def test_adaptive_draws_are_repeatable_and_batched(drawn) -> None:
+    net, x, p = drawn
+    again = net.predict(x, draws="auto", tolerance=0.03, max_draws=400, seed=5)
+    assert torch.equal(p.probs, again.probs)
+    assert mt.Predictive.concat([p, again]).draws.shape == (80,)
+    assert torch.equal(p[3:7].draws, p.draws[3:7])
+    assert mt.predict(net, x, batch_size=16, draws="auto", tolerance=0.03).draws.shape == (40,)
 
 
 def test_the_members_spread_is_no_noise_of_the_draws() -> None:
     net, x = uneven()
-    one = mt.deep_ensemble(net, 4).eval()
-    still = one.predict(x * 1e-4, draws="auto", tolerance=0.01, seed=1)
-    assert still.draws is not None
+    still = mt.deep_ensemble(net, 4).eval().predict(x * 1e-4, draws="auto", tolerance=0.01, seed=1)
     assert (still.draws == schedule(200)[0]).all()
 
 
-def test_adaptive_arguments_are_checked() -> None:
+@pytest.mark.parametrize("options", [{"tolerance": 0}, {"tolerance": "small"}, {"max_draws": 1}, {"max_draws": 2.5}])
+def test_adaptive_arguments_are_checked(options: dict[str, object]) -> None:
     net, x = uneven()
-    for options in ({"tolerance": 0}, {"tolerance": "small"}, {"max_draws": 1}, {"max_draws": 2.5}):
-        with pytest.raises(ValueError, match=next(iter(options))):
-            net.predict(x, draws="auto", **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=next(iter(options))):
+        net.predict(x, draws="auto", **options)

@@ -1,4 +1,4 @@
-"""Functions put in vmap's terms give what torch's own give."""
+"""The functions that replace torch's own under vmap give the same results."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import multitudes as mt
 from multitudes.core.draws.vmap import vmap_friendly
+from tests.drawing_cases import Jitter
 
 
 @pytest.mark.parametrize("affine", [True, False])
@@ -28,24 +29,24 @@ def test_batch_norm_in_evaluation(shape: tuple[int, ...], affine: bool, dtype: t
     torch.testing.assert_close(got, want.to(dtype))
 
 
-def test_batch_norm_in_training_is_torchs_own() -> None:
+def test_batch_norm_is_torchs_own_in_training_and_before_anything_is_batched() -> None:
     one, other = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
     x = torch.randn(5, 3, 4, 4)
     want = one(x)
     with vmap_friendly(lambda: True):
         torch.testing.assert_close(other(x), want, rtol=0, atol=0)
     assert torch.equal(one.running_var, other.running_var)
-    untracked = nn.BatchNorm2d(3, track_running_stats=False).eval()
-    want = untracked(x)
-    with vmap_friendly(lambda: True):
-        torch.testing.assert_close(untracked(x), want, rtol=0, atol=0)
+    for norm, batched in ((nn.BatchNorm2d(3, track_running_stats=False), True), (nn.BatchNorm2d(3), False)):
+        want = norm.eval()(x)
+        with vmap_friendly(lambda batched=batched: batched):
+            torch.testing.assert_close(norm(x), want, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("size", [1, (1, 1), (2, 1), 3, (None, 1)])
 @pytest.mark.parametrize("shape", [(4, 3, 6, 6), (3, 6, 7)])
 def test_average_pooling(size: object, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
-    pool = nn.AdaptiveAvgPool2d(size)  # type: ignore[arg-type]
+    pool = nn.AdaptiveAvgPool2d(size)
     with vmap_friendly(lambda: True):
         got = pool(x)
     torch.testing.assert_close(got, pool(x))
@@ -55,7 +56,7 @@ def test_average_pooling(size: object, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
 def test_a_convolution_under_autocast(kind: type[nn.Module], bias: bool) -> None:
     torch.manual_seed(0)
-    layer, x = kind(3, 4, 3, stride=2, padding=1, bias=bias), torch.randn(6, 2, 3, 8, 8)  # type: ignore[arg-type]
+    layer, x = kind(3, 4, 3, stride=2, padding=1, bias=bias), torch.randn(6, 2, 3, 8, 8)
     want = torch.stack([layer(each) for each in x])
     with torch.autocast("cpu", torch.bfloat16), vmap_friendly(lambda: True):
         for got in (torch.vmap(layer)(x), torch.vmap(layer)(x.bfloat16()), torch.stack([layer(each) for each in x])):
@@ -75,7 +76,7 @@ def test_a_convolution_with_settings_by_name() -> None:
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_the_draws_of_a_unet_run_at_once_under_autocast(memory_format: torch.memory_format) -> None:
     torch.manual_seed(0)
-    net = mt.mc_dropout(mt.models.unet(3, width=4)).eval().to(memory_format=memory_format)  # type: ignore[call-overload]
+    net = mt.mc_dropout(mt.models.unet(3, width=4)).eval().to(memory_format=memory_format)
     x = torch.randn(1, 3, 16, 24)
     with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
         warnings.simplefilter("error")  # of another way than vmap
@@ -86,21 +87,10 @@ def test_the_draws_of_a_unet_run_at_once_under_autocast(memory_format: torch.mem
     torch.testing.assert_close(drawn, want, rtol=0.05, atol=0.02)
 
 
-def test_before_there_is_anything_batched_torchs_own_functions_run() -> None:
-    norm, x = nn.BatchNorm2d(3).eval(), torch.randn(2, 3, 4, 4)
-    with vmap_friendly(lambda: False):
-        assert torch.equal(norm(x), nn.functional.batch_norm(x, norm.running_mean, norm.running_var))
-
-
-class Noisy(mt.Stochastic):
-    def forward(self, x: Tensor) -> Tensor:
-        return x if self.expects else x + self.normal(x.shape, like=x)
-
-
 def test_attention_runs_for_all_draws_at_once() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    net = mt.Multitude(nn.Sequential(Noisy(), layer)).eval()
+    net = mt.Multitude(nn.Sequential(Jitter(), layer)).eval()
     x = torch.randn(3, 5, 8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # vmap warns where it must loop

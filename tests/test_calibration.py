@@ -15,6 +15,7 @@ from tests.calibration_cases import classifier, nll, sample, scaled
 from tests.predictions import CLASSIFICATION, MOMENTS, close, raises, randn
 
 CALIBRATED = ("probs", "log_probs", "label", "confidence", "entropy")
+every_scaling = pytest.mark.parametrize("scaling", ["temperature", "member_temperature", "vector", "isotonic"])
 
 
 # Predictions that are calibrated ----------------------------------------------------------------------------
@@ -35,7 +36,7 @@ def test_the_mean_is_calibrated_and_the_members_are_what_they_were(scaling):
     assert nll(calibrated, y) < nll(p, y)
 
 
-@pytest.mark.parametrize("scaling", ["temperature", "member_temperature", "vector", "isotonic"])
+@every_scaling
 def test_calibrated_predictions_can_be_taken_apart_and_put_together(scaling):
     p, y = classifier()
     calibrated = fit_calibration(p, y, scaling=scaling, seed=0)(p)
@@ -52,16 +53,7 @@ def test_calibrated_predictions_can_be_taken_apart_and_put_together(scaling):
     assert repr(calibrated) == "Predictive(task='classification', members=3, inputs=400, outputs=[5], calibrated=True)"
 
 
-def test_predictions_of_different_calibrations_cannot_be_joined():
-    p, y = classifier()
-    one = fit_calibration(p, y, conformal=None)(p)
-    others = [p, fit_calibration(p, y.flip(0), conformal=None)(p), fit_calibration(p, y, scaling=None)(p)]
-    for other in others:
-        with raises("parts must have the same calibration, or none, got predictions that differ in it"):
-            Predictive.concat([one, other])
-
-
-@pytest.mark.parametrize("scaling", ["temperature", "member_temperature", "vector", "isotonic"])
+@every_scaling
 def test_pixels_are_calibrated_as_rows_are_and_ignored_ones_do_not_count(scaling):
     p, y = classifier(dtype=torch.float64)
     dense = Predictive(p.predictions.view(3, 40, 2, 5, 5).movedim(-1, 2))
@@ -77,13 +69,6 @@ def test_pixels_are_calibrated_as_rows_are_and_ignored_ones_do_not_count(scaling
     for metric in (mt.metrics.nll, mt.metrics.ece, mt.metrics.brier):
         close(metric(calibrated, target, ignore=255), metric(flat, y[kept]))
     assert nll(flat, y[kept]) < nll(p[kept], y[kept])
-
-
-def test_predictions_without_scores_have_no_set():
-    p, y = classifier(20)
-    for predictions in (p, fit_calibration(p, y, conformal=None)(p)):
-        with raises("set needs a network with conformal scores: calibrated = mt.calibrate(net, data) first"):
-            predictions.set(0.9)
 
 
 def test_regression_keeps_its_moments_where_nothing_is_scaled():
@@ -116,7 +101,7 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("scaling", ["temperature", "member_temperature", "vector", "isotonic"])
+@every_scaling
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_network_is_calibrated_alike_and_stays_as_it_is(name, scaling):
     net = NETWORKS[name]().train()
@@ -148,7 +133,7 @@ def test_scores_come_from_inputs_that_the_scaling_has_not_seen():
 def test_one_of_the_two_gets_all_the_data(scaling, conformal):
     net, (x, y) = network().eval(), data()
     calibrated = calibrate(net, (x, y), scaling=scaling, conformal=conformal)
-    p = mt.Multitude(net).predict(x)
+    p = mt.predict(net, x)  # in the same batches as `calibrate`, so that no bit differs
     assert calibrated.calibration.equals(fit_calibration(p, y, scaling=scaling, conformal=conformal))
 
 
@@ -176,8 +161,8 @@ def test_draws_and_task_reach_the_network():
         calibrated.predict(x, task="regression")
 
 
-@pytest.mark.parametrize("scaling", ["temperature", "member_temperature", "vector", "isotonic"])
-def test_a_state_dict_brings_everything_back(scaling):
+@every_scaling
+def test_a_state_dict_restores_a_calibration(scaling):
     x, y = data()
     saved = calibrate(mt.deep_ensemble(network(), members=2), (x, y), scaling=scaling, seed=0)
     fresh = calibrate(mt.deep_ensemble(network(), members=2), (x[:100], y[:100].flip(0)), scaling=scaling, seed=1)
@@ -217,17 +202,16 @@ def test_a_calibrated_network_is_a_module_like_any_other():
 
 # What is wrong ----------------------------------------------------------------------------------------------
 
+FOR_CLASSES = (
+    "must be one of 'temperature', 'member_temperature', 'vector', 'isotonic', None, 'auto' for classification"
+)
+
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (
-            {"scaling": "platt"},
-            "scaling must be one of 'temperature', 'member_temperature', 'vector', 'isotonic', None, 'auto' "
-            "for classification, got 'platt'",
-        ),
-        ({"scaling": "variance"}, "scaling must be one of 'temperature', 'member_temperature', 'vector', 'isotonic', "
-                                  "None, 'auto' for classification, got 'variance'"),
+        ({"scaling": "platt"}, f"scaling {FOR_CLASSES}, got 'platt'"),
+        ({"scaling": "variance"}, f"scaling {FOR_CLASSES}, got 'variance'"),
         ({"conformal": "scaled"}, "conformal must be one of 'aps', 'lac', 'raps', None, 'auto' for classification, "
                                   "got 'scaled'"),
         ({"task": "gaussian", "conformal": "aps"}, "conformal must be one of 'scaled', 'absolute', None, 'auto' "
@@ -246,43 +230,51 @@ def test_a_calibrated_network_is_a_module_like_any_other():
     ],
     ids=str,
 )  # fmt: skip
-def test_wrong_settings_are_told_in_a_sentence(options, sentence):
+def test_wrong_settings_raise_one_sentence(options, sentence):
     with raises(sentence):
         calibrate(network(), data(), **options)
 
 
-def test_data_without_targets_cannot_calibrate():
-    x, y = data()
-    sentence = "data must have targets to calibrate with: pass (x, y), or batches of inputs and targets"
-    for inputs in (x, (x,), [x, x], DataLoader(TensorDataset(x))):
-        with raises(sentence):
-            calibrate(network(), inputs)
-    with raises("data must have one target for each of the 300 inputs, got 299"):
-        calibrate(network(), (x, y[1:]))
-    with raises("batch 1 of data: 300 inputs have targets of shape [299]"):
-        calibrate(network(), [(x, y), (x, y[1:])])
-    with raises("data must hold at least one batch, got none"):
-        calibrate(network(), [])
-    with raises("target must lie within 0 and 2, got 7 at index [4]"):
-        calibrate(network(), (x, y.index_fill(0, torch.tensor([4, 9]), 7)))
-    with raises("target must hold classes to fit the scaling to, got only 255, the ignored"):
-        calibrate(network(), (x, torch.full_like(y, 255)), ignore=255)
+X, Y = data()
+NO_TARGETS = "data must have targets to calibrate with: pass (x, y), or batches of inputs and targets"
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "sentence"),
+    [
+        (X, {}, NO_TARGETS),
+        ((X,), {}, NO_TARGETS),
+        ([X, X], {}, NO_TARGETS),
+        (DataLoader(TensorDataset(X)), {}, NO_TARGETS),
+        ((X, Y[1:]), {}, "data must have one target for each of the 300 inputs, got 299"),
+        ([(X, Y), (X, Y[1:])], {}, "batch 1 of data: 300 inputs have targets of shape [299]"),
+        ([], {}, "data must hold at least one batch, got none"),
+        ((X, Y.index_fill(0, torch.tensor([4, 9]), 7)), {}, "target must lie within 0 and 2, got 7 at index [4]"),
+        (
+            (X, torch.full_like(Y, 255)),
+            {"ignore": 255},
+            "target must hold classes to fit the scaling to, got only 255, the ignored",
+        ),
+    ],
+)
+def test_data_that_cannot_calibrate_are_refused(given, options, sentence):
+    with raises(sentence):
+        calibrate(network(), given, **options)
 
 
 def test_what_is_calibrated_already_is_not_calibrated_again():
-    x, y = data()
-    calibrated = calibrate(network(), (x, y), seed=0)
+    calibrated = calibrate(network(), (X, Y), seed=0)
     assert isinstance(calibrated, Calibrated)
     with raises("net is calibrated already: calibrate its network, net.net"):
-        calibrate(calibrated, (x, y))
-    for again in (calibrated.calibration, lambda p: fit_calibration(p, y)):
+        calibrate(calibrated, (X, Y))
+    for again in (calibrated.calibration, lambda p: fit_calibration(p, Y)):
         with raises("predictive is calibrated already: pass the predictions of the network itself"):
-            again(calibrated.predict(x))
+            again(calibrated.predict(X))
     with raises("net must be a multitude or a network, got function"):
-        calibrate(network, (x, y))
+        calibrate(network, (X, Y))
 
 
-def test_predictions_that_a_calibration_does_not_know_are_refused():
+def test_predictions_that_do_not_fit_a_calibration_are_refused():
     p, y = classifier(members=4)
     calibration = fit_calibration(p, y, scaling="member_temperature", members=2)
     with raises("predictions must be as many of each of the 2 members, got 3"):
@@ -291,3 +283,10 @@ def test_predictions_that_a_calibration_does_not_know_are_refused():
         calibration(Predictive(p.predictions, "regression"))
     with raises("members must divide the 4 predictions of each input, got 3"):
         fit_calibration(p, y, members=3)
+    one, unscored = fit_calibration(p, y, conformal=None)(p), fit_calibration(p, y, scaling=None)(p)
+    for other in (p, fit_calibration(p, y.flip(0), conformal=None)(p), unscored):
+        with raises("parts must have the same calibration, or none, got predictions that differ in it"):
+            Predictive.concat([one, other])
+    for predictions in (p, one):
+        with raises("set needs a network with conformal scores: calibrated = mt.calibrate(net, data) first"):
+            predictions.set(0.9)

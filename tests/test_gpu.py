@@ -1,4 +1,4 @@
-"""What only a GPU can show: channels-last, half precision, 1x1 convolutions as products, the race of the runners."""
+"""What only a GPU can show: channels-last, half precision, 1x1 convolutions as products, runners chosen by timing."""
 
 from __future__ import annotations
 
@@ -91,23 +91,23 @@ def test_a_network_on_the_gpu_is_converted_there(method: str, init: str) -> None
     nets[0].train().loss(x, torch.zeros(len(x), dtype=torch.long, device="cuda")).backward()
 
 
-def test_the_race_leaves_no_trace() -> None:
+def test_timing_the_runners_changes_nothing() -> None:
     case = NETWORKS["resnet"]
-    raced = mt.fuse([case.model(seed).train() for seed in range(2)]).cuda()
-    plain = copy.deepcopy(raced)
+    timed = mt.fuse([case.model(seed).train() for seed in range(2)]).cuda()
+    plain = copy.deepcopy(timed)
     plain.runner = "loop"
     x = case.batch()[0].cuda()
     torch.manual_seed(3)
     state = torch.cuda.get_rng_state()
-    raced(x)
+    timed(x)
     assert torch.equal(torch.cuda.get_rng_state(), state)
     plain(x)
-    for name, buffer in raced.named_buffers():
+    for name, buffer in timed.named_buffers():
         torch.testing.assert_close(buffer, plain.get_buffer(name), rtol=1e-4, atol=1e-5)
-    assert set(raced._fastest.values()) <= set(RUNNERS)
+    assert set(timed._fastest.values()) <= set(RUNNERS)
 
 
-def test_inputs_that_fit_no_runner_are_the_callers_mistake() -> None:
+def test_inputs_that_do_not_fit_are_an_error_and_the_next_ones_run() -> None:
     net = mt.fuse([NETWORKS["cnn"].model(seed) for seed in range(2)]).cuda()
     with pytest.raises(ValueError, match="does not fit the network"):
         net(torch.randn(2, 9, 8, 8, device="cuda"))

@@ -32,7 +32,7 @@ class Fake(nn.Module):
 
 
 class Unbatched(IterableDataset):
-    """A stream of batches whose length nobody knows."""
+    """A stream of batches of unknown number."""
 
     def __init__(self, batches):
         self.batches = batches
@@ -77,15 +77,13 @@ def test_predict_gives_the_predictions_of_all_batches(net, data):
     torch.testing.assert_close(p.predictions, (X @ net.weight).detach())
 
 
-@pytest.mark.parametrize(("batch_size", "sizes"), [(None, [10]), (4, [4, 3, 3]), (1, [1] * 10), (99, [10])])
-def test_a_tensor_is_cut_into_batches(net, batch_size, sizes):
-    predict(net, X, batch_size=batch_size)
+@pytest.mark.parametrize(
+    ("inputs", "batch_size", "sizes"),
+    [(10, None, [10]), (10, 4, [4, 3, 3]), (10, 1, [1] * 10), (10, 99, [10]), (600, None, [200, 200, 200])],
+)
+def test_a_tensor_is_cut_into_equal_batches_of_at_most_256_by_default(net, inputs, batch_size, sizes):
+    predict(net, randn(inputs, 4), batch_size=batch_size)
     assert [len(x) for x in net.seen] == sizes
-
-
-def test_a_tensor_is_cut_into_equal_batches_of_at_most_256_by_default(net):
-    predict(net, randn(600, 4))
-    assert [len(x) for x in net.seen] == [200, 200, 200]
 
 
 def test_predict_keeps_no_graph_and_no_targets(net):
@@ -102,20 +100,13 @@ def test_predict_passes_the_task_on_only_if_there_is_one(net):
 
 
 @pytest.mark.parametrize("data", [X, [(X, Y)], [{"x": X}], [((X, X), Y)]], ids=["tensor", "pair", "dict", "args"])
-def test_inputs_go_to_the_device_of_the_parameters(data):
-    net, seen = Fake().to("meta"), []
+@pytest.mark.parametrize(("of_parameters", "asked"), [("meta", None), ("cpu", "meta"), ("cpu", None)])
+def test_inputs_go_to_the_device_of_the_parameters_or_the_one_asked_for(data, of_parameters, asked):
+    net, seen = Fake().to(of_parameters), []
     net.predict = lambda x: seen.append(x) or Predictive(torch.zeros(2, 10, 3))
-    predict(net, data)
+    predict(net, data, **({"device": asked} if asked else {}))
     values = seen[0].values() if isinstance(seen[0], dict) else seen[0] if isinstance(seen[0], tuple) else seen
-    assert len(values) >= 1 and all(value.is_meta for value in values)
-
-
-def test_inputs_go_to_the_device_asked_for(net):
-    seen = []
-    net.predict = lambda x: seen.append(x.device.type) or Predictive(torch.zeros(2, 10, 3))
-    predict(net, X, device="meta")
-    predict(net, X)
-    assert seen == ["meta", "cpu"]
+    assert {value.device.type for value in values} == {asked or of_parameters}
 
 
 def test_each_batch_leaves_the_device_before_the_next(net, monkeypatch):
@@ -150,6 +141,9 @@ def test_a_batch_with_nan_is_named(net):
     assert len(net.seen) == 3
 
 
+A_BATCH = "a batch must be, or start with, a tensor, a mapping or a tuple"
+
+
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
@@ -157,37 +151,24 @@ def test_a_batch_with_nan_is_named(net):
         (iter(()), "data must hold at least one batch, got none"),
         (X[:0], "data must hold at least one input, got shape [0, 4]"),
         (torch.tensor(1.0), "data must hold at least one input, got shape []"),
-        (
-            TensorDataset(X, Y),
-            "data must come in batches, got a TensorDataset: wrap it in a DataLoader",
-        ),
-        (
-            X.numpy(),
-            "batch 0 of data: a batch must be, or start with, a tensor, a mapping or a tuple, got ndarray",
-        ),
-        (
-            [X, "rabbit"],
-            "batch 1 of data: a batch must be, or start with, a tensor, a mapping or a tuple, got str",
-        ),
-        ([()], "batch 0 of data: a batch must be, or start with, a tensor, a mapping or a tuple, got tuple"),
+        (TensorDataset(X, Y), "data must come in batches, got a TensorDataset: wrap it in a DataLoader"),
+        (X.numpy(), f"batch 0 of data: {A_BATCH}, got ndarray"),
+        ([X, "rabbit"], f"batch 1 of data: {A_BATCH}, got str"),
+        ([()], f"batch 0 of data: {A_BATCH}, got tuple"),
+        (X.split(3), "data must be a list where it holds batches, or one batch (x, y), got a tuple of 4"),
     ],
-    ids=["list", "iterator", "no inputs", "scalar", "dataset", "array", "text", "empty batch"],
+    ids=["list", "iterator", "no inputs", "scalar", "dataset", "array", "text", "empty batch", "tuple of batches"],
 )
 def test_data_that_cannot_be_predicted_is_refused(net, data, sentence):
     with raises(sentence):
         predict(net, data)
 
 
-def test_batch_sizes_are_checked(net):
+def test_batch_sizes_and_pairs_of_batches_are_refused(net):
     with raises("batch_size must be a whole number, 1 or more, got 0"):
         predict(net, X, batch_size=0)
     with raises("batch_size cuts a tensor, and data is a list with its own batches"):
         predict(net, [X], batch_size=4)
-
-
-def test_a_tuple_that_may_be_several_batches_is_refused(net):
-    with raises("data must be a list where it holds batches, or one batch (x, y), got a tuple of 4"):
-        predict(net, X.split(3))
     with pytest.raises(ValueError, match="which may be inputs and targets or two batches: pass a list"):
         predict(net, X.split(5))
 
@@ -236,7 +217,7 @@ def test_a_stream_of_calibrated_predictions_averages_calibrated_probabilities():
         mt.calibrate(stream, (X, Y % 3))
 
 
-def test_a_network_with_a_predict_of_its_own_is_told_what_it_must_give():
+def test_a_predict_of_the_networks_own_must_give_a_predictive():
     class Own(nn.Linear):
         def predict(self, x):
             return self(x).argmax(1)
@@ -266,7 +247,7 @@ def screen(text):
 
 @pytest.fixture
 def run(monkeypatch, net):
-    """Predicts in a world where each batch takes `seconds`; returns what was written to stderr."""
+    """Predicts with a clock by which each batch takes `seconds`; returns what was written to stderr."""
 
     def run(seconds, data=None, stderr=None, **options):
         clock = [100.0]
@@ -289,23 +270,25 @@ def run(monkeypatch, net):
     return run
 
 
-def test_a_short_run_shows_nothing(run):
-    assert run(seconds=0.15) == ""
+@pytest.mark.parametrize(
+    ("seconds", "terminal", "options", "shown"),
+    [
+        (0.15, True, {}, False),  # a short run
+        (0.5, True, {}, True),
+        (0.5, False, {}, False),
+        (0.15, False, {"progress": True}, True),
+        (0.5, True, {"progress": False}, False),
+    ],
+)
+def test_progress_is_shown_for_long_runs_on_a_terminal_or_when_asked_for(run, seconds, terminal, options, shown):
+    text = run(seconds, stderr=Terminal() if terminal else io.StringIO(), **options)
+    assert ("10 batches" in text) == shown and bool(text) == shown
 
 
-def test_a_long_run_on_a_terminal_shows_progress_after_two_seconds(run):
+def test_progress_starts_after_two_seconds(run):
     lines = run(seconds=0.5).split("\r")
     assert lines[1] == " 40% [========            ] 4 batches, 2.0 batches/s"
     assert lines[-3] == "100% [====================] 10 batches, 2.0 batches/s"
-
-
-def test_a_long_run_elsewhere_shows_nothing(run):
-    assert run(seconds=0.5, stderr=io.StringIO()) == ""
-
-
-def test_progress_can_be_asked_for_and_refused(run):
-    assert "10 batches" in run(seconds=0.15, stderr=io.StringIO(), progress=True)
-    assert run(seconds=0.5, progress=False) == ""
 
 
 def test_progress_without_a_known_length_has_no_percentage(run):
@@ -318,12 +301,9 @@ def test_progress_is_drawn_ten_times_a_second_at_most(run):
     assert 10 <= run(seconds=0.001, data=batches, progress=True).count("batches,") <= 12
 
 
-def test_the_terminal_is_left_clean(run):
+def test_the_terminal_is_left_clean_also_by_an_error(run):
     text = run(seconds=0.5)
     assert "batches/s" in text and screen(text) == ""
-
-
-def test_the_terminal_is_left_clean_by_an_error(run):
     stderr = Terminal()
     with raises("batch 1 of data: x holds NaN"):
         run(seconds=5.0, data=[X, X * math.nan], stderr=stderr)

@@ -1,4 +1,4 @@
-"""A loss may be looked at late, when its optimizer is held back where it is: nothing else changes."""
+"""A loss may be read late, when its optimizer skips a bad step by itself: nothing else changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 
 @pytest.fixture(params=DEVICES)
 def device(request, monkeypatch):
-    # On a CPU nobody gains by being late, but a fused optimizer could be held back there as well.
+    # On a CPU reading late saves nothing, but a fused optimizer can skip a step there as well.
     monkeypatch.setattr(losses, "can_hold_back", lambda optimizer: optimizer.defaults["fused"])
     return request.param
 
@@ -53,37 +53,31 @@ def test_training_is_the_same_as_with_waiting(device, name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("bad", [1, 2, 3])
-def test_a_bad_loss_is_told_of_its_own_step_and_changes_no_weight(device, name, bad):
+def test_a_bad_loss_is_reported_for_its_own_step_and_changes_no_weight(device, name, bad):
     good = batches()
     kept: list[dict] = []
     after = [lambda progress: kept.append({n: p.detach().clone() for n, p in progress.net.named_parameters()}) and None]
-    net, optimizer = network().to(device), None
-
-    def made(parameters):
-        nonlocal optimizer
-        optimizer = OPTIMIZERS[name](parameters, True)
-        return optimizer
-
+    net = network().to(device)
+    optimizer = OPTIMIZERS[name](net.parameters(), True)
     wrong = [*good[:bad], (X[:16] * math.nan, Y[:16]), *good[bad:]]
     with pytest.raises(
         FloatingPointError, match=rf"the loss is nan at step {bad + 1} \(epoch 1\).*the input holds NaN"
     ):
-        fit(net, wrong, 2, optimizer=made, schedule="constant", callbacks=after)
+        fit(net, wrong, 2, optimizer=lambda parameters: optimizer, schedule="constant", callbacks=after)
     for name, parameter in net.named_parameters():
         assert torch.equal(parameter, kept[bad - 1][name])
     assert not hasattr(optimizer, "found_inf")
 
 
-def test_the_last_loss_of_all_is_looked_at_too(device):
+def test_the_very_last_loss_is_read_too(device):
     with pytest.raises(FloatingPointError, match=r"step 4 \(epoch 1\)"):
         trained(device, [*batches(3), (X[:16] * math.nan, Y[:16])])
 
 
-def test_a_callback_is_told_the_loss_of_its_own_step(device):
-    told: list[float] = []
-    _, history = trained(device, batches(), callbacks=[lambda p: told.append(p.loss)])
-    steps, means = told[:4], told[4]
-    assert means == history[0].loss == pytest.approx(sum(steps) / 4)
+def test_a_callback_gets_the_loss_of_its_own_step(device):
+    seen: list[float] = []
+    _, history = trained(device, batches(), callbacks=[lambda p: seen.append(p.loss)])
+    assert seen[4] == history[0].loss == pytest.approx(sum(seen[:4]) / 4)
 
 
 def test_only_a_fused_optimizer_on_a_gpu_is_late():

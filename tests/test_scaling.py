@@ -65,14 +65,13 @@ def test_the_nll_never_rises(scale, labels, inputs, members, seed):
             assert 0.01 - 1e-9 <= float(fitted.temperature.min()) <= float(fitted.temperature.max()) <= 100 + 1e-9
 
 
-def test_temperatures_stay_within_bounds_where_the_best_one_does_not():
+@pytest.mark.parametrize(("labels", "low", "high"), [("right", 0.01, 0.1), ("random", 5, 100), ("wrong", 20, 100)])
+def test_temperatures_stay_within_bounds_where_the_best_one_does_not(labels, low, high):
     p = Predictive(randn(1, 200, 4))
-    right, _ = scaled(p, p.label, "temperature")
-    random, _ = scaled(p, torch.arange(200) % 4, "temperature")
-    wrong, calibrated = scaled(p, p.probs.argmin(1), "temperature")
-    assert 0.01 <= float(right.temperature) < 0.1
-    assert float(random.temperature) > 5
-    assert 20 < float(wrong.temperature) <= 100 and calibrated.probs.amax() < 0.4
+    y = {"right": p.label, "random": torch.arange(200) % 4, "wrong": p.probs.argmin(1)}[labels]
+    scaling, calibrated = scaled(p, y, "temperature")
+    assert low <= float(scaling.temperature) <= high
+    assert labels != "wrong" or calibrated.probs.amax() < 0.4
 
 
 def test_a_temperature_of_one_changes_no_bit():
@@ -92,7 +91,7 @@ def test_classes_that_a_network_excludes_stay_excluded():
 
 
 @pytest.mark.parametrize("scaling", ["temperature", "member_temperature", "vector"])
-def test_a_fit_is_the_same_however_many_rows_are_looked_at_together(scaling, monkeypatch):
+def test_a_fit_is_the_same_in_chunks_of_any_size(scaling, monkeypatch):
     p, y = classifier(dtype=torch.float64)
     whole, _ = scaled(p, y, scaling)
     monkeypatch.setattr("multitudes.evaluation.temperature._CHUNK", 200)
@@ -127,19 +126,14 @@ def test_the_members_temperatures_are_the_best_together():
     assert nll(calibrated, y) < nll(scaled(p, y, "temperature")[1], y)
 
 
-def test_members_are_scaled_themselves():
-    p, y = classifier()
-    scaling, calibrated = scaled(p, y, "member_temperature")
-    by_hand = Predictive(p.predictions / scaling.temperature.float().view(3, 1, 1))
-    for name in CLASSIFICATION:
-        close(getattr(calibrated, name), getattr(by_hand, name))
-
-
-def test_the_draws_of_a_member_share_its_temperature():
-    p, y = classifier(members=6)
+@pytest.mark.parametrize("draws", [1, 2])
+def test_members_are_scaled_themselves_and_their_draws_share_a_temperature(draws):
+    p, y = classifier(members=3 * draws)
     scaling, calibrated = scaled(p, y, "member_temperature", members=3)
     assert scaling.temperature.shape == (3,)
-    close(calibrated.predictions, p.predictions / scaling.temperature.float().repeat_interleave(2).view(6, 1, 1))
+    by_hand = Predictive(p.predictions / scaling.temperature.float().repeat_interleave(draws).view(-1, 1, 1))
+    for name in CLASSIFICATION:
+        close(getattr(calibrated, name), getattr(by_hand, name))
 
 
 def test_one_members_temperature_is_the_temperature():

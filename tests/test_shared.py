@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -29,45 +31,46 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 70])  # smaller than the weight, and larger, which is then scaled instead
-@pytest.mark.parametrize("kind", list(LAYERS))
-def test_rank_one_layers_are_the_paper_equation(kind: str, rows: int) -> None:
-    layer, shape = LAYERS[kind]
+def rank_one(layer: nn.Module, x: Tensor, axis: int) -> tuple[RankOne, list[Tensor]]:
+    """A layer with random factors, and each member's output by the paper's equation."""
     ensemble = RankOne(layer, members=3)
     with torch.no_grad():
-        ensemble.r.normal_(1, 0.5)
-        ensemble.s.normal_(1, 0.5)
+        for factors in (ensemble.r, ensemble.s):
+            factors.normal_(1, 0.5)
         if ensemble.biases is not None:
             ensemble.biases.normal_()
-    x = torch.randn(rows, *shape)
-    together = ensemble(x.repeat(3, *[1] * len(shape))).unflatten(0, (3, rows))
+    along = [-1 if d == axis % x.dim() else 1 for d in range(x.dim())]
+    wants = []
     for i in range(3):
-        axis = -1 if isinstance(layer, nn.Linear) else 1
-        along = [-1 if d == axis % x.dim() else 1 for d in range(x.dim())]
-        y = F.linear(x * ensemble.r[i], layer.weight) if axis == -1 else ensemble.layer(x * ensemble.r[i].view(along))
-        want = y * ensemble.s[i].view(along)
-        if ensemble.biases is not None:
-            want = want + ensemble.biases[i].view(along)
+        scaled = x * ensemble.r[i].view(along)
+        want = (F.linear(scaled, layer.weight) if axis == -1 else ensemble.layer(scaled)) * ensemble.s[i].view(along)
+        wants.append(want if ensemble.biases is None else want + ensemble.biases[i].view(along))
+    return ensemble, wants
+
+
+def masked(layer: nn.Module, x: Tensor, axis: int) -> tuple[Masked, list[Tensor]]:
+    """A layer with masks, and its output for each member's channels alone."""
+    drawn = masks(6, 3, 2.0)
+    wants = []
+    for i in range(3):
+        dropped = x.movedim(axis, -1).clone()
+        dropped[..., drawn[i] == 0] = 0.0
+        wants.append(layer(dropped.movedim(-1, axis)))
+    return Masked(layer, drawn), wants
+
+
+@pytest.mark.parametrize("method", [rank_one, masked])
+@pytest.mark.parametrize("rows", [1, 70])  # smaller than the weight, and larger, which is then scaled instead
+@pytest.mark.parametrize("kind", list(LAYERS))
+def test_member_layers_are_the_paper_equation(kind: str, rows: int, method: Callable[..., Any]) -> None:
+    layer, shape = LAYERS[kind]
+    x = torch.randn(rows, *shape)
+    ensemble, wants = method(layer, x, -1 if isinstance(layer, nn.Linear) else 1)
+    together = ensemble(x.repeat(3, *[1] * len(shape))).unflatten(0, (3, rows))
+    for i, want in enumerate(wants):
         torch.testing.assert_close(together[i], want)
         torch.testing.assert_close(ensemble.fold(i)(x), want, rtol=1e-4, atol=1e-5)
         assert type(ensemble.fold(i)) is type(layer)
-
-
-@pytest.mark.parametrize("rows", [1, 70])
-@pytest.mark.parametrize("kind", list(LAYERS))
-def test_masked_layers_see_their_members_channels_alone(kind: str, rows: int) -> None:
-    layer, shape = LAYERS[kind]
-    drawn = masks(6, 3, 2.0)
-    ensemble = Masked(layer, drawn)
-    x = torch.randn(rows, *shape)
-    together = ensemble(x.repeat(3, *[1] * len(shape))).unflatten(0, (3, rows))
-    for i in range(3):
-        axis = -1 if isinstance(layer, nn.Linear) else 1
-        dropped = x.movedim(axis, -1).clone()
-        dropped[..., drawn[i] == 0] = 0.0
-        want = layer(dropped.movedim(-1, axis))
-        torch.testing.assert_close(together[i], want)
-        torch.testing.assert_close(ensemble.fold(i)(x), want, rtol=1e-4, atol=1e-5)
 
 
 def test_batch_ensemble_factors_are_drawn_as_asked() -> None:
@@ -98,15 +101,7 @@ def test_running_members_one_by_one_is_running_them_as_one_batch(method: object)
     torch.testing.assert_close(net(x), tiled, rtol=1e-4, atol=1e-5)
 
 
-def test_the_loss_of_members_that_share_weights_is_their_mean() -> None:
-    case = NETWORKS["cnn"]
-    net = mt.batch_ensemble(case.model(), 3)
-    x, y = case.batch()
-    want = torch.stack([F.cross_entropy(prediction, y) for prediction in net(x)]).mean()
-    torch.testing.assert_close(net.loss(x, y), want)
-
-
-def test_networks_may_ask_a_layer_for_its_settings_but_not_compute_with_its_weight() -> None:
+def test_a_layer_has_its_settings_but_no_weight_to_compute_with() -> None:
     layer = RankOne(nn.Conv2d(3, 8, 3, stride=2), 4)
     assert (layer.stride, layer.in_channels, layer.weight.shape, layer.weight.dtype) == (
         (2, 2), 3, (8, 3, 3, 3), torch.float32,
@@ -134,17 +129,14 @@ def test_masks_have_equal_size_and_cover_every_channel(channels: int, members: i
 
 def test_masks_keep_the_share_of_channels_and_the_overlap_of_the_paper() -> None:
     channels, members = 4096, 4
-    for scale in (1.5, 2.0, 3.0):
+    for scale in (1.0, 1.5, 2.0, 3.0):
         drawn = masks(channels, members, scale, torch.Generator().manual_seed(0))
+        assert scale > 1 or bool(drawn.all())
         share = 1 / (scale * (1 - (1 - 1 / scale) ** members))
         torch.testing.assert_close(drawn.mean().item(), share, rtol=0.01, atol=0)
         # Two masks of K ones over K * scale positions share K / scale of them.
         overlaps = [(drawn[i] * drawn[j]).sum() / drawn[i].sum() for i in range(members) for j in range(i)]
         torch.testing.assert_close(torch.stack(overlaps).mean().item(), 1 / scale, rtol=0.05, atol=0)
-
-
-def test_scale_one_gives_every_member_every_channel() -> None:
-    assert bool(masks(64, 4, 1.0).all())
 
 
 @pytest.mark.parametrize(("channels", "scale"), [(1, 6.0), (7, 5.9), (2048, 1.01), (2048, 6.0), (8192, 3.3)])
@@ -208,7 +200,7 @@ def test_mimo_shuffles_inputs_apart_and_targets_with_them(repetition: float, bat
         seen.append((prediction, target))
         return prediction.mean()
 
-    net._answers = lambda inputs: torch.stack(inputs)  # type: ignore[method-assign]
+    net._answers = lambda inputs: torch.stack(inputs)
     net.loss(x, x.clone(), criterion)
     assert len(seen) == 3
     for prediction, target in seen:  # every member learns the target of its own input
@@ -219,34 +211,33 @@ def test_mimo_shuffles_inputs_apart_and_targets_with_them(repetition: float, bat
 def test_mimo_puts_inputs_and_outputs_side_by_side() -> None:
     model = NETWORKS["resnet"].model()
     net = mt.mimo(model, 4, example=NETWORKS["resnet"].batch(2)[0])
-    assert net.conv1.weight.shape == (64, 12, 3, 3)
-    assert net.fc.weight.shape == (4 * CLASSES, 512)
+    assert net.conv1.weight.shape == (12, 4 * 3, 3, 3)
+    assert net.fc.weight.shape == (4 * CLASSES, 96)
     inputs = [NETWORKS["resnet"].batch(5, seed=s)[0] for s in range(4)]
     net.eval()
     raw = net.network(torch.cat(inputs, 1))
     torch.testing.assert_close(net._answers(inputs), torch.stack(raw.chunk(4, dim=1)))
 
 
-def test_mimo_works_for_sequences_images_and_dense_prediction() -> None:
-    sequence = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
-    assert mt.mimo(sequence, 3, example=torch.zeros(2, 5, 6))(torch.randn(7, 5, 6)).shape == (3, 7, 5, 4)
-    flat = nn.Sequential(nn.Flatten(), nn.Linear(3 * 4 * 4, 8), nn.ReLU(), nn.Linear(8, 4))
-    assert mt.mimo(flat, 3, example=torch.zeros(2, 3, 4, 4))(torch.randn(7, 3, 4, 4)).shape == (3, 7, 4)
-    dense = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 1))
-    assert mt.mimo(dense, 3)(torch.randn(7, 3, 8, 8)).shape == (3, 7, 4, 8, 8)
-    one = nn.Linear(6, 4)
-    net = mt.mimo(one, 3, init="pretrained")
-    x = torch.randn(7, 6)
-    torch.testing.assert_close(net(x), one(x).expand(3, 7, 4))
-    torch.testing.assert_close(net.member(1)(x), one(x))
+@pytest.mark.parametrize(
+    ("layers", "inputs", "outputs"),
+    [
+        ([nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)], (5, 6), (5, 4)),  # sequences
+        ([nn.Flatten(), nn.Linear(3 * 4 * 4, 8), nn.ReLU(), nn.Linear(8, 4)], (3, 4, 4), (4,)),
+        ([nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 1)], (3, 8, 8), (4, 8, 8)),  # dense prediction
+    ],
+)
+def test_mimo_works_for_any_shape(layers: list[nn.Module], inputs: tuple[int, ...], outputs: tuple[int, ...]) -> None:
+    net = mt.mimo(nn.Sequential(*layers), 3, example=torch.zeros(2, *inputs))
+    assert net(torch.randn(7, *inputs)).shape == (3, 7, *outputs)
 
 
-def test_mimo_keeps_a_pretrained_function_exactly() -> None:
-    case = NETWORKS["resnet"]
-    model = case.model()
-    net = mt.mimo(model, 3, init="pretrained", example=case.batch(2)[0])
-    x, _ = case.batch()
+@pytest.mark.parametrize("model", [nn.Linear(6, 4), NETWORKS["resnet"].model()], ids=["one layer", "resnet"])
+def test_mimo_keeps_a_pretrained_function(model: nn.Module) -> None:
+    x = torch.randn(7, *((6,) if isinstance(model, nn.Linear) else NETWORKS["resnet"].shape))
+    net = mt.mimo(model, 3, init="pretrained", example=x)
     torch.testing.assert_close(net(x), model(x).expand(3, -1, -1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(net.member(1)(x), model(x), rtol=1e-4, atol=1e-5)
 
 
 def test_bad_arguments_of_mimo() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -30,40 +31,45 @@ def drawn(net: mt.Multitude) -> Tensor:
     return draws
 
 
-def test_the_loss_of_a_regression_is_that_of_the_mean_of_its_draws() -> None:
-    net = dropped()
-    want = F.mse_loss(drawn(net).mean(0), VALUES)
-    torch.testing.assert_close(net.loss(X, VALUES, task="regression"), want)
-    net.task = "regression"
-    drawn(net)
-    torch.testing.assert_close(net.loss(X, VALUES), want)
-    drawn(net)
-    torch.testing.assert_close(net.loss(X, VALUES, criterion=F.mse_loss), want)
-
-
-def test_the_loss_of_a_gaussian_is_that_of_the_mixture_of_its_draws() -> None:
-    net = dropped(2)
-    net.task = "gaussian"
-    means, variances = drawn(net)[..., :1], F.softplus(drawn(net)[..., 1:]) + 1e-6
+def of_the_mixture(draws: Tensor) -> Tensor:
+    """The negative log-likelihood of the Gaussian with the mean and variance of the mixture of the draws."""
+    means, variances = draws[..., :1], F.softplus(draws[..., 1:]) + 1e-6
     mean = means.mean(0)
     variance = (variances + means.square()).mean(0) - mean.square()
-    want = -torch.distributions.Normal(mean, variance.sqrt()).log_prob(VALUES).mean()
-    drawn(net)
-    torch.testing.assert_close(net.loss(X, VALUES), want, rtol=1e-4, atol=1e-5)
+    return -torch.distributions.Normal(mean, variance.sqrt()).log_prob(VALUES).mean()
 
 
-def test_the_loss_of_classes_is_that_of_the_mean_of_their_probabilities() -> None:
-    net, y = dropped(4), torch.arange(32) % 4
-    want = F.nll_loss(drawn(net).softmax(-1).mean(0).log(), y)
-    torch.testing.assert_close(net.loss(X, y), want)
-    soft = F.one_hot(y, 4) * 0.9 + 0.025
-    drawn(net)
-    want = F.cross_entropy(drawn(net).softmax(-1).mean(0).log(), soft)
-    torch.testing.assert_close(net.loss(X, soft), want)
+LABELS = torch.arange(32) % 4
+SOFT = F.one_hot(LABELS, 4) * 0.9 + 0.025
 
 
-def test_a_regression_with_several_draws_learns() -> None:
-    net = dropped(p=0.05)
+@pytest.mark.parametrize(
+    ("outputs", "task", "y", "criterion", "reference"),
+    [
+        (1, "regression", VALUES, F.mse_loss, lambda draws: F.mse_loss(draws.mean(0), VALUES)),
+        (2, "gaussian", VALUES, mt.gaussian_nll, of_the_mixture),
+        (4, "classification", LABELS, F.cross_entropy, lambda d: F.nll_loss(d.softmax(-1).mean(0).log(), LABELS)),
+        (4, "classification", SOFT, F.cross_entropy, lambda d: F.cross_entropy(d.softmax(-1).mean(0).log(), SOFT)),
+    ],
+)
+def test_the_loss_is_that_of_the_averaged_draws(
+    outputs: int, task: str, y: Tensor, criterion: Criterion, reference: Callable[[Tensor], Tensor]
+) -> None:
+    net = dropped(outputs)
+    want = reference(drawn(net))
+    # The variance of a mixture as a difference of squares loses digits.
+    near = {"rtol": 1e-4, "atol": 1e-5} if task == "gaussian" else {}
+    torch.testing.assert_close(net.loss(X, y, task=task), want, **near)
+    net.task = task
+    for options in ({}, {"criterion": criterion}):
+        drawn(net)
+        torch.testing.assert_close(net.loss(X, y, **options), want, **near)
+
+
+@pytest.mark.parametrize("build", [lambda: dropped(p=0.05), lambda: mt.deep_ensemble(nn.Linear(3, 1), 2)])
+def test_a_regression_learns_with_several_draws_or_members(build: Callable[[], mt.Multitude]) -> None:
+    torch.manual_seed(0)
+    net = build()
     history = mt.fit(net, [(X, VALUES)], 200, task="regression", optimizer="adam", lr=0.02, seed=0)
     assert history[-1].loss < 0.1 * history[0].loss
     assert net.task == "regression" and net.predict(X).task == "regression"
@@ -105,7 +111,7 @@ def test_a_criterion_for_another_task_is_an_error(kind: str, criterion: Criterio
 
 
 @pytest.mark.parametrize("criterion", [F.cross_entropy, nn.CrossEntropyLoss(), mt.gaussian_nll])
-def test_nor_are_values_trained_by_a_criterion_of_classes_or_variances(criterion: Criterion) -> None:
+def test_a_criterion_of_classes_or_variances_is_an_error_for_regression(criterion: Criterion) -> None:
     net = dropped(2)
     net.task = "regression"
     with pytest.raises(ValueError, match="and the task is 'regression'"):
@@ -134,6 +140,8 @@ def test_values_are_not_taken_for_classes_nor_for_their_probabilities() -> None:
     for y in (torch.randn(32, 2), torch.rand(32, 2) + 1, torch.randn(32), torch.rand(32, 1)):
         with pytest.raises(ValueError, match=r"pass task='regression' or task='gaussian'"):
             net.loss(X, y)
+    with pytest.raises(ValueError, match="pass task="):  # the cross-entropy of one class is 0 for any prediction
+        mt.deep_ensemble(nn.Linear(3, 1), 2).loss(X, VALUES)
     with pytest.raises(ValueError, match="y must have the predictions' shape"):
         net.loss(X, torch.randn(32), task="regression")
     for task in ("counting", 3):
@@ -143,7 +151,7 @@ def test_values_are_not_taken_for_classes_nor_for_their_probabilities() -> None:
             net.task = task
 
 
-def test_fit_is_told_when_a_task_contradicts_the_networks_own() -> None:
+def test_a_task_that_contradicts_the_networks_own_is_an_error_of_fit() -> None:
     net = dropped(2)
     net.task = "gaussian"
     with pytest.raises(ValueError, match=r"task must be 'gaussian', the network's own, got 'regression'"):

@@ -1,9 +1,10 @@
-"""Recording a network on its way, and measuring batch norm anew."""
+"""Recording checkpoints during training, and recomputing batch-norm statistics."""
 
 from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import multitudes as mt
 from multitudes.core.batches import Batches
-from multitudes.core.draws.stochastic import Stochastic
 from multitudes.training.batchnorm import accuracy, statistics
 from multitudes.training.fit import fit
 from multitudes.training.recorder import Recorder, Trajectory
+from tests.drawing_cases import Jitter
 
 
 class Scalar(nn.Module):
@@ -39,6 +40,15 @@ class Scalar(nn.Module):
         return self
 
 
+def recorded(net: Scalar, *values: float, **options: object) -> Recorder:
+    """A recorder of the network at these values, one after the other."""
+    recorder = Recorder(net, **options)
+    for value in values:
+        net.at(value)
+        recorder.record()
+    return recorder
+
+
 def normed(dropout: float = 0.0) -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 4), nn.BatchNorm1d(4)
@@ -48,7 +58,7 @@ def normed(dropout: float = 0.0) -> nn.Sequential:
 # -- the recorder ------------------------------------------------------------------------------------------
 
 
-def test_the_running_average_of_1_2_3_is_1_and_a_half_more_each_time() -> None:
+def test_the_recorded_moments_of_1_2_3_are_those_by_hand() -> None:
     net = Scalar()
     recorder = Recorder(net, keep=2)
     means, squares = [], []
@@ -69,13 +79,9 @@ def test_the_running_average_of_1_2_3_is_1_and_a_half_more_each_time() -> None:
 def test_the_last_k_checkpoints_are_kept_as_they_were(tmp_path: Path) -> None:
     for directory in (None, tmp_path):
         net = Scalar()
-        recorder = Recorder(net, keep=3, directory=directory)
-        for value in range(5):
-            net.at(value)
-            recorder.record()
-            assert len(recorder) == min(value + 1, 3)
+        recorder = recorded(net, 0, 1, 2, 3, 4, keep=3, directory=directory)
         net.at(100.0)
-        assert recorder.count == 5
+        assert (recorder.count, len(recorder)) == (5, 3)
         assert [state["weight"].item() for state in recorder] == [2.0, 3.0, 4.0]
         assert [state["count"].item() for state in recorder] == [3, 4, 5]
         assert recorder[-1]["running_mean"].item() == 40.0
@@ -117,31 +123,22 @@ def test_recording_after_each_step_ends_no_training() -> None:
 
 
 def test_every_nth_step_is_recorded() -> None:
-    net = Scalar()
-    recorder = Recorder(net, every=3)
-    counts = []
+    recorder = Recorder(net := Scalar(), every=3)
     for step in range(1, 8):
         net.at(step)
         recorder.step()
-        counts.append(recorder.count)
-    assert counts == [0, 0, 1, 1, 1, 2, 2]
+        assert recorder.count == step // 3
     assert [state["weight"].item() for state in recorder] == [3.0, 6.0]
 
 
-def test_a_recording_on_disk_is_gone_on_with_only_when_asked(tmp_path: Path) -> None:
+def test_a_recording_on_disk_is_continued_only_when_asked(tmp_path: Path) -> None:
     net = Scalar()
-    first = Recorder(net, keep=2, directory=tmp_path / "new" / "run")
-    for value in (1.0, 2.0, 3.0):
-        net.at(value)
-        first.record()
+    recorded(net, 1, 2, 3, keep=2, directory=tmp_path / "new" / "run")
     with pytest.raises(ValueError, match="holds a recording already: pass resume=True"):
         Recorder(net, keep=2, directory=tmp_path / "new" / "run")
-    again = Recorder(net, keep=2, directory=tmp_path / "new" / "run", resume=True)
-    assert [state["weight"].item() for state in again] == [2.0, 3.0]
-    net.at(4.0)
-    again.record()
-    assert again.mean["weight"].item() == 2.5
-    assert again.count == 4
+    again = recorded(net, 4, keep=2, directory=tmp_path / "new" / "run", resume=True)
+    assert [state["weight"].item() for state in again] == [3.0, 4.0]
+    assert (again.count, again.mean["weight"].item()) == (4, 2.5)
     with pytest.raises(ValueError, match="does not fit the model"):
         Recorder(nn.Linear(1, 1), directory=tmp_path / "new" / "run", resume=True)
     assert Recorder(net, directory=tmp_path / "other", resume=True).count == 0
@@ -155,10 +152,7 @@ def test_a_recording_that_was_cut_short_counts_every_checkpoint_once(
         raise KeyboardInterrupt
 
     net = Scalar()
-    recorder = Recorder(net, keep=2, directory=tmp_path)
-    for value in (1.0, 2.0):
-        net.at(value)
-        recorder.record()
+    recorder = recorded(net, 1, 2, keep=2, directory=tmp_path)
     if when == "before the moments":
         monkeypatch.setattr("multitudes.training.recorder._Disk.write_moments", killed)
     else:
@@ -197,42 +191,53 @@ def test_any_network_is_recorded_also_with_tied_or_strided_weights(tmp_path: Pat
         copy.deepcopy(net).load_state_dict(recorder[0])
 
 
-def test_a_recorder_says_what_is_wrong() -> None:
-    for options in ({"keep": 0}, {"every": 1.5}, {"keep": True}):
-        with pytest.raises(ValueError, match=f"{next(iter(options))} must be a whole number, 1 or more"):
-            Recorder(Scalar(), **options)
-    with pytest.raises(ValueError, match="net must be an nn.Module, got dict"):
-        Recorder({})
-    with pytest.raises(ValueError, match="resume=True needs the directory"):
-        Recorder(Scalar(), resume=True)
-    with pytest.raises(ValueError, match="nothing has been recorded yet"):
-        _ = Recorder(Scalar()).mean
-    with pytest.raises(ValueError, match="parameter 'weight' has no shape yet"):
-        Recorder(nn.LazyLinear(3)).record()
-    net = Scalar()
-    recorder = Recorder(net)
+@pytest.mark.parametrize(
+    ("use", "sentence"),
+    [
+        (lambda: Recorder(Scalar(), keep=0), "keep must be a whole number, 1 or more"),
+        (lambda: Recorder(Scalar(), every=1.5), "every must be a whole number, 1 or more"),
+        (lambda: Recorder(Scalar(), keep=True), "keep must be a whole number, 1 or more"),
+        (lambda: Recorder({}), "net must be an nn.Module, got dict"),
+        (lambda: Recorder(Scalar(), resume=True), "resume=True needs the directory"),
+        (lambda: Recorder(Scalar()).mean, "nothing has been recorded yet"),
+        (lambda: Recorder(nn.LazyLinear(3)).record(), "parameter 'weight' has no shape yet"),
+    ],
+)
+def test_wrong_use_of_a_recorder_raises_one_sentence(use: Callable[[], object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        use()
+
+
+def test_weights_that_are_not_finite_are_not_recorded() -> None:
+    recorder = Recorder(net := Scalar())
+    assert recorder and len(recorder) == 0
+    net.at(torch.nan)
     with pytest.raises(ValueError, match="parameter 'weight' holds NaN or infinite values, so nothing was recorded"):
-        net.at(torch.nan)
         recorder.record()
     assert len(recorder) == 0
 
 
-def test_checkpoints_that_do_not_fit_are_refused() -> None:
-    net = nn.Linear(2, 3)
-    state = net.state_dict()
-    for wrong, sentence in (
-        (state, "checkpoints must be a Recorder or a list of state dicts, got OrderedDict"),
-        (net, "checkpoints must be a Recorder or a list of state dicts, got Linear"),
+LINEAR = nn.Linear(2, 3)
+STATE = LINEAR.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "sentence"),
+    [
+        (STATE, "checkpoints must be a Recorder or a list of state dicts, got OrderedDict"),
+        (LINEAR, "checkpoints must be a Recorder or a list of state dicts, got Linear"),
         (3, "checkpoints must be a Recorder or a list of state dicts, got int"),
-        ([state, net], r"checkpoints\[1\] must be a state dict, got Linear"),
+        ([STATE, LINEAR], r"checkpoints\[1\] must be a state dict, got Linear"),
         ([], "checkpoints must be 1 or more, got 0"),
-        (Recorder(net), "checkpoints must be 1 or more, got 0"),
-        ([state, {"weight": state["weight"]}], r"checkpoints\[1\] does not fit the model: it lacks 'bias'"),
-        ([state | {"more": state["bias"]}], r"checkpoints\[0\] does not fit the model: it holds 'more'"),
+        (Recorder(LINEAR), "checkpoints must be 1 or more, got 0"),
+        ([STATE, {"weight": STATE["weight"]}], r"checkpoints\[1\] does not fit the model: it lacks 'bias'"),
+        ([STATE | {"more": STATE["bias"]}], r"checkpoints\[0\] does not fit the model: it holds 'more'"),
         ([nn.Linear(2, 4).state_dict()], r"'weight' has shape \[4, 2\] against \[3, 2\]"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            Trajectory.of(wrong, net)
+    ],
+)
+def test_checkpoints_that_do_not_fit_are_refused(checkpoints: object, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Trajectory.of(checkpoints, LINEAR)
 
 
 # -- batch norm --------------------------------------------------------------------------------------------
@@ -262,7 +267,7 @@ def test_statistics_are_those_of_torchs_own_update(form: str) -> None:
     before = copy.deepcopy(network.state_dict())
     modes = [module.training for module in network.modules()]
     batches = Batches(batches_in_every_form(x, y)[form])
-    for _ in range(2):  # an iterator, too, can be gone through again
+    for _ in range(2):  # an iterator, too, can be iterated again
         got = statistics(network, {}, batches)
         torch.testing.assert_close(got["1.running_mean"], want[1].running_mean)
         torch.testing.assert_close(got["1.running_var"], want[1].running_var)
@@ -291,11 +296,7 @@ def test_a_tensor_is_cut_into_equal_parts_and_one_batch_is_exact() -> None:
 
 
 def test_statistics_are_of_the_given_weights_and_of_expectations() -> None:
-    class Noisy(Stochastic):
-        def forward(self, x: Tensor) -> Tensor:
-            return x if self.expects else x + 100 * self.normal(x.shape, like=x)
-
-    network = nn.Sequential(nn.Linear(2, 2, bias=False), Noisy(), nn.BatchNorm1d(2))
+    network = nn.Sequential(nn.Linear(2, 2, bias=False), Jitter(), nn.BatchNorm1d(2))
     x, weight = torch.randn(6, 2), torch.randn(2, 2)
     got = statistics(network, {"0.weight": weight}, Batches(x))
     torch.testing.assert_close(got["2.running_mean"], (x @ weight.T).mean(0))
@@ -329,25 +330,21 @@ def test_accuracy_is_the_share_of_right_classes() -> None:
         accuracy(nn.Identity(), {}, Batches((x, torch.zeros(3, 1, dtype=torch.int64))))
 
 
-def test_data_that_cannot_be_measured_on_is_refused() -> None:
-    x = torch.randn(4, 3)
-    with pytest.raises(ValueError, match="data must come in batches, got a TensorDataset: wrap it in a DataLoader"):
-        Batches(TensorDataset(x))
-    with pytest.raises(ValueError, match="data must be a tensor, a batch or an iterable of batches, got int"):
-        Batches(3)
-    with pytest.raises(ValueError, match="data must have one target for each of the 4 inputs, got 3"):
-        Batches((x, torch.zeros(3)))
-    with pytest.raises(ValueError, match=r"data must hold at least one input, got shape \[0, 3\]"):
-        Batches(x[:0])
-    with pytest.raises(ValueError, match="data must hold at least one batch, got none"):
-        statistics(normed(), {}, Batches([]))
-    with pytest.raises(ValueError, match=r"x of shape \[4, 2\] \(torch.float32\) does not fit the network"):
-        statistics(normed(), {}, Batches(x[:, :2]))
-    with pytest.raises(ValueError, match="a batch must be, or start with, a tensor"):
-        statistics(normed(), {}, Batches(["no tensor"]))
+ROWS = torch.randn(4, 3)
 
 
-def test_a_recorder_is_there_before_it_has_recorded() -> None:
-    recorder = Recorder(nn.Linear(1, 1))
-    assert recorder
-    assert len(recorder) == 0
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (TensorDataset(ROWS), "data must come in batches, got a TensorDataset: wrap it in a DataLoader"),
+        (3, "data must be a tensor, a batch or an iterable of batches, got int"),
+        ((ROWS, torch.zeros(3)), "data must have one target for each of the 4 inputs, got 3"),
+        (ROWS[:0], r"data must hold at least one input, got shape \[0, 3\]"),
+        ([], "data must hold at least one batch, got none"),
+        (ROWS[:, :2], r"x of shape \[4, 2\] \(torch.float32\) does not fit the network"),
+        (["no tensor"], "a batch must be, or start with, a tensor"),
+    ],
+)
+def test_data_that_cannot_be_measured_on_is_refused(data: object, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        statistics(normed(), {}, Batches(data))
