@@ -55,7 +55,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
     net = mt.deep_ensemble(network(recipe), want.members, seed=SEED).to(recipe.device)
     loader = Loader(data.train, data, want.batch_size, recipe.device, seed=SEED)
     shutil.rmtree(folder, ignore_errors=True)
-    recorder = mt.Recorder(net, keep=want.checkpoints, every=len(loader) // want.per_epoch, directory=folder)
+    recorder = mt.Recorder(net, keep=want.checkpoints, every=len(loader) // want.per_epoch, folder=folder)
     recorder.record()
 
     def after_step(progress: Progress) -> None:

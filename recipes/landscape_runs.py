@@ -94,7 +94,7 @@ def trajectories(recipe: Recipe) -> list[list[State]]:
     """The checkpoints of each run, the initialisation first."""
     want, folder = settings(recipe), recipe.networks / "trajectory"
     net = mt.deep_ensemble(network(recipe), want.members)
-    recorder = mt.Recorder(net, keep=want.checkpoints, directory=folder, resume=True)
+    recorder = mt.Recorder(net, keep=want.checkpoints, folder=folder, resume=True)
     if len(recorder) < want.checkpoints:
         raise ValueError(f"{folder} must hold {want.checkpoints} checkpoints: run the piece train first")
     stacked = list(recorder)

@@ -1,4 +1,4 @@
-"""`compare` and `train` through the real command line: from nothing to a page, killed, stopped, and gone on with."""
+"""`compare` and `train` through the real command line: from nothing to a page, killed, stopped, and resumed."""
 
 from __future__ import annotations
 
@@ -166,6 +166,7 @@ def test_a_failed_job_is_named_and_the_others_are_shown(copied: Path, monkeypatc
 # -- killed and stopped ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # a job that was killed is in test_study_job, a study that was killed in test_study_stopped
 def test_killed_and_started_again_it_ends_with_the_same_results(folder: Path, here: Path) -> None:
     process = program(here, *COMPARE)
     run = Run(here / "run")

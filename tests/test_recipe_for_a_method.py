@@ -79,9 +79,12 @@ def shaken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTy
     """The method's file, as if it lay among the others."""
     (tmp_path / "shaken.py").write_text(FILE)
     monkeypatch.setattr(methods, "__path__", [*methods.__path__, str(tmp_path)])
-    monkeypatch.setattr(of_studies, "METHODS", collect())
+    before = dict(of_studies.METHODS)
+    of_studies.METHODS.update(collect())
     module = importlib.import_module("multitudes.methods.shaken")
     yield module
+    of_studies.METHODS.clear()
+    of_studies.METHODS.update(before)
     del sys.modules["multitudes.methods.shaken"], DIVERGENCES["multitudes.methods.shaken.shaken_kl"]
     delattr(methods, "shaken")
 

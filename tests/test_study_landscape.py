@@ -10,17 +10,18 @@ import torch
 import torch.nn.functional as F
 
 from multitudes.study.landscape import write_landscape
-from multitudes.study.local import run_local
 from multitudes.study.planning import prepare
 from multitudes.study.spec import Spec
 from multitudes.study.trained import Trained
+from multitudes.study.worker import run as run_job
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     options = {"data": "digits", "methods": ["single", "deep"], "seeds": 1, "epochs": 1, "limit": 96, "shift": []}
     run = prepare(Spec.of(**options), tmp_path_factory.mktemp("study") / "run")
-    assert not run_local(run, workers=2).failed
+    for job in run.jobs:
+        run_job(job.directory)
     return run
 
 
@@ -48,5 +49,5 @@ def test_it_is_measured_again_only_when_a_job_is_newer(run):
 
 def test_a_run_without_three_networks_alike_has_no_plane(tmp_path):
     run = prepare(Spec.of(data="digits", methods=["single"], seeds=1, epochs=1, limit=64, shift=[]), tmp_path / "run")
-    run_local(run, workers=1)
+    run_job(run.jobs[0].directory)
     assert write_landscape(run) is None and not (tmp_path / "run" / "landscape.json").exists()

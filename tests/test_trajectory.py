@@ -79,7 +79,7 @@ def test_the_recorded_moments_of_1_2_3_are_those_by_hand() -> None:
 def test_the_last_k_checkpoints_are_kept_as_they_were(tmp_path: Path) -> None:
     for directory in (None, tmp_path):
         net = Scalar()
-        recorder = recorded(net, 0, 1, 2, 3, 4, keep=3, directory=directory)
+        recorder = recorded(net, 0, 1, 2, 3, 4, keep=3, folder=directory)
         net.at(100.0)
         assert (recorder.count, len(recorder)) == (5, 3)
         assert [state["weight"].item() for state in recorder] == [2.0, 3.0, 4.0]
@@ -133,15 +133,15 @@ def test_every_nth_step_is_recorded() -> None:
 
 def test_a_recording_on_disk_is_continued_only_when_asked(tmp_path: Path) -> None:
     net = Scalar()
-    recorded(net, 1, 2, 3, keep=2, directory=tmp_path / "new" / "run")
+    recorded(net, 1, 2, 3, keep=2, folder=tmp_path / "new" / "run")
     with pytest.raises(ValueError, match="holds a recording already: pass resume=True"):
-        Recorder(net, keep=2, directory=tmp_path / "new" / "run")
-    again = recorded(net, 4, keep=2, directory=tmp_path / "new" / "run", resume=True)
+        Recorder(net, keep=2, folder=tmp_path / "new" / "run")
+    again = recorded(net, 4, keep=2, folder=tmp_path / "new" / "run", resume=True)
     assert [state["weight"].item() for state in again] == [3.0, 4.0]
     assert (again.count, again.mean["weight"].item()) == (4, 2.5)
     with pytest.raises(ValueError, match="does not fit the model"):
-        Recorder(nn.Linear(1, 1), directory=tmp_path / "new" / "run", resume=True)
-    assert Recorder(net, directory=tmp_path / "other", resume=True).count == 0
+        Recorder(nn.Linear(1, 1), folder=tmp_path / "new" / "run", resume=True)
+    assert Recorder(net, folder=tmp_path / "other", resume=True).count == 0
 
 
 @pytest.mark.parametrize("when", ["before the moments", "before the removal"])
@@ -152,7 +152,7 @@ def test_a_recording_that_was_cut_short_counts_every_checkpoint_once(
         raise KeyboardInterrupt
 
     net = Scalar()
-    recorder = recorded(net, 1, 2, keep=2, directory=tmp_path)
+    recorder = recorded(net, 1, 2, keep=2, folder=tmp_path)
     if when == "before the moments":
         monkeypatch.setattr("multitudes.training.recorder._Disk.write_moments", killed)
     else:
@@ -161,7 +161,7 @@ def test_a_recording_that_was_cut_short_counts_every_checkpoint_once(
     with pytest.raises(KeyboardInterrupt):
         recorder.record()
     monkeypatch.undo()
-    again = Recorder(net, keep=2, directory=tmp_path, resume=True)
+    again = Recorder(net, keep=2, folder=tmp_path, resume=True)
     assert (again.count, again.mean["weight"].item()) == (3, 3.0)
     assert [state["weight"].item() for state in again] == [2.0, 6.0]
 
@@ -170,7 +170,7 @@ def test_without_safetensors_only_the_disk_is_out_of_reach(tmp_path: Path, monke
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     Recorder(Scalar()).record()
     with pytest.raises(ImportError, match=r"pip install 'multitudes\[safetensors\]'"):
-        Recorder(Scalar(), directory=tmp_path)
+        Recorder(Scalar(), folder=tmp_path)
 
 
 def test_any_network_is_recorded_also_with_tied_or_strided_weights(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_any_network_is_recorded_also_with_tied_or_strided_weights(tmp_path: Pat
 
     for net in (Tied(), mt.deep_ensemble(normed(), members=3), mt.batch_ensemble(normed(), members=2)):
         directory = tmp_path / type(net).__name__
-        for recorder in (Recorder(net), Recorder(net, directory=directory)):
+        for recorder in (Recorder(net), Recorder(net, folder=directory)):
             recorder.record()
             assert recorder[0].keys() == net.state_dict().keys()
             for name, tensor in net.state_dict().items():
@@ -198,7 +198,7 @@ def test_any_network_is_recorded_also_with_tied_or_strided_weights(tmp_path: Pat
         (lambda: Recorder(Scalar(), every=1.5), "every must be a whole number, 1 or more"),
         (lambda: Recorder(Scalar(), keep=True), "keep must be a whole number, 1 or more"),
         (lambda: Recorder({}), "net must be an nn.Module, got dict"),
-        (lambda: Recorder(Scalar(), resume=True), "resume=True needs the directory"),
+        (lambda: Recorder(Scalar(), resume=True), "resume=True needs the folder"),
         (lambda: Recorder(Scalar()).mean, "nothing has been recorded yet"),
         (lambda: Recorder(nn.LazyLinear(3)).record(), "parameter 'weight' has no shape yet"),
     ],

@@ -213,7 +213,7 @@ def _trained(job: _Job, net: Multitude, log: _Log) -> tuple[Multitude, list[Epoc
     if job.leads and not checkpoint.is_file():  # from the beginning
         shutil.rmtree(recording, ignore_errors=True)
     records = times and job.leads
-    recorder = Recorder(net, keep=len(times), directory=recording, resume=True) if records else None
+    recorder = Recorder(net, keep=len(times), folder=recording, resume=True) if records else None
     started = time.monotonic()
 
     def tell(progress: Progress) -> None:

@@ -76,7 +76,7 @@ class Recorder:
 
     Call `step()` once an epoch, or once a training step: every `every`-th call records. `record()` does it at once.
     Iterating gives state dicts, the oldest first. They are kept in memory, on the CPU, or as safetensors files
-    in a `directory`; one that holds a recording already is gone on with by `resume=True`. Integer tensors are kept
+    in a `folder`; one that holds a recording already is continued by `resume=True`. Integer tensors are kept
     as they are, floating-point ones also counted in `mean`, `variance` and `second_moment`.
 
     >>> net = nn.Linear(1, 1)
@@ -93,21 +93,21 @@ class Recorder:
         net: nn.Module,
         keep: int = 10,
         every: int = 1,
-        directory: str | os.PathLike[str] | None = None,
+        folder: str | os.PathLike[str] | None = None,
         resume: bool = False,
     ) -> None:
         if not isinstance(net, nn.Module):
             raise ValueError(f"net must be an nn.Module, got {type(net).__name__}")
         check_count("keep", keep)
         check_count("every", every)
-        if resume and directory is None:
-            raise ValueError("resume=True needs the directory of a recording")
+        if resume and folder is None:
+            raise ValueError("resume=True needs the folder of a recording")
         self.net, self.keep, self.every = net, keep, every
         self.before = Moments()
         """The moments of the checkpoints that are kept no more."""
         self._steps = 0
         self._kept: deque[State | Path] = deque()
-        self._disk = None if directory is None else _Disk(Path(directory))
+        self._disk = None if folder is None else _Disk(Path(folder))
         if self._disk is not None:
             self._take_up(self._disk, resume)
 
@@ -174,7 +174,7 @@ class Recorder:
         found = disk.checkpoints()
         if not resume and found:
             raise ValueError(
-                f"directory {str(disk.directory)!r} holds a recording already: pass resume=True to go on with it, "
+                f"folder {str(disk.folder)!r} holds a recording already: pass resume=True to go on with it, "
                 "or choose another"
             )
         if resume:
@@ -182,7 +182,7 @@ class Recorder:
             # Where recording was cut short, a checkpoint may have been counted in, and not been removed.
             self._kept.extend(path for number, path in found.items() if number > self.before.count)
             if self._kept:
-                check_fits(self.net.state_dict(), self[-1], f"directory {str(disk.directory)!r}")
+                check_fits(self.net.state_dict(), self[-1], f"folder {str(disk.folder)!r}")
         while len(self._kept) > self.keep:
             self.before.add(_loaded(self._kept.popleft()))
 
@@ -203,15 +203,15 @@ def _loaded(kept: State | Path) -> State:
 
 
 class _Disk:
-    """A directory of checkpoints. Whatever is interrupted, each file in it is whole."""
+    """A folder of checkpoints. Whatever is interrupted, each file in it is whole."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         _safetensors()
-        self.directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
 
     def checkpoints(self) -> dict[int, Path]:
-        paths = sorted(self.directory.glob("checkpoint-*.safetensors"))
+        paths = sorted(self.folder.glob("checkpoint-*.safetensors"))
         return {int(path.stem.removeprefix("checkpoint-")): path for path in paths}
 
     def write(self, number: int, state: State) -> Path:
@@ -223,7 +223,7 @@ class _Disk:
         self._write("moments.safetensors", state | {"count": torch.tensor(moments.count)})
 
     def read_moments(self) -> Moments:
-        path = self.directory / "moments.safetensors"
+        path = self.folder / "moments.safetensors"
         if not path.exists():
             return Moments()
         state = _safetensors().load_file(path)
@@ -234,14 +234,14 @@ class _Disk:
         return moments
 
     def _write(self, name: str, state: State) -> Path:
-        path = self.directory / name
+        path = self.folder / name
         with replacing(path) as unfinished:
             _safetensors().save_file(state, unfinished)
         return path
 
 
 def _safetensors() -> Any:
-    return needed("safetensors.torch", "safetensors", "recording in a directory")
+    return needed("safetensors.torch", "safetensors", "recording in a folder")
 
 
 # -- what the methods read ---------------------------------------------------------------------------------
