@@ -254,7 +254,8 @@ def test_a_score_that_is_not_there_is_told_with_those_that_are_near():
         ({"data": X}, r"data must have targets, batches of \(x, y\), to be scored; got inputs alone"),
         ({"data": (X, Y + 9)}, "target must lie within 0 and 3, got 1"),
         ({"data": (X * math.nan, Y)}, "batch 0 of data: x holds .* NaN"),
-        ({"baseline": {"nll": 1}}, "baseline must be an Evaluation, and shift corruptions"),
+        ({"baseline": {"nll": 1}}, "baseline must be an Evaluation, got"),
+        ({"baseline": Evaluation({})}, "baseline needs corruptions, shift=True or names of them, got shift=None"),
         ({"seed": "a"}, "seed must be None or a whole number"),
     ],
 )

@@ -223,8 +223,10 @@ def test_a_predict_of_the_networks_own_must_give_a_predictive():
             return self(x).argmax(1)
 
     net = Own(4, 3)
-    with raises("net.predict must give a Predictive, got a Tensor: pass mt.Multitude(net)"):
+    with raises("batch 0 of data: net.predict must give a Predictive, got a Tensor: pass mt.Multitude(net)"):
         predict(net, X)
+    with raises("net.predict must give a Predictive, got a Tensor: pass mt.Multitude(net)"):
+        mt.temporal(net)(X)
     assert predict(mt.Multitude(net), X).probs.shape == (10, 3)
     mt.fit(net, [(X, Y % 3)], 1)
 

@@ -346,6 +346,16 @@ def test_a_file_of_another_kind_is_one_error(tmp_path: Path) -> None:
         load(tmp_path / "tensors.safetensors")
 
 
+@pytest.mark.parametrize(
+    "header", ["{", "null", "3", "{}", '{"format": 2}', '{"format": 2, "nodes": []}', '{"format": 2, "nodes": [{}]}']
+)
+def test_a_damaged_header_is_one_error(header: str, tmp_path: Path) -> None:
+    path = save(mt.deep_ensemble(mlp(), 2), tmp_path / "net.safetensors")
+    save_file(load_file(path), path, {"multitudes": header})
+    with pytest.raises(ValueError, match=r"path must be a file that mt.save wrote, got .*, which is damaged"):
+        load(path)
+
+
 ALIEN = ("os.system", "torch.hub.load", "multitudes.storage.save.save", "multitudes.__main__.main")
 
 

@@ -322,3 +322,14 @@ def test_an_example_changes_no_member_and_a_search_for_one_no_random_state(conve
     assert torch.equal(torch.get_rng_state(), state)
     for name, tensor in given.state_dict().items():
         assert torch.equal(tensor, without.state_dict()[name]), name
+
+
+def test_a_selector_of_other_arguments_is_one_error() -> None:
+    with pytest.raises(ValueError, match=r"layers must be a function of \(name, module\), got one that fails"):
+        mt.drop_connect(nn.Linear(3, 2), 0.1, lambda name: True)  # type: ignore[arg-type,misc]
+
+
+@pytest.mark.parametrize("seed", [1.5, "a", -1, True])
+def test_a_seed_is_a_whole_number(seed: object) -> None:
+    with pytest.raises(ValueError, match="seed must be None or a whole number"):
+        mt.deep_ensemble(nn.Linear(3, 2), 2, seed=seed)  # type: ignore[arg-type]

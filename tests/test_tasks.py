@@ -170,6 +170,60 @@ def test_adaptive_draws_of_values_with_and_without_an_axis_of_outputs(outputs: t
     assert bool(((error < 0.055) | (p.draws == 64)).all())
 
 
+class Halved(nn.MSELoss):
+    """Half the mean squared error, as users write their losses."""
+
+    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
+        return super().forward(prediction, target) / 2
+
+
+KNOWN = [F.mse_loss, nn.L1Loss(), nn.SmoothL1Loss(), nn.HuberLoss(), partial(F.l1_loss), Halved()]
+
+
+@pytest.mark.parametrize("criterion", KNOWN)
+def test_no_known_criterion_broadcasts_targets_against_predictions(criterion: Criterion) -> None:
+    for net in (mt.deep_ensemble(nn.Linear(3, 1), 2, task="regression"), dropped()):
+        net.task = "regression"
+        with pytest.raises(ValueError, match=r"y must have the predictions' shape \[32, 1\], got \[32\]"):
+            net.loss(X, VALUES[:, 0], criterion)
+
+
+def test_subclasses_of_torchs_criteria_are_for_their_task() -> None:
+    with pytest.raises(ValueError, match="criterion Halved is for task 'regression'"):
+        dropped().loss(X, VALUES, Halved())
+    net = dropped(3)
+    margin = nn.MultiMarginLoss()
+    want = margin(drawn(net).softmax(-1).mean(0).log(), torch.arange(32) % 3)
+    torch.testing.assert_close(net.loss(X, torch.arange(32) % 3, margin), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8, torch.int64])
+def test_whole_numbers_of_any_type_are_classes_or_values(dtype: torch.dtype) -> None:
+    y = torch.arange(32) % 2
+    net = mt.Multitude(nn.Linear(3, 2))
+    torch.testing.assert_close(net.loss(X, y.to(dtype)), F.cross_entropy(net(X)[0], y))
+    torch.testing.assert_close(net.loss(X, (y == 1)), F.cross_entropy(net(X)[0], y))
+    net = mt.Multitude(nn.Linear(3, 1), 1)
+    want = F.mse_loss(net(X)[0], y[:, None].float())
+    torch.testing.assert_close(net.loss(X, y[:, None].to(dtype), task="regression"), want)
+
+
+@pytest.mark.parametrize(
+    ("y", "sentence"),
+    [
+        (torch.zeros(31).long(), r"y of shape \[31\] .* does not fit predictions of shape \[32, 2\]"),
+        (torch.zeros(32, 1).long(), r"y of shape \[32, 1\] .* does not fit"),
+        (torch.zeros(32, 2).long(), r"y of shape \[32, 2\] .* does not fit"),
+        ([0] * 32, "y must be a tensor with at least one target, got list"),
+        (None, "y must be a tensor with at least one target, got NoneType"),
+        (torch.zeros(0).long(), r"y must be a tensor with at least one target, got shape \[0\]"),
+    ],
+)
+def test_targets_that_do_not_fit_are_one_sentence(y: object, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        mt.Multitude(nn.Linear(3, 2)).loss(X, y)
+
+
 STATES = [{name: tensor + 0.1 * i for name, tensor in nn.Linear(3, 2).state_dict().items()} for i in range(4)]
 CONVERSIONS = {
     "deep_ensemble": partial(mt.deep_ensemble, members=2),

@@ -142,6 +142,20 @@ def test_the_divergence_is_shared_among_the_examples_of_the_data():
         fit(net, iter([(X, Y)]), 1)
 
 
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ((X, Y), r"data must hold batches, got one \(tuple\): pass a list of them"),
+        ({"x": X, "labels": Y}, r"data must hold batches, got one \(dict\)"),
+        (TensorDataset(X, Y), "data must come in batches, got a TensorDataset: wrap it in a DataLoader"),
+        (None, "data must be an iterable of batches, got NoneType"),
+    ],
+)
+def test_data_that_are_no_batches_are_one_sentence(data: object, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        fit(nn.Linear(8, 3), data, 1)
+
+
 def trial(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     monkeypatch.delenv("MULTITUDES_BFLOAT16_TRIED", raising=False)
     monkeypatch.setattr("multitudes.training.precision._TRIAL", code)

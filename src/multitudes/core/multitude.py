@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -16,7 +17,15 @@ from multitudes.core.draws.adaptive import predict_adaptively
 from multitudes.core.draws.engine import DrawCache, Draws
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
 from multitudes.core.predictive import Predictive
-from multitudes.core.tasks import Criterion, averaged, check_task, criterion_for
+from multitudes.core.tasks import (
+    Criterion,
+    averaged,
+    check_targets,
+    check_task,
+    criterion_for,
+    loss_of,
+    task_of,
+)
 
 __all__ = ["Criterion", "Divergence", "Multitude", "evaluating", "plain", "share_registries"]
 
@@ -309,47 +318,17 @@ class Multitude(nn.Module):
     def _criterion(
         self, criterion: Criterion | None, task: str | None, predictions: Tensor, y: Tensor, averages: bool = False
     ) -> Criterion:
-        """The criterion of the loss; an error where targets or predictions do not fit the task's own."""
+        """The criterion of the loss; an error where the targets do not fit the task or the predictions.
+
+        On a GPU the values of the first targets alone are looked at, since looking waits for it.
+        """
         chosen = criterion_for(task or self.chosen_task, criterion, averages)
-        if criterion is None:
-            check = {"classification": self._check_classes, "regression": _check_values}.get(task or self.task)
-            if check is not None:  # `gaussian_nll` checks by itself
-                check(predictions, y)
-        return chosen
-
-    def _check_classes(self, predictions: Tensor, y: Tensor) -> None:
-        """Class labels must be classes, or probabilities of them. On a GPU only the first batch is read: it waits."""
-        if predictions.dim() < 3 or predictions.shape[2] == 1:
-            raise ValueError(
-                f"cross entropy needs predictions for two classes or more, got {list(predictions.shape)}; "
-                "for values pass task='regression' or task='gaussian'"
-            )
-        if torch.compiler.is_compiling() or (y.is_cuda and self._targets_checked):
-            return
+        if torch.compiler.is_compiling() or (criterion is not None and task_of(criterion) is None):
+            return chosen  # what fits a criterion of the user's own is for it to say
+        values = criterion is None and not (isinstance(y, Tensor) and y.is_cuda and self._targets_checked)
+        check_targets(task or self.task, predictions, y, values)
         self._targets_checked = True
-        if y.is_floating_point():
-            if y.shape != predictions.shape[1:] or bool((y < 0).any()) or not _adds_up(y):
-                raise ValueError(
-                    f"y must hold classes, or their probabilities {list(predictions.shape[1:])}, got values of shape "
-                    f"{list(y.shape)}: for values pass task='regression' or task='gaussian'"
-                )
-            return
-        classes = predictions.shape[2]
-        wrong = y[(y != -100) & ((y < 0) | (y >= classes))]
-        if wrong.numel():
-            raise ValueError(f"y must hold classes 0 to {classes - 1}, got {wrong[0].item()}")
-
-
-def _check_values(predictions: Tensor, y: Tensor) -> None:
-    """Values must have the predictions' shape: `[B]` against `[B, 1]` would broadcast, and train on nonsense."""
-    if y.shape != predictions.shape[1:]:
-        raise ValueError(f"y must have the predictions' shape {list(predictions.shape[1:])}, got {list(y.shape)}")
-
-
-def _adds_up(y: Tensor) -> bool:
-    """Whether class probabilities `[B, C, ...]` add up to 1."""
-    total = y.float().sum(1)
-    return torch.allclose(total, torch.ones_like(total), atol=1e-2)
+        return partial(loss_of, chosen)
 
 
 @contextmanager

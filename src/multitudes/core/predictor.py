@@ -10,7 +10,7 @@ from torch import nn
 from multitudes.core.multitude import Multitude
 from multitudes.core.predictive import Predictive
 
-__all__ = ["Predictor", "PredictorModule", "multitude_of", "predictor"]
+__all__ = ["Predictor", "PredictorModule", "multitude_of", "predicted", "predictor"]
 
 
 class Predictor(Protocol):
@@ -33,6 +33,15 @@ def predictor(net: Any) -> Predictor:
     if callable(getattr(net, "predict", None)):
         return net
     return multitude_of(net)
+
+
+def predicted(net: Predictor, x: Any, **options: Any) -> Predictive:
+    """What `net` predicts of a batch; an error where its `predict` gives something else."""
+    found = net.predict(x, **options)
+    if not isinstance(found, Predictive):
+        kind = type(found).__name__
+        raise ValueError(f"net.predict must give a Predictive, got a {kind}: pass mt.Multitude(net)")
+    return found
 
 
 def multitude_of(net: Any) -> Multitude:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from multitudes.core.checks import check_seed
+
 __all__ = ["mixed", "seeded"]
 
 
@@ -21,6 +23,7 @@ def mixed(seed: int, number: int) -> int:
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
     """Random numbers from `seed`, and torch's own random state as it was, after. None: torch's own state."""
+    check_seed(seed)
     if seed is None:
         yield
         return

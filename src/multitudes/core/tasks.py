@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from multitudes.core.calling import InputError
 from multitudes.core.gaussian import at_least_float32, gaussian_nll, join_gaussian, split_gaussian
 
-__all__ = ["TASKS", "Criterion", "averaged", "check_task", "criterion_for", "task_of"]
+__all__ = ["TASKS", "Criterion", "averaged", "check_targets", "check_task", "criterion_for", "loss_of", "task_of"]
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 """`(prediction [B, ...], target [B, ...]) -> mean over the batch`."""
@@ -22,7 +22,10 @@ TASKS: dict[str, Criterion] = {"classification": F.cross_entropy, "regression": 
 """Every task, with its default criterion."""
 
 _OF_TASK: dict[str, tuple[Any, ...]] = {
-    "classification": (F.cross_entropy, F.nll_loss, F.multi_margin_loss, nn.CrossEntropyLoss, nn.NLLLoss),
+    "classification": (
+        *(F.cross_entropy, F.nll_loss, F.multi_margin_loss),
+        *(nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss),
+    ),
     "regression": (
         *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss),
         *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss),
@@ -69,15 +72,72 @@ def criterion_for(task: str | None, criterion: Criterion | None, averages: bool 
 
 
 def task_of(criterion: Criterion) -> str | None:
-    """The only task that a criterion is for; None where it is not known."""
+    """The one task that a criterion is for; None where it is not known."""
     own = _unwrapped(criterion)
-    return next((task for task, known in _OF_TASK.items() if own in known or type(own) in known), None)
+    for task, known in _OF_TASK.items():
+        if any(own is one or (isinstance(one, type) and isinstance(own, one)) for one in known):
+            return task
+    return None
 
 
 def _unwrapped(criterion: Any) -> Any:
     while isinstance(criterion, partial):
         criterion = criterion.func
     return criterion
+
+
+def check_targets(task: str, predictions: Tensor, y: Tensor, values: bool = True) -> None:
+    """An error where targets `[B, ...]` cannot be what predictions `[S, B, ...]` are trained on.
+
+    Where `values` says so, classes must be classes as well, or probabilities of them.
+    """
+    if not isinstance(y, Tensor) or not y.numel():
+        got = f"shape {list(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+        raise InputError(f"y must be a tensor with at least one target, got {got}")
+    if task == "regression" and y.shape != predictions.shape[1:]:  # `[B]` against `[B, 1]` would broadcast
+        raise InputError(f"y must have the predictions' shape {list(predictions.shape[1:])}, got {list(y.shape)}")
+    if task == "classification" and values:
+        _check_classes(predictions, y)
+
+
+def _check_classes(predictions: Tensor, y: Tensor) -> None:
+    if predictions.dim() < 3 or predictions.shape[2] == 1:
+        raise InputError(
+            f"cross entropy needs predictions for two classes or more, got {list(predictions.shape)}; "
+            "for values pass task='regression' or task='gaussian'"
+        )
+    if y.is_floating_point():
+        if y.shape != predictions.shape[1:] or bool((y < 0).any()) or not _adds_up(y):
+            raise InputError(
+                f"y must hold classes, or their probabilities {list(predictions.shape[1:])}, got values of shape "
+                f"{list(y.shape)}: for values pass task='regression' or task='gaussian'"
+            )
+        return
+    classes = predictions.shape[2]
+    wrong = y[(y != -100) & ((y < 0) | (y >= classes))]
+    if wrong.numel():
+        raise InputError(f"y must hold classes 0 to {classes - 1}, got {wrong[0].item()}")
+
+
+def _adds_up(y: Tensor) -> bool:
+    """Whether class probabilities `[B, C, ...]` add up to 1."""
+    total = y.float().sum(1)
+    return torch.allclose(total, torch.ones_like(total), atol=1e-2)
+
+
+def loss_of(criterion: Criterion, prediction: Tensor, y: Tensor) -> Tensor:
+    """A known criterion of a prediction and its targets, whole numbers of any type among them; or a sentence."""
+    if not y.is_floating_point():
+        y = y.to(prediction.dtype if task_of(criterion) != "classification" else torch.int64)
+    try:
+        return criterion(prediction, y)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        if "CUDA error" in str(error):
+            raise
+        what = f"y of shape {list(y.shape)} ({y.dtype})"
+        raise InputError(f"{what} does not fit predictions of shape {list(prediction.shape)}: {error}") from error
 
 
 def averaged(predictions: Tensor, task: str, weights: Tensor | None = None) -> Tensor:

@@ -15,7 +15,6 @@ from torchmetrics import Metric
 from multitudes.core.batches import Batches
 from multitudes.core.calling import Input
 from multitudes.core.checks import check_count, check_seed
-from multitudes.core.multitude import Multitude
 from multitudes.core.predictive import Predictive
 from multitudes.core.seeding import mixed
 from multitudes.evaluation.predict import predictions
@@ -167,14 +166,15 @@ def evaluate(
     check_count("min_count", min_count)
     if seed is not None:
         options["seed"] = seed
-    if baseline is not None and not (isinstance(baseline, Evaluation) and corruptions):
-        raise ValueError(f"baseline must be an Evaluation, and shift corruptions, got {baseline!r} and {shift!r}")
-    multitude: Any = net if callable(getattr(net, "predict", None)) else Multitude(net)
+    if baseline is not None and not isinstance(baseline, Evaluation):
+        raise ValueError(f"baseline must be an Evaluation, got {baseline!r}")
+    if baseline is not None and not corruptions:
+        raise ValueError(f"baseline needs corruptions, shift=True or names of them, got shift={shift!r}")
     batches = data if isinstance(data, Iterator) and not corruptions else Batches(data).batches
     measured = partial(_Pass, _Options(ignore, noise_precision, scale, bins, min_count))
 
     def predicted(batches: Any, change: Change | None = None) -> Iterator[tuple[Predictive, Tensor | None]]:
-        return predictions(multitude, batches, progress, device, _prepared(change, preprocess), **options)
+        return predictions(net, batches, progress, device, _prepared(change, preprocess), **options)
 
     own, detection = measured(groups), OODDetection()
     for prediction, target in predicted(batches):

@@ -13,7 +13,7 @@ from multitudes.core.batches import ROWS, Batches
 from multitudes.core.calling import Input, moved, split_batch
 from multitudes.core.checks import check_count
 from multitudes.core.predictive import Predictive
-from multitudes.core.predictor import Predictor, predictor
+from multitudes.core.predictor import Predictor, predicted, predictor
 from multitudes.core.progress import ProgressBar
 
 __all__ = ["predict", "predictions"]
@@ -87,14 +87,11 @@ def predictions(
             try:
                 x, y = split_batch(batch)
                 x = moved(x, device)
-                predicted = found.predict(x if prepare is None else prepare(x, index), **options)
+                answer = predicted(found, x if prepare is None else prepare(x, index), **options)
             except ValueError as error:
                 raise ValueError(f"batch {index} of data: {error}") from error
-            if not isinstance(predicted, Predictive):
-                kind = type(predicted).__name__
-                raise ValueError(f"net.predict must give a Predictive, got a {kind}: pass mt.Multitude(net)")
             bar.update(index + 1)
-            yield predicted, y
+            yield answer, y
     finally:
         bar.clear()
     if index < 0:

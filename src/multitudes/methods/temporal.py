@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from multitudes.core.calling import Input
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.predictive import Predictive
-from multitudes.core.predictor import Predictor, PredictorModule, predictor
+from multitudes.core.predictor import Predictor, PredictorModule, predicted, predictor
 from multitudes.core.tasks import averaged
 
 
@@ -42,12 +42,12 @@ class Stream(PredictorModule):
         """The next frame; `options` are those of the network's own `predict`."""
         if task is not None:
             options["task"] = task
-        predicted = self.net.predict(frame, **options)
-        task = predicted.task
-        if predicted.calibration is not None and task == "classification":
-            now = predicted.log_probs
+        answer = predicted(self.net, frame, **options)
+        task = answer.task
+        if answer.calibration is not None and task == "classification":
+            now = answer.log_probs
         else:
-            now = averaged(predicted.predictions, task)
+            now = averaged(answer.predictions, task)
         if self._recent and self._recent[0].shape != now.shape:
             raise ValueError(
                 f"frame gave predictions of shape {list(now.shape)}, the frames before it of shape "

@@ -84,10 +84,19 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Multit
         raise ValueError(f"path must be a file that mt.save wrote, got {str(path)!r}: {error}") from error
     if metadata is None:
         raise ValueError(f"path must be a file that mt.save wrote, got {str(path)!r}, whose header tells no structure")
-    header = json.loads(metadata)
-    if header["format"] != FORMAT:
-        raise ValueError(f"{str(path)!r} is of format {header['format']}, and this version reads format {FORMAT}")
-    net = rebuild(header["nodes"], tensors, model)
+    try:
+        header = json.loads(metadata)
+        if header["format"] != FORMAT:
+            raise ValueError(f"{str(path)!r} is of format {header['format']}, and this version reads format {FORMAT}")
+        return _rebuilt(header, tensors, model)
+    except (json.JSONDecodeError, LookupError, TypeError, AttributeError, AssertionError) as error:
+        raise ValueError(f"path must be a file that mt.save wrote, got {str(path)!r}, which is damaged") from error
+
+
+def _rebuilt(
+    header: Mapping[str, Any], tensors: Mapping[str, Tensor], model: nn.Module | None
+) -> Multitude | Calibrated:
+    net = rebuild(header["nodes"], dict(tensors), model)
     assert isinstance(net, Multitude)
     if "calibration" not in header:
         return net

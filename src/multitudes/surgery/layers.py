@@ -45,13 +45,20 @@ def select(model: nn.Module, layers: Selector, kinds: tuple[type[nn.Module], ...
     if isinstance(layers, str):
         chosen = {name: m for name, m in able.items() if _fullmatch(layers, name)}
     elif callable(layers):
-        chosen = {name: m for name, m in able.items() if layers(name, m)}
+        chosen = {name: m for name, m in able.items() if _selected(layers, name, m)}
     else:
         chosen = _listed(model, able, list(layers))
     if not chosen:
         given = "a function" if callable(layers) else repr(layers)
         raise ValueError(f"layers={given} selects nothing; it could select: {', '.join(able)}")
     return chosen
+
+
+def _selected(layers: Callable[[str, nn.Module], bool], name: str, module: nn.Module) -> bool:
+    try:
+        return bool(layers(name, module))
+    except TypeError as error:
+        raise ValueError(f"layers must be a function of (name, module), got one that fails: {error}") from error
 
 
 def _fullmatch(pattern: str, name: str) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from multitudes.core.calling import Input, moved, split_batch
 from multitudes.core.checks import check_count, check_number, check_seed
@@ -148,6 +148,7 @@ def fit(
     check_seed(seed)
     if clip is not None:
         check_number("clip", clip, 0, above=True)
+    _check_batches(data)
     device = next((parameter.device for parameter in multitude.parameters()), torch.device("cpu"))
     check_precision(precision, device)
     _set_task(multitude, task)
@@ -367,3 +368,13 @@ def _set_task(net: Multitude, task: str | None) -> None:
     if net.chosen_task not in (None, task):
         raise ValueError(f"task must be {net.task!r}, the network's own, got {task!r}")
     net.task = task
+
+
+def _check_batches(data: Any) -> None:
+    """Batches to iterate, and not one of them, nor single examples."""
+    if isinstance(data, (Tensor, tuple, Mapping)):
+        raise ValueError(f"data must hold batches, got one ({type(data).__name__}): pass a list of them, [(x, y)]")
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        raise ValueError(f"data must come in batches, got a {type(data).__name__}: wrap it in a DataLoader")
+    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
+        raise ValueError(f"data must be an iterable of batches, got {type(data).__name__}")
