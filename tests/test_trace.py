@@ -242,3 +242,35 @@ def test_frozen_batch_norms_stay_frozen_in_every_runner() -> None:
         torch.testing.assert_close(other, outputs[0], rtol=1e-4, atol=1e-5)
     for name, buffer in net.named_buffers():
         assert torch.equal(buffer, before[name])
+
+
+NOISE = {
+    "rand": lambda h: h * (torch.rand(h.shape) > 0.5),
+    "randn": lambda h: h + torch.randn(h.size()),
+    "randint": lambda h: h * torch.randint(5, h.shape),
+    "drop path": lambda h: h * torch.rand((h.shape[0], 1)).round(),
+    "permutation": lambda h: h[torch.randperm(h.shape[0])],
+    "like": lambda h: h + torch.randn_like(h),
+    "method": lambda h: h.new_empty(h.shape).bernoulli_(0.5) * h,
+}
+
+
+@pytest.mark.parametrize("kind", NOISE)
+@pytest.mark.parametrize("training", [True, False])
+def test_noise_of_the_networks_own_is_each_members_own_or_refused(kind: str, training: bool) -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(NOISE[kind](self.first(x)))
+
+    model = Noisy()
+    net = mt.fuse([model, model]).train(training)
+    try:
+        net.runner = "packed"
+        one, other = net(torch.randn(64, 8))
+    except ValueError:
+        return
+    assert not torch.allclose(one, other)

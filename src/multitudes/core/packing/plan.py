@@ -155,8 +155,10 @@ class Plan:
     def _function(self, step: Step, args: Any, kwargs: Any) -> Any:
         function = step.target if step.kind == "call_function" else _method(step.target)
         if not _holds_many((args, kwargs)):
-            if not (step.draws and args and isinstance(args[0], Tensor)):
+            if not step.draws:
                 return function(*args, **kwargs)
+            if not (args and isinstance(args[0], Tensor)):  # numbers of a shape
+                return Stacked(torch.stack([function(*args, **kwargs) for _ in range(self.members)]), self.members)
             args = (Stacked(args[0].expand(self.members, *args[0].shape), self.members), *args[1:])
         if step.asks and isinstance(args[0], Many):
             return function(args[0].stacked()[0], *args[1:], **kwargs)

@@ -315,7 +315,8 @@ METHODS: dict[str, Callable[..., Any]] = {
 
 RANDOM: set[Any] = {
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu,
-    F.gumbel_softmax, torch.dropout, torch.rand_like, torch.randn_like, torch.bernoulli, torch.normal, torch.poisson,
+    F.gumbel_softmax, torch.dropout, torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like,
+    torch.randn_like, torch.randint_like, torch.bernoulli, torch.normal, torch.poisson,
     torch.multinomial, "bernoulli", "bernoulli_", "normal_", "uniform_", "random_", "exponential_",
 }  # fmt: skip
 """Functions and methods that draw random numbers: members draw their own, also where their input is shared."""
