@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -219,8 +222,8 @@ RELU, TANH = (nn.Sequential(nn.Linear(2, 2), activation) for activation in (nn.R
         ([nn.Linear(2, 2), nn.Linear(2, 2).double()], "float64"),
         ([nn.Linear(2, 2), "net"], "nn.Module"),
         ([nn.LazyLinear(2), nn.LazyLinear(2)], "has no shape yet"),
-        ([RELU, TANH], r"networks\[1\] and networks\[0\] differ at '1': Tanh.*ReLU"),
-        ([nn.Conv2d(3, 2, 1), nn.Conv2d(3, 2, 1, stride=2)], r"'stride': \(2, 2\).*'stride': \(1, 1\)"),
+        ([RELU, TANH], r"networks\[1\] and networks\[0\] differ in module '1': class is Tanh against ReLU"),
+        ([nn.Conv2d(3, 2, 1), nn.Conv2d(3, 2, 1, stride=2)], r"stride is \(2, 2\) against \(1, 1\)"),
     ],
 )
 def test_networks_that_differ_cannot_be_fused(networks: list[nn.Module], sentence: str) -> None:
@@ -268,3 +271,29 @@ def test_a_networks_own_names_never_clash_with_a_multitudes() -> None:
         net.loss(x, torch.tensor([0, 1, 2])).backward()
         mt.check(net, x)
         assert net.predict(x).probs.shape == (3, 4)
+
+
+class Holds(nn.Module):
+    """A setting of any kind that its forward reads."""
+
+    def __init__(self, setting: Any) -> None:
+        super().__init__()
+        self.layer, self.setting = nn.Linear(3, 2), setting
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1.0, 2.0), ([1.0], [5.0]), ([1, [2]], [1, [3]]), ({"gain": 1}, {"gain": 2}), ({1, 2}, {1, 3}),
+        (SimpleNamespace(gain=1.0), SimpleNamespace(gain=3.0)), (F.relu, torch.tanh), (nn.ReLU, nn.Tanh),
+        (partial(F.softmax, dim=1), partial(F.softmax, dim=2)), (F.relu, None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_networks_whose_settings_differ_are_not_fused(one: Any, other: Any) -> None:
+    with pytest.raises(ValueError, match=r"networks\[1\] and networks\[0\] differ in the network itself: setting is"):
+        mt.fuse([Holds(one), Holds(other)])
+    assert mt.fuse([Holds(one), Holds(copy.deepcopy(one))]).members == 2

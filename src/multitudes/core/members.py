@@ -21,6 +21,7 @@ from multitudes.core.divergences import Divergence
 from multitudes.core.draws.stochastic import WithoutDropout, as_member, expecting
 from multitudes.core.multitude import Multitude, plain
 from multitudes.core.packing import CannotPack, Plan, trace
+from multitudes.core.settings import described
 from multitudes.core.tasks import Criterion
 
 RUNNERS = ("auto", "loop", "packed", "stacked")
@@ -338,11 +339,7 @@ def _stacked_copy(networks: Iterable[nn.Module], members: int) -> nn.Module:
             slots = _state(stacked)
         state = _state(network)
         _check_alike(slots, state, index)
-        for name, other in _settings(network).items():
-            if settings[name] != other:
-                raise ValueError(
-                    f"networks[{index}] and networks[0] differ at {name!r}: {other} against {settings[name]}"
-                )
+        _check_settings(settings, _settings(network), index)
         for name, slot in slots.items():
             slot.data[index].copy_(state[name].detach())
     assert stacked is not None
@@ -362,13 +359,22 @@ def _check_alike(slots: dict[str, Tensor], state: dict[str, Tensor], index: int)
             )
 
 
-def _settings(network: nn.Module) -> dict[str, str]:
-    """What every module is, beside its tensors: its class and its plain settings."""
-    kinds = (int, float, str, bool, tuple, type(None))
+def _check_settings(first: dict[str, dict[str, str]], other: dict[str, dict[str, str]], index: int) -> None:
+    for name, own in other.items():
+        for key in own | first[name]:
+            one, two = (settings.get(key, "missing") for settings in (own, first[name]))
+            if one != two:
+                place = f"module {name!r}" if name else "the network itself"
+                what = f"{key} is {one[:100]} against {two[:100]}"
+                raise ValueError(f"networks[{index}] and networks[0] differ in {place}: {what}")
+
+
+def _settings(network: nn.Module) -> dict[str, dict[str, str]]:
+    """What every module is, beside its tensors: its class and its settings, described."""
     passing = ("training", "draw", "expects")
     return {
-        name: f"{type(module).__name__} "
-        + str({k: v for k, v in vars(module).items() if isinstance(v, kinds) and k[0] != "_" and k not in passing})
+        name: {"class": type(module).__name__}
+        | {key: described(value) for key, value in vars(module).items() if key[0] != "_" and key not in passing}
         for name, module in network.named_modules()
     }
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from multitudes.core.draws.stochastic import Stochastic, as_member
 from multitudes.core.packing.rules import FUNCTIONS, LAYERS, METHODS, RANDOM
 from multitudes.core.packing.values import CannotPack, Many, Packed, Stacked
+from multitudes.core.settings import fingerprint
 
 # Questions about a value that have one answer for all members: asked of member 0.
 _ASKED = {"size", "dim", "ndimension", "numel", "is_floating_point", "element_size"}
@@ -217,26 +218,10 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
         for key, value in vars(kind).items()
         if isinstance(value, _READ) and not key.startswith("__")
     }
-    return {key: _fingerprint(value) for key, value in (of_classes | own_attributes(module)).items()}
+    return {key: fingerprint(value) for key, value in (of_classes | own_attributes(module)).items()}
 
 
 _READ = (bool, int, float, complex, str, tuple, list, dict, set)
-_DEPTH = 4
-"""How deep settings are read: `self.config.layers[0].gain`."""
-
-
-def _fingerprint(value: Any, depth: int = _DEPTH) -> Any:
-    """Plain values as they are, what holds others by what it holds, and everything else by its identity."""
-    if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
-        return type(value), repr(value)
-    if depth and isinstance(value, Mapping):
-        return type(value), [(str(key), _fingerprint(held, depth - 1)) for key, held in value.items()]
-    if depth and isinstance(value, (list, tuple, set, frozenset)):
-        return type(value), [_fingerprint(held, depth - 1) for held in value]
-    if depth and not isinstance(value, (type, Tensor, nn.Module, Callable)):  # type: ignore[arg-type]
-        held = getattr(value, "__dict__", {})
-        return id(value), [(key, _fingerprint(inner, depth - 1)) for key, inner in held.items()]
-    return id(value)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------
