@@ -85,7 +85,7 @@ def test_frozen_members_have_their_own_draws_member_major() -> None:
 
 
 @pytest.mark.parametrize("method", ["mc_dropout", "variance", "variance_zero", "patched", "drop_connect", "jitter"])
-@pytest.mark.parametrize("network", ["mlp", "cnn"])
+@pytest.mark.parametrize("network", ["mlp", pytest.param("cnn", marks=pytest.mark.slow)])
 def test_frozen_predictions_are_distributed_as_draws_are(method: str, network: str) -> None:
     if method == "jitter":
         if network == "cnn":
