@@ -291,7 +291,6 @@ class Holds(nn.Module):
         (SimpleNamespace(gain=1.0), SimpleNamespace(gain=3.0)), (F.relu, torch.tanh), (nn.ReLU, nn.Tanh),
         (partial(F.softmax, dim=1), partial(F.softmax, dim=2)), (F.relu, None),
     ],
-    ids=str,
 )  # fmt: skip
 def test_networks_whose_settings_differ_are_not_fused(one: Any, other: Any) -> None:
     with pytest.raises(ValueError, match=r"networks\[1\] and networks\[0\] differ in the network itself: setting is"):
