@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import safetensors
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import multitudes as mt
@@ -333,81 +331,3 @@ def test_hooks_that_the_model_lacks_are_not_lost_in_silence(tmp_path: Path) -> N
     model = mlp()
     model[0].register_forward_hook(doubled)
     same(net, load(path, model), X)
-
-
-def test_a_file_of_another_kind_is_one_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="which does not exist"):
-        load(tmp_path / "nothing.safetensors")
-    (tmp_path / "text.safetensors").write_text("no tensors")
-    with pytest.raises(ValueError, match="path must be a file that mt.save wrote"):
-        load(tmp_path / "text.safetensors")
-    save_file({"weight": torch.ones(2)}, tmp_path / "tensors.safetensors")
-    with pytest.raises(ValueError, match="whose header tells no structure"):
-        load(tmp_path / "tensors.safetensors")
-
-
-@pytest.mark.parametrize(
-    "header", ["{", "null", "3", "{}", '{"format": 2}', '{"format": 2, "nodes": []}', '{"format": 2, "nodes": [{}]}']
-)
-def test_a_damaged_header_is_one_error(header: str, tmp_path: Path) -> None:
-    path = save(mt.deep_ensemble(mlp(), 2), tmp_path / "net.safetensors")
-    save_file(load_file(path), path, {"multitudes": header})
-    with pytest.raises(ValueError, match=r"path must be a file that mt.save wrote, got .*, which is damaged"):
-        load(path)
-
-
-ALIEN = ("os.system", "torch.hub.load", "multitudes.storage.save.save", "multitudes.__main__.main")
-
-
-@pytest.mark.parametrize(
-    "entry, names, message",
-    [
-        ("class", (*ALIEN, "torch.nn.modules.no.Layer"), "which is no layer of torch or of this library"),
-        ("function", (*ALIEN, "multitudes.methods.variance.kl.approximate_kl"), "which is no divergence of this"),
-    ],
-)
-def test_a_file_that_names_anything_but_layers_and_divergences_is_refused(
-    entry: str, names: tuple[str, ...], message: str, tmp_path: Path
-) -> None:
-    path = save(mt.variance(mlp()), tmp_path / "net.safetensors")
-    with safetensors.safe_open(path, framework="pt") as file:
-        header = json.loads(file.metadata()["multitudes"])
-    for name in names:
-        changed = header["nodes"][2] if entry == "class" else header["nodes"][0]["divergences"][0]
-        changed[entry] = name
-        save_file(load_file(path), path, {"multitudes": json.dumps(header)})
-        with pytest.raises(ValueError, match=message):
-            load(path)
-
-
-def test_loaded_tensors_have_aligned_memory_of_their_own(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 5))  # sizes that are no multiples of an alignment
-    tensors = list(load(save(mt.Multitude(model), tmp_path / "net.safetensors")).state_dict().values())
-    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
-    assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
-
-
-def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save(net := mt.deep_ensemble(mlp(), 2), tmp_path / "net.safetensors")
-
-    def failing(*_: object, **__: object) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr("safetensors.torch.save_file", failing)
-    with pytest.raises(OSError, match="no space left"):
-        save(mt.Multitude(mlp()), path)
-    monkeypatch.undo()
-    same(net, load(path), X)
-    assert os.listdir(tmp_path) == ["net.safetensors"]
-
-
-def test_a_file_reads_like_the_network_and_holds_no_pickle(tmp_path: Path) -> None:
-    net = mt.deep_ensemble(mlp(), 2)
-    tensors = load_file(save(net, tmp_path / "net.safetensors"))
-    assert net.state_dict().keys() == tensors.keys() and tensors["0.weight"].shape == (2, 24, 6)
-    with safetensors.safe_open(tmp_path / "net.safetensors", framework="pt") as file:
-        header = json.loads(file.metadata()["multitudes"])
-    assert (
-        header["nodes"][0]["class"] == "multitudes.core.members.Members"
-        and header["nodes"][0]["settings"]["members"] == 2
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ def fingerprint(value: Any, depth: int = _DEPTH) -> Any:
         return type(value), [(str(key), fingerprint(held, depth - 1)) for key, held in value.items()]
     if depth and isinstance(value, (list, tuple, set, frozenset)):
         return type(value), [fingerprint(held, depth - 1) for held in value]
-    if depth and not isinstance(value, (type, Tensor, nn.Module, Callable)):  # type: ignore[arg-type]
+    if depth and not callable(value) and not isinstance(value, Tensor):  # classes and modules are callable
         held = getattr(value, "__dict__", {})
         return id(value), [(key, fingerprint(inner, depth - 1)) for key, inner in held.items()]
     return id(value)
