@@ -79,6 +79,11 @@ class Members(Multitude):
         except CannotPack:  # not any more: some of its modules may have been frozen since
             return self._run("loop", x)
 
+    def _of_first(self, x: Input) -> Tensor:
+        parameters, buffers = slots(self.network)
+        with self._as(0, {name: t[0] for name, t in (parameters | buffers).items() if stackable(t)}):
+            return call(self.network, x)
+
     def _prepare(self, x: Input) -> None:
         runner = self._choose(x) if self._runner == "auto" else self._runner
         self._prove_once(runner, x)

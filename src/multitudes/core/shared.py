@@ -39,6 +39,9 @@ class SharedMembers(Multitude):
             return self._tiled(x)
         return torch.stack([self._alone(index, x) for index in range(self.members)])
 
+    def _of_first(self, x: Input) -> Tensor:
+        return self._alone(0, x)
+
     def _prepare(self, x: Input) -> None:
         if any(t.is_cuda for t in tensors_in(x)):
             self._may_tile(x)
