@@ -103,11 +103,16 @@ class Multitude(nn.Module):
         """
         if torch.compiler.is_compiling():
             if seed is not None:
-                raise InputError(f"seed={seed!r} cannot be honoured once the network is compiled: draw without it")
+                return self._uncompiled(x, draws, seed, memory)
             return self._all_draws(x, draws)
         with input_errors(x), plain_attention():
             predictions = self._all_draws(x, draws, seed, self.memory if memory is None else memory)
         return one_per_input(predictions, x)
+
+    @torch.compiler.disable
+    def _uncompiled(self, x: Input, draws: int | None, seed: int, memory: str | float | None) -> Tensor:
+        """Draws of a seed have random sources of their own, which no compiler knows."""
+        return self.forward(x, draws=draws, seed=seed, memory=memory)
 
     def loss(
         self,
