@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from multitudes.core.checks import check_choice, check_number
-from multitudes.core.seeding import seeded
 from multitudes.core.shared import MemberLayer, SharedMembers
 from multitudes.methods.registry import Method, by
-from multitudes.surgery.initialise import redraw
-from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Selector, check_arguments, replace, select
+from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, replace, select
+from multitudes.surgery.start import starting
 
 
 class RankOne(MemberLayer):
@@ -78,13 +77,14 @@ def _outer(r: Tensor, s: Tensor, layer: nn.Module, weight: Tensor) -> Tensor:
 
 
 def batch_ensemble(
-    model: nn.Module,
+    model: nn.Module | Factory,
     members: int = 4,
     *,
     factors: str = "normal",
     spread: float | None = None,
     layers: Selector = None,
-    init: str = "fresh",
+    init: str | None = None,
+    heads: Selector = None,
     task: str | None = None,
     seed: int | None = None,
 ) -> SharedMembers:
@@ -98,25 +98,25 @@ def batch_ensemble(
     >>> net(torch.ones(5, 3)).shape
     torch.Size([4, 5, 2])
     """
-    original, model = model, check_arguments(model, members, init)
+    start = starting(model, members, init, heads, seed=seed)
+    model = start.network
     check_choice("factors", factors, ("normal", "sign"))
     if spread is None:
-        spread = 0.5 if init == "fresh" else 0.1
+        spread = 0.5 if start.fresh else 0.1
     check_number("spread", spread, 0)
     chosen = select(model, layers, PRODUCTS)
-    with seeded(seed):
-        if init == "fresh":
-            model = redraw(copy.deepcopy(model))
-            chosen = {name: model.get_submodule(name) for name in chosen}
+    with start.seeded():
+        model = start.begin(copy.deepcopy(model))
+        chosen = {name: model.get_submodule(name) for name in chosen}
         converted = {name: RankOne(layer, members) for name, layer in chosen.items()}
         for layer in converted.values():
             for factor in (layer.r.data, layer.s.data):
-                own = factor if init == "fresh" else factor[1:]
+                own = factor if start.fresh else factor[1:]
                 if factors == "normal":
                     own.normal_(1.0, spread)
                 else:
                     own.bernoulli_(0.5).mul_(2).sub_(1)
-    net = SharedMembers(replace(model, converted), members).like(original, task)
+    net = SharedMembers(replace(model, converted), members).like(start.given, task)
     net.notes = {name: "a rank-one factor for each member" for name in converted}
     return net
 

@@ -16,17 +16,17 @@ from torch import nn
 
 from multitudes.core.checks import check_number
 from multitudes.core.members import Members
-from multitudes.core.seeding import seeded
 from multitudes.methods.registry import Method, by
-from multitudes.surgery.initialise import redraw
-from multitudes.surgery.layers import check_arguments
+from multitudes.surgery.layers import Factory, Selector
+from multitudes.surgery.start import starting
 
 
 def deep_ensemble(
-    model: nn.Module,
+    model: nn.Module | Factory,
     members: int = 5,
     *,
-    init: str = "fresh",
+    init: str | None = None,
+    heads: Selector = None,
     perturb: float = 0.0,
     task: str | None = None,
     seed: int | None = None,
@@ -41,18 +41,17 @@ def deep_ensemble(
     >>> net(torch.ones(5, 3)).shape
     torch.Size([4, 5, 2])
     """
-    original = check_arguments(model, members, init, nested=True)
+    start = starting(model, members, init, heads, seed=seed, nested=True)
     check_number("perturb", perturb, 0)
-    if init == "fresh" and perturb:
+    if start.fresh and perturb:
         raise ValueError(f"perturb={perturb!r} needs init='pretrained'; fresh members differ anyway")
 
     def networks() -> Iterator[nn.Module]:
         for _ in range(members):
-            network = copy.deepcopy(original)
-            yield redraw(network) if init == "fresh" else _perturbed(network, perturb)
+            yield _perturbed(start.begin(copy.deepcopy(start.another())), perturb)
 
-    with seeded(seed):
-        return Members(networks(), members).like(model, task)
+    with start.seeded():
+        return Members(networks(), members).like(start.given, task)
 
 
 def _perturbed(network: nn.Module, amount: float) -> nn.Module:

@@ -20,13 +20,12 @@ from torch.func import functional_call
 
 from multitudes.core.calling import Input, tile
 from multitudes.core.checks import check_number
-from multitudes.core.seeding import seeded
 from multitudes.core.shared import MemberLayer, SharedMembers
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.activation_size import keep_scale
-from multitudes.surgery.initialise import redraw
-from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Selector, check_arguments, replace, select
+from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, replace, select
 from multitudes.surgery.observe import example_for, executed
+from multitudes.surgery.start import starting
 
 
 def masks(channels: int, members: int, scale: float, generator: torch.Generator | None = None) -> Tensor:
@@ -115,13 +114,14 @@ def _factor(mask: Tensor, layer: nn.Module) -> Tensor:
 
 
 def masksembles(
-    model: nn.Module,
+    model: nn.Module | Factory,
     members: int = 4,
     scale: float = 2.0,
     *,
     layers: Selector = None,
     example: Input | None = None,
-    init: str = "fresh",
+    init: str | None = None,
+    heads: Selector = None,
     task: str | None = None,
     seed: int | None = None,
 ) -> SharedMembers:
@@ -136,21 +136,21 @@ def masksembles(
     >>> net(torch.ones(5, 3)).shape
     torch.Size([4, 5, 2])
     """
-    original, model = model, check_arguments(model, members, init)
+    start = starting(model, members, init, heads, seed=seed)
+    model = start.network
     check_number("scale", scale, 1)
     chosen = select(model, layers, PRODUCTS)
-    with seeded(seed):
+    with start.seeded():
         if layers is None:
             chosen = _all_but_first(model, chosen, example)
-        if init == "fresh":
-            model = redraw(copy.deepcopy(model))
+        model = start.begin(copy.deepcopy(model))
         layer_of = {name: copy.deepcopy(model.get_submodule(name)) for name in chosen}
         converted = {name: Masked(layer, masks(_inputs(layer), members, scale)) for name, layer in layer_of.items()}
         network = replace(model, converted)
-        if init == "pretrained" and scale > 1:
+        if not start.fresh and scale > 1:
             x = example_for(model, example)
             keep_scale(model, network, x, tile(x, members), {name: None for name in converted})
-    net = SharedMembers(network, members).like(original, task)
+    net = SharedMembers(network, members).like(start.given, task)
     for name, layer in converted.items():
         net.notes[name] = f"each member sees {int(layer.masks[0].sum())} of {layer.masks.shape[1]} inputs"
     return net

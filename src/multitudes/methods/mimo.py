@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from multitudes.core.calling import Input, call, input_errors
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.multitude import Criterion, Multitude
-from multitudes.core.seeding import seeded
 from multitudes.methods.registry import Method, by
-from multitudes.surgery.initialise import redraw
-from multitudes.surgery.layers import CONVOLUTIONS, PRODUCTS, check_arguments, replace
+from multitudes.surgery.layers import CONVOLUTIONS, PRODUCTS, Factory, Selector, replace
 from multitudes.surgery.observe import example_for, executed, hooked, observing
+from multitudes.surgery.start import starting
 
 
 class Mimo(Multitude):
@@ -80,13 +79,14 @@ class Mimo(Multitude):
 
 
 def mimo(
-    model: nn.Module,
+    model: nn.Module | Factory,
     members: int = 3,
     repetition: float = 0.0,
     batch_repetition: int = 1,
     *,
     example: Tensor | None = None,
-    init: str = "fresh",
+    init: str | None = None,
+    heads: Selector = None,
     task: str | None = None,
     seed: int | None = None,
 ) -> Mimo:
@@ -101,7 +101,8 @@ def mimo(
     >>> net(torch.ones(5, 3)).shape
     torch.Size([3, 5, 2])
     """
-    original, model = model, check_arguments(model, members, init)
+    start = starting(model, members, init, heads, seed=seed)
+    model = start.network
     check_number("repetition", repetition, 0, high=1)
     check_count("batch_repetition", batch_repetition)
     x = _tensor(example_for(model, example))
@@ -113,14 +114,12 @@ def mimo(
         layer = model.get_submodule(name)
         if not isinstance(layer, (*CONVOLUTIONS, nn.Linear)) or getattr(layer, "groups", 1) != 1:
             raise ValueError(f"MIMO cannot widen layer {name!r} ({layer}): it must be a plain convolution or linear")
-    with seeded(seed):
-        network = _widened(model, members, first, last)
-        if init == "fresh":
-            redraw(network)
+    with start.seeded():
+        network = start.begin(_widened(model, members, first, last))
     inputs, outputs = _axes(model, x, first, last)
     net = Mimo(network, members, first, last, inputs, outputs)
     net.repetition, net.batch_repetition = repetition, batch_repetition
-    net.like(original, task)
+    net.like(start.given, task)
     _check_outputs(net, model, x)
     return net
 
