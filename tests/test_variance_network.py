@@ -189,7 +189,7 @@ def hooked() -> nn.Module:
         ({"model": nn.Sequential(nn.ReLU())}, r"no layer that can be converted: Linear, Conv1d, Conv2d"),
         ({"model": mt.deep_ensemble(network(), 2)}, r"model is a multitude of members already"),
         ({"model": hooked()}, r"'4' has forward hooks"),
-        ({"model": 3}, r"model must be an nn.Module, got int"),
+        ({"model": 3}, r"model must be an nn.Module, or a function that builds one, got int"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
