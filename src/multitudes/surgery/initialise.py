@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from multitudes.core.copying import copied
 from multitudes.core.seeding import seeded
 from multitudes.surgery.computed import plain_weights
 from multitudes.surgery.constructed import Own, compared
@@ -146,9 +146,9 @@ def judged(network: nn.Module) -> Judgement:
 
     Where it looks trained, its values say nothing of how they were initialised, and only rules are left to follow.
     """
-    other = copy.deepcopy(network)
+    other = copied(network)
     for parameter in other.parameters():
-        parameter.add_(1)  # so that what no rule has set can be told from what it has set to the value that it had
+        parameter.copy_(_moved(parameter))  # so that what no rule sets can be told from what it sets as it was
     with seeded(0):
         run_rules(other)
     pairs = {
@@ -156,13 +156,18 @@ def judged(network: nn.Module) -> Judgement:
         for (name, given), drawn in zip(network.named_parameters(), other.parameters(), strict=True)
         if given.requires_grad
     }
-    unruled = [name for name, (given, drawn) in pairs.items() if torch.equal(given + 1, drawn)]
+    unruled = [name for name, (given, drawn) in pairs.items() if torch.equal(_moved(given), drawn)]
     own = {name: Own("no rule draws it anew", kept=True) for name in unruled}
     trained = _looks_trained(network, {name: pair for name, pair in pairs.items() if name not in own})
     if trained is None:
         found = {name: compared(*pair) for name, pair in pairs.items() if name not in own}
         own |= {name: how for name, how in found.items() if how is not None}
     return Judgement(own, unruled, trained)
+
+
+def _moved(parameter: Tensor) -> Tensor:
+    """Values that no rule gives."""
+    return parameter + (0.7310585 if parameter.is_floating_point() or parameter.is_complex() else 1)
 
 
 def _looks_trained(network: nn.Module, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from multitudes.core.copying import copied
 from multitudes.core.multitude import Multitude, plain
 
 Selector = None | str | Sequence[str] | Callable[[str, nn.Module], bool]
@@ -26,8 +27,10 @@ PRODUCTS = (*CONVOLUTIONS, *TRANSPOSED, nn.Linear)
 # -- select and replace ----------------------------------------------------------------------------------
 
 
-def select(model: nn.Module, layers: Selector, kinds: tuple[type[nn.Module], ...]) -> dict[str, nn.Module]:
-    """The layers of `model` that are of one of `kinds` and that `layers` selects, by qualified name.
+def select(
+    model: nn.Module, layers: Selector, kinds: tuple[type[nn.Module], ...] | Mapping[str, nn.Module]
+) -> dict[str, nn.Module]:
+    """The layers of `model` that `layers` selects of those of some `kinds`, or of those given, by qualified name.
 
     >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> list(select(model, None, (nn.Linear,)))
@@ -35,9 +38,12 @@ def select(model: nn.Module, layers: Selector, kinds: tuple[type[nn.Module], ...
     >>> list(select(model, "[1-9]", (nn.Linear,)))
     ['2']
     """
-    able = {name: module for name, module in model.named_modules() if type(module) in kinds}
+    if isinstance(kinds, tuple):
+        able = {name: module for name, module in model.named_modules() if type(module) in kinds}
+    else:
+        able = dict(kinds)
     if not able:
-        names = ", ".join(kind.__name__ for kind in kinds)
+        names = ", ".join(kind.__name__ for kind in kinds) if isinstance(kinds, tuple) else "none with a weight matrix"
         raise ValueError(f"model ({type(model).__name__}) has no layer that can be converted: {names}")
     if layers is None:
         return able
@@ -98,7 +104,7 @@ def replace(model: nn.Module, replacements: Mapping[str, nn.Module]) -> nn.Modul
     for name, new in replacements.items():
         old = model.get_submodule(name)
         memo[id(old)] = new.train(old.training)
-    replaced = copy.deepcopy(model, memo)
+    replaced = copied(model, memo)
     for module in replaced.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             # In evaluation it would read the weights of its linear layers instead of calling them.

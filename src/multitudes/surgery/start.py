@@ -16,7 +16,6 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -79,6 +78,8 @@ class Start:
         self._states: list[Tensor] = []
         self._built: list[weakref.ref[nn.Module]] = []
         self._typed = init is not None
+        self._heads: list[str] | None = None
+        self._judged: Judgement | None = None
         self._selected, self._example = heads, example
         self.mode = init or "fresh"
         with self.seeded():
@@ -127,7 +128,7 @@ class Start:
     def begin(self, network: nn.Module) -> nn.Module:
         """Give a copy of the network, of whatever widths, the weights that it starts from, in place."""
         if self.redraws:
-            return redraw(network, self._judgement.own)
+            return redraw(network, self._judgement().own)
         return redraw(network, only=self.heads) if self.mode == "heads" else network
 
     def apart(self, networks: Iterable[nn.Module], ways_out: str) -> Iterator[nn.Module]:
@@ -154,17 +155,19 @@ class Start:
 
     # -- what is not drawn by a rule ---------------------------------------------------------------------
 
-    @cached_property
+    @property
     def heads(self) -> list[str]:
         """The names of the output layers, which are drawn anew."""
-        return output_layers(self.network, self._selected, self._example)
+        if self._heads is None:
+            self._heads = output_layers(self.network, self._selected, self._example)
+        return self._heads
 
-    @cached_property
     def _judgement(self) -> Judgement:
-        judgement = judged(self.network)
-        if told := [text for text in (self._of_trained(judgement), _of_own(judgement)) if text]:
-            warnings.warn("; ".join(told), stacklevel=_outside())
-        return judgement
+        if self._judged is None:
+            self._judged = judged(self.network)
+            if told := [text for text in (self._of_trained(self._judged), _of_own(self._judged)) if text]:
+                warnings.warn("; ".join(told), stacklevel=_outside())
+        return self._judged
 
     def _of_trained(self, judgement: Judgement) -> str:
         if judgement.trained is None or self._typed:
@@ -180,7 +183,7 @@ class Start:
         if self.mode == "heads":
             for name in self.heads:
                 texts.setdefault(name, []).append("drawn anew")
-        for name, how in (self._judgement.own if self.redraws else {}).items():
+        for name, how in (self._judgement().own if self.redraws else {}).items():
             layer, _, own = name.rpartition(".")
             texts.setdefault(layer, []).append(f"{own} {'kept' if how.kept else 'drawn as it was'}: {how.reason}")
         return {name: "; ".join(each) for name, each in texts.items()}
