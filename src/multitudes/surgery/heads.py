@@ -74,7 +74,7 @@ def _observed(network: nn.Module, example: Input) -> list[str]:
         for parameter in frozen:
             parameter.requires_grad_()
         with evaluating(network), expecting(network), torch.enable_grad():
-            args, kwargs = split_call(example)
+            args, kwargs = split_call(network, example)
             outputs = _outputs(network(*args, **kwargs))
         gradients = torch.autograd.grad(outputs, [p for _, p in weights], allow_unused=True) if outputs else ()
     finally:

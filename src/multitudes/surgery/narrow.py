@@ -21,8 +21,8 @@ from multitudes.core.checks import check_count, check_number
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.multitude import Multitude
 from multitudes.surgery.activation_size import keep_scale
-from multitudes.surgery.cuts import FOLLOWING, MAKING, Cut, cut_layer, is_depthwise, norm_groups, width_of
-from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, replace, select
+from multitudes.surgery.cuts import FOLLOWING, MAKING, Cut, cut_layer, inputs_of, is_depthwise, norm_groups, width_of
+from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, is_frozen, replace, select
 from multitudes.surgery.observe import example_for, executed, hooked, observing
 from multitudes.surgery.start import starting
 
@@ -43,7 +43,9 @@ def narrow(
 
     Hidden layers that `layers` selects (all of them by default) are split into `gamma` groups where the widths
     divide and a group keeps at least `min_channels` inputs. With `init="pretrained"` the kept channels
-    keep their weights, each layer's scaled so that its outputs are as large as they were on the example.
+    keep their weights, each layer's scaled so that its outputs are as large as they were on the example; with
+    `init="heads"` too, but for the output layers, which are drawn anew (those that are found, or that `heads` selects).
+    Layers with frozen parameters, and those that they read from, are not narrowed, and keep their weights.
     `example` is one batch of inputs, real ones at best; where it is left out, noise of the usual sizes is tried.
 
     >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
@@ -54,7 +56,7 @@ def narrow(
       (2): Linear(in_features=32, out_features=3, bias=True)
     )
     """
-    start = starting(model, 1, init, heads, seed=seed)
+    start = starting(model, 1, init, heads, example=example, seed=seed)
     if isinstance(model := start.given, Multitude):
         raise ValueError(f"model is a multitude ({type(model).__name__}): narrow its network first, or use packed")
     check_number("factor", factor, 0, high=1, above=True)
@@ -92,22 +94,34 @@ def plan_cuts(
     if not order:
         raise ValueError(f"model ({type(model).__name__}) has no layer that can be narrowed")
     with observing(model):
-        last = {order[-1]}
-        watch = _Watch(factor, last)
+        whole = {order[-1]} | {name for name in order if is_frozen(model.get_submodule(name))}
+        watch = _Watch(factor, whole)
         if bool(watch.run(model, example).isnan().any()):  # several layers give the output
-            last = {name for name in order if _gives_output(model, name, example)}
-            watch = _Watch(factor, last)
+            whole |= {name for name in order if _gives_output(model, name, example)}
+            watch = _Watch(factor, whole)
             watch.run(model, example)
-    whole = last | {order[0]}
+        if frozen := _cut_frozen(model, watch.cuts):  # what it reads must be whole as well
+            before = executed(model, example, (*MAKING, *FOLLOWING))
+            whole |= set(before[: before.index(frozen[-1])])
+            watch = _Watch(factor, whole)
+            watch.run(model, example)
+    whole |= {order[0]}
     return {
         name: _grouped(model.get_submodule(name), cut, factor, gamma if name in grouped - whole else 1, min_channels)
         for name, cut in watch.cuts.items()
     }
 
 
+def _cut_frozen(model: nn.Module, cuts: dict[str, Cut]) -> list[str]:
+    """The layers with frozen parameters that would lose inputs, in the order in which they run."""
+    frozen = {name: model.get_submodule(name) for name in cuts if is_frozen(model.get_submodule(name))}
+    return [name for name, layer in frozen.items() if len(cuts[name].inputs) < inputs_of(layer)]
+
+
 def apply_cuts(model: nn.Module, cuts: dict[str, Cut], example: Input) -> nn.Module:
     """The narrowed copy, with the kept channels' weights; checked on the example."""
-    narrowed = replace(model, {name: cut_layer(model.get_submodule(name), cut, name) for name, cut in cuts.items()})
+    layers = {name: model.get_submodule(name) for name in cuts if not is_frozen(model.get_submodule(name))}
+    narrowed = replace(model, {name: cut_layer(layer, cuts[name], name) for name, layer in layers.items()})
     with observing(model, narrowed):
         want = call(model, example).shape
         try:
