@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from multitudes.core.checks import check_choice, check_number
 from multitudes.core.copying import copied
 from multitudes.core.multitude import evaluating
-from multitudes.core.seeding import seeded
 from multitudes.core.shared import MemberLayer, SharedMembers
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.affine import (
@@ -34,8 +33,8 @@ from multitudes.surgery.affine import (
     weight_of,
 )
 from multitudes.surgery.coverage import tell_reach
-from multitudes.surgery.initialise import redraw
-from multitudes.surgery.layers import Selector, check_arguments, replace, select
+from multitudes.surgery.layers import Factory, Selector, replace, select
+from multitudes.surgery.start import starting
 from multitudes.surgery.whole import WholeMemberLayer
 
 
@@ -141,13 +140,14 @@ def rank_one(layer: nn.Module, members: int) -> RankOne | RankOneWhole:
 
 
 def batch_ensemble(
-    model: nn.Module,
+    model: nn.Module | Factory,
     members: int = 4,
     *,
     factors: str = "normal",
     spread: float | None = None,
     layers: Selector = None,
-    init: str = "fresh",
+    init: str | None = None,
+    heads: Selector = None,
     task: str | None = None,
     seed: int | None = None,
 ) -> SharedMembers:
@@ -161,26 +161,28 @@ def batch_ensemble(
     >>> net(torch.ones(5, 3)).shape
     torch.Size([4, 5, 2])
     """
-    original, model = model, check_arguments(model, members, init)
+    start = starting(model, members, init, heads, seed=seed)
+    model = start.network
     check_choice("factors", factors, ("normal", "sign"))
     if spread is None:
-        spread = 0.5 if init == "fresh" else 0.1
+        spread = 0.5 if start.fresh else 0.1
     check_number("spread", spread, 0)
+    if factors == "normal" and spread == 0 and members > 1:
+        raise ValueError(f"spread={spread!r} gives all members the same factors, so they would be one network for ever")
     chosen = select(model, layers, affine_layers(model))
-    with seeded(seed):
-        if init == "fresh":
-            model = redraw(copied(model))
-            chosen = {name: model.get_submodule(name) for name in chosen}
+    with start.seeded():
+        model = start.begin(copied(model))
+        chosen = {name: model.get_submodule(name) for name in chosen}
         converted = {name: rank_one(layer, members) for name, layer in chosen.items()}
         for layer in converted.values():
             for factor in layer.factors():
-                own = factor.data if init == "fresh" else factor.data[1:]
+                own = factor.data if start.fresh else factor.data[1:]
                 if factors == "normal":
                     own.normal_(1.0, spread)
                 else:
                     own.bernoulli_(0.5).mul_(2).sub_(1)
-    net = SharedMembers(replace(model, converted), members).like(original, task)
-    net.notes = {name: "a rank-one factor for each member" for name in converted}
+    net = SharedMembers(replace(model, converted), members).like(start.given, task)
+    net.notes = start.noted({name: "a rank-one factor for each member" for name in converted})
     tell_reach(net, model, converted, warn=layers is None)
     return net
 

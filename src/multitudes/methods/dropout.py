@@ -39,7 +39,7 @@ from multitudes.surgery.affine import (
 from multitudes.surgery.coverage import tell_reach
 from multitudes.surgery.downsampling import Call, Run, has_other_path
 from multitudes.surgery.insert import after, before
-from multitudes.surgery.layers import CONVOLUTIONS, Selector, check_model, plain_layer, replace, select
+from multitudes.surgery.layers import CONVOLUTIONS, Factory, Selector, built, check_model, plain_layer, replace, select
 from multitudes.surgery.observe import example_for
 
 # -- layers ------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ PLACES = ("block", "activation", "norm")
 
 
 def mc_dropout(
-    model: nn.Module,
+    model: nn.Module | Factory,
     p: float | None = None,
     layers: Selector = None,
     *,
@@ -212,6 +212,7 @@ def mc_dropout(
     torch.Size([7, 5, 2])
     >>> net = mc_dropout(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), p=0.3, layers="activation")
     """
+    model = built(model)
     network = check_model(model)
     if p is not None:
         check_number("p", p, 0, below=1)
@@ -303,7 +304,9 @@ def _residual_block(seen: Call) -> str | None:
     return None
 
 
-def drop_connect(model: nn.Module, p: float, layers: Selector = None, *, task: str | None = None) -> Multitude:
+def drop_connect(
+    model: nn.Module | Factory, p: float, layers: Selector = None, *, task: str | None = None
+) -> Multitude:
     """A copy of `model` whose weights are dropped with probability `p`, anew for each draw.
 
     `layers` selects the layers, by default all that have a weight matrix or kernel. Biases are kept.
@@ -313,6 +316,7 @@ def drop_connect(model: nn.Module, p: float, layers: Selector = None, *, task: s
     >>> net(torch.ones(5, 3), draws=7).shape
     torch.Size([7, 5, 2])
     """
+    model = built(model)
     network = check_model(model)
     check_number("p", p, 0, below=1)
     chosen = select(network, layers, affine_layers(network))

@@ -20,7 +20,6 @@ from multitudes.core.calling import Input, tile
 from multitudes.core.checks import check_number
 from multitudes.core.copying import copied
 from multitudes.core.multitude import evaluating
-from multitudes.core.seeding import seeded
 from multitudes.core.shared import MemberLayer, SharedMembers
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.activation_size import keep_scale
@@ -36,9 +35,9 @@ from multitudes.surgery.affine import (
     weight_of,
 )
 from multitudes.surgery.coverage import kinds_left, tell_reach
-from multitudes.surgery.initialise import redraw
-from multitudes.surgery.layers import Selector, check_arguments, replace, select
+from multitudes.surgery.layers import Factory, Selector, replace, select
 from multitudes.surgery.observe import example_for, executed
+from multitudes.surgery.start import starting
 from multitudes.surgery.whole import WholeMemberLayer
 
 
@@ -179,13 +178,14 @@ def masked(layer: nn.Module, members: int, scale: float) -> Masked | MaskedWhole
 
 
 def masksembles(
-    model: nn.Module,
+    model: nn.Module | Factory,
     members: int = 4,
     scale: float = 2.0,
     *,
     layers: Selector = None,
     example: Input | None = None,
-    init: str = "fresh",
+    init: str | None = None,
+    heads: Selector = None,
     task: str | None = None,
     seed: int | None = None,
 ) -> SharedMembers:
@@ -200,23 +200,25 @@ def masksembles(
     >>> net(torch.ones(5, 3)).shape
     torch.Size([4, 5, 2])
     """
-    original, model = model, check_arguments(model, members, init)
+    start = starting(model, members, init, heads, example=example, seed=seed)
+    model = start.network
     check_number("scale", scale, 1)
+    if scale == 1 and members > 1:
+        raise ValueError(f"scale={scale!r} shows all inputs to all members, so they would be one network for ever")
     chosen = select(model, layers, affine_layers(model))
     left: list[str] = []
-    with seeded(seed):
-        x = example_for(model, example) if layers is None or init == "pretrained" else example
+    with start.seeded():
+        x = example_for(model, example) if layers is None or not start.fresh else example
         if layers is None and x is not None:
             left = _of_the_data(model, chosen, x)
             chosen = {name: layer for name, layer in chosen.items() if name not in left}
-        if init == "fresh":
-            model = redraw(copied(model))
+        model = start.begin(copied(model))
         converted = {name: masked(copied(model.get_submodule(name)), members, scale) for name in chosen}
         network = replace(model, converted)
-        if init == "pretrained" and scale > 1 and x is not None:
+        if not start.fresh and scale > 1 and x is not None:
             keep_scale(model, network, x, tile(x, members), {name: None for name in converted})
-    net = SharedMembers(network, members).like(original, task)
-    net.notes = {name: layer.note() for name, layer in converted.items()}
+    net = SharedMembers(network, members).like(start.given, task)
+    net.notes = start.noted({name: layer.note() for name, layer in converted.items()})
     tell_reach(net, model, converted, x, on_purpose=left, warn=layers is None)
     return net
 

@@ -17,12 +17,11 @@ from multitudes.core.checks import check_count, check_number
 from multitudes.core.copying import copied
 from multitudes.core.multitude import Criterion, Multitude
 from multitudes.core.proof import alike
-from multitudes.core.seeding import seeded
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.affine import affine_layers, axis_of, is_computed, kind_of
-from multitudes.surgery.initialise import redraw
-from multitudes.surgery.layers import CONVOLUTIONS, check_arguments, replace
+from multitudes.surgery.layers import CONVOLUTIONS, Factory, Selector, replace
 from multitudes.surgery.observe import example_for, executed, hooked, observing
+from multitudes.surgery.start import starting
 
 
 class Mimo(Multitude):
@@ -83,13 +82,14 @@ class Mimo(Multitude):
 
 
 def mimo(
-    model: nn.Module,
+    model: nn.Module | Factory,
     members: int = 3,
     repetition: float = 0.0,
     batch_repetition: int = 1,
     *,
     example: Tensor | None = None,
-    init: str = "fresh",
+    init: str | None = None,
+    heads: Selector = None,
     task: str | None = None,
     seed: int | None = None,
 ) -> Mimo:
@@ -104,20 +104,22 @@ def mimo(
     >>> net(torch.ones(5, 3)).shape
     torch.Size([3, 5, 2])
     """
-    original, model = model, check_arguments(model, members, init)
+    start = starting(model, members, init, heads, seed=seed)
+    model = start.network
     check_number("repetition", repetition, 0, high=1)
     check_count("batch_repetition", batch_repetition)
     x = _tensor(example_for(model, example))
     first, last = _ends(model, x)
-    with seeded(seed):
-        network = _widened(model, members, first, last)
-        inputs, outputs = _proven_axes(model, network, members, first, last, x)
-        if init == "fresh":
-            redraw(network)
+    network = _widened(model, members, first, last)
+    inputs, outputs = _proven_axes(model, network, members, first, last, x)
+    with start.seeded():
+        network = start.begin(network)
     net = Mimo(network, members, first, last, inputs, outputs)
     net.repetition, net.batch_repetition = repetition, batch_repetition
-    net.like(original, task)
-    net.notes = {first: f"takes {members} inputs", last: f"gives {members} outputs"}
+    net.like(start.given, task)
+    ends = {first: [f"takes {members} inputs"]}
+    ends.setdefault(last, []).append(f"gives {members} outputs")
+    net.notes = start.noted({name: " and ".join(texts) for name, texts in ends.items()})
     return net
 
 

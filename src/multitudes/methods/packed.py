@@ -20,17 +20,16 @@ from torch import nn
 from multitudes.core.calling import Input
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.members import Members
-from multitudes.core.seeding import seeded
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.cuts import Cut
-from multitudes.surgery.initialise import redraw
-from multitudes.surgery.layers import Selector, check_arguments
+from multitudes.surgery.layers import Factory, Selector
 from multitudes.surgery.narrow import apply_cuts, plan_cuts, rescaled
 from multitudes.surgery.observe import example_for
+from multitudes.surgery.start import starting
 
 
 def packed(
-    model: nn.Module,
+    model: nn.Module | Factory,
     members: int = 4,
     alpha: float | None = None,
     gamma: int = 1,
@@ -38,7 +37,8 @@ def packed(
     min_channels: int = 64,
     layers: Selector = None,
     example: Input | None = None,
-    init: str = "fresh",
+    init: str | None = None,
+    heads: Selector = None,
     task: str | None = None,
     seed: int | None = None,
 ) -> Members:
@@ -59,23 +59,24 @@ def packed(
     >>> net.member(0)[0]
     Linear(in_features=8, out_features=32, bias=True)
     """
-    original, model = model, check_arguments(model, members, init)
+    start = starting(model, members, init, heads, seed=seed)
     alpha = min(2, members) if alpha is None else alpha
     check_number("alpha", alpha, 0, high=members, above=True)
     check_count("gamma", gamma)
     notes: dict[str, Cut] = {}
 
     def networks() -> Iterator[nn.Module]:
-        x = example_for(model, example)
+        x = example_for(start.network, example)
         for index in range(members):
-            if init == "pretrained" or index == 0:
-                cuts = plan_cuts(model, alpha / members, gamma, min_channels, layers, x)
-                network = apply_cuts(model, cuts, x)
+            whole = start.another()
+            if index == 0 or not start.redraws:
+                cuts = plan_cuts(whole, alpha / members, gamma, min_channels, layers, x)
+                network = apply_cuts(whole, cuts, x)
                 notes.update(cuts)
-            yield redraw(copy.deepcopy(network)) if init == "fresh" else rescaled(network, model, cuts, x)
+            yield start.begin(copy.deepcopy(network) if start.redraws else rescaled(network, whole, cuts, x))
 
-    with seeded(seed):
-        net = Members(networks(), members).like(original, task)
+    with start.seeded():
+        net = Members(networks(), members).like(start.given, task)
     net.notes = {name: cut.note for name, cut in notes.items()} | {"total": f"alpha {alpha:g}, gamma {gamma}"}
     return net
 

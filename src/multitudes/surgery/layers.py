@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from multitudes.core.checks import check_choice, check_count
 from multitudes.core.copying import copied
 from multitudes.core.multitude import Multitude, plain
 
@@ -147,24 +148,38 @@ def plain_layer(
 # -- arguments ---------------------------------------------------------------------------------------------
 
 
-def check_arguments(model: nn.Module, members: int, init: str, nested: bool = False) -> nn.Module:
-    """What every method asks of its first arguments; returns the network to convert.
+Factory = Callable[[], nn.Module]
+"""What builds a network: a function without arguments, or the network's class where it needs none."""
 
-    That is the network of a multitude which only draws. Other multitudes are converted by few (`nested`).
-    """
-    check_model(model, nested)
-    check_count("members", members)
-    check_choice("init", init, ("fresh", "pretrained"))
-    return plain(model)
+
+def built(model: nn.Module | Factory) -> nn.Module:
+    """The network, or where a factory is given, one that it builds."""
+    if isinstance(model, nn.Module):
+        return model
+    if not callable(model):
+        raise ValueError(f"model must be an nn.Module, or a function that builds one, got {type(model).__name__}")
+    try:
+        inspect.signature(model).bind()
+    except TypeError as error:
+        raise ValueError(f"model is a function that builds a network, so it must take no arguments: {error}") from error
+    except ValueError:  # of functions written in C nothing is known
+        pass
+    network = model()
+    if not isinstance(network, nn.Module):
+        raise ValueError(f"model must build an nn.Module, got a function that gives a {type(network).__name__}")
+    return network
 
 
 def check_model(model: nn.Module, nested: bool = False) -> nn.Module:
     """A network, or a multitude which only draws, whose network it then returns."""
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
+        raise ValueError(f"model must be an nn.Module, or a function that builds one, got {type(model).__name__}")
     if isinstance(plain(model), Multitude) and not nested:
         raise ValueError(
             f"model is a multitude of members already ({type(model).__name__} of {model.members} members): "
             "convert the network first and make members of it after"
         )
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise ValueError(f"{name!r} has no shape yet: run the network once before converting it")
     return plain(model)

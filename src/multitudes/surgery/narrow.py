@@ -20,23 +20,23 @@ from multitudes.core.calling import Input, call
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.multitude import Multitude
-from multitudes.core.seeding import seeded
 from multitudes.surgery.activation_size import keep_scale
 from multitudes.surgery.cuts import FOLLOWING, MAKING, Cut, cut_layer, is_depthwise, norm_groups, width_of
-from multitudes.surgery.initialise import redraw
-from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Selector, check_arguments, replace, select
+from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, replace, select
 from multitudes.surgery.observe import example_for, executed, hooked, observing
+from multitudes.surgery.start import starting
 
 
 def narrow(
-    model: nn.Module,
+    model: nn.Module | Factory,
     factor: float,
     gamma: int = 1,
     *,
     min_channels: int = 64,
     layers: Selector = None,
     example: Input | None = None,
-    init: str = "fresh",
+    init: str | None = None,
+    heads: Selector = None,
     seed: int | None = None,
 ) -> nn.Module:
     """A copy of `model` with every hidden width scaled by `factor`, rounded up; inputs and outputs are kept.
@@ -54,16 +54,16 @@ def narrow(
       (2): Linear(in_features=32, out_features=3, bias=True)
     )
     """
-    if isinstance(model, Multitude):
+    start = starting(model, 1, init, heads, seed=seed)
+    if isinstance(model := start.given, Multitude):
         raise ValueError(f"model is a multitude ({type(model).__name__}): narrow its network first, or use packed")
-    check_arguments(model, 1, init)
     check_number("factor", factor, 0, high=1, above=True)
     check_count("gamma", gamma)
-    with seeded(seed):
+    with start.seeded():
         example = example_for(model, example)
         cuts = plan_cuts(model, factor, gamma, min_channels, layers, example)
         narrowed = apply_cuts(model, cuts, example)
-        return redraw(narrowed) if init == "fresh" else rescaled(narrowed, model, cuts, example)
+        return start.begin(narrowed if start.redraws else rescaled(narrowed, model, cuts, example))
 
 
 def plan_cuts(

@@ -36,7 +36,6 @@ from multitudes.core.calling import Input
 from multitudes.core.checks import check_choice, check_number
 from multitudes.core.divergences import Divergence, divergence
 from multitudes.core.multitude import Multitude
-from multitudes.core.seeding import seeded
 from multitudes.methods.patching.layers import (
     ASSIGNMENTS,
     NORMS,
@@ -48,9 +47,9 @@ from multitudes.methods.patching.layers import (
     PatchedLinear,
 )
 from multitudes.methods.registry import Method, Settings
-from multitudes.surgery.initialise import redraw
-from multitudes.surgery.layers import PRODUCTS, Selector, check_arguments, replace, select
+from multitudes.surgery.layers import PRODUCTS, Factory, Selector, replace, select
 from multitudes.surgery.observe import example_for, executed
+from multitudes.surgery.start import Start, starting
 
 PLACES = ("norm", "input", "output")
 _DRAWN = {
@@ -106,7 +105,7 @@ def _shared_mixings(network: nn.Module) -> list[Mixing]:
 
 
 def patched(
-    model: nn.Module,
+    model: nn.Module | Factory,
     components: int = 5,
     layers: Selector = "norm+output",
     cross: bool = False,
@@ -116,7 +115,8 @@ def patched(
     temperature: float = 1.0,
     weight_precision: float = 1.0,
     bias_precision: float = 1.0,
-    init: str = "fresh",
+    init: str | None = None,
+    heads: Selector = None,
     spread: float = 0.1,
     example: Input | None = None,
     task: str | None = None,
@@ -147,6 +147,7 @@ def patched(
         weight_precision=weight_precision,
         bias_precision=bias_precision,
         init=init,
+        heads=heads,
         spread=spread,
         example=example,
         task=task,
@@ -155,7 +156,7 @@ def patched(
 
 
 def family(
-    model: nn.Module,
+    model: nn.Module | Factory,
     components: int = 2,
     assignment: str = "layer",
     sigma: float = 0.0,
@@ -167,7 +168,8 @@ def family(
     temperature: float = 1.0,
     weight_precision: float = 1.0,
     bias_precision: float = 1.0,
-    init: str = "fresh",
+    init: str | None = None,
+    heads: Selector = None,
     spread: float = 0.1,
     example: Input | None = None,
     task: str | None = None,
@@ -201,7 +203,8 @@ def family(
     >>> net.ensemble_size() == 2**6, net.overhead().added
     (True, 0)
     """
-    original, model = model, check_arguments(model, 1, init)
+    start = starting(model, 1, init, heads, seed=seed)
+    model = start.network
     if isinstance(components, bool) or not isinstance(components, int) or components < 2:
         raise ValueError(f"components must be a whole number, 2 or more, got {components!r}")
     check_choice("assignment", assignment, ASSIGNMENTS)
@@ -212,9 +215,9 @@ def family(
         check_number(name, value, 0)
     check_number("temperature", temperature, 0, above=True)
     given = _probabilities(mixing, components)
-    with seeded(seed):
+    with start.seeded():
         chosen = _chosen(model, layers, zero_component, example)
-        network, versions = _versions(model, chosen, components - bool(zero_component), init)
+        network, versions = _versions(model, chosen, components - bool(zero_component), start)
 
         def mixing_like(weight: Tensor) -> Mixing:
             return Mixing(components, given, relaxation, temperature, like=weight)
@@ -225,13 +228,13 @@ def family(
             kind = PATCHES[type(own_versions[0])]
             own = mixing_like(own_versions[0].weight) if shared is None else shared
             patch = kind(own_versions, own, assignment, sigma, spread, shared is None or not converted)
-            if init == "pretrained" or patch.alike():
+            if not start.fresh or patch.alike():
                 patch.scatter()
             converted[name] = patch
     network = replace(network, converted)
     if shared is not None:
         shared.attach(network)
-    net = Patched(network).like(original, task)
+    net = Patched(network).like(start.given, task)
     net.divergences = (
         *_other(net.divergences),
         partial(patching_kl, weight_precision=weight_precision, bias_precision=bias_precision),
@@ -240,17 +243,17 @@ def family(
     return net
 
 
-def _versions(model: nn.Module, names: Sequence[str], count: int, init: str) -> tuple[nn.Module, dict[str, list[Any]]]:
+def _versions(
+    model: nn.Module, names: Sequence[str], count: int, start: Start
+) -> tuple[nn.Module, dict[str, list[Any]]]:
     """The network to patch, and `count` versions of each named layer.
 
     A fresh one is drawn anew for each version, so that every version is initialised as the network would be.
     """
-    network = copy.deepcopy(model)
-    draws = count if any(type(network.get_submodule(name)) in PRODUCTS for name in names) else 1
+    draws = count if any(type(model.get_submodule(name)) in PRODUCTS for name in names) else 1
     versions: dict[str, list[Any]] = {name: [] for name in names}
-    for _ in range(draws if init == "fresh" else 1):
-        if init == "fresh":
-            redraw(network)
+    for _ in range(draws if start.fresh else 1):
+        network = start.begin(copy.deepcopy(start.another()))
         for name, layers in versions.items():
             layers.append(copy.deepcopy(network.get_submodule(name)))
     return network, {name: layers * (count // len(layers)) for name, layers in versions.items()}

@@ -27,25 +27,25 @@ from torch import Tensor, nn
 from multitudes.core.checks import check_choice, check_number
 from multitudes.core.divergences import divergence
 from multitudes.core.multitude import Multitude
-from multitudes.core.seeding import seeded
 from multitudes.methods.registry import Method, Settings, Training, by
 from multitudes.methods.variance.layers import KLS, LAYERS, check_options, variance_layers
-from multitudes.surgery.initialise import redraw
-from multitudes.surgery.layers import Selector, check_arguments, replace, select
+from multitudes.surgery.layers import Factory, Selector, replace, select
+from multitudes.surgery.start import starting
 from multitudes.training.optimizers import can_fuse
 
 # -- conversion --------------------------------------------------------------------------------------------
 
 
 def variance(
-    model: nn.Module,
+    model: nn.Module | Factory,
     layers: Selector = None,
     parameterization: str = "layer",
     *,
     log_alpha: float = -5.0,
     kl: str = "approximate",
     nu: float = 1e-16,
-    init: str = "fresh",
+    init: str | None = None,
+    heads: Selector = None,
     task: str | None = None,
     seed: int | None = None,
 ) -> Multitude:
@@ -71,7 +71,8 @@ def variance(
     >>> net.eval()(torch.ones(5, 3), draws=50).shape
     torch.Size([50, 5, 2])
     """
-    network = check_arguments(model, 1, init)
+    start = starting(model, 1, init, heads, seed=seed)
+    network = start.network
     check_options(parameterization, log_alpha, kl, nu)
     chosen = select(network, layers, tuple(LAYERS))
     if layers is None:
@@ -80,15 +81,14 @@ def variance(
     if hooked:
         raise ValueError(f"layers: {hooked[0]!r} has forward hooks, which would be lost: remove them first")
     options: dict[str, Any] = {"parameterization": parameterization, "log_alpha": log_alpha, "kl": kl, "nu": nu}
-    with seeded(seed):
-        if init == "fresh":
-            network = redraw(copy.deepcopy(network))
+    with start.seeded():
+        network = start.begin(copy.deepcopy(network))
         drawn = {name: network.get_submodule(name) for name in chosen}
         converted = {name: LAYERS[type(layer)].of(layer, **options) for name, layer in drawn.items()}
-        if init == "fresh":
+        if start.fresh:
             for layer in converted.values():
                 layer.reset_spread()
-    net = Multitude(replace(network, converted)).like(model, task)
+    net = Multitude(replace(network, converted)).like(start.given, task)
     if variance_kl not in net.divergences:  # it is that of all such layers
         net.divergences += (variance_kl,)
     net.notes = {name: f"random weights, parameterization {parameterization!r}" for name in converted}
