@@ -9,17 +9,16 @@ matrix and a vector, it is observed whether it computes an affine map. A weight 
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torch.nn.utils.spectral_norm
-import torch.nn.utils.weight_norm  # noqa: F401  # the modules, which functions of the same names hide
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize, prune, remove_spectral_norm, remove_weight_norm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from multitudes.core.copying import copied
 from multitudes.surgery.layers import CONVOLUTIONS, PRODUCTS, TRANSPOSED
@@ -30,11 +29,7 @@ RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 SEVERAL = (nn.MultiheadAttention, *RECURRENT, nn.Bilinear)
 """Layers that are converted as a whole: of several maps, or of several inputs."""
 
-_WEIGHT_HOOKS = (
-    sys.modules["torch.nn.utils.weight_norm"].WeightNorm,
-    sys.modules["torch.nn.utils.spectral_norm"].SpectralNorm,
-    prune.BasePruningMethod,
-)
+_WEIGHT_HOOKS = (WeightNorm, SpectralNorm, prune.BasePruningMethod)
 
 
 @dataclass(frozen=True)
@@ -201,7 +196,7 @@ def weight_of(layer: Any) -> Tensor:
     hook = hooks[0]
     if isinstance(hook, prune.BasePruningMethod):
         return hook.apply_mask(layer)
-    powers = (layer.training,) if hasattr(hook, "n_power_iterations") else ()
+    powers = (layer.training,) if isinstance(hook, SpectralNorm) else ()
     computed: Tensor = hook.compute_weight(layer, *powers)
     return computed
 
@@ -254,8 +249,8 @@ def plain_copy(layer: Any, weight: Tensor, bias: nn.Parameter | None = None) -> 
         del plain._modules["parametrizations"]
         plain.__class__ = type(plain).__bases__[0]  # torch's own way changes the class that all copies share
     for hook in _weight_hooks(plain):
-        remove = {"WeightNorm": remove_weight_norm, "SpectralNorm": remove_spectral_norm}
-        remove.get(type(hook).__name__, prune.remove)(plain, "weight")
+        remove = {WeightNorm: remove_weight_norm, SpectralNorm: remove_spectral_norm}
+        remove.get(type(hook), prune.remove)(plain, "weight")
     plain.register_parameter("weight", nn.Parameter(weight.detach().clone(), trained))
     if bias is not None:
         plain.register_parameter("bias", bias)

@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from multitudes.core.calling import Input, call, plain_attention
-from multitudes.core.copying import copied
 from multitudes.core.multitude import REACH, Multitude
 from multitudes.surgery.observe import example_for, observing
 
@@ -80,7 +79,6 @@ def _multiply_adds(
     """
     if any(isinstance(module, nn.RNNBase) for module in model.modules()):
         return None
-    twin = copied(model, {id(parameter): parameter for parameter in model.parameters()})  # whose buffers may move
     sums = [0, 0]
     started: list[int] = []
     counter = FlopCounterMode(display=False)
@@ -91,16 +89,19 @@ def _multiply_adds(
     def stop(which: int) -> None:
         sums[which] += counter.get_total_flops() - started.pop()
 
+    handles = []
     for which, names in enumerate((converted, on_purpose)):
-        for name in names:
-            layer = twin.get_submodule(name)
-            layer.register_forward_pre_hook(start)
-            layer.register_forward_hook(lambda *_, which=which: stop(which))
+        for layer in (model.get_submodule(name) for name in names):
+            handles.append(layer.register_forward_pre_hook(start))
+            handles.append(layer.register_forward_hook(lambda *_, which=which: stop(which)))
     try:
         x = example_for(model, example)
-        with observing(twin), plain_attention(), counter:
-            call(twin, x)
+        with observing(model), plain_attention(), counter:
+            call(model, x)
     except Exception:  # whatever a network may raise that cannot be run here: nothing is known then
         return None
+    finally:
+        for handle in handles:
+            handle.remove()
     total = counter.get_total_flops()
     return (sums[0], sums[1], total) if total else None

@@ -216,13 +216,13 @@ def _gives_output(model: nn.Module, name: str, example: Input) -> bool:
         return bool(call(model, example).isnan().any())
 
 
-def choose(width: int, count: int) -> Tensor:
+def choose(width: int, count: int, generator: torch.Generator | None = None) -> Tensor:
     """`count` of `width` channels, one at random from each of `count` equal stretches, sorted.
 
     Stretches keep the choice even, so that each group of a grouped layer loses the same share.
     """
     edges = torch.arange(count + 1) * width // count
-    return edges[:-1] + (torch.rand(count) * (edges[1:] - edges[:-1])).long()
+    return edges[:-1] + (torch.rand(count, generator=generator) * (edges[1:] - edges[:-1])).long()
 
 
 def _axis(layer: nn.Module) -> int:

@@ -12,6 +12,7 @@ from torch import nn
 from multitudes.core.calling import Input, call
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.multitude import evaluating
+from multitudes.core.proof import unmoved
 from multitudes.core.seeding import seeded
 from multitudes.surgery.layers import PRODUCTS
 
@@ -55,9 +56,13 @@ def _shapes(first: Any) -> list[tuple[int, ...]]:
 
 @contextmanager
 def observing(*models: nn.Module) -> Iterator[None]:
-    """Inside, networks run in evaluation, with expectations instead of draws, and without gradients."""
+    """Inside, networks run in evaluation, with expectations instead of draws, and without gradients.
+
+    Nothing is left of it in their buffers and attributes, nor in random states.
+    """
     with ExitStack() as stack:
         for model in models:
+            stack.enter_context(unmoved(model, ()))
             stack.enter_context(evaluating(model))
             stack.enter_context(expecting(model))
         stack.enter_context(torch.no_grad())
