@@ -93,17 +93,18 @@ def plan_cuts(
     order = executed(model, example, MAKING)
     if not order:
         raise ValueError(f"model ({type(model).__name__}) has no layer that can be narrowed")
+    generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # what runs leaves no trace in torch's
     with observing(model):
         whole = {order[-1]} | {name for name in order if is_frozen(model.get_submodule(name))}
-        watch = _Watch(factor, whole)
+        watch = _Watch(factor, whole, generator)
         if bool(watch.run(model, example).isnan().any()):  # several layers give the output
             whole |= {name for name in order if _gives_output(model, name, example)}
-            watch = _Watch(factor, whole)
+            watch = _Watch(factor, whole, generator)
             watch.run(model, example)
         if frozen := _cut_frozen(model, watch.cuts):  # what it reads must be whole as well
             before = executed(model, example, (*MAKING, *FOLLOWING))
             whole |= set(before[: before.index(frozen[-1])])
-            watch = _Watch(factor, whole)
+            watch = _Watch(factor, whole, generator)
             watch.run(model, example)
     whole |= {order[0]}
     return {
@@ -156,9 +157,9 @@ def _owner(model: nn.Module, parameter: str) -> nn.Module:
 class _Watch(TorchFunctionMode):
     """One run in which each layer's dropped channels are NaN; layers in `last` keep all of theirs."""
 
-    def __init__(self, factor: float, last: set[str]) -> None:
+    def __init__(self, factor: float, last: set[str], generator: torch.Generator) -> None:
         super().__init__()
-        self.factor, self.last = factor, last
+        self.factor, self.last, self.generator = factor, last, generator
         self.cuts: dict[str, Cut] = {}
         self.chosen: dict[int, Tensor] = {}  # one choice a width, so that channels that are added agree
 
@@ -200,7 +201,7 @@ class _Watch(TorchFunctionMode):
         if name in self.last:
             return torch.arange(width)
         if width not in self.chosen:
-            self.chosen[width] = choose(width, math.ceil(round(width * self.factor, 9)))
+            self.chosen[width] = choose(width, math.ceil(round(width * self.factor, 9)), self.generator)
         return self.chosen[width]
 
 
