@@ -29,7 +29,10 @@ from multitudes.core.tasks import (
     task_of,
 )
 
-__all__ = ["Criterion", "Divergence", "Multitude", "evaluating", "plain", "share_registries"]
+REACH = "(reach)"
+"""The note that says what share of the network a method reaches."""
+
+__all__ = ["REACH", "Criterion", "Divergence", "Multitude", "evaluating", "plain", "share_registries"]
 
 
 def share_registries(sharer: nn.Module, network: nn.Module) -> None:
@@ -289,7 +292,7 @@ class Multitude(nn.Module):
     # -- the rest ----------------------------------------------------------------------------------------
 
     def summary(self) -> str:
-        """A table of the layers: name, class, parameters, and what the method did to each."""
+        """A table of the layers: name, class, parameters, and what the method did to each; then what it reaches."""
         rows = [
             (name or "(root)", type(layer).__name__, f"{count:,}", self.notes.get(name, ""))
             for name, layer in self.network.named_modules()
@@ -301,10 +304,12 @@ class Multitude(nn.Module):
             size += f" x {self.draws} draws"
         rows.append(("total", size, f"{total:,}", self.notes.get("total", "")))
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        return "\n".join(
+        lines = [
             f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {count:>{widths[2]}}  {note}".rstrip()
             for name, kind, count, note in rows
-        )
+        ]
+        reach = "reaches 100 % of the parameters" if self.independent else self.notes.get(REACH)
+        return "\n".join(lines if reach is None else [*lines, reach])
 
     def parameter_groups(self, lr: float, **own: float | Mapping[str, Any]) -> list[dict[str, Any]]:
         """Parameter groups for an optimizer: parameters of a given last name have a learning rate of their own.
