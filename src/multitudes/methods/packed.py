@@ -23,7 +23,7 @@ from multitudes.core.members import Members
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.cuts import Cut
 from multitudes.surgery.layers import Factory, Selector
-from multitudes.surgery.narrow import apply_cuts, plan_cuts, rescaled
+from multitudes.surgery.narrow import apply_cuts, plan_cuts, rescaled, warn_of_whole
 from multitudes.surgery.observe import example_for
 from multitudes.surgery.start import starting
 
@@ -73,6 +73,8 @@ def packed(
                 cuts = plan_cuts(whole, alpha / members, gamma, min_channels, layers, x)
                 network = apply_cuts(whole, cuts, x)
                 notes.update(cuts)
+            if index == 0 and alpha < members:
+                warn_of_whole(whole, network, members)
             yield start.begin(copy.deepcopy(network) if start.redraws else rescaled(network, whole, cuts, x))
 
     with start.seeded():

@@ -3,28 +3,30 @@
 Which of a layer's inputs survive depends on what happened between layers: additions, `cat`, `flatten`, pooling.
 Instead of analysing that, it is observed: each layer chooses the channels that it keeps, the others are set
 to NaN, and NaN goes through everything that a network does to channels, so that at the next layer the
-surviving inputs are those that are not NaN. One run on an example gives every layer's kept inputs and outputs.
+surviving inputs are those that are not NaN. One run on an example gives every layer's kept inputs and outputs
+(`watch`), and one more proves what was made of them.
 """
 
 from __future__ import annotations
 
-import math
+import warnings
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from multitudes.core.calling import Input, call
+from multitudes.core.calling import Input
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.multitude import Multitude
 from multitudes.surgery.activation_size import keep_scale
-from multitudes.surgery.cuts import FOLLOWING, MAKING, Cut, cut_layer, is_depthwise, norm_groups, width_of
+from multitudes.surgery.affine import is_computed, kind_of
+from multitudes.surgery.cuts import Cut, cut_layer, follows, is_depthwise, makes, norm_groups, width_of
 from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, replace, select
-from multitudes.surgery.observe import example_for, executed, hooked, observing
+from multitudes.surgery.narrow_proof import prove, standing_alone
+from multitudes.surgery.observe import example_for, executed, observing
 from multitudes.surgery.start import starting
+from multitudes.surgery.watch import Watch, gives_output
 
 
 def narrow(
@@ -63,6 +65,8 @@ def narrow(
         example = example_for(model, example)
         cuts = plan_cuts(model, factor, gamma, min_channels, layers, example)
         narrowed = apply_cuts(model, cuts, example)
+        if factor < 1:
+            warn_of_whole(model, narrowed)
         return start.begin(narrowed if start.redraws else rescaled(narrowed, model, cuts, example))
 
 
@@ -75,29 +79,25 @@ def plan_cuts(
     example: Input,
 ) -> dict[str, Cut]:
     """Every layer's cut, by name. Channels are chosen at random, from torch's random state."""
-    for name, module in model.named_modules():
-        if type(module).__module__.startswith("torch.nn") and module._parameters and type(module) not in (
-            *MAKING, *FOLLOWING
-        ):  # fmt: skip
-            raise ValueError(
-                f"layer {name!r} is a {type(module).__name__}, which cannot be narrowed; deep_ensemble keeps it whole"
-            )
-        if isinstance(module, Stochastic) and any(True for _ in module.parameters()):
-            raise ValueError(
-                f"layer {name!r} is a {type(module).__name__}, whose random weights cannot be narrowed; "
-                "deep_ensemble keeps it whole"
-            )
-    grouped = set(select(model, layers, PRODUCTS))
-    order = executed(model, example, MAKING)
+    _check_layers(model)
+    known = {name: module for name, module in model.named_modules() if makes(module) or follows(module)}
+    products = {name: module for name, module in known.items() if makes(module) and kind_of(module) in PRODUCTS}
+    grouped = set(select(model, layers, products))
+    order = executed(model, example, [name for name, module in known.items() if makes(module)])
     if not order:
         raise ValueError(f"model ({type(model).__name__}) has no layer that can be narrowed")
+    seed = int(torch.randint(2**62, ()))
+
+    def watched(last: set[str]) -> tuple[Watch, Tensor]:
+        watch = Watch(factor, last, torch.Generator().manual_seed(seed))
+        return watch, watch.run(model, example, known)
+
     with observing(model):
         last = {order[-1]}
-        watch = _Watch(factor, last)
-        if bool(watch.run(model, example).isnan().any()):  # several layers give the output
-            last = {name for name in order if _gives_output(model, name, example)}
-            watch = _Watch(factor, last)
-            watch.run(model, example)
+        watch, output = watched(last)
+        if bool(output.isnan().any()):  # several layers give the output
+            last = {name for name in order if gives_output(model, name, example, known)}
+            watch, _ = watched(last)
     whole = last | {order[0]}
     return {
         name: _grouped(model.get_submodule(name), cut, factor, gamma if name in grouped - whole else 1, min_channels)
@@ -105,132 +105,97 @@ def plan_cuts(
     }
 
 
+def _check_layers(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        kind = f"layer {name!r} is a {type(module).__name__}"
+        if isinstance(module, Stochastic) and any(True for _ in module.parameters()):
+            raise ValueError(f"{kind}, whose random weights cannot be narrowed; deep_ensemble keeps it whole")
+        if kind_of(module) in PRODUCTS and is_computed(module):
+            raise ValueError(
+                f"{kind} whose weight is computed from others (by weight_norm, spectral_norm, pruning), which cannot "
+                "be narrowed; deep_ensemble keeps it whole"
+            )
+        own = module._parameters and not makes(module) and not follows(module)
+        if own and type(module).__module__.startswith("torch.nn"):
+            raise ValueError(f"{kind}, which cannot be narrowed; deep_ensemble keeps it whole")
+
+
 def apply_cuts(model: nn.Module, cuts: dict[str, Cut], example: Input) -> nn.Module:
-    """The narrowed copy, with the kept channels' weights; checked on the example."""
-    narrowed = replace(model, {name: cut_layer(model.get_submodule(name), cut, name) for name, cut in cuts.items()})
-    with observing(model, narrowed):
-        want = call(model, example).shape
+    """The narrowed copy, with the kept channels' weights; proven on the example.
+
+    Parameters that stand alone are kept whole where that fits, and else cut where they are as wide as a cut layer.
+    """
+    first: ValueError | None = None
+    fitting = _fitting_axes(model, cuts)
+    for along in ({}, fitting) if fitting else ({},):
+        narrowed = replace(model, {name: cut_layer(model.get_submodule(name), cut, name) for name, cut in cuts.items()})
+        _cut_parameters(narrowed, along, cuts, model)
         try:
-            got = call(narrowed, example).shape
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(_unfit(model, str(error))) from error
-    if got != want:
-        raise ValueError(_unfit(model, f"it gives {list(got)} instead of {list(want)}"))
-    return narrowed
+            prove(model, narrowed, cuts, example)
+            return narrowed
+        except ValueError as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _fitting_axes(model: nn.Module, cuts: dict[str, Cut]) -> dict[str, int]:
+    """Of the parameters that stand alone, the last axis that is as long as some cut layer is wide."""
+    widths = _cut_widths(model, cuts)
+    axes: dict[str, int] = {}
+    for name in standing_alone(model):
+        shape = model.get_parameter(name).shape
+        fitting = [axis for axis, size in enumerate(shape) if size in widths]
+        if fitting:
+            axes[name] = fitting[-1]
+    return axes
+
+
+def _cut_widths(model: nn.Module, cuts: dict[str, Cut]) -> dict[int, Tensor]:
+    """The channels that layers of each width keep."""
+    made = {name: model.get_submodule(name) for name in cuts}
+    return {
+        width_of(layer): cuts[name].outputs
+        for name, layer in made.items()
+        if makes(layer) and not is_depthwise(layer) and len(cuts[name].outputs) < width_of(layer)
+    }
+
+
+def _cut_parameters(narrowed: nn.Module, along: dict[str, int], cuts: dict[str, Cut], model: nn.Module) -> None:
+    widths = _cut_widths(model, cuts)
+    for name, axis in along.items():
+        path, _, own = name.rpartition(".")
+        whole = model.get_parameter(name)
+        kept = widths[whole.shape[axis]].to(whole.device)
+        small = nn.Parameter(whole.data.index_select(axis, kept).clone(), whole.requires_grad)
+        narrowed.get_submodule(path).register_parameter(own, small)
+
+
+def warn_of_whole(model: nn.Module, narrowed: nn.Module, members: int = 1) -> None:
+    """Warn where most of a narrowed network's parameters stand alone and are as large as they were."""
+    whole = [n for n in standing_alone(model) if model.get_parameter(n).shape == narrowed.get_parameter(n).shape]
+    size = sum(model.get_parameter(name).numel() for name in whole)
+    total = sum(p.numel() for p in narrowed.parameters())
+    if size > total / 2:
+        shown = ", ".join(map(repr, whole[:5])) + (", ..." if len(whole) > 5 else "")
+        before = sum(p.numel() for p in model.parameters())
+        cost = f", so that {members} members have {members * total / before:.1f} times its parameters" * (members > 1)
+        warnings.warn(
+            f"model ({type(model).__name__}) is hardly narrowed: {shown} stand alone and keep their width{cost}",
+            stacklevel=3,
+        )
 
 
 def rescaled(narrowed: nn.Module, model: nn.Module, cuts: dict[str, Cut], example: Input) -> nn.Module:
     """The narrowed network with its weights scaled so that activations are as large as the model's."""
-    products = {name: cut.outputs for name, cut in cuts.items() if type(model.get_submodule(name)) in PRODUCTS}
+    products = {name: cut.outputs for name, cut in cuts.items() if kind_of(model.get_submodule(name)) in PRODUCTS}
     keep_scale(model, narrowed, example, example, products)
     return narrowed
 
 
-def _unfit(model: nn.Module, reason: str) -> str:
-    alone = [name for name, _ in model.named_parameters() if type(_owner(model, name)) not in (*MAKING, *FOLLOWING)]
-    hint = f"; it has parameters of fixed width: {', '.join(alone)}" if alone else ""
-    return f"model ({type(model).__name__}) cannot be narrowed, since its forward fixes a hidden width: {reason}{hint}"
-
-
-def _owner(model: nn.Module, parameter: str) -> nn.Module:
-    return model.get_submodule(parameter.rpartition(".")[0])
-
-
-# -- observing which channels survive ----------------------------------------------------------------------
-
-
-class _Watch(TorchFunctionMode):
-    """One run in which each layer's dropped channels are NaN; layers in `last` keep all of theirs."""
-
-    def __init__(self, factor: float, last: set[str]) -> None:
-        super().__init__()
-        self.factor, self.last = factor, last
-        self.cuts: dict[str, Cut] = {}
-        self.chosen: dict[int, Tensor] = {}  # one choice a width, so that channels that are added agree
-
-    def run(self, model: nn.Module, example: Input) -> Tensor:
-        with (
-            self,
-            hooked(model, (*MAKING, *FOLLOWING), lambda name, m, args, y: self.see(name, m, args[0], y)),
-        ):
-            return call(model, example)
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is F.scaled_dot_product_attention:
-            raise ValueError(
-                "attention ties its widths together, so it cannot be narrowed; deep_ensemble keeps it whole"
-            )
-        return function(*args, **(kwargs or {}))
-
-    def see(self, name: str, layer: Any, x: Tensor, y: Tensor) -> Tensor:
-        following = type(layer) in FOLLOWING
-        embedding = isinstance(layer, nn.Embedding)
-        inputs = torch.arange(layer.num_embeddings) if embedding else _kept(x, _axis(layer), name)
-        if following:
-            cut, out = Cut(inputs, inputs), torch.where(x.isnan(), torch.nan, 0.0).to(y)
-        else:
-            outputs = self._outputs(name, layer, inputs)
-            cut, out = Cut(inputs, outputs), torch.full_like(y, torch.nan)
-            axis = -1 if isinstance(layer, nn.Linear | nn.Embedding) else 1
-            out.index_fill_(axis, outputs.to(y.device), 0.0)
-        before = self.cuts.setdefault(name, cut)
-        if not (torch.equal(before.inputs, cut.inputs) and torch.equal(before.outputs, cut.outputs)):
-            raise ValueError(f"layer {name!r} is used in several places that see different channels")
-        return out
-
-    def _outputs(self, name: str, layer: Any, inputs: Tensor) -> Tensor:
-        width = width_of(layer)
-        if is_depthwise(layer):
-            each = width // layer.in_channels
-            return (inputs.unsqueeze(1) * each + torch.arange(each)).flatten()
-        if name in self.last:
-            return torch.arange(width)
-        if width not in self.chosen:
-            self.chosen[width] = choose(width, math.ceil(round(width * self.factor, 9)))
-        return self.chosen[width]
-
-
-def _gives_output(model: nn.Module, name: str, example: Input) -> bool:
-    """Whether a layer's output reaches the network's without another layer between: NaN gets through."""
-
-    def mark(other: str, layer: nn.Module, args: Any, y: Tensor) -> Tensor:
-        if type(layer) in FOLLOWING:
-            return torch.where(args[0].isnan(), torch.nan, 0.0).to(y)
-        return torch.full_like(y, torch.nan if other == name else 0.0)
-
-    with hooked(model, (*MAKING, *FOLLOWING), mark):
-        return bool(call(model, example).isnan().any())
-
-
-def choose(width: int, count: int, generator: torch.Generator | None = None) -> Tensor:
-    """`count` of `width` channels, one at random from each of `count` equal stretches, sorted.
-
-    Stretches keep the choice even, so that each group of a grouped layer loses the same share.
-    """
-    edges = torch.arange(count + 1) * width // count
-    return edges[:-1] + (torch.rand(count, generator=generator) * (edges[1:] - edges[:-1])).long()
-
-
-def _axis(layer: nn.Module) -> int:
-    if isinstance(layer, nn.Linear):
-        return -1
-    return -len(layer.normalized_shape) if isinstance(layer, nn.LayerNorm) else 1
-
-
-def _kept(x: Tensor, axis: int, name: str) -> Tensor:
-    nan = x.isnan().movedim(axis, 0).flatten(1)
-    dropped = nan.all(1)
-    if bool((nan.any(1) != dropped).any()) or bool(dropped.all()):
-        raise ValueError(
-            f"the channels that reach layer {name!r} are mixed on their way (by an attention, a softmax, a norm "
-            "over channels), so the network cannot be narrowed; deep_ensemble keeps it whole"
-        )
-    return (~dropped).nonzero()[:, 0].cpu()
-
-
 def _grouped(layer: Any, cut: Cut, factor: float, gamma: int, min_channels: int) -> Cut:
     """The cut with the largest gamma, up to the wanted one, that the layer's widths allow."""
-    if type(layer) in FOLLOWING:
+    if follows(layer):
         regrouped = isinstance(layer, nn.GroupNorm) and len(cut.inputs) % layer.num_groups
         note = f"{layer.num_groups} groups -> {norm_groups(layer, len(cut.inputs))}" if regrouped else ""
         return Cut(cut.inputs, cut.outputs, 1, note)
