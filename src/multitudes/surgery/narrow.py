@@ -15,18 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input
+from multitudes.core.calling import Input, call
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.multitude import Multitude
+from multitudes.core.proof import unmoved
 from multitudes.surgery.activation_size import keep_scale
 from multitudes.surgery.affine import is_computed, kind_of
 from multitudes.surgery.cuts import Cut, cut_layer, follows, is_depthwise, makes, norm_groups, width_of
 from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, replace, select
 from multitudes.surgery.narrow_proof import prove, standing_alone
-from multitudes.surgery.observe import example_for, executed, observing
+from multitudes.surgery.observe import example_for, executed, hooked, observing
 from multitudes.surgery.start import starting
-from multitudes.surgery.watch import Watch, gives_output
+from multitudes.surgery.watch import PATTERNS, Pattern, Watch, gives_output
 
 
 def narrow(
@@ -63,33 +64,60 @@ def narrow(
     check_count("gamma", gamma)
     with start.seeded():
         example = example_for(model, example)
-        cuts = plan_cuts(model, factor, gamma, min_channels, layers, example)
-        narrowed = apply_cuts(model, cuts, example)
+        narrowed, cuts = narrowed_copy(model, factor, gamma, min_channels, layers, example)
         if factor < 1:
             warn_of_whole(model, narrowed)
         return start.begin(narrowed if start.redraws else rescaled(narrowed, model, cuts, example))
 
 
-def plan_cuts(
+def narrowed_copy(
     model: nn.Module,
     factor: float,
     gamma: int,
     min_channels: int,
     layers: Selector,
     example: Input,
-) -> dict[str, Cut]:
-    """Every layer's cut, by name. Channels are chosen at random, from torch's random state."""
+) -> tuple[nn.Module, dict[str, Cut]]:
+    """The narrowed copy with the kept channels' weights, proven on the example, and every layer's cut, by name.
+
+    Channels are chosen at random, from torch's random state; where that does not work out, in patterns.
+    """
     _check_layers(model)
     known = {name: module for name, module in model.named_modules() if makes(module) or follows(module)}
-    products = {name: module for name, module in known.items() if makes(module) and kind_of(module) in PRODUCTS}
+    products = {name: module for name, module in known.items() if kind_of(module) in PRODUCTS}
     grouped = set(select(model, layers, products))
     order = executed(model, example, [name for name, module in known.items() if makes(module)])
     if not order:
         raise ValueError(f"model ({type(model).__name__}) has no layer that can be narrowed")
-    seed = int(torch.randint(2**62, ()))
+    _check_reached(model, known, example)
+    seed, first = int(torch.randint(2**62, ())), ValueError()
+    for pattern in PATTERNS:
+        try:
+            kept, last = _observed(model, factor, known, order, example, pattern, seed)
+            split = grouped - last
+            cuts = {
+                name: _grouped(known[name], cut, factor, gamma if name in split else 1, min_channels)
+                for name, cut in kept.items()
+            }
+            return apply_cuts(model, cuts, example), cuts
+        except ValueError as error:
+            first = first if first.args else error
+    raise first
+
+
+def _observed(
+    model: nn.Module,
+    factor: float,
+    known: dict[str, nn.Module],
+    order: list[str],
+    example: Input,
+    pattern: Pattern,
+    seed: int,
+) -> tuple[dict[str, Cut], set[str]]:
+    """Every layer's cut, and the layers that are not split into groups: the first, and those that give the output."""
 
     def watched(last: set[str]) -> tuple[Watch, Tensor]:
-        watch = Watch(factor, last, torch.Generator().manual_seed(seed))
+        watch = Watch(factor, last, torch.Generator().manual_seed(seed), pattern)
         return watch, watch.run(model, example, known)
 
     with observing(model):
@@ -98,11 +126,27 @@ def plan_cuts(
         if bool(output.isnan().any()):  # several layers give the output
             last = {name for name in order if gives_output(model, name, example, known)}
             watch, _ = watched(last)
-    whole = last | {order[0]}
-    return {
-        name: _grouped(model.get_submodule(name), cut, factor, gamma if name in grouped - whole else 1, min_channels)
-        for name, cut in watch.cuts.items()
-    }
+    return watch.cuts, last | {order[0]}
+
+
+def _check_reached(model: nn.Module, known: dict[str, nn.Module], example: Input) -> None:
+    """A layer that runs in training alone is not observed, and would keep its width."""
+    reached: list[str] = []
+    with hooked(model, known, lambda name, *_: reached.append(name)), unmoved(model, ()), torch.no_grad():
+        modes = [(module, module.training) for module in model.modules()]
+        try:
+            call(model.train(), example)
+        except (RuntimeError, ValueError):  # as batch norms do of a single row
+            return
+        finally:
+            for module, mode in modes:
+                module.training = mode
+    missing = [name for name in dict.fromkeys(reached) if name not in executed(model, example, known)]
+    if missing:
+        raise ValueError(
+            f"layer {missing[0]!r} ({type(known[missing[0]]).__name__}) runs in training and not in evaluation, where "
+            "the network is observed, so it cannot be narrowed; deep_ensemble keeps it whole"
+        )
 
 
 def _check_layers(model: nn.Module) -> None:

@@ -16,7 +16,15 @@ from multitudes.core.calling import Input, call
 from multitudes.surgery.cuts import Cut, follows, input_axis, is_depthwise, makes, output_axis, width_of
 from multitudes.surgery.observe import hooked
 
-__all__ = ["Watch", "choose", "gives_output"]
+__all__ = ["PATTERNS", "Pattern", "Watch", "choose", "gives_output"]
+
+Pattern = tuple[int, int]
+PATTERNS: tuple[Pattern, ...] = ((1, 1), (2, 1), (4, 1), (3, 1), (1, 4))
+"""Ways to choose channels: any; the same of each half, as gated units need it, of each quarter or third; or those that
+lie together, as a shuffle of pixels needs them."""
+
+
+_LOOKS = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__}
 
 
 class Watch(TorchFunctionMode):
@@ -25,9 +33,9 @@ class Watch(TorchFunctionMode):
     A channel that is NaN anywhere is dropped. Elsewhere it may have been padded, or masked, with numbers.
     """
 
-    def __init__(self, factor: float, last: set[str], generator: torch.Generator) -> None:
+    def __init__(self, factor: float, last: set[str], generator: torch.Generator, pattern: Pattern = (1, 1)) -> None:
         super().__init__()
-        self.factor, self.last, self.generator = factor, last, generator
+        self.factor, self.last, self.generator, self.pattern = factor, last, generator, pattern
         self.cuts: dict[str, Cut] = {}
         self.chosen: dict[int, Tensor] = {}  # one choice a width, so that channels that are added agree
         self.inside: list[tuple[str, nn.Module]] = []  # the modules that are running, outermost first
@@ -55,6 +63,11 @@ class Watch(TorchFunctionMode):
                 f"{self._place()} is attention, which ties its widths together, so it cannot be narrowed; "
                 "deep_ensemble keeps it whole"
             )
+        if function in _LOOKS and args[0].is_floating_point() and bool(args[0].isnan().any()):
+            raise ValueError(
+                f"{self._place()} decides by the values of channels ({function.__name__.strip('_')}), so the network "
+                "cannot be narrowed; deep_ensemble keeps it whole"
+            )
         result = function(*args, **(kwargs or {}))
         if not self.mixer and isinstance(result, Tensor) and result.is_floating_point():
             self._look_for_a_mixer(function, (*args, *(kwargs or {}).values()), result)
@@ -77,6 +90,11 @@ class Watch(TorchFunctionMode):
         return f"layer {name!r} ({type(module).__name__})"
 
     def see(self, name: str, layer: Any, x: Tensor, y: Tensor) -> Tensor:
+        """Note what a layer keeps, and let its dropped channels be NaN."""
+        with torch._C.DisableTorchFunction():
+            return self._see(name, layer, x, y)
+
+    def _see(self, name: str, layer: Any, x: Tensor, y: Tensor) -> Tensor:
         embedding = isinstance(layer, nn.Embedding)
         inputs = torch.arange(layer.num_embeddings) if embedding else self._kept(x, input_axis(layer), name)
         if follows(layer):
@@ -99,7 +117,7 @@ class Watch(TorchFunctionMode):
             return torch.arange(width)
         if width not in self.chosen:
             count = math.ceil(round(width * self.factor, 9))
-            self.chosen[width] = choose(width, count, self.generator)
+            self.chosen[width] = choose(width, count, self.generator, self.pattern)
         return self.chosen[width]
 
     def _kept(self, x: Tensor, axis: int, name: str) -> Tensor:
@@ -125,10 +143,15 @@ def gives_output(model: nn.Module, name: str, example: Input, names: Collection[
         return bool(call(model, example).isnan().any())
 
 
-def choose(width: int, count: int, generator: torch.Generator | None = None) -> Tensor:
-    """`count` of `width` channels, one at random from each of `count` equal stretches, sorted.
+def choose(width: int, count: int, generator: torch.Generator | None = None, pattern: Pattern = (1, 1)) -> Tensor:
+    """`count` of `width` channels, one at random from each of equal stretches, sorted.
 
-    Stretches keep the choice even, so that each group of a grouped layer loses the same share.
+    Stretches keep the choice even, so that each group of a grouped layer loses the same share. A `pattern` of parts and
+    block chooses the same of each of so many equal parts, and whole blocks of neighbours, where the widths divide.
     """
-    edges = torch.arange(count + 1) * width // count
-    return edges[:-1] + (torch.rand(count, generator=generator) * (edges[1:] - edges[:-1])).long()
+    parts, block = pattern if not (width % math.prod(pattern) or count % math.prod(pattern)) else (1, 1)
+    positions, own = width // parts // block, count // parts // block
+    edges = torch.arange(own + 1) * positions // own
+    chosen = edges[:-1] + (torch.rand(own, generator=generator) * (edges[1:] - edges[:-1])).long()
+    blocks = (chosen.unsqueeze(1) * block + torch.arange(block)).flatten()
+    return (torch.arange(parts).unsqueeze(1) * (width // parts) + blocks).flatten()
