@@ -8,13 +8,13 @@ ensembles*, 2017. The predictive distribution is the members' mean,
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from multitudes.core.checks import check_number
+from multitudes.core.copying import copied
 from multitudes.core.members import Members
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.layers import Factory, Selector
@@ -54,7 +54,7 @@ def deep_ensemble(
 
     def networks() -> Iterator[nn.Module]:
         for _ in range(members):
-            yield _perturbed(start.begin(copy.deepcopy(start.another())), perturb)
+            yield _perturbed(start.begin(copied(start.another())), perturb)
 
     with start.seeded():
         net = Members(start.apart(networks(), ways_out), members).like(start.given, task)

@@ -7,6 +7,7 @@ label of its own input; in evaluation all M inputs are the same, and the outputs
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -74,7 +75,8 @@ class Mimo(Multitude):
         """In evaluation the inputs are one input, so the first layer's weights for them add up."""
         first, last = self.network.get_submodule(self.first), self.network.get_submodule(self.last)
         folded = _resized(first, inputs=1 / self.members)
-        folded.get_parameter("weight").data = first.get_parameter("weight").data.unflatten(1, (self.members, -1)).sum(1)
+        shares = first.get_parameter("weight").data.unflatten(1, (self.members, -1)).unbind(1)
+        folded.get_parameter("weight").data = sum(shares[1:], shares[0]).clone()
         mine = _resized(folded if first is last else last, outputs=1 / self.members)
         for name, parameter in (folded if first is last else last).named_parameters():
             mine.get_parameter(name).data = parameter.data.unflatten(0, (self.members, -1))[index].clone()
@@ -97,23 +99,30 @@ def mimo(
 
     In `loss` the inputs are shuffled independently for each member; the share `repetition` of them is the same
     for all members (the paper's rho), and each batch is used `batch_repetition` times. From a pretrained
-    network, the evaluated function is kept exactly. `example` is one batch of inputs; where it is left out,
-    the usual sizes are tried.
+    network, the evaluated function is kept exactly, but for the output layers with `init="heads"` (those that are
+    found, or that `heads` selects). A function that builds networks builds one for each input and output. A first layer
+    that is frozen keeps its function, and cannot learn to tell the inputs apart. `example` is one batch of inputs;
+    where it is left out, the usual sizes are tried.
 
     >>> net = mimo(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), members=3)
     >>> net(torch.ones(5, 3)).shape
     torch.Size([3, 5, 2])
     """
-    start = starting(model, members, init, heads, seed=seed)
+    start = starting(model, members, init, heads, example=example, seed=seed)
     model = start.network
     check_number("repetition", repetition, 0, high=1)
     check_count("batch_repetition", batch_repetition)
+    if repetition == 1 and members > 1 and start.mode == "pretrained":
+        raise ValueError(start.same("init='heads' draws the output layers anew, or repetition is below 1"))
     x = _tensor(example_for(model, example))
     first, last = _ends(model, x)
+    _check_trained(model, members, first, last)
     network = _widened(model, members, first, last)
     inputs, outputs = _proven_axes(model, network, members, first, last, x)
     with start.seeded():
         network = start.begin(network)
+        if start.fresh and not start.redraws:
+            _fill(network, [start.another() for _ in range(members)], first, last)
     net = Mimo(network, members, first, last, inputs, outputs)
     net.repetition, net.batch_repetition = repetition, batch_repetition
     net.like(start.given, task)
@@ -133,12 +142,37 @@ def _widened(model: nn.Module, members: int, first: str, last: str) -> nn.Module
     """Wider first and last layers that compute, for M equal inputs, the model's own output M times."""
     wide = _resized(model.get_submodule(first), inputs=members)
     weight = model.get_submodule(first).get_parameter("weight").data
-    wide.get_parameter("weight").data = torch.cat([weight] * members, 1) / members
+    shares = [weight / members] * (members - 1)
+    wide.get_parameter("weight").data = torch.cat([*shares, weight - sum(shares)], 1)  # which add up exactly
     old = wide if first == last else model.get_submodule(last)
     head = _resized(old, outputs=members)
     for name, parameter in old.named_parameters():
         head.get_parameter(name).data = torch.cat([parameter.data] * members, 0)
     return replace(model, {first: wide} | {last: head})
+
+
+def _fill(network: nn.Module, models: list[nn.Module], first: str, last: str) -> None:
+    """Give each input and each output the weights of a model of its own, so that activations are as large as theirs."""
+    wide = network.get_submodule(first).get_parameter("weight")
+    if first == last:  # each output has weights for each input
+        return
+    if wide.requires_grad:
+        weights = [model.get_submodule(first).get_parameter("weight").data for model in models]
+        wide.data = torch.cat(weights, 1) / len(models) ** 0.5
+    for name, parameter in network.get_submodule(last).named_parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.cat([model.get_submodule(last).get_parameter(name).data for model in models], 0)
+
+
+def _check_trained(model: nn.Module, members: int, first: str, last: str) -> None:
+    """Members learn to be others by the first and the last layer."""
+    if members > 1 and not any(p.requires_grad for p in model.get_submodule(last).parameters()):
+        raise ValueError(
+            f"MIMO cannot convert model ({type(model).__name__}), whose output layer {last!r} is frozen: all outputs "
+            "would be the same for ever"
+        )
+    if members > 1 and not model.get_submodule(first).get_parameter("weight").requires_grad:
+        warnings.warn(f"layer {first!r} is frozen, so it cannot learn to tell the inputs apart", stacklevel=3)
 
 
 def _resized(layer: nn.Module, inputs: float = 1, outputs: float = 1) -> nn.Module:

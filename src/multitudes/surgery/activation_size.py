@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from multitudes.core.calling import Input, call, plain_attention
 from multitudes.core.shared import MemberLayer
 from multitudes.surgery.affine import RECURRENT, axis_of, is_computed
+from multitudes.surgery.layers import is_frozen
 from multitudes.surgery.observe import observing
 
 
@@ -34,6 +35,8 @@ def keep_scale(
     def adjust(name: str, layer: nn.Module, y: Tensor) -> Tensor | None:
         size = _size(layer, y)
         if name not in sizes or not (size > 0 and sizes[name] > 0):
+            return None
+        if is_frozen(_inner(layer)) and not hasattr(layer, "scale"):
             return None
         factor = sizes.pop(name) / size
         _scale(layer, factor)
@@ -70,7 +73,7 @@ def _inner(layer: Any) -> Any:
 
 
 def _scale(layer: Any, factor: Tensor) -> None:
-    if is_computed(_inner(layer)):
+    if is_computed(_inner(layer)) or (is_frozen(_inner(layer)) and hasattr(layer, "scale")):
         layer.scale *= factor.item()
     else:
         _inner(layer).weight.data.mul_(factor)

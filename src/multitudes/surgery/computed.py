@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+
+from multitudes.core.settings import computing_hooks
 
 __all__ = ["plain_weights"]
 
@@ -28,9 +29,8 @@ def plain_weights(layer: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         if parametrize.is_parametrized(layer):
             stack.enter_context(_unparametrized(layer))
-        for hook in list(layer._forward_pre_hooks.values()):
-            if isinstance(hook, (SpectralNorm, WeightNorm, BasePruningMethod)):
-                stack.enter_context(_unhooked(layer, hook))
+        for name, hook in computing_hooks(layer).items():
+            stack.enter_context(_unhooked(layer, name, hook))
         yield
 
 
@@ -69,9 +69,8 @@ def _set_parametrized(layer: Any, name: str, value: Tensor) -> None:
 
 
 @contextmanager
-def _unhooked(layer: nn.Module, hook: Any) -> Iterator[None]:
+def _unhooked(layer: nn.Module, name: str, hook: Any) -> Iterator[None]:
     """As `_unparametrized`, for the hooks that torch used before it had parametrisations."""
-    name = hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name
     of = layer.get_parameter(f"{name}_v" if isinstance(hook, WeightNorm) else f"{name}_orig")
     vars(layer).pop(name, None)
     layer._parameters[name] = nn.Parameter(of.detach().clone())

@@ -88,6 +88,14 @@ def output_axis(layer: nn.Module) -> int:
     return -1 if isinstance(layer, nn.Linear | nn.Embedding) else 1
 
 
+def inputs_of(layer: Any) -> int:
+    """The number of channels that a layer reads."""
+    if isinstance(layer, nn.LayerNorm):
+        return int(layer.normalized_shape[0])
+    names = ("in_features", "in_channels", "num_features", "num_channels", "num_embeddings", "num_parameters")
+    return next(int(getattr(layer, name)) for name in names if hasattr(layer, name))
+
+
 def is_depthwise(layer: Any) -> bool:
     """Whether each output channel sees one input channel alone, so that its outputs are its inputs'."""
     return isinstance(layer, (*CONVOLUTIONS, *TRANSPOSED)) and layer.groups == layer.in_channels > 1

@@ -28,7 +28,10 @@ def output_layers(network: nn.Module, heads: Selector = None, example: Input | N
     """
     if heads is not None:
         kinds = tuple({type(m) for name, m in network.named_modules() if name and any(True for _ in m.parameters())})
-        names = [name for name in select(network, heads, kinds) if name]
+        try:
+            names = [name for name in select(network, heads, kinds) if name]
+        except ValueError as error:
+            raise ValueError(str(error).replace("layers", "heads", 1)) from error
     else:
         names = _beside_base_model(network) or _found(network, example)
     _check(network, names)
@@ -66,23 +69,34 @@ def _observed(network: nn.Module, example: Input) -> list[str]:
     owners = {name: m for name, m in network.named_modules() if any(p.dim() > 1 for p in m.parameters(recurse=False))}
     weights = [(name, p) for name, m in owners.items() for p in m.parameters(recurse=False) if p.dim() > 1]
     frozen = [p for p in network.parameters() if not p.requires_grad and (p.is_floating_point() or p.is_complex())]
+    order: list[str] = []
+
+    def cut(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        order.append(name)
+        return _cut(args), _cut(kwargs)
+
     handles = [
-        layer.register_forward_pre_hook(lambda _, args, kwargs: (_cut(args), _cut(kwargs)), with_kwargs=True)
-        for layer in owners.values()
+        layer.register_forward_pre_hook(lambda _, args, kwargs, name=name: cut(name, args, kwargs), with_kwargs=True)
+        for name, layer in owners.items()
     ]
     try:
         for parameter in frozen:
             parameter.requires_grad_()
         with evaluating(network), expecting(network), torch.enable_grad():
-            args, kwargs = split_call(example)
+            args, kwargs = split_call(network, example)
             outputs = _outputs(network(*args, **kwargs))
-        gradients = torch.autograd.grad(outputs, [p for _, p in weights], allow_unused=True) if outputs else ()
+        gradients = (
+            torch.autograd.grad(outputs, [p for _, p in weights], allow_unused=True) if outputs is not None else ()
+        )
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
         for handle in handles:
             handle.remove()
-    found = [name for (name, _), gradient in zip(weights, gradients, strict=False) if gradient is not None]
+    reached = {id(p): p for (_, p), gradient in zip(weights, gradients, strict=False) if gradient is not None}
+    users = [[name for name, p in weights if p is weight] for weight in reached.values()]
+    last = {name: place for place, name in enumerate(order)}
+    found = [max(names, key=lambda name: last.get(name, -1)) for names in users]  # of those that share it
     if not found:
         raise ValueError("no gradient of its output reaches a weight")
     if "" in found:

@@ -170,12 +170,19 @@ def _moved(parameter: Tensor) -> Tensor:
     return parameter + (0.7310585 if parameter.is_floating_point() or parameter.is_complex() else 1)
 
 
+def _is_trained(module: nn.Module) -> bool:
+    """Whether some of its parameters are not frozen, or it has none."""
+    parameters = list(module.parameters())
+    return not parameters or any(p.requires_grad for p in parameters)
+
+
 def _looks_trained(network: nn.Module, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> str | None:
-    for module in network.modules():
+    trained = {name: m for name, m in network.named_modules() if _is_trained(m)}
+    for module in trained.values():
         source = getattr(getattr(module, "config", None), "_name_or_path", None)
         if isinstance(source, str) and source:
             return f"its weights come from {source!r}"
-    for name, module in network.named_modules():
+    for name, module in trained.items():
         mean, batches = getattr(module, "running_mean", None), getattr(module, "num_batches_tracked", None)
         # A few batches may have been run to see shapes.
         if isinstance(mean, Tensor) and bool(mean.any()) and not (isinstance(batches, Tensor) and 0 < batches <= 10):

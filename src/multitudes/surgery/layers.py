@@ -170,6 +170,11 @@ def built(model: nn.Module | Factory) -> nn.Module:
     return network
 
 
+def is_frozen(layer: nn.Module) -> bool:
+    """Whether a layer has parameters of its own that are not trained; they keep their values whatever is converted."""
+    return any(not parameter.requires_grad for parameter in layer.parameters())
+
+
 def check_model(model: nn.Module, nested: bool = False) -> nn.Module:
     """A network, or a multitude which only draws, whose network it then returns."""
     if not isinstance(model, nn.Module):

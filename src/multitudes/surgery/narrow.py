@@ -22,8 +22,8 @@ from multitudes.core.multitude import Multitude
 from multitudes.core.proof import unmoved
 from multitudes.surgery.activation_size import keep_scale
 from multitudes.surgery.affine import is_computed, kind_of
-from multitudes.surgery.cuts import Cut, cut_layer, follows, is_depthwise, makes, norm_groups, width_of
-from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, replace, select
+from multitudes.surgery.cuts import Cut, cut_layer, follows, inputs_of, is_depthwise, makes, norm_groups, width_of
+from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, is_frozen, replace, select
 from multitudes.surgery.narrow_proof import prove, standing_alone
 from multitudes.surgery.observe import example_for, executed, hooked, observing
 from multitudes.surgery.start import starting
@@ -46,7 +46,9 @@ def narrow(
 
     Hidden layers that `layers` selects (all of them by default) are split into `gamma` groups where the widths
     divide and a group keeps at least `min_channels` inputs. With `init="pretrained"` the kept channels
-    keep their weights, each layer's scaled so that its outputs are as large as they were on the example.
+    keep their weights, each layer's scaled so that its outputs are as large as they were on the example; with
+    `init="heads"` too, but for the output layers, which are drawn anew (those that are found, or that `heads` selects).
+    Layers with frozen parameters, and those that they read from, are not narrowed, and keep their weights.
     `example` is one batch of inputs, real ones at best; where it is left out, noise of the usual sizes is tried.
 
     >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
@@ -57,7 +59,7 @@ def narrow(
       (2): Linear(in_features=32, out_features=3, bias=True)
     )
     """
-    start = starting(model, 1, init, heads, seed=seed)
+    start = starting(model, 1, init, heads, example=example, seed=seed)
     if isinstance(model := start.given, Multitude):
         raise ValueError(f"model is a multitude ({type(model).__name__}): narrow its network first, or use packed")
     check_number("factor", factor, 0, high=1, above=True)
@@ -93,8 +95,8 @@ def narrowed_copy(
     seed, first = int(torch.randint(2**62, ())), ValueError()
     for pattern in PATTERNS:
         try:
-            kept, last = _observed(model, factor, known, order, example, pattern, seed)
-            split = grouped - last
+            kept, whole = _observed(model, factor, known, order, example, pattern, seed)
+            split = grouped - whole
             cuts = {
                 name: _grouped(known[name], cut, factor, gamma if name in split else 1, min_channels)
                 for name, cut in kept.items()
@@ -114,19 +116,30 @@ def _observed(
     pattern: Pattern,
     seed: int,
 ) -> tuple[dict[str, Cut], set[str]]:
-    """Every layer's cut, and the layers that are not split into groups: the first, and those that give the output."""
+    """Every layer's cut, and the layers that are not split into groups: the first, frozen ones, those that give the
+    output."""
 
-    def watched(last: set[str]) -> tuple[Watch, Tensor]:
-        watch = Watch(factor, last, torch.Generator().manual_seed(seed), pattern)
+    def watched(whole: set[str]) -> tuple[Watch, Tensor]:
+        watch = Watch(factor, whole, torch.Generator().manual_seed(seed), pattern)
         return watch, watch.run(model, example, known)
 
     with observing(model):
-        last = {order[-1]}
-        watch, output = watched(last)
+        whole = {order[-1]} | {name for name in order if is_frozen(known[name])}
+        watch, output = watched(whole)
         if bool(output.isnan().any()):  # several layers give the output
-            last = {name for name in order if gives_output(model, name, example, known)}
-            watch, _ = watched(last)
-    return watch.cuts, last | {order[0]}
+            whole |= {name for name in order if gives_output(model, name, example, known)}
+            watch, _ = watched(whole)
+        if frozen := _cut_frozen(model, watch.cuts):  # what it reads must be whole as well
+            before = executed(model, example, known)
+            whole |= set(before[: before.index(frozen[-1])])
+            watch, _ = watched(whole)
+    return watch.cuts, whole | {order[0]}
+
+
+def _cut_frozen(model: nn.Module, cuts: dict[str, Cut]) -> list[str]:
+    """The layers with frozen parameters that would lose inputs, in the order in which they run."""
+    frozen = {name: model.get_submodule(name) for name in cuts if is_frozen(model.get_submodule(name))}
+    return [name for name, layer in frozen.items() if len(cuts[name].inputs) < inputs_of(layer)]
 
 
 def _check_reached(model: nn.Module, known: dict[str, nn.Module], example: Input) -> None:
@@ -171,8 +184,9 @@ def apply_cuts(model: nn.Module, cuts: dict[str, Cut], example: Input) -> nn.Mod
     """
     first: ValueError | None = None
     fitting = _fitting_axes(model, cuts)
+    layers = {name: model.get_submodule(name) for name in cuts if not is_frozen(model.get_submodule(name))}
     for along in ({}, fitting) if fitting else ({},):
-        narrowed = replace(model, {name: cut_layer(model.get_submodule(name), cut, name) for name, cut in cuts.items()})
+        narrowed = replace(model, {name: cut_layer(layer, cuts[name], name) for name, layer in layers.items()})
         _cut_parameters(narrowed, along, cuts, model)
         try:
             prove(model, narrowed, cuts, example)
@@ -188,9 +202,9 @@ def _fitting_axes(model: nn.Module, cuts: dict[str, Cut]) -> dict[str, int]:
     widths = _cut_widths(model, cuts)
     axes: dict[str, int] = {}
     for name in standing_alone(model):
-        shape = model.get_parameter(name).shape
-        fitting = [axis for axis, size in enumerate(shape) if size in widths]
-        if fitting:
+        parameter = model.get_parameter(name)
+        fitting = [axis for axis, size in enumerate(parameter.shape) if size in widths]
+        if fitting and parameter.requires_grad:
             axes[name] = fitting[-1]
     return axes
 

@@ -22,7 +22,6 @@ constant,
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +33,7 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import Input
 from multitudes.core.checks import check_choice, check_number
+from multitudes.core.copying import copied
 from multitudes.core.divergences import Divergence, divergence
 from multitudes.core.multitude import Multitude
 from multitudes.methods.patching.layers import (
@@ -47,7 +47,7 @@ from multitudes.methods.patching.layers import (
     PatchedLinear,
 )
 from multitudes.methods.registry import Method, Settings
-from multitudes.surgery.layers import PRODUCTS, Factory, Selector, replace, select
+from multitudes.surgery.layers import PRODUCTS, Factory, Selector, is_frozen, replace, select
 from multitudes.surgery.observe import example_for, executed
 from multitudes.surgery.start import Start, starting
 
@@ -192,7 +192,8 @@ def family(
     (`"straight-through"`), or an average of the components weighted by a Gumbel-softmax at `temperature`
     (`"weighted"`). Expectations (`draws=0`) use the mixture's mean weights, `sum_k p_k M_k`.
 
-    Components start apart. Those of a fresh network are drawn independently, as the network initialises itself. Where
+    Components start apart. Those of a fresh network (see `deep_ensemble` for `init` and `heads`) are drawn
+    independently, as the network initialises itself. Frozen layers keep their weights and are not patched. Where
     that gives the same each time, as in norm layers, and in all layers of a pretrained network, they are normal
     variations of the layer, which is their mean, with a deviation of `spread` times the root mean square of its
     weight. `weight_precision` and `bias_precision` are those of the priors in `net.kl()`, the paper's tau and rho. The
@@ -203,7 +204,7 @@ def family(
     >>> net.ensemble_size() == 2**6, net.overhead().added
     (True, 0)
     """
-    start = starting(model, 1, init, heads, seed=seed)
+    start = starting(model, 1, init, heads, example=example, seed=seed)
     model = start.network
     if isinstance(components, bool) or not isinstance(components, int) or components < 2:
         raise ValueError(f"components must be a whole number, 2 or more, got {components!r}")
@@ -239,7 +240,7 @@ def family(
         *_other(net.divergences),
         partial(patching_kl, weight_precision=weight_precision, bias_precision=bias_precision),
     )
-    net.notes = {name: f"{components} components, {_DRAWN[assignment]}" for name in converted}
+    net.notes = start.noted({name: f"{components} components, {_DRAWN[assignment]}" for name in converted})
     return net
 
 
@@ -253,9 +254,9 @@ def _versions(
     draws = count if any(type(model.get_submodule(name)) in PRODUCTS for name in names) else 1
     versions: dict[str, list[Any]] = {name: [] for name in names}
     for _ in range(draws if start.fresh else 1):
-        network = start.begin(copy.deepcopy(start.another()))
+        network = start.begin(copied(start.another()))
         for name, layers in versions.items():
-            layers.append(copy.deepcopy(network.get_submodule(name)))
+            layers.append(copied(network.get_submodule(name)))
     return network, {name: layers * (count // len(layers)) for name, layers in versions.items()}
 
 
@@ -282,15 +283,25 @@ def _chosen(model: nn.Module, layers: Selector, zero_component: bool, example: I
     """The names of the layers to patch."""
     words = layers.split("+") if isinstance(layers, str) else []
     if words and all(word in PLACES for word in words):
-        names = [name for word in words for name in _place(model, word, example)]
+        names = _trained(model, [name for word in words for name in _place(model, word, example)])
     else:
         try:
             names = list(select(model, _anywhere(zero_component) if layers is None else layers, tuple(PATCHES)))
         except ValueError as error:
             raise ValueError(f"{error}; or layers is a sum of {', '.join(PLACES)}") from error
+    if layers is None:
+        names = _trained(model, names)
     for name in names:
         _check_layer(name, model.get_submodule(name))
     return list(dict.fromkeys(names))
+
+
+def _trained(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Without the frozen layers, which keep their weights."""
+    trained = [name for name in names if not is_frozen(model.get_submodule(name))]
+    if not trained:
+        raise ValueError(f"layers: all that could be patched are frozen: {', '.join(names)}")
+    return trained
 
 
 def _anywhere(zero_component: bool) -> Callable[[str, nn.Module], bool]:
@@ -328,6 +339,8 @@ def _check_layer(name: str, layer: nn.Module) -> None:
         raise ValueError(f"layers: layer {name!r} ({type(layer).__name__}) has no weight of its own to patch")
     if layer._forward_hooks or layer._forward_pre_hooks:
         raise ValueError(f"layers: layer {name!r} has forward hooks, which patching would lose; remove them first")
+    if is_frozen(layer):
+        raise ValueError(f"layers: layer {name!r} is frozen, and its components would be other weights")
 
 
 # -- objective ---------------------------------------------------------------------------------------------
