@@ -193,7 +193,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     ),
     "attention": (attention, (5, 6), r"the network's own forward \(Of\) is attention, which ties its widths together"),
     "decides": (
-        HARD["branches"][0], (6,), r"the network's own forward \(Branches\) decides by the values of channels \(item\)",
+        lambda: Of(lambda net, x: net.head(net.body(x)) * (2.0 if net.body(x).sum().item() > 0 else 1.0),
+                   body=nn.Linear(6, 8), head=nn.Linear(8, 2)), (6,),
+        r"the network's own forward \(Of\) decides by the values of channels \(item\)",
     ),
     "weight_norm": (
         lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 8)), nn.Linear(8, 2)), (6,),
