@@ -195,7 +195,7 @@ class MemberLayer(nn.Module):
 
 
 def rows_missing(layer: nn.Module, members: int, x: Tensor) -> str:
-    """What is said of an input whose rows cannot be told apart by member."""
+    """What is said where an input cannot be the tiled batch."""
     return (
         f"a {type(layer).__name__} that tells {members} members apart got an input of shape {list(x.shape)}, whose "
         "first axis does not hold the rows of each member one after the other"
