@@ -1,8 +1,7 @@
-"""Whose weights a converted network starts from: `init`, `heads`, frozen parameters, factories, and every layer's rule."""
+"""Whose weights a converted network starts from: `init`, `heads`, frozen parameters and factories."""
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
-from torch.nn.utils import spectral_norm as old_spectral_norm
-from torch.nn.utils import weight_norm as old_weight_norm
 
 import multitudes as mt
 from multitudes.methods.patching.conversion import family
 from multitudes.surgery.heads import output_layers
-from multitudes.surgery.initialise import judged
 
 INPUTS, CLASSES = 12, 3
 X = torch.randn(16, INPUTS, generator=torch.Generator().manual_seed(0))
