@@ -116,7 +116,9 @@ class Members(Multitude):
             args, kwargs = split_call(x)
             predictions = self._each(
                 runner,
-                lambda state: prediction_in(functional_call(self.network, state, args, kwargs, tie_weights=False)),
+                lambda state: prediction_in(
+                    functional_call(self.network, state, args, kwargs, tie_weights=False), self.network
+                ),
             )
         # A network that is a multitude itself answers each member with [S, B, ...].
         return predictions.flatten(0, 1) if isinstance(self.network, Multitude) else predictions

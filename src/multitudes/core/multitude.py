@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
@@ -11,20 +11,34 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, InputError, call, input_errors, one_per_input, plain_attention, tensors_in
+from multitudes.core.calling import (
+    Input,
+    InputError,
+    Output,
+    call,
+    choose_output,
+    input_errors,
+    one_per_input,
+    plain_attention,
+    tensors_in,
+)
 from multitudes.core.divergences import Divergence
 from multitudes.core.draws.adaptive import predict_adaptively
 from multitudes.core.draws.engine import DrawCache, Draws
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
+from multitudes.core.heads import head_task, predicts_next_tokens
 from multitudes.core.predictive import Predictive
+from multitudes.core.quantiles import check_levels
+from multitudes.core.targets import check_class_axis, check_clear, check_targets
 from multitudes.core.tasks import (
     Criterion,
     averaged,
-    check_targets,
     check_task,
     criterion_for,
+    fitted_loss,
     loss_of,
-    task_of,
+    shifted_targets,
+    tasks_of,
 )
 
 __all__ = ["Criterion", "Divergence", "Multitude", "evaluating", "plain", "share_registries"]
@@ -56,13 +70,17 @@ class Multitude(nn.Module):
     shares = "network"
     """The attribute that holds the module whose registries it shares."""
 
-    def __init__(self, network: nn.Module, members: int = 1) -> None:
+    def __init__(self, network: nn.Module, members: int = 1, *, output: Output | None = None) -> None:
         super().__init__()
+        if output is not None:
+            choose_output(network, output)
         share_registries(self, network)
         object.__setattr__(self, "network", network)  # not registered, which would put a name in front
         self.training = network.training
         self.members = members
         self.chosen_task: str | None = None
+        self._quantiles: tuple[float, ...] | None = None
+        self._next_tokens: bool | None = None
         self.draws = 20
         self.training_draws = 1
         self.memory: str | float | None = None
@@ -75,12 +93,51 @@ class Multitude(nn.Module):
 
     @property
     def task(self) -> str:
-        """What the predictions are of (see `Predictive`), which decides the loss: classification until it is set."""
-        return self.chosen_task or "classification"
+        """What the predictions are of (see `Predictive`), which decides the loss.
+
+        Until it is set it is that of the network's head, where Hugging Face's class tells one, or classification.
+        """
+        return self.known_task or "classification"
 
     @task.setter
     def task(self, task: str) -> None:
         self.chosen_task = check_task(task)
+
+    @property
+    def known_task(self) -> str | None:
+        """The task that was chosen or that the network's head tells; None where predictions and targets must tell."""
+        if self.chosen_task is not None or not isinstance(self.network, Multitude):
+            return self.chosen_task or head_task(self.network)
+        return self.network.known_task
+
+    @property
+    def quantiles(self) -> tuple[float, ...] | None:
+        """The levels of `task="quantiles"`, which setting them chooses; None for evenly spaced ones, 0.05 to 0.95."""
+        return self._quantiles
+
+    @quantiles.setter
+    def quantiles(self, levels: Sequence[float]) -> None:
+        self._quantiles = check_levels(levels)
+        self.task = "quantiles"
+        if isinstance(self.network, Multitude):
+            self.network.quantiles = levels
+
+    @property
+    def next_tokens(self) -> bool:
+        """Whether position t of `task="tokens"` is trained on, and scored by, the label at t + 1.
+
+        So it is for Hugging Face's causal language models, whose labels are the inputs themselves. Set it to False for
+        labels that are shifted already, and to True for a language model of your own whose labels are not.
+        """
+        if self._next_tokens is not None or not isinstance(self.network, Multitude):
+            return predicts_next_tokens(self.network) if self._next_tokens is None else self._next_tokens
+        return self.network.next_tokens
+
+    @next_tokens.setter
+    def next_tokens(self, shifted: bool) -> None:
+        self._next_tokens = bool(shifted)
+        if isinstance(self.network, Multitude):
+            self.network.next_tokens = shifted
 
     # -- the four verbs ----------------------------------------------------------------------------------
 
@@ -116,8 +173,10 @@ class Multitude(nn.Module):
     ) -> Tensor:
         """The training objective, a scalar.
 
-        The task, `net.task` unless another is given, decides the criterion: cross-entropy, mean squared error, or the
-        negative log-likelihood of a Gaussian. Another criterion may be given, but none that is for another task.
+        The task, `net.task` unless another is given, decides the criterion: cross-entropy of classes, of tokens or of
+        yes and no, mean squared error, the negative log-likelihood of a Gaussian, or the pinball loss of quantiles.
+        Another criterion may be given, but none that is for another task. Without a task, targets and predictions must
+        tell that the network classifies.
 
         Members that share no weight are trained on the sum of their own losses, so that each learns exactly
         as it would alone; members that share weights on the mean over members. Where a member makes several
@@ -154,13 +213,27 @@ class Multitude(nn.Module):
         for tensor in tensors_in(x):
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
                 raise ValueError(f"x holds {int(tensor.isnan().sum())} NaN values; predictions would be meaningless")
-        task = task or self.task
+        read = partial(self.read, x=x, task=task)
         with evaluating(self), torch.no_grad():
             if draws == "auto":
                 self._check_adaptive(tolerance, max_draws)
                 with input_errors(x), plain_attention():
-                    return predict_adaptively(self, x, task, tolerance, max_draws, seed, memory or self.memory)
-            return Predictive(self(x, draws=draws, seed=seed, memory=memory), task)
+                    return predict_adaptively(self, x, read, tolerance, max_draws, seed, memory or self.memory)
+            return read(self(x, draws=draws, seed=seed, memory=memory))
+
+    def read(
+        self, predictions: Tensor, x: Input, task: str | None = None, draws: Tensor | None = None
+    ) -> Predictive:
+        """Predictions `[S, B, ...]` of inputs by the network's task, or another one.
+
+        An error where neither is known, and their shape leaves open what they are.
+        """
+        task = task or self.known_task
+        if task is None:
+            check_class_axis(predictions, x)
+            task = "classification"
+        levels = self.quantiles if task == "quantiles" else None
+        return Predictive(predictions, task, draws, None, levels, task == "tokens" and self.next_tokens)
 
     def member(self, index: int) -> nn.Module:
         """Member `index` alone: a plain network of the user's own layer classes, or one that draws."""
@@ -296,7 +369,8 @@ class Multitude(nn.Module):
     def like(self, model: nn.Module, task: str | None = None) -> Self:
         """Draw, and learn, as `model` does, where that is a multitude, but for a task that is given; returns itself."""
         if isinstance(model, Multitude):
-            for setting in ("chosen_task", "draws", "training_draws", "memory", "divergences"):
+            settings = ("chosen_task", "_quantiles", "_next_tokens", "draws", "training_draws", "memory", "divergences")
+            for setting in settings:
                 setattr(self, setting, getattr(model, setting))
         if task is not None:
             self.task = task
@@ -322,13 +396,22 @@ class Multitude(nn.Module):
 
         On a GPU the values of the first targets alone are looked at, since looking waits for it.
         """
-        chosen = criterion_for(task or self.chosen_task, criterion, averages)
-        if torch.compiler.is_compiling() or (criterion is not None and task_of(criterion) is None):
+        known = task or self.known_task
+        chosen = criterion_for(known, criterion, averages)
+        if criterion is not None and not tasks_of(criterion):
             return chosen  # what fits a criterion of the user's own is for it to say
+        own = known or "classification"
+        shifted = own == "tokens" and self.next_tokens
+        reading: dict[str, Any] = {"task": own, "quantiles": self.quantiles, "next_tokens": shifted}
+        if torch.compiler.is_compiling():
+            return partial(fitted_loss, chosen, **reading)
+        if known is None:
+            check_clear(predictions, y)
+        y = shifted_targets(y) if shifted else y
         values = criterion is None and not (isinstance(y, Tensor) and y.is_cuda and self._targets_checked)
-        check_targets(task or self.task, predictions, y, values)
+        check_targets(own, predictions, y, values)
         self._targets_checked = True
-        return partial(loss_of, chosen)
+        return partial(loss_of, chosen, **reading)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from multitudes.core.batches import Batches
 from multitudes.core.calling import Input, tensors_in
 from multitudes.core.multitude import Criterion, Multitude
-from multitudes.core.tasks import TASKS, task_of
+from multitudes.core.tasks import TASKS, tasks_of
 
 __all__ = ["shuffled", "task_and_criterion", "with_targets"]
 

@@ -150,7 +150,8 @@ class _Curvature:
         """log p as a function of a layer's weight."""
         args, kwargs = split_call(self.x)
         key = f"{name}.weight" if name else "weight"
-        return lambda w: self._log_p(prediction_in(functional_call(self.network, {key: w}, args, kwargs)))
+        network = self.network
+        return lambda w: self._log_p(prediction_in(functional_call(network, {key: w}, args, kwargs), network))
 
     def _of_shift(self, layer: nn.Module) -> Callable[[Tensor], Tensor]:
         """log p as a function of what is added to a layer's output."""
