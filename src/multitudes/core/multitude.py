@@ -221,9 +221,7 @@ class Multitude(nn.Module):
                     return predict_adaptively(self, x, read, tolerance, max_draws, seed, memory or self.memory)
             return read(self(x, draws=draws, seed=seed, memory=memory))
 
-    def read(
-        self, predictions: Tensor, x: Input, task: str | None = None, draws: Tensor | None = None
-    ) -> Predictive:
+    def read(self, predictions: Tensor, x: Input, task: str | None = None, draws: Tensor | None = None) -> Predictive:
         """Predictions `[S, B, ...]` of inputs by the network's task, or another one.
 
         An error where neither is known, and their shape leaves open what they are.

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, wraps
-from statistics import NormalDist
+from functools import cached_property
 from typing import Any, Protocol, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from multitudes.core.class_quantities import ClassQuantities
 from multitudes.core.gaussian import VARIANCE_FLOOR, at_least_float32, gaussian_nll, split_gaussian
-from multitudes.core.quantiles import check_levels, default_levels, mixture_quantile, moments, widest_level
+from multitudes.core.quantiles import check_levels, default_levels
 from multitudes.core.targets import check_shape
 from multitudes.core.tasks import CLASSES, averaged, by_class, check_task
+from multitudes.core.value_quantities import ValueQuantities
 
 __all__ = ["VARIANCE_FLOOR", "Calibration", "Predictive", "gaussian_nll", "split_gaussian"]
 
@@ -42,26 +41,8 @@ class Calibration(Protocol):
         ...
 
 
-VALUES = ("regression", "gaussian", "quantiles")
-"""The tasks whose predictions are of numbers."""
-
-
-def _quantity(*tasks: str) -> Callable[[Callable[[Predictive], Tensor]], cached_property[Tensor]]:
-    """A property of a `Predictive` that is computed once, and an error for any task but `tasks`."""
-
-    def decorate(compute: Callable[[Predictive], Tensor]) -> cached_property[Tensor]:
-        @wraps(compute)
-        def checked(self: Predictive) -> Tensor:
-            self._require(compute.__name__, *tasks)
-            return compute(self)
-
-        return cached_property(checked)
-
-    return decorate
-
-
 @dataclass(frozen=True, eq=False, repr=False)
-class Predictive:
+class Predictive(ClassQuantities, ValueQuantities):
     """S predictions of B inputs, and what they say together.
 
     - `task="classification"`, logits `[S, B, C, ...]`: `probs`, `log_probs` `[B, C, ...]`, `member_probs`,
@@ -131,11 +112,6 @@ class Predictive:
             levels = default_levels(count) if self.quantiles is None else check_levels(self.quantiles, count)
             object.__setattr__(self, "quantiles", levels)
 
-    def _require(self, quantity: str, *tasks: str) -> None:
-        if self.task not in tasks:
-            # Not an AttributeError, which hasattr and getattr would swallow.
-            raise ValueError(f"{quantity} needs task {' or '.join(tasks)}, got predictions of {self.task}")
-
     @property
     def members(self) -> int:
         """S: how many predictions there are of each input."""
@@ -161,189 +137,12 @@ class Predictive:
         settings = self.task, self.draws, self.calibration, self.quantiles, self.next_tokens
         return type(self), (self.predictions, *settings)
 
-    # Classes --------------------------------------------------------------------------------------------
-    # Computed in the form of classification, classes in dim 2 (`by_class`), and given in the task's own.
-
     def as_classes(self) -> Predictive:
         """The same predictions as those of classification, `[S, B, C, ...]`: of yes and no there are two classes."""
         self._require("as_classes", *CLASSES)
         if self.task == "classification":
             return self
         return Predictive(by_class(self.predictions, self.task), "classification", self.draws, self.calibration)
-
-    def _own_form(self, values: Tensor, dim: int) -> Tensor:
-        """What was computed for each class in `dim`, where the task has its classes; of yes and no, that of yes."""
-        if self.task == "tokens":
-            return values.movedim(dim, -1)
-        return values if self.task == "classification" else values.select(dim, 1)
-
-    @cached_property
-    def _member_log_probs(self) -> Tensor:
-        """`[S, B, C, ...]`"""
-        return F.log_softmax(by_class(at_least_float32(self.predictions), self.task), dim=2)
-
-    @cached_property
-    def _mean_log_probs(self) -> Tensor:
-        """Log of the members' mean probabilities, as they are before any calibration, `[B, C, ...]`."""
-        # Rounding may leave the logarithm of a sum of ones a little above 0; a probability stops at 1.
-        return (self._member_log_probs.logsumexp(0) - math.log(self.members)).clamp(max=0)
-
-    @cached_property
-    def _log_probs(self) -> Tensor:
-        """The same, calibrated."""
-        return self._mean_log_probs if self.calibration is None else self.calibration.log_probs(self._mean_log_probs)
-
-    @_quantity(*CLASSES)
-    def member_log_probs(self) -> Tensor:
-        """Log-probabilities of each member, `[S, B, C, ...]`."""
-        return self._own_form(self._member_log_probs, 2)
-
-    @_quantity(*CLASSES)
-    def member_probs(self) -> Tensor:
-        """Probabilities of each member, `[S, B, C, ...]`."""
-        return self.member_log_probs.exp()
-
-    @_quantity(*CLASSES)
-    def log_probs(self) -> Tensor:
-        """Log of `probs`, `[B, C, ...]`, exact also where `probs` underflows.
-
-        >>> p = Predictive(torch.tensor([[[0.0, -300.0]], [[0.0, -300.0]]]))
-        >>> p.probs, p.log_probs
-        (tensor([[1., 0.]]), tensor([[   0., -300.]]))
-        """
-        return self._own_form(self._log_probs, 1)
-
-    @_quantity(*CLASSES)
-    def probs(self) -> Tensor:
-        """The members' mean probabilities, `[B, C, ...]`; never the softmax of their mean logits."""
-        return self.log_probs.exp()
-
-    @_quantity(*CLASSES)
-    def label(self) -> Tensor:
-        """The most probable class, `[B, ...]`; of yes and no, 1 where yes is the more probable."""
-        return self._log_probs.exp().argmax(1)
-
-    @_quantity(*CLASSES)
-    def confidence(self) -> Tensor:
-        """The probability of `label`, `[B, ...]`."""
-        return self._log_probs.exp().amax(1)
-
-    @_quantity(*CLASSES)
-    def entropy(self) -> Tensor:
-        """Total uncertainty in nats, `[B, ...]`: the entropy of `probs`, between 0 and log C."""
-        return _entropy(self._log_probs, dim=1)
-
-    @_quantity(*CLASSES)
-    def expected_entropy(self) -> Tensor:
-        """Aleatoric uncertainty in nats, `[B, ...]`: the mean of the members' entropies."""
-        return _entropy(self._member_log_probs, dim=2).mean(0)
-
-    @_quantity(*CLASSES)
-    def mutual_information(self) -> Tensor:
-        """Epistemic uncertainty in nats, `[B, ...]`: `entropy - expected_entropy`, never below 0.
-
-        Of calibrated predictions, the entropy meant here is that of the members' mean before calibration.
-        """
-        total = self.entropy if self.calibration is None else _entropy(self._mean_log_probs, dim=1)
-        return (total - self.expected_entropy).clamp(min=0)
-
-    @_quantity("classification", "tokens")
-    def max_logit(self) -> Tensor:
-        """The largest of the members' mean logits, `[B, ...]`: a score of how familiar an input looks."""
-        return at_least_float32(self.predictions).mean(0).amax(1 if self.task == "classification" else -1)
-
-    @_quantity(*CLASSES)
-    def disagreement(self) -> Tensor:
-        """The share of pairs of members whose labels differ, `[B, ...]`; 0 for a single member.
-
-        >>> votes = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])  # two against one: 2 pairs of 3
-        >>> Predictive(votes[:, None]).disagreement
-        tensor([0.6667])
-        """
-        logits = by_class(self.predictions, self.task)
-        labels = logits.argmax(2).movedim(0, 1)
-        votes = labels.new_zeros(logits.shape[1:]).scatter_add(1, labels, torch.ones_like(labels))
-        # Of all S * S ordered pairs, take those of equal labels away; a member and itself are one of them.
-        differing = self.members**2 - votes.square().sum(1)
-        pairs = max(1, self.members * (self.members - 1))
-        return differing.to(torch.promote_types(self.predictions.dtype, torch.float32)) / pairs
-
-    # Values ---------------------------------------------------------------------------------------------
-
-    @cached_property
-    def _means_and_variances(self) -> tuple[Tensor, Tensor]:
-        """Each member's mean and predicted variance, `[S, B]` or `[S, B, D, ...]`."""
-        if self.task == "gaussian":
-            return split_gaussian(self.predictions, dim=2)
-        means = at_least_float32(self.predictions)
-        if self.task == "quantiles":
-            return moments(means, self._levels)
-        return means, means.new_zeros(()).expand_as(means)
-
-    @_quantity(*VALUES)
-    def mean(self) -> Tensor:
-        """The members' mean, `[B]` or `[B, D, ...]`."""
-        return self._means_and_variances[0].mean(0)
-
-    @_quantity(*VALUES)
-    def epistemic_variance(self) -> Tensor:
-        """How far the members lie apart: the variance of their means, `[B]` or `[B, D, ...]`."""
-        return self._means_and_variances[0].var(0, correction=0)
-
-    @_quantity(*VALUES)
-    def aleatoric_variance(self) -> Tensor:
-        """The noise that the members predict: the mean of their variances; 0 for `task="regression"`."""
-        return self._means_and_variances[1].mean(0)
-
-    @_quantity(*VALUES)
-    def std(self) -> Tensor:
-        """The square root of `variance`, `[B]` or `[B, D, ...]`."""
-        return self.variance.sqrt()
-
-    @property
-    def _levels(self) -> tuple[float, ...]:
-        assert self.quantiles is not None
-        return self.quantiles
-
-    def quantile(self, level: float) -> Tensor:
-        """The quantile of a level of the members' mixture, `[B, ...]`; of `task="quantiles"`, and between its levels."""
-        self._require("quantile", "quantiles")
-        return mixture_quantile(self.predictions, self._levels, level)
-
-    @_quantity("quantiles")
-    def median(self) -> Tensor:
-        """The median of the members' mixture, `[B, ...]`."""
-        return self.quantile(0.5)
-
-    def interval(self, level: float | None = None) -> tuple[Tensor, Tensor]:
-        """The central interval `(low, high)` that holds the target with probability `level`, by default 0.95.
-
-        It is that of the Gaussian with the mean and variance of the members' mixture (ibid., section 2.4). Of quantiles
-        it is that of the mixture itself, by default the widest between them. Of a calibrated network with conformal
-        scores it is `set(level)`, which holds the target as often as it says whatever the distribution.
-
-        >>> p = Predictive(torch.tensor([[1.0], [3.0]]), task="regression")
-        >>> p.interval(0.5)
-        (tensor([1.3255]), tensor([2.6745]))
-        """
-        self._require("interval", *VALUES)
-        if level is None:
-            level = widest_level(self._levels) if self.task == "quantiles" else 0.95
-        if not 0 < level < 1:
-            raise ValueError(f"level must lie between 0 and 1, got {level}")
-        if self.calibration is not None and self.calibration.conformal is not None:
-            return self.calibration.conformal.set(self, level)
-        return self._plain_interval(level)
-
-    def _plain_interval(self, level: float) -> tuple[Tensor, Tensor]:
-        if self.task == "quantiles":
-            tail = round((1 - level) / 2, 12)
-            return self.quantile(tail), self.quantile(1 - tail)
-        # From the lower tail, whose probability is exact in floating point even as level nears 1.
-        reach = -NormalDist().inv_cdf((1 - level) / 2) * self.std
-        return self.mean - reach, self.mean + reach
-
-    # Every task -----------------------------------------------------------------------------------------
 
     @cached_property
     def variance(self) -> Tensor:
@@ -447,9 +246,3 @@ class Predictive:
 
 def _same(one: Calibration | None, other: Calibration | None) -> bool:
     return one is other or (one is not None and other is not None and one.equals(other))
-
-
-def _entropy(log_probs: Tensor, dim: int) -> Tensor:
-    """`-sum p log p` over `dim`, where p log p is 0 at p = 0."""
-    finite = log_probs.clamp(min=torch.finfo(log_probs.dtype).min)  # 0 * -inf would be NaN
-    return (log_probs.exp() * -finite).sum(dim)

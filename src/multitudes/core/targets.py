@@ -9,7 +9,7 @@ from torch import Tensor
 
 from multitudes.core.calling import Input, InputError, tensors_in
 
-__all__ = ["check_clear", "check_class_axis", "check_shape", "check_targets"]
+__all__ = ["check_class_axis", "check_clear", "check_shape", "check_targets"]
 
 
 # -- predictions alone ---------------------------------------------------------------------------------------

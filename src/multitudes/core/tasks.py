@@ -16,7 +16,7 @@ from multitudes.core.gaussian import at_least_float32, gaussian_nll, join_gaussi
 from multitudes.core.quantiles import pinball
 
 __all__ = [
-    *("CLASSES", "TASKS", "Criterion", "averaged", "by_class", "check_task", "criterion_for", "fitted_loss"),
+    *("CLASSES", "TASKS", "VALUES", "Criterion", "averaged", "by_class", "check_task", "criterion_for", "fitted_loss"),
     *("loss_of", "one_of", "shifted_targets", "tasks_of", "without_channel"),
 ]
 
@@ -36,6 +36,9 @@ TASKS: dict[str, Criterion] = {
 
 CLASSES = ("classification", "tokens", "binary", "multilabel")
 """The tasks whose predictions are logits of classes."""
+
+VALUES = ("regression", "gaussian", "quantiles")
+"""The tasks whose predictions are of numbers."""
 
 _OF_TASKS: dict[tuple[str, ...], tuple[Any, ...]] = {
     ("classification", "tokens"): (F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss),
@@ -157,7 +160,7 @@ def fitted_loss(
     quantiles: Sequence[float] | None = None,
     next_tokens: bool = False,
 ) -> Tensor:
-    """`loss_of`, with torch's own errors: prediction and targets in the shapes and dtypes that torch's criteria take."""
+    """`loss_of`, with torch's own errors: predictions and targets in the shapes and dtypes that its criteria take."""
     if _unwrapped(criterion) is pinball and quantiles is not None:
         criterion = partial(criterion, levels=quantiles)
     prediction, criterion = _in_one_dtype(prediction, criterion)

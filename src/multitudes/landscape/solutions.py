@@ -237,8 +237,10 @@ def _found(solutions: Any, model: nn.Module | None) -> Iterator[tuple[str, str, 
 
 def _alone(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Each member by itself, and what to add to the name of its run."""
-    if isinstance(network, Multitude) and network.task != "classification":
-        raise ValueError(f"solutions must classify, got a multitude of task {network.task}")
+    task = (network if isinstance(network, Multitude) else Multitude(network)).task
+    if task != "classification":
+        kind = "multitude" if isinstance(network, Multitude) else "network"
+        raise ValueError(f"solutions must classify, got a {kind} of task {task}")
     if isinstance(network, Multitude):
         own_run = network.independent and network.members > 1
         for index in range(network.members):

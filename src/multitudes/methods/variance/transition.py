@@ -63,6 +63,9 @@ def kappa(
     {'0': torch.Size([8, 3])}
     """
     layers = _layers_of(net)
+    task = net.task if isinstance(net, Multitude) else "classification"
+    if criterion is None and task != "classification":
+        raise ValueError(f"criterion must be given for task {task!r}: minus the log-likelihood, its mean over a batch")
     check_choice("method", method, ("exact", "hutchinson"))
     count = tensors_in(x)[0].shape[0]
     batch_size = count if batch_size is None else batch_size
