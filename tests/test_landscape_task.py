@@ -89,7 +89,7 @@ def test_draws_are_averaged_for_a_criterion_of_your_own_only_where_the_task_is_s
         plane(network, rows("classification"), **options, draws=2)
         network = mt.Multitude(network.network)  # without a task
         assert plane(network, rows("classification"), **options).loss.isfinite().all()
-    with pytest.raises(ValueError, match="set network.task to one of classification, regression, gaussian"):
+    with pytest.raises(ValueError, match="set network.task to one of classification, tokens, binary"):
         plane(network, rows("classification"), **options, draws=2)
 
 

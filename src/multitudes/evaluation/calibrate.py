@@ -20,7 +20,7 @@ from multitudes.core.checks import check_count, check_number, check_seed
 from multitudes.core.multitude import Multitude
 from multitudes.core.predictive import Predictive
 from multitudes.core.predictor import PredictorModule, multitude_of
-from multitudes.core.tasks import CLASSES
+from multitudes.core.tasks import CLASSES, check_task
 from multitudes.evaluation.conformal import SCORES, Conformal, ConformalScore, check_targets
 from multitudes.evaluation.predict import predictions
 from multitudes.evaluation.temperature import SCALINGS, Scaling
@@ -358,8 +358,7 @@ def _planned(
     randomized: bool,
 ) -> _Plan:
     """What is to be fitted; a ValueError where something does not fit."""
-    if task not in SCORES:
-        raise ValueError(f"task must be one of {', '.join(SCORES)}, got {task!r}")
+    check_task(task)
     scaling = _one_of("scaling", scaling, _CHOICES[task], task)
     conformal = _one_of("conformal", conformal, (*SCORES[task], None), task)
     if scaling is None and conformal is None:
