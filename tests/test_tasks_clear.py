@@ -45,7 +45,9 @@ def test_targets_tell_where_the_classes_are() -> None:
         net.loss(X, torch.randn(4, 5, 3).softmax(-1))
     square = mt.Multitude(reshaped(3, 3))
     y = classes(4, 3, high=3)
-    with pytest.raises(ValueError, match=r"may have their classes in dim 1 or last, and no task was chosen: pass task="):
+    with pytest.raises(
+        ValueError, match=r"may have their classes in dim 1 or last, and no task was chosen: pass task="
+    ):
         square.loss(X, y)
     for criterion in (nn.CrossEntropyLoss(), F.cross_entropy):
         with pytest.raises(ValueError, match="may have their classes in dim 1 or last"):
@@ -109,7 +111,9 @@ def test_one_number_for_each_input_is_binary_or_a_value(last: list[nn.Module]) -
     net = mt.Multitude(nn.Sequential(nn.Linear(8, 1), *last))
     y = torch.tensor([0.0, 1.0, 1.0, 0.0])
     for use in (lambda: net.predict(X), lambda: net.loss(X, y), lambda: net.loss(X, y.long())):
-        with pytest.raises(ValueError, match=r"pass task='binary' for the logit of yes or no; for values pass task='reg"):
+        with pytest.raises(
+            ValueError, match=r"pass task='binary' for the logit of yes or no; for values pass task='reg"
+        ):
             use()
     assert net.predict(X, task="binary").probs.shape == (4,)
     assert net.predict(X, task="regression").mean.shape == net(X).shape[1:]
@@ -200,7 +204,11 @@ def test_a_head_tells_its_task_to_every_kind_of_multitude(build: Callable[[], nn
 
 @pytest.mark.parametrize("members", [1, 2])
 def test_token_classifiers_and_language_models_learn_as_hugging_face_has_them(members: int) -> None:
-    for model, x in ((bert("TokenClassification", num_labels=5), texts()), (gpt2(), texts()), (bert("MaskedLM"), texts())):
+    for model, x in (
+        (bert("TokenClassification", num_labels=5), texts()),
+        (gpt2(), texts()),
+        (bert("MaskedLM"), texts()),
+    ):
         y = classes(3, 7, high=5)
         y[0, 4:] = y[1, 0] = -100
         net = mt.fuse([model] * members)
@@ -328,6 +336,8 @@ def test_exported_files_have_the_tasks_outputs_and_name_it(
     assert f'"task": "{task}"' in session.get_modelmeta().custom_metadata_map["multitudes"]
     loaded = mt.load(mt.save(net, tmp_path / "net.safetensors"))
     assert loaded.task == task and torch.equal(loaded.predict(X).predictions, p.predictions)
-    with pytest.raises(ValueError, match="task was chosen") if task in ("binary", "tokens") else pytest.raises(KeyError):
+    with (
+        pytest.raises(ValueError, match="task was chosen") if task in ("binary", "tokens") else pytest.raises(KeyError)
+    ):
         mt.to_onnx(mt.Multitude(reshaped(*shape)), tmp_path / "no.onnx", X)
         raise KeyError

@@ -67,6 +67,9 @@ class Multitude(nn.Module):
     expands = True
     """Whether draws may lie side by side in one batch, each row a row of one draw."""
 
+    _quantiles: tuple[float, ...] | None = None
+    _next_tokens: bool | None = None
+
     shares = "network"
     """The attribute that holds the module whose registries it shares."""
 
@@ -79,8 +82,6 @@ class Multitude(nn.Module):
         self.training = network.training
         self.members = members
         self.chosen_task: str | None = None
-        self._quantiles: tuple[float, ...] | None = None
-        self._next_tokens: bool | None = None
         self.draws = 20
         self.training_draws = 1
         self.memory: str | float | None = None
