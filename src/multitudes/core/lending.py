@@ -6,7 +6,7 @@ A network's own code may write as it runs: a buffer is assigned (`self.mean = ..
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -14,7 +14,9 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-__all__ = ["Attributes", "Written", "checkpointed", "foreign_tensors", "lent", "written_attributes"]
+from multitudes.core.calling import InputError
+
+__all__ = ["Attributes", "Written", "checkpointed", "each_from_the_same", "lent", "written_attributes"]
 
 Written = dict[str, Tensor]
 """Buffers that a run has assigned, by their names."""
@@ -61,15 +63,18 @@ def _refill(registry: dict[str, Any], items: dict[str, Any]) -> None:
 
 
 @contextmanager
-def checkpointed(again: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+def checkpointed(again: Callable[[], AbstractContextManager[Any]] | None) -> Iterator[None]:
     """Inside, what gradient checkpointing will run a second time, in the backward pass, runs within `again()` there.
 
-    By then the network is no longer lent to the member whose activations are asked for.
+    By then the network is no longer lent to the member whose activations are asked for. With None, it is an error.
     """
     module: Any = torch.utils.checkpoint
     reentrant, generator = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
 
     def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+        if again is None:
+            raise InputError("it uses gradient checkpointing")
+
         def run(*args: Any, **kwargs: Any) -> Any:
             with again():
                 return function(*args, **kwargs)
@@ -89,6 +94,41 @@ def checkpointed(again: Callable[[], AbstractContextManager[Any]]) -> Iterator[N
         yield
     finally:
         module.CheckpointFunction, module._checkpoint_without_reentrant_generator = reentrant, generator
+
+
+@contextmanager
+def each_from_the_same(
+    network: nn.Module, attributes: Sequence[Attributes]
+) -> Iterator[Callable[[int, Callable[[], Any]], Any]]:
+    """Inside, `turn(index, run)` runs members that share a network's buffers, each from the same state of them.
+
+    After, a buffer that their runs have moved is the mean of what they made of it, or the last, of whole numbers. What
+    the network's code writes beside tensors is each member's own.
+    """
+    before = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in network.named_buffers()}
+    made: dict[str, list[Tensor]] = {}
+
+    def turn(index: int, run: Callable[[], Any]) -> Any:
+        with written_attributes(network, attributes[index]), lent(network, {}) as written:
+            result = run()
+        for name, (buffer, version, value) in before.items():
+            if buffer._version != version and name not in written:
+                made.setdefault(name, []).append(buffer.detach().clone())
+                buffer.data.copy_(value)
+        for name, value in written.items():
+            made.setdefault(name, []).append(value.detach())
+        return result
+
+    yield turn
+    for name, values in made.items():
+        path, _, last = name.rpartition(".")
+        whole = not (values[0].is_floating_point() or values[0].is_complex()) or len({v.shape for v in values}) > 1
+        value = values[-1] if whole else torch.stack(values).mean(0)
+        old = before[name][0] if name in before else None
+        if old is not None and old.shape == value.shape and old.dtype == value.dtype:
+            old.data.copy_(value)
+        else:
+            network.get_submodule(path)._buffers[last] = value
 
 
 # -- attributes --------------------------------------------------------------------------------------------
@@ -151,10 +191,3 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 def _of_user(kind: type[nn.Module]) -> bool:
     return not kind.__module__.startswith(("torch.nn.", "multitudes.")) or ".models." in kind.__module__
-
-
-def foreign_tensors(own: Attributes, written: Written) -> list[str]:
-    """The names of what was written that is only a stand-in for a tensor, as `torch.vmap` makes them."""
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    held = {f"{path}.{key}" if path else key: value for (path, key), (value, _) in own.items()} | written
-    return [name for name, value in held.items() if isinstance(value, Tensor) and wrapped(value)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
@@ -25,23 +25,17 @@ from multitudes.core.copying import copied
 from multitudes.core.divergences import Divergence
 from multitudes.core.draws.adaptive import predict_adaptively
 from multitudes.core.draws.engine import DrawCache, Draws
+from multitudes.core.draws.functional import keep_noise, to_be_kept
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
-from multitudes.core.heads import head_task, predicts_next_tokens
 from multitudes.core.predictive import Predictive
-from multitudes.core.quantiles import check_levels
-from multitudes.core.targets import check_class_axis, check_clear, check_targets
-from multitudes.core.tasks import (
-    Criterion,
-    averaged,
-    check_task,
-    criterion_for,
-    fitted_loss,
-    loss_of,
-    shifted_targets,
-    tasks_of,
-)
+from multitudes.core.seeding import seeded
+from multitudes.core.tasked import Tasked
+from multitudes.core.tasks import Criterion, averaged
 
-__all__ = ["Criterion", "Divergence", "Multitude", "evaluating", "plain", "share_registries"]
+REACH = "(reach)"
+"""The note that says what share of the network a method reaches."""
+
+__all__ = ["REACH", "Criterion", "Divergence", "Multitude", "evaluating", "plain", "share_registries"]
 
 
 def share_registries(sharer: nn.Module, network: nn.Module) -> None:
@@ -50,7 +44,7 @@ def share_registries(sharer: nn.Module, network: nn.Module) -> None:
         object.__setattr__(sharer, registry, getattr(network, registry))
 
 
-class Multitude(nn.Module):
+class Multitude(Tasked):
     """A network that gives many predictions: one for each member, or one for each draw.
 
     A multitude shares its network's registries of parameters, buffers and children, so that `state_dict()`,
@@ -67,9 +61,6 @@ class Multitude(nn.Module):
     expands = True
     """Whether draws may lie side by side in one batch, each row a row of one draw."""
 
-    _quantiles: tuple[float, ...] | None = None
-    _next_tokens: bool | None = None
-
     shares = "network"
     """The attribute that holds the module whose registries it shares."""
 
@@ -81,64 +72,15 @@ class Multitude(nn.Module):
         object.__setattr__(self, "network", network)  # not registered, which would put a name in front
         self.training = network.training
         self.members = members
-        self.chosen_task: str | None = None
+        self.chosen_task = None
         self.draws = 20
         self.training_draws = 1
         self.memory: str | float | None = None
         self.divergences: tuple[Divergence, ...] = ()
         self.notes: dict[str, str] = {}
-        self._targets_checked = False
         self._draw_cache = DrawCache()
 
     network: nn.Module
-
-    @property
-    def task(self) -> str:
-        """What the predictions are of (see `Predictive`), which decides the loss.
-
-        Until it is set it is that of the network's head, where Hugging Face's class tells one, or classification.
-        """
-        return self.known_task or "classification"
-
-    @task.setter
-    def task(self, task: str) -> None:
-        self.chosen_task = check_task(task)
-
-    @property
-    def known_task(self) -> str | None:
-        """The task that was chosen or that the network's head tells; None where predictions and targets must tell."""
-        if self.chosen_task is not None or not isinstance(self.network, Multitude):
-            return self.chosen_task or head_task(self.network)
-        return self.network.known_task
-
-    @property
-    def quantiles(self) -> tuple[float, ...] | None:
-        """The levels of `task="quantiles"`, which setting them chooses; None for evenly spaced ones, 0.05 to 0.95."""
-        return self._quantiles
-
-    @quantiles.setter
-    def quantiles(self, levels: Sequence[float]) -> None:
-        self._quantiles = check_levels(levels)
-        self.task = "quantiles"
-        if isinstance(self.network, Multitude):
-            self.network.quantiles = levels
-
-    @property
-    def next_tokens(self) -> bool:
-        """Whether position t of `task="tokens"` is trained on, and scored by, the label at t + 1.
-
-        So it is for Hugging Face's causal language models, whose labels are the inputs themselves. Set it to False for
-        labels that are shifted already, and to True for a language model of your own whose labels are not.
-        """
-        if self._next_tokens is not None or not isinstance(self.network, Multitude):
-            return predicts_next_tokens(self.network) if self._next_tokens is None else self._next_tokens
-        return self.network.next_tokens
-
-    @next_tokens.setter
-    def next_tokens(self, shifted: bool) -> None:
-        self._next_tokens = bool(shifted)
-        if isinstance(self.network, Multitude):
-            self.network.next_tokens = shifted
 
     # -- the four verbs ----------------------------------------------------------------------------------
 
@@ -158,10 +100,17 @@ class Multitude(nn.Module):
         free.
         """
         if torch.compiler.is_compiling():
+            if seed is not None:
+                return self._uncompiled(x, draws, seed, memory)
             return self._all_draws(x, draws)
         with input_errors(x), plain_attention():
             predictions = self._all_draws(x, draws, seed, self.memory if memory is None else memory)
         return one_per_input(predictions, x)
+
+    @torch.compiler.disable
+    def _uncompiled(self, x: Input, draws: int | None, seed: int, memory: str | float | None) -> Tensor:
+        """Draws of a seed have random sources of their own, which no compiler knows."""
+        return self.forward(x, draws=draws, seed=seed, memory=memory)
 
     def loss(
         self,
@@ -222,30 +171,22 @@ class Multitude(nn.Module):
                     return predict_adaptively(self, x, read, tolerance, max_draws, seed, memory or self.memory)
             return read(self(x, draws=draws, seed=seed, memory=memory))
 
-    def read(self, predictions: Tensor, x: Input, task: str | None = None, draws: Tensor | None = None) -> Predictive:
-        """Predictions `[S, B, ...]` of inputs by the network's task, or another one.
-
-        An error where neither is known, and their shape leaves open what they are.
-        """
-        task = task or self.known_task
-        if task is None:
-            check_class_axis(predictions, x)
-            task = "classification"
-        levels = self.quantiles if task == "quantiles" else None
-        return Predictive(predictions, task, draws, None, levels, task == "tokens" and self.next_tokens)
-
     def member(self, index: int) -> nn.Module:
         """Member `index` alone: a plain network of the user's own layer classes, or one that draws."""
         if not isinstance(index, int) or not 0 <= index < self.members:
             raise ValueError(f"index must be a member's, 0 to {self.members - 1}, got {index!r}")
         alone = self._member(index)
-        return Multitude(alone).like(self) if stochastic_layers(alone) else alone
+        return Multitude(alone).like(self) if stochastic_layers(alone) or to_be_kept(alone) else alone
 
     # -- what a subclass says ----------------------------------------------------------------------------
 
     def _predictions(self, x: Input) -> Tensor:
         """One draw of every member, `[M, B, ...]`."""
         return call(self.network, x).unsqueeze(0)
+
+    def _of_first(self, x: Input) -> Tensor:
+        """One draw of the first member alone, `[B, ...]`."""
+        return self._predictions(x)[0]
 
     def _prepare(self, x: Input) -> None:
         """What is to be found out about `x` before the first draw."""
@@ -259,9 +200,12 @@ class Multitude(nn.Module):
         self, x: Input, draws: int | None, seed: int | None = None, memory: str | float | None = None
     ) -> Tensor:
         """`[M * D, B, ...]`, member-major."""
+        if to_be_kept(self.network):
+            self.find_noise(x)
         count = self._count(draws)
         if count is None:
-            return self._predictions(x)
+            with seeded(seed):  # for a network that draws in its own code
+                return self._predictions(x)
         if count == 0:
             with expecting(self.network):
                 return self._predictions(x)
@@ -275,6 +219,12 @@ class Multitude(nn.Module):
         else:
             drawn = self.draw_numbers(x, range(count), seed, memory)
         return drawn.transpose(0, 1).flatten(0, 1)
+
+    @torch.compiler.disable
+    def find_noise(self, x: Input) -> None:
+        """Look, in a run on `x`, for what the network's own code draws in training, where that is to be kept on."""
+        with plain_attention():
+            self.notes |= keep_noise(self.network, x, lambda: self._of_first(x))
 
     def draw_numbers(self, x: Input, numbers: range, seed: int | None, memory: str | float | None) -> Tensor:
         """The draws of these numbers, `[D, M, B, ...]`."""
@@ -339,7 +289,7 @@ class Multitude(nn.Module):
     # -- the rest ----------------------------------------------------------------------------------------
 
     def summary(self) -> str:
-        """A table of the layers: name, class, parameters, and what the method did to each."""
+        """A table of the layers: name, class, parameters, and what the method did to each; then what it reaches."""
         rows = [
             (name or "(root)", type(layer).__name__, f"{count:,}", self.notes.get(name, ""))
             for name, layer in self.network.named_modules()
@@ -351,10 +301,12 @@ class Multitude(nn.Module):
             size += f" x {self.draws} draws"
         rows.append(("total", size, f"{total:,}", self.notes.get("total", "")))
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        return "\n".join(
+        lines = [
             f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {count:>{widths[2]}}  {note}".rstrip()
             for name, kind, count, note in rows
-        )
+        ]
+        reach = "reaches 100 % of the parameters" if self.independent else self.notes.get(REACH)
+        return "\n".join(lines if reach is None else [*lines, reach])
 
     def parameter_groups(self, lr: float, **own: float | Mapping[str, Any]) -> list[dict[str, Any]]:
         """Parameter groups for an optimizer: parameters of a given last name have a learning rate of their own.
@@ -398,30 +350,6 @@ class Multitude(nn.Module):
             raise ValueError(f"criterion must give one number, the batch's mean, got shape {list(losses[0].shape)}")
         total = torch.stack(losses)
         return total.sum() if self.independent else total.mean()
-
-    def _criterion(
-        self, criterion: Criterion | None, task: str | None, predictions: Tensor, y: Tensor, averages: bool = False
-    ) -> Criterion:
-        """The criterion of the loss; an error where the targets do not fit the task or the predictions.
-
-        On a GPU the values of the first targets alone are looked at, since looking waits for it.
-        """
-        known = task or self.known_task
-        chosen = criterion_for(known, criterion, averages)
-        if criterion is not None and not tasks_of(criterion):
-            return chosen  # what fits a criterion of the user's own is for it to say
-        own = known or "classification"
-        shifted = own == "tokens" and self.next_tokens
-        reading: dict[str, Any] = {"task": own, "quantiles": self.quantiles, "next_tokens": shifted}
-        if torch.compiler.is_compiling():
-            return partial(fitted_loss, chosen, **reading)
-        if known is None:
-            check_clear(predictions, y)
-        y = shifted_targets(y) if shifted else y
-        values = criterion is None and not (isinstance(y, Tensor) and y.is_cuda and self._targets_checked)
-        check_targets(own, predictions, y, values)
-        self._targets_checked = True
-        return partial(loss_of, chosen, **reading)
 
 
 @contextmanager
