@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 from torch import nn
@@ -48,12 +50,25 @@ def head_task(network: nn.Module) -> str | None:
 def predicts_next_tokens(network: nn.Module) -> bool:
     """Whether position t of the predictions is of the label at t + 1, as Hugging Face's causal language models have it.
 
-    An encoder and decoder together (T5) predict the label at t from those before it, and so does a masked model.
+    An encoder and decoder together (T5) predict the label at t from those before it, and so do a masked model and the
+    few causal ones whose own loss does not shift labels (the decoders of BART and its kin, XLNet).
     """
     network = _inside(network)
     if head_task(network) != "tokens" or _is_a(network, ("ForTokenClassification", "ForMaskedLM")):
         return False
-    return not getattr(network.config, "is_encoder_decoder", False)
+    return not getattr(network.config, "is_encoder_decoder", False) and _shifts_labels(type(network))
+
+
+@functools.cache
+def _shifts_labels(kind: type[nn.Module]) -> bool:
+    """Whether the loss in Hugging Face's own forward shifts labels, by the names that its code uses."""
+    for each in kind.__mro__:
+        forward = vars(each).get("forward")
+        if forward is not None and each.__module__.startswith("transformers."):
+            code = inspect.unwrap(forward).__code__
+            shifted = any(name.startswith("shift") for name in code.co_varnames)
+            return "loss_function" in code.co_names or shifted
+    return True
 
 
 def _inside(network: nn.Module) -> Any:

@@ -103,8 +103,6 @@ class Plan:
         return self.defaults | given
 
     def _answer(self, output: Any, chosen: Output | None) -> Tensor:
-        if callable(chosen):
-            raise CannotPack("its output is chosen by a function, which must see each member's own answer")
         if chosen is not None:
             output = part_of(output, chosen)
         elif isinstance(output, dict) or hasattr(output, "logits"):
