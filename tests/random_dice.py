@@ -1,0 +1,67 @@
+"""Choices of a random network: which parts there are, and one source of random numbers that chooses among them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+T = TypeVar("T")
+Block = Callable[["Dice"], nn.Module]
+
+WIDTH = 8
+"""The width of what goes from block to block: `[B, 8]`, `[B, T, 8]` or `[B, 8, H, W]`."""
+
+BLOCKS: dict[str, list[Block]] = {"rows": [], "sequences": [], "maps": []}
+"""The blocks by what they read and give: anything whose features are last, `[B, T, 8]`, or `[B, 8, H, W]`."""
+
+
+def block(*forms: str) -> Callable[[Block], Block]:
+    """Enter a block under what it reads and gives."""
+
+    def enter(build: Block) -> Block:
+        for form in forms:
+            BLOCKS[form].append(build)
+        return build
+
+    return enter
+
+
+class Dice:
+    """Random choices for one network. With `noise=False` the same choices, but every dropout has rate 0."""
+
+    def __init__(self, seed: int, noise: bool = True) -> None:
+        self.random = random.Random(seed)
+        self.noise = noise
+        self.rates: list[str] = []
+
+    def one(self, of: Sequence[T]) -> T:
+        return of[self.random.randrange(len(of))]
+
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def rate(self, what: str) -> float:
+        """A dropout rate; `what` names the kind of noise, for the judge."""
+        rate = self.one((0.1, 0.25, 0.4))
+        self.rates.append(what)
+        return rate if self.noise else 0.0
+
+    def activation(self) -> nn.Module:
+        return self.one((nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, Sine))()
+
+    def function(self) -> Callable[[Tensor], Tensor]:
+        return self.one((F.relu, F.gelu, F.silu, F.softplus))
+
+    def hidden(self) -> int:
+        return self.one((6, 8, 12, 16))
+
+
+class Sine(nn.Module):
+    """An activation that no library knows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin()
