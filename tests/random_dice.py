@@ -19,12 +19,18 @@ BLOCKS: dict[str, list[Block]] = {"rows": [], "sequences": [], "maps": []}
 """The blocks by what they read and give: anything whose features are last, `[B, T, 8]`, or `[B, 8, H, W]`."""
 
 
-def block(*forms: str) -> Callable[[Block], Block]:
+PLAIN: dict[str, list[Block]] = {"rows": [], "sequences": [], "maps": []}
+"""Those of them that most networks are made of, by the same forms."""
+
+
+def block(*forms: str, plain: bool = False) -> Callable[[Block], Block]:
     """Enter a block under what it reads and gives."""
 
     def enter(build: Block) -> Block:
         for form in forms:
             BLOCKS[form].append(build)
+            if plain:
+                PLAIN[form].append(build)
         return build
 
     return enter

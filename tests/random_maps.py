@@ -46,7 +46,7 @@ def norm_of(dice: Dice, width: int) -> nn.Module:
     return ChannelsLast(nn.LayerNorm(width)) if kind == "layer" else nn.Identity()
 
 
-@block("maps")
+@block("maps", plain=True)
 def convolutions(dice: Dice) -> nn.Module:
     width = dice.one((8, 12, 16))
     kind = dice.one((nn.Conv2d, nn.Conv2d, PlainConv2d, StandardisedConv2d))
@@ -63,7 +63,7 @@ def convolutions(dice: Dice) -> nn.Module:
     return Residual(body, dice.one((None, 0.0))) if dice.chance(0.6) else body
 
 
-@block("maps")
+@block("maps", plain=True)
 def depthwise(dice: Dice) -> nn.Module:
     return Residual(
         nn.Sequential(
@@ -73,7 +73,7 @@ def depthwise(dice: Dice) -> nn.Module:
     )  # fmt: skip
 
 
-@block("maps")
+@block("maps", plain=True)
 def down_and_up(dice: Dice) -> nn.Module:
     down = nn.Conv2d(WIDTH, 12, 2, stride=2) if dice.chance(0.5) else nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(8, 12, 1))
     up = nn.ConvTranspose2d(12, WIDTH, 2, stride=2) if dice.chance(0.5) else nn.Sequential(
@@ -94,7 +94,7 @@ class DenseJoin(nn.Module):
         return self.join(self.norm(torch.cat([x, grown], 1)))
 
 
-@block("maps")
+@block("maps", plain=True)
 def dense_join(dice: Dice) -> nn.Module:
     return DenseJoin(dice)
 
@@ -112,7 +112,7 @@ class SqueezeAndExcite(nn.Module):
         return x + y * scale[:, :, None, None]
 
 
-@block("maps")
+@block("maps", plain=True)
 def squeeze_and_excite(dice: Dice) -> nn.Module:
     return SqueezeAndExcite(dice)
 
@@ -192,7 +192,7 @@ def normalised_weights_of_convolution(dice: Dice) -> nn.Module:
     return nn.Sequential(kind(nn.Conv2d(WIDTH, 12, 3, padding=1)), dice.activation(), nn.Conv2d(12, WIDTH, 1))
 
 
-@block("maps")
+@block("maps", plain=True)
 def layer_of_rows(dice: Dice) -> nn.Module:
     """ConvNeXt's block, with its scale of channels."""
     conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)

@@ -167,22 +167,22 @@ def _judge_vanishing(net: mt.Multitude, of: Case, model: nn.Module) -> None:
     with torch.no_grad():
         want = run(model.eval(), of.x)
         for index, draw in enumerate(net.eval()(of.x, draws=3, seed=1)):
-            same(f"evaluation, draw {index}", draw, want)
+            same(f"evaluation, draw {index}", draw, want, 1e-6)
         same("expectation", net(of.x, draws=0)[0], want)
     net.train()
     model.train()
     loss, alone = net.loss(of.x, of.y, task=of.task), criterion(of, run(model, of.x))
-    same("loss", loss, alone)
+    same("loss", loss, alone, 1e-6)
     loss.backward()
     alone.backward()
     own = dict(net.named_parameters())
     for name, parameter in model.named_parameters():
         if name in own and own[name].shape == parameter.shape:
-            same(f"gradient of {name}", own[name].grad, parameter.grad, 1e-6)
+            same(f"gradient of {name}", own[name].grad, parameter.grad, 1e-5)
     buffers = dict(net.named_buffers())
     for name, buffer in model.named_buffers():
         if name in buffers:
-            same(f"buffer {name}", buffers[name], buffer)
+            same(f"buffer {name}", buffers[name], buffer, 1e-6)
 
 
 def _drawing(build: Callable[..., mt.Multitude]) -> Callable[[int, str], None]:
@@ -202,7 +202,7 @@ def mc_dropout(number: int, runner: str) -> None:
     layers = [m for m in noisy.model.modules() if isinstance(m, (nn.Dropout, nn.Dropout2d))]
     with left_alone(noisy):
         if not noisy.noise:
-            _judge_draws(mt.mc_dropout(noisy.model, 0.3, "activation", example=noisy.x), noisy)
+            _judge_draws(mt.mc_dropout(noisy.model, 0.3, _is_linear, example=noisy.x), noisy)
             return
         net = mt.mc_dropout(noisy.model)
         _judge_draws(net, noisy)
@@ -210,6 +210,10 @@ def mc_dropout(number: int, runner: str) -> None:
     if layers:
         with left_alone(quiet):
             _judge_vanishing(mt.mc_dropout(quiet.model, VANISHING), quiet, case(number, noise=False).model)
+
+
+def _is_linear(name: str, layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear)
 
 
 def _judge_statistics(net: mt.Multitude, noisy: Case, quiet: Case, count: int = 150) -> None:
@@ -243,11 +247,18 @@ def _training(model: nn.Module) -> nn.Module:
 
 
 def _variance(of: Case, vanishing: bool) -> mt.Multitude:
-    return mt.variance(of.model, init="pretrained", log_alpha=-45.0 if vanishing else -2.0)
+    net = mt.variance(of.model, None, "additive" if vanishing else "layer", init="pretrained", log_alpha=-2.0)
+    for name, parameter in net.named_parameters():
+        if name.endswith("log_sigma"):  # what is left is the layer's own floor, of 1e-8 an activation
+            parameter.data.fill_(-60.0)
+    return net
 
 
 def _patched(of: Case, vanishing: bool) -> mt.Multitude:
-    return mt.patched(of.model, 2, init="pretrained", spread=VANISHING if vanishing else 0.5, example=of.x, seed=1)
+    norms = any(isinstance(m, (nn.LayerNorm, nn.GroupNorm)) for m in of.model.modules())
+    layers = None if of.number % 3 == 0 else "norm+output" if norms else "output"
+    spread = VANISHING if vanishing else 0.5
+    return mt.patched(of.model, 2, layers, init="pretrained", spread=spread, example=of.x, seed=1)
 
 
 def _swag(of: Case, vanishing: bool) -> mt.Multitude:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import tests.random_maps
 import tests.random_sequences  # noqa: F401
-from tests.random_dice import BLOCKS, WIDTH, Dice
+from tests.random_dice import BLOCKS, PLAIN, WIDTH, Dice
 
 CLASSES = 3
 
@@ -236,10 +236,11 @@ def case(number: int, noise: bool = True, weights: int = 0) -> Case:
     with in_double(1_000_003 * weights + number):
         kind = dice.one(list(INPUTS))
         network, into, batch, form = INPUTS[kind]
-        chosen = [dice.one(BLOCKS[form]) for _ in range(dice.random.randint(1, 4))]
+        blocks_of = PLAIN if dice.chance(0.4) else BLOCKS
+        chosen = [dice.one(blocks_of[form]) for _ in range(dice.random.randint(1, 4))]
         if form == "maps" and kind != "video" and dice.chance(0.25):
             form = "sequences"
-            chosen = [*chosen[:2], PatchesOf, *(dice.one(BLOCKS[form]) for _ in range(dice.random.randint(1, 2)))]
+            chosen = [*chosen[:2], PatchesOf, *(dice.one(blocks_of[form]) for _ in range(dice.random.randint(1, 2)))]
         head, dense = _head(dice, form, kind)
         answer = dice.one(("tensor",) * 8 + ("tuple", "dict", "object"))
         size = dice.random.randint(3, 5)

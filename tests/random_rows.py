@@ -53,7 +53,7 @@ class TransposedAffine(nn.Module):
         return torch.addmm(self.bias, x.reshape(-1, self.nx), self.weight).view(shape)
 
 
-@block("rows", "sequences")
+@block("rows", "sequences", plain=True)
 def perceptron(dice: Dice) -> nn.Module:
     hidden, linear = dice.hidden(), dice.one((nn.Linear, nn.Linear, PlainLinear, StandardisedLinear))
     layers = [linear(WIDTH, hidden, bias=dice.chance(0.8)), dice.activation()]
@@ -97,7 +97,7 @@ class OwnNorm(nn.Module):
         return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
-@block("rows", "sequences")
+@block("rows", "sequences", plain=True)
 def norm(dice: Dice) -> nn.Module:
     return dice.one((lambda: nn.LayerNorm(WIDTH), lambda: nn.RMSNorm(WIDTH), OwnNorm))()
 
@@ -113,7 +113,7 @@ class BatchNormOfFeatures(nn.Module):
         return self.norm(x.flatten(0, -2)).view_as(x)
 
 
-@block("rows", "sequences")
+@block("rows", "sequences", plain=True)
 def batch_norm(dice: Dice) -> nn.Module:
     return BatchNormOfFeatures(
         affine=dice.chance(0.7), track_running_stats=dice.chance(0.7), momentum=dice.one((0.1, None))
@@ -208,7 +208,7 @@ class Frozen(nn.Module):
         return x + self.tuned(self.activation(self.backbone(x) + self.shift))
 
 
-@block("rows", "sequences")
+@block("rows", "sequences", plain=True)
 def frozen(dice: Dice) -> nn.Module:
     return Frozen(dice)
 
@@ -407,6 +407,6 @@ class Dense(nn.Module):
         return F.glu(self.join(torch.cat([x, self.activation(self.one(x))], -1)), -1)
 
 
-@block("rows", "sequences")
+@block("rows", "sequences", plain=True)
 def dense(dice: Dice) -> nn.Module:
     return Dense(dice)

@@ -28,7 +28,7 @@ class Recurrent(nn.Module):
         return self.layer(x.transpose(0, 1))[0].transpose(0, 1)
 
 
-@block("sequences")
+@block("sequences", plain=True)
 def recurrent(dice: Dice) -> nn.Module:
     return Recurrent(dice)
 
@@ -49,7 +49,7 @@ class Attention(nn.Module):
         return x + (y if self.batch_first else y.transpose(0, 1))
 
 
-@block("sequences")
+@block("sequences", plain=True)
 def attention(dice: Dice) -> nn.Module:
     return Attention(dice)
 
@@ -69,7 +69,7 @@ class Encoder(nn.Module):
         return self.layer(x) if self.batch_first else self.layer(x.transpose(0, 1)).transpose(0, 1)
 
 
-@block("sequences")
+@block("sequences", plain=True)
 def encoder(dice: Dice) -> nn.Module:
     return Encoder(dice)
 
@@ -98,7 +98,7 @@ class OwnAttention(nn.Module):
         return x + self.out(y.transpose(1, 2).reshape(batch, length, WIDTH))
 
 
-@block("sequences")
+@block("sequences", plain=True)
 def own_attention(dice: Dice) -> nn.Module:
     return OwnAttention(dice)
 
@@ -161,7 +161,7 @@ class CausalConvolution(nn.Module):
         return x + self.activation(self.norm(self.conv(y))).transpose(1, 2)
 
 
-@block("sequences")
+@block("sequences", plain=True)
 def causal_convolution(dice: Dice) -> nn.Module:
     return CausalConvolution(dice)
 
