@@ -37,9 +37,12 @@ def block(*forms: str, plain: bool = False) -> Callable[[Block], Block]:
 
 
 class Dice:
-    """Random choices for one network. With `noise=False` the same choices, but every dropout has rate 0."""
+    """Random choices for one network.
 
-    def __init__(self, seed: int, noise: bool = True) -> None:
+    `noise` says which of its dropouts have a rate above 0: None for all, or their numbers. The choices are the same.
+    """
+
+    def __init__(self, seed: int, noise: Sequence[int] | None = None) -> None:
         self.random = random.Random(seed)
         self.noise = noise
         self.rates: list[str] = []
@@ -53,8 +56,9 @@ class Dice:
     def rate(self, what: str) -> float:
         """A dropout rate; `what` names the kind of noise, for the judge."""
         rate = self.one((0.1, 0.25, 0.4))
+        on = self.noise is None or len(self.rates) in self.noise
         self.rates.append(what)
-        return rate if self.noise else 0.0
+        return rate if on else 0.0
 
     def activation(self) -> nn.Module:
         return self.one((nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, Sine))()

@@ -35,8 +35,8 @@ VANISHING = 1e-9
 
 
 def fuse(number: int, runner: str) -> None:
-    given = [case(number, noise=False, weights=index) for index in range(MEMBERS)]
-    known = [case(number, noise=False, weights=index).model for index in range(MEMBERS)]
+    given = [case(number, noise=(), weights=index) for index in range(MEMBERS)]
+    known = [case(number, noise=(), weights=index).model for index in range(MEMBERS)]
     with left_alone(given[0]):
         net = mt.fuse([each.model for each in given])
         judge_members(net, known, given[0], runner)
@@ -47,7 +47,7 @@ def fuse(number: int, runner: str) -> None:
 
 
 def deep_ensemble(number: int, runner: str) -> None:
-    quiet = case(number, noise=False)
+    quiet = case(number, noise=())
     with left_alone(quiet):
         net = mt.deep_ensemble(quiet.model, MEMBERS, init="fresh", seed=number)
         members = [net.member(index) for index in range(MEMBERS)]
@@ -56,7 +56,7 @@ def deep_ensemble(number: int, runner: str) -> None:
 
 
 def packed(number: int, runner: str) -> None:
-    quiet = case(number, noise=False)
+    quiet = case(number, noise=())
     init, alpha = ("fresh", "pretrained")[number % 2], (1, 2)[number // 2 % 2]
     with left_alone(quiet):
         net = mt.packed(quiet.model, MEMBERS, alpha, example=quiet.x, init=init, seed=number)
@@ -67,9 +67,9 @@ def packed(number: int, runner: str) -> None:
 
 
 def snapshots(number: int, runner: str) -> None:
-    quiet = case(number, noise=False)
+    quiet = case(number, noise=())
     states = checkpoints(quiet, MEMBERS)
-    known = [case(number, noise=False).model for _ in states]
+    known = [case(number, noise=()).model for _ in states]
     for network, state in zip(known, states, strict=True):
         network.load_state_dict(state)
     with left_alone(quiet):
@@ -97,7 +97,7 @@ def checkpoints(of: Case, count: int) -> list[dict[str, Tensor]]:
 
 def _shared(build: Callable[[Case, str], mt.Multitude]) -> Callable[[int, str], None]:
     def check(number: int, runner: str) -> None:
-        quiet = case(number, noise=False)
+        quiet = case(number, noise=())
         with left_alone(quiet):
             net = build(quiet, ("fresh", "pretrained")[number % 2])
             frozen = [p.detach().clone() for p in net.parameters() if not p.requires_grad]
@@ -189,46 +189,59 @@ def _drawing(build: Callable[..., mt.Multitude]) -> Callable[[int, str], None]:
     """`build(case, vanishing)` makes the multitude, with noise that is felt or noise that vanishes."""
 
     def check(number: int, runner: str) -> None:
-        quiet = case(number, noise=False)
+        quiet = case(number, noise=())
         with left_alone(quiet):
             _judge_draws(build(quiet, False), quiet)
-            _judge_vanishing(build(quiet, True), quiet, case(number, noise=False).model)
+            _judge_vanishing(build(quiet, True), quiet, case(number, noise=()).model)
 
     return check
 
 
 def mc_dropout(number: int, runner: str) -> None:
-    quiet, noisy = case(number, noise=False), case(number)
-    layers = [m for m in noisy.model.modules() if isinstance(m, (nn.Dropout, nn.Dropout2d))]
+    """All of a network's noise together, and each source of it alone: what cannot be kept on is refused."""
+    noisy = _with_open_gates(case(number))
     with left_alone(noisy):
         if not noisy.noise:
             _judge_draws(mt.mc_dropout(noisy.model, 0.3, _is_linear, example=noisy.x), noisy)
             return
         net = mt.mc_dropout(noisy.model)
         _judge_draws(net, noisy)
-        _judge_statistics(net, noisy, quiet)
-    if layers:
+        _judge_statistics(net, noisy, None)
+    for source in range(len(noisy.noise)) if len(noisy.noise) > 1 else ():
+        alone = _with_open_gates(case(number, noise=(source,)))
+        _judge_statistics(mt.mc_dropout(alone.model), alone, (source,))
+    quiet = _with_open_gates(case(number, noise=()))
+    if any(isinstance(m, (nn.Dropout, nn.Dropout2d)) for m in noisy.model.modules()):
         with left_alone(quiet):
-            _judge_vanishing(mt.mc_dropout(quiet.model, VANISHING), quiet, case(number, noise=False).model)
+            known = _with_open_gates(case(number, noise=())).model
+            _judge_vanishing(mt.mc_dropout(quiet.model, VANISHING), quiet, known)
+
+
+def _with_open_gates(of: Case) -> Case:
+    """A gate at 0 hides the noise behind it."""
+    for parameter in of.model.parameters():
+        if parameter.numel() == 1 and not parameter.any():
+            parameter.data.fill_(0.5)
+    return of
 
 
 def _is_linear(name: str, layer: nn.Module) -> bool:
     return isinstance(layer, nn.Linear)
 
 
-def _judge_statistics(net: mt.Multitude, noisy: Case, quiet: Case, count: int = 150) -> None:
+def _judge_statistics(net: mt.Multitude, of: Case, noise: tuple[int, ...] | None, count: int = 150) -> None:
     """The draws' means and variances are those of the network itself in training mode, batch norm in evaluation.
 
     Where the two modes differ by more than noise, they cannot be compared.
     """
+    quiet = _with_open_gates(case(of.number, noise=()))
     with torch.no_grad():
-        without = [run(_training(quiet.model), quiet.x), run(quiet.model.eval(), quiet.x)]
-        if not torch.equal(*without):
+        if not torch.equal(run(_training(quiet.model), of.x), run(quiet.model.eval(), of.x)):
             return
-        torch.manual_seed(noisy.number)
-        model = _training(case(noisy.number).model)
-        want = torch.stack([run(model, noisy.x) for _ in range(count)])
-        got = net.eval()(noisy.x, draws=count, seed=5)
+        torch.manual_seed(of.number)
+        model = _training(_with_open_gates(case(of.number, noise)).model)
+        want = torch.stack([run(model, of.x) for _ in range(count)])
+        got = net.eval()(of.x, draws=count, seed=5)
     error = ((got.var(0) + want.var(0)) / count).sqrt()
     far = ((got.mean(0) - want.mean(0)).abs() - 1e-9) / error.clamp(min=1e-12)
     if bool(far.max() > 7):
@@ -277,10 +290,10 @@ def _subspace(of: Case, vanishing: bool) -> mt.Multitude:
 
 def subspaces(build: Callable[[Case, bool], mt.Multitude]) -> Callable[[int, str], None]:
     def check(number: int, runner: str) -> None:
-        quiet = case(number, noise=False)
+        quiet = case(number, noise=())
         with left_alone(quiet):
             _judge_draws(build(quiet, False), quiet)
-        centre = case(number, noise=False).model
+        centre = case(number, noise=()).model
         states = checkpoints(quiet, 4)
         kind = None if build is _swag else ("random", "dropout", "diagonal", "low_rank")[number % 4]
         if kind in ("diagonal", "low_rank"):
@@ -305,9 +318,9 @@ def mean_of(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def swa(number: int, runner: str) -> None:
-    quiet = case(number, noise=False)
+    quiet = case(number, noise=())
     states = checkpoints(quiet, 3)
-    known = case(number, noise=False).model
+    known = case(number, noise=()).model
     known.load_state_dict(mean_of(states))
     with left_alone(quiet):
         net = mt.swa(quiet.model, states)
@@ -317,7 +330,7 @@ def swa(number: int, runner: str) -> None:
 
 def smooth(number: int, runner: str) -> None:
     """A smoothing that changes nothing, a kernel of one point and no cut-off, changes nothing."""
-    quiet = case(number, noise=False)
+    quiet = case(number, noise=())
     with left_alone(quiet):
         smoothed = mt.smooth(quiet.model, (1,), "none", example=quiet.x)
         with torch.no_grad():

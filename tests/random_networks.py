@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -230,8 +230,8 @@ def run(model: nn.Module, x: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output.logits
 
 
-def case(number: int, noise: bool = True, weights: int = 0) -> Case:
-    """Random network `number`; without `noise` all its dropout has rate 0; other `weights` are drawn anew."""
+def case(number: int, noise: Sequence[int] | None = None, weights: int = 0) -> Case:
+    """Random network `number`, with all its `noise` or only some of its dropouts; other `weights` are drawn anew."""
     dice = Dice(number, noise)
     with in_double(1_000_003 * weights + number):
         kind = dice.one(list(INPUTS))
