@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,16 +19,37 @@ class InputError(ValueError):
     """What is wrong with an input or an argument, in a sentence of the library's own, which passes as it is."""
 
 
-def split_call(x: Input) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments for a network called with `x`."""
+def split_call(network: nn.Module, x: Input) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments for a network called with `x`.
+
+    A mapping holds keyword arguments, or is itself the one argument of a `forward(batch)`.
+    """
     if isinstance(x, Mapping):
-        return (), dict(x)
+        return ((x,), {}) if _takes_whole(network, x) else ((), dict(x))
     return (x if isinstance(x, tuple) else (x,)), {}
+
+
+def _takes_whole(network: nn.Module, x: Mapping[str, Any]) -> bool:
+    """Whether a network's forward takes a mapping as one argument, and not its entries as keywords."""
+    if torch.compiler.is_compiling():
+        return False
+    signature = inspect.signature(network.forward)
+    try:
+        signature.bind(**x)
+    except TypeError:
+        pass
+    else:
+        return False
+    try:
+        signature.bind(x)
+    except TypeError:
+        return False
+    return True
 
 
 def call(network: nn.Module, x: Input) -> Tensor:
     """Run a network and find its prediction: the tensor it returns, or the `logits` of what it returns."""
-    args, kwargs = split_call(x)
+    args, kwargs = split_call(network, x)
     return prediction_in(network(*args, **kwargs))
 
 
@@ -52,7 +74,7 @@ def call_with(network: nn.Module, state: Mapping[str, Tensor], x: Input) -> Tens
     given = {id(own[name]): tensor for name, tensor in state.items() if name in own}
     parameters, buffers = slots(network)
     placed = {name: given[id(t)] for name, t in (parameters | buffers).items() if id(t) in given}
-    args, kwargs = split_call(x)
+    args, kwargs = split_call(network, x)
     return prediction_in(functional_call(network, placed, args, kwargs, tie_weights=False))
 
 
@@ -71,25 +93,24 @@ def prediction_in(output: Any) -> Tensor:
 
 def tile(x: Input, times: int) -> Input:
     """The batch `times` times over, `[B, ...] -> [times*B, ...]`."""
-
-    def tiled(value: Any) -> Any:
-        return value.repeat(times, *[1] * (value.dim() - 1)) if isinstance(value, Tensor) and value.dim() else value
-
-    if isinstance(x, Mapping):
-        return {key: tiled(value) for key, value in x.items()}
-    return tuple(tiled(value) for value in x) if isinstance(x, tuple) else tiled(x)
+    return _mapped(lambda t: t.repeat(times, *[1] * (t.dim() - 1)) if t.dim() else t, x)
 
 
 def rows(x: Input, index: Tensor) -> Input:
     """The inputs at these positions of the batch."""
     batch = tensors_in(x)[0].shape[0]
+    return _mapped(lambda t: t[index] if t.shape[:1] == (batch,) else t, x)
 
-    def chosen(value: Any) -> Any:
-        return value[index] if isinstance(value, Tensor) and value.shape[:1] == (batch,) else value
 
+def _mapped(function: Callable[[Tensor], Tensor], x: Any) -> Any:
+    """A function of every tensor in an input, however deep it lies."""
+    if isinstance(x, Tensor):
+        return function(x)
     if isinstance(x, Mapping):
-        return {key: chosen(value) for key, value in x.items()}
-    return tuple(chosen(value) for value in x) if isinstance(x, tuple) else chosen(x)
+        return {key: _mapped(function, value) for key, value in x.items()}
+    if isinstance(x, (tuple, list)) and not hasattr(x, "_fields"):
+        return type(x)(_mapped(function, value) for value in x)
+    return x
 
 
 LABELS = ("label", "labels")
@@ -118,17 +139,14 @@ def split_batch(batch: Any) -> tuple[Input, Tensor | None]:
 
 def moved(x: Any, device: torch.device | str | None) -> Any:
     """An input on another device."""
-    if isinstance(x, Mapping):
-        return {key: moved(value, device) for key, value in x.items()}
-    if isinstance(x, tuple):
-        return tuple(moved(value, device) for value in x)
-    return x.to(device) if isinstance(x, Tensor) else x
+    return _mapped(lambda tensor: tensor.to(device), x)
 
 
-def tensors_in(x: Input) -> list[Tensor]:
-    """The tensors that a network is called with."""
-    values = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple) else (x,)
-    return [value for value in values if isinstance(value, Tensor)]
+def tensors_in(x: Any) -> list[Tensor]:
+    """The tensors that a network is called with, however deep they lie."""
+    found: list[Tensor] = []
+    _mapped(lambda tensor: found.append(tensor) or tensor, x)  # type: ignore[func-returns-value]
+    return found
 
 
 @contextmanager
@@ -160,11 +178,15 @@ def input_errors(x: Input) -> Iterator[None]:
 
 
 def one_per_input(predictions: Tensor, x: Input) -> Tensor:
-    """Predictions `[S, B, ...]` as they are, or an error where B is not the number of inputs."""
-    batch = tensors_in(x)[0].shape[:1]
-    if predictions.dim() < 2 or predictions.shape[1:2] != batch:
+    """Predictions `[S, B, ...]` as they are, or an error where B cannot be the number of inputs.
+
+    A single tensor has its batch first, or second where a sequence comes first; of several, the network knows.
+    """
+    tensors = tensors_in(x)
+    fits = len(tensors) > 1 or predictions.shape[1:2] in [(size,) for size in tensors[0].shape[:2]]
+    if predictions.dim() < 2 or not fits:
         raise ValueError(
-            f"x of shape {list(tensors_in(x)[0].shape)} gave predictions of shape {list(predictions.shape)}: "
-            "the first dimension of x must be the batch, and the network must give one prediction for each input"
+            f"x of shape {list(tensors[0].shape)} gave predictions of shape {list(predictions.shape)}: the first or "
+            "second dimension of x must be the batch, and the network must give one prediction for each input"
         )
     return predictions

@@ -6,22 +6,23 @@ names. Fusing networks is stacking, taking one out is slicing, and both are exac
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from multitudes.core.calling import Input, InputError, prediction_in, slots, split_call, tensors_in
+from multitudes.core.calling import Input, InputError, call, slots, tensors_in
 from multitudes.core.divergences import Divergence
-from multitudes.core.draws.stochastic import WithoutDropout, as_member, expecting
+from multitudes.core.draws.stochastic import as_member
+from multitudes.core.lending import Attributes, Written, checkpointed, lent, written_attributes
 from multitudes.core.multitude import Multitude, plain
 from multitudes.core.packing import CannotPack, Plan, trace
-from multitudes.core.settings import described
+from multitudes.core.proof import alike, kind_of, silent_trial, unmoved
+from multitudes.core.stacking import stackable, stacked_copy, with_tensors
 from multitudes.core.tasks import Criterion
 
 RUNNERS = ("auto", "loop", "packed", "stacked")
@@ -39,11 +40,14 @@ class Members(Multitude):
     independent = True
 
     def __init__(self, networks: Iterable[nn.Module], members: int) -> None:
-        super().__init__(_stacked_copy(networks, members), members)
+        super().__init__(stacked_copy(networks, members), members)
         self._runner = "auto"
         self._refused: dict[str, str] = {}
         self._fastest: dict[tuple[bool, int], str] = {}
         self._plans: dict[bool, Plan] = {}
+        self._proven: dict[tuple[str, bool], set[Any]] = {}  # the kinds of inputs, by runner and mode
+        self._proving = False
+        self._written: list[Attributes] = [{} for _ in range(members)]
         self._trace()
 
     # -- runners -----------------------------------------------------------------------------------------
@@ -76,10 +80,8 @@ class Members(Multitude):
             return self._run("loop", x)
 
     def _prepare(self, x: Input) -> None:
-        if self._runner == "auto":
-            self._choose(x)
-        if "packed" in (self._runner, *self._fastest.values()) and self._plans and self.training not in self._proven:
-            self._prove(x)
+        runner = self._choose(x) if self._runner == "auto" else self._runner
+        self._prove_once(runner, x)
 
     def _choose(self, x: Input) -> str:
         names = self.runners(tensors_in(x)[0].device)
@@ -97,103 +99,165 @@ class Members(Multitude):
         Nothing is left of the trials: no statistics, no random numbers drawn.
         """
         times: dict[str, float] = {}
-        buffers = [(buffer, buffer.clone()) for buffer in self.buffers()]
-        with torch.random.fork_rng(devices=[tensors_in(x)[0].device]), warnings.catch_warnings():
+        with unmoved(self.network, x), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a slow runner loses the race; that is warning enough
             for name in names:
                 try:
                     times[name] = _milliseconds(partial(self._run, name, x))
                 except (RuntimeError, ValueError):  # what no runner can run is raised by the loop, after the race
                     continue
-        for buffer, before in buffers:
-            buffer.copy_(before)
         return min(times, key=lambda name: times[name]) if times else "loop"
 
     def _run(self, runner: str, x: Input) -> Tensor:
+        if not torch.compiler.is_compiling() or (runner, self.training) not in self._proven:
+            self._prove_once(runner, x)
         if runner == "packed":
-            predictions = self._plan(x)(self.network, x)
+            predictions = self._plan()(self.network, x)
         else:
-            args, kwargs = split_call(x)
-            predictions = self._each(
-                runner,
-                lambda state: prediction_in(functional_call(self.network, state, args, kwargs, tie_weights=False)),
-            )
+            predictions = self._each(runner, lambda: call(self.network, x))
         # A network that is a multitude itself answers each member with [S, B, ...].
         return predictions.flatten(0, 1) if isinstance(self.network, Multitude) else predictions
 
-    def _each(self, runner: str, function: Callable[[dict[str, Tensor]], Tensor]) -> Tensor:
-        """`function` of each member's own state, `[M, ...]`, by `loop` or `stacked`."""
+    def _each(self, runner: str, function: Callable[[], Tensor]) -> Tensor:
+        """`function` of the network as each member in turn, `[M, ...]`, by `loop` or `stacked`."""
         parameters, buffers = slots(self.network)
-
-        def of_one(index: int | Tensor, state: dict[str, Tensor]) -> Tensor:
-            with as_member(self.network, index, self.members):
-                return function(state)
-
+        buffers = {name: buffer for name, buffer in buffers.items() if stackable(buffer)}
         if runner == "stacked":
-            try:
-                return torch.vmap(of_one, randomness="different")(torch.arange(self.members), parameters | buffers)
-            except RuntimeError as error:
-                raise InputError(f"runner 'stacked' failed on this network or input: {error}") from error
+            return self._stacked(function, parameters | buffers)
         # `unbind` stacks the members' gradients once; buffers are sliced as views, for their updates to stay.
         slices = {name: parameter.unbind() for name, parameter in parameters.items()}
-        return torch.stack(
-            [
-                of_one(
-                    index,
-                    {name: parts[index] for name, parts in slices.items()}
-                    | {name: buffer[index] for name, buffer in buffers.items()},
-                )
-                for index in range(self.members)
-            ]
-        )
+        results: list[Tensor] = []
+        written: list[Written] = []
+        for index in range(self.members):
+            own: dict[str, Tensor] = {name: parts[index] for name, parts in slices.items()}
+            own |= {name: buffer[index] for name, buffer in buffers.items()}
+            with self._as(index, own) as assigned:
+                results.append(function())
+            written.append(assigned)
+        self._keep([name for assigned in written for name in assigned], written)
+        return torch.stack(results)
+
+    @contextmanager
+    def _as(self, index: int, state: dict[str, Tensor]) -> Iterator[Written]:
+        """Inside, the network is member `index`: its tensors, its random numbers, what its code has written before."""
+        if torch.compiler.is_compiling():
+            with lent(self.network, state) as written:
+                yield written
+            return
+        with (
+            as_member(self.network, index, self.members),
+            written_attributes(self.network, self._written[index]),
+            checkpointed(lambda: lent(self.network, state)),
+            lent(self.network, state) as written,
+        ):
+            yield written
+
+    def _stacked(self, function: Callable[[], Tensor], state: dict[str, Any]) -> Tensor:
+        names: list[str] = []
+        attributes: Attributes = {}
+
+        def of_one(index: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+            with (
+                as_member(self.network, index, self.members),
+                written_attributes(self.network, attributes),
+                checkpointed(_no_checkpoints),
+                lent(self.network, state) as written,
+            ):
+                result = function()
+            names[:] = written
+            return result, list(written.values())
+
+        try:
+            result, values = torch.vmap(of_one, randomness="different")(torch.arange(self.members), state)
+        except RuntimeError as error:
+            raise InputError(f"runner 'stacked' failed on this network or input: {error}") from error
+        if attributes:
+            (path, key), *_ = attributes
+            raise InputError(f"runner 'stacked' cannot run this network: module {path!r} writes its attribute {key!r}")
+        self._keep(names, [dict(zip(names, own, strict=True)) for own in zip(*values, strict=True)])
+        return result
+
+    @torch.no_grad()
+    def _keep(self, names: Iterable[str], written: Sequence[Written]) -> None:
+        """Keep the buffers that the members' runs have assigned, stacked."""
+        for name in dict.fromkeys(names):
+            path, _, last = name.rpartition(".")
+            module = self.network.get_submodule(path)
+            old = module._buffers.get(last)
+            own = [one.get(name, old[index] if old is not None else None) for index, one in enumerate(written)]
+            values = [value.detach() for value in own if value is not None]
+            if len({(value.shape, value.dtype) for value in values}) > 1 or len(values) < self.members:
+                raise InputError(f"the members' forwards give buffer {name!r} different shapes, which cannot be kept")
+            if old is not None and old.shape[1:] == values[0].shape and old.dtype == values[0].dtype:
+                for index, value in enumerate(values):
+                    old[index].copy_(value)
+            else:
+                module._buffers[last] = torch.stack(values)
 
     def _trace(self) -> None:
-        self._proven: set[bool] = set()  # modes
+        self._proven = {key: kinds for key, kinds in self._proven.items() if key[0] != "packed"}
         try:
             self._plans = {mode: trace(self.network, self.members, training=mode) for mode in (True, False)}
         except CannotPack as refusal:
             self._plans = {}
             self._refused["packed"] = str(refusal)
 
-    def _plan(self, x: Input) -> Plan:
-        """The steps for the current mode: traced again where settings have changed, proven once on an input."""
-        if self._plans and not torch.compiler.is_compiling() and self._plans[self.training].outdated(self.network):
-            self._trace()
-        if self._plans and self.training not in self._proven:
-            self._prove(x)
+    def _plan(self) -> Plan:
+        """The steps for the current mode."""
         if not self._plans:
             raise CannotPack(f"runner 'packed' cannot run this network: {self._refused['packed']}")
         return self._plans[self.training]
 
     @torch.compiler.disable
-    def _prove(self, x: Input) -> None:
-        """Compare the current mode's plan with the loop, once: a trace follows most of Python, not all of it.
+    def _prove_once(self, runner: str, x: Input) -> None:
+        """Compare a runner with the loop on the first input of each kind, in the current mode.
 
-        In training, what layers do to buffers is compared as well, and undone. Dropout is off in both. Where the
-        network draws other random numbers, the two cannot be compared, and the plan is used as it is.
+        A trace follows most of Python, not all of it, and is made again where settings have changed since.
         """
-        self._proven.add(self.training)
-        device = tensors_in(x)[0].device
-        devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices), expecting(self.network), WithoutDropout(), torch.no_grad():
-            state = torch.get_rng_state()
-            want = self._trial(lambda: self._run("loop", x))
-            if not torch.equal(state, torch.get_rng_state()):
-                return
-            got = self._trial(lambda: self._plans[self.training](self.network, x))
-        half = torch.is_autocast_enabled(want[0].device.type) or want[0].dtype in (torch.bfloat16, torch.float16)
-        if not all(_alike(one, other, 0.1 if half else 0.01) for one, other in zip(got, want, strict=True)):
-            self._plans = {}
-            self._refused["packed"] = "its trace and the network itself give different predictions"
-
-    def _trial(self, run: Callable[[], Tensor]) -> list[Tensor]:
-        """What a run gives and what it makes of the buffers, which are then as they were."""
-        before = [(buffer, buffer.clone()) for buffer in self.buffers()]
+        if runner == "packed" and self._plans and self._plans[self.training].outdated(self.network):
+            self._trace()
+        if runner == "loop" or runner in self._refused or self._proving:
+            return
+        kinds, kind = self._proven.setdefault((runner, self.training), set()), kind_of(x)
+        if kind in kinds:
+            return
+        kinds.add(kind)
+        self._proving = True
         try:
-            return [run(), *(buffer.clone() for buffer, _ in before)]
+            reason = self._difference(runner, x)
         finally:
-            for buffer, saved in before:
-                buffer.copy_(saved)
+            self._proving = False
+        if reason:
+            self._refused[runner] = reason
+            self._plans = {} if runner == "packed" else self._plans
+            if self._runner == "auto":
+                warnings.warn(f"the members run one after the other, not {runner}: {reason}", stacklevel=2)
+            if runner == "stacked":
+                raise InputError(f"runner 'stacked' cannot run this network: {reason}")
+
+    def _difference(self, runner: str, x: Input) -> str:
+        """What differs between a runner and the loop: predictions, or what the run makes of the buffers."""
+        with silent_trial(self.network, x) as drew:
+            want = self._trial("loop", x)
+            try:
+                got = self._trial(runner, x)
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
+                return str(error).splitlines()[0]
+            if drew():
+                return "it draws random numbers in a way that cannot be compared"
+        if not alike(got[""], want[""]):
+            return "it gives different predictions from those of the members one by one"
+        wrong = [name for name in want if name not in got or not alike(got[name], want[name])]
+        return f"buffer {wrong[0]!r} would not be as each member's own" if wrong else ""
+
+    def _trial(self, runner: str, x: Input) -> dict[str, Tensor]:
+        """What a run gives, and what it makes of the buffers."""
+        with unmoved(self.network, x):
+            predictions = self._run(runner, x)
+            buffers = {n: b.clone() for n, b in self.network.named_buffers() if stackable(b) and b.dim()}
+            return {"": predictions, **buffers}
 
     # -- the protocol ------------------------------------------------------------------------------------
 
@@ -219,16 +283,13 @@ class Members(Multitude):
 
     def _sum_of(self, function: Callable[[Any], Tensor]) -> Tensor:
         """The sum over members of a function of each one's network."""
-        called = _Called(self.network, function)
-
-        def of_one(state: dict[str, Tensor]) -> Tensor:
-            state = {f"network.{name}": tensor for name, tensor in state.items()}
-            return functional_call(called, state, (), tie_weights=False)
-
-        return self._each("loop", of_one).sum()
+        return self._each("loop", lambda: function(self.network)).sum()
 
     def _member(self, index: int) -> nn.Module:
-        return _with_tensors(self.network, lambda tensor: tensor[index])
+        member = with_tensors(self.network, lambda tensor: tensor[index])
+        for (path, key), (value, _) in self._written[index].items():
+            vars(member.get_submodule(path))[key] = value
+        return member
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale each member's gradient to at most `max_norm`, as training it alone would; the norms, `[M]`.
@@ -262,18 +323,13 @@ class Members(Multitude):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._plans = {}
+        self._proven = dict(state["_proven"] or {})
         if "packed" not in self._refused:
             self._trace()
-            self._proven = set(state["_proven"] or ())
 
 
-def _alike(got: Tensor, want: Tensor, tolerance: float) -> bool:
-    """Whether the relative error is small, and the same numbers are finite."""
-    got, want = got.flatten().float(), want.flatten().float()
-    finite = want.isfinite()
-    if not torch.equal(got.isfinite(), finite):
-        return False
-    return ((got - want)[finite].norm() / want[finite].norm().clamp(min=1e-12)).item() <= tolerance
+def _no_checkpoints() -> Any:
+    raise InputError("runner 'stacked' cannot run this network: it uses gradient checkpointing")
 
 
 def _milliseconds(function: Callable[[], Any], warmups: int = 2, repeats: int = 3) -> float:
@@ -290,18 +346,6 @@ def _milliseconds(function: Callable[[], Any], warmups: int = 2, repeats: int = 
 
 def _sum(divergences: Iterable[Divergence], prior: dict[str, Any], network: nn.Module) -> Tensor:
     return torch.stack([divergence(network, **prior) for divergence in divergences]).sum()
-
-
-class _Called(nn.Module):
-    """A function of a network as a module's forward, for `functional_call`."""
-
-    def __init__(self, network: nn.Module, function: Callable[[Any], Tensor]) -> None:
-        super().__init__()
-        self.network = network
-        self.function = function
-
-    def forward(self) -> Tensor:
-        return self.function(self.network)
 
 
 def fuse(networks: Sequence[nn.Module], *, task: str | None = None) -> Members:
@@ -324,73 +368,3 @@ def fuse(networks: Sequence[nn.Module], *, task: str | None = None) -> Members:
         if not isinstance(network, nn.Module):
             raise ValueError(f"networks must hold nn.Module objects, got {type(network).__name__}")
     return Members(map(plain, networks), len(networks)).like(networks[0], task)
-
-
-def _stacked_copy(networks: Iterable[nn.Module], members: int) -> nn.Module:
-    """A copy of the first network whose tensors are all the networks' tensors, stacked.
-
-    The networks are taken one at a time, so that an iterator need not hold them all in memory.
-    """
-    stacked: nn.Module | None = None
-    for index, network in enumerate(networks):
-        if stacked is None:
-            settings = _settings(network)
-            stacked = _with_tensors(network, lambda tensor: tensor.new_empty(members, *tensor.shape))
-            slots = _state(stacked)
-        state = _state(network)
-        _check_alike(slots, state, index)
-        _check_settings(settings, _settings(network), index)
-        for name, slot in slots.items():
-            slot.data[index].copy_(state[name].detach())
-    assert stacked is not None
-    return stacked
-
-
-def _check_alike(slots: dict[str, Tensor], state: dict[str, Tensor], index: int) -> None:
-    if slots.keys() != state.keys():
-        name = min(slots.keys() ^ state.keys())
-        raise ValueError(f"networks[{index}] and networks[0] differ: only one of them has {name!r}")
-    for name, slot in slots.items():
-        want, got = slot.shape[1:], state[name].shape
-        if want != got or slot.dtype != state[name].dtype:
-            raise ValueError(
-                f"networks[{index}] and networks[0] differ at {name!r}: {list(got)} {state[name].dtype} against "
-                f"{list(want)} {slot.dtype}"
-            )
-
-
-def _check_settings(first: dict[str, dict[str, str]], other: dict[str, dict[str, str]], index: int) -> None:
-    for name, own in other.items():
-        for key in own | first[name]:
-            one, two = (settings.get(key, "missing") for settings in (own, first[name]))
-            if one != two:
-                place = f"module {name!r}" if name else "the network itself"
-                what = f"{key} is {one[:100]} against {two[:100]}"
-                raise ValueError(f"networks[{index}] and networks[0] differ in {place}: {what}")
-
-
-def _settings(network: nn.Module) -> dict[str, dict[str, str]]:
-    """What every module is, beside its tensors: its class and its settings, described."""
-    passing = ("training", "draw", "expects")
-    return {
-        name: {"class": type(module).__name__}
-        | {key: described(value) for key, value in vars(module).items() if key[0] != "_" and key not in passing}
-        for name, module in network.named_modules()
-    }
-
-
-def _state(network: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers by name, shared ones once, buffers left out of checkpoints included."""
-    for name, parameter in network.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ValueError(f"parameter {name!r} has no shape yet: run the network once before converting it")
-    return dict(network.named_parameters()) | dict(network.named_buffers())
-
-
-def _with_tensors(network: nn.Module, function: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy of a network in which `function` has been put to every parameter and buffer, ties kept."""
-    memo: dict[int, Any] = {}
-    for tensor in _state(network).values():
-        new = function(tensor.detach()).clone(memory_format=torch.preserve_format)
-        memo[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-    return copy.deepcopy(network, memo)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input, InputError, call, input_errors, one_per_input, plain_attention, tensors_in
+from multitudes.core.copying import copied
 from multitudes.core.divergences import Divergence
 from multitudes.core.draws.adaptive import predict_adaptively
 from multitudes.core.draws.engine import DrawCache, Draws
@@ -179,7 +179,7 @@ class Multitude(nn.Module):
         """What is to be found out about `x` before the first draw."""
 
     def _member(self, index: int) -> nn.Module:
-        return copy.deepcopy(self.network)
+        return copied(self.network)
 
     # -- draws -------------------------------------------------------------------------------------------
 
@@ -240,6 +240,17 @@ class Multitude(nn.Module):
             super().__setattr__(name, value)
         else:
             object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the network knows of itself (`config`, `device`, `dtype`), beside what can be called."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            network = vars(self).get("network")
+            value = None if network is None or name.startswith("_") else getattr(network, name, None)
+            if value is None or callable(value):
+                raise
+            return value
 
     def train(self, mode: bool = True) -> Multitude:
         super().train(mode)

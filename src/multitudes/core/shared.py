@@ -2,45 +2,113 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input, call, tensors_in, tile
+from multitudes.core.copying import copied
+from multitudes.core.lending import checkpointed
 from multitudes.core.multitude import Multitude
+from multitudes.core.proof import alike, first_difference, kind_of, running_statistics, silent_trial
 
 
 class SharedMembers(Multitude):
-    """Members that share one network's weights: the batch is tiled, `[M*B, ...]`, member-major.
+    """Members that share one network's weights, and run as one batch, tiled `[M*B, ...]`, member-major.
 
     Layers that tell the members apart have a `member` attribute: None when they see the tiled batch, `i` when
     they see member `i`'s rows alone. In evaluation on a CPU the members run one after the other, which is
-    faster there than one large batch.
+    faster there than one large batch; and wherever a tiled batch is not the same computation, because a network
+    has its batch elsewhere, or lets its rows see each other. That is tried with the first input of each kind. Batch
+    norms in training take their statistics over the tiled batch, all members' together.
     """
 
     expands = False  # the rows of the tiled batch are the members'
 
+    def __init__(self, network: nn.Module, members: int) -> None:
+        super().__init__(network, members)
+        self._tiles: dict[Any, bool] = {}  # by mode and kind of input
+
     def _predictions(self, x: Input) -> Tensor:
-        if self.training or any(t.is_cuda for t in tensors_in(x)):
-            return call(self.network, tile(x, self.members)).unflatten(0, (self.members, -1))
+        if (self.training or any(t.is_cuda for t in tensors_in(x))) and self._may_tile(x):
+            return self._tiled(x)
         return torch.stack([self._alone(index, x) for index in range(self.members)])
 
+    def _prepare(self, x: Input) -> None:
+        if any(t.is_cuda for t in tensors_in(x)):
+            self._may_tile(x)
+
+    def _tiled(self, x: Input) -> Tensor:
+        return call(self.network, tile(x, self.members)).unflatten(0, (self.members, -1))
+
     def _alone(self, index: int, x: Input) -> Tensor:
+        with self._as(index):
+            if torch.compiler.is_compiling():
+                return call(self.network, x)
+            with checkpointed(lambda: self._as(index)):
+                return call(self.network, x)
+
+    @contextmanager
+    def _as(self, index: int) -> Iterator[None]:
+        """Inside, the network is member `index`."""
         layers = [layer for layer in self.network.modules() if isinstance(layer, MemberLayer)]
         for layer in layers:
             layer.member = index
         try:
-            return call(self.network, x)
+            yield
         finally:
             for layer in layers:
                 layer.member = None
 
+    @torch.compiler.disable
+    def _may_tile(self, x: Input) -> bool:
+        """Whether a tiled batch gives what each member gives alone, tried once for each kind of input."""
+        key = self.training, kind_of(x)
+        if key not in self._tiles:
+            with running_statistics(self.network), silent_trial(self.network, x) as drew:
+                trouble = self._trouble(x) or ("it draws random numbers of its own" if drew() else "")
+            self._tiles[key] = not trouble
+            if trouble:
+                warnings.warn(
+                    f"the members' rows cannot lie side by side in one batch: {trouble}; so the members run one after "
+                    "the other, which is slower",
+                    stacklevel=2,
+                )
+        return self._tiles[key]
+
+    def _trouble(self, x: Input) -> str:
+        """How the tiled batch differs from the first and the last member alone; nothing where it does not."""
+        few = sorted({0, self.members - 1})
+        want = torch.stack([self._alone(index, x) for index in few])
+        try:
+            got = self._tiled(x)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            return f"tiled, the network fails ({str(error).splitlines()[0]})"
+        if got.shape[1:] == want.shape[1:] and alike(got[few], want):
+            return ""
+        layer = first_difference(
+            self.network,
+            lambda: self._tiled(x),
+            lambda: self._alone(few[-1], x),
+            partial(_own_rows, few[-1], self.members),
+        )
+        return f"{layer} gives something else then" if layer else "tiled, the predictions are different ones"
+
     def _member(self, index: int) -> nn.Module:
         folded = {id(layer): layer.fold(index) for layer in self.network.modules() if isinstance(layer, MemberLayer)}
-        return copy.deepcopy(self.network, folded)
+        return copied(self.network, folded)
+
+
+def _own_rows(index: int, members: int, tiled: Tensor) -> Tensor | None:
+    """A member's rows of a tiled tensor; None where they cannot be told."""
+    return tiled.unflatten(0, (members, -1))[index] if tiled.dim() and tiled.shape[0] % members == 0 else None
 
 
 class MemberLayer(nn.Module):

@@ -74,7 +74,9 @@ class Plan:
                 self.steps.append(Step(node.name, kind, target, args, kwargs, *what, rule))
 
     def outdated(self, network: nn.Module) -> bool:
-        """Whether a setting that the traced code may have read has changed since."""
+        """Whether a setting that the traced code may have read has changed since, or a hook was added."""
+        if hooked_module(network) is not None:
+            return True
         return any(settings_of(network.get_submodule(name)) != before for name, before in self.settings.items())
 
     def __call__(self, network: nn.Module, x: Any) -> Tensor:
@@ -155,6 +157,8 @@ class Plan:
 
     def _function(self, step: Step, args: Any, kwargs: Any) -> Any:
         function = step.target if step.kind == "call_function" else _method(step.target)
+        if isinstance(step.target, type):  # an object that holds values, such as a dataclass of outputs
+            return function(*args, **kwargs)
         if not _holds_many((args, kwargs)):
             if not step.draws:
                 return function(*args, **kwargs)
@@ -195,6 +199,14 @@ class Plan:
         return tree_unflatten(
             [Stacked(next(tensors), self.members) if is_tensor else part for is_tensor, part in parts], shape
         )
+
+
+def hooked_module(network: nn.Module) -> str | None:
+    """The name of a module with hooks, forward or backward; None where there is none."""
+    for name, module in network.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            return name
+    return None
 
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))

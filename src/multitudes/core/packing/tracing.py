@@ -6,8 +6,6 @@ import builtins
 import copy
 import inspect
 import operator
-import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,9 +14,10 @@ import torch
 from torch import fx, nn
 
 from multitudes.core.draws.stochastic import Stochastic
-from multitudes.core.packing.plan import Plan, own_attributes, settings_of
+from multitudes.core.packing.plan import Plan, hooked_module, own_attributes, settings_of
 from multitudes.core.packing.rules import LAYERS
 from multitudes.core.packing.values import CannotPack
+from multitudes.core.proof import random_states
 
 
 def trace(network: nn.Module, members: int, training: bool) -> Plan:
@@ -27,9 +26,11 @@ def trace(network: nn.Module, members: int, training: bool) -> Plan:
     A trace keeps what the network's own code did while it was traced, so whatever a trace would freeze is
     refused: control flow on values, random numbers drawn in plain Python, attributes written by `forward`.
     """
-    hooked = [name for name, m in network.named_modules() if m._forward_hooks or m._forward_pre_hooks]
-    if hooked:
-        raise CannotPack(f"module {hooked[0]!r} has forward hooks, which must see each member's own tensors")
+    hooked = hooked_module(network)
+    if hooked is not None:
+        raise CannotPack(
+            f"module {hooked!r} has forward hooks, or backward ones, which must see each member's own tensors"
+        )
     settings = {name: settings_of(module) for name, module in network.named_modules()}
     tracer = _Tracer()
     with _left_as_it_was(network) as drawn:
@@ -57,7 +58,8 @@ def _left_as_it_was(network: nn.Module) -> Iterator[Callable[[], bool]]:
     contents = [
         (value, copy.copy(value)) for held in attributes.values() for value in held.values() if isinstance(value, list)
     ]
-    states = _random_states()
+    registries = [(held, dict(held)) for module in modes for held in (module._parameters, module._buffers)]
+    states = random_states()
     try:
         yield lambda: [get() for get, _, _ in states] != [before for _, _, before in states]
     finally:
@@ -66,6 +68,9 @@ def _left_as_it_was(network: nn.Module) -> Iterator[Callable[[], bool]]:
             for key in own_attributes(module).keys() - attributes[module].keys():
                 del vars(module)[key]
             vars(module).update(attributes[module])
+        for held, own in registries:
+            held.clear()
+            held.update(own)
         for value, before in contents:
             value[:] = before
         for _, put, before in states:
@@ -117,12 +122,24 @@ class _Proxy(fx.Proxy):
         return self.tracer.create_proxy("call_function", function, (self, other), {})
 
 
+def _surroundings() -> tuple[Any, ...]:
+    """What changes how torch's functions run, without being one of them."""
+    kinds = ("cpu", "cuda")
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *map(torch.is_autocast_enabled, kinds)
+
+
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
     def __init__(self) -> None:
         super().__init__()
         self.entered: set[str] = {""}
+        self.surroundings = _surroundings()
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if _surroundings() != self.surroundings:
+            raise CannotPack("its forward switches gradients or autocast on or off, which a trace does not keep")
+        return super().create_node(*args, **kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
@@ -135,18 +152,3 @@ class _Tracer(fx.Tracer):
         if not leaf:
             self.entered.add(qualified_name)
         return leaf
-
-
-State = tuple[Callable[[], Any], Callable[[Any], Any], Any]
-
-
-def _random_states() -> list[State]:
-    """How to get and to put each random state, and what it is now, in a form that compares."""
-    ways: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
-        (lambda: torch.get_rng_state().tolist(), lambda s: torch.set_rng_state(torch.tensor(s, dtype=torch.uint8))),
-        (random.getstate, random.setstate),
-    ]
-    if "numpy" in sys.modules:
-        numpy = sys.modules["numpy"].random
-        ways.append((lambda: [v.tolist() if hasattr(v, "tolist") else v for v in numpy.get_state()], numpy.set_state))
-    return [(get, put, get()) for get, put in ways]

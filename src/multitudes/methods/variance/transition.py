@@ -148,7 +148,7 @@ class _Curvature:
 
     def _of_weight(self, name: str) -> Callable[[Tensor], Tensor]:
         """log p as a function of a layer's weight."""
-        args, kwargs = split_call(self.x)
+        args, kwargs = split_call(self.network, self.x)
         key = f"{name}.weight" if name else "weight"
         return lambda w: self._log_p(prediction_in(functional_call(self.network, {key: w}, args, kwargs)))
 

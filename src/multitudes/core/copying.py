@@ -1,0 +1,51 @@
+"""Copies of networks, whatever they hold."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["copied"]
+
+Network = TypeVar("Network", bound=nn.Module)
+
+
+def copied(network: Network, memo: dict[int, Any] | None = None) -> Network:
+    """A deep copy of a network; `memo` gives what stands in the place of some of its parts, by their `id`.
+
+    Python's own copy refuses tensors that autograd has made, such as the weight that an old `weight_norm` computes, or
+    a feature map that a network remembers: these are copied without their history. Random generators keep their state.
+    """
+    memo = {} if memo is None else memo
+    for value in _held(network):
+        if isinstance(value, torch.Generator):
+            memo.setdefault(id(value), value.clone_state())
+        elif not value.is_leaf:
+            memo.setdefault(id(value), value.detach().clone())
+    try:
+        return copy.deepcopy(network, memo)
+    except TypeError as error:  # Python's own sentence, about a lock or a file that some attribute holds
+        raise ValueError(f"model ({type(network).__name__}) holds something that cannot be copied: {error}") from error
+
+
+def _held(network: nn.Module) -> Iterator[Any]:
+    """The tensors and generators that modules hold as plain attributes, in lists, tuples and dicts too."""
+    for module in network.modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                yield from _inside(value)
+
+
+def _inside(value: Any, depth: int = 3) -> Iterator[Any]:
+    if isinstance(value, (Tensor, torch.Generator)):
+        yield value
+    elif depth and isinstance(value, (list, tuple)):
+        for held in value:
+            yield from _inside(held, depth - 1)
+    elif depth and isinstance(value, dict):
+        for held in value.values():
+            yield from _inside(held, depth - 1)

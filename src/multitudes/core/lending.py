@@ -1,0 +1,160 @@
+"""Lending: inside, a network that serves many members is one member, with its tensors and what its code has written.
+
+A network's own code may write as it runs: a buffer is assigned (`self.mean = ...`), an attribute remembers something
+(`self.hidden = h`, `self.steps += 1`). Each member has its own of these, as it would alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+__all__ = ["Attributes", "Written", "checkpointed", "foreign_tensors", "lent", "written_attributes"]
+
+Written = dict[str, Tensor]
+"""Buffers that a run has assigned, by their names."""
+
+Attributes = dict[tuple[str, str], tuple[Any, Any]]
+"""What a run has written beside tensors, by the names of module and attribute, and what was there instead."""
+
+_REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
+_CONTAINERS = (list, dict, set)
+_MISSING = object()
+
+
+# -- tensors -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def lent(network: nn.Module, state: Mapping[str, Tensor]) -> Iterator[Written]:
+    """Inside, the network has these tensors in the place of its own, by the names of `slots`.
+
+    After, it has its own again, and what it is given says which buffers were assigned meanwhile.
+    """
+    modules = dict(network.named_modules())
+    before = {path: (dict(module._parameters), dict(module._buffers)) for path, module in modules.items()}
+    for name, tensor in state.items():
+        path, _, last = name.rpartition(".")
+        module = modules[path]
+        (module._parameters if last in module._parameters else module._buffers)[last] = tensor  # type: ignore[assignment]
+    written: Written = {}
+    try:
+        yield written
+    finally:
+        for path, (parameters, buffers) in before.items():
+            module, prefix = modules[path], f"{path}." if path else ""
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer is not state.get(prefix + name, buffers.get(name)):
+                    written[prefix + name] = buffer
+            _refill(module._parameters, parameters)
+            _refill(module._buffers, buffers)
+
+
+def _refill(registry: dict[str, Any], items: dict[str, Any]) -> None:
+    registry.clear()
+    registry.update(items)
+
+
+@contextmanager
+def checkpointed(again: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Inside, what gradient checkpointing will run a second time, in the backward pass, runs within `again()` there.
+
+    By then the network is no longer lent to the member whose activations are asked for.
+    """
+    module: Any = torch.utils.checkpoint
+    reentrant, generator = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
+
+    def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with again():
+                return function(*args, **kwargs)
+
+        return run
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Callable[..., Any], *args: Any) -> Any:
+            return reentrant.apply(wrapped(function), *args)
+
+    def without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return generator(wrapped(function), *args, **kwargs)
+
+    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = Reentrant, without_reentrant
+    try:
+        yield
+    finally:
+        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = reentrant, generator
+
+
+# -- attributes --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def written_attributes(network: nn.Module, own: Attributes) -> Iterator[None]:
+    """Inside, attributes are as `own` has them; after, as they were before, and `own` has what was written.
+
+    Only modules of the user's own classes are looked at: torch's layers write buffers alone.
+    """
+    modules = {path: module for path, module in network.named_modules() if _of_user(type(module))}
+    before = {path: _attributes(module) for path, module in modules.items()}
+    contents = {
+        (path, key): value.copy()
+        for path, held in before.items()
+        for key, value in held.items()
+        if type(value) in _CONTAINERS
+    }
+    for (path, key), (value, instead) in list(own.items()):
+        if before[path].get(key, _MISSING) is instead:
+            vars(modules[path])[key] = value.copy() if type(value) in _CONTAINERS else value
+        else:  # set from outside since then, which counts
+            del own[path, key]
+    try:
+        yield
+    finally:
+        for path, module in modules.items():
+            _keep_written(path, module, before[path], contents, own)
+
+
+def _keep_written(
+    path: str, module: nn.Module, before: dict[str, Any], contents: dict[tuple[str, str], Any], own: Attributes
+) -> None:
+    held = vars(module)
+    for key, value in _attributes(module).items():
+        if key not in before or value is not before[key]:
+            own[path, key] = value, before.get(key, _MISSING)
+        elif (path, key) in contents and not _same_content(value, contents[path, key]):
+            own[path, key] = value.copy(), value
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(contents[path, key])
+    for key in _attributes(module).keys() - before.keys():
+        del held[key]
+    held.update(before)
+
+
+def _same_content(one: Any, other: Any) -> bool:
+    """Whether two containers hold the same objects."""
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return all(key in other and other[key] is value for key, value in one.items())
+    return one == other if isinstance(one, set) else all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {key: value for key, value in vars(module).items() if key not in _REGISTRIES and key != "training"}
+
+
+def _of_user(kind: type[nn.Module]) -> bool:
+    return not kind.__module__.startswith(("torch.nn.", "multitudes.")) or ".models." in kind.__module__
+
+
+def foreign_tensors(own: Attributes, written: Written) -> list[str]:
+    """The names of what was written that is only a stand-in for a tensor, as `torch.vmap` makes them."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    held = {f"{path}.{key}" if path else key: value for (path, key), (value, _) in own.items()} | written
+    return [name for name, value in held.items() if isinstance(value, Tensor) and wrapped(value)]

@@ -1,0 +1,339 @@
+"""Random functions, called by a network's own code, with their numbers from elsewhere.
+
+A network may draw without a layer for it: `F.dropout` in its `forward`, attention with `dropout_p`, a mask from
+`torch.rand`. `Redrawn` watches torch's functions and gives such calls numbers from a source: those of a draw, to keep
+dropout on in evaluation, or the same number each time, to compare two ways to run a network (`STILL`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["STILL", "Redrawn", "Source", "draws_by"]
+
+
+class Source(Protocol):
+    """Where random numbers come from."""
+
+    def uniform(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Numbers from [0, 1)."""
+        ...
+
+    def normal(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Standard normal numbers."""
+        ...
+
+    def kept(self, shape: Sequence[int], p: float, like: Tensor) -> Tensor:
+        """Dropout's mask: 0 with probability p, else 1 / (1 - p)."""
+        ...
+
+
+class _Still:
+    """No noise: the middle of every distribution, and a dropout that drops nothing."""
+
+    def uniform(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        return torch.full(tuple(shape), 0.5, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+
+    def normal(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        return torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
+
+    def kept(self, shape: Sequence[int], p: float, like: Tensor) -> Tensor:
+        return torch.ones((), dtype=like.dtype, device=like.device)
+
+
+STILL: Source = _Still()
+
+
+class Redrawn(TorchFunctionMode):
+    """Inside, torch's random functions take their numbers from a source; `seen` is told the name of each, if given."""
+
+    def __init__(self, source: Source, seen: Callable[[str], None] | None = None) -> None:
+        super().__init__()
+        self.source = source
+        self.seen = seen
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        rule = draws_by(function)
+        if rule is None or kwargs.get("generator") is not None:
+            return function(*args, **kwargs)
+        result = rule(self.source, function, *args, **kwargs)
+        if result is NotImplemented:  # nothing is drawn with these arguments
+            return function(*args, **kwargs)
+        if self.seen is not None:
+            self.seen(getattr(function, "__name__", str(function)))
+        return result
+
+
+Rule = Callable[..., Any]
+"""`rule(source, function, *args, **kwargs)`: what the function gives with the source's numbers."""
+
+
+def draws_by(function: Any) -> Rule | None:
+    """The rule of a random function; None for all others."""
+    return _RULES.get(function) or _METHODS.get(getattr(function, "__name__", "")) if callable(function) else None
+
+
+# -- dropout -----------------------------------------------------------------------------------------------
+
+
+def _dropout(
+    source: Source, function: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Any:
+    if function is torch.dropout:
+        training = bool(training)
+    if not training or p == 0:
+        return NotImplemented
+    if function in _CHANNELS:
+        unbatched = _CHANNELS[function] == input.dim()
+        kept = 1 if unbatched else 2
+        shape = (*input.shape[:kept], *[1] * (input.dim() - kept))
+    else:
+        shape = tuple(input.shape)
+    mask = source.kept(shape, p, input).to(input.dtype)
+    return input.mul_(mask) if inplace else input * mask
+
+
+def _alpha_dropout(
+    source: Source, function: Any, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+) -> Any:
+    """Klambauer et al., *Self-normalizing neural networks*, 2017: what is dropped is SELU's lowest value."""
+    if not training or p == 0:
+        return NotImplemented
+    lowest = -1.7580993408473766
+    channels = function is F.feature_alpha_dropout
+    shape = (*input.shape[:2], *[1] * (input.dim() - 2)) if channels else tuple(input.shape)
+    kept = source.kept(shape, p, input) > 0
+    scale = 1 / math.sqrt((1 - p) * (1 + p * lowest**2))
+    result = torch.where(kept, input, lowest) * scale - scale * p * lowest
+    return input.copy_(result) if inplace else result
+
+
+def _attention(
+    source: Source,
+    function: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    if dropout_p == 0:
+        return NotImplemented
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = query @ key.mT * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+    if attn_mask is not None:
+        hidden = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if hidden else scores + attn_mask
+    nothing = (scores == -torch.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
+    return _dropped(source, weights, dropout_p) @ value
+
+
+def _dropped(source: Source, x: Tensor, p: float) -> Tensor:
+    return x * source.kept(tuple(x.shape), p, x).to(x.dtype)
+
+
+def _multihead(source: Source, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Torch's attention as a whole, which calls dropout by the names of its own module: these are lent for a while."""
+    given = _MULTIHEAD.bind(*args, **kwargs).arguments
+    if not given.get("training", True) or given["dropout_p"] == 0:
+        return NotImplemented
+    names: dict[str, Any] = {"dropout": _dropout, "scaled_dot_product_attention": _attention}
+    before = {name: getattr(F, name) for name in names}
+
+    def lent(name: str) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = names[name](source, before[name], *args, **kwargs)
+            return before[name](*args, **kwargs) if result is NotImplemented else result
+
+        return run
+
+    try:
+        for name in names:
+            setattr(F, name, lent(name))
+        return function(*args, **kwargs)
+    finally:
+        for name, own in before.items():
+            setattr(F, name, own)
+
+
+def _recurrent(source: Source, function: Any, input: Any, *args: Any) -> Any:
+    """An RNN's dropout lies between its layers, so the layers run one by one."""
+    if len(args) != 8:
+        return NotImplemented
+    hidden, weights, biases, layers, dropout, training, both_ways, batch_first = args
+    if not training or dropout == 0 or layers == 1:
+        return NotImplemented
+    if not isinstance(batch_first, bool) or not isinstance(weights, (list, tuple)):  # a packed sequence
+        return NotImplemented
+    directions, each = 2 if both_ways else 1, len(weights) // layers
+    states = hidden if isinstance(hidden, (list, tuple)) else (hidden,)
+    finals: list[tuple[Tensor, ...]] = []
+    for layer in range(layers):
+        own = tuple(s[layer * directions : (layer + 1) * directions] for s in states)
+        given = own if isinstance(hidden, (list, tuple)) else own[0]
+        part = weights[layer * each : (layer + 1) * each]
+        input, *final = function(input, given, part, biases, 1, 0.0, training, both_ways, batch_first)
+        finals.append(tuple(final))
+        if layer < layers - 1:
+            input = _dropped(source, input, dropout)
+    return input, *(torch.cat(parts) for parts in zip(*finals, strict=True))
+
+
+# -- numbers -----------------------------------------------------------------------------------------------
+
+
+def _place(function: Any, size: Any, kwargs: dict[str, Any]) -> tuple[tuple[int, ...], Tensor, dict[str, Any]]:
+    """The shape that is asked for, and an empty tensor of the dtype and on the device."""
+    if len(size) == 1 and isinstance(size[0], (list, tuple, torch.Size)):
+        size = size[0]
+    shape = tuple(kwargs.pop("size", size))
+    kwargs.pop("generator", None)
+    options = {name: kwargs.pop(name, None) for name in ("dtype", "device")}
+    return shape, torch.empty(0, **options), kwargs
+
+
+def _of_shape(kind: str) -> Rule:
+    def rule(source: Source, function: Any, *size: Any, **kwargs: Any) -> Any:
+        shape, like, rest = _place(function, size, dict(kwargs))
+        if rest.pop("out", None) is not None:
+            return NotImplemented
+        return getattr(source, kind)(shape, like).to(like.dtype).requires_grad_(bool(rest.get("requires_grad")))
+
+    return rule
+
+
+def _like(kind: str) -> Rule:
+    def rule(source: Source, function: Any, input: Tensor, **kwargs: Any) -> Any:
+        dtype, device = kwargs.get("dtype") or input.dtype, kwargs.get("device") or input.device
+        like = torch.empty(0, dtype=dtype, device=device)
+        return getattr(source, kind)(tuple(input.shape), like).to(dtype)
+
+    return rule
+
+
+def _bernoulli(source: Source, function: Any, input: Tensor, p: Any = None, **kwargs: Any) -> Any:
+    chance = input if p is None else p
+    return (source.uniform(tuple(input.shape), _real(input)) < chance).to(input.dtype)
+
+
+def _bernoulli_in_place(source: Source, function: Any, input: Tensor, p: Any = 0.5, **kwargs: Any) -> Any:
+    return input.copy_(source.uniform(tuple(input.shape), _real(input)) < p)
+
+
+def _uniform_in_place(source: Source, function: Any, input: Tensor, a: float = 0, b: float = 1, **kwargs: Any) -> Any:
+    low, high = kwargs.get("from", a), kwargs.get("to", b)
+    return input.copy_(low + (high - low) * source.uniform(tuple(input.shape), input))
+
+
+def _normal_in_place(
+    source: Source, function: Any, input: Tensor, mean: float = 0, std: float = 1, **kwargs: Any
+) -> Any:
+    return input.copy_(mean + std * source.normal(tuple(input.shape), input))
+
+
+def _normal(source: Source, function: Any, mean: Any, std: Any = 1.0, size: Any = None, **kwargs: Any) -> Any:
+    if size is not None or kwargs.get("out") is not None:
+        return NotImplemented if kwargs.get("out") is not None else mean + std * source.normal(size, torch.empty(0))
+    given = mean if isinstance(mean, Tensor) else std
+    return mean + std * source.normal(tuple(given.shape), given)
+
+
+def _exponential_in_place(source: Source, function: Any, input: Tensor, lambd: float = 1, **kwargs: Any) -> Any:
+    return input.copy_(-torch.log1p(-source.uniform(tuple(input.shape), input)) / lambd)
+
+
+def _randint(source: Source, function: Any, *args: Any, **kwargs: Any) -> Any:
+    bounds, size = (
+        ([0, args[0]], args[1]) if len(args) == 2 else (list(args[:2]), args[2]) if len(args) == 3 else ([], 0)
+    )
+    if not bounds or not isinstance(size, (list, tuple, torch.Size)) or kwargs.get("out") is not None:
+        return NotImplemented
+    low, high = bounds
+    like = torch.empty(0, device=kwargs.get("device"))
+    return (low + source.uniform(tuple(size), like) * (high - low)).floor().to(kwargs.get("dtype") or torch.int64)
+
+
+def _randperm(source: Source, function: Any, n: int, **kwargs: Any) -> Any:
+    like = torch.empty(0, device=kwargs.get("device"))
+    return source.uniform((n,), like).argsort(stable=True).to(kwargs.get("dtype") or torch.int64)
+
+
+def _rrelu(
+    source: Source,
+    function: Any,
+    input: Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
+) -> Any:
+    if not training:
+        return NotImplemented
+    slope = lower + (upper - lower) * source.uniform(tuple(input.shape), input).to(input.dtype)
+    result = torch.where(input >= 0, input, input * slope)
+    return input.copy_(result) if inplace else result
+
+
+def _gumbel_softmax(
+    source: Source, function: Any, logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
+) -> Any:
+    uniform = source.uniform(tuple(logits.shape), logits).clamp(min=1e-20)
+    soft = ((logits - (-uniform.log()).log().to(logits.dtype)) / tau).softmax(dim)
+    if not hard:
+        return soft
+    chosen = torch.zeros_like(soft).scatter(dim, soft.argmax(dim, keepdim=True), 1.0)
+    return chosen - soft.detach() + soft
+
+
+def _real(input: Tensor) -> Tensor:
+    return input if input.is_floating_point() else torch.empty(0, device=input.device)
+
+
+_MULTIHEAD = inspect.signature(F.multi_head_attention_forward)
+
+_CHANNELS = {F.dropout1d: 2, F.dropout2d: 3, F.dropout3d: 4, torch.feature_dropout: 0}
+"""Functions that drop whole channels, and the number of dimensions of an input without a batch."""
+
+_RULES: dict[Any, Rule] = {
+    **dict.fromkeys((F.dropout, torch.dropout, *_CHANNELS), _dropout),
+    **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), _alpha_dropout),
+    F.scaled_dot_product_attention: _attention,
+    F.multi_head_attention_forward: _multihead,
+    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
+    torch.rand: _of_shape("uniform"),
+    torch.randn: _of_shape("normal"),
+    torch.rand_like: _like("uniform"),
+    torch.randn_like: _like("normal"),
+    torch.bernoulli: _bernoulli,
+    torch.normal: _normal,
+    torch.randint: _randint,
+    torch.randperm: _randperm,
+    F.rrelu: _rrelu,
+    F.gumbel_softmax: _gumbel_softmax,
+}
+
+_METHODS: dict[str, Rule] = {
+    "bernoulli_": _bernoulli_in_place,
+    "uniform_": _uniform_in_place,
+    "normal_": _normal_in_place,
+    "exponential_": _exponential_in_place,
+}
