@@ -39,7 +39,8 @@ def block(*forms: str, plain: bool = False) -> Callable[[Block], Block]:
 class Dice:
     """Random choices for one network.
 
-    `noise` says which of its dropouts have a rate above 0: None for all, or their numbers. The choices are the same.
+    `noise` says which of its dropouts are felt, None for all, or their numbers; the others have a rate that never drops
+    anything, or 0 where none is felt. The choices are the same.
     """
 
     def __init__(self, seed: int, noise: Sequence[int] | None = None) -> None:
@@ -58,7 +59,7 @@ class Dice:
         rate = self.one((0.1, 0.25, 0.4))
         on = self.noise is None or len(self.rates) in self.noise
         self.rates.append(what)
-        return rate if on else 0.0
+        return rate if on else 1e-9 if self.noise else 0.0
 
     def activation(self) -> nn.Module:
         return self.one((nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, Sine))()
