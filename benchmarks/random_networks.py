@@ -3,9 +3,9 @@
     python -m benchmarks.random_networks --count 1000 --seed 0 [--jobs 2]      # from the root of the repository
     python -m benchmarks.random_networks --only 123 --method packed            # one of them again, with the reason
 
-A network is known by its number (`tests/random_networks.py`); seed S means the numbers from S on. Each is *right* under a
-method and a runner, *refused* for a reason, *crashed*, or *wrong* without a word (`tests/random_judge.py`). The last two
-must be 0.
+A network is known by its number (`tests/random_networks.py`); seed S means the numbers from S on. Each is *right*
+under a method and a runner, *refused* for a reason, *crashed*, or *wrong* without a word (`tests/random_judge.py`). The
+last two must be 0.
 """
 
 from __future__ import annotations

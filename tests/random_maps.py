@@ -75,10 +75,12 @@ def depthwise(dice: Dice) -> nn.Module:
 
 @block("maps", plain=True)
 def down_and_up(dice: Dice) -> nn.Module:
-    down = nn.Conv2d(WIDTH, 12, 2, stride=2) if dice.chance(0.5) else nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(8, 12, 1))
-    up = nn.ConvTranspose2d(12, WIDTH, 2, stride=2) if dice.chance(0.5) else nn.Sequential(
-        nn.Upsample(scale_factor=2), nn.Conv2d(12, WIDTH, 3, padding=1)
-    )  # fmt: skip
+    down: nn.Module = nn.Conv2d(WIDTH, 12, 2, stride=2)
+    if dice.chance(0.5):
+        down = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(WIDTH, 12, 1))
+    up: nn.Module = nn.ConvTranspose2d(12, WIDTH, 2, stride=2)
+    if dice.chance(0.5):
+        up = nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(12, WIDTH, 3, padding=1))
     return Residual(nn.Sequential(down, dice.activation(), up)) if dice.chance(0.5) else nn.Sequential(down, up)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,12 @@ from tests.random_judge import (
 )
 from tests.random_networks import Case, case, in_double, run
 
+Make = Callable[..., Case]
+"""`make(noise, weights)` builds a case: with all its noise or some, with its own weights or others."""
+Check = Callable[[Make, str], None]
 RUNNERS = ("loop", "packed", "stacked")
+INITS = ("fresh", "pretrained")
+KINDS = ("random", "dropout", "diagonal", "low_rank")
 DRAWS = 6
 VANISHING = 1e-9
 """A rate, or a spread, so small that a network that draws computes what the given one computes."""
@@ -34,42 +40,42 @@ VANISHING = 1e-9
 # -- independent members -----------------------------------------------------------------------------------
 
 
-def fuse(number: int, runner: str) -> None:
-    given = [case(number, noise=(), weights=index) for index in range(MEMBERS)]
-    known = [case(number, noise=(), weights=index).model for index in range(MEMBERS)]
+def fuse(make: Make, runner: str) -> None:
+    given = [make(noise=(), weights=index) for index in range(MEMBERS)]
+    known = [make(noise=(), weights=index).model for index in range(MEMBERS)]
     with left_alone(given[0]):
         net = mt.fuse([each.model for each in given])
         judge_members(net, known, given[0], runner)
         saved_and_loaded(net, given[0])
-    noisy = case(number)
+    noisy = make()
     if noisy.noise:
-        judge_noise_of_members(mt.fuse([case(number).model for _ in range(MEMBERS)]), noisy, runner)
+        judge_noise_of_members(mt.fuse([make().model for _ in range(MEMBERS)]), noisy, runner)
 
 
-def deep_ensemble(number: int, runner: str) -> None:
-    quiet = case(number, noise=())
+def deep_ensemble(make: Make, runner: str) -> None:
+    quiet = make(noise=())
     with left_alone(quiet):
-        net = mt.deep_ensemble(quiet.model, MEMBERS, init="fresh", seed=number)
+        net = mt.deep_ensemble(quiet.model, MEMBERS, init="fresh", seed=quiet.number)
         members = [net.member(index) for index in range(MEMBERS)]
         frozen_is_kept(quiet, members)
         judge_members(net, members, quiet, runner)
 
 
-def packed(number: int, runner: str) -> None:
-    quiet = case(number, noise=())
-    init, alpha = ("fresh", "pretrained")[number % 2], (1, 2)[number // 2 % 2]
+def packed(make: Make, runner: str) -> None:
+    quiet = make(noise=())
+    init, alpha = INITS[quiet.number % 2], (1, 2)[quiet.number // 2 % 2]
     with left_alone(quiet):
-        net = mt.packed(quiet.model, MEMBERS, alpha, example=quiet.x, init=init, seed=number)
+        net = mt.packed(quiet.model, MEMBERS, alpha, example=quiet.x, init=init, seed=quiet.number)
         members = [net.member(index) for index in range(MEMBERS)]
         frozen_is_kept(quiet, members)
         judge_members(net, members, quiet, runner)
         saved_and_loaded(net, quiet)
 
 
-def snapshots(number: int, runner: str) -> None:
-    quiet = case(number, noise=())
+def snapshots(make: Make, runner: str) -> None:
+    quiet = make(noise=())
     states = checkpoints(quiet, MEMBERS)
-    known = [case(number, noise=()).model for _ in states]
+    known = [make(noise=()).model for _ in states]
     for network, state in zip(known, states, strict=True):
         network.load_state_dict(state)
     with left_alone(quiet):
@@ -95,11 +101,11 @@ def checkpoints(of: Case, count: int) -> list[dict[str, Tensor]]:
 # -- members that share weights ----------------------------------------------------------------------------
 
 
-def _shared(build: Callable[[Case, str], mt.Multitude]) -> Callable[[int, str], None]:
-    def check(number: int, runner: str) -> None:
-        quiet = case(number, noise=())
+def _shared(build: Callable[[Case, str], mt.Multitude]) -> Check:
+    def check(make: Make, runner: str) -> None:
+        quiet = make(noise=())
         with left_alone(quiet):
-            net = build(quiet, ("fresh", "pretrained")[number % 2])
+            net = build(quiet, INITS[quiet.number % 2])
             frozen = [p.detach().clone() for p in net.parameters() if not p.requires_grad]
             _frozen_is_somewhere(quiet, net)
             judge_shared(net, quiet)
@@ -185,35 +191,35 @@ def _judge_vanishing(net: mt.Multitude, of: Case, model: nn.Module) -> None:
             same(f"buffer {name}", buffers[name], buffer, 1e-6)
 
 
-def _drawing(build: Callable[..., mt.Multitude]) -> Callable[[int, str], None]:
+def _drawing(build: Callable[..., mt.Multitude]) -> Check:
     """`build(case, vanishing)` makes the multitude, with noise that is felt or noise that vanishes."""
 
-    def check(number: int, runner: str) -> None:
-        quiet = case(number, noise=())
+    def check(make: Make, runner: str) -> None:
+        quiet = make(noise=())
         with left_alone(quiet):
             _judge_draws(build(quiet, False), quiet)
-            _judge_vanishing(build(quiet, True), quiet, case(number, noise=()).model)
+            _judge_vanishing(build(quiet, True), quiet, make(noise=()).model)
 
     return check
 
 
-def mc_dropout(number: int, runner: str) -> None:
+def mc_dropout(make: Make, runner: str) -> None:
     """All of a network's noise together, and each source of it alone: what cannot be kept on is refused."""
-    noisy = _with_open_gates(case(number))
+    noisy = _with_open_gates(make())
     with left_alone(noisy):
         if not noisy.noise:
             _judge_draws(mt.mc_dropout(noisy.model, 0.3, _is_linear, example=noisy.x), noisy)
             return
         net = mt.mc_dropout(noisy.model)
         _judge_draws(net, noisy)
-        _judge_statistics(net, noisy, None)
+        _judge_statistics(net, noisy, make, None)
     for source in range(len(noisy.noise)) if len(noisy.noise) > 1 else ():
-        alone = _with_open_gates(case(number, noise=(source,)))
-        _judge_statistics(mt.mc_dropout(alone.model), alone, (source,))
-    quiet = _with_open_gates(case(number, noise=()))
+        alone = _with_open_gates(make(noise=(source,)))
+        _judge_statistics(mt.mc_dropout(alone.model), alone, make, (source,))
+    quiet = _with_open_gates(make(noise=()))
     if any(isinstance(m, (nn.Dropout, nn.Dropout2d)) for m in noisy.model.modules()):
         with left_alone(quiet):
-            known = _with_open_gates(case(number, noise=())).model
+            known = _with_open_gates(make(noise=())).model
             _judge_vanishing(mt.mc_dropout(quiet.model, VANISHING), quiet, known)
 
 
@@ -229,17 +235,17 @@ def _is_linear(name: str, layer: nn.Module) -> bool:
     return isinstance(layer, nn.Linear)
 
 
-def _judge_statistics(net: mt.Multitude, of: Case, noise: tuple[int, ...] | None, count: int = 150) -> None:
+def _judge_statistics(net: mt.Multitude, of: Case, make: Make, noise: tuple[int, ...] | None, count: int = 150) -> None:
     """The draws' means and variances are those of the network itself in training mode, batch norm in evaluation.
 
     Where the two modes differ by more than noise, they cannot be compared.
     """
-    quiet = _with_open_gates(case(of.number, noise=()))
+    quiet = _with_open_gates(make(noise=()))
     with torch.no_grad():
         if not torch.equal(run(_training(quiet.model), of.x), run(quiet.model.eval(), of.x)):
             return
         torch.manual_seed(of.number)
-        model = _training(_with_open_gates(case(of.number, noise)).model)
+        model = _training(_with_open_gates(make(noise)).model)
         want = torch.stack([run(model, of.x) for _ in range(count)])
         got = net.eval()(of.x, draws=count, seed=5)
     error = ((got.var(0) + want.var(0)) / count).sqrt()
@@ -280,7 +286,7 @@ def _swag(of: Case, vanishing: bool) -> mt.Multitude:
 
 
 def _subspace(of: Case, vanishing: bool) -> mt.Multitude:
-    kind = ("random", "dropout", "diagonal", "low_rank")[of.number % 4]
+    kind = KINDS[of.number % 4]
     rank = {"rank": 2} if kind == "low_rank" else {}
     scale: dict[str, Any] = {"p": VANISHING if vanishing else 0.2} if kind == "dropout" else {
         "scale": VANISHING if vanishing else 0.5
@@ -288,14 +294,14 @@ def _subspace(of: Case, vanishing: bool) -> mt.Multitude:
     return mt.subspace(of.model, kind, checkpoints(of, 4), **rank, **scale)
 
 
-def subspaces(build: Callable[[Case, bool], mt.Multitude]) -> Callable[[int, str], None]:
-    def check(number: int, runner: str) -> None:
-        quiet = case(number, noise=())
+def subspaces(build: Callable[[Case, bool], mt.Multitude]) -> Check:
+    def check(make: Make, runner: str) -> None:
+        quiet = make(noise=())
         with left_alone(quiet):
             _judge_draws(build(quiet, False), quiet)
-        centre = case(number, noise=()).model
+        centre = make(noise=()).model
         states = checkpoints(quiet, 4)
-        kind = None if build is _swag else ("random", "dropout", "diagonal", "low_rank")[number % 4]
+        kind = None if build is _swag else KINDS[quiet.number % 4]
         if kind in ("diagonal", "low_rank"):
             centre.load_state_dict(mean_of(states))
         else:
@@ -317,10 +323,10 @@ def mean_of(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return mean
 
 
-def swa(number: int, runner: str) -> None:
-    quiet = case(number, noise=())
+def swa(make: Make, runner: str) -> None:
+    quiet = make(noise=())
     states = checkpoints(quiet, 3)
-    known = case(number, noise=()).model
+    known = make(noise=()).model
     known.load_state_dict(mean_of(states))
     with left_alone(quiet):
         net = mt.swa(quiet.model, states)
@@ -328,9 +334,9 @@ def swa(number: int, runner: str) -> None:
             same("evaluation", net.eval()(quiet.x)[0], run(known.eval(), quiet.x))
 
 
-def smooth(number: int, runner: str) -> None:
+def smooth(make: Make, runner: str) -> None:
     """A smoothing that changes nothing, a kernel of one point and no cut-off, changes nothing."""
-    quiet = case(number, noise=())
+    quiet = make(noise=())
     with left_alone(quiet):
         smoothed = mt.smooth(quiet.model, (1,), "none", example=quiet.x)
         with torch.no_grad():
@@ -342,7 +348,7 @@ def _drop_connect(of: Case, vanishing: bool) -> mt.Multitude:
     return mt.drop_connect(of.model, VANISHING if vanishing else 0.2)
 
 
-CHECKS: dict[str, Callable[[int, str], None]] = {
+CHECKS: dict[str, Check] = {
     "fuse": fuse,
     "deep_ensemble": deep_ensemble,
     "packed": packed,
@@ -364,4 +370,4 @@ ROWS = [(m, r) for m in CHECKS for r in (RUNNERS if m in INDEPENDENT else ("",))
 
 def verdict(number: int, method: str, runner: str = "") -> Verdict:
     """What becomes of random network `number` under a method and, where members are independent, a runner."""
-    return judged(lambda: CHECKS[method](number, runner))
+    return judged(lambda: CHECKS[method](partial(case, number), runner))

@@ -248,7 +248,9 @@ def case(number: int, noise: Sequence[int] | None = None, weights: int = 0) -> C
         model = network(into(), blocks, head(), answer).eval()
     with in_double(number):
         x = batch(size)
-        prediction = run(model, x).detach()  # with a gradient, as in a training before: some layers keep what they computed
+        prediction = run(
+            model, x
+        ).detach()  # with a gradient, as in a training before: some layers keep what they computed
         y = torch.randn_like(prediction) if dense else torch.randint(CLASSES, (len(prediction),))
     parts = (kind, *(build.__name__ for build in chosen), head.__name__ if dense else "pool", answer)
     return Case(number, model, x, y, "regression" if dense else "classification", parts, tuple(dice.rates))

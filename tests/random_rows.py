@@ -67,9 +67,7 @@ def perceptron(dice: Dice) -> nn.Module:
 @block("rows", "sequences")
 def transposed_affine(dice: Dice) -> nn.Module:
     hidden = dice.hidden()
-    return Residual(
-        nn.Sequential(TransposedAffine(hidden, WIDTH), dice.activation(), TransposedAffine(WIDTH, hidden))
-    )
+    return Residual(nn.Sequential(TransposedAffine(hidden, WIDTH), dice.activation(), TransposedAffine(WIDTH, hidden)))
 
 
 class Bilinear(nn.Module):
