@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ HUGGING_FACE: dict[str, dict[str, tuple[str, str, Settings]]] = {
         "RegNet": ("RegNet", IMAGES, STAGES | {"embedding_size": 8, "groups_width": 4}),
         "MobileNetV2": ("MobileNetV2", IMAGES, {"depth_multiplier": 0.1, "min_depth": 4, "depth_divisible_by": 4}),
         "EfficientNet": (
-            "EfficientNet", IMAGES, {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 40}
+            "EfficientNet", IMAGES, {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 320}
         ),
     },
     "audio": {
@@ -99,14 +100,18 @@ HUGGING_FACE: dict[str, dict[str, tuple[str, str, Settings]]] = {
 }  # fmt: skip
 
 
-def hugging_face(kind: str, head: str, settings: Settings, noise: bool) -> nn.Module:
-    """A model of Hugging Face's, all its dropout at one rate or at 0."""
+SOURCES = ("attention", "other layers")
+"""What drops, as configurations tell it."""
+
+
+def hugging_face(kind: str, head: str, settings: Settings, rates: dict[str, float]) -> nn.Module:
+    """A model of Hugging Face's, its dropout at these rates."""
     import transformers
 
     config = getattr(transformers, f"{kind}Config")(num_labels=CLASSES, **settings)
     for name, value in list(vars(config).items()):
-        if any(part in name for part in ("drop", "pdrop")) and isinstance(value, float) and name != "layerdrop":
-            setattr(config, name, DROPOUT if noise and "path" not in name else 0.0)
+        if "drop" in name and isinstance(value, float) and name != "layerdrop":
+            setattr(config, name, 0.0 if "path" in name else rates[SOURCES["att" not in name]])
     config.use_cache = False
     config.pad_token_id = 0 if getattr(config, "vocab_size", None) else None
     return getattr(transformers, kind + head)(config)
@@ -269,29 +274,43 @@ FAMILIES = {**{name: "plain" for name in PLAIN}, **{n: group for group, of in HU
 
 
 def family(name: str, noise: Sequence[int] | None = None, weights: int = 0) -> Case:
-    """A small network of a family, with all its dropout or none; other `weights` are drawn anew."""
+    """A small network of a family, with all its dropout, some of its sources or none; other `weights` are drawn anew.
+
+    Sources that are left out have a rate that never drops anything, or 0 where all are left out.
+    """
     group, number = FAMILIES[name], list(FAMILIES).index(name)
-    with in_double(1_000_003 * weights + number):
-        if group == "plain":
-            model = PLAIN[name][0](DROPOUT if noise != () else 0.0)
-        else:
-            model = hugging_face(*HUGGING_FACE[group][name], noise != ())
-        model = model.double().eval()
+    sources = _sources(name)
+    on = range(len(sources)) if noise is None else noise
+    rates = {s: DROPOUT if i in on else 1e-9 if on else 0.0 for i, s in enumerate(sources)}
+    model = _built(name, rates, weights)
     with in_double(number):
         x = PLAIN[name][1]() if group == "plain" else inputs_of(group, name)
         prediction = run(model, x).detach()
         dense = prediction.dim() > 2
         y = torch.randn_like(prediction) if dense else torch.randint(CLASSES, (len(prediction),))
-    drops = ("model",) if _varies(model, x) else ()
-    return Case(number, model, x, y, "regression" if dense else "classification", (group, name), drops)
+    return Case(number, model, x, y, "regression" if dense else "classification", (group, name), sources)
 
 
-def _varies(model: nn.Module, x: Any) -> bool:
-    with in_double(0), torch.no_grad():
-        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-        model.train()
-        for norm in norms:
-            norm.eval()
-        varies = not torch.equal(run(model, x), run(model, x))
-        model.eval()
-    return varies
+def _built(name: str, rates: dict[str, float], weights: int) -> nn.Module:
+    group, number = FAMILIES[name], list(FAMILIES).index(name)
+    with in_double(1_000_003 * weights + number):
+        if group == "plain":
+            return PLAIN[name][0](rates.get("other layers", 0.0)).double().eval()
+        return hugging_face(*HUGGING_FACE[group][name], {s: rates.get(s, 0.0) for s in SOURCES}).double().eval()
+
+
+@cache
+def _sources(name: str) -> tuple[str, ...]:
+    """The sources of noise that a family has: those with which two runs in training mode differ."""
+    with in_double(0):
+        x = PLAIN[name][1]() if FAMILIES[name] == "plain" else inputs_of(FAMILIES[name], name)
+        found = []
+        for source in SOURCES:
+            model = _built(name, {source: DROPOUT}, 0).train()
+            for module in model.modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.eval()
+            with torch.no_grad():
+                if not torch.equal(run(model, x), run(model, x)):
+                    found.append(source)
+    return tuple(found)

@@ -168,37 +168,37 @@ def _judge_draws(net: mt.Multitude, of: Case) -> Tensor:
     return drawn
 
 
-def _judge_vanishing(net: mt.Multitude, of: Case, model: nn.Module) -> None:
+def _judge_vanishing(net: mt.Multitude, of: Case, model: nn.Module, tolerance: float = 1e-6) -> None:
     """With noise that vanishes, the network computes what `model` does, in both modes, and learns alike."""
     with torch.no_grad():
         want = run(model.eval(), of.x)
         for index, draw in enumerate(net.eval()(of.x, draws=3, seed=1)):
-            same(f"evaluation, draw {index}", draw, want, 1e-6)
+            same(f"evaluation, draw {index}", draw, want, tolerance)
         same("expectation", net(of.x, draws=0)[0], want)
     net.train()
     model.train()
     loss, alone = net.loss(of.x, of.y, task=of.task), criterion(of, run(model, of.x))
-    same("loss", loss, alone, 1e-6)
+    same("loss", loss, alone, tolerance)
     loss.backward()
     alone.backward()
     own = dict(net.named_parameters())
     for name, parameter in model.named_parameters():
         if name in own and own[name].shape == parameter.shape:
-            same(f"gradient of {name}", own[name].grad, parameter.grad, 1e-5)
+            same(f"gradient of {name}", own[name].grad, parameter.grad, 10 * tolerance)
     buffers = dict(net.named_buffers())
     for name, buffer in model.named_buffers():
         if name in buffers:
-            same(f"buffer {name}", buffers[name], buffer, 1e-6)
+            same(f"buffer {name}", buffers[name], buffer, tolerance)
 
 
-def _drawing(build: Callable[..., mt.Multitude]) -> Check:
+def _drawing(build: Callable[..., mt.Multitude], tolerance: float = 1e-6) -> Check:
     """`build(case, vanishing)` makes the multitude, with noise that is felt or noise that vanishes."""
 
     def check(make: Make, runner: str) -> None:
         quiet = make(noise=())
         with left_alone(quiet):
             _judge_draws(build(quiet, False), quiet)
-            _judge_vanishing(build(quiet, True), quiet, make(noise=()).model)
+            _judge_vanishing(build(quiet, True), quiet, make(noise=()).model, tolerance)
 
     return check
 
@@ -253,7 +253,7 @@ def _judge_statistics(net: mt.Multitude, of: Case, make: Make, noise: tuple[int,
     if bool(far.max() > 7):
         raise Wrong(f"the mean of draws is {far.max():.0f} standard errors from the network's in training mode")
     spread, due = got.var(0).sum().item(), want.var(0).sum().item()
-    if not 0.4 * due <= spread <= 2.5 * due:
+    if not 0.5 * due <= spread <= 2 * due:
         raise Wrong(f"draws have variance {spread:.2e}, the network in training mode {due:.2e}")
 
 
@@ -268,7 +268,7 @@ def _training(model: nn.Module) -> nn.Module:
 def _variance(of: Case, vanishing: bool) -> mt.Multitude:
     net = mt.variance(of.model, None, "additive" if vanishing else "layer", init="pretrained", log_alpha=-2.0)
     for name, parameter in net.named_parameters():
-        if name.endswith("log_sigma"):  # what is left is the layer's own floor, of 1e-8 an activation
+        if name.endswith("log_sigma"):
             parameter.data.fill_(-60.0)
     return net
 
@@ -356,7 +356,7 @@ CHECKS: dict[str, Check] = {
     **SHARED,
     "mc_dropout": mc_dropout,
     "drop_connect": _drawing(_drop_connect),
-    "variance": _drawing(_variance),
+    "variance": _drawing(_variance, 1e-4),  # what is left of its noise is 1e-8 an activation, and grows on its way
     "patched": _drawing(_patched),
     "swa": swa,
     "swag": subspaces(_swag),
