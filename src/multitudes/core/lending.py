@@ -14,7 +14,9 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-__all__ = ["Attributes", "Written", "checkpointed", "foreign_tensors", "lent", "written_attributes"]
+from multitudes.core.calling import InputError
+
+__all__ = ["Attributes", "Written", "checkpointed", "lent", "written_attributes"]
 
 Written = dict[str, Tensor]
 """Buffers that a run has assigned, by their names."""
@@ -61,15 +63,18 @@ def _refill(registry: dict[str, Any], items: dict[str, Any]) -> None:
 
 
 @contextmanager
-def checkpointed(again: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+def checkpointed(again: Callable[[], AbstractContextManager[Any]] | None) -> Iterator[None]:
     """Inside, what gradient checkpointing will run a second time, in the backward pass, runs within `again()` there.
 
-    By then the network is no longer lent to the member whose activations are asked for.
+    By then the network is no longer lent to the member whose activations are asked for. With None, it is an error.
     """
     module: Any = torch.utils.checkpoint
     reentrant, generator = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
 
     def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+        if again is None:
+            raise InputError("it uses gradient checkpointing")
+
         def run(*args: Any, **kwargs: Any) -> Any:
             with again():
                 return function(*args, **kwargs)
@@ -151,10 +156,3 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 def _of_user(kind: type[nn.Module]) -> bool:
     return not kind.__module__.startswith(("torch.nn.", "multitudes.")) or ".models." in kind.__module__
-
-
-def foreign_tensors(own: Attributes, written: Written) -> list[str]:
-    """The names of what was written that is only a stand-in for a tensor, as `torch.vmap` makes them."""
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    held = {f"{path}.{key}" if path else key: value for (path, key), (value, _) in own.items()} | written
-    return [name for name, value in held.items() if isinstance(value, Tensor) and wrapped(value)]

@@ -79,6 +79,11 @@ class Members(Multitude):
         except CannotPack:  # not any more: some of its modules may have been frozen since
             return self._run("loop", x)
 
+    def _of_first(self, x: Input) -> Tensor:
+        parameters, buffers = slots(self.network)
+        with self._as(0, {name: t[0] for name, t in (parameters | buffers).items() if stackable(t)}):
+            return call(self.network, x)
+
     def _prepare(self, x: Input) -> None:
         runner = self._choose(x) if self._runner == "auto" else self._runner
         self._prove_once(runner, x)
@@ -160,7 +165,7 @@ class Members(Multitude):
             with (
                 as_member(self.network, index, self.members),
                 written_attributes(self.network, attributes),
-                checkpointed(_no_checkpoints),
+                checkpointed(None),
                 lent(self.network, state) as written,
             ):
                 result = function()
@@ -170,10 +175,10 @@ class Members(Multitude):
         try:
             result, values = torch.vmap(of_one, randomness="different")(torch.arange(self.members), state)
         except RuntimeError as error:
-            raise InputError(f"runner 'stacked' failed on this network or input: {error}") from error
+            raise InputError(f"vmap cannot run this network or input: {error}") from error
         if attributes:
             (path, key), *_ = attributes
-            raise InputError(f"runner 'stacked' cannot run this network: module {path!r} writes its attribute {key!r}")
+            raise InputError(f"the forward of module {path!r} writes its attribute {key!r}")
         self._keep(names, [dict(zip(names, own, strict=True)) for own in zip(*values, strict=True)])
         return result
 
@@ -326,10 +331,6 @@ class Members(Multitude):
         self._proven = dict(state["_proven"] or {})
         if "packed" not in self._refused:
             self._trace()
-
-
-def _no_checkpoints() -> Any:
-    raise InputError("runner 'stacked' cannot run this network: it uses gradient checkpointing")
 
 
 def _milliseconds(function: Callable[[], Any], warmups: int = 2, repeats: int = 3) -> float:

@@ -15,8 +15,10 @@ from multitudes.core.copying import copied
 from multitudes.core.divergences import Divergence
 from multitudes.core.draws.adaptive import predict_adaptively
 from multitudes.core.draws.engine import DrawCache, Draws
+from multitudes.core.draws.functional import keep_noise, to_be_kept
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
 from multitudes.core.predictive import Predictive
+from multitudes.core.seeding import seeded
 from multitudes.core.tasks import (
     Criterion,
     averaged,
@@ -100,6 +102,8 @@ class Multitude(nn.Module):
         free.
         """
         if torch.compiler.is_compiling():
+            if seed is not None:
+                raise InputError(f"seed={seed!r} cannot be honoured once the network is compiled: draw without it")
             return self._all_draws(x, draws)
         with input_errors(x), plain_attention():
             predictions = self._all_draws(x, draws, seed, self.memory if memory is None else memory)
@@ -167,13 +171,17 @@ class Multitude(nn.Module):
         if not isinstance(index, int) or not 0 <= index < self.members:
             raise ValueError(f"index must be a member's, 0 to {self.members - 1}, got {index!r}")
         alone = self._member(index)
-        return Multitude(alone).like(self) if stochastic_layers(alone) else alone
+        return Multitude(alone).like(self) if stochastic_layers(alone) or to_be_kept(alone) else alone
 
     # -- what a subclass says ----------------------------------------------------------------------------
 
     def _predictions(self, x: Input) -> Tensor:
         """One draw of every member, `[M, B, ...]`."""
         return call(self.network, x).unsqueeze(0)
+
+    def _of_first(self, x: Input) -> Tensor:
+        """One draw of the first member alone, `[B, ...]`."""
+        return self._predictions(x)[0]
 
     def _prepare(self, x: Input) -> None:
         """What is to be found out about `x` before the first draw."""
@@ -187,9 +195,12 @@ class Multitude(nn.Module):
         self, x: Input, draws: int | None, seed: int | None = None, memory: str | float | None = None
     ) -> Tensor:
         """`[M * D, B, ...]`, member-major."""
+        if to_be_kept(self.network):
+            self.find_noise(x)
         count = self._count(draws)
         if count is None:
-            return self._predictions(x)
+            with seeded(seed):  # for a network that draws in its own code
+                return self._predictions(x)
         if count == 0:
             with expecting(self.network):
                 return self._predictions(x)
@@ -203,6 +214,12 @@ class Multitude(nn.Module):
         else:
             drawn = self.draw_numbers(x, range(count), seed, memory)
         return drawn.transpose(0, 1).flatten(0, 1)
+
+    @torch.compiler.disable
+    def find_noise(self, x: Input) -> None:
+        """Look, in a run on `x`, for what the network's own code draws in training, where that is to be kept on."""
+        with plain_attention():
+            self.notes |= keep_noise(self.network, x, lambda: self._of_first(x))
 
     def draw_numbers(self, x: Input, numbers: range, seed: int | None, memory: str | float | None) -> Tensor:
         """The draws of these numbers, `[D, M, B, ...]`."""

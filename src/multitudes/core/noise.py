@@ -216,7 +216,8 @@ def _of_shape(kind: str) -> Rule:
         shape, like, rest = _place(function, size, dict(kwargs))
         if rest.pop("out", None) is not None:
             return NotImplemented
-        return getattr(source, kind)(shape, like).to(like.dtype).requires_grad_(bool(rest.get("requires_grad")))
+        numbers = getattr(source, kind)(shape, like).to(like.dtype)
+        return numbers.requires_grad_() if rest.get("requires_grad") else numbers
 
     return rule
 

@@ -32,12 +32,15 @@ class SharedMembers(Multitude):
 
     def __init__(self, network: nn.Module, members: int) -> None:
         super().__init__(network, members)
-        self._tiles: dict[Any, bool] = {}  # by mode and kind of input
+        self._tiles: dict[Any, bool] = {}  # by mode and kind of input, and the last by mode alone
 
     def _predictions(self, x: Input) -> Tensor:
         if (self.training or any(t.is_cuda for t in tensors_in(x))) and self._may_tile(x):
             return self._tiled(x)
         return torch.stack([self._alone(index, x) for index in range(self.members)])
+
+    def _of_first(self, x: Input) -> Tensor:
+        return self._alone(0, x)
 
     def _prepare(self, x: Input) -> None:
         if any(t.is_cuda for t in tensors_in(x)):
@@ -65,21 +68,26 @@ class SharedMembers(Multitude):
             for layer in layers:
                 layer.member = None
 
-    @torch.compiler.disable
     def _may_tile(self, x: Input) -> bool:
         """Whether a tiled batch gives what each member gives alone, tried once for each kind of input."""
-        key = self.training, kind_of(x)
-        if key not in self._tiles:
-            with running_statistics(self.network), silent_trial(self.network, x) as drew:
-                trouble = self._trouble(x) or ("it draws random numbers of its own" if drew() else "")
-            self._tiles[key] = not trouble
+        if torch.compiler.is_compiling() and self.training in self._tiles:
+            return self._tiles[self.training]
+        kind = kind_of(x)
+        if (self.training, kind) not in self._tiles:
+            trouble = self._prove(x)
+            self._tiles[self.training] = self._tiles[self.training, kind] = not trouble
             if trouble:
                 warnings.warn(
                     f"the members' rows cannot lie side by side in one batch: {trouble}; so the members run one after "
                     "the other, which is slower",
                     stacklevel=2,
                 )
-        return self._tiles[key]
+        return self._tiles[self.training, kind]
+
+    @torch.compiler.disable
+    def _prove(self, x: Input) -> str:
+        with running_statistics(self.network), silent_trial(self.network, x) as drew:
+            return self._trouble(x) or ("it draws random numbers in a way that cannot be compared" if drew() else "")
 
     def _trouble(self, x: Input) -> str:
         """How the tiled batch differs from the first and the last member alone; nothing where it does not."""

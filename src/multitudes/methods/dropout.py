@@ -12,7 +12,6 @@ of each activation.
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import torch.nn.functional as F
@@ -20,7 +19,8 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import Input
 from multitudes.core.checks import check_number
-from multitudes.core.draws.stochastic import Stochastic
+from multitudes.core.draws.functional import noise_to_keep, to_be_kept
+from multitudes.core.draws.stochastic import Stochastic, stochastic_layers
 from multitudes.core.multitude import Multitude
 from multitudes.methods.registry import Method, Settings, by
 from multitudes.surgery.downsampling import Call, Run, has_other_path
@@ -135,11 +135,13 @@ def mc_dropout(
 ) -> Multitude:
     """A copy of `model` whose dropout stays on in evaluation, with rate `p` or, without one, each layer's own.
 
-    By default all of the model's dropout layers stay on, or those that `layers` selects. Where it selects others, new
+    By default all of the model's dropout stays on: its dropout layers, and what the code of its modules draws in
+    training alone (`F.dropout`, attention's `dropout_p`, masks from `torch.rand`), which one run in training mode
+    shows, on `example` or on the first input. Or those layers do that `layers` selects. Where it selects others, new
     dropout of rate `p` is inserted before each of them, or after each where they are activations, and the dropout that
     is there stays on as well. Three words select usual places: `"block"`, before the last convolution of each residual
     block; `"activation"`, after every activation; `"norm"`, before every normalisation. `example` is one batch of
-    inputs, with which residual blocks are found; where it is left out, the usual sizes are tried.
+    inputs; where it is left out, the usual sizes are tried.
 
     >>> import torch
     >>> net = mc_dropout(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 2))).eval()
@@ -151,35 +153,44 @@ def mc_dropout(
     if p is not None:
         check_number("p", p, 0, below=1)
     existing = _existing(network)
-    chosen = _chosen(network, existing, layers, example)
-    if chosen.keys() <= existing.keys():
-        if p is None and not any(layer.p for layer in chosen.values()):
-            raise ValueError("p must be given: the model's dropout layers have rate 0, so nothing would be drawn")
-        network = replace(network, {name: _kept_on(layer, p) for name, layer in chosen.items()})
-    else:
-        if p is None:
-            raise ValueError(f"p must be given for the dropout that layers={layers!r} inserts")
-        network = replace(network, {name: _kept_on(layer) for name, layer in existing.items()})
+    chosen = existing if layers is None else _chosen(network, layers, example)
+    inserted = not chosen.keys() <= existing.keys()
+    if inserted and p is None:
+        raise ValueError(f"p must be given for the dropout that layers={layers!r} inserts")
+    rate = None if inserted else p
+    kept = existing if inserted else chosen
+    x = _any_example(network, example)
+    network = replace(network, {name: _kept_on(layer, rate) for name, layer in kept.items()})
+    if inserted:
         insert = after if all(type(layer) in ACTIVATIONS for layer in chosen.values()) else before
         new = {name: Dropout(p) for name in chosen}
-        network = insert(network, new, name="dropout", example=_any_example(network, example))
+        network = insert(network, new, name="dropout", example=x)
+    if inserted or layers is None:
+        noise_to_keep(network, rate)
     net = Multitude(network).like(model, task)
-    for name, layer in network.named_modules():
-        if isinstance(layer, Dropout):
-            net.notes[name] = f"dropout {layer.p} stays on"
-        elif isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)) and layer.dropout:
-            warnings.warn(
-                f"layer {name!r} ({type(layer).__name__}) has dropout inside, which stays off in evaluation",
-                stacklevel=2,
-            )
+    net.notes = {n: f"dropout {m.p} stays on" for n, m in network.named_modules() if isinstance(m, Dropout)}
+    if x is not None:
+        net.find_noise(x)
+    _check_something_drawn(net, existing)
     return net
+
+
+def _check_something_drawn(net: Multitude, existing: dict[str, Any]) -> None:
+    """An error where nothing would be drawn, which names what could be done."""
+    drawing = [m for m in stochastic_layers(net.network) if not isinstance(m, Dropout) or m.p]
+    if drawing:
+        return
+    if existing:
+        raise ValueError("p must be given: the model's dropout layers have rate 0, so nothing would be drawn")
+    look = "; example=, one batch of inputs, shows dropout in its own code" if to_be_kept(net.network) else ""
+    raise ValueError(
+        f"model ({type(net.network).__name__}) has no dropout layer to keep on; layers= says where to insert some: "
+        f"{', '.join(map(repr, PLACES))}, or any of its layers{look}"
+    )
 
 
 def _existing(network: nn.Module) -> dict[str, Any]:
     """The network's dropout layers, by name."""
-    for name, layer in network.named_modules():
-        if isinstance(layer, (nn.AlphaDropout, nn.FeatureAlphaDropout)):
-            raise ValueError(f"layer {name!r} is an {type(layer).__name__}, which cannot be kept on; use nn.Dropout")
     return {name: layer for name, layer in network.named_modules() if type(layer) in DROPOUTS}
 
 
@@ -187,15 +198,8 @@ def _kept_on(layer: Any, p: float | None = None) -> Dropout:
     return Dropout(layer.p if p is None else p, DROPOUTS[type(layer)])
 
 
-def _chosen(network: nn.Module, existing: dict[str, Any], layers: Selector, example: Input | None) -> dict[str, Any]:
+def _chosen(network: nn.Module, layers: Selector, example: Input | None) -> dict[str, Any]:
     """The dropout layers that stay on, or the layers before or after which dropout is inserted."""
-    if layers is None and not existing:
-        raise ValueError(
-            f"model ({type(network).__name__}) has no dropout layer to keep on; layers= says where to insert some: "
-            f"{', '.join(map(repr, PLACES))}, or any of its layers"
-        )
-    if layers is None:
-        return existing
     if layers == "block":
         found = _last_convolutions(network, example_for(network, example))
         if not found:
@@ -204,7 +208,7 @@ def _chosen(network: nn.Module, existing: dict[str, Any], layers: Selector, exam
     if layers in ("activation", "norm"):
         return select(network, None, ACTIVATIONS if layers == "activation" else NORMS)
     chosen = select(network, layers, tuple({type(module) for name, module in network.named_modules() if name}))
-    return {name: layer for name, layer in chosen.items() if name in existing} or chosen
+    return {name: layer for name, layer in chosen.items() if type(layer) in DROPOUTS} or chosen
 
 
 def _any_example(network: nn.Module, example: Input | None) -> Input | None:
@@ -272,8 +276,11 @@ def _connected(layer: nn.Module, p: float) -> DropConnect:
 def kept_on_or_inserted(network: nn.Module, example: Tensor, settings: Settings, seed: int) -> Multitude:
     """Dropout that is there stays on; where there is none, it is put into the residual blocks, or after activations."""
     p, layers = settings["p"], settings["layers"]
-    if layers is None and not any(layer.p > 0 for layer in _existing(network).values()):
-        p = 0.1 if p is None else p
+    if layers is None:
+        try:
+            return mc_dropout(network, p, example=example)
+        except ValueError:  # no dropout
+            p = 0.1 if p is None else p
         try:
             return mc_dropout(network, p, "block", example=example)
         except ValueError:  # no residual blocks

@@ -24,10 +24,17 @@ from multitudes.core.calling import Input, InputError, tensors_in, tile
 from multitudes.core.draws.memory import Meter, OverBudget, free_bytes, in_bytes
 from multitudes.core.draws.stochastic import Draw, drawing, stochastic_layers
 from multitudes.core.draws.vmap import vmap_friendly
+from multitudes.core.lending import Attributes, lent, written_attributes
+from multitudes.core.proof import alike, kind_of, trial, unmoved
 from multitudes.core.seeding import mixed
 
 CACHED = 128e6
 """The bytes that draws may hold at once on a CPU, however much memory there is: more of them take longer each."""
+
+
+class Different(ValueError):
+    """Two ways to make the same draws give different predictions."""
+
 
 Predict = Callable[[Input], Tensor]
 """One draw of every member: `[B, ...] -> [M, B, ...]`."""
@@ -39,6 +46,7 @@ class DrawCache:
 
     way: str = "vmap"  # under vmap; "expand": as one batch of all draws' rows; "loop": one after the other
     draws_elsewhere: bool = False  # random numbers beside those that its stochastic layers ask for
+    proven: set[Any] = field(default_factory=set)  # ways, with the kinds of inputs for which they were tried
     costs: dict[Any, Cost] = field(default_factory=dict)
 
 
@@ -103,19 +111,51 @@ class Draws:
         trouble = ""
         for way in (ways := self._ways(len(numbers))):
             try:
-                result = self._run(way, numbers)
-            except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+                result = self._run(way, numbers) if self._is_proven(way) else self._proven_run(way, numbers)
+            except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
                 if way == ways[-1] or isinstance(error, torch.OutOfMemoryError):
                     raise
                 self.draw.forget()
-                trouble = trouble or f"{_culprit(self.network, error.__traceback__)} ({str(error).splitlines()[0]})"
+                seen = f"{_culprit(self.network, error.__traceback__)} ({str(error).splitlines()[0]})"
+                trouble = trouble or (str(error) if isinstance(error, Different) else f"vmap cannot run {seen}")
                 continue
             if trouble:
                 self.cache.way = way
                 how = "as one large batch" if way == "expand" else "one after the other"
-                warnings.warn(f"vmap cannot run {trouble}, so the draws run {how}, which is slower", stacklevel=2)
+                warnings.warn(f"{trouble}, so the draws run {how}, which is slower", stacklevel=2)
             return result, way
         raise AssertionError("unreachable: the last way returns or raises")
+
+    def _is_proven(self, way: str) -> bool:
+        return way == "loop" or (way, torch.is_grad_enabled(), kind_of(self.x)) in self.cache.proven
+
+    def _proven_run(self, way: str, numbers: range) -> Tensor:
+        """Make draws by a quick way for the first time, and compare them with draws made one by one.
+
+        Under vmap one of them is made again. As one batch, two are tried with moved weights before, since what lets
+        rows see each other may be behind a gate that is still closed.
+        """
+        if way == "expand":
+            with trial(self.network, self.x):
+                self._compare(self._run(way, range(2)), range(2))
+        attributes: Attributes = {}
+        versions = [buffer._version for buffer in self.network.buffers()]
+        with written_attributes(self.network, attributes), lent(self.network, {}) as written:
+            result = self._run(way, numbers)
+        if attributes or written or versions != [buffer._version for buffer in self.network.buffers()]:
+            name = next(iter([*written, *(key for _, key in attributes), "a buffer"]))
+            raise Different(f"the network writes {name!r} as it runs, which each draw must do by itself")
+        with unmoved(self.network, self.x):
+            self._compare(result[-1:], numbers[-1:])
+        self.cache.proven.add((way, torch.is_grad_enabled(), kind_of(self.x)))
+        return result
+
+    def _compare(self, got: Tensor, numbers: range) -> None:
+        self.draw.forget()
+        want = torch.stack([self._one(number) for number in numbers])
+        self.draw.forget()
+        if not alike(got.flatten(0, 1), want.flatten(0, 1)):
+            raise Different("at once the network gives other predictions than draw by draw")
 
     def _ways(self, draws: int) -> list[str]:
         kinds = {layer.noise for layer in self.layers}

@@ -1,0 +1,228 @@
+"""Dropout that is no layer: modules whose own code draws in training, found by observation and kept on.
+
+`F.dropout` in a `forward`, attention with `dropout_p`, a mask from `torch.rand` behind `if self.training`: a network in
+evaluation is silent about all of them. One run in training mode shows which modules draw. Each such module then runs
+its own code as in training, with random numbers that are those of a draw (`FunctionalNoise`), while the modules inside
+it stay as they are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.calling import Input
+from multitudes.core.draws.stochastic import Stochastic, expecting
+from multitudes.core.lending import checkpointed
+from multitudes.core.noise import STILL, Redrawn
+from multitudes.core.proof import alike, random_states, running_statistics, unmoved
+
+__all__ = ["FunctionalNoise", "keep_noise", "kept_class", "noise_to_keep", "own_class", "to_be_kept"]
+
+CHILD = "functional_noise"
+_MARK = "keeps_functional_noise"
+_ACTIVATIONS = (nn.RReLU,)
+_DROPS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "scaled_dot_product_attention", "feature_dropout",
+          "multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu"}  # fmt: skip
+"""Functions that give what they are given where nothing is dropped."""
+
+
+class FunctionalNoise(Stochastic):
+    """What a module's own code draws; `rate`, where it is given, is that of its dropout."""
+
+    def __init__(self, rate: float | None = None) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, module: nn.Module, run: Callable[[], Any]) -> Any:
+        """Run a module's own code as in training, with this source's numbers, or as in evaluation."""
+        before = module.training
+        module.training = not self.expects
+        try:
+            if self.expects or (before and self.draw is None and self.rate is None):  # torch's own is as good
+                return run()
+            with Redrawn(self), checkpointed(lambda: Redrawn(self)):
+                return run()
+        finally:
+            module.training = before
+
+    def kept(self, shape: Sequence[int], p: float, like: Tensor) -> Tensor:
+        """Dropout's mask."""
+        p = p if self.rate is None else self.rate
+        return (self.uniform(shape, like) >= p).to(like.dtype) / (1 - p)
+
+    def extra_repr(self) -> str:
+        return "" if self.rate is None else f"rate={self.rate}"
+
+
+@cache
+def kept_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """A module's class, with its forward run by its `FunctionalNoise`."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._modules[CHILD](self, partial(kind.forward, self, *args, **kwargs))
+
+    own = {"forward": forward, "own_class": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), own)
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module had before its noise was kept on."""
+    return vars(type(module)).get("own_class", type(module))
+
+
+# -- finding it --------------------------------------------------------------------------------------------
+
+
+def noise_to_keep(network: nn.Module, rate: float | None) -> None:
+    """Leave word that the network's functional noise is to be kept on, once an input shows where it is."""
+    vars(network)[_MARK] = {"rate": rate}
+
+
+def to_be_kept(network: nn.Module) -> bool:
+    """Whether the network's functional noise is to be kept on, and has not been looked for yet."""
+    return _MARK in vars(network)
+
+
+def keep_noise(network: nn.Module, x: Input, run: Callable[[], Tensor]) -> dict[str, str]:
+    """Keep on what the network's own code draws in training, seen in one `run`; what it is, by the module's name."""
+    rate = vars(network).pop(_MARK)["rate"]
+    found = _found(network, x, run)
+    for name in found:
+        module = network.get_submodule(name)
+        if isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) or hasattr(module, CHILD):
+            raise ValueError(f"{_place(network, name)} draws in its own code, which cannot be kept on there")
+    for name in found:
+        module = network.get_submodule(name)
+        module.add_module(CHILD, FunctionalNoise(rate).train(module.training))
+        module.__class__ = kept_class(type(module))
+    for module in network.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # else it reads the weights of its layers instead of calling them
+    _check_only_noise(network, x, run, found)
+    return {name: f"{', '.join(sorted(functions))} in its own code stays on" for name, functions in found.items()}
+
+
+def _found(network: nn.Module, x: Input, run: Callable[[], Tensor]) -> dict[str, set[str]]:
+    """The modules whose own code draws in training and not in evaluation, and by which functions."""
+    seen: dict[bool, dict[str, set[str]]] = {}
+    for training in (True, False):
+        watch = _Watch(network, x)
+        with (
+            _mode(network, training),
+            running_statistics(network),
+            unmoved(network, x),
+            expecting(network),
+            torch.no_grad(),
+            watch.on(),
+        ):
+            run()
+        seen[training] = watch.drawn
+        if training and watch.unknown:
+            name = next(iter(watch.unknown))
+            raise ValueError(
+                f"{_place(network, name)} draws random numbers in training in a way that cannot be kept on in "
+                "evaluation; layers= names the dropout layers that shall stay on, without it"
+            )
+    return {
+        name: new
+        for name, functions in seen[True].items()
+        if (new := functions - seen[False].get(name, set()))
+        and not isinstance(network.get_submodule(name), _ACTIVATIONS)
+    }
+
+
+class _Watch:
+    """Which module is at work when random numbers are drawn: by functions that are known, or by others."""
+
+    def __init__(self, network: nn.Module, x: Input) -> None:
+        self.network = network
+        self.states = random_states(x)
+        self.stack: list[str] = []
+        self.drawn: dict[str, set[str]] = {}
+        self.unknown: dict[str, None] = {}
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        handles = []
+        for name, module in self.network.named_modules():
+            handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
+            handles.append(module.register_forward_hook(self._leave, always_call=True))
+        try:
+            with Redrawn(STILL, lambda function: self.drawn.setdefault(self._at_work(), set()).add(function)):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _at_work(self) -> str:
+        return self.stack[-1] if self.stack else ""
+
+    def _enter(self, name: str, *_: Any) -> None:
+        self._look()
+        self.stack.append(name)
+
+    def _leave(self, *_: Any) -> None:
+        self._look()
+        if self.stack:
+            self.stack.pop()
+
+    def _look(self) -> None:
+        now = [(get, put, get()) for get, put, _ in self.states]
+        if [state for *_, state in now] != [state for *_, state in self.states]:
+            self.unknown[self._at_work()] = None
+        self.states = now
+
+
+def _check_only_noise(network: nn.Module, x: Input, run: Callable[[], Tensor], found: dict[str, set[str]]) -> None:
+    """An error where code that asks `self.training` does more than drop: then evaluation would be something else."""
+    if not found or not all(functions <= _DROPS for functions in found.values()):
+        return
+    with _mode(network, False), unmoved(network, x), torch.no_grad():
+        with expecting(network):
+            want = run()
+        sources = [module for module in network.modules() if isinstance(module, FunctionalNoise)]
+        others = [m for m in network.modules() if isinstance(m, Stochastic) and not isinstance(m, FunctionalNoise)]
+        for layer in others:
+            layer.expects = True
+        for source in sources:
+            source.kept = STILL.kept  # type: ignore[method-assign]
+        try:
+            got = run()
+        finally:
+            for layer in others:
+                layer.expects = False
+            for source in sources:
+                del vars(source)["kept"]
+    if not alike(got[None], want[None]):
+        places = ", ".join(_place(network, name) for name in found)
+        raise ValueError(
+            f"{places} asks for self.training for more than dropout, which cannot be kept on alone; layers= names the "
+            "dropout layers that shall stay on, without it"
+        )
+
+
+@contextmanager
+def _mode(network: nn.Module, training: bool) -> Iterator[None]:
+    """A mode of all modules inside, each one's own again after."""
+    modes = [(module, module.training) for module in network.modules()]
+    for module, _ in modes:
+        module.training = training
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _place(network: nn.Module, name: str) -> str:
+    kind = type(network.get_submodule(name)).__name__
+    return f"layer {name!r} ({kind})" if name else f"the network itself ({kind})"
