@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import tests.random_maps
-import tests.random_sequences  # noqa: F401
+import tests.random_maps  # noqa: F401
 from tests.random_dice import BLOCKS, PLAIN, WIDTH, Dice
+from tests.random_sequences import class_token
 
 CLASSES = 3
 
@@ -241,7 +241,7 @@ def case(number: int, noise: Sequence[int] | None = None, weights: int = 0) -> C
         if form == "maps" and kind != "video" and dice.chance(0.25):
             form = "sequences"
             chosen = [*chosen[:2], PatchesOf, *(dice.one(blocks_of[form]) for _ in range(dice.random.randint(1, 2)))]
-        head, dense = _head(dice, form, kind)
+        head, dense = _head(dice, form, chosen[-1] is class_token)
         answer = dice.one(("tensor",) * 8 + ("tuple", "dict", "object"))
         size = dice.random.randint(3, 5)
         blocks = nn.Sequential(*(build() if build is PatchesOf else build(dice) for build in chosen))
@@ -256,7 +256,7 @@ def case(number: int, noise: Sequence[int] | None = None, weights: int = 0) -> C
     return Case(number, model, x, y, "regression" if dense else "classification", parts, tuple(dice.rates))
 
 
-def _head(dice: Dice, form: str, kind: str) -> tuple[Callable[[], nn.Module], bool]:
+def _head(dice: Dice, form: str, token_is_last: bool) -> tuple[Callable[[], nn.Module], bool]:
     """A head, and whether it answers for each step or pixel."""
     dense = dice.chance(0.25)
 
@@ -267,6 +267,8 @@ def _head(dice: Dice, form: str, kind: str) -> tuple[Callable[[], nn.Module], bo
         return nn.Linear(WIDTH, CLASSES)
 
     how = "maps" if form == "maps" else dice.one(("mean", "first"))
+    if token_is_last:  # a class token that nothing has been added to says nothing of the input
+        how = "mean"
     if form == "rows" or not dense:
         return (lambda: Pool(how)), False
     return (per_pixel if form == "maps" else per_step), True
