@@ -15,16 +15,14 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from benchmarks.family_networks import FAMILIES, family
+from benchmarks.networks_page import PAGE, written
 from tests.random_judge import Verdict, judged
 from tests.random_methods import CHECKS, ROWS
 
-PAGE = Path(__file__).parents[1] / "docs" / "networks.md"
-SECTION = "families"
 COLUMNS = {
     "fuse, loop": ("fuse", "loop"),
     "fuse, packed": ("fuse", "packed"),
@@ -33,9 +31,10 @@ COLUMNS = {
 }
 """The table's columns: every method; where members are independent, run by the loop, and fused ones by all runners."""
 
-REASONS = {
-    "no dropout": "no dropout there",
-}
+SENTENCE = re.compile(r"^\w+: | \[\w+\.py:\d+\]$")
+"""What the judge puts around a sentence: the exception's name and where it was raised."""
+
+REASONS: dict[str, str] = {}
 """The three words for a refusal, by what its sentence holds."""
 
 
@@ -50,7 +49,10 @@ def verdicts(name: str, methods: tuple[str, ...]) -> dict[str, Verdict]:
 def three_words(found: Verdict) -> str:
     if found.kind != "refused":
         return {"right": "ok"}.get(found.kind, found.kind.upper())
-    return next((words for part, words in REASONS.items() if re.search(part, found.why)), f"refused: {found.why}")
+    for part, words in REASONS.items():
+        if re.search(part, found.why):
+            return words
+    raise ValueError(f"REASONS has no three words for {found.why!r}")
 
 
 def table(found: dict[str, dict[str, Verdict]]) -> Iterator[str]:
@@ -60,11 +62,17 @@ def table(found: dict[str, dict[str, Verdict]]) -> Iterator[str]:
         yield f"| {group} | {name} | {' | '.join(three_words(found[name][column]) for column in COLUMNS)} |"
 
 
-def written(text: str, section: str, lines: Iterator[str]) -> str:
-    """A page with a section between its marks put anew."""
-    begin, end = f"<!-- {section}: generated -->\n", f"<!-- end of {section} -->"
-    before, _, rest = text.partition(begin)
-    return before + begin + "\n" + "\n".join(lines) + "\n\n" + end + rest.partition(end)[2]
+def reasons(found: dict[str, dict[str, Verdict]]) -> Iterator[str]:
+    """A whole sentence for each of the three words, the first that was met."""
+    first: dict[str, str] = {}
+    for of_all in found.values():
+        for verdict in of_all.values():
+            if verdict.kind == "refused":
+                first.setdefault(three_words(verdict), verdict.why)
+    yield "Each of the reasons in full, as one network got it:"
+    yield ""
+    for words, why in sorted(first.items()):
+        yield f"- *{words}*: {SENTENCE.sub('', why)}"
 
 
 def main() -> None:
@@ -83,7 +91,7 @@ def main() -> None:
                 if kind in ("crashed", "wrong") or args.only or args.method:
                     print(f"{name}, {column}: {kind}: {why}", file=sys.stderr, flush=True)
     if not args.only and not args.method:
-        PAGE.write_text(written(PAGE.read_text(), SECTION, table(found)))
+        PAGE.write_text(written(PAGE.read_text(), "families", [*table(found), "", *reasons(found)]))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Random networks through every method and runner, judged by a loop of the judge's own: how many are right?
 
-    python -m benchmarks.random_networks --count 1000 --seed 0 [--jobs 2]      # from the root of the repository
-    python -m benchmarks.random_networks --only 123 --method packed            # one of them again, with the reason
+    python -m benchmarks.random_networks --count 1000 --seed 0 [--jobs 2] [--write]  # from the root of the repository
+    python -m benchmarks.random_networks --only 123 --method packed                  # one of them again, with the reason
 
 A network is known by its number (`tests/random_networks.py`); seed S means the numbers from S on. Each is *right*
 under a method and a runner, *refused* for a reason, *crashed*, or *wrong* without a word (`tests/random_judge.py`). The
@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 
+from benchmarks.networks_page import PAGE, written
 from tests.random_methods import CHECKS, ROWS, Verdict, verdict
 from tests.random_networks import case
 
@@ -64,6 +65,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--only", type=int, help="one network, by its number")
     parser.add_argument("--method", choices=CHECKS, action="append", help="one method; may be given again")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/networks.md")
     args = parser.parse_args()
     methods = tuple(args.method or CHECKS)
     if args.only is not None:
@@ -78,8 +80,10 @@ def main() -> None:
             if kind in ("crashed", "wrong"):
                 bad.append(f"{number} {' '.join(row).strip()}: {kind}: {why}")
                 print(bad[-1], file=sys.stderr, flush=True)
-    print("\n".join(table(counts)))
-    print(f"\n{args.count} networks, from number {args.seed} on; crashed or wrong: {len(bad)}")
+    lines = [f"{args.count} networks, the numbers from {args.seed} on:", "", *table(counts)]
+    print("\n".join(lines))
+    if args.write:
+        PAGE.write_text(written(PAGE.read_text(), "random networks", lines))
     raise SystemExit(bool(bad))
 
 
