@@ -320,7 +320,7 @@ def test_conversion_keeps_what_it_can() -> None:
         ({"mixing": 3}, "mixing must be .* got 3"),
         ({"relaxation": "soft"}, "relaxation must be one of straight-through, weighted, got 'soft'"),
         ({"temperature": 0}, "temperature must be above 0, got 0"),
-        ({"init": "old"}, "init must be one of fresh, pretrained, got 'old'"),
+        ({"init": "old"}, "init must be one of fresh, pretrained, heads, got 'old'"),
         ({"layers": "norms"}, "layers='norms' selects nothing; .* or layers is a sum of norm, input, output"),
         ({"layers": ["2"]}, "layers: layer '2' is a Tanh, which this method cannot convert"),
     ],

@@ -208,7 +208,7 @@ def test_bad_arguments_are_named() -> None:
         (lambda: swag(model, states(WAY * np.nan)), r"checkpoints\[0\] holds NaN or infinite weights in 'weight'"),
         (lambda: swa(model, states(WAY + np.inf)), r"checkpoints\[0\] holds NaN or infinite weights in 'weight'"),
         (lambda: swag(nn.ReLU(), [{}, {}]), "has no weights to draw"),
-        (lambda: swag("model", states()), "model must be an nn.Module, got str"),
+        (lambda: swag("model", states()), "model must be an nn.Module, or a function that builds one, got str"),
         (lambda: swag(swag(model, states()), states()), "model draws its weights around a trajectory already"),
         (lambda: swag(mt.batch_ensemble(model, 2), states()), "model is a multitude of members already"),
         (lambda: swa(model, []), "checkpoints must be 1 or more, got 0"),

@@ -182,14 +182,14 @@ def hooked() -> nn.Module:
         ({"log_alpha": 21}, r"log_alpha must be -20 or more and at most 20, got 21"),
         ({"log_alpha": "low"}, r"log_alpha must be -20 or more and at most 20, got 'low'"),
         ({"nu": 0.0}, r"nu must be above 0, got 0.0"),
-        ({"init": "zero"}, r"init must be one of fresh, pretrained, got 'zero'"),
+        ({"init": "zero"}, r"init must be one of fresh, pretrained, heads, got 'zero'"),
         ({"layers": ["1"]}, r"layer '1' is a BatchNorm2d, which this method cannot convert"),
         ({"layers": "x"}, r"layers='x' selects nothing; it could select: 0, 4, 6"),
         ({"model": nn.Sequential(nn.Linear(2, 2))}, r"has only one layer: layers=\['0'\] converts it"),
         ({"model": nn.Sequential(nn.ReLU())}, r"no layer that can be converted: Linear, Conv1d, Conv2d"),
         ({"model": mt.deep_ensemble(network(), 2)}, r"model is a multitude of members already"),
         ({"model": hooked()}, r"'4' has forward hooks"),
-        ({"model": 3}, r"model must be an nn.Module, got int"),
+        ({"model": 3}, r"model must be an nn.Module, or a function that builds one, got int"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:

@@ -29,7 +29,10 @@ from multitudes.core.tasks import (
     task_of,
 )
 
-__all__ = ["Criterion", "Divergence", "Multitude", "evaluating", "plain", "share_registries"]
+REACH = "(reach)"
+"""The note that says what share of the network a method reaches."""
+
+__all__ = ["REACH", "Criterion", "Divergence", "Multitude", "evaluating", "plain", "share_registries"]
 
 
 def share_registries(sharer: nn.Module, network: nn.Module) -> None:
@@ -103,11 +106,16 @@ class Multitude(nn.Module):
         """
         if torch.compiler.is_compiling():
             if seed is not None:
-                raise InputError(f"seed={seed!r} cannot be honoured once the network is compiled: draw without it")
+                return self._uncompiled(x, draws, seed, memory)
             return self._all_draws(x, draws)
         with input_errors(x), plain_attention():
             predictions = self._all_draws(x, draws, seed, self.memory if memory is None else memory)
         return one_per_input(predictions, x)
+
+    @torch.compiler.disable
+    def _uncompiled(self, x: Input, draws: int | None, seed: int, memory: str | float | None) -> Tensor:
+        """Draws of a seed have random sources of their own, which no compiler knows."""
+        return self.forward(x, draws=draws, seed=seed, memory=memory)
 
     def loss(
         self,
@@ -284,7 +292,7 @@ class Multitude(nn.Module):
     # -- the rest ----------------------------------------------------------------------------------------
 
     def summary(self) -> str:
-        """A table of the layers: name, class, parameters, and what the method did to each."""
+        """A table of the layers: name, class, parameters, and what the method did to each; then what it reaches."""
         rows = [
             (name or "(root)", type(layer).__name__, f"{count:,}", self.notes.get(name, ""))
             for name, layer in self.network.named_modules()
@@ -296,10 +304,12 @@ class Multitude(nn.Module):
             size += f" x {self.draws} draws"
         rows.append(("total", size, f"{total:,}", self.notes.get("total", "")))
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        return "\n".join(
+        lines = [
             f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {count:>{widths[2]}}  {note}".rstrip()
             for name, kind, count, note in rows
-        )
+        ]
+        reach = "reaches 100 % of the parameters" if self.independent else self.notes.get(REACH)
+        return "\n".join(lines if reach is None else [*lines, reach])
 
     def parameter_groups(self, lr: float, **own: float | Mapping[str, Any]) -> list[dict[str, Any]]:
         """Parameter groups for an optimizer: parameters of a given last name have a learning rate of their own.

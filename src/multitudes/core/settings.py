@@ -7,13 +7,26 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
-__all__ = ["described", "fingerprint"]
+__all__ = ["computing_hooks", "described", "fingerprint"]
 
 _DEPTH = 4
 """How deep settings are read: `self.config.layers[0].gain`."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def computing_hooks(module: nn.Module) -> dict[str, Any]:
+    """The hooks of torch's that compute a weight before each forward, by the name of that weight.
+
+    They are those of `nn.utils.weight_norm` and `spectral_norm` as they were before parametrisations, and of pruning.
+    """
+    kinds = (BasePruningMethod, SpectralNorm, WeightNorm)
+    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, kinds)]
+    return {hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name: hook for hook in hooks}
 
 
 def fingerprint(value: Any, depth: int = _DEPTH) -> Any:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import Input, call, tensors_in, tile
 from multitudes.core.copying import copied
-from multitudes.core.lending import checkpointed
-from multitudes.core.multitude import Multitude
-from multitudes.core.proof import alike, first_difference, kind_of, running_statistics, silent_trial
+from multitudes.core.lending import Attributes, checkpointed, each_from_the_same
+from multitudes.core.multitude import Multitude, evaluating
+from multitudes.core.proof import alike, first_difference, kind_of, running_statistics, silent_trial, unmoved
 
 
 class SharedMembers(Multitude):
@@ -32,12 +32,18 @@ class SharedMembers(Multitude):
 
     def __init__(self, network: nn.Module, members: int) -> None:
         super().__init__(network, members)
+        self._written: list[Attributes] = [{} for _ in range(members)]
         self._tiles: dict[Any, bool] = {}  # by mode and kind of input, and the last by mode alone
 
     def _predictions(self, x: Input) -> Tensor:
         if (self.training or any(t.is_cuda for t in tensors_in(x))) and self._may_tile(x):
             return self._tiled(x)
-        return torch.stack([self._alone(index, x) for index in range(self.members)])
+        if torch.compiler.is_compiling():
+            return torch.stack([self._alone(index, x) for index in range(self.members)])
+        with each_from_the_same(self.network, self._written) as turn:
+            return torch.stack(
+                [turn(index, lambda index=index: self._alone(index, x)) for index in range(self.members)]
+            )
 
     def _of_first(self, x: Input) -> Tensor:
         return self._alone(0, x)
@@ -92,14 +98,18 @@ class SharedMembers(Multitude):
     def _trouble(self, x: Input) -> str:
         """How the tiled batch differs from the first and the last member alone; nothing where it does not."""
         few = sorted({0, self.members - 1})
-        want = torch.stack([self._alone(index, x) for index in few])
+        want = []
+        for index in few:
+            with unmoved(self.network, x):
+                want.append(self._alone(index, x))
         try:
-            got = self._tiled(x)
+            with unmoved(self.network, x):
+                got = self._tiled(x)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             return f"tiled, the network fails ({str(error).splitlines()[0]})"
-        if got.shape[1:] == want.shape[1:] and alike(got[few], want):
+        if got.shape[1:] == want[0].shape and alike(got[few], torch.stack(want)):
             return ""
         layer = first_difference(
             self.network,
@@ -125,16 +135,18 @@ class MemberLayer(nn.Module):
     wraps = "layer"
     """The child that is the user's own layer, whose place it takes."""
 
-    def __init__(self, layer: nn.Module, members: int) -> None:
+    def __init__(self, layer: nn.Module, members: int, axis: int = -1) -> None:
+        """`axis` is that of channels in x, counted from the last."""
         super().__init__()
         self.layer = layer
         self.members = members
         self.member: int | None = None
-        self.axis = -1 if isinstance(layer, nn.Linear) else 1
+        self.axis = axis
 
     def __getattr__(self, name: str) -> Any:
         """The layer's plain settings (`stride`, `in_features`), which networks may ask for; never its tensors."""
-        if name != "layer" and "layer" in self._modules:
+        special = name == "layer" or name.startswith("__")  # as `__deepcopy__` of parametrised layers
+        if not special and "layer" in self.__dict__.get("_modules", {}):
             setting = getattr(self.layer, name, None)
             if setting is not None and not isinstance(setting, Tensor):
                 return setting
@@ -143,34 +155,29 @@ class MemberLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The weight's shape, dtype and device, for networks that ask; its values are NaN, for no member has them."""
-        weight: Any = self.layer.weight
+        with evaluating(self.layer), torch.no_grad():  # in training, what computes a weight may move its buffers
+            weight: Any = self.layer.weight
         return weight.new_full((), torch.nan).expand(weight.shape)
 
     def fold(self, index: int) -> nn.Module:
         """The plain layer that member `index` sees."""
         raise NotImplementedError
 
-    def _changes_weight(self, x: Tensor) -> bool:
+    def _changes_weight(self, x: Tensor, weight: Tensor) -> bool:
         """Whether it is faster to change the weight for each member than to change x: on a CPU, if it is smaller.
 
         On a GPU one large product is faster than one for each member, and takes more memory (`benchmarks/README.md`).
+        Where the layer has hooks, they see what each member's own layer sees.
         """
-        return not x.is_cuda and self._weight_is_smaller(x)
+        if self.layer._forward_hooks or self.layer._forward_pre_hooks:
+            return True
+        return not x.is_cuda and weight.numel() * (self.members if self.member is None else 1) < x.numel()
 
-    def _weight_is_smaller(self, x: Tensor) -> bool:
-        """Whether the layer's weight has fewer numbers than a member's rows of x."""
-        weight: Any = self.layer.weight
-        return weight.numel() * (self.members if self.member is None else 1) < x.numel()
-
-    def _each(self, x: Tensor) -> Tensor:
-        """What each member's own layer makes of its rows."""
+    def _each(self, x: Tensor, own: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """What each member's `own` layer, a function of its number, makes of its rows."""
         if self.member is not None:
-            return self._own(self.member, x)
-        return torch.cat([self._own(index, rows) for index, rows in enumerate(x.unflatten(0, (self.members, -1)))])
-
-    def _own(self, index: int, rows: Tensor) -> Tensor:
-        """What one member's own layer, but for a bias of its own, makes of its rows."""
-        raise NotImplementedError
+            return own(self.member, x)
+        return torch.cat([own(index, rows) for index, rows in enumerate(self._rows(x))])
 
     def _by_member(self, function: Callable[[Tensor, Tensor], Tensor], x: Tensor, values: Tensor) -> Tensor:
         """`function` of the rows of x `[M*B, C, ...]` and their member's own of `values [M, C]`, in x's dtype."""
@@ -178,5 +185,18 @@ class MemberLayer(nn.Module):
         shape[self.axis] = -1
         if self.member is not None:
             return function(x, values[self.member].to(x.dtype).view(shape))
-        rows = x.unflatten(0, (self.members, -1))
-        return function(rows, values.to(x.dtype).view(self.members, *shape)).flatten(0, 1)
+        return function(self._rows(x), values.to(x.dtype).view(self.members, *shape)).flatten(0, 1)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """x `[M*B, ...]` as `[M, B, ...]`; an error where its first axis cannot be that of the members' rows."""
+        if x.dim() <= -self.axis or x.shape[0] % self.members:
+            raise ValueError(rows_missing(self.layer, self.members, x))
+        return x.unflatten(0, (self.members, -1))
+
+
+def rows_missing(layer: nn.Module, members: int, x: Tensor) -> str:
+    """What is said of an input whose rows cannot be told apart by member."""
+    return (
+        f"a {type(layer).__name__} that tells {members} members apart got an input of shape {list(x.shape)}, whose "
+        "first axis does not hold the rows of each member one after the other"
+    )

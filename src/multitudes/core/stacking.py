@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.copying import copied
-from multitudes.core.settings import described
+from multitudes.core.settings import computing_hooks, described
 
 __all__ = ["stackable", "stacked_copy", "with_tensors"]
 
@@ -81,17 +81,21 @@ def _check_settings(first: dict[str, dict[str, str]], other: dict[str, dict[str,
 def _settings(network: nn.Module) -> dict[str, dict[str, str]]:
     """What every module is, beside its tensors: its class and its settings, described."""
     passing = ("training", "draw", "expects")
-    return {
-        name: {"class": type(module).__name__}
-        | {key: _described(value) for key, value in vars(module).items() if key[0] != "_" and key not in passing}
+    own = {
+        name: {key: value for key, value in vars(module).items() if key not in (*passing, *computing_hooks(module))}
         for name, module in network.named_modules()
+    }
+    return {
+        name: {"class": type(network.get_submodule(name)).__name__}
+        | {key: _described(value) for key, value in settings.items() if key[0] != "_"}
+        for name, settings in own.items()
     }
 
 
 def _described(value: Any) -> str:
     """A setting in words; a tensor that is no parameter and no buffer by its numbers, since all members share it.
 
-    What autograd has made, such as the weight that an old `weight_norm` computes, is computed again.
+    What autograd has made is computed again.
     """
     if not isinstance(value, Tensor) or not value.is_leaf:
         return described(value)
@@ -111,7 +115,7 @@ def with_tensors(network: nn.Module, function: Callable[[Tensor], Tensor]) -> nn
     """A copy of a network in which `function` has been put to every parameter and buffer, ties kept."""
     memo: dict[int, Any] = {}
     for tensor in _state(network).values():
-        new = function(tensor.detach()) if stackable(tensor) else tensor.detach()
-        new = new.clone(memory_format=torch.preserve_format)
+        whole = stackable(tensor)
+        new = function(tensor.detach()).clone(memory_format=torch.preserve_format) if whole else tensor.detach().clone()
         memo[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
     return copied(network, memo)

@@ -8,58 +8,64 @@ ensembles*, 2017. The predictive distribution is the members' mean,
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from multitudes.core.checks import check_number
+from multitudes.core.copying import copied
 from multitudes.core.members import Members
-from multitudes.core.seeding import seeded
 from multitudes.methods.registry import Method, by
-from multitudes.surgery.initialise import redraw
-from multitudes.surgery.layers import check_arguments
+from multitudes.surgery.layers import Factory, Selector
+from multitudes.surgery.start import starting
 
 
 def deep_ensemble(
-    model: nn.Module,
+    model: nn.Module | Factory,
     members: int = 5,
     *,
-    init: str = "fresh",
+    init: str | None = None,
+    heads: Selector = None,
     perturb: float = 0.0,
     task: str | None = None,
     seed: int | None = None,
 ) -> Members:
     """An ensemble of `members` networks like `model`, which is left as it was.
 
-    With `init="fresh"` each member is initialised anew by its layers' own `reset_parameters`; with
-    `"pretrained"` each is a copy, its weights moved by normal noise of `perturb` times each weight tensor's
-    own standard deviation. The same `seed` gives the same members; without one, torch's random state is used.
+    `model` may be a function that builds a network: then each member is built by it. Members of a given network are
+    drawn anew by its layers' own rules (`init="fresh"`, the default), or keep its weights but for the output layers,
+    which are drawn anew for each (`"heads"`, the way to fine-tune a pretrained network; `heads` selects other layers
+    than those that are found), or keep all of them (`"pretrained"`). Then `perturb` must move them, by normal noise of
+    so many times each parameter's own standard deviation, for members that start as one network and learn from the same
+    batches stay one, unless it has layers that draw (see `Stochastic`); torch's dropout in training is not enough.
+    Frozen parameters keep their values. The same `seed` gives the same members; without one, torch's random state is
+    used.
 
     >>> net = deep_ensemble(nn.Linear(3, 2), members=4, seed=0)
     >>> net(torch.ones(5, 3)).shape
     torch.Size([4, 5, 2])
     """
-    original = check_arguments(model, members, init, nested=True)
+    start = starting(model, members, init, heads, seed=seed, nested=True)
     check_number("perturb", perturb, 0)
-    if init == "fresh" and perturb:
-        raise ValueError(f"perturb={perturb!r} needs init='pretrained'; fresh members differ anyway")
+    if start.fresh and perturb:
+        raise ValueError(f"perturb={perturb!r} needs init='pretrained' or 'heads'; fresh members differ anyway")
+    ways_out = "init='heads' draws the output layers anew, or perturb=0.01 moves all weights"
 
     def networks() -> Iterator[nn.Module]:
         for _ in range(members):
-            network = copy.deepcopy(original)
-            yield redraw(network) if init == "fresh" else _perturbed(network, perturb)
+            yield _perturbed(start.begin(copied(start.another())), perturb)
 
-    with seeded(seed):
-        return Members(networks(), members).like(model, task)
+    with start.seeded():
+        net = Members(start.apart(networks(), ways_out), members).like(start.given, task)
+    net.notes = start.noted()
+    return net
 
 
 def _perturbed(network: nn.Module, amount: float) -> nn.Module:
-    if amount:
-        for parameter in network.parameters():
-            if parameter.is_floating_point() and parameter.numel() > 1:
-                parameter.data.add_(torch.randn_like(parameter) * parameter.data.std(), alpha=amount)
+    for parameter in network.parameters() if amount else ():
+        if parameter.requires_grad and parameter.numel() > 1:
+            parameter.data.add_(torch.randn_like(parameter) * parameter.data.std(), alpha=amount)
     return network
 
 

@@ -16,16 +16,30 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from multitudes.core.calling import Input
 from multitudes.core.checks import check_number
+from multitudes.core.copying import copied
 from multitudes.core.draws.functional import noise_to_keep, to_be_kept
 from multitudes.core.draws.stochastic import Stochastic, stochastic_layers
-from multitudes.core.multitude import Multitude
+from multitudes.core.multitude import Multitude, evaluating
 from multitudes.methods.registry import Method, Settings, by
+from multitudes.surgery.affine import (
+    SEVERAL,
+    AffineMap,
+    affine_layers,
+    is_computed,
+    kind_of,
+    maps_of,
+    plain_copy,
+    run_with,
+    weight_of,
+)
+from multitudes.surgery.coverage import tell_reach
 from multitudes.surgery.downsampling import Call, Run, has_other_path
 from multitudes.surgery.insert import after, before
-from multitudes.surgery.layers import CONVOLUTIONS, Selector, check_model, plain_layer, replace, select
+from multitudes.surgery.layers import CONVOLUTIONS, Factory, Selector, built, check_model, plain_layer, replace, select
 from multitudes.surgery.observe import example_for
 
 # -- layers ------------------------------------------------------------------------------------------------
@@ -101,6 +115,57 @@ class DropConnectConv3d(_DropConnectConv, nn.Conv3d):
     """`[B, I, D, H, W] -> [B, O, D', H', W']`."""
 
 
+class DropConnectWrapped(Stochastic):
+    """Any other layer of affine maps (attention, recurrence, a class of the user's own) whose weights are dropped."""
+
+    noise = "weights"
+    wraps = "layer"
+
+    def __init__(self, layer: nn.Module, p: float) -> None:
+        super().__init__()
+        self.layer = layer
+        self.p = p
+        self.maps = [(m.weight, m.bias, m.inputs, m.outputs, m.groups) for m in maps_of(layer)]
+        self.several = kind_of(layer) in SEVERAL
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.several:
+            return functional_call(self.layer, self._tensors(), args, kwargs)
+        (weight,) = self._tensors().values()
+        return run_with(self.layer, AffineMap(*self.maps[0]), args[0], weight, self.layer.bias, *args[1:], **kwargs)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """The weights of this draw, by name."""
+        names = [name for name, *_ in self.maps]
+        weights = [self.layer.get_parameter(n) for n in names] if self.several else [weight_of(self.layer)]
+        return {name: self._dropped(weight) for name, weight in zip(names, weights, strict=True)}
+
+    def _dropped(self, weight: Tensor) -> Tensor:
+        if self.expects or self.p == 0:
+            return weight
+        return weight * _mask(self.uniform(weight.shape, like=weight), self.p, weight)
+
+    def fold(self) -> nn.Module:
+        with evaluating(self.layer):
+            tensors = self._tensors()
+        if not self.several:
+            return plain_copy(self.layer, tensors["weight"])
+        plain = copied(self.layer)
+        for name, tensor in tensors.items():
+            plain.get_parameter(name).data = tensor.detach().clone()
+        return plain
+
+    def __getattr__(self, name: str) -> Any:
+        """What networks ask a layer for (`stride`, `batch_first`), its weights before any is dropped among them."""
+        own = name in ("layer", "reset_parameters") or name.startswith("__")  # as `__deepcopy__` of parametrised layers
+        if own or "layer" not in self.__dict__.get("_modules", {}):
+            return super().__getattr__(name)
+        return getattr(self.layer, name)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
 CONNECTED: dict[type[nn.Module], type[DropConnect]] = {
     nn.Linear: DropConnectLinear,
     nn.Conv1d: DropConnectConv1d,
@@ -126,7 +191,7 @@ PLACES = ("block", "activation", "norm")
 
 
 def mc_dropout(
-    model: nn.Module,
+    model: nn.Module | Factory,
     p: float | None = None,
     layers: Selector = None,
     *,
@@ -149,6 +214,7 @@ def mc_dropout(
     torch.Size([7, 5, 2])
     >>> net = mc_dropout(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), p=0.3, layers="activation")
     """
+    model = built(model)
     network = check_model(model)
     if p is not None:
         check_number("p", p, 0, below=1)
@@ -242,28 +308,34 @@ def _residual_block(seen: Call) -> str | None:
     return None
 
 
-def drop_connect(model: nn.Module, p: float, layers: Selector = None, *, task: str | None = None) -> Multitude:
+def drop_connect(
+    model: nn.Module | Factory, p: float, layers: Selector = None, *, task: str | None = None
+) -> Multitude:
     """A copy of `model` whose weights are dropped with probability `p`, anew for each draw.
 
-    `layers` selects the layers, by default all convolutions and linear layers. Biases are kept.
+    `layers` selects the layers, by default all that have a weight matrix or kernel. Biases are kept.
 
     >>> import torch
     >>> net = drop_connect(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), p=0.3).eval()
     >>> net(torch.ones(5, 3), draws=7).shape
     torch.Size([7, 5, 2])
     """
+    model = built(model)
     network = check_model(model)
     check_number("p", p, 0, below=1)
-    chosen = select(network, layers, tuple(CONNECTED))
+    chosen = select(network, layers, affine_layers(network))
     connected = {name: _connected(layer, p) for name, layer in chosen.items()}
     net = Multitude(replace(network, connected)).like(model, task)
     net.notes = {name: f"each weight is dropped with probability {p}" for name in chosen}
+    tell_reach(net, network, chosen, warn=layers is None)
     return net
 
 
-def _connected(layer: nn.Module, p: float) -> DropConnect:
-    """The layer as one of DropConnect: the same settings and weights under the same names."""
-    kind = CONNECTED[type(layer)]
+def _connected(layer: nn.Module, p: float) -> DropConnect | DropConnectWrapped:
+    """The layer as one of DropConnect: where it is torch's own, with the same settings and weights, by their names."""
+    kind = CONNECTED.get(type(layer))
+    if kind is None or is_computed(layer):
+        return DropConnectWrapped(copied(layer), p)
     connected = kind.__new__(kind)
     connected.__dict__.update(copy.deepcopy(layer).__dict__)
     connected.p = p

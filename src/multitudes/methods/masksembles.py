@@ -11,22 +11,34 @@ settled by moving single ones instead of by drawing again until the count happen
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from multitudes.core.calling import Input, tile
 from multitudes.core.checks import check_number
-from multitudes.core.seeding import seeded
+from multitudes.core.copying import copied
+from multitudes.core.multitude import evaluating
 from multitudes.core.shared import MemberLayer, SharedMembers
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.activation_size import keep_scale
-from multitudes.surgery.initialise import redraw
-from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Selector, check_arguments, replace, select
+from multitudes.surgery.affine import (
+    SEVERAL,
+    AffineMap,
+    affine_layers,
+    axis_of,
+    kind_of,
+    maps_of,
+    plain_copy,
+    run_with,
+    weight_of,
+)
+from multitudes.surgery.coverage import kinds_left, tell_reach
+from multitudes.surgery.layers import Factory, Selector, replace, select
 from multitudes.surgery.observe import example_for, executed
+from multitudes.surgery.start import starting
+from multitudes.surgery.whole import WholeMemberLayer
 
 
 def masks(channels: int, members: int, scale: float, generator: torch.Generator | None = None) -> Tensor:
@@ -73,55 +85,107 @@ def _settle(drawn: Tensor, channels: int, generator: torch.Generator | None) -> 
 class Masked(MemberLayer):
     """A shared layer behind masks `[M, C]` on its input channels: the tiled batch `[M*B, C, ...]` in and out."""
 
-    def __init__(self, layer: nn.Module, drawn: Tensor) -> None:
-        super().__init__(layer, len(drawn))
+    def __init__(self, layer: Any, drawn: Tensor) -> None:
+        (affine,) = maps_of(layer)
+        super().__init__(layer, len(drawn), axis_of(layer))
+        self.transposed, self.groups = affine.inputs == 0, affine.groups
         self.ones = int(drawn[0].sum())
-        self.register_buffer("masks", drawn.to(layer.get_parameter("weight")))
+        self.scale = 1.0  # of a weight that is computed from others
+        self.register_buffer("masks", drawn.to(_like(layer)))
 
     masks: Tensor
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.member is not None or self._changes_weight(x):
-            return self._each(x)
-        y: Tensor = self.layer(self._by_member(torch.mul, x, self.masks))
-        return y
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        weight = self._weight()
+        if self.member is not None or self._changes_weight(x, weight):
+            return self._each(x, lambda index, rows: self._own(index, rows, weight, *args, **kwargs))
+        return self._run(self._by_member(torch.mul, x, self.masks), weight, *args, **kwargs)
 
-    def _own(self, index: int, rows: Tensor) -> Tensor:
+    def _run(self, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return run_with(self.layer, self._affine(), x, weight, self.layer.bias, *args, **kwargs)
+
+    def _own(self, index: int, rows: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Channels that a member does not see are left out; in layers whose groups would become uneven, they have zeros
-        for weights."""
-        weight: Any = self.layer.weight
-        if isinstance(self.layer, TRANSPOSED) or getattr(self.layer, "groups", 1) > 1:
-            weight = weight * _factor(self.masks[index], self.layer)
+        for weights, and in layers with hooks, which may ask for the shape."""
+        if self.groups > 1 or self.layer._forward_hooks or self.layer._forward_pre_hooks:
+            weight = weight * self._factor(index, weight)
         else:
             seen = self.masks[index].topk(self.ones).indices.sort().values
-            weight, rows = weight.index_select(1, seen), rows.index_select(self.axis, seen)
-        return functional_call(self.layer, {"weight": weight}, (rows,))
+            weight, rows = weight.index_select(self._affine().inputs, seen), rows.index_select(self.axis, seen)
+        return self._run(rows, weight, *args, **kwargs)
+
+    def _weight(self) -> Tensor:
+        weight = weight_of(self.layer)
+        return weight if self.scale == 1 else weight * self.scale
+
+    def _affine(self) -> AffineMap:
+        inputs = 0 if self.transposed else 1
+        return AffineMap(inputs=inputs, outputs=1 - inputs, groups=self.groups)
+
+    def _factor(self, index: int, weight: Tensor) -> Tensor:
+        """Zeros in the shape of the weight for the inputs that a member does not see."""
+        mask, affine = self.masks[index], self._affine()
+        return affine.outer(mask, mask.new_ones(affine.widths(weight.shape)[1]), weight.dim())
+
+    def note(self) -> str:
+        return f"each member sees {self.ones} of {self.masks.shape[1]} inputs"
 
     def fold(self, index: int) -> nn.Module:
-        plain = copy.deepcopy(self.layer)
-        plain.get_parameter("weight").data.mul_(_factor(self.masks[index], plain))
-        return plain
+        with evaluating(self.layer):
+            weight = self._weight()
+        return plain_copy(self.layer, weight * self._factor(index, weight))
 
 
-def _factor(mask: Tensor, layer: nn.Module) -> Tensor:
-    """Zeros in the shape of a layer's weight for the inputs that a mask `[C]` leaves out."""
-    weight = layer.get_parameter("weight")
-    if isinstance(layer, TRANSPOSED):  # [I, O/G, ...]
-        factor = mask.view(-1, 1)
-    else:  # [O, I/G, ...]: each group of outputs sees its own inputs
-        groups = getattr(layer, "groups", 1)
-        factor = mask.view(groups, 1, -1).expand(-1, weight.shape[0] // groups, -1).flatten(0, 1)
-    return factor.reshape(*factor.shape, *[1] * (weight.dim() - 2))
+class MaskedWhole(WholeMemberLayer):
+    """A shared layer of several maps, each behind masks of its own on its inputs."""
+
+    def __init__(self, layer: nn.Module, members: int, scale: float) -> None:
+        super().__init__(layer, members)
+        for affine in self.affine_maps():
+            weight = layer.get_parameter(affine.weight)
+            drawn = masks(affine.widths(weight.shape)[0], members, scale).to(weight)
+            self.register_buffer(_mask_name(affine), drawn)
+
+    def tensors(self, index: int) -> dict[str, Tensor]:
+        tensors = {}
+        for affine in self.affine_maps():
+            weight, mask = self.layer.get_parameter(affine.weight), getattr(self, _mask_name(affine))[index]
+            outputs = affine.widths(weight.shape)[1]
+            tensors[affine.weight] = weight * affine.outer(mask, mask.new_ones(outputs), weight.dim())
+        return tensors
+
+    def note(self) -> str:
+        drawn = [getattr(self, _mask_name(affine)) for affine in self.affine_maps()]
+        return "each member sees " + ", ".join(f"{int(d[0].sum())} of {d.shape[1]}" for d in drawn) + " inputs"
+
+
+def _mask_name(affine: AffineMap) -> str:
+    return f"{affine.weight.replace('.', '_')}_masks"
+
+
+def _like(layer: nn.Module) -> Tensor:
+    return next(layer.parameters()).detach()
+
+
+def masked(layer: nn.Module, members: int, scale: float) -> Masked | MaskedWhole:
+    """A layer behind newly drawn masks."""
+    if kind_of(layer) in SEVERAL:
+        return MaskedWhole(layer, members, scale)
+    (affine,) = maps_of(layer)
+    with evaluating(layer):
+        inputs, _ = affine.widths(weight_of(layer).shape)
+    return Masked(layer, masks(inputs, members, scale))
 
 
 def masksembles(
-    model: nn.Module,
+    model: nn.Module | Factory,
     members: int = 4,
     scale: float = 2.0,
     *,
     layers: Selector = None,
     example: Input | None = None,
-    init: str = "fresh",
+    init: str | None = None,
+    heads: Selector = None,
     task: str | None = None,
     seed: int | None = None,
 ) -> SharedMembers:
@@ -136,37 +200,43 @@ def masksembles(
     >>> net(torch.ones(5, 3)).shape
     torch.Size([4, 5, 2])
     """
-    original, model = model, check_arguments(model, members, init)
+    start = starting(model, members, init, heads, example=example, seed=seed)
+    model = start.network
     check_number("scale", scale, 1)
-    chosen = select(model, layers, PRODUCTS)
-    with seeded(seed):
-        if layers is None:
-            chosen = _all_but_first(model, chosen, example)
-        if init == "fresh":
-            model = redraw(copy.deepcopy(model))
-        layer_of = {name: copy.deepcopy(model.get_submodule(name)) for name in chosen}
-        converted = {name: Masked(layer, masks(_inputs(layer), members, scale)) for name, layer in layer_of.items()}
+    if scale == 1 and members > 1:
+        raise ValueError(f"scale={scale!r} shows all inputs to all members, so they would be one network for ever")
+    chosen = select(model, layers, affine_layers(model))
+    left: list[str] = []
+    with start.seeded():
+        x = example_for(model, example) if layers is None or not start.fresh else example
+        if layers is None and x is not None:
+            left = _of_the_data(model, chosen, x)
+            chosen = {name: layer for name, layer in chosen.items() if name not in left}
+        model = start.begin(copied(model))
+        converted = {name: masked(copied(model.get_submodule(name)), members, scale) for name in chosen}
         network = replace(model, converted)
-        if init == "pretrained" and scale > 1:
-            x = example_for(model, example)
+        if not start.fresh and scale > 1 and x is not None:
             keep_scale(model, network, x, tile(x, members), {name: None for name in converted})
-    net = SharedMembers(network, members).like(original, task)
-    for name, layer in converted.items():
-        net.notes[name] = f"each member sees {int(layer.masks[0].sum())} of {layer.masks.shape[1]} inputs"
+    net = SharedMembers(network, members).like(start.given, task)
+    net.notes = start.noted({name: layer.note() for name, layer in converted.items()})
+    tell_reach(net, model, converted, x, on_purpose=left, warn=layers is None)
     return net
 
 
-def _inputs(layer: Any) -> int:
-    return int(layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels)
-
-
-def _all_but_first(model: nn.Module, chosen: dict[str, nn.Module], example: Input | None) -> dict[str, nn.Module]:
-    """The first layer's input is the data, which every member should see whole."""
-    first = executed(model, example_for(model, example), PRODUCTS)[0]
-    rest = {name: layer for name, layer in chosen.items() if name != first}
-    if not rest:
-        raise ValueError(f"model ({type(model).__name__}) has only one layer, {first!r}, and its input is the data")
-    return rest
+def _of_the_data(model: nn.Module, chosen: dict[str, nn.Module], x: Input) -> list[str]:
+    """The first layer, whose input is the data, which every member should see whole; none where those are embedded."""
+    order = executed(model, x, (*chosen, nn.Embedding))
+    if not order or order[0] not in chosen:
+        return []
+    if len(chosen) == 1:
+        first = model.get_submodule(order[0])
+        others = kinds_left(model, chosen)
+        but = f"; not of a kind that can be: {others}" if others else ""
+        raise ValueError(
+            f"model ({type(model).__name__}) has only one layer that can be masked, {order[0]!r} "
+            f"({type(first).__name__}), and its input is the data, which every member sees whole{but}"
+        )
+    return order[:1]
 
 
 ROWS = (

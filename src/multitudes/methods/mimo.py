@@ -7,19 +7,22 @@ label of its own input; in evaluation all M inputs are the same, and the outputs
 
 from __future__ import annotations
 
-import copy
+import warnings
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input, call, input_errors
 from multitudes.core.checks import check_count, check_number
+from multitudes.core.copying import copied
 from multitudes.core.multitude import Criterion, Multitude
-from multitudes.core.seeding import seeded
+from multitudes.core.proof import alike
 from multitudes.methods.registry import Method, by
-from multitudes.surgery.initialise import redraw
-from multitudes.surgery.layers import CONVOLUTIONS, PRODUCTS, check_arguments, replace
+from multitudes.surgery.affine import affine_layers, axis_of, is_computed, kind_of
+from multitudes.surgery.layers import CONVOLUTIONS, Factory, Selector, replace
 from multitudes.surgery.observe import example_for, executed, hooked, observing
+from multitudes.surgery.start import starting
 
 
 class Mimo(Multitude):
@@ -72,7 +75,8 @@ class Mimo(Multitude):
         """In evaluation the inputs are one input, so the first layer's weights for them add up."""
         first, last = self.network.get_submodule(self.first), self.network.get_submodule(self.last)
         folded = _resized(first, inputs=1 / self.members)
-        folded.get_parameter("weight").data = first.get_parameter("weight").data.unflatten(1, (self.members, -1)).sum(1)
+        shares = first.get_parameter("weight").data.unflatten(1, (self.members, -1)).unbind(1)
+        folded.get_parameter("weight").data = sum(shares[1:], shares[0]).clone()
         mine = _resized(folded if first is last else last, outputs=1 / self.members)
         for name, parameter in (folded if first is last else last).named_parameters():
             mine.get_parameter(name).data = parameter.data.unflatten(0, (self.members, -1))[index].clone()
@@ -80,13 +84,14 @@ class Mimo(Multitude):
 
 
 def mimo(
-    model: nn.Module,
+    model: nn.Module | Factory,
     members: int = 3,
     repetition: float = 0.0,
     batch_repetition: int = 1,
     *,
     example: Tensor | None = None,
-    init: str = "fresh",
+    init: str | None = None,
+    heads: Selector = None,
     task: str | None = None,
     seed: int | None = None,
 ) -> Mimo:
@@ -94,34 +99,36 @@ def mimo(
 
     In `loss` the inputs are shuffled independently for each member; the share `repetition` of them is the same
     for all members (the paper's rho), and each batch is used `batch_repetition` times. From a pretrained
-    network, the evaluated function is kept exactly. `example` is one batch of inputs; where it is left out,
-    the usual sizes are tried.
+    network, the evaluated function is kept exactly, but for the output layers with `init="heads"` (those that are
+    found, or that `heads` selects). A function that builds networks builds one for each input and output. A first layer
+    that is frozen keeps its function, and cannot learn to tell the inputs apart. `example` is one batch of inputs;
+    where it is left out, the usual sizes are tried.
 
     >>> net = mimo(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), members=3)
     >>> net(torch.ones(5, 3)).shape
     torch.Size([3, 5, 2])
     """
-    original, model = model, check_arguments(model, members, init)
+    start = starting(model, members, init, heads, example=example, seed=seed)
+    model = start.network
     check_number("repetition", repetition, 0, high=1)
     check_count("batch_repetition", batch_repetition)
+    if repetition == 1 and members > 1 and start.mode == "pretrained":
+        raise ValueError(start.same("init='heads' draws the output layers anew, or repetition is below 1"))
     x = _tensor(example_for(model, example))
-    order = executed(model, x, PRODUCTS)
-    if not order:
-        raise ValueError(f"model ({type(model).__name__}) has no convolution or linear layer to take its input")
-    first, last = order[0], order[-1]
-    for name in (first, last):
-        layer = model.get_submodule(name)
-        if not isinstance(layer, (*CONVOLUTIONS, nn.Linear)) or getattr(layer, "groups", 1) != 1:
-            raise ValueError(f"MIMO cannot widen layer {name!r} ({layer}): it must be a plain convolution or linear")
-    with seeded(seed):
-        network = _widened(model, members, first, last)
-        if init == "fresh":
-            redraw(network)
-    inputs, outputs = _axes(model, x, first, last)
+    first, last = _ends(model, x)
+    _check_trained(model, members, first, last)
+    network = _widened(model, members, first, last)
+    inputs, outputs = _proven_axes(model, network, members, first, last, x)
+    with start.seeded():
+        network = start.begin(network)
+        if start.fresh and not start.redraws:
+            _fill(network, [start.another() for _ in range(members)], first, last)
     net = Mimo(network, members, first, last, inputs, outputs)
     net.repetition, net.batch_repetition = repetition, batch_repetition
-    net.like(original, task)
-    _check_outputs(net, model, x)
+    net.like(start.given, task)
+    ends = {first: [f"takes {members} inputs"]}
+    ends.setdefault(last, []).append(f"gives {members} outputs")
+    net.notes = start.noted({name: " and ".join(texts) for name, texts in ends.items()})
     return net
 
 
@@ -135,7 +142,8 @@ def _widened(model: nn.Module, members: int, first: str, last: str) -> nn.Module
     """Wider first and last layers that compute, for M equal inputs, the model's own output M times."""
     wide = _resized(model.get_submodule(first), inputs=members)
     weight = model.get_submodule(first).get_parameter("weight").data
-    wide.get_parameter("weight").data = torch.cat([weight] * members, 1) / members
+    shares = [weight / members] * (members - 1)
+    wide.get_parameter("weight").data = torch.cat([*shares, weight - sum(shares)], 1)  # which add up exactly
     old = wide if first == last else model.get_submodule(last)
     head = _resized(old, outputs=members)
     for name, parameter in old.named_parameters():
@@ -143,43 +151,168 @@ def _widened(model: nn.Module, members: int, first: str, last: str) -> nn.Module
     return replace(model, {first: wide} | {last: head})
 
 
+def _fill(network: nn.Module, models: list[nn.Module], first: str, last: str) -> None:
+    """Give each input and each output the weights of a model of its own, so that activations are as large as theirs."""
+    wide = network.get_submodule(first).get_parameter("weight")
+    if first == last:  # each output has weights for each input
+        return
+    if wide.requires_grad:
+        weights = [model.get_submodule(first).get_parameter("weight").data for model in models]
+        wide.data = torch.cat(weights, 1) / len(models) ** 0.5
+    for name, parameter in network.get_submodule(last).named_parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.cat([model.get_submodule(last).get_parameter(name).data for model in models], 0)
+
+
+def _check_trained(model: nn.Module, members: int, first: str, last: str) -> None:
+    """Members learn to be others by the first and the last layer."""
+    if members > 1 and not any(p.requires_grad for p in model.get_submodule(last).parameters()):
+        raise ValueError(
+            f"MIMO cannot convert model ({type(model).__name__}), whose output layer {last!r} is frozen: all outputs "
+            "would be the same for ever"
+        )
+    if members > 1 and not model.get_submodule(first).get_parameter("weight").requires_grad:
+        warnings.warn(f"layer {first!r} is frozen, so it cannot learn to tell the inputs apart", stacklevel=3)
+
+
 def _resized(layer: nn.Module, inputs: float = 1, outputs: float = 1) -> nn.Module:
     """A copy of a layer that says it has other widths; its weights are for the caller to set."""
-    layer = copy.deepcopy(layer)
+    layer = copied(layer)
     names = ("in_features", "out_features") if isinstance(layer, nn.Linear) else ("in_channels", "out_channels")
     for name, factor in zip(names, (inputs, outputs), strict=True):
         setattr(layer, name, round(getattr(layer, name) * factor))
     return layer
 
 
-def _axes(model: nn.Module, x: Tensor, first: str, last: str) -> tuple[int, int]:
-    """Where inputs and outputs lie side by side: on channels, or on the features of a `[B, T, H]` sequence."""
-    layer = model.get_submodule(first)
-    seen: list[torch.Size] = []
+def _ends(model: nn.Module, x: Tensor) -> tuple[str, str]:
+    """The first and the last layer that run, which are widened."""
+    order = executed(model, x, affine_layers(model))
+    if not order:
+        raise ValueError(f"model ({type(model).__name__}) has no convolution or linear layer to take its input")
+    for name in (order[0], order[-1]):
+        layer = model.get_submodule(name)
+        plain = kind_of(layer) in (*CONVOLUTIONS, nn.Linear) and not is_computed(layer)
+        if not plain or getattr(layer, "groups", 1) != 1:
+            raise ValueError(f"MIMO cannot widen layer {name!r} ({layer}): it must be a plain convolution or linear")
+    return order[0], order[-1]
 
-    def see(name: str, _: nn.Module, args: tuple[Tensor, ...], __: Tensor) -> None:
-        if name == first:
-            seen.append(args[0].shape)
 
-    with hooked(model, (type(layer),), see), observing(model):
+# -- the proof ---------------------------------------------------------------------------------------------
+
+
+def _proven_axes(
+    model: nn.Module, network: nn.Module, members: int, first: str, last: str, x: Tensor
+) -> tuple[int, int]:
+    """The axes of x and of the output along which inputs and outputs lie side by side, proven on the example.
+
+    The widened network still has the model's weights, so that for equal inputs it must give the model's own output.
+    For others, each must reach the first layer as it would alone, and reach the output through that layer only.
+    """
+    outputs = axis_of(model.get_submodule(last))
+    usual = -1 if isinstance(model.get_submodule(first), nn.Linear) and _seen(model, first, x).shape == x.shape else 1
+    axes = [usual, *(axis for axis in range(1, x.dim()) if axis not in (usual, usual % x.dim()))]
+    with observing(model, network):
+        reason = _rows_apart(model, x)
+        for inputs in axes if not reason else ():
+            trouble = _trouble(Mimo(network, members, first, last, inputs, outputs), model, x)
+            if not trouble:
+                return inputs, outputs
+            reason = reason or trouble
+    raise ValueError(
+        f"MIMO cannot convert model ({type(model).__name__}): its input must go straight into its first layer, "
+        f"{first!r}, and its output come straight from its last layer, {last!r}; {reason}"
+    )
+
+
+def _rows_apart(model: nn.Module, x: Tensor) -> str:
+    """What is wrong with a model whose prediction for a row depends on the others; nothing where it does not."""
+    if len(x) == 1:
+        x = torch.cat([x, torch.rand_like(x) if x.is_floating_point() else x])
+    order = torch.arange(len(x) - 1, 0, -1)
+    some, every = call(model, x[order]), call(model, x)
+    if len(every) == len(x) and alike(some[None], every[order][None]):
+        return ""
+    return (
+        f"it gives other predictions for some rows of x than for the same rows among all {len(x)}: the first axis of x "
+        "is not the batch, or rows see each other, and MIMO shuffles them"
+    )
+
+
+def _trouble(net: Mimo, model: nn.Module, x: Tensor) -> str:
+    """How the widened network differs from the model; nothing where it does not."""
+    generator = torch.Generator().manual_seed(0)
+    moved = [torch.rand(x.shape, generator=generator).to(x) for _ in range(net.members)]
+    slots = [x + each for each in moved] if x.is_floating_point() else [x.flip(0), *[x] * (net.members - 1)]
+    want = call(model, x)
+    try:
+        got = net._answers([x] * net.members)
+        reaching = _seen(net.network, net.first, torch.cat(slots, net.inputs))
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        return f"widened, it fails: {str(error).splitlines()[0]}"
+    if got.shape != (net.members, *want.shape):
+        return f"widened, it gives {list(got.shape)} instead of {[net.members, *want.shape]}"
+    axis = axis_of(model.get_submodule(net.first))
+    for index, slot in enumerate(slots):
+        own = reaching.unflatten(axis, (net.members, -1)).select(axis - 1, index)
+        if not _equal(own, _seen(model, net.first, slot)):
+            return (
+                f"of several inputs side by side, layer {net.first!r} does not see each as it sees it alone: something "
+                "before that layer mixes or moves positions or channels"
+            )
+    if not _equal(*(_past(net, torch.cat(order, net.inputs)) for order in (slots, slots[::-1]))):
+        return f"its input also reaches the output by another way than through layer {net.first!r}"
+    if not all(_equal(one, other) for one, other in zip(*_outputs_of(net, model, x, generator), strict=True)):
+        return f"what comes after layer {net.last!r} mixes its outputs"
+    if not all(_equal(one, want) for one in got):
+        return f"for {net.members} equal inputs the widened network gives other values than the model"
+    return ""
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and alike(one[None], other[None])
+
+
+def _seen(model: nn.Module, name: str, x: Tensor) -> Tensor:
+    """What a layer sees first."""
+    seen: list[Tensor] = []
+
+    def see(_: str, __: nn.Module, args: tuple[Tensor, ...], ___: Tensor) -> None:
+        seen.append(args[0])
+
+    with hooked(model, [name], see), observing(model):
         call(model, x)
-    sequence = isinstance(layer, nn.Linear) and seen[0] == x.shape
-    return (-1 if sequence else 1), (-1 if isinstance(model.get_submodule(last), nn.Linear) else 1)
+    return seen[0]
 
 
-def _check_outputs(net: Mimo, model: nn.Module, x: Tensor) -> None:
-    with observing(net, model):
-        want = [net.members, *call(model, x).shape]
-        try:
-            got = list(net(x).shape)
-            reason = f"it gives {got} instead of {want}"
-        except ValueError as error:
-            got, reason = None, str(error)
-    if got != want:
-        raise ValueError(
-            f"MIMO cannot convert model ({type(model).__name__}): its input must go straight into its first layer, "
-            f"{net.first!r}, and its output come straight from its last layer, {net.last!r}; widened, {reason}"
-        )
+def _past(net: Mimo, x: Tensor) -> Tensor:
+    """The output where the first layer gives the same whatever x is."""
+
+    def same(_: str, __: nn.Module, ___: Any, y: Tensor) -> Tensor:
+        return torch.rand(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+
+    with hooked(net.network, [net.first], same):
+        return call(net.network, x)
+
+
+def _outputs_of(
+    net: Mimo, model: nn.Module, x: Tensor, generator: torch.Generator
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Each member's output, and the model's, where the last layer gives any values."""
+    axis = axis_of(model.get_submodule(net.last))
+    given: list[Tensor] = []
+
+    def wide(_: str, __: nn.Module, ___: Any, y: Tensor) -> Tensor:
+        given.append(torch.randn(y.shape, generator=generator).to(y))
+        return given[-1]
+
+    with hooked(net.network, [net.last], wide):
+        got = list(net._answers([x] * net.members))
+    want = []
+    for index in range(net.members):
+        parts = iter([values.unflatten(axis, (net.members, -1)).select(axis - 1, index) for values in given])
+        with hooked(model, [net.last], lambda *_, parts=parts: next(parts)):
+            want.append(call(model, x))
+    return got, want
 
 
 ROWS = (

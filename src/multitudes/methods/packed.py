@@ -12,25 +12,24 @@ side by side.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 
 from torch import nn
 
 from multitudes.core.calling import Input
 from multitudes.core.checks import check_count, check_number
+from multitudes.core.copying import copied
 from multitudes.core.members import Members
-from multitudes.core.seeding import seeded
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.cuts import Cut
-from multitudes.surgery.initialise import redraw
-from multitudes.surgery.layers import Selector, check_arguments
+from multitudes.surgery.layers import Factory, Selector
 from multitudes.surgery.narrow import apply_cuts, plan_cuts, rescaled
 from multitudes.surgery.observe import example_for
+from multitudes.surgery.start import starting
 
 
 def packed(
-    model: nn.Module,
+    model: nn.Module | Factory,
     members: int = 4,
     alpha: float | None = None,
     gamma: int = 1,
@@ -38,7 +37,8 @@ def packed(
     min_channels: int = 64,
     layers: Selector = None,
     example: Input | None = None,
-    init: str = "fresh",
+    init: str | None = None,
+    heads: Selector = None,
     task: str | None = None,
     seed: int | None = None,
 ) -> Members:
@@ -48,8 +48,11 @@ def packed(
     Widths are rounded up where they do not divide. `gamma` is not applied to the first and the last layer, nor
     where a subgroup would have fewer than `min_channels` inputs, and only to layers that `layers` selects;
     `net.summary()` tells every layer's widths and gamma. With `init="pretrained"` each member starts
-    from its own selection of the model's channels, scaled so that activations are as large as they were.
-    `example` is one batch of inputs, real ones at best; where it is left out, noise of the usual sizes is tried.
+    from its own selection of the model's channels, scaled so that activations are as large as they were; so it does of
+    what a function builds that is given as `model`, and with `init="heads"`, which draws the output layers anew (those
+    that are found, or that `heads` selects). Layers with frozen parameters are not narrowed: they keep their weights,
+    all of them, and so do the layers that a frozen one reads from. `example` is one batch of inputs, real ones at best;
+    where it is left out, noise of the usual sizes is tried.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
@@ -59,24 +62,27 @@ def packed(
     >>> net.member(0)[0]
     Linear(in_features=8, out_features=32, bias=True)
     """
-    original, model = model, check_arguments(model, members, init)
+    start = starting(model, members, init, heads, example=example, seed=seed)
     alpha = min(2, members) if alpha is None else alpha
     check_number("alpha", alpha, 0, high=members, above=True)
     check_count("gamma", gamma)
     notes: dict[str, Cut] = {}
 
     def networks() -> Iterator[nn.Module]:
-        x = example_for(model, example)
+        x = example_for(start.network, example)
         for index in range(members):
-            if init == "pretrained" or index == 0:
-                cuts = plan_cuts(model, alpha / members, gamma, min_channels, layers, x)
-                network = apply_cuts(model, cuts, x)
+            whole = start.another()
+            if index == 0 or not start.redraws:
+                cuts = plan_cuts(whole, alpha / members, gamma, min_channels, layers, x)
+                network = apply_cuts(whole, cuts, x)
                 notes.update(cuts)
-            yield redraw(copy.deepcopy(network)) if init == "fresh" else rescaled(network, model, cuts, x)
+            yield start.begin(copied(network) if start.redraws else rescaled(network, whole, cuts, x))
 
-    with seeded(seed):
-        net = Members(networks(), members).like(original, task)
-    net.notes = {name: cut.note for name, cut in notes.items()} | {"total": f"alpha {alpha:g}, gamma {gamma}"}
+    with start.seeded():
+        ways_out = "init='heads' draws the output layers anew, or a smaller alpha gives each its own channels"
+        net = Members(start.apart(networks(), ways_out), members).like(start.given, task)
+    net.notes = start.noted({name: cut.note for name, cut in notes.items()})
+    net.notes["total"] = f"alpha {alpha:g}, gamma {gamma}"
     return net
 
 

@@ -27,7 +27,7 @@ from multitudes.core.seeding import seeded
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.downsampling import GLOBAL, Call, MedianPool, Run, downsamplings
 from multitudes.surgery.insert import after, before
-from multitudes.surgery.layers import Selector, replace, select
+from multitudes.surgery.layers import Factory, Selector, built, check_model, replace, select
 from multitudes.surgery.observe import example_for, observing
 
 KERNELS = ((1,), (1, 1), (1, 2, 1), (1, 4, 6, 4, 1))
@@ -133,7 +133,7 @@ class Smooth(nn.Module):
 
 
 def smooth(
-    model: nn.Module,
+    model: nn.Module | Factory,
     kernel: Sequence[int] = (1, 1),
     prob: str = "tanh",
     tau: float = 10.0,
@@ -175,6 +175,7 @@ def smooth(
       (4): Linear(in_features=1800, out_features=10, bias=True)
     )
     """
+    model = built(model)
     _check_plain(model)
     Smooth(kernel, prob, tau, growing)  # which checks the settings, before any work
     with seeded(0):
@@ -189,8 +190,7 @@ def smooth(
 
 
 def _check_plain(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
+    check_model(model, nested=True)
     if isinstance(model, Multitude):
         raise ValueError(
             f"model is a multitude already ({type(model).__name__}): change the network first and convert it after, "
@@ -238,7 +238,7 @@ def _check_output(model: nn.Module, example: Input, want: Tensor, what: str, hin
 
 
 def head(
-    model: nn.Module,
+    model: nn.Module | Factory,
     kind: str,
     *,
     hidden: int = 4096,
@@ -263,6 +263,7 @@ def head(
       (4): Linear(in_features=8, out_features=5, bias=True)
     )
     """
+    model = built(model)
     _check_plain(model)
     check_choice("kind", kind, HEADS)
     check_count("hidden", hidden)

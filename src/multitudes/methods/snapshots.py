@@ -30,7 +30,7 @@ from multitudes.core.checks import check_count, check_number
 from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude, plain
 from multitudes.methods.registry import Method, Settings, Training, single
-from multitudes.surgery.layers import check_model
+from multitudes.surgery.layers import Factory, built, check_model
 from multitudes.training.recorder import Checkpoints, Recorder, Trajectory
 
 # -- cycles ------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def cyclic_lr(optimizer: Optimizer, steps: int, cycles: int) -> CosineCycles:
     return CosineCycles(optimizer, steps, cycles)
 
 
-def snapshots(model: nn.Module, checkpoints: Checkpoints, *, task: str | None = None) -> Members:
+def snapshots(model: nn.Module | Factory, checkpoints: Checkpoints, *, task: str | None = None) -> Members:
     """A multitude whose members are the recorded snapshots of a network, each with its own buffers.
 
     `checkpoints` are a `Recorder` or a list of state dicts; `model` is left as it was.
@@ -102,6 +102,7 @@ def snapshots(model: nn.Module, checkpoints: Checkpoints, *, task: str | None = 
     >>> snapshots(model, recorder)(torch.ones(5, 3)).shape
     torch.Size([4, 5, 2])
     """
+    model = built(model)
     check_model(model, nested=True)
     states = Trajectory.of(checkpoints, model).states
 
@@ -203,7 +204,7 @@ class CyclicSgmcmc:
 
 
 def cyclic_sgmcmc(
-    model: nn.Module,
+    model: nn.Module | Factory,
     steps: int,
     cycles: int,
     dataset_size: int,
@@ -245,6 +246,7 @@ def cyclic_sgmcmc(
     >>> sampler.multitude()(torch.ones(5, 3)).shape
     torch.Size([6, 5, 2])
     """
+    model = built(model)
     check_model(model, nested=True)
     _check_cycles(steps, cycles)
     check_number("exploration", exploration, 0, high=1)

@@ -9,7 +9,6 @@ library.
 
 from __future__ import annotations
 
-import copy
 import importlib
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from multitudes.core.copying import copied
 from multitudes.core.divergences import DIVERGENCES, name_of
 from multitudes.core.draws.engine import DrawCache
 from multitudes.core.draws.stochastic import attached
@@ -253,7 +253,7 @@ def _modules(
                 key = nodes[number][registry][name]
                 if tensor is not None and key is not None:
                     memo[id(tensor)] = saved[key]
-    copies = dict(zip(own, copy.deepcopy(list(own.values()), memo), strict=True))
+    copies = dict(zip(own, copied(nn.ModuleList(own.values()), memo), strict=True))
     return [bare[number] if number in bare else copies[number] for number in range(len(nodes))]
 
 

@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, call
+from multitudes.core.calling import Input, call, plain_attention
 from multitudes.core.shared import MemberLayer
+from multitudes.surgery.affine import RECURRENT, axis_of, is_computed
+from multitudes.surgery.layers import is_frozen
 from multitudes.surgery.observe import observing
 
 
@@ -34,21 +36,30 @@ def keep_scale(
         size = _size(layer, y)
         if name not in sizes or not (size > 0 and sizes[name] > 0):
             return None
+        if is_frozen(_inner(layer)) and not hasattr(layer, "scale"):
+            return None
         factor = sizes.pop(name) / size
-        _inner(layer).weight.data.mul_(factor)
+        _scale(layer, factor)
         return y + _without_bias(layer, y) * (factor - 1)
 
-    _run(model, example, kept, measure)
-    _run(converted, own_example, kept, adjust)
+    names = [name for name in kept if not isinstance(model.get_submodule(name), RECURRENT)]  # bounded whatever it sees
+    _run(model, example, names, measure)
+    _run(converted, own_example, names, adjust)
 
 
 def _run(model: nn.Module, example: Input, names: Iterable[str], see: Any) -> None:
+    def seen(name: str, layer: nn.Module, y: Any) -> Any:
+        if isinstance(y, Tensor):
+            return see(name, layer, y)
+        changed = see(name, layer, y[0])  # of attention
+        return None if changed is None else (changed, *y[1:])
+
     handles = [
-        model.get_submodule(name).register_forward_hook(lambda layer, _, y, name=name: see(name, layer, y))
+        model.get_submodule(name).register_forward_hook(lambda layer, _, y, name=name: seen(name, layer, y))
         for name in names
     ]
     try:
-        with observing(model):
+        with observing(model), plain_attention():
             call(model, example)
     finally:
         for handle in handles:
@@ -56,17 +67,22 @@ def _run(model: nn.Module, example: Input, names: Iterable[str], see: Any) -> No
 
 
 def _inner(layer: Any) -> Any:
-    return layer.layer if isinstance(layer, MemberLayer) else layer
+    """The layer that gives the output: of attention its last map."""
+    layer = layer.layer if isinstance(layer, MemberLayer) else layer
+    return layer.out_proj if isinstance(layer, nn.MultiheadAttention) else layer
 
 
-def _axis(layer: nn.Module) -> int:
-    return 1 if hasattr(_inner(layer), "kernel_size") else -1
+def _scale(layer: Any, factor: Tensor) -> None:
+    if is_computed(_inner(layer)) or (is_frozen(_inner(layer)) and hasattr(layer, "scale")):
+        layer.scale *= factor.item()
+    else:
+        _inner(layer).weight.data.mul_(factor)
 
 
 def _size(layer: nn.Module, y: Tensor, outputs: Tensor | None = None) -> Tensor:
     y = _without_bias(layer, y)
     if outputs is not None:
-        y = y.index_select(_axis(layer), outputs.to(y.device))
+        y = y.index_select(axis_of(_inner(layer)), outputs.to(y.device))
     return y.float().square().mean().sqrt()
 
 
@@ -75,5 +91,5 @@ def _without_bias(layer: nn.Module, y: Tensor) -> Tensor:
     if bias is None:
         return y
     shape = [1] * y.dim()
-    shape[_axis(layer)] = -1
+    shape[axis_of(_inner(layer))] = -1
     return y - bias.data.view(shape)

@@ -60,6 +60,14 @@ def width_of(layer: Any) -> int:
     return int(getattr(layer, names.get(type(layer), "out_channels")))
 
 
+def inputs_of(layer: Any) -> int:
+    """The number of channels that a layer reads."""
+    if isinstance(layer, nn.LayerNorm):
+        return int(layer.normalized_shape[0])
+    names = ("in_features", "in_channels", "num_features", "num_channels", "num_embeddings", "num_parameters")
+    return next(int(getattr(layer, name)) for name in names if hasattr(layer, name))
+
+
 def is_depthwise(layer: Any) -> bool:
     """Whether each output channel sees one input channel alone, so that its outputs are its inputs'."""
     return isinstance(layer, (*CONVOLUTIONS, *TRANSPOSED)) and layer.groups == layer.in_channels > 1
@@ -85,7 +93,7 @@ def cut_layer(layer: Any, cut: Cut, name: str) -> nn.Module:
         return _indexed(small, cut.inputs)
     if isinstance(layer, nn.Embedding):
         small.embedding_dim = outputs
-        small.weight = nn.Parameter(layer.weight.data[:, cut.outputs].clone())
+        small.weight = nn.Parameter(layer.weight.data[:, cut.outputs].clone(), layer.weight.requires_grad)
         return small
     return _cut_product(layer, small, cut, name)
 

@@ -1,43 +1,113 @@
-"""Initialise a network anew: each layer, and each network, by its own rule."""
+"""Initialise a network anew: each layer, and each network, by its own rule; what is frozen is kept."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-__all__ = ["redraw"]
+from multitudes.core.copying import copied
+from multitudes.core.seeding import seeded
+from multitudes.surgery.computed import plain_weights
+from multitudes.surgery.constructed import Own, compared
+
+__all__ = ["Judgement", "frozen_tensors", "judged", "redraw", "run_rules"]
+
+_RULES = ("reset_parameters", "_reset_parameters", "_init_weights")
 
 
-def redraw(model: nn.Module) -> nn.Module:
-    """Initialise every layer anew, in place, from torch's random state.
+@torch.no_grad()
+def redraw(network: nn.Module, own: Mapping[str, Own] | None = None, only: Collection[str] | None = None) -> nn.Module:
+    """Initialise a network anew, in place, from torch's random state: all of it, or the modules named by `only`.
 
-    Each layer by its own `reset_parameters`, inner layers first, as constructors do it, so that a network may
-    have the last word in a `reset_parameters` of its own; Hugging Face models by their own initialiser.
-    Parameters that stand alone (class tokens, position embeddings) are drawn from the normal distribution
-    with the mean and deviation that they have; constant ones stay.
+    Frozen parameters keep their values. `own` says of parameters, by name, how they were initialised by other code than
+    their layers', and they are drawn in that way, or kept.
     """
-    for module in reversed(list(model.modules())):
-        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        if callable(reset):
-            reset()
+    kept = [(tensor, tensor.detach().clone()) for tensor in frozen_tensors(network)]
+    parameters = dict(network.named_parameters())
+    custom = [(parameters[name], how, parameters[name].detach().clone()) for name, how in (own or {}).items()]
+    run_rules(network, only)
+    for parameter, how, before in custom:
+        how.settle(parameter, before)
+    for tensor, value in kept:
+        tensor.copy_(value)
+    return network
+
+
+def frozen_tensors(network: nn.Module) -> list[Tensor]:
+    """The parameters that are not trained, and the buffers of modules all of whose parameters are not."""
+    tensors = {id(p): p.data for p in network.parameters() if not p.requires_grad}
+    for module in network.modules():
+        parameters = list(module.parameters())
+        if parameters and not any(p.requires_grad for p in parameters):
+            tensors |= {id(buffer): buffer for buffer in module.buffers()}
+    return list(tensors.values())
+
+
+@torch.no_grad()
+def run_rules(network: nn.Module, only: Collection[str] | None = None) -> None:
+    """Let modules initialise themselves, in place, inner ones first: all of them, or those named and what is in them.
+
+    A module's rule is its `reset_parameters`, its `_reset_parameters`, or an `_init_weights`, which is called for each
+    of the modules inside it where it takes one. A Hugging Face model initialises its own sub-models by their own rules.
+    """
+    modules = dict(network.named_modules())
+    chosen = {id(m) for name, m in modules.items() if only is None or any(_within(name, each) for each in only)}
+    nested = {id(inner) for m in modules.values() if _is_hugging_face(m) for inner in m.modules() if inner is not m}
+    for module in reversed(modules.values()):
+        if id(module) in chosen:
+            for rule in filter(None, (_rule(module, name, 0) for name in _RULES)):
+                _try(module, rule)
+        initialise = _rule(module, "_init_weights", 1)
+        if initialise is None or (_is_hugging_face(module) and id(module) in nested):
             continue
-        for parameter in module.parameters(recurse=False):
-            _redraw_alone(parameter)
-    for module in model.modules():
-        initialise = getattr(module, "_init_weights", None)
-        if callable(initialise):
-            with _unmarked(module):
-                module.apply(initialise)
-            break
-    return model
+        with _unmarked(module):
+            _initialise_each(module, initialise, chosen, _is_hugging_face(module))
 
 
-def _redraw_alone(parameter: nn.Parameter) -> None:
-    values = parameter.data
-    if parameter.requires_grad and values.is_floating_point() and values.numel() > 1 and values.std() > 0:
-        values.normal_(values.mean().item(), values.std().item())
+def _within(name: str, outer: str) -> bool:
+    return not outer or name == outer or name.startswith(f"{outer}.")
+
+
+def _is_hugging_face(module: nn.Module) -> bool:
+    return hasattr(type(module), "base_model_prefix") and "config" in vars(module)
+
+
+def _rule(module: nn.Module, name: str, arguments: int) -> Callable[..., Any] | None:
+    """A module's method, where it can be called with so many arguments; it is none's rule where it needs others."""
+    method = getattr(module, name, None)
+    if not callable(method):
+        return None
+    try:
+        signature = inspect.signature(method)
+        signature.bind(*[None] * arguments)
+    except (TypeError, ValueError):
+        return None
+    needed = [p for p in signature.parameters.values() if p.default is p.empty and p.kind in (0, 1)]
+    return method if len(needed) == arguments else None
+
+
+def _try(module: nn.Module, rule: Callable[[], Any]) -> None:
+    """What a rule that fails has not drawn is as it was, and is told like what has no rule."""
+    with plain_weights(module):
+        try:
+            rule()
+        except (RuntimeError, AttributeError, TypeError, LookupError):
+            return
+
+
+def _initialise_each(module: nn.Module, initialise: Callable[..., Any], chosen: set[int], by_own: bool) -> None:
+    """Call an initialiser for a module and all inside; with `by_own`, sub-models that have one use theirs."""
+    for child in module.children():
+        theirs = _rule(child, "_init_weights", 1) if by_own and _is_hugging_face(child) else None
+        _initialise_each(child, theirs or initialise, chosen, by_own)
+    if id(module) in chosen:
+        initialise(module)
 
 
 @contextmanager
@@ -53,3 +123,73 @@ def _unmarked(module: nn.Module) -> Iterator[None]:
     finally:
         for t, value in zip(marked, before, strict=True):
             setattr(t, mark, value)
+
+
+# -- what the rules are for --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Which of a network's parameters its own rules cannot, or should not, draw anew."""
+
+    own: dict[str, Own]
+    """Those that other code has initialised, by name, and how; those without a rule are kept."""
+    unruled: list[str]
+    """The names of those without a rule."""
+    trained: str | None
+    """Why the network looks trained, in words; None where it does not."""
+
+
+@torch.no_grad()
+def judged(network: nn.Module) -> Judgement:
+    """Compare a network with what its rules make of a copy. Random states are left as they were.
+
+    Where it looks trained, its values say nothing of how they were initialised, and only rules are left to follow.
+    """
+    other = copied(network)
+    for parameter in other.parameters():
+        parameter.copy_(_moved(parameter))  # so that what no rule sets can be told from what it sets as it was
+    with seeded(0):
+        run_rules(other)
+    pairs = {
+        name: (given.detach(), drawn.detach())
+        for (name, given), drawn in zip(network.named_parameters(), other.parameters(), strict=True)
+        if given.requires_grad
+    }
+    unruled = [name for name, (given, drawn) in pairs.items() if torch.equal(_moved(given), drawn)]
+    own = {name: Own("no rule draws it anew", kept=True) for name in unruled}
+    trained = _looks_trained(network, {name: pair for name, pair in pairs.items() if name not in own})
+    if trained is None:
+        found = {name: compared(*pair) for name, pair in pairs.items() if name not in own}
+        own |= {name: how for name, how in found.items() if how is not None}
+    return Judgement(own, unruled, trained)
+
+
+def _moved(parameter: Tensor) -> Tensor:
+    """Values that no rule gives."""
+    return parameter + (0.7310585 if parameter.is_floating_point() or parameter.is_complex() else 1)
+
+
+def _is_trained(module: nn.Module) -> bool:
+    """Whether some of its parameters are not frozen, or it has none."""
+    parameters = list(module.parameters())
+    return not parameters or any(p.requires_grad for p in parameters)
+
+
+def _looks_trained(network: nn.Module, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> str | None:
+    trained = {name: m for name, m in network.named_modules() if _is_trained(m)}
+    for module in trained.values():
+        source = getattr(getattr(module, "config", None), "_name_or_path", None)
+        if isinstance(source, str) and source:
+            return f"its weights come from {source!r}"
+    for name, module in trained.items():
+        mean, batches = getattr(module, "running_mean", None), getattr(module, "num_batches_tracked", None)
+        # A few batches may have been run to see shapes.
+        if isinstance(mean, Tensor) and bool(mean.any()) and not (isinstance(batches, Tensor) and 0 < batches <= 10):
+            return f"layer {name!r} has seen data"
+    for name, (given, drawn) in pairs.items():
+        owner = type(network.get_submodule(name.rpartition(".")[0])).__module__
+        varies = bool((given != given.flatten()[0]).any()) if given.numel() else False
+        if varies and bool((drawn == drawn.flatten()[0]).all()) and not owner.startswith("multitudes."):
+            return f"{name!r} varies, and starts constant"
+    return None

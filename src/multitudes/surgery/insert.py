@@ -39,7 +39,8 @@ class Inserted(nn.Sequential):
 
     def __getattr__(self, name: str) -> Any:
         children = self.__dict__.get("_modules", {})
-        if name in children or name in _INITIALISERS or "layer" not in children:
+        own = name in children or name in _INITIALISERS or name.startswith("__")
+        if own or "layer" not in children:
             return super().__getattr__(name)
         return getattr(children["layer"], name)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from multitudes.core.checks import check_choice, check_count
+from multitudes.core.copying import copied
 from multitudes.core.multitude import Multitude, plain
 
 Selector = None | str | Sequence[str] | Callable[[str, nn.Module], bool]
@@ -25,8 +27,10 @@ PRODUCTS = (*CONVOLUTIONS, *TRANSPOSED, nn.Linear)
 # -- select and replace ----------------------------------------------------------------------------------
 
 
-def select(model: nn.Module, layers: Selector, kinds: tuple[type[nn.Module], ...]) -> dict[str, nn.Module]:
-    """The layers of `model` that are of one of `kinds` and that `layers` selects, by qualified name.
+def select(
+    model: nn.Module, layers: Selector, kinds: tuple[type[nn.Module], ...] | Mapping[str, nn.Module]
+) -> dict[str, nn.Module]:
+    """The layers of `model` that `layers` selects of those of some `kinds`, or of those given, by qualified name.
 
     >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> list(select(model, None, (nn.Linear,)))
@@ -34,9 +38,12 @@ def select(model: nn.Module, layers: Selector, kinds: tuple[type[nn.Module], ...
     >>> list(select(model, "[1-9]", (nn.Linear,)))
     ['2']
     """
-    able = {name: module for name, module in model.named_modules() if type(module) in kinds}
+    if isinstance(kinds, tuple):
+        able = {name: module for name, module in model.named_modules() if type(module) in kinds}
+    else:
+        able = dict(kinds)
     if not able:
-        names = ", ".join(kind.__name__ for kind in kinds)
+        names = ", ".join(kind.__name__ for kind in kinds) if isinstance(kinds, tuple) else "none with a weight matrix"
         raise ValueError(f"model ({type(model).__name__}) has no layer that can be converted: {names}")
     if layers is None:
         return able
@@ -97,7 +104,7 @@ def replace(model: nn.Module, replacements: Mapping[str, nn.Module]) -> nn.Modul
     for name, new in replacements.items():
         old = model.get_submodule(name)
         memo[id(old)] = new.train(old.training)
-    replaced = copy.deepcopy(model, memo)
+    replaced = copied(model, memo)
     for module in replaced.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             # In evaluation it would read the weights of its linear layers instead of calling them.
@@ -141,24 +148,43 @@ def plain_layer(
 # -- arguments ---------------------------------------------------------------------------------------------
 
 
-def check_arguments(model: nn.Module, members: int, init: str, nested: bool = False) -> nn.Module:
-    """What every method asks of its first arguments; returns the network to convert.
+Factory = Callable[[], nn.Module]
+"""What builds a network: a function without arguments, or the network's class where it needs none."""
 
-    That is the network of a multitude which only draws. Other multitudes are converted by few (`nested`).
-    """
-    check_model(model, nested)
-    check_count("members", members)
-    check_choice("init", init, ("fresh", "pretrained"))
-    return plain(model)
+
+def built(model: nn.Module | Factory) -> nn.Module:
+    """The network, or where a factory is given, one that it builds."""
+    if isinstance(model, nn.Module):
+        return model
+    if not callable(model):
+        raise ValueError(f"model must be an nn.Module, or a function that builds one, got {type(model).__name__}")
+    try:
+        inspect.signature(model).bind()
+    except TypeError as error:
+        raise ValueError(f"model is a function that builds a network, so it must take no arguments: {error}") from error
+    except ValueError:  # of functions written in C nothing is known
+        pass
+    network = model()
+    if not isinstance(network, nn.Module):
+        raise ValueError(f"model must build an nn.Module, got a function that gives a {type(network).__name__}")
+    return network
+
+
+def is_frozen(layer: nn.Module) -> bool:
+    """Whether a layer has parameters of its own that are not trained; they keep their values whatever is converted."""
+    return any(not parameter.requires_grad for parameter in layer.parameters())
 
 
 def check_model(model: nn.Module, nested: bool = False) -> nn.Module:
     """A network, or a multitude which only draws, whose network it then returns."""
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
+        raise ValueError(f"model must be an nn.Module, or a function that builds one, got {type(model).__name__}")
     if isinstance(plain(model), Multitude) and not nested:
         raise ValueError(
             f"model is a multitude of members already ({type(model).__name__} of {model.members} members): "
             "convert the network first and make members of it after"
         )
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise ValueError(f"{name!r} has no shape yet: run the network once before converting it")
     return plain(model)

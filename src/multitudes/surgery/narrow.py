@@ -20,30 +20,32 @@ from multitudes.core.calling import Input, call
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.multitude import Multitude
-from multitudes.core.seeding import seeded
 from multitudes.surgery.activation_size import keep_scale
-from multitudes.surgery.cuts import FOLLOWING, MAKING, Cut, cut_layer, is_depthwise, norm_groups, width_of
-from multitudes.surgery.initialise import redraw
-from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Selector, check_arguments, replace, select
+from multitudes.surgery.cuts import FOLLOWING, MAKING, Cut, cut_layer, inputs_of, is_depthwise, norm_groups, width_of
+from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, is_frozen, replace, select
 from multitudes.surgery.observe import example_for, executed, hooked, observing
+from multitudes.surgery.start import starting
 
 
 def narrow(
-    model: nn.Module,
+    model: nn.Module | Factory,
     factor: float,
     gamma: int = 1,
     *,
     min_channels: int = 64,
     layers: Selector = None,
     example: Input | None = None,
-    init: str = "fresh",
+    init: str | None = None,
+    heads: Selector = None,
     seed: int | None = None,
 ) -> nn.Module:
     """A copy of `model` with every hidden width scaled by `factor`, rounded up; inputs and outputs are kept.
 
     Hidden layers that `layers` selects (all of them by default) are split into `gamma` groups where the widths
     divide and a group keeps at least `min_channels` inputs. With `init="pretrained"` the kept channels
-    keep their weights, each layer's scaled so that its outputs are as large as they were on the example.
+    keep their weights, each layer's scaled so that its outputs are as large as they were on the example; with
+    `init="heads"` too, but for the output layers, which are drawn anew (those that are found, or that `heads` selects).
+    Layers with frozen parameters, and those that they read from, are not narrowed, and keep their weights.
     `example` is one batch of inputs, real ones at best; where it is left out, noise of the usual sizes is tried.
 
     >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
@@ -54,16 +56,16 @@ def narrow(
       (2): Linear(in_features=32, out_features=3, bias=True)
     )
     """
-    if isinstance(model, Multitude):
+    start = starting(model, 1, init, heads, example=example, seed=seed)
+    if isinstance(model := start.given, Multitude):
         raise ValueError(f"model is a multitude ({type(model).__name__}): narrow its network first, or use packed")
-    check_arguments(model, 1, init)
     check_number("factor", factor, 0, high=1, above=True)
     check_count("gamma", gamma)
-    with seeded(seed):
+    with start.seeded():
         example = example_for(model, example)
         cuts = plan_cuts(model, factor, gamma, min_channels, layers, example)
         narrowed = apply_cuts(model, cuts, example)
-        return redraw(narrowed) if init == "fresh" else rescaled(narrowed, model, cuts, example)
+        return start.begin(narrowed if start.redraws else rescaled(narrowed, model, cuts, example))
 
 
 def plan_cuts(
@@ -91,23 +93,36 @@ def plan_cuts(
     order = executed(model, example, MAKING)
     if not order:
         raise ValueError(f"model ({type(model).__name__}) has no layer that can be narrowed")
+    generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # what runs leaves no trace in torch's
     with observing(model):
-        last = {order[-1]}
-        watch = _Watch(factor, last)
+        whole = {order[-1]} | {name for name in order if is_frozen(model.get_submodule(name))}
+        watch = _Watch(factor, whole, generator)
         if bool(watch.run(model, example).isnan().any()):  # several layers give the output
-            last = {name for name in order if _gives_output(model, name, example)}
-            watch = _Watch(factor, last)
+            whole |= {name for name in order if _gives_output(model, name, example)}
+            watch = _Watch(factor, whole, generator)
             watch.run(model, example)
-    whole = last | {order[0]}
+        if frozen := _cut_frozen(model, watch.cuts):  # what it reads must be whole as well
+            before = executed(model, example, (*MAKING, *FOLLOWING))
+            whole |= set(before[: before.index(frozen[-1])])
+            watch = _Watch(factor, whole, generator)
+            watch.run(model, example)
+    whole |= {order[0]}
     return {
         name: _grouped(model.get_submodule(name), cut, factor, gamma if name in grouped - whole else 1, min_channels)
         for name, cut in watch.cuts.items()
     }
 
 
+def _cut_frozen(model: nn.Module, cuts: dict[str, Cut]) -> list[str]:
+    """The layers with frozen parameters that would lose inputs, in the order in which they run."""
+    frozen = {name: model.get_submodule(name) for name in cuts if is_frozen(model.get_submodule(name))}
+    return [name for name, layer in frozen.items() if len(cuts[name].inputs) < inputs_of(layer)]
+
+
 def apply_cuts(model: nn.Module, cuts: dict[str, Cut], example: Input) -> nn.Module:
     """The narrowed copy, with the kept channels' weights; checked on the example."""
-    narrowed = replace(model, {name: cut_layer(model.get_submodule(name), cut, name) for name, cut in cuts.items()})
+    layers = {name: model.get_submodule(name) for name in cuts if not is_frozen(model.get_submodule(name))}
+    narrowed = replace(model, {name: cut_layer(layer, cuts[name], name) for name, layer in layers.items()})
     with observing(model, narrowed):
         want = call(model, example).shape
         try:
@@ -142,9 +157,9 @@ def _owner(model: nn.Module, parameter: str) -> nn.Module:
 class _Watch(TorchFunctionMode):
     """One run in which each layer's dropped channels are NaN; layers in `last` keep all of theirs."""
 
-    def __init__(self, factor: float, last: set[str]) -> None:
+    def __init__(self, factor: float, last: set[str], generator: torch.Generator) -> None:
         super().__init__()
-        self.factor, self.last = factor, last
+        self.factor, self.last, self.generator = factor, last, generator
         self.cuts: dict[str, Cut] = {}
         self.chosen: dict[int, Tensor] = {}  # one choice a width, so that channels that are added agree
 
@@ -186,7 +201,7 @@ class _Watch(TorchFunctionMode):
         if name in self.last:
             return torch.arange(width)
         if width not in self.chosen:
-            self.chosen[width] = choose(width, math.ceil(round(width * self.factor, 9)))
+            self.chosen[width] = choose(width, math.ceil(round(width * self.factor, 9)), self.generator)
         return self.chosen[width]
 
 
@@ -202,13 +217,13 @@ def _gives_output(model: nn.Module, name: str, example: Input) -> bool:
         return bool(call(model, example).isnan().any())
 
 
-def choose(width: int, count: int) -> Tensor:
+def choose(width: int, count: int, generator: torch.Generator | None = None) -> Tensor:
     """`count` of `width` channels, one at random from each of `count` equal stretches, sorted.
 
     Stretches keep the choice even, so that each group of a grouped layer loses the same share.
     """
     edges = torch.arange(count + 1) * width // count
-    return edges[:-1] + (torch.rand(count) * (edges[1:] - edges[:-1])).long()
+    return edges[:-1] + (torch.rand(count, generator=generator) * (edges[1:] - edges[:-1])).long()
 
 
 def _axis(layer: nn.Module) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from multitudes.core.calling import Input, call
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.multitude import evaluating
+from multitudes.core.proof import unmoved
 from multitudes.core.seeding import seeded
 from multitudes.surgery.layers import PRODUCTS
 
@@ -55,9 +56,13 @@ def _shapes(first: Any) -> list[tuple[int, ...]]:
 
 @contextmanager
 def observing(*models: nn.Module) -> Iterator[None]:
-    """Inside, networks run in evaluation, with expectations instead of draws, and without gradients."""
+    """Inside, networks run in evaluation, with expectations instead of draws, and without gradients.
+
+    Nothing is left of it in their buffers and attributes, nor in random states.
+    """
     with ExitStack() as stack:
         for model in models:
+            stack.enter_context(unmoved(model, ()))
             stack.enter_context(evaluating(model))
             stack.enter_context(expecting(model))
         stack.enter_context(torch.no_grad())
@@ -66,13 +71,13 @@ def observing(*models: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def hooked(
-    model: nn.Module, kinds: tuple[type[nn.Module], ...], hook: Callable[[str, nn.Module, Any, Any], Any]
+    model: nn.Module, kinds: Collection[type[nn.Module] | str], hook: Callable[[str, nn.Module, Any, Any], Any]
 ) -> Iterator[None]:
-    """Let `hook(name, layer, args, output)` see, and perhaps replace, the outputs of the layers of these kinds."""
+    """Let `hook(name, layer, args, output)` see, and perhaps replace, the outputs of layers of these kinds or names."""
     handles = [
         module.register_forward_hook(lambda m, args, y, name=name: hook(name, m, args, y))
         for name, module in model.named_modules()
-        if type(module) in kinds
+        if type(module) in kinds or name in kinds
     ]
     try:
         yield
@@ -81,8 +86,8 @@ def hooked(
             handle.remove()
 
 
-def executed(model: nn.Module, example: Input, kinds: tuple[type[nn.Module], ...]) -> list[str]:
-    """The names of the layers of these kinds, in the order in which a forward reaches them."""
+def executed(model: nn.Module, example: Input, kinds: Collection[type[nn.Module] | str]) -> list[str]:
+    """The names of the layers of these kinds or names, in the order in which a forward reaches them."""
     order: list[str] = []
     with hooked(model, kinds, lambda name, *_: order.append(name)), observing(model):
         call(model, example)

@@ -30,7 +30,9 @@ State = dict[str, Tensor]
 
 @dataclass
 class Moments:
-    """The running mean and variance of the floating-point tensors of states, by Welford's updates.
+    """The running mean and variance of the floating-point and complex tensors of states, by Welford's updates.
+
+    A complex tensor counts as two real ones: the real part of its variance is that of its real parts, and so on.
 
     >>> moments = Moments()
     >>> for weight in (1.0, 2.0, 3.0):
@@ -49,16 +51,17 @@ class Moments:
         """Count one more state in."""
         self.count += 1
         for name, tensor in state.items():
-            if not tensor.is_floating_point():
+            if not _is_weight(tensor):
                 continue
-            value = tensor.detach().to("cpu", torch.promote_types(tensor.dtype, torch.float32))
+            value = tensor.detach().to("cpu", torch.promote_types(tensor.dtype, torch.float32)).resolve_conj()
             if self.count == 1:
                 self.mean[name], self.squares[name] = value.clone(), torch.zeros_like(value)
                 continue
+            value, mean, squares = map(_as_real, (value, self.mean[name], self.squares[name]))
             # Equal infinities, as masks have them, do not differ.
-            delta = torch.where(value == self.mean[name], 0.0, value - self.mean[name])
-            self.mean[name] += delta / self.count
-            self.squares[name] += delta.square() * ((self.count - 1) / self.count)
+            delta = torch.where(value == mean, 0.0, value - mean)
+            mean += delta / self.count
+            squares += delta.square() * ((self.count - 1) / self.count)
 
     @property
     def variance(self) -> State:
@@ -68,7 +71,25 @@ class Moments:
     @property
     def second_moment(self) -> State:
         """The mean of the squares, by name."""
-        return {name: variance + self.mean[name].square() for name, variance in self.variance.items()}
+        variance, mean = self.variance, self.mean
+        squares = {name: _as_real(variance[name]) + _as_real(mean[name]).square() for name in mean}
+        return {name: _as_like(square, mean[name]) for name, square in squares.items()}
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """A complex tensor as pairs of real numbers, `[..., 2]`, which share its memory; others as they are."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _as_like(real: Tensor, tensor: Tensor) -> Tensor:
+    """Real numbers in the shape and dtype of a tensor, which may be complex."""
+    if not tensor.is_complex():
+        return real.view(tensor.shape).to(tensor.dtype)
+    return torch.view_as_complex(real.reshape(*tensor.shape, 2)).to(tensor.dtype)
 
 
 class Recorder:
@@ -77,7 +98,7 @@ class Recorder:
     Call `step()` once an epoch, or once a training step: every `every`-th call records. `record()` does it at once.
     Iterating gives state dicts, the oldest first. They are kept in memory, on the CPU, or as safetensors files
     in a `folder`; one that holds a recording already is continued by `resume=True`. Integer tensors are kept
-    as they are, floating-point ones also counted in `mean`, `variance` and `second_moment`.
+    as they are, floating-point and complex ones also counted in `mean`, `variance` and `second_moment`.
 
     >>> net = nn.Linear(1, 1)
     >>> recorder = Recorder(net, keep=2)
@@ -325,8 +346,8 @@ def check_fits(want: Mapping[str, Any], got: Mapping[str, Tensor], what: str) ->
 
 
 def weights_of(network: nn.Module) -> State:
-    """The floating-point parameters by name, shared ones once."""
-    return {name: parameter for name, parameter in network.named_parameters() if parameter.is_floating_point()}
+    """The floating-point parameters by name, shared ones once; complex ones as pairs of real numbers."""
+    return {name: _as_real(parameter) for name, parameter in network.named_parameters() if _is_weight(parameter)}
 
 
 def flat_weights(network: nn.Module) -> Tensor:
@@ -336,18 +357,15 @@ def flat_weights(network: nn.Module) -> Tensor:
 
 def flat_state(state: State, network: nn.Module) -> Tensor:
     """A checkpoint's weights `[P]`, in the order of the network's own, on the CPU and in float32 or better."""
-    parts = [state[name].detach().flatten().cpu() for name in weights_of(network)]
+    parts = [_as_real(state[name].detach()).flatten().cpu() for name in weights_of(network)]
     return torch.cat([part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts])
 
 
 def unflattened(vector: Tensor, network: nn.Module) -> State:
     """The weights in `vector [P]` by name, in the shapes and dtypes of the network's own."""
-    weights = weights_of(network)
+    weights, own = weights_of(network), dict(network.named_parameters())
     parts = vector.split([weight.numel() for weight in weights.values()])
-    return {
-        name: part.view(weight.shape).to(weight.dtype)
-        for (name, weight), part in zip(weights.items(), parts, strict=True)
-    }
+    return {name: _as_like(part, own[name]) for name, part in zip(weights, parts, strict=True)}
 
 
 def principal_directions(states: list[State], network: nn.Module, count: int, argument: str = "rank") -> Tensor:

@@ -22,7 +22,6 @@ constant,
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,9 +33,9 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import Input
 from multitudes.core.checks import check_choice, check_number
+from multitudes.core.copying import copied
 from multitudes.core.divergences import Divergence, divergence
 from multitudes.core.multitude import Multitude
-from multitudes.core.seeding import seeded
 from multitudes.methods.patching.layers import (
     ASSIGNMENTS,
     NORMS,
@@ -48,9 +47,9 @@ from multitudes.methods.patching.layers import (
     PatchedLinear,
 )
 from multitudes.methods.registry import Method, Settings
-from multitudes.surgery.initialise import redraw
-from multitudes.surgery.layers import PRODUCTS, Selector, check_arguments, replace, select
+from multitudes.surgery.layers import PRODUCTS, Factory, Selector, is_frozen, replace, select
 from multitudes.surgery.observe import example_for, executed
+from multitudes.surgery.start import Start, starting
 
 PLACES = ("norm", "input", "output")
 _DRAWN = {
@@ -106,7 +105,7 @@ def _shared_mixings(network: nn.Module) -> list[Mixing]:
 
 
 def patched(
-    model: nn.Module,
+    model: nn.Module | Factory,
     components: int = 5,
     layers: Selector = "norm+output",
     cross: bool = False,
@@ -116,7 +115,8 @@ def patched(
     temperature: float = 1.0,
     weight_precision: float = 1.0,
     bias_precision: float = 1.0,
-    init: str = "fresh",
+    init: str | None = None,
+    heads: Selector = None,
     spread: float = 0.1,
     example: Input | None = None,
     task: str | None = None,
@@ -147,6 +147,7 @@ def patched(
         weight_precision=weight_precision,
         bias_precision=bias_precision,
         init=init,
+        heads=heads,
         spread=spread,
         example=example,
         task=task,
@@ -155,7 +156,7 @@ def patched(
 
 
 def family(
-    model: nn.Module,
+    model: nn.Module | Factory,
     components: int = 2,
     assignment: str = "layer",
     sigma: float = 0.0,
@@ -167,7 +168,8 @@ def family(
     temperature: float = 1.0,
     weight_precision: float = 1.0,
     bias_precision: float = 1.0,
-    init: str = "fresh",
+    init: str | None = None,
+    heads: Selector = None,
     spread: float = 0.1,
     example: Input | None = None,
     task: str | None = None,
@@ -190,7 +192,8 @@ def family(
     (`"straight-through"`), or an average of the components weighted by a Gumbel-softmax at `temperature`
     (`"weighted"`). Expectations (`draws=0`) use the mixture's mean weights, `sum_k p_k M_k`.
 
-    Components start apart. Those of a fresh network are drawn independently, as the network initialises itself. Where
+    Components start apart. Those of a fresh network (see `deep_ensemble` for `init` and `heads`) are drawn
+    independently, as the network initialises itself. Frozen layers keep their weights and are not patched. Where
     that gives the same each time, as in norm layers, and in all layers of a pretrained network, they are normal
     variations of the layer, which is their mean, with a deviation of `spread` times the root mean square of its
     weight. `weight_precision` and `bias_precision` are those of the priors in `net.kl()`, the paper's tau and rho. The
@@ -201,7 +204,8 @@ def family(
     >>> net.ensemble_size() == 2**6, net.overhead().added
     (True, 0)
     """
-    original, model = model, check_arguments(model, 1, init)
+    start = starting(model, 1, init, heads, example=example, seed=seed)
+    model = start.network
     if isinstance(components, bool) or not isinstance(components, int) or components < 2:
         raise ValueError(f"components must be a whole number, 2 or more, got {components!r}")
     check_choice("assignment", assignment, ASSIGNMENTS)
@@ -212,9 +216,9 @@ def family(
         check_number(name, value, 0)
     check_number("temperature", temperature, 0, above=True)
     given = _probabilities(mixing, components)
-    with seeded(seed):
+    with start.seeded():
         chosen = _chosen(model, layers, zero_component, example)
-        network, versions = _versions(model, chosen, components - bool(zero_component), init)
+        network, versions = _versions(model, chosen, components - bool(zero_component), start)
 
         def mixing_like(weight: Tensor) -> Mixing:
             return Mixing(components, given, relaxation, temperature, like=weight)
@@ -225,34 +229,34 @@ def family(
             kind = PATCHES[type(own_versions[0])]
             own = mixing_like(own_versions[0].weight) if shared is None else shared
             patch = kind(own_versions, own, assignment, sigma, spread, shared is None or not converted)
-            if init == "pretrained" or patch.alike():
+            if not start.fresh or patch.alike():
                 patch.scatter()
             converted[name] = patch
     network = replace(network, converted)
     if shared is not None:
         shared.attach(network)
-    net = Patched(network).like(original, task)
+    net = Patched(network).like(start.given, task)
     net.divergences = (
         *_other(net.divergences),
         partial(patching_kl, weight_precision=weight_precision, bias_precision=bias_precision),
     )
-    net.notes = {name: f"{components} components, {_DRAWN[assignment]}" for name in converted}
+    net.notes = start.noted({name: f"{components} components, {_DRAWN[assignment]}" for name in converted})
     return net
 
 
-def _versions(model: nn.Module, names: Sequence[str], count: int, init: str) -> tuple[nn.Module, dict[str, list[Any]]]:
+def _versions(
+    model: nn.Module, names: Sequence[str], count: int, start: Start
+) -> tuple[nn.Module, dict[str, list[Any]]]:
     """The network to patch, and `count` versions of each named layer.
 
     A fresh one is drawn anew for each version, so that every version is initialised as the network would be.
     """
-    network = copy.deepcopy(model)
-    draws = count if any(type(network.get_submodule(name)) in PRODUCTS for name in names) else 1
+    draws = count if any(type(model.get_submodule(name)) in PRODUCTS for name in names) else 1
     versions: dict[str, list[Any]] = {name: [] for name in names}
-    for _ in range(draws if init == "fresh" else 1):
-        if init == "fresh":
-            redraw(network)
+    for _ in range(draws if start.fresh else 1):
+        network = start.begin(copied(start.another()))
         for name, layers in versions.items():
-            layers.append(copy.deepcopy(network.get_submodule(name)))
+            layers.append(copied(network.get_submodule(name)))
     return network, {name: layers * (count // len(layers)) for name, layers in versions.items()}
 
 
@@ -279,15 +283,25 @@ def _chosen(model: nn.Module, layers: Selector, zero_component: bool, example: I
     """The names of the layers to patch."""
     words = layers.split("+") if isinstance(layers, str) else []
     if words and all(word in PLACES for word in words):
-        names = [name for word in words for name in _place(model, word, example)]
+        names = _trained(model, [name for word in words for name in _place(model, word, example)])
     else:
         try:
             names = list(select(model, _anywhere(zero_component) if layers is None else layers, tuple(PATCHES)))
         except ValueError as error:
             raise ValueError(f"{error}; or layers is a sum of {', '.join(PLACES)}") from error
+    if layers is None:
+        names = _trained(model, names)
     for name in names:
         _check_layer(name, model.get_submodule(name))
     return list(dict.fromkeys(names))
+
+
+def _trained(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Without the frozen layers, which keep their weights."""
+    trained = [name for name in names if not is_frozen(model.get_submodule(name))]
+    if not trained:
+        raise ValueError(f"layers: all that could be patched are frozen: {', '.join(names)}")
+    return trained
 
 
 def _anywhere(zero_component: bool) -> Callable[[str, nn.Module], bool]:
@@ -325,6 +339,8 @@ def _check_layer(name: str, layer: nn.Module) -> None:
         raise ValueError(f"layers: layer {name!r} ({type(layer).__name__}) has no weight of its own to patch")
     if layer._forward_hooks or layer._forward_pre_hooks:
         raise ValueError(f"layers: layer {name!r} has forward hooks, which patching would lose; remove them first")
+    if is_frozen(layer):
+        raise ValueError(f"layers: layer {name!r} is frozen, and its components would be other weights")
 
 
 # -- objective ---------------------------------------------------------------------------------------------

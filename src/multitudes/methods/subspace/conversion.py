@@ -33,7 +33,7 @@ from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import mixed, seeded
 from multitudes.methods.registry import Method, Settings, Training, single, without
 from multitudes.methods.subspace.layers import Around, DropoutAround, GaussianAround, RandomAround
-from multitudes.surgery.layers import check_model
+from multitudes.surgery.layers import Factory, built, check_model
 from multitudes.training.batchnorm import accuracy, norms, statistics
 from multitudes.training.recorder import (
     Checkpoints,
@@ -79,7 +79,7 @@ class Subspace(Multitude):
 
 
 def subspace(
-    model: nn.Module,
+    model: nn.Module | Factory,
     kind: str,
     checkpoints: Checkpoints | None = None,
     *,
@@ -129,6 +129,7 @@ def subspace(
     data = Batches.of(data)
     if checkpoints is None and kind in ("diagonal", "low_rank"):
         raise ValueError(f"kind={kind!r} needs checkpoints: a Recorder or a list of state dicts")
+    model = built(model)
     if isinstance(model, Members):
         options: dict[str, Any] = {
             "rank": rank,
@@ -161,7 +162,9 @@ def subspace(
     return _finished(network, model, data, floor, tries).like(model, task)
 
 
-def swa(model: nn.Module, checkpoints: Checkpoints, *, data: Any = None, task: str | None = None) -> Multitude:
+def swa(
+    model: nn.Module | Factory, checkpoints: Checkpoints, *, data: Any = None, task: str | None = None
+) -> Multitude:
     """The average of a network's weights along its way: a multitude of one member, which draws nothing.
 
     `swa(...).member(0)` is the plain network. Of a `Recorder`, all that it has seen is averaged. Batch-norm
@@ -173,6 +176,7 @@ def swa(model: nn.Module, checkpoints: Checkpoints, *, data: Any = None, task: s
     True
     """
     data = Batches.of(data)
+    model = built(model)
     if isinstance(model, Members):
         return _of_each(model, checkpoints, lambda m, c: swa(m, c, data=data, task=task))
     network = _network(model)
@@ -184,7 +188,7 @@ def swa(model: nn.Module, checkpoints: Checkpoints, *, data: Any = None, task: s
 
 
 def swag(
-    model: nn.Module,
+    model: nn.Module | Factory,
     checkpoints: Checkpoints,
     *,
     rank: int | None = None,
@@ -213,6 +217,7 @@ def swag(
         check_count("rank", rank)
     check_number("scale", scale, 0, above=True)
     data = Batches.of(data)
+    model = built(model)
     if isinstance(model, Members):
         return _of_each(model, checkpoints, lambda m, c: swag(m, c, rank=rank, scale=scale, data=data, task=task))
     centre = _network(model)

@@ -18,34 +18,34 @@ the phase transition, which `transition` measures.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from multitudes.core.checks import check_choice, check_number
+from multitudes.core.copying import copied
 from multitudes.core.divergences import divergence
 from multitudes.core.multitude import Multitude
-from multitudes.core.seeding import seeded
 from multitudes.methods.registry import Method, Settings, Training, by
 from multitudes.methods.variance.layers import KLS, LAYERS, check_options, variance_layers
-from multitudes.surgery.initialise import redraw
-from multitudes.surgery.layers import Selector, check_arguments, replace, select
+from multitudes.surgery.layers import Factory, Selector, is_frozen, replace, select
+from multitudes.surgery.start import starting
 from multitudes.training.optimizers import can_fuse
 
 # -- conversion --------------------------------------------------------------------------------------------
 
 
 def variance(
-    model: nn.Module,
+    model: nn.Module | Factory,
     layers: Selector = None,
     parameterization: str = "layer",
     *,
     log_alpha: float = -5.0,
     kl: str = "approximate",
     nu: float = 1e-16,
-    init: str = "fresh",
+    init: str | None = None,
+    heads: Selector = None,
     task: str | None = None,
     seed: int | None = None,
 ) -> Multitude:
@@ -56,7 +56,8 @@ def variance(
     layer wants an even nonlinearity after it, `Absolute()`; name it in `layers`. `kl` says how the divergence from
     the log-uniform prior is computed, `approximate` (eq. 10) or `stochastic` (eq. 9), or takes the `student` prior
     with `nu` degrees of freedom. With `init="pretrained"` the model's weights are the expectations, or the sigmas
-    of zero-centred layers.
+    of zero-centred layers; with `init="heads"` too, but the output layers are drawn anew (those that are found, or that
+    `heads` selects). Frozen layers stay plain unless `layers` selects them, and keep their weights in any case.
 
     Train with `net.loss(x, y, dataset_size=N)`, and alpha at a higher rate than the rest, by
     `net.parameter_groups(lr=3e-3, log_alpha=0.1)`. The phase transition is clearest with batch norm after the layer.
@@ -71,27 +72,28 @@ def variance(
     >>> net.eval()(torch.ones(5, 3), draws=50).shape
     torch.Size([50, 5, 2])
     """
-    network = check_arguments(model, 1, init)
+    start = starting(model, 1, init, heads, seed=seed)
+    network = start.network
     check_options(parameterization, log_alpha, kl, nu)
     chosen = select(network, layers, tuple(LAYERS))
     if layers is None:
         chosen = _all_but_last(network, chosen)
+    _check_trained(chosen, parameterization)
     hooked = [name for name, layer in chosen.items() if layer._forward_hooks or layer._forward_pre_hooks]
     if hooked:
         raise ValueError(f"layers: {hooked[0]!r} has forward hooks, which would be lost: remove them first")
     options: dict[str, Any] = {"parameterization": parameterization, "log_alpha": log_alpha, "kl": kl, "nu": nu}
-    with seeded(seed):
-        if init == "fresh":
-            network = redraw(copy.deepcopy(network))
+    with start.seeded():
+        network = start.begin(copied(network))
         drawn = {name: network.get_submodule(name) for name in chosen}
         converted = {name: LAYERS[type(layer)].of(layer, **options) for name, layer in drawn.items()}
-        if init == "fresh":
+        if start.fresh:
             for layer in converted.values():
                 layer.reset_spread()
-    net = Multitude(replace(network, converted)).like(model, task)
+    net = Multitude(replace(network, converted)).like(start.given, task)
     if variance_kl not in net.divergences:  # it is that of all such layers
         net.divergences += (variance_kl,)
-    net.notes = {name: f"random weights, parameterization {parameterization!r}" for name in converted}
+    net.notes = start.noted({name: f"random weights, parameterization {parameterization!r}" for name in converted})
     return net
 
 
@@ -99,7 +101,17 @@ def _all_but_last(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, n
     *hidden, last = chosen
     if not hidden:
         raise ValueError(f"model ({type(model).__name__}) has only one layer: layers=[{last!r}] converts it")
-    return {name: chosen[name] for name in hidden}
+    trained = {name: chosen[name] for name in hidden if not is_frozen(chosen[name])}
+    if not trained:
+        raise ValueError(f"all layers of model ({type(model).__name__}) but the last, {last!r}, are frozen")
+    return trained
+
+
+def _check_trained(chosen: dict[str, nn.Module], parameterization: str) -> None:
+    """A frozen weight can be an expectation, with noise around it, but not be replaced by a variance."""
+    frozen = [name for name, layer in chosen.items() if is_frozen(layer)]
+    if frozen and parameterization == "zero":
+        raise ValueError(f"layers: {frozen[0]!r} is frozen, and a zero-centred layer has no place for its weights")
 
 
 # -- objective ---------------------------------------------------------------------------------------------

@@ -1,0 +1,259 @@
+"""Affine maps: where a layer keeps the weight and the bias of `y = W x + b`, whatever its class.
+
+One rule serves all methods that change weights. A layer is known by its maps, each the names of a weight and a bias and
+the weight's axes, and is run with another weight and bias in their place. Torch's own classes are known, with all that
+inherit their `forward`; attention and recurrent layers have several maps. Of any other class, one with nothing but a
+matrix and a vector, it is observed whether it computes an affine map. A weight that is computed from others
+(`weight_norm`, `spectral_norm`, pruning) counts as it comes out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parametrize, prune, remove_spectral_norm, remove_weight_norm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from multitudes.core.copying import copied
+from multitudes.surgery.layers import CONVOLUTIONS, PRODUCTS, TRANSPOSED
+
+__all__ = ["AffineMap", "affine_layers", "axis_of", "kind_of", "maps_of", "plain_copy", "run_with", "weight_of"]
+
+RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
+SEVERAL = (nn.MultiheadAttention, *RECURRENT, nn.Bilinear)
+"""Layers that are converted as a whole: of several maps, or of several inputs."""
+
+_WEIGHT_HOOKS = (WeightNorm, SpectralNorm, prune.BasePruningMethod)
+
+
+@dataclass(frozen=True)
+class AffineMap:
+    """The names of a map's weight and bias, and the weight's axes of inputs and outputs, 0 and 1 or 1 and 0.
+
+    With groups the weight's first axis counts all groups' channels, the second those of one group.
+    """
+
+    weight: str = "weight"
+    bias: str | None = "bias"
+    inputs: int = 1
+    outputs: int = 0
+    groups: int = 1
+
+    def widths(self, shape: torch.Size) -> tuple[int, int]:
+        """How many inputs and outputs a weight of this shape has."""
+        sizes = shape[0], shape[1] * self.groups
+        return sizes[self.inputs], sizes[self.outputs]
+
+    def outer(self, r: Tensor, s: Tensor, dims: int) -> Tensor:
+        """`s r^T` of factors on inputs `[I]` and outputs `[O]`, to multiply a weight of `dims` dimensions with."""
+        product = s.view(self.groups, -1, 1) * r.view(self.groups, 1, -1)  # [G, O/G, I/G]
+        product = (product.mT if self.inputs == 0 else product).flatten(0, 1)
+        return product.reshape(*product.shape, *[1] * (dims - 2))
+
+
+# -- which layers ------------------------------------------------------------------------------------------
+
+
+def kind_of(layer: nn.Module) -> type[nn.Module] | None:
+    """Torch's own class whose `forward` a layer runs, where that computes with affine maps."""
+    for kind in (*PRODUCTS, *SEVERAL):
+        if isinstance(layer, kind):
+            names = ("forward", "_conv_forward", "__call__")
+            own = all(getattr(type(layer), name, None) is getattr(kind, name, None) for name in names)
+            return kind if own and "forward" not in vars(layer) else None
+    return None
+
+
+def maps_of(layer: nn.Module) -> tuple[AffineMap, ...]:
+    """A layer's affine maps; none where its class computes something else, or something unknown."""
+    kind = kind_of(layer)
+    if kind is None:
+        return _observed(layer)
+    _check_shaped(layer)
+    if kind in SEVERAL:
+        return () if _changed(layer) else _several(layer, kind)
+    if not _weight_is_known(layer):
+        return ()
+    inputs = 0 if kind in TRANSPOSED else 1
+    return (AffineMap(inputs=inputs, outputs=1 - inputs, groups=int(getattr(layer, "groups", 1))),)
+
+
+def _check_shaped(layer: nn.Module) -> None:
+    for parameter in layer.parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            kind = type(layer).__name__
+            raise ValueError(f"a {kind} of the model has no shape yet: run the network once before converting it")
+
+
+def _several(layer: Any, kind: type[nn.Module]) -> tuple[AffineMap, ...]:
+    if kind is nn.Bilinear:
+        return (AffineMap(),)  # of its first input, whatever the second is
+    if kind is nn.MultiheadAttention:
+        names = ["in_proj_weight"] if layer._qkv_same_embed_dim else [f"{name}_proj_weight" for name in "qkv"]
+        biases = ["in_proj_bias", None, None]
+        return (*map(AffineMap, names, biases[: len(names)]), AffineMap("out_proj.weight", "out_proj.bias"))
+    names = [name for name, _ in layer.named_parameters() if name.startswith("weight_")]
+    return tuple(AffineMap(name, name.replace("weight_", "bias_") if "_hr_" not in name else None) for name in names)
+
+
+def _changed(layer: nn.Module) -> bool:
+    """Whether one of a layer's tensors is computed from others."""
+    return any(parametrize.is_parametrized(module) or _weight_hooks(module) for module in layer.modules())
+
+
+def _weight_is_known(layer: nn.Module) -> bool:
+    hooks = _weight_hooks(layer)
+    if parametrize.is_parametrized(layer):
+        alone = list(layer.parametrizations) == ["weight"]  # type: ignore[arg-type]
+        return alone and not hooks and not _has_other_hooks(layer)
+    if hooks:
+        named = [getattr(hook, "name", getattr(hook, "_tensor_name", "")) for hook in hooks]
+        return named == ["weight"] and not _has_other_hooks(layer)
+    return layer._parameters.get("weight") is not None
+
+
+def _weight_hooks(layer: nn.Module) -> list[Any]:
+    return [hook for hook in layer._forward_pre_hooks.values() if isinstance(hook, _WEIGHT_HOOKS)]
+
+
+def _has_other_hooks(layer: nn.Module) -> bool:
+    return len(layer._forward_hooks) + len(layer._forward_pre_hooks) > len(_weight_hooks(layer))
+
+
+def _observed(layer: nn.Module) -> tuple[AffineMap, ...]:
+    """The map of a class of the user's own, or of Hugging Face's (`Conv1D`), that is seen to be affine."""
+    weight, bias = (layer._parameters.get(name) for name in ("weight", "bias"))
+    if (
+        weight is None
+        or weight.dim() != 2
+        or layer._parameters.keys() - {"weight", "bias"}
+        or layer._modules
+        or layer._buffers
+        or layer._forward_hooks
+        or layer._forward_pre_hooks
+        or type(layer).__module__.startswith(("torch.", "multitudes."))
+        or not weight.is_floating_point()
+        or weight.is_meta
+        or (bias is not None and bias.dim() != 1)
+    ):
+        return ()
+    for inputs in (0, 1):
+        found = AffineMap(inputs=inputs, outputs=1 - inputs)
+        if (bias is None or len(bias) == weight.shape[1 - inputs]) and _computes(layer, found):
+            return (found,)
+    return ()
+
+
+@torch.no_grad()
+def _computes(layer: nn.Module, affine: AffineMap) -> bool:
+    """Whether a layer computes a map, in training and in evaluation."""
+    probe: Any = copied(layer)
+    generator = torch.Generator().manual_seed(0)
+    width = affine.widths(probe.weight.shape)[0]
+    for parameter in probe.parameters():  # as they are, they may be zeros
+        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    x = torch.randn(2, 3, width, generator=generator, dtype=torch.float64)
+    want = F.linear(
+        x, probe.weight if affine.inputs == 1 else probe.weight.mT, probe.bias if _has_bias(probe) else None
+    )
+    with torch.random.fork_rng([]):
+        try:
+            answers = [probe.train(mode)(x) for mode in (True, False)]
+        except Exception:  # whatever a user's own code may raise: it is not a plain affine map
+            return False
+    return all(isinstance(y, Tensor) and y.shape == want.shape and torch.allclose(y, want) for y in answers)
+
+
+def _has_bias(layer: nn.Module) -> bool:
+    return layer._parameters.get("bias") is not None
+
+
+def affine_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """A model's layers of affine maps, by name; those inside attention belong to it."""
+    inside = {
+        f"{name}.{child}" if name else child
+        for name, module in model.named_modules()
+        if isinstance(module, nn.MultiheadAttention) or (parametrize.is_parametrized(module) and name)
+        for child, _ in module.named_modules()
+        if child
+    }
+    return {name: module for name, module in model.named_modules() if name not in inside and maps_of(module)}
+
+
+# -- how they run ------------------------------------------------------------------------------------------
+
+
+def weight_of(layer: Any) -> Tensor:
+    """The weight that a layer of one map computes with, made as its next forward would make it."""
+    hooks = _weight_hooks(layer)
+    if not hooks:
+        weight: Tensor = layer.weight
+        return weight
+    hook = hooks[0]
+    if isinstance(hook, prune.BasePruningMethod):
+        return hook.apply_mask(layer)
+    powers = (layer.training,) if isinstance(hook, SpectralNorm) else ()
+    computed: Tensor = hook.compute_weight(layer, *powers)
+    return computed
+
+
+def is_computed(layer: nn.Module) -> bool:
+    """Whether a layer's weight is computed from others."""
+    return layer._parameters.get("weight") is None
+
+
+def axis_of(layer: Any) -> int:
+    """The axis of channels in a layer's inputs and outputs, counted from the last."""
+    return -1 - len(layer.kernel_size) if kind_of(layer) in (*CONVOLUTIONS, *TRANSPOSED) else -1
+
+
+def run_with(
+    layer: Any, affine: AffineMap, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any
+) -> Tensor:
+    """What a layer of one map makes of x with another weight and bias."""
+    kind = kind_of(layer)
+    if kind is not None and not is_computed(layer):
+        tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+        y: Tensor = functional_call(layer, tensors, (x, *args), kwargs)
+        return y
+    if kind in CONVOLUTIONS:
+        y = layer._conv_forward(x, weight, bias)
+        return y
+    if kind in TRANSPOSED:
+        return _transposed(layer, x, weight, bias, *args, **kwargs)
+    return F.linear(x, weight.mT if affine.inputs == 0 else weight, bias)
+
+
+def _transposed(
+    layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: list[int] | None = None
+) -> Tensor:
+    spatial = len(layer.kernel_size)
+    convolve: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[spatial - 1]
+    settings = layer.stride, layer.padding, layer.kernel_size
+    extra = layer._output_padding(x, output_size, *settings, spatial, layer.dilation)
+    return convolve(x, weight, bias, layer.stride, layer.padding, extra, layer.groups, layer.dilation)  # type: ignore[no-any-return]
+
+
+def plain_copy(layer: Any, weight: Tensor, bias: nn.Parameter | None = None) -> nn.Module:
+    """A copy of a layer of one map with this weight for good, of the class that the user wrote, and perhaps a bias.
+
+    What computed the weight is left out.
+    """
+    plain = copied(layer)
+    trained = any(parameter.requires_grad for name, parameter in layer.named_parameters() if name != "bias")
+    if parametrize.is_parametrized(plain):
+        del plain._modules["parametrizations"]
+        plain.__class__ = type(plain).__bases__[0]  # torch's own way changes the class that all copies share
+    for hook in _weight_hooks(plain):
+        remove = {WeightNorm: remove_weight_norm, SpectralNorm: remove_spectral_norm}
+        remove.get(type(hook), prune.remove)(plain, "weight")
+    plain.register_parameter("weight", nn.Parameter(weight.detach().clone(), trained))
+    if bias is not None:
+        plain.register_parameter("bias", bias)
+    return plain

@@ -1,0 +1,107 @@
+"""How much of a network a method reaches: the share of its parameters and of its multiply-adds."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Collection
+
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from multitudes.core.calling import Input, call, plain_attention
+from multitudes.core.multitude import REACH, Multitude
+from multitudes.surgery.observe import example_for, observing
+
+__all__ = ["kinds_left", "tell_reach"]
+
+_SHOWN = 5
+"""How many kinds of layers a warning names."""
+
+
+def tell_reach(
+    net: Multitude,
+    model: nn.Module,
+    converted: Collection[str],
+    example: Input | None = None,
+    *,
+    on_purpose: Collection[str] = (),
+    warn: bool = True,
+) -> None:
+    """Note for `summary()` what share of `model` its converted layers, by name, are; warn where it is below one half.
+
+    Layers that a method leaves out `on_purpose` do not count for the warning.
+    """
+    parameters = _share(_parameters(model, converted), _parameters(model, [""]))
+    counted = _multiply_adds(model, converted, on_purpose, example)
+    told = f"reaches {parameters:.0%} of the parameters"
+    told += " (multiply-adds are unknown without an example)" if counted is None else ""
+    told += "" if counted is None else f" and {_share(counted[0], counted[2]):.0%} of the multiply-adds"
+    net.notes[REACH] = told.replace("%", " %")
+    fair = _share(_parameters(model, converted), _parameters(model, [""]) - _parameters(model, on_purpose))
+    small = fair < 0.5 or (counted is not None and _share(counted[0], counted[2] - counted[1]) < 0.5)
+    left = kinds_left(model, [*converted, *on_purpose])
+    if warn and small and left:
+        warnings.warn(
+            f"the method {net.notes[REACH]} of model ({type(model).__name__}); left out are {left}", stacklevel=3
+        )
+
+
+def kinds_left(model: nn.Module, converted: Collection[str]) -> str:
+    """The classes that hold the other parameters, largest first, and how many layers of each there are."""
+    taken = {id(module) for name in converted for module in model.get_submodule(name).modules()}
+    layers: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for module in model.modules():
+        own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        if own and id(module) not in taken:
+            layers[type(module).__name__] += 1
+            sizes[type(module).__name__] += own
+    kinds = [f"{kind} ({layers[kind]})" for kind, _ in sizes.most_common()]
+    return ", ".join(kinds[:_SHOWN]) + (", ..." if len(kinds) > _SHOWN else "")
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 1.0
+
+
+def _parameters(model: nn.Module, names: Collection[str]) -> int:
+    found = {id(p): p.numel() for name in names for p in model.get_submodule(name).parameters()}
+    return sum(found.values())
+
+
+def _multiply_adds(
+    model: nn.Module, converted: Collection[str], on_purpose: Collection[str], example: Input | None
+) -> tuple[int, int, int] | None:
+    """Of the converted layers, of those left out on purpose, and of all; None where no example can be run.
+
+    Those of recurrent layers are not counted by torch, so that of a network with some nothing is known.
+    """
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        return None
+    sums = [0, 0]
+    started: list[int] = []
+    counter = FlopCounterMode(display=False)
+
+    def start(*_: object) -> None:
+        started.append(counter.get_total_flops())
+
+    def stop(which: int) -> None:
+        sums[which] += counter.get_total_flops() - started.pop()
+
+    handles = []
+    for which, names in enumerate((converted, on_purpose)):
+        for layer in (model.get_submodule(name) for name in names):
+            handles.append(layer.register_forward_pre_hook(start))
+            handles.append(layer.register_forward_hook(lambda *_, which=which: stop(which)))
+    try:
+        x = example_for(model, example)
+        with observing(model), plain_attention(), counter:
+            call(model, x)
+    except Exception:  # whatever a network may raise that cannot be run here: nothing is known then
+        return None
+    finally:
+        for handle in handles:
+            handle.remove()
+    total = counter.get_total_flops()
+    return (sums[0], sums[1], total) if total else None

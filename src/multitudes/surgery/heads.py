@@ -1,0 +1,139 @@
+"""The output layers of a network: those after which no other layer with weights comes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.calling import Input, split_call
+from multitudes.core.draws.stochastic import expecting
+from multitudes.core.multitude import evaluating
+from multitudes.surgery.layers import Selector, select
+from multitudes.surgery.observe import example_for
+
+__all__ = ["output_layers"]
+
+_NAMES = ("classifier", "score", "lm_head", "fc", "head", "heads")
+"""What networks call the child that gives their output."""
+
+
+def output_layers(network: nn.Module, heads: Selector = None, example: Input | None = None) -> list[str]:
+    """The names of a network's output layers: those that `heads` selects, or those that are found.
+
+    They are found by running the network on `example`, or on noise of a size that fits it. A Hugging Face model's are
+    the layers beside its base model. Where the network cannot be run, its last child is taken if it has a usual name.
+    """
+    if heads is not None:
+        kinds = tuple({type(m) for name, m in network.named_modules() if name and any(True for _ in m.parameters())})
+        try:
+            names = [name for name in select(network, heads, kinds) if name]
+        except ValueError as error:
+            raise ValueError(str(error).replace("layers", "heads", 1)) from error
+    else:
+        names = _beside_base_model(network) or _found(network, example)
+    _check(network, names)
+    return names
+
+
+def _beside_base_model(network: nn.Module) -> list[str]:
+    """The children with weights beside a Hugging Face model's base model."""
+    base = getattr(network, str(getattr(network, "base_model_prefix", "")), None)
+    if not isinstance(base, nn.Module) or base is network:
+        return []
+    others = [name for name, child in network.named_children() if child is not base]
+    return [name for name in others if any(True for _ in network.get_submodule(name).parameters())]
+
+
+def _found(network: nn.Module, example: Input | None) -> list[str]:
+    try:
+        return _observed(network, example_for(network, example))
+    except ValueError as error:
+        children = [name for name, child in network.named_children() if any(True for _ in child.parameters())]
+        if example is None and children and children[-1] in _NAMES:
+            return children[-1:]
+        raise ValueError(
+            f"heads must be given, which says which layers of model ({type(network).__name__}) give its output: they "
+            f"could not be found, since {error}"
+        ) from error
+
+
+def _observed(network: nn.Module, example: Input) -> list[str]:
+    """The layers whose weights reach the output without another layer between.
+
+    What a layer with weights is called with is cut off from what made it, so that the gradient of the network's output
+    reaches the last ones alone.
+    """
+    owners = {name: m for name, m in network.named_modules() if any(p.dim() > 1 for p in m.parameters(recurse=False))}
+    weights = [(name, p) for name, m in owners.items() for p in m.parameters(recurse=False) if p.dim() > 1]
+    frozen = [p for p in network.parameters() if not p.requires_grad and (p.is_floating_point() or p.is_complex())]
+    order: list[str] = []
+
+    def cut(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        order.append(name)
+        return _cut(args), _cut(kwargs)
+
+    handles = [
+        layer.register_forward_pre_hook(lambda _, args, kwargs, name=name: cut(name, args, kwargs), with_kwargs=True)
+        for name, layer in owners.items()
+    ]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_()
+        with evaluating(network), expecting(network), torch.enable_grad():
+            args, kwargs = split_call(network, example)
+            outputs = _outputs(network(*args, **kwargs))
+        gradients = (
+            torch.autograd.grad(outputs, [p for _, p in weights], allow_unused=True) if outputs is not None else ()
+        )
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        for handle in handles:
+            handle.remove()
+    reached = {id(p): p for (_, p), gradient in zip(weights, gradients, strict=False) if gradient is not None}
+    users = [[name for name, p in weights if p is weight] for weight in reached.values()]
+    last = {name: place for place, name in enumerate(order)}
+    found = [max(names, key=lambda name: last.get(name, -1)) for names in users]  # of those that share it
+    if not found:
+        raise ValueError("no gradient of its output reaches a weight")
+    if "" in found:
+        raise ValueError("its output is made by a parameter of its own, which is in no layer")
+    return list(dict.fromkeys(found))
+
+
+def _cut(inputs: Any) -> Any:
+    if isinstance(inputs, Tensor):
+        return inputs.detach()
+    if isinstance(inputs, dict):
+        return {key: _cut(value) for key, value in inputs.items()}
+    if type(inputs) in (list, tuple):
+        return type(inputs)(map(_cut, inputs))
+    return inputs
+
+
+def _outputs(output: Any) -> Tensor | None:
+    """The sum of all that a network answers with, or of its `logits`; None where no gradient can be taken of it."""
+    output = getattr(output, "logits", output)
+    if isinstance(output, Tensor):
+        return (torch.view_as_real(output) if output.is_complex() else output).sum() if output.requires_grad else None
+    each = output.values() if isinstance(output, Mapping) else output if isinstance(output, (list, tuple)) else ()
+    sums = [one for one in map(_outputs, each) if one is not None]
+    return torch.stack(sums).sum() if sums else None
+
+
+def _check(network: nn.Module, names: list[str]) -> None:
+    """Heads must be free to be drawn anew, and nobody else's."""
+    inside = {id(p): p for name in names for p in network.get_submodule(name).parameters()}
+    if not any(p.requires_grad for p in inside.values()):
+        raise ValueError(f"heads: {', '.join(map(repr, names))} must have weights that are trained, and all are frozen")
+    modules = {id(m) for name in names for m in network.get_submodule(name).modules()}
+    for name, module in network.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            if id(module) not in modules and id(parameter) in inside:
+                raise ValueError(
+                    f"heads: {', '.join(map(repr, names))} would be drawn anew, and with it {own!r} of layer {name!r}, "
+                    "which shares it: heads= says which other layers to draw anew"
+                )

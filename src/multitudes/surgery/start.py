@@ -1,0 +1,235 @@
+"""What a converted network starts from: its own weights, new ones, or new output layers; for all methods alike.
+
+| `init` | the weights |
+|---|---|
+| `"fresh"` | are drawn anew, by each layer's own rule, for each member |
+| `"pretrained"` | are the network's own |
+| `"heads"` | are the network's own, but for its output layers, which are drawn anew for each member |
+
+Frozen parameters are kept in all of them. What a factory has built is fresh as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.calling import Input
+from multitudes.core.checks import check_choice, check_count, check_seed
+from multitudes.core.draws.stochastic import stochastic_layers
+from multitudes.core.multitude import plain
+from multitudes.core.seeding import seeded
+from multitudes.surgery.heads import output_layers
+from multitudes.surgery.initialise import Judgement, judged, redraw
+from multitudes.surgery.layers import Factory, Selector, built, check_model
+
+__all__ = ["INITS", "Start", "starting"]
+
+INITS = ("fresh", "pretrained", "heads")
+
+
+def starting(
+    model: nn.Module | Factory,
+    members: int,
+    init: str | None,
+    heads: Selector = None,
+    *,
+    example: Input | None = None,
+    seed: int | None = None,
+    nested: bool = False,
+) -> Start:
+    """Check what every method asks of its first arguments, and say what to start from.
+
+    Multitudes that only draw are converted as their network. Other multitudes are converted by few (`nested`).
+    """
+    if isinstance(model, nn.Module):
+        check_model(model, nested)
+    check_count("members", members)
+    if init is not None:
+        check_choice("init", init, INITS)
+    if heads is not None and init != "heads":
+        raise ValueError(f"heads={heads!r} needs init='heads', got init={init!r}")
+    check_seed(seed)
+    start = Start(model, init, heads, example, seed)
+    check_model(start.given, nested)
+    return start
+
+
+class Start:
+    """The network that a method converts, and the weights that what it makes of it starts from."""
+
+    def __init__(
+        self,
+        model: nn.Module | Factory,
+        init: str | None,
+        heads: Selector = None,
+        example: Input | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self._factory = None if isinstance(model, nn.Module) else model
+        self._seed = seed
+        self._states: list[Tensor] = []
+        self._built: list[weakref.ref[nn.Module]] = []
+        self._typed = init is not None
+        self._heads: list[str] | None = None
+        self._judged: Judgement | None = None
+        self._selected, self._example = heads, example
+        self.mode = init or "fresh"
+        with self.seeded():
+            self.given = built(model)
+            """The network or the multitude that was given, or that the factory has built."""
+        self._unused = self._factory is not None  # what the factory has built first is the first member
+
+    @property
+    def network(self) -> nn.Module:
+        """What is converted; it is left as it was."""
+        return plain(self.given)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether all weights are new."""
+        return self.mode == "fresh"
+
+    @property
+    def redraws(self) -> bool:
+        """Whether the layers' own rules draw all weights anew; a factory has drawn them already."""
+        return self.fresh and self._factory is None
+
+    @contextmanager
+    def seeded(self) -> Iterator[None]:
+        """Random numbers from the seed, behind those that building the network has used."""
+        with seeded(self._seed):
+            if self._seed is not None and self._states:
+                _set_states(self._states)
+            yield
+            if self._seed is not None:
+                self._states = _get_states()
+
+    # -- networks ----------------------------------------------------------------------------------------
+
+    def another(self) -> nn.Module:
+        """The network to make one more member of: a factory builds a new one."""
+        if self._factory is None:
+            return self.network
+        given = self.given if self._unused else built(self._factory)
+        self._unused = False
+        if any(other() is given for other in self._built):
+            raise ValueError("model must build a new network whenever it is called, got the same one twice")
+        self._built.append(weakref.ref(given))
+        return check_model(given, nested=True)
+
+    def begin(self, network: nn.Module) -> nn.Module:
+        """Give a copy of the network, of whatever widths, the weights that it starts from, in place."""
+        if self.redraws:
+            return redraw(network, self._judgement().own)
+        return redraw(network, only=self.heads) if self.mode == "heads" else network
+
+    def apart(self, networks: Iterable[nn.Module], ways_out: str) -> Iterator[nn.Module]:
+        """The members' networks, or an error where two are the same: they would learn the same, and stay so.
+
+        Networks whose layers draw (see `Stochastic`) learn from different draws.
+        """
+        first: nn.Module | None = None
+        for network in networks:
+            if first is None:
+                first = network
+            elif _same(first, network) and not stochastic_layers(network):
+                raise ValueError(self.same(ways_out))
+            yield network
+
+    def same(self, ways_out: str) -> str:
+        """What is said where all members would be one network."""
+        stays = "so all members would be the same network, and stay so, since they learn from the same batches"
+        if self._factory is not None and self.mode != "heads":
+            return f"model builds the same network every time, {stays}: let it draw weights, or {ways_out}"
+        if self.fresh:
+            return f"no rule draws a parameter of model anew, {stays}: pass a function that builds the network instead"
+        return f"init={self.mode!r} keeps the weights, {stays}: {ways_out}"
+
+    # -- what is not drawn by a rule ---------------------------------------------------------------------
+
+    @property
+    def heads(self) -> list[str]:
+        """The names of the output layers, which are drawn anew."""
+        if self._heads is None:
+            self._heads = output_layers(self.network, self._selected, self._example)
+        return self._heads
+
+    def _judgement(self) -> Judgement:
+        if self._judged is None:
+            self._judged = judged(self.network)
+            if told := [text for text in (self._of_trained(self._judged), _of_own(self._judged)) if text]:
+                warnings.warn("; ".join(told), stacklevel=_outside())
+        return self._judged
+
+    def _of_trained(self, judgement: Judgement) -> str:
+        if judgement.trained is None or self._typed:
+            return ""
+        return (
+            f"model looks trained ({judgement.trained}), and its weights were drawn anew: init='heads' keeps all but "
+            "the output layers, and init='fresh' says that new ones are meant"
+        )
+
+    def noted(self, notes: Mapping[str, str] | None = None) -> dict[str, str]:
+        """What the summary tells of layers: what the method did to them, and what did not start by their rules."""
+        texts = {name: [text] for name, text in (notes or {}).items()}
+        if self.mode == "heads":
+            for name in self.heads:
+                texts.setdefault(name, []).append("drawn anew")
+        for name, how in (self._judgement().own if self.redraws else {}).items():
+            layer, _, own = name.rpartition(".")
+            texts.setdefault(layer, []).append(f"{own} {'kept' if how.kept else 'drawn as it was'}: {how.reason}")
+        return {name: "; ".join(each) for name, each in texts.items()}
+
+
+def _of_own(judgement: Judgement) -> str:
+    """The sentence about parameters that are not drawn by their layers' rules; constants stay what they are."""
+    told = {name: how for name, how in judgement.own.items() if not how.exact}
+    kept = [name for name, how in told.items() if how.kept]
+    drawn = [name for name in told if name not in kept]
+    parts = []
+    if kept:
+        parts.append(f"{_listed(kept)} stayed as in model, for no layer's own rule draws them so")
+    if drawn:
+        parts.append(f"{_listed(drawn)} were drawn as they look in model, not by their layers' own rules")
+    if not parts:
+        return ""
+    return (
+        f"{', and '.join(parts)}: pass a function that builds the network, lambda: Net(), to initialise all by its code"
+    )
+
+
+def _listed(names: list[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more
+
+
+def _same(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def _outside() -> int:
+    """The stack level, as seen from the caller, of the first frame that is not this library's."""
+    package = str(Path(__file__).parents[1])
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _get_states() -> list[Tensor]:
+    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *on_devices]
+
+
+def _set_states(states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(states[1:])

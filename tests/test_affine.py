@@ -1,0 +1,444 @@
+"""Layers of affine maps of every class: members and draws against plain layers with the formula's weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import multitudes as mt
+from multitudes.methods.batch_ensemble import rank_one
+from multitudes.methods.masksembles import Masked, masked
+from multitudes.surgery.affine import affine_layers, maps_of
+from tests.of_parts import Of
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*:FutureWarning")
+
+
+class OwnConv(nn.Conv2d):
+    """A subclass with a constructor of its own and the forward of its parent."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, 3, padding=1, bias=False)
+        self.note = "own"
+
+
+class Scaled(nn.Linear):
+    """A subclass whose forward is its own: what it computes is not known."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Conv1D(nn.Module):
+    """As Hugging Face's: a linear layer whose weight is `[inputs, outputs]`."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf) / nx**0.5), nn.Parameter(torch.randn(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
+
+
+class Rectified(Conv1D):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+def old_norm(layer: nn.Module) -> nn.Module:
+    return nn.utils.weight_norm(layer)
+
+
+def pruned(layer: nn.Module) -> nn.Module:
+    return prune.l1_unstructured(layer, "weight", amount=0.4)
+
+
+ONE_MAP: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "subclass": (lambda: OwnConv(6, 8), (6, 5, 5)),
+    "conv1d_of_gpt": (lambda: Conv1D(8, 6), (4, 6)),
+    "square_conv1d": (lambda: Conv1D(6, 6), (6,)),
+    "weight_norm": (lambda: parametrizations.weight_norm(nn.Linear(6, 8)), (6,)),
+    "weight_norm_conv": (lambda: parametrizations.weight_norm(nn.Conv1d(6, 8, 3, groups=2)), (6, 7)),
+    "weight_norm_transposed": (
+        lambda: parametrizations.weight_norm(nn.ConvTranspose1d(6, 8, 4, stride=2, groups=2)), (6, 7),
+    ),
+    "spectral_norm": (lambda: parametrizations.spectral_norm(nn.Linear(6, 8)), (6,)),
+    "old_weight_norm": (lambda: old_norm(nn.Conv2d(6, 8, 3)), (6, 5, 5)),
+    "old_spectral_norm": (lambda: nn.utils.spectral_norm(nn.Linear(6, 8)), (6,)),
+    "pruned": (lambda: pruned(nn.Linear(6, 8)), (6,)),
+}  # fmt: skip
+
+
+def factor(layer: nn.Module, r: Tensor, s: Tensor, weight: Tensor) -> Tensor:
+    """`s_o r_i` at the place of the weight that leads from input i to output o, by loops."""
+    groups, outer = getattr(layer, "groups", 1), torch.empty(weight.shape[:2])
+    inputs_first = isinstance(layer, nn.ConvTranspose1d | Conv1D)
+    for a in range(weight.shape[0]):
+        for b in range(weight.shape[1]):
+            group = a // (weight.shape[0] // groups)
+            within = b + group * weight.shape[1]
+            outer[a, b] = r[a] * s[within] if inputs_first else s[a] * r[within]
+    return outer.view(*outer.shape, *[1] * (weight.dim() - 2))
+
+
+def with_tensors(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The layer's equation, by torch's functions."""
+    if isinstance(layer, nn.Conv1d | nn.Conv2d):
+        function = F.conv1d if weight.dim() == 3 else F.conv2d
+        return function(x, weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups)
+    if isinstance(layer, nn.ConvTranspose1d):
+        return F.conv_transpose1d(x, weight, bias, layer.stride, groups=layer.groups)
+    return F.linear(x, weight.T if isinstance(layer, Conv1D) else weight, bias)
+
+
+@pytest.mark.parametrize("rows", [1, 60])
+@pytest.mark.parametrize("kind", list(ONE_MAP))
+def test_rank_one_layers_of_any_class_are_the_paper_equation(kind: str, rows: int) -> None:
+    torch.manual_seed(0)
+    build, shape = ONE_MAP[kind]
+    layer = build().eval()
+    x = torch.randn(rows, *shape)
+    layer(x)
+    weight, bias = layer.weight.detach().clone(), layer.bias  # as the layer computes it
+    ensemble = rank_one(layer, 3).eval()
+    with torch.no_grad():
+        for values in ensemble.factors():
+            values.normal_(1, 0.5)
+        if ensemble.biases is not None:
+            ensemble.biases.normal_()
+    together = ensemble(x.repeat(3, *[1] * len(shape))).unflatten(0, (3, rows))
+    for i in range(3):
+        own = weight * factor(layer, ensemble.r[i], ensemble.s[i], weight)
+        want = with_tensors(layer, x, own, None if bias is None else ensemble.biases[i])
+        torch.testing.assert_close(together[i], want, rtol=1e-4, atol=1e-5)
+        alone = ensemble.fold(i)
+        torch.testing.assert_close(alone(x), want, rtol=1e-4, atol=1e-5)
+        assert isinstance(alone, type(layer).__mro__[1] if parametrize.is_parametrized(layer) else type(layer))
+        assert not parametrize.is_parametrized(alone)
+        assert not alone._forward_pre_hooks
+        assert {name for name, _ in alone.named_parameters()} == {"weight"} | ({"bias"} if bias is not None else set())
+
+
+@pytest.mark.parametrize("kind", list(ONE_MAP))
+@pytest.mark.parametrize("rows", [1, 60])
+def test_masked_layers_of_any_class_see_some_inputs_only(kind: str, rows: int) -> None:
+    torch.manual_seed(0)
+    build, shape = ONE_MAP[kind]
+    layer = build().eval()
+    x = torch.randn(rows, *shape)
+    axis = 1 if hasattr(layer, "kernel_size") else -1
+    ensemble = masked(layer, 3, 2.0).eval()
+    assert isinstance(ensemble, Masked)
+    together = ensemble(x.repeat(3, *[1] * len(shape))).unflatten(0, (3, rows))
+    for i in range(3):
+        seen = x.movedim(axis, -1) * ensemble.masks[i]
+        want = layer(seen.movedim(-1, axis).contiguous())
+        torch.testing.assert_close(together[i], want, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ensemble.fold(i)(x), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", list(ONE_MAP))
+def test_gradients_of_a_rank_one_layer_are_those_of_the_formula(kind: str) -> None:
+    torch.manual_seed(0)
+    build, shape = ONE_MAP[kind]
+    layer = build().double().eval()
+    ensemble = rank_one(layer, 2).eval()
+    for values in ensemble.factors():
+        values.data.normal_(1, 0.5)
+    x = torch.randn(40, *shape).double()
+    ensemble(x.repeat(2, *[1] * len(shape))).square().sum().backward()
+    r, s = ensemble.r.detach().requires_grad_(), ensemble.s.detach().requires_grad_()
+    layer(x)
+    weight = layer.weight
+    outers = [factor_of(layer, r[i], s[i], weight) for i in range(2)]
+    biases = None if layer.bias is None else layer.bias.detach().expand(2, -1)
+    total = sum(
+        with_tensors(layer, x, weight * outer, None if biases is None else biases[i]).square().sum()
+        for i, outer in enumerate(outers)
+    )
+    mine = [p for name, p in layer.named_parameters() if name != "bias"]
+    theirs = [p for name, p in ensemble.layer.named_parameters()]
+    gradients = torch.autograd.grad(total, [r, s, *mine])
+    assert len(mine) == len(theirs)
+    for want, got in zip(gradients, [ensemble.r, ensemble.s, *theirs], strict=True):
+        torch.testing.assert_close(got.grad, want)
+
+
+def factor_of(layer: nn.Module, r: Tensor, s: Tensor, weight: Tensor) -> Tensor:
+    """As `factor`, with gradients."""
+    rows = [[factor(layer, torch.ones_like(r), torch.ones_like(s), weight)]]
+    assert bool((rows[0][0] == 1).all())
+    groups = getattr(layer, "groups", 1)
+    inputs_first = isinstance(layer, nn.ConvTranspose1d | Conv1D)
+    first, second = (r, s) if inputs_first else (s, r)
+    blocks = [
+        torch.outer(a, b) for a, b in zip(first.chunk(groups), second.chunk(groups), strict=True)
+    ]  # fmt: skip
+    return torch.cat(blocks).view(*weight.shape[:2], *[1] * (weight.dim() - 2))
+
+
+@pytest.mark.parametrize("kind", list(ONE_MAP))
+def test_dropped_connections_are_those_of_the_folded_layer(kind: str) -> None:
+    torch.manual_seed(0)
+    build, shape = ONE_MAP[kind]
+    net = mt.drop_connect(nn.Sequential(build()), 0.4).eval()
+    x = torch.randn(9, *shape)
+    plain = nn.Sequential(build()).eval()
+    plain[0].load_state_dict(net.network[0].state_dict() if "layer" not in net.network[0]._modules
+                             else net.network[0].layer.state_dict())  # fmt: skip
+    torch.testing.assert_close(net(x, draws=0)[0], plain(x), rtol=1e-4, atol=1e-5)
+    drawn, frozen = net(x, draws=3, seed=5), mt.freeze(net, draws=3, seed=5)
+    torch.testing.assert_close(frozen(x), drawn, rtol=1e-4, atol=1e-5)
+    weight = plain[0].weight
+    kept = frozen.member(0)[0].weight / weight * 0.6
+    assert torch.all(kept.isnan() | torch.isclose(kept, torch.ones(())) | (kept == 0))
+    assert 0.1 < (kept == 0).float().mean() < 0.75
+
+
+# -- attention, recurrence, bilinear -----------------------------------------------------------------------
+
+
+def attention(first: bool, **options: Any) -> nn.Module:
+    return nn.MultiheadAttention(8, 2, batch_first=first, **options)
+
+
+def batch_first(layer: Any) -> bool:
+    return bool(layer.batch_first)
+
+
+SEVERAL: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]]]] = {
+    "attention": (lambda: attention(True), lambda b: (torch.randn(b, 5, 8),) * 3),
+    "attention_sequence_first": (lambda: attention(False, bias=False), lambda b: (torch.randn(5, b, 8),) * 3),
+    "cross_attention": (
+        lambda: attention(True, kdim=6, vdim=4, add_bias_kv=True),
+        lambda b: (torch.randn(b, 5, 8), torch.randn(b, 7, 6), torch.randn(b, 7, 4)),
+    ),
+    "lstm": (lambda: nn.LSTM(8, 6, 2, batch_first=True, bidirectional=True), lambda b: (torch.randn(b, 5, 8),)),
+    "lstm_with_states": (
+        lambda: nn.LSTM(8, 6, proj_size=3), lambda b: (torch.randn(5, b, 8), (torch.randn(1, b, 3), torch.randn(1, b, 6))),
+    ),
+    "gru": (lambda: nn.GRU(8, 6), lambda b: (torch.randn(5, b, 8), torch.randn(1, b, 6))),
+    "bilinear": (lambda: nn.Bilinear(8, 6, 4), lambda b: (torch.randn(b, 8), torch.randn(b, 6))),
+}  # fmt: skip
+
+
+def tensors(value: Any) -> list[Tensor]:
+    return [] if value is None else [value] if isinstance(value, Tensor) else [t for v in value for t in tensors(v)]
+
+
+def tiled(value: Any, layer: nn.Module, times: int) -> Any:
+    if isinstance(value, tuple):
+        return tuple(torch.cat([state] * times, 1) for state in value)
+    axis = 0 if isinstance(layer, nn.Bilinear) or (layer.batch_first and value.shape[0] != 1) else 1
+    return torch.cat([value] * times, axis)
+
+
+@pytest.mark.parametrize("method", ["rank_one", "masked"])
+@pytest.mark.parametrize("kind", list(SEVERAL))
+def test_a_whole_layer_gives_each_member_its_own_weights(kind: str, method: str) -> None:
+    torch.manual_seed(0)
+    build, batch = SEVERAL[kind]
+    layer, args = build().eval(), batch(3)
+    ensemble = (rank_one(layer, 2) if method == "rank_one" else masked(layer, 2, 2.0)).eval()
+    with torch.no_grad():
+        for parameter in ensemble.parameters(recurse=False):
+            parameter.normal_(1, 0.5)
+    together = tensors(ensemble(*(tiled(value, layer, 2) for value in args)))
+    plain = [ensemble.fold(i) for i in range(2)]
+    for i in range(2):
+        assert type(plain[i]) is type(layer)
+        assert [name for name, _ in plain[i].named_parameters()] == [name for name, _ in layer.named_parameters()]
+        ensemble.member = i
+        for alone, want in zip(tensors(ensemble(*args)), tensors(plain[i](*args)), strict=True):
+            torch.testing.assert_close(alone, want)
+    ensemble.member = None
+    for place, each in enumerate(zip(*(tensors(one(*args)) for one in plain), strict=True)):
+        axis = next(d for d in range(each[0].dim()) if together[place].shape[d] != each[0].shape[d])
+        torch.testing.assert_close(together[place], torch.cat(each, axis))
+    if method == "rank_one":  # the formula, for the first map
+        name = ensemble.affine_maps()[0].weight
+        own = name.replace(".", "_")
+        r, s = getattr(ensemble, f"{own}_r")[1], getattr(ensemble, f"{own}_s")[1]
+        outer = torch.outer(s, r)
+        weight = layer.get_parameter(name)
+        torch.testing.assert_close(
+            plain[1].get_parameter(name), weight * outer.view(*outer.shape, *[1] * (weight.dim() - 2))
+        )
+
+
+@pytest.mark.parametrize("kind", list(SEVERAL))
+def test_connections_of_a_whole_layer_are_dropped(kind: str) -> None:
+    torch.manual_seed(0)
+    build, batch = SEVERAL[kind]
+    args = batch(3)
+    model = Of(lambda net, *args: tensors(net.part(*args))[0].flatten(1), part=build()).eval()
+    if kind in ("attention_sequence_first", "lstm_with_states", "gru"):
+        model.function = lambda net, *args: tensors(net.part(*args))[0].transpose(0, 1).flatten(1)
+    net = mt.drop_connect(model, 0.3).eval()
+    x = args if not isinstance(args[-1], tuple) else (args[0],)
+    if kind == "gru":
+        x = (args[0],)
+    flat = (
+        [tensor.transpose(0, 1) for tensor in x]
+        if kind in ("attention_sequence_first", "lstm_with_states", "gru")
+        else x
+    )
+    if flat is not x:
+        inner = model.function
+        model.function = lambda net, *args: inner(net, *(a.transpose(0, 1) for a in args))
+        net = mt.drop_connect(model, 0.3).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some cannot run under vmap
+        drawn = net(tuple(flat), draws=3, seed=1)
+    frozen = mt.freeze(net, 3, seed=1)
+    torch.testing.assert_close(drawn, frozen(tuple(flat)), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(drawn[0], drawn[1])
+    names = [affine.weight for affine in maps_of(model.part)]
+    for name in names:
+        ratio = frozen.member(0).part.get_parameter(name) / model.part.get_parameter(name) * 0.7
+        assert torch.all(torch.isclose(ratio, torch.ones(())) | (ratio == 0))
+        assert 0.05 < (ratio == 0).float().mean() < 0.7
+
+
+# -- which layers ------------------------------------------------------------------------------------------
+
+
+def test_what_overrides_forward_is_not_converted() -> None:
+    model = nn.Sequential(Scaled(4, 4), Rectified(4, 4), nn.Linear(4, 4), Conv1D(4, 4), nn.Embedding(4, 4))
+    assert list(affine_layers(model)) == ["2", "3"]
+    patched = nn.Linear(4, 4)
+    patched.forward = lambda x: x  # type: ignore[method-assign]
+    assert not maps_of(patched)
+    both = parametrizations.weight_norm(parametrizations.weight_norm(nn.Linear(4, 4)), "bias", dim=None)
+    assert not maps_of(both)
+    hooked = parametrizations.weight_norm(nn.Linear(4, 4))
+    hooked.register_forward_hook(lambda *_: None)
+    assert not maps_of(hooked)
+
+
+def test_layers_inside_attention_belong_to_it() -> None:
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    assert list(affine_layers(encoder)) == ["self_attn", "linear1", "linear2"]
+
+
+@pytest.mark.parametrize("method", [mt.batch_ensemble, mt.masksembles])
+def test_a_layer_refuses_rows_that_are_not_the_members(method: Callable[..., Any]) -> None:
+    model = Of(
+        lambda net, x: net.head(F.relu(net.body(x)) + net.query(net.learned)),
+        body=nn.Linear(4, 8), query=nn.Linear(8, 8), head=nn.Linear(8, 2), learned=nn.Parameter(torch.randn(1, 8)),
+    )  # fmt: skip
+    options = {"example": torch.randn(2, 4)} if method is mt.masksembles else {}
+    net = method(model, 3, **options).train()
+    with pytest.raises(ValueError, match=r"a Linear that tells 3 members apart got an input of shape \[1, 8\]"):
+        net.network(torch.randn(6, 4))
+
+
+def test_hooks_of_a_layer_see_what_each_members_layer_sees() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    model[0].register_forward_hook(lambda _, args, y: y.square())
+    x = torch.randn(5, 4)
+    for net in (mt.batch_ensemble(model, 2), mt.masksembles(model, 2, layers=["0", "2"], example=x)):
+        net.train()
+        tiled = net.network(x.repeat(2, 1)).unflatten(0, (2, 5))
+        for i in range(2):
+            torch.testing.assert_close(tiled[i], net.member(i)(x))
+
+
+def test_frozen_weights_stay_frozen_and_equal() -> None:
+    layers = [nn.Linear(4, 4), attention(True), parametrizations.weight_norm(nn.Linear(4, 4)), Conv1D(4, 4)]
+    for layer in layers:
+        layer.requires_grad_(False)
+        before = {name: tensor.clone() for name, tensor in layer.named_parameters()}
+        for converted in (rank_one(layer, 2), masked(layer, 2, 2.0)):
+            for name, parameter in converted.layer.named_parameters():
+                assert not parameter.requires_grad
+                assert torch.equal(parameter, before[name])
+            assert not any(parameter.requires_grad for parameter in converted.fold(1).parameters())
+
+
+# -- networks ----------------------------------------------------------------------------------------------
+
+
+def small_gpt() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=40, n_positions=16, n_embd=16, n_layer=2, n_head=2, num_labels=5, pad_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPT2ForSequenceClassification(config).eval()
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    return nn.Sequential(nn.Linear(6, 8), nn.TransformerEncoder(layer, 2), nn.Flatten(), nn.Linear(40, 4))
+
+
+def vocoder() -> nn.Module:
+    return nn.Sequential(
+        old_norm(nn.Conv1d(2, 8, 3, padding=1)), nn.ReLU(), parametrizations.weight_norm(nn.ConvTranspose1d(8, 4, 4)),
+        nn.Flatten(), parametrizations.spectral_norm(nn.Linear(4 * 13, 5)),
+    )  # fmt: skip
+
+
+def reader() -> nn.Module:
+    parts = {"embed": nn.Embedding(30, 6), "lstm": nn.LSTM(6, 8, batch_first=True), "head": nn.Linear(8, 4)}
+    return Of(lambda net, x: net.head(net.lstm(net.embed(x))[0][:, -1]), **parts)
+
+
+def ids() -> dict[str, Tensor]:
+    return {"input_ids": torch.randint(1, 40, (4, 9))}
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    "gpt": (small_gpt, ids),
+    "encoder": (encoder, lambda: torch.randn(4, 5, 6)),
+    "vocoder": (vocoder, lambda: torch.randn(4, 2, 10)),
+    "reader": (reader, lambda: torch.randint(30, (4, 7))),
+}
+
+
+@pytest.mark.parametrize("name", list(NETWORKS))
+@pytest.mark.parametrize("method", [mt.batch_ensemble, mt.masksembles])
+@pytest.mark.parametrize("init", ["fresh", "pretrained"])
+def test_members_of_whole_networks_are_themselves_alone(name: str, method: Callable[..., Any], init: str) -> None:
+    torch.manual_seed(0)
+    build, batch = NETWORKS[name]
+    model, x = build().eval(), batch()
+    options = {"example": x} if method is mt.masksembles else {}
+    net = method(model, 3, init=init, seed=0, **options).eval()
+    mt.check(net, x)
+    assert "(reach)" in net.notes
+    alone = torch.stack([call(net.member(i).eval(), x) for i in range(3)])
+    torch.testing.assert_close(net(x), alone, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(alone[0], alone[1])
+    if init == "pretrained" and method is mt.batch_ensemble:
+        torch.testing.assert_close(alone[0], call(model, x), rtol=1e-4, atol=1e-5)
+
+
+def call(model: nn.Module, x: Any) -> Tensor:
+    output = model(**x) if isinstance(x, dict) else model(x)
+    return output if isinstance(output, Tensor) else output.logits
+
+
+@pytest.mark.parametrize("name", list(NETWORKS))
+@pytest.mark.parametrize("method", [mt.batch_ensemble, mt.masksembles, mt.drop_connect])
+def test_converted_networks_are_saved_and_loaded(name: str, method: Callable[..., Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    build, batch = NETWORKS[name]
+    x = batch()
+    if method is mt.drop_connect:
+        net = method(build(), 0.2).eval()
+    else:
+        net = method(build(), 2, **({"example": x} if method is mt.masksembles else {})).eval()
+    mt.save(net, tmp_path / "net.safetensors")
+    again = mt.load(tmp_path / "net.safetensors", build()).eval()
+    torch.testing.assert_close(again(x, draws=0), net(x, draws=0))

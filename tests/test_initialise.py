@@ -1,0 +1,465 @@
+"""Whose weights a converted network starts from: `init`, `heads`, frozen parameters, factories, and every layer's rule."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import multitudes as mt
+from multitudes.methods.patching.conversion import family
+from multitudes.surgery.heads import output_layers
+
+INPUTS, CLASSES = 12, 3
+X = torch.randn(16, INPUTS, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(16) % CLASSES
+
+METHODS: dict[str, Callable[..., Any]] = {
+    "deep_ensemble": lambda model, **options: mt.deep_ensemble(model, 3, **options),
+    "packed": lambda model, **options: mt.packed(model, 3, 2, example=X, **options),
+    "batch_ensemble": lambda model, **options: mt.batch_ensemble(model, 3, **options),
+    "masksembles": lambda model, **options: mt.masksembles(model, 3, 2.0, example=X, **options),
+    "mimo": lambda model, **options: mt.mimo(model, 3, example=X, **options),
+    "patched": lambda model, **options: mt.patched(model, 3, "output", example=X, **options),
+    "family": lambda model, **options: family(model, 2, "element", **options),
+    "variance": lambda model, **options: mt.variance(model, **options),
+}
+
+
+class Net(nn.Module):
+    """Three linear layers and a norm; a task head at the end."""
+
+    def __init__(self, wide: int = 32) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(INPUTS, wide), nn.BatchNorm1d(wide)
+        self.second, self.head = nn.Linear(wide, wide), nn.Linear(wide, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.first(x)))
+        return self.head(F.relu(self.second(x)))
+
+
+def frozen_first() -> Net:
+    model = Net()
+    with torch.no_grad():
+        model.first.weight.mul_(3).add_(0.5)  # nothing that a rule would draw
+        model.norm.running_mean.fill_(0.25)
+    model.first.requires_grad_(False)
+    model.norm.requires_grad_(False)
+    return model
+
+
+def inner(net: mt.Multitude, name: str) -> nn.Module:
+    """The user's own layer in a converted network."""
+    layer = net.network.get_submodule(name)
+    return layer.get_submodule("layer") if "layer" in layer._modules else layer
+
+
+def quietly(function: Callable[[], Any]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return function()
+
+
+# -- what is frozen ----------------------------------------------------------------------------------------
+
+
+def modes(method: str) -> list[dict[str, Any]]:
+    pretrained: dict[str, Any] = {"init": "pretrained"}
+    if method == "deep_ensemble":
+        pretrained["perturb"] = 0.1
+    return [{}, {"init": "fresh"}, {"init": "heads"}, pretrained]
+
+
+@pytest.mark.parametrize("mode", range(4), ids=["default", "fresh", "heads", "pretrained"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_frozen_first_layer_is_kept_by_every_method_in_every_mode(method: str, mode: int) -> None:
+    model = frozen_first()
+    net = quietly(lambda: METHODS[method](model, **modes(method)[mode]))
+    for name in ("first", "norm"):
+        layer = inner(net, name)
+        for own, want in model.get_submodule(name).named_parameters():
+            got = dict(layer.named_parameters()).get(own)
+            if got is None:  # a bias that each member has for itself
+                got = net.network.get_submodule(name).get_parameter("biases")
+            assert not got.requires_grad, (name, own)
+            if method == "mimo" and own == "weight" and name == "first":
+                got = sum(got.unflatten(1, (3, -1)).unbind(1)[1:], got.unflatten(1, (3, -1)).unbind(1)[0])
+            assert torch.equal(got, want.expand_as(got)), (name, own)
+    mean = net.network.norm.running_mean
+    assert torch.equal(mean, torch.full_like(mean, 0.25)), "the statistics of a frozen norm layer"
+    assert any(p.requires_grad for p in net.parameters())
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("mimo", "masksembles")])
+def test_members_of_a_frozen_network_train_without_moving_what_is_frozen(method: str) -> None:
+    model = frozen_first()
+    net = quietly(lambda: METHODS[method](model)).train()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net.loss(X, Y).backward()
+    optimizer.step()
+    weight = inner(net, "first").weight
+    assert torch.equal(weight, model.first.weight.expand_as(weight))
+
+
+class Words(nn.Module):
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.words = nn.Embedding.from_pretrained(table)
+        self.hidden, self.head = nn.Linear(table.shape[1], 16), nn.Linear(16, CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(F.relu(self.hidden(self.words(tokens).mean(1))))
+
+
+@pytest.mark.parametrize("init", [None, "fresh", "heads", "pretrained"])
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "mimo"])
+def test_a_pretrained_embedding_is_kept(method: str, init: str | None) -> None:
+    tokens = torch.arange(20).view(4, 5)
+    model = Words(torch.randn(20, 8))
+    options: dict[str, Any] = {"init": init}
+    if init == "heads":
+        options["heads"] = "head"
+    if method == "deep_ensemble" and init == "pretrained":
+        options["perturb"] = 0.1
+    calls: dict[str, Callable[..., Any]] = {
+        **METHODS,
+        "packed": lambda model, **o: mt.packed(model, 3, 2, example=tokens, **o),
+        "masksembles": lambda model, **o: mt.masksembles(model, 3, 2.0, example=tokens, **o),
+        "patched": lambda model, **o: mt.patched(model, 3, "output", example=tokens, **o),
+        "family": lambda model, **o: family(model, 2, "element", layers="head", **o),
+    }
+    net = quietly(lambda: calls[method](model, **options))
+    weight = net.network.words.weight
+    assert torch.equal(weight, model.words.weight.expand_as(weight))
+    assert not weight.requires_grad
+    assert net(tokens).shape[-2:] == (4, CLASSES)
+
+
+def test_a_frozen_layer_in_the_middle_keeps_what_it_reads_whole() -> None:
+    model = Net()
+    model.second.requires_grad_(False)
+    net = mt.packed(model, 4, 2, example=X)
+    assert net.network.second.weight.shape == (4, 32, 32)
+    assert torch.equal(net.network.second.weight, model.second.weight.expand(4, 32, 32))
+    assert net.network.first.weight.shape == (4, 32, INPUTS)
+    mt.check(net, X)
+
+
+def test_frozen_layers_are_not_patched_and_not_replaced_by_variances() -> None:
+    model = frozen_first()
+    assert type(mt.patched(model, 3, "norm+output", example=X).network.norm) is nn.BatchNorm1d
+    with pytest.raises(ValueError, match="layer 'first' is frozen, and its components would be other weights"):
+        mt.patched(model, 3, ["first"])
+    with pytest.raises(ValueError, match="'first' is frozen, and a zero-centred layer has no place for its weights"):
+        mt.variance(model, ["first"], "zero")
+    drawn = mt.variance(model, ["first"], "layer").network.first
+    assert torch.equal(drawn.weight, model.first.weight)
+    assert not drawn.weight.requires_grad
+    assert drawn.log_alpha.requires_grad
+
+
+def test_mimo_tells_of_a_frozen_first_layer_and_refuses_a_frozen_last_one() -> None:
+    model = Net()
+    model.first.requires_grad_(False)
+    with pytest.warns(UserWarning, match="layer 'first' is frozen, so it cannot learn to tell the inputs apart"):
+        net = mt.mimo(model, 3, init="pretrained", example=X).eval()
+    assert torch.equal(net.member(1).first.weight, model.first.weight)
+    model.head.requires_grad_(False)
+    with pytest.raises(ValueError, match="output layer 'head' is frozen: all outputs would be the same for ever"):
+        quietly(lambda: mt.mimo(model, 3, example=X))
+
+
+# -- heads -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("packed", "mimo")])
+def test_heads_keeps_the_backbone_and_draws_the_output_layer_anew(method: str) -> None:
+    model = Net()
+    net = METHODS[method](model, init="heads", seed=0)
+    for name in ("first.weight", "second.weight"):
+        layer, own = name.split(".")
+        got = inner(net, layer).get_parameter(own)
+        if method == "masksembles":  # which scales what a member sees less of
+            torch.testing.assert_close(got / got.norm(), model.get_parameter(name) / model.get_parameter(name).norm())
+        elif method == "family":
+            torch.testing.assert_close(got.mean(0), model.get_parameter(name))
+        else:
+            assert torch.equal(got, model.get_parameter(name).expand_as(got)), name
+    heads = [net.member(i).head.weight for i in range(net.members)] if net.members > 1 else [inner(net, "head").weight]
+    assert not any(torch.equal(head, model.head.weight) for head in heads)
+    assert "drawn anew" in net.summary()
+
+
+def test_the_members_heads_are_drawn_by_their_own_rule_each_for_itself() -> None:
+    model = nn.Sequential(nn.Linear(4, 600), nn.Linear(600, 200))
+    net = mt.deep_ensemble(model, 4, init="heads", seed=0)
+    bound = 600**-0.5
+    weight = net.network[1].weight
+    assert weight.abs().max() <= bound
+    torch.testing.assert_close(weight.std((1, 2)), torch.full((4,), bound / 3**0.5), rtol=0.02, atol=0)
+    assert torch.corrcoef(weight.flatten(1)).sub(torch.eye(4)).abs().max() < 0.02
+
+
+def test_packed_and_mimo_draw_the_heads_anew() -> None:
+    model = Net()
+    net = mt.packed(model, 3, 3, init="heads", example=X, seed=0)  # as wide as the model
+    torch.testing.assert_close(net.network.second.weight, model.second.weight.expand(3, 32, 32))
+    assert not any(torch.allclose(net.network.head.weight[i], net.network.head.weight[(i + 1) % 3]) for i in range(3))
+    wide = mt.mimo(model, 3, init="heads", example=X, seed=0)
+    assert torch.equal(wide.network.second.weight, model.second.weight)
+    one, two, _ = wide.network.head.weight.unflatten(0, (3, -1))
+    assert not torch.allclose(one, two)
+
+
+def test_heads_are_found_by_running_the_network() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean, self.body, self.scale = nn.Linear(8, 1), nn.Linear(INPUTS, 8), nn.Linear(8, 1)
+            self.norm = nn.LayerNorm(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.relu(self.body(x))
+            return self.norm(torch.cat([self.mean(x), F.softplus(self.scale(x))], 1))
+
+    assert output_layers(Two(), example=X) == ["mean", "scale"]
+    residual = nn.Sequential(nn.Linear(INPUTS, 8), nn.TransformerEncoderLayer(8, 2, 16), nn.Linear(8, 2))
+    assert output_layers(residual) == ["2"]
+    frozen = Net()
+    frozen.first.requires_grad_(False)
+    assert output_layers(frozen) == ["head"]
+    assert not frozen.first.weight.requires_grad
+    assert output_layers(mt.models.resnet18(classes=10)) == ["fc"]
+
+
+def test_heads_can_be_selected_and_are_checked() -> None:
+    model = Net()
+    net = mt.deep_ensemble(model, 2, init="heads", heads="second|head")
+    assert torch.equal(net.network.first.weight, model.first.weight.expand(2, 32, INPUTS))
+    assert not torch.equal(net.network.second.weight[0], model.second.weight)
+    assert not torch.equal(net.network.head.weight[0], model.head.weight)
+    with pytest.raises(ValueError, match="heads='head' needs init='heads', got init=None"):
+        mt.deep_ensemble(model, 2, heads="head")
+    with pytest.raises(ValueError, match="heads='tail' selects nothing"):
+        mt.deep_ensemble(model, 2, init="heads", heads="tail")
+    model.head.requires_grad_(False)
+    with pytest.raises(ValueError, match="heads: 'head' must have weights that are trained, and all are frozen"):
+        mt.deep_ensemble(model, 2, init="heads")
+
+
+def test_heads_that_cannot_be_found_are_asked_for() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.out, self.body = nn.Embedding(9, 4), nn.Linear(4, 2), nn.Linear(4, 4)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.out(self.body(self.words(tokens).mean(1)))
+
+    with pytest.raises(ValueError, match=r"heads must be given, which says which layers of model \(Odd\) give"):
+        mt.deep_ensemble(Odd(), 2, init="heads")
+    assert output_layers(Odd(), example=torch.zeros(2, 3, dtype=torch.long)) == ["out"]
+
+
+def test_a_head_that_shares_its_weight_with_the_backbone_is_not_drawn_anew() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.there, self.back = nn.Linear(INPUTS, INPUTS), nn.Linear(INPUTS, INPUTS)
+            self.back.weight = self.there.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.back(F.relu(self.there(x)))
+
+    with pytest.raises(ValueError, match="heads: 'back' would be drawn anew, and with it 'weight' of layer 'there'"):
+        mt.deep_ensemble(Tied(), 2, init="heads")
+    net = mt.deep_ensemble(Tied(), 2, seed=0)
+    assert net.network.back.weight is net.network.there.weight
+    assert not torch.equal(net.network.back.weight[0], net.network.back.weight[1])
+
+
+# -- members that would be one -----------------------------------------------------------------------------
+
+
+SAME: dict[str, tuple[Callable[[], Any], str]] = {
+    "pretrained": (
+        lambda: mt.deep_ensemble(Net(), 3, init="pretrained"),
+        r"init='pretrained' keeps the weights, so all members would be the same network.*init='heads'.*perturb=0\.01",
+    ),
+    "dropout": (
+        lambda: mt.deep_ensemble(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), 3, init="pretrained"),
+        "so all members would be the same network",
+    ),
+    "packed": (
+        lambda: mt.packed(Net(), 3, 3, init="pretrained", example=X),
+        "init='pretrained' keeps the weights.*init='heads'.*smaller alpha",
+    ),
+    "batch_ensemble": (
+        lambda: mt.batch_ensemble(Net(), 3, spread=0, init="pretrained"),
+        "spread=0 gives all members the same factors",
+    ),
+    "masksembles": (
+        lambda: mt.masksembles(Net(), 3, 1, init="pretrained", example=X),
+        "scale=1 shows all inputs to all members",
+    ),
+    "mimo": (
+        lambda: mt.mimo(Net(), 3, 1.0, init="pretrained", example=X),
+        "init='pretrained' keeps the weights.*init='heads'.*repetition is below 1",
+    ),
+    "frozen": (
+        lambda: mt.deep_ensemble(Net().requires_grad_(False), 3),
+        "no rule draws a parameter of model anew, so all members would be the same network.*a function that builds",
+    ),
+    "no rule": (lambda: quietly(lambda: mt.deep_ensemble(Alone(), 2)), "no rule draws a parameter of model anew"),
+    "factory": (lambda: mt.deep_ensemble(zeros, 2), "model builds the same network every time"),
+}  # fmt: skip
+
+
+class Alone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(INPUTS, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def zeros() -> nn.Module:
+    layer = nn.Linear(INPUTS, CLASSES)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_members_that_would_stay_one_network_are_refused(case: str) -> None:
+    make, message = SAME[case]
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_members_that_differ_by_perturbation_or_by_draws_are_not() -> None:
+    assert mt.deep_ensemble(Net(), 1, init="pretrained").members == 1
+    moved = mt.deep_ensemble(Net(), 2, init="pretrained", perturb=0.01)
+    assert not torch.equal(moved.network.head.weight[0], moved.network.head.weight[1])
+    drawing = mt.mc_dropout(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2)))
+    assert mt.deep_ensemble(drawing, 2, init="pretrained").members == 2
+    copies = mt.fuse([Net()] * 2)
+    assert torch.equal(copies.network.head.weight[0], copies.network.head.weight[1]), "fused networks are as given"
+
+
+# -- factories ---------------------------------------------------------------------------------------------
+
+
+def by_hand(seed: int, count: int, factory: Callable[[], nn.Module]) -> list[nn.Module]:
+    torch.manual_seed(seed)
+    return [factory() for _ in range(count)]
+
+
+def test_each_member_of_a_factory_is_built_as_alone() -> None:
+    def build() -> nn.Module:
+        model = Net()
+        nn.init.kaiming_normal_(model.first.weight, mode="fan_out")
+        nn.init.zeros_(model.norm.weight)
+        return model
+
+    before = torch.get_rng_state()
+    net = mt.deep_ensemble(build, 4, seed=3)
+    assert torch.equal(torch.get_rng_state(), before), "a seed leaves torch's random state alone"
+    for index, want in enumerate(by_hand(3, 4, build)):
+        got = net.member(index).state_dict()
+        assert all(torch.equal(got[name], tensor) for name, tensor in want.state_dict().items())
+    torch.manual_seed(3)
+    unseeded = mt.deep_ensemble(build, 4)
+    assert torch.equal(unseeded.network.first.weight, net.network.first.weight)
+
+
+def test_a_class_is_a_factory_of_its_networks() -> None:
+    net = mt.deep_ensemble(Net, 2, seed=0)
+    for index, want in enumerate(by_hand(0, 2, Net)):
+        assert torch.equal(net.member(index).head.weight, want.head.weight)
+
+
+@pytest.mark.parametrize("method", ["batch_ensemble", "masksembles", "variance"])
+def test_a_shared_network_is_built_once_as_alone(method: str) -> None:
+    calls = []
+
+    def build() -> nn.Module:
+        calls.append(Net())
+        return calls[-1]
+
+    net = METHODS[method](build, seed=5)
+    assert len(calls) == 1
+    (want,) = by_hand(5, 1, Net)
+    assert torch.equal(inner(net, "second").weight, want.second.weight)
+    again = METHODS[method](Net, seed=5)
+    for one, two in zip(net.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_packed_members_are_channels_of_what_the_factory_builds() -> None:
+    def build() -> nn.Module:
+        model = Net()
+        nn.init.zeros_(model.norm.weight)
+        nn.init.constant_(model.head.bias, 2.0)
+        return model
+
+    net = mt.packed(build, 4, 2, example=X, seed=0)
+    assert not net.network.norm.weight.any()
+    assert torch.equal(net.network.head.bias, torch.full((4, CLASSES), 2.0))
+    assert net.network.first.weight.shape == (4, 16, INPUTS)
+    rows = {tuple(row.tolist()) for model in by_hand(0, 1, build) for row in F.normalize(model.first.weight)}
+    member = F.normalize(net.network.first.weight[0])
+    close = [min(torch.tensor(row).sub(own).abs().max() for row in rows) < 1e-5 for own in member]
+    assert all(close), "each unit is one of the built network's, scaled"
+
+
+def test_mimo_has_a_built_network_for_each_input_and_output() -> None:
+    net = mt.mimo(Net, 3, example=X, seed=0)
+    built = by_hand(0, 1, Net)[0]
+    torch.testing.assert_close(net.network.first.weight[:, :INPUTS], built.first.weight / 3**0.5)
+    torch.testing.assert_close(net.network.head.weight[:CLASSES], built.head.weight)
+    assert not torch.allclose(net.network.head.weight[:CLASSES], net.network.head.weight[CLASSES : 2 * CLASSES])
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: 3, "model must build an nn.Module, got a function that gives a int"),
+        (nn.Linear, "model is a function that builds a network, so it must take no arguments"),
+        (3, "model must be an nn.Module, or a function that builds one, got int"),
+        (lambda kept=[]: kept[0] if kept else kept.append(Net()) or kept[0], "must build a new network whenever"),
+    ],
+    ids=["a number", "arguments", "no function", "the same"],
+)
+def test_what_is_no_factory_is_told(model: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mt.deep_ensemble(model, 3)
+
+
+def test_every_other_verb_takes_a_factory_once() -> None:
+    def dropping() -> nn.Module:
+        return nn.Sequential(nn.Linear(INPUTS, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, CLASSES))
+
+    states = [dropping().state_dict() for _ in range(3)]
+    for net in (
+        mt.mc_dropout(dropping), mt.drop_connect(dropping, 0.1), mt.snapshots(dropping, states),
+        mt.swa(dropping, states), mt.swag(dropping, states), mt.subspace(dropping, "random"),
+    ):  # fmt: skip
+        assert net(X).shape[-2:] == (16, CLASSES)
+    smoothed = mt.smooth(lambda: mt.models.resnet18(classes=4))
+    assert smoothed(torch.zeros(1, 3, 32, 32)).shape == (1, 4)
+
+
+def test_lazy_networks_are_asked_to_run_once() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+    makes = [*METHODS.values(), lambda m: mt.drop_connect(m, 0.1), lambda m: mt.mc_dropout(m, 0.1, "activation")]
+    for make in makes:
+        with pytest.raises(ValueError, match="'0.weight' has no shape yet: run the network once before converting it"):
+            make(lazy)
