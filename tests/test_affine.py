@@ -287,7 +287,11 @@ def test_connections_of_a_whole_layer_are_dropped(kind: str) -> None:
     x = args if not isinstance(args[-1], tuple) else (args[0],)
     if kind == "gru":
         x = (args[0],)
-    flat = [tensor.transpose(0, 1) for tensor in x] if kind in ("attention_sequence_first", "lstm_with_states", "gru") else x
+    flat = (
+        [tensor.transpose(0, 1) for tensor in x]
+        if kind in ("attention_sequence_first", "lstm_with_states", "gru")
+        else x
+    )
     if flat is not x:
         inner = model.function
         model.function = lambda net, *args: inner(net, *(a.transpose(0, 1) for a in args))

@@ -6,7 +6,7 @@ A network's own code may write as it runs: a buffer is assigned (`self.mean = ..
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import InputError
 
-__all__ = ["Attributes", "Written", "checkpointed", "lent", "written_attributes"]
+__all__ = ["Attributes", "Written", "checkpointed", "each_from_the_same", "lent", "written_attributes"]
 
 Written = dict[str, Tensor]
 """Buffers that a run has assigned, by their names."""
@@ -94,6 +94,41 @@ def checkpointed(again: Callable[[], AbstractContextManager[Any]] | None) -> Ite
         yield
     finally:
         module.CheckpointFunction, module._checkpoint_without_reentrant_generator = reentrant, generator
+
+
+@contextmanager
+def each_from_the_same(
+    network: nn.Module, attributes: Sequence[Attributes]
+) -> Iterator[Callable[[int, Callable[[], Any]], Any]]:
+    """Inside, `turn(index, run)` runs members that share a network's buffers, each from the same state of them.
+
+    After, a buffer that their runs have moved is the mean of what they made of it, or the last, of whole numbers. What
+    the network's code writes beside tensors is each member's own.
+    """
+    before = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in network.named_buffers()}
+    made: dict[str, list[Tensor]] = {}
+
+    def turn(index: int, run: Callable[[], Any]) -> Any:
+        with written_attributes(network, attributes[index]), lent(network, {}) as written:
+            result = run()
+        for name, (buffer, version, value) in before.items():
+            if buffer._version != version and name not in written:
+                made.setdefault(name, []).append(buffer.detach().clone())
+                buffer.data.copy_(value)
+        for name, value in written.items():
+            made.setdefault(name, []).append(value.detach())
+        return result
+
+    yield turn
+    for name, values in made.items():
+        path, _, last = name.rpartition(".")
+        whole = not (values[0].is_floating_point() or values[0].is_complex()) or len({v.shape for v in values}) > 1
+        value = values[-1] if whole else torch.stack(values).mean(0)
+        old = before[name][0] if name in before else None
+        if old is not None and old.shape == value.shape and old.dtype == value.dtype:
+            old.data.copy_(value)
+        else:
+            network.get_submodule(path)._buffers[last] = value
 
 
 # -- attributes --------------------------------------------------------------------------------------------

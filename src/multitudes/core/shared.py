@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import Input, call, tensors_in, tile
 from multitudes.core.copying import copied
-from multitudes.core.lending import checkpointed
+from multitudes.core.lending import Attributes, checkpointed, each_from_the_same
 from multitudes.core.multitude import Multitude, evaluating
-from multitudes.core.proof import alike, first_difference, kind_of, running_statistics, silent_trial
+from multitudes.core.proof import alike, first_difference, kind_of, running_statistics, silent_trial, unmoved
 
 
 class SharedMembers(Multitude):
@@ -29,15 +29,26 @@ class SharedMembers(Multitude):
     """
 
     expands = False  # the rows of the tiled batch are the members'
+    found_anew = ("_draw_cache", "_written", "_tiles")
 
     def __init__(self, network: nn.Module, members: int) -> None:
         super().__init__(network, members)
+        self.forget()
+
+    def forget(self) -> None:
+        super().forget()
+        self._written: list[Attributes] = [{} for _ in range(self.members)]
         self._tiles: dict[Any, bool] = {}  # by mode and kind of input, and the last by mode alone
 
     def _predictions(self, x: Input) -> Tensor:
         if (self.training or any(t.is_cuda for t in tensors_in(x))) and self._may_tile(x):
             return self._tiled(x)
-        return torch.stack([self._alone(index, x) for index in range(self.members)])
+        if torch.compiler.is_compiling():
+            return torch.stack([self._alone(index, x) for index in range(self.members)])
+        with each_from_the_same(self.network, self._written) as turn:
+            return torch.stack(
+                [turn(index, lambda index=index: self._alone(index, x)) for index in range(self.members)]
+            )
 
     def _of_first(self, x: Input) -> Tensor:
         return self._alone(0, x)
@@ -59,14 +70,14 @@ class SharedMembers(Multitude):
     @contextmanager
     def _as(self, index: int) -> Iterator[None]:
         """Inside, the network is member `index`."""
-        layers = [layer for layer in self.network.modules() if isinstance(layer, MemberLayer)]
-        for layer in layers:
+        layers = [(layer, layer.member) for layer in self.network.modules() if isinstance(layer, MemberLayer)]
+        for layer, _ in layers:
             layer.member = index
         try:
             yield
         finally:
-            for layer in layers:
-                layer.member = None
+            for layer, before in layers:
+                layer.member = before
 
     def _may_tile(self, x: Input) -> bool:
         """Whether a tiled batch gives what each member gives alone, tried once for each kind of input."""
@@ -92,14 +103,18 @@ class SharedMembers(Multitude):
     def _trouble(self, x: Input) -> str:
         """How the tiled batch differs from the first and the last member alone; nothing where it does not."""
         few = sorted({0, self.members - 1})
-        want = torch.stack([self._alone(index, x) for index in few])
+        want = []
+        for index in few:
+            with unmoved(self.network, x):
+                want.append(self._alone(index, x))
         try:
-            got = self._tiled(x)
+            with unmoved(self.network, x):
+                got = self._tiled(x)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             return f"tiled, the network fails ({str(error).splitlines()[0]})"
-        if got.shape[1:] == want.shape[1:] and alike(got[few], want):
+        if got.shape[1:] == want[0].shape and alike(got[few], torch.stack(want)):
             return ""
         layer = first_difference(
             self.network,
@@ -185,6 +200,7 @@ class MemberLayer(nn.Module):
 
 
 def rows_missing(layer: nn.Module, members: int, x: Tensor) -> str:
+    """What is said where an input cannot be the tiled batch."""
     return (
         f"a {type(layer).__name__} that tells {members} members apart got an input of shape {list(x.shape)}, whose "
         "first axis does not hold the rows of each member one after the other"

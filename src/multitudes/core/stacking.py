@@ -115,7 +115,7 @@ def with_tensors(network: nn.Module, function: Callable[[Tensor], Tensor]) -> nn
     """A copy of a network in which `function` has been put to every parameter and buffer, ties kept."""
     memo: dict[int, Any] = {}
     for tensor in _state(network).values():
-        new = function(tensor.detach()) if stackable(tensor) else tensor.detach()
-        new = new.clone(memory_format=torch.preserve_format)
+        whole = stackable(tensor)
+        new = function(tensor.detach()).clone(memory_format=torch.preserve_format) if whole else tensor.detach().clone()
         memo[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
     return copied(network, memo)
