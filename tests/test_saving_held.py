@@ -67,7 +67,7 @@ REFUSED: dict[str, tuple[Callable[[], Net], Callable[[], Net], str]] = {
         lambda: Net(config=Config(act=F.relu)), lambda: Net(config=Config(act=torch.sigmoid)), "has config = ",
     ),
     "dtype": (
-        lambda: Net(config=Config()), lambda: Net(config=Config(dtype=torch.float64)), "has config = .*float32.*float64",
+        lambda: Net(config=Config()), lambda: Net(config=Config(dtype=torch.float64)), "has config = .*32.*64",
     ),
     "enum": (lambda: Net(kind=Kind.PLAIN), lambda: Net(kind=Kind.DOUBLE), "has kind = .*PLAIN: in model .*DOUBLE"),
     "tensors in a list": (

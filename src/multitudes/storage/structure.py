@@ -250,17 +250,19 @@ def _check_like(nodes: list[Node], there: Mapping[str, nn.Module]) -> None:
     for node in nodes:
         at.setdefault(node.get("place", node["path"]), []).append(node)
     for place, those in at.items():
-        names = [set(node.get("parameters", ())) for node in those]
-        own = any(
-            "weight" in each or (each and not _of_library_named(node)) for each, node in zip(names, those, strict=True)
-        )
-        if own and place not in there:
+        if place not in there and any(map(_has_weights, those)):
             raise ValueError(
                 f"model does not fit the file, in which there is a layer {place!r}: in model there is none"
             )
     for place, module in there.items():
         if any(p is not None for p in module._parameters.values()):
             _check_one_like(place, module, at.get(place, []), noted=place in notes)
+
+
+def _has_weights(node: Node) -> bool:
+    """Whether a node is a layer of the user's network, or has taken one's place: what methods add has other tensors."""
+    names = node.get("parameters", {})
+    return "weight" in names or (bool(names) and not _of_library_named(node))
 
 
 def _of_library_named(node: Node) -> bool:
