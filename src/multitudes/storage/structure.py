@@ -248,7 +248,7 @@ def _check_like(nodes: list[Node], there: Mapping[str, nn.Module]) -> None:
     notes = nodes[0]["settings"].get("notes", {}).get("dict", {})
     at: dict[str, list[Node]] = {}
     for node in nodes:
-        at.setdefault(node.get("place", node["path"]), []).append(node)
+        at.setdefault(str(node.get("place", node["path"])), []).append(node)
     for place, those in at.items():
         if place not in there and any(map(_has_weights, those)):
             raise ValueError(

@@ -42,7 +42,7 @@ class Own:
 
     @property
     def exact(self) -> bool:
-        """Whether drawing it again does what the constructor did: it is one constant, or its layer's own but for some."""
+        """Whether drawing it again does what the constructor did: one constant, or its layer's own but for some."""
         ruled = not self.kept and self.orthogonal is None and self.scale == 1
         return ruled or (self.kept and len(self.constants) == 1)
 
