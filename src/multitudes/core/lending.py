@@ -15,6 +15,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from multitudes.core.calling import InputError
+from multitudes.core.settings import FOUND_ANEW
 
 __all__ = ["Attributes", "Written", "apart", "checkpointed", "each_from_the_same", "lent", "written_attributes"]
 
@@ -193,7 +194,8 @@ def _same_content(one: Any, other: Any) -> bool:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {key: value for key, value in vars(module).items() if key not in _REGISTRIES and key != "training"}
+    passed = {*_REGISTRIES, *FOUND_ANEW, "training"}
+    return {key: value for key, value in vars(module).items() if key not in passed}
 
 
 def _may_write(module: nn.Module) -> bool:
