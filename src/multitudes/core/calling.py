@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +112,7 @@ def prediction_in(answer: Any, network: nn.Module) -> Tensor:
         return logits
     raise InputError(
         f"the network returned a {type(answer).__name__}{_parts(answer)}; say which is the prediction, by name, "
-        "position or a function of the answer: mt.Multitude(model, output=...), which every method takes as a model"
+        "position or a function of the answer: mt.Multitude(model, output=...), which methods take as they take a model"
     )
 
 
@@ -121,16 +121,14 @@ def part_of(answer: Any, output: Output) -> Any:
     try:
         if callable(output):
             return output(answer)
-        return getattr(answer, output) if _is_attribute(answer, output) else answer[output]
+        if isinstance(output, str) and not isinstance(answer, Mapping):
+            return getattr(answer, output)
+        return answer[output]
     except (KeyError, IndexError, AttributeError, TypeError) as error:
         raise InputError(
             f"output={_shown(output)} is not in what the network returned, a {type(answer).__name__}"
             f"{_parts(answer)}: {error}"
         ) from error
-
-
-def _is_attribute(answer: Any, output: Any) -> TypeGuard[str]:
-    return isinstance(output, str) and not isinstance(answer, Mapping)
 
 
 def _shown(output: Output) -> str:
