@@ -82,6 +82,25 @@ def test_an_output_that_is_not_chosen_or_not_there_is_named() -> None:
     assert net.predict(texts()).probs.shape == (3, 7)
 
 
+class Auxiliary(nn.Linear):
+    """Answers with more than its logits in training."""
+
+    def forward(self, x: Tensor) -> Any:
+        logits = super().forward(x)
+        return SimpleNamespace(logits=logits, aside=-logits) if self.training else logits
+
+
+@pytest.mark.parametrize("runner", ["loop", "packed", "stacked"])
+def test_a_tensor_alone_is_its_own_logits_and_has_no_other_part(runner: str) -> None:
+    net = mt.deep_ensemble(mt.Multitude(Auxiliary(8, 3), output="logits"), 2)
+    torch.testing.assert_close(net.train()(X), net.eval()(X))
+    for output in ("aside", 1):
+        net = mt.deep_ensemble(mt.Multitude(nn.Linear(8, 3), output=output), 2).eval()
+        with pytest.raises(ValueError, match=f"output={output!r} was chosen, and the network returned one tensor"):
+            net.runner = runner
+            net(X)
+
+
 # Export -----------------------------------------------------------------------------------------------------
 
 

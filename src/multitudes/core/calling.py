@@ -117,7 +117,14 @@ def prediction_in(answer: Any, network: nn.Module) -> Tensor:
 
 
 def part_of(answer: Any, output: Output) -> Any:
-    """The part of a network's answer that was chosen; an error where it is not there."""
+    """The part of a network's answer that was chosen; an error where it is not there.
+
+    A tensor alone is its own logits, as of networks that answer with more in training; it has no other part.
+    """
+    if isinstance(answer, Tensor) and not callable(output):
+        if output == "logits":
+            return answer
+        raise InputError(f"output={_shown(output)} was chosen, and the network returned one tensor alone")
     try:
         if callable(output):
             return output(answer)

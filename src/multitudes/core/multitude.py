@@ -134,6 +134,8 @@ class Multitude(Tasked):
         N, the method's Kullback-Leibler divergence is added as `kl() / N`: the negative evidence lower bound
         (ELBO), for one example.
         """
+        if not torch.compiler.is_compiling():
+            self._warn_of_copies(x, y, task)
         predictions = self(x)
         by_member = predictions.unflatten(0, (self.members, -1))
         criterion = self._criterion(criterion, task, predictions, y, averages=by_member.shape[1] > 1)
