@@ -13,8 +13,8 @@ import multitudes as mt
 from multitudes.core.shared import MemberLayer
 from multitudes.surgery.initialise import redraw
 from multitudes.surgery.layers import PRODUCTS, replace, select
-from multitudes.surgery.narrow import choose
 from multitudes.surgery.observe import example_for
+from multitudes.surgery.watch import choose
 from tests.cases import CLASSES, NETWORKS, Cnn
 from tests.hard_networks import DenseBlock, UNet
 from tests.of_parts import Of
@@ -258,13 +258,13 @@ def test_networks_that_fix_a_width_are_refused() -> None:
         lambda net, x: net.last(F.scaled_dot_product_attention(*net.first(x).chunk(3, -1))),
         first=nn.Linear(6, 12), last=nn.Linear(4, 2),
     )  # fmt: skip
-    with pytest.raises(ValueError, match="fixes a hidden width.*parameters of fixed width: scale"):
-        mt.narrow(fixed_width, 0.5, example=x)
+    small = mt.narrow(fixed_width, 0.5, init="pretrained", example=x)  # the scale stands beside channels, and is cut
+    assert small.scale.shape == (8, 1, 1)
     with pytest.raises(ValueError, match="fixes a hidden width"):
         mt.narrow(fixed_view, 0.5, example=x)
     with pytest.raises(ValueError, match="'encoder.self_attn' is a MultiheadAttention, which cannot be narrowed"):
         mt.packed(NETWORKS["transformer"].model(), 2, 1)
-    with pytest.raises(ValueError, match="attention ties its widths together"):
+    with pytest.raises(ValueError, match="is attention, which ties its widths together"):
         mt.narrow(attention, 0.5, example=torch.zeros(2, 5, 6))
     with pytest.raises(ValueError, match="reach layer '2' are mixed"):
         mt.narrow(nn.Sequential(nn.Linear(4, 8), nn.Softmax(-1), nn.Linear(8, 2)), 0.5)

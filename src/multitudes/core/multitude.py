@@ -61,6 +61,9 @@ class Multitude(Tasked):
     expands = True
     """Whether draws may lie side by side in one batch, each row a row of one draw."""
 
+    found_anew: tuple[str, ...] = ("_draw_cache",)
+    """The attributes that hold what running has taught, which no file keeps."""
+
     shares = "network"
     """The attribute that holds the module whose registries it shares."""
 
@@ -78,9 +81,13 @@ class Multitude(Tasked):
         self.memory: str | float | None = None
         self.divergences: tuple[Divergence, ...] = ()
         self.notes: dict[str, str] = {}
-        self._draw_cache = DrawCache()
+        self.forget()
 
     network: nn.Module
+
+    def forget(self) -> None:
+        """Forget what running has taught (`found_anew`), which is found out again."""
+        self._draw_cache = DrawCache()
 
     # -- the four verbs ----------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from multitudes.core.members import Members
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.cuts import Cut
 from multitudes.surgery.layers import Factory, Selector
-from multitudes.surgery.narrow import apply_cuts, plan_cuts, rescaled
+from multitudes.surgery.narrow import narrowed_copy, rescaled, warn_of_whole
 from multitudes.surgery.observe import example_for
 from multitudes.surgery.start import starting
 
@@ -73,9 +73,10 @@ def packed(
         for index in range(members):
             whole = start.another()
             if index == 0 or not start.redraws:
-                cuts = plan_cuts(whole, alpha / members, gamma, min_channels, layers, x)
-                network = apply_cuts(whole, cuts, x)
+                network, cuts = narrowed_copy(whole, alpha / members, gamma, min_channels, layers, x)
                 notes.update(cuts)
+            if index == 0 and alpha < members:
+                warn_of_whole(whole, network, members)
             yield start.begin(copied(network) if start.redraws else rescaled(network, whole, cuts, x))
 
     with start.seeded():

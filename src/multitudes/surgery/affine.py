@@ -159,9 +159,8 @@ def _computes(layer: nn.Module, affine: AffineMap) -> bool:
     for parameter in probe.parameters():  # as they are, they may be zeros
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     x = torch.randn(2, 3, width, generator=generator, dtype=torch.float64)
-    want = F.linear(
-        x, probe.weight if affine.inputs == 1 else probe.weight.mT, probe.bias if _has_bias(probe) else None
-    )
+    weight = probe.weight if affine.inputs == 1 else probe.weight.mT
+    want = F.linear(x, weight, probe.bias if _has_bias(probe) else None)
     with torch.random.fork_rng([]):
         try:
             answers = [probe.train(mode)(x) for mode in (True, False)]

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from multitudes.surgery.affine import is_computed, kind_of
 from multitudes.surgery.layers import CONVOLUTIONS, PRODUCTS, TRANSPOSED
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-FOLLOWING = (*BATCH_NORMS, *INSTANCE_NORMS, nn.GroupNorm, nn.LayerNorm, nn.PReLU)
+FOLLOWING: tuple[type[nn.Module], ...] = (*BATCH_NORMS, *INSTANCE_NORMS, nn.GroupNorm, nn.LayerNorm, nn.PReLU)
 """Layers whose outputs are their inputs' channels."""
-MAKING = (*PRODUCTS, nn.Embedding)
-"""Layers that make channels of their own."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,37 @@ class GroupedLinear(nn.Module):
 
 def width_of(layer: Any) -> int:
     """The number of channels that a layer makes."""
-    names = {nn.Linear: "out_features", nn.Embedding: "embedding_dim"}
-    return int(getattr(layer, names.get(type(layer), "out_channels")))
+    if isinstance(layer, nn.Embedding):
+        return layer.embedding_dim
+    return int(layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels)
+
+
+def makes(layer: nn.Module) -> bool:
+    """Whether a layer makes channels of its own, in a way that is known and can be cut."""
+    kind = kind_of(layer)
+    return (kind in PRODUCTS and not is_computed(layer)) or _inherits(layer, (nn.Embedding,))
+
+
+def follows(layer: nn.Module) -> bool:
+    """Whether a layer's outputs are its inputs' channels."""
+    return _inherits(layer, FOLLOWING)
+
+
+def _inherits(layer: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    """Whether a layer runs the `forward` of one of these classes."""
+    return any(isinstance(layer, kind) and type(layer).forward is kind.forward for kind in kinds)
+
+
+def input_axis(layer: nn.Module) -> int:
+    """The axis of channels in what a layer sees."""
+    if isinstance(layer, nn.Linear):
+        return -1
+    return -len(layer.normalized_shape) if isinstance(layer, nn.LayerNorm) else 1
+
+
+def output_axis(layer: nn.Module) -> int:
+    """The axis of channels in what a layer makes."""
+    return -1 if isinstance(layer, nn.Linear | nn.Embedding) else 1
 
 
 def inputs_of(layer: Any) -> int:
@@ -88,7 +116,7 @@ def cut_layer(layer: Any, cut: Cut, name: str) -> nn.Module:
     if isinstance(layer, nn.GroupNorm):
         small.num_channels, small.num_groups = inputs, norm_groups(layer, inputs)
         return _indexed(small, cut.inputs)
-    if type(layer) in FOLLOWING:
+    if follows(layer):
         small.num_features = inputs
         return _indexed(small, cut.inputs)
     if isinstance(layer, nn.Embedding):

@@ -3,28 +3,31 @@
 Which of a layer's inputs survive depends on what happened between layers: additions, `cat`, `flatten`, pooling.
 Instead of analysing that, it is observed: each layer chooses the channels that it keeps, the others are set
 to NaN, and NaN goes through everything that a network does to channels, so that at the next layer the
-surviving inputs are those that are not NaN. One run on an example gives every layer's kept inputs and outputs.
+surviving inputs are those that are not NaN. One run on an example gives every layer's kept inputs and outputs
+(`watch`), and one more proves what was made of them.
 """
 
 from __future__ import annotations
 
-import math
+import warnings
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from multitudes.core.calling import Input, call
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.multitude import Multitude
+from multitudes.core.proof import unmoved
 from multitudes.surgery.activation_size import keep_scale
-from multitudes.surgery.cuts import FOLLOWING, MAKING, Cut, cut_layer, inputs_of, is_depthwise, norm_groups, width_of
+from multitudes.surgery.affine import is_computed, kind_of
+from multitudes.surgery.cuts import Cut, cut_layer, follows, inputs_of, is_depthwise, makes, norm_groups, width_of
 from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, is_frozen, replace, select
+from multitudes.surgery.narrow_proof import prove, standing_alone
 from multitudes.surgery.observe import example_for, executed, hooked, observing
 from multitudes.surgery.start import starting
+from multitudes.surgery.watch import PATTERNS, Pattern, Watch, gives_output
 
 
 def narrow(
@@ -63,54 +66,74 @@ def narrow(
     check_count("gamma", gamma)
     with start.seeded():
         example = example_for(model, example)
-        cuts = plan_cuts(model, factor, gamma, min_channels, layers, example)
-        narrowed = apply_cuts(model, cuts, example)
+        narrowed, cuts = narrowed_copy(model, factor, gamma, min_channels, layers, example)
+        if factor < 1:
+            warn_of_whole(model, narrowed)
         return start.begin(narrowed if start.redraws else rescaled(narrowed, model, cuts, example))
 
 
-def plan_cuts(
+def narrowed_copy(
     model: nn.Module,
     factor: float,
     gamma: int,
     min_channels: int,
     layers: Selector,
     example: Input,
-) -> dict[str, Cut]:
-    """Every layer's cut, by name. Channels are chosen at random, from torch's random state."""
-    for name, module in model.named_modules():
-        if type(module).__module__.startswith("torch.nn") and module._parameters and type(module) not in (
-            *MAKING, *FOLLOWING
-        ):  # fmt: skip
-            raise ValueError(
-                f"layer {name!r} is a {type(module).__name__}, which cannot be narrowed; deep_ensemble keeps it whole"
-            )
-        if isinstance(module, Stochastic) and any(True for _ in module.parameters()):
-            raise ValueError(
-                f"layer {name!r} is a {type(module).__name__}, whose random weights cannot be narrowed; "
-                "deep_ensemble keeps it whole"
-            )
-    grouped = set(select(model, layers, PRODUCTS))
-    order = executed(model, example, MAKING)
+) -> tuple[nn.Module, dict[str, Cut]]:
+    """The narrowed copy with the kept channels' weights, proven on the example, and every layer's cut, by name.
+
+    Channels are chosen at random, from torch's random state; where that does not work out, in patterns.
+    """
+    _check_layers(model)
+    known = {name: module for name, module in model.named_modules() if makes(module) or follows(module)}
+    products = {name: module for name, module in known.items() if kind_of(module) in PRODUCTS}
+    grouped = set(select(model, layers, products))
+    order = executed(model, example, [name for name, module in known.items() if makes(module)])
     if not order:
         raise ValueError(f"model ({type(model).__name__}) has no layer that can be narrowed")
-    generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # what runs leaves no trace in torch's
+    _check_reached(model, known, example)
+    seed, first = int(torch.randint(2**62, ())), ValueError()
+    for pattern in PATTERNS:
+        try:
+            kept, whole = _observed(model, factor, known, order, example, pattern, seed)
+            split = grouped - whole
+            cuts = {
+                name: _grouped(known[name], cut, factor, gamma if name in split else 1, min_channels)
+                for name, cut in kept.items()
+            }
+            return apply_cuts(model, cuts, example), cuts
+        except ValueError as error:
+            first = first if first.args else error
+    raise first
+
+
+def _observed(
+    model: nn.Module,
+    factor: float,
+    known: dict[str, nn.Module],
+    order: list[str],
+    example: Input,
+    pattern: Pattern,
+    seed: int,
+) -> tuple[dict[str, Cut], set[str]]:
+    """Every layer's cut, and the layers that are not split into groups: the first, frozen ones, those that give the
+    output."""
+
+    def watched(whole: set[str]) -> tuple[Watch, Tensor]:
+        watch = Watch(factor, whole, torch.Generator().manual_seed(seed), pattern)
+        return watch, watch.run(model, example, known)
+
     with observing(model):
-        whole = {order[-1]} | {name for name in order if is_frozen(model.get_submodule(name))}
-        watch = _Watch(factor, whole, generator)
-        if bool(watch.run(model, example).isnan().any()):  # several layers give the output
-            whole |= {name for name in order if _gives_output(model, name, example)}
-            watch = _Watch(factor, whole, generator)
-            watch.run(model, example)
+        whole = {order[-1]} | {name for name in order if is_frozen(known[name])}
+        watch, output = watched(whole)
+        if bool(output.isnan().any()):  # several layers give the output
+            whole |= {name for name in order if gives_output(model, name, example, known)}
+            watch, _ = watched(whole)
         if frozen := _cut_frozen(model, watch.cuts):  # what it reads must be whole as well
-            before = executed(model, example, (*MAKING, *FOLLOWING))
+            before = executed(model, example, known)
             whole |= set(before[: before.index(frozen[-1])])
-            watch = _Watch(factor, whole, generator)
-            watch.run(model, example)
-    whole |= {order[0]}
-    return {
-        name: _grouped(model.get_submodule(name), cut, factor, gamma if name in grouped - whole else 1, min_channels)
-        for name, cut in watch.cuts.items()
-    }
+            watch, _ = watched(whole)
+    return watch.cuts, whole | {order[0]}
 
 
 def _cut_frozen(model: nn.Module, cuts: dict[str, Cut]) -> list[str]:
@@ -119,133 +142,118 @@ def _cut_frozen(model: nn.Module, cuts: dict[str, Cut]) -> list[str]:
     return [name for name, layer in frozen.items() if len(cuts[name].inputs) < inputs_of(layer)]
 
 
-def apply_cuts(model: nn.Module, cuts: dict[str, Cut], example: Input) -> nn.Module:
-    """The narrowed copy, with the kept channels' weights; checked on the example."""
-    layers = {name: model.get_submodule(name) for name in cuts if not is_frozen(model.get_submodule(name))}
-    narrowed = replace(model, {name: cut_layer(layer, cuts[name], name) for name, layer in layers.items()})
-    with observing(model, narrowed):
-        want = call(model, example).shape
+def _check_reached(model: nn.Module, known: dict[str, nn.Module], example: Input) -> None:
+    """A layer that runs in training alone is not observed, and would keep its width."""
+    reached: list[str] = []
+    with hooked(model, known, lambda name, *_: reached.append(name)), unmoved(model, ()), torch.no_grad():
+        modes = [(module, module.training) for module in model.modules()]
         try:
-            got = call(narrowed, example).shape
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(_unfit(model, str(error))) from error
-    if got != want:
-        raise ValueError(_unfit(model, f"it gives {list(got)} instead of {list(want)}"))
-    return narrowed
+            call(model.train(), example)
+        except (RuntimeError, ValueError):  # as batch norms do of a single row
+            return
+        finally:
+            for module, mode in modes:
+                module.training = mode
+    missing = [name for name in dict.fromkeys(reached) if name not in executed(model, example, known)]
+    if missing:
+        raise ValueError(
+            f"layer {missing[0]!r} ({type(known[missing[0]]).__name__}) runs in training and not in evaluation, where "
+            "the network is observed, so it cannot be narrowed; deep_ensemble keeps it whole"
+        )
+
+
+def _check_layers(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        kind = f"layer {name!r} is a {type(module).__name__}"
+        if isinstance(module, Stochastic) and any(True for _ in module.parameters()):
+            raise ValueError(f"{kind}, whose random weights cannot be narrowed; deep_ensemble keeps it whole")
+        if kind_of(module) in PRODUCTS and is_computed(module):
+            raise ValueError(
+                f"{kind} whose weight is computed from others (by weight_norm, spectral_norm, pruning), which cannot "
+                "be narrowed; deep_ensemble keeps it whole"
+            )
+        own = module._parameters and not makes(module) and not follows(module)
+        if own and type(module).__module__.startswith("torch.nn"):
+            raise ValueError(f"{kind}, which cannot be narrowed; deep_ensemble keeps it whole")
+
+
+def apply_cuts(model: nn.Module, cuts: dict[str, Cut], example: Input) -> nn.Module:
+    """The narrowed copy, with the kept channels' weights; proven on the example.
+
+    Parameters that stand alone are kept whole where that fits, and else cut where they are as wide as a cut layer.
+    """
+    first: ValueError | None = None
+    fitting = _fitting_axes(model, cuts)
+    layers = {name: model.get_submodule(name) for name in cuts if not is_frozen(model.get_submodule(name))}
+    for along in ({}, fitting) if fitting else ({},):
+        narrowed = replace(model, {name: cut_layer(layer, cuts[name], name) for name, layer in layers.items()})
+        _cut_parameters(narrowed, along, cuts, model)
+        try:
+            prove(model, narrowed, cuts, example)
+            return narrowed
+        except ValueError as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _fitting_axes(model: nn.Module, cuts: dict[str, Cut]) -> dict[str, int]:
+    """Of the parameters that stand alone, the last axis that is as long as some cut layer is wide."""
+    widths = _cut_widths(model, cuts)
+    axes: dict[str, int] = {}
+    for name in standing_alone(model):
+        parameter = model.get_parameter(name)
+        fitting = [axis for axis, size in enumerate(parameter.shape) if size in widths]
+        if fitting and parameter.requires_grad:
+            axes[name] = fitting[-1]
+    return axes
+
+
+def _cut_widths(model: nn.Module, cuts: dict[str, Cut]) -> dict[int, Tensor]:
+    """The channels that layers of each width keep."""
+    made = {name: model.get_submodule(name) for name in cuts}
+    return {
+        width_of(layer): cuts[name].outputs
+        for name, layer in made.items()
+        if makes(layer) and not is_depthwise(layer) and len(cuts[name].outputs) < width_of(layer)
+    }
+
+
+def _cut_parameters(narrowed: nn.Module, along: dict[str, int], cuts: dict[str, Cut], model: nn.Module) -> None:
+    widths = _cut_widths(model, cuts)
+    for name, axis in along.items():
+        path, _, own = name.rpartition(".")
+        whole = model.get_parameter(name)
+        kept = widths[whole.shape[axis]].to(whole.device)
+        small = nn.Parameter(whole.data.index_select(axis, kept).clone(), whole.requires_grad)
+        narrowed.get_submodule(path).register_parameter(own, small)
+
+
+def warn_of_whole(model: nn.Module, narrowed: nn.Module, members: int = 1) -> None:
+    """Warn where most of a narrowed network's parameters stand alone and are as large as they were."""
+    whole = [n for n in standing_alone(model) if model.get_parameter(n).shape == narrowed.get_parameter(n).shape]
+    size = sum(model.get_parameter(name).numel() for name in whole)
+    total = sum(p.numel() for p in narrowed.parameters())
+    if size > total / 2:
+        shown = ", ".join(map(repr, whole[:5])) + (", ..." if len(whole) > 5 else "")
+        before = sum(p.numel() for p in model.parameters())
+        cost = f", so that {members} members have {members * total / before:.1f} times its parameters" * (members > 1)
+        warnings.warn(
+            f"model ({type(model).__name__}) is hardly narrowed: {shown} stand alone and keep their width{cost}",
+            stacklevel=3,
+        )
 
 
 def rescaled(narrowed: nn.Module, model: nn.Module, cuts: dict[str, Cut], example: Input) -> nn.Module:
     """The narrowed network with its weights scaled so that activations are as large as the model's."""
-    products = {name: cut.outputs for name, cut in cuts.items() if type(model.get_submodule(name)) in PRODUCTS}
+    products = {name: cut.outputs for name, cut in cuts.items() if kind_of(model.get_submodule(name)) in PRODUCTS}
     keep_scale(model, narrowed, example, example, products)
     return narrowed
 
 
-def _unfit(model: nn.Module, reason: str) -> str:
-    alone = [name for name, _ in model.named_parameters() if type(_owner(model, name)) not in (*MAKING, *FOLLOWING)]
-    hint = f"; it has parameters of fixed width: {', '.join(alone)}" if alone else ""
-    return f"model ({type(model).__name__}) cannot be narrowed, since its forward fixes a hidden width: {reason}{hint}"
-
-
-def _owner(model: nn.Module, parameter: str) -> nn.Module:
-    return model.get_submodule(parameter.rpartition(".")[0])
-
-
-# -- observing which channels survive ----------------------------------------------------------------------
-
-
-class _Watch(TorchFunctionMode):
-    """One run in which each layer's dropped channels are NaN; layers in `last` keep all of theirs."""
-
-    def __init__(self, factor: float, last: set[str], generator: torch.Generator) -> None:
-        super().__init__()
-        self.factor, self.last, self.generator = factor, last, generator
-        self.cuts: dict[str, Cut] = {}
-        self.chosen: dict[int, Tensor] = {}  # one choice a width, so that channels that are added agree
-
-    def run(self, model: nn.Module, example: Input) -> Tensor:
-        with (
-            self,
-            hooked(model, (*MAKING, *FOLLOWING), lambda name, m, args, y: self.see(name, m, args[0], y)),
-        ):
-            return call(model, example)
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is F.scaled_dot_product_attention:
-            raise ValueError(
-                "attention ties its widths together, so it cannot be narrowed; deep_ensemble keeps it whole"
-            )
-        return function(*args, **(kwargs or {}))
-
-    def see(self, name: str, layer: Any, x: Tensor, y: Tensor) -> Tensor:
-        following = type(layer) in FOLLOWING
-        embedding = isinstance(layer, nn.Embedding)
-        inputs = torch.arange(layer.num_embeddings) if embedding else _kept(x, _axis(layer), name)
-        if following:
-            cut, out = Cut(inputs, inputs), torch.where(x.isnan(), torch.nan, 0.0).to(y)
-        else:
-            outputs = self._outputs(name, layer, inputs)
-            cut, out = Cut(inputs, outputs), torch.full_like(y, torch.nan)
-            axis = -1 if isinstance(layer, nn.Linear | nn.Embedding) else 1
-            out.index_fill_(axis, outputs.to(y.device), 0.0)
-        before = self.cuts.setdefault(name, cut)
-        if not (torch.equal(before.inputs, cut.inputs) and torch.equal(before.outputs, cut.outputs)):
-            raise ValueError(f"layer {name!r} is used in several places that see different channels")
-        return out
-
-    def _outputs(self, name: str, layer: Any, inputs: Tensor) -> Tensor:
-        width = width_of(layer)
-        if is_depthwise(layer):
-            each = width // layer.in_channels
-            return (inputs.unsqueeze(1) * each + torch.arange(each)).flatten()
-        if name in self.last:
-            return torch.arange(width)
-        if width not in self.chosen:
-            self.chosen[width] = choose(width, math.ceil(round(width * self.factor, 9)), self.generator)
-        return self.chosen[width]
-
-
-def _gives_output(model: nn.Module, name: str, example: Input) -> bool:
-    """Whether a layer's output reaches the network's without another layer between: NaN gets through."""
-
-    def mark(other: str, layer: nn.Module, args: Any, y: Tensor) -> Tensor:
-        if type(layer) in FOLLOWING:
-            return torch.where(args[0].isnan(), torch.nan, 0.0).to(y)
-        return torch.full_like(y, torch.nan if other == name else 0.0)
-
-    with hooked(model, (*MAKING, *FOLLOWING), mark):
-        return bool(call(model, example).isnan().any())
-
-
-def choose(width: int, count: int, generator: torch.Generator | None = None) -> Tensor:
-    """`count` of `width` channels, one at random from each of `count` equal stretches, sorted.
-
-    Stretches keep the choice even, so that each group of a grouped layer loses the same share.
-    """
-    edges = torch.arange(count + 1) * width // count
-    return edges[:-1] + (torch.rand(count, generator=generator) * (edges[1:] - edges[:-1])).long()
-
-
-def _axis(layer: nn.Module) -> int:
-    if isinstance(layer, nn.Linear):
-        return -1
-    return -len(layer.normalized_shape) if isinstance(layer, nn.LayerNorm) else 1
-
-
-def _kept(x: Tensor, axis: int, name: str) -> Tensor:
-    nan = x.isnan().movedim(axis, 0).flatten(1)
-    dropped = nan.all(1)
-    if bool((nan.any(1) != dropped).any()) or bool(dropped.all()):
-        raise ValueError(
-            f"the channels that reach layer {name!r} are mixed on their way (by an attention, a softmax, a norm "
-            "over channels), so the network cannot be narrowed; deep_ensemble keeps it whole"
-        )
-    return (~dropped).nonzero()[:, 0].cpu()
-
-
 def _grouped(layer: Any, cut: Cut, factor: float, gamma: int, min_channels: int) -> Cut:
     """The cut with the largest gamma, up to the wanted one, that the layer's widths allow."""
-    if type(layer) in FOLLOWING:
+    if follows(layer):
         regrouped = isinstance(layer, nn.GroupNorm) and len(cut.inputs) % layer.num_groups
         note = f"{layer.num_groups} groups -> {norm_groups(layer, len(cut.inputs))}" if regrouped else ""
         return Cut(cut.inputs, cut.outputs, 1, note)

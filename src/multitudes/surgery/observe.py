@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from multitudes.core.calling import Input, call
+from multitudes.core.calling import Input, call, input_errors
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.multitude import evaluating
 from multitudes.core.proof import unmoved
@@ -89,6 +89,6 @@ def hooked(
 def executed(model: nn.Module, example: Input, kinds: Collection[type[nn.Module] | str]) -> list[str]:
     """The names of the layers of these kinds or names, in the order in which a forward reaches them."""
     order: list[str] = []
-    with hooked(model, kinds, lambda name, *_: order.append(name)), observing(model):
+    with hooked(model, kinds, lambda name, *_: order.append(name)), observing(model), input_errors(example):
         call(model, example)
     return list(dict.fromkeys(order))
