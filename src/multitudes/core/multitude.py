@@ -51,8 +51,11 @@ class Multitude(Tasked):
     `named_parameters()` and attribute access read like the user's own network, with nothing put in front.
 
     Where layers draw (see `Stochastic`), evaluation makes `draws` draws of every member, member-major, and training
-    `training_draws`. Subclasses say how one draw of all members is made (`_predictions`), whether the members
-    share weights (`independent`), and what one member is alone (`_member`).
+    `training_draws`. Where the network answers with several tensors, `output` says which one is the prediction, by key,
+    attribute, position or a function of the answer; the network and all that is made of it remember that.
+
+    Subclasses say how one draw of all members is made (`_predictions`), whether the members share weights
+    (`independent`), and what one member is alone (`_member`).
     """
 
     independent = False

@@ -62,9 +62,9 @@ class Predictive(ClassQuantities, ValueQuantities):
 
     Each quantity is computed when first asked for, in float32 or better, and kept: do not write into it.
 
-    The predictions of a calibrated network (`calibrate`) have a `set(level)`, of values also the
-    `interval(level)`, and their `probs`, `log_probs`, `label`, `confidence` and `entropy` are calibrated. What is said of the members
-    stays: `member_probs`, `member_log_probs`, `expected_entropy`, `mutual_information`, `variance`, `disagreement`,
+    The predictions of a calibrated network (`calibrate`) have a `set(level)`, of values also as `interval(level)`, and
+    their `probs`, `log_probs`, `label`, `confidence` and `entropy` are calibrated. What is said of the members stays:
+    `member_probs`, `member_log_probs`, `expected_entropy`, `mutual_information`, `variance`, `disagreement`,
     `max_logit`. Scalings of the predictions themselves ("member_temperature", "variance") change these too, since the
     members are others then.
 
