@@ -67,6 +67,23 @@ def test_the_chosen_output_counts_for_every_method(kind: str, output: Any, metho
     torch.testing.assert_close(mt.load(path, given).predict(X, **options).predictions, p.predictions)
 
 
+def test_two_parts_of_one_networks_answer_count_side_by_side() -> None:
+    model = Several("dict")
+    before = dict(vars(model))
+    nets = [mt.Multitude(model, output=output).eval() for output in ("score", "aside")]
+    assert vars(model).keys() == before.keys()
+    answer = model.eval()(X)
+    for net, name in zip(nets, ("score", "aside"), strict=True):
+        torch.testing.assert_close(net(X)[0], answer[name])
+        assert all(one is two for one, two in zip(net.parameters(), model.parameters(), strict=True))
+    nets[0].loss(X, classes(4, high=3)).backward()
+    assert model.head.weight.grad is not None and model.other.weight.grad is None
+    model.to(torch.float64)
+    torch.testing.assert_close(nets[1](X.double())[0], model(X.double())["aside"])
+    with pytest.raises(ValueError, match="output='score' is for a network, got a multitude: Members"):
+        mt.Multitude(mt.fuse([nn.Linear(8, 3)]), output="score")
+
+
 def test_an_output_that_is_not_chosen_or_not_there_is_named() -> None:
     with pytest.raises(ValueError, match=r"a dict with 'score' \[4, 3\], 'aside' \[4, 2\]; say which.*output="):
         mt.Multitude(Several())(X)

@@ -54,6 +54,17 @@ def test_predictions_of_two_axes_need_a_task(shape: tuple[int, int]) -> None:
     assert mt.evaluate(net, (X, y)).counts["nll"] == y.numel()
 
 
+def test_one_token_of_several_classes_is_no_single_logit() -> None:
+    net = mt.Multitude(reshaped(1, 3))
+    with pytest.raises(ValueError, match="have their classes last: pass task='tokens'"):
+        net.loss(X, classes(4, 1, high=3))
+    with pytest.raises(ValueError, match="may have their classes in dim 2 or last"):
+        net.predict(X)
+    with pytest.raises(ValueError, match="for one logit pass task='binary'"):
+        net.loss(X, classes(4, 3, high=2))
+    assert net.predict(X, task="tokens").probs.shape == (4, 1, 3)
+
+
 @pytest.mark.parametrize(
     ("channels", "size", "clear"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -85,11 +86,16 @@ Output = str | int | Callable[[Any], Tensor]
 """Which part of a network's answer is the prediction: a key or attribute, a position, or a function of the answer."""
 
 
-def choose_output(network: nn.Module, output: Output) -> None:
-    """Say which part of a network's answer counts from now on, in this network and its copies."""
+def with_output(network: nn.Module, output: Output) -> nn.Module:
+    """The same network, its parameters, buffers and children, of whose answer another part counts.
+
+    The given one is left as it was: two multitudes may take different parts of the answer of one network.
+    """
     if isinstance(output, bool) or not (isinstance(output, (str, int)) or callable(output)):
         raise ValueError(f"output must be a key, an attribute, a position or a function of the answer, got {output!r}")
-    object.__setattr__(network, OUTPUT, output)
+    twin = copy.copy(network)  # shallow: its registries are the network's own
+    object.__setattr__(twin, OUTPUT, output)
+    return twin
 
 
 def chosen_output(network: nn.Module) -> Output | None:

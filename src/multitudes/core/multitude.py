@@ -15,11 +15,11 @@ from multitudes.core.calling import (
     InputError,
     Output,
     call,
-    choose_output,
     input_errors,
     one_per_input,
     plain_attention,
     tensors_in,
+    with_output,
 )
 from multitudes.core.copying import copied
 from multitudes.core.divergences import Divergence
@@ -73,7 +73,9 @@ class Multitude(Tasked):
     def __init__(self, network: nn.Module, members: int = 1, *, output: Output | None = None) -> None:
         super().__init__()
         if output is not None:
-            choose_output(network, output)
+            if isinstance(network, Multitude):
+                raise ValueError(f"output={output!r} is for a network, got a multitude: {type(network).__name__}")
+            network = with_output(network, output)
         share_registries(self, network)
         object.__setattr__(self, "network", network)  # not registered, which would put a name in front
         self.training = network.training

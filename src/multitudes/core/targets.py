@@ -74,7 +74,7 @@ def _in_proportion(places: Sequence[int], size: Sequence[int]) -> bool:
 
 
 def _check_several(shape: Sequence[int]) -> None:
-    if len(shape) < 3 or shape[2] == 1:
+    if len(shape) < 3 or (shape[2] == 1 and len(shape) != 4):  # one token of several classes has four axes
         raise InputError(
             f"predictions of shape {list(shape)} are one number for each input, and no task was chosen: pass "
             "task='binary' for the logit of yes or no; for values pass task='regression'"
