@@ -177,7 +177,7 @@ class Multitude(Tasked):
         for tensor in tensors_in(x):
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
                 raise ValueError(f"x holds {int(tensor.isnan().sum())} NaN values; predictions would be meaningless")
-        read = partial(self.read, x=x, task=task)
+        read = partial(self.predictive_of, x=x, task=task)
         with evaluating(self), torch.no_grad():
             if draws == "auto":
                 self._check_adaptive(tolerance, max_draws)

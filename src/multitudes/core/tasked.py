@@ -85,7 +85,9 @@ class Tasked(nn.Module):
         if isinstance(self.network, Tasked):
             self.network.next_tokens = shifted
 
-    def read(self, predictions: Tensor, x: Input, task: str | None = None, draws: Tensor | None = None) -> Predictive:
+    def predictive_of(
+        self, predictions: Tensor, x: Input, task: str | None = None, draws: Tensor | None = None
+    ) -> Predictive:
         """Predictions `[S, B, ...]` of inputs by the network's task, or another one.
 
         An error where neither is known, and their shape leaves open what they are.
