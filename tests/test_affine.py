@@ -224,7 +224,8 @@ SEVERAL: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...
     ),
     "lstm": (lambda: nn.LSTM(8, 6, 2, batch_first=True, bidirectional=True), lambda b: (torch.randn(b, 5, 8),)),
     "lstm_with_states": (
-        lambda: nn.LSTM(8, 6, proj_size=3), lambda b: (torch.randn(5, b, 8), (torch.randn(1, b, 3), torch.randn(1, b, 6))),
+        lambda: nn.LSTM(8, 6, proj_size=3),
+        lambda b: (torch.randn(5, b, 8), (torch.randn(1, b, 3), torch.randn(1, b, 6))),
     ),
     "gru": (lambda: nn.GRU(8, 6), lambda b: (torch.randn(5, b, 8), torch.randn(1, b, 6))),
     "bilinear": (lambda: nn.Bilinear(8, 6, 4), lambda b: (torch.randn(b, 8), torch.randn(b, 6))),

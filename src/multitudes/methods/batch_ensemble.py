@@ -48,7 +48,7 @@ class RankOne(MemberLayer):
         (affine,) = maps_of(layer)
         super().__init__(copied(layer), members, axis_of(layer))
         self.transposed, self.groups = affine.inputs == 0, affine.groups
-        weight, bias = weight_of(self.layer).detach(), layer.bias
+        weight, bias = weight_of(self.layer).detach(), getattr(layer, "bias", None)
         inputs, outputs = affine.widths(weight.shape)
         self.r = nn.Parameter(weight.new_ones(members, inputs))
         self.s = nn.Parameter(weight.new_ones(members, outputs))

@@ -132,7 +132,8 @@ class DropConnectWrapped(Stochastic):
         if self.several:
             return functional_call(self.layer, self._tensors(), args, kwargs)
         (weight,) = self._tensors().values()
-        return run_with(self.layer, AffineMap(*self.maps[0]), args[0], weight, self.layer.bias, *args[1:], **kwargs)
+        bias = getattr(self.layer, "bias", None)
+        return run_with(self.layer, AffineMap(*self.maps[0]), args[0], weight, bias, *args[1:], **kwargs)
 
     def _tensors(self) -> dict[str, Tensor]:
         """The weights of this draw, by name."""

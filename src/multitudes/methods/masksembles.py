@@ -102,7 +102,8 @@ class Masked(MemberLayer):
         return self._run(self._by_member(torch.mul, x, self.masks), weight, *args, **kwargs)
 
     def _run(self, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return run_with(self.layer, self._affine(), x, weight, self.layer.bias, *args, **kwargs)
+        bias = getattr(self.layer, "bias", None)
+        return run_with(self.layer, self._affine(), x, weight, bias, *args, **kwargs)
 
     def _own(self, index: int, rows: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Channels that a member does not see are left out; in layers whose groups would become uneven, they have zeros

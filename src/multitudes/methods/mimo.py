@@ -259,7 +259,8 @@ def _trouble(net: Mimo, model: nn.Module, x: Tensor) -> str:
                 f"of several inputs side by side, layer {net.first!r} does not see each as it sees it alone: something "
                 "before that layer mixes or moves positions or channels"
             )
-    if not _equal(*(_past(net, torch.cat(order, net.inputs)) for order in (slots, slots[::-1]))):
+    others = [-slot for slot in slots] if x.is_floating_point() else slots[::-1]
+    if not _equal(*(_past(net, torch.cat(inputs, net.inputs)) for inputs in (slots, others))):
         return f"its input also reaches the output by another way than through layer {net.first!r}"
     if not all(_equal(one, other) for one, other in zip(*_outputs_of(net, model, x, generator), strict=True)):
         return f"what comes after layer {net.last!r} mixes its outputs"
