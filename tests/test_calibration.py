@@ -216,7 +216,8 @@ FOR_CLASSES = (
                                   "got 'scaled'"),
         ({"task": "gaussian", "conformal": "aps"}, "conformal must be one of 'scaled', 'absolute', None, 'auto' "
                                                    "for gaussian, got 'aps'"),
-        ({"task": "counting"}, "task must be one of classification, regression, gaussian, got 'counting'"),
+        ({"task": "counting"}, "task must be one of classification, tokens, binary, multilabel, regression, gaussian, "
+                               "quantiles, got 'counting'"),
         ({"scaling": None, "conformal": None}, "scaling and conformal must not both be None: "
                                                "there is nothing to calibrate"),
         ({"share": 1.0}, "share must be above 0 and below 1, got 1.0"),
@@ -253,7 +254,7 @@ NO_TARGETS = "data must have targets to calibrate with: pass (x, y), or batches 
         (
             (X, torch.full_like(Y, 255)),
             {"ignore": 255},
-            "target must hold classes to fit the scaling to, got only 255, the ignored",
+            "target must hold classes to fit the scaling to, got only ignored ones",
         ),
     ],
 )

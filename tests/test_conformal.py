@@ -258,7 +258,7 @@ def scores_of_numbers(target):
 
 
 WRONG = [
-    (lambda: ConformalScore("apps"), "score must be one of absolute, aps, lac, raps, scaled, got 'apps'"),
+    (lambda: ConformalScore("apps"), "score must be one of absolute, aps, cqr, lac, raps, scaled, got 'apps'"),
     (lambda: ConformalScore("raps", k_reg=-1), "k_reg must be a whole number, 0 or more, got -1"),
     (lambda: ConformalScore("raps", penalty=-0.1), "penalty must be 0 or more, got -0.1"),
     (lambda: ConformalScore("lac", randomized=True), "randomized=True is for 'aps' and 'raps', got 'lac'"),

@@ -1,4 +1,4 @@
-"""Whose weights a converted network starts from: `init`, `heads`, frozen parameters, factories, and every layer's rule."""
+"""Whose weights a converted network starts from: `init`, `heads`, frozen parameters and factories."""
 
 from __future__ import annotations
 

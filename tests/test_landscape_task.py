@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -78,7 +79,7 @@ def test_a_path_minimises_the_loss_of_the_task(task: str) -> None:
     ],
 )
 def test_a_criterion_that_contradicts_the_task_is_refused(analysis, task: str, criterion, of: str) -> None:
-    with pytest.raises(ValueError, match=f"criterion .* is for task '{of}', and network.task is '{task}'"):
+    with pytest.raises(ValueError, match=f"criterion .* is for task '{of}'.*, and network.task is '{task}'"):
         analysis(dropping(task), rows(task), criterion=criterion)
 
 
@@ -89,7 +90,7 @@ def test_draws_are_averaged_for_a_criterion_of_your_own_only_where_the_task_is_s
         plane(network, rows("classification"), **options, draws=2)
         network = mt.Multitude(network.network)  # without a task
         assert plane(network, rows("classification"), **options).loss.isfinite().all()
-    with pytest.raises(ValueError, match="set network.task to one of classification, regression, gaussian"):
+    with pytest.raises(ValueError, match="set network.task to one of classification, tokens, binary"):
         plane(network, rows("classification"), **options, draws=2)
 
 
@@ -106,3 +107,57 @@ def test_a_plain_network_has_the_task_of_its_criterion() -> None:
     soft = x[:, :2].softmax(1)  # probabilities are targets of cross entropy
     found = plane(wide, (x, soft), along=[random_direction(wide)], points=3)
     assert found.loss[1].item() == pytest.approx(F.cross_entropy(wide(x), soft).item(), rel=1e-6)
+
+
+OF_OTHER_TASKS = {
+    "binary": ((1,), torch.tensor([0, 1] * 20)),
+    "multilabel": ((3,), torch.tensor([0, 1, 1] * 40).view(40, 3)),
+    "tokens": ((3, 3), torch.tensor([0, 1, 2, -100, 0, 1] * 20).view(40, 3)),
+    "quantiles": ((3,), torch.linspace(-1, 1, 40)),
+}
+
+
+def of_other_task(task: str, drawn: Tensor, y: Tensor) -> float:
+    """The loss of draws `[D, B, ...]` of the other tasks, by the textbook; they have one draw, or average to it."""
+    if task == "tokens":
+        probs = drawn.softmax(-1).mean(0)[y != -100]
+        return -probs[torch.arange(len(probs)), y[y != -100]].log().mean().item()
+    if task == "quantiles":
+        off, tau = y[:, None] - drawn.mean(0), torch.tensor([0.05, 0.5, 0.95])
+        return torch.maximum(tau * off, (tau - 1) * off).mean().item()
+    return F.binary_cross_entropy(drawn.sigmoid().mean(0), y.view(drawn.shape[1:]).float()).item()
+
+
+@pytest.mark.parametrize("task", OF_OTHER_TASKS)
+def test_the_loss_of_the_other_tasks_is_that_of_the_network(task: str) -> None:
+    shape, y = OF_OTHER_TASKS[task]
+    x = torch.randn(40, 5, generator=torch.Generator().manual_seed(0))
+    outputs = torch.Size(shape).numel()
+    net = mt.mc_dropout(nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.2), nn.Linear(8, outputs), nn.Unflatten(1, shape)))
+    net.eval().task = task
+    batches = [(x[:25], y[:25]), (x[25:], y[25:])]
+    want = of_other_task(task, net(x, draws=0), y)
+    objective = Objective(net, batches)
+    assert objective.value(objective.start).item() == pytest.approx(want, rel=1e-5)
+    along = {"along": [random_direction(net)], "points": 1}
+    assert plane(net, batches, **along).scores.loss.item() == pytest.approx(want, rel=1e-5)
+    drawn = of_other_task(task, net(x, draws=3, seed=3), y)
+    assert plane(net, (x, y), **along, seeds=(3,), draws=3).scores.loss.item() == pytest.approx(drawn, rel=1e-4)
+    objective = Objective(net, (x, y), draws=3, seed=3)
+    drawn = of_other_task(task, net(x, draws=3, seed=mixed(3, 0)), y)
+    assert objective.value(objective.start).item() == pytest.approx(drawn, rel=1e-4)
+
+
+def test_where_the_classes_are_must_be_clear_to_analyses_too() -> None:
+    network = nn.Sequential(nn.Linear(5, 9), nn.Unflatten(1, (3, 3)))
+    x, y = torch.randn(40, 5), torch.randint(3, (40, 3))
+    for analysis in (sharpness, lambda net, data: plane(net, data, along=[random_direction(net)], points=1)):
+        with pytest.raises(ValueError, match="may have their classes in dim 1 or last, and no task was chosen"):
+            analysis(network, (x, y))
+        net = mt.Multitude(network)
+        net.task = "tokens"
+        analysis(net, (x, y))
+    with pytest.raises(ValueError, match="may have their classes in dim 2 or last"):
+        mt.landscape.similarity([network, copy.deepcopy(network)], x)
+    with pytest.raises(ValueError, match="solutions must classify, got a multitude of task tokens"):
+        mt.landscape.similarity([net, net], x)

@@ -74,7 +74,8 @@ BAD_ROWS = {
     "array": (PROBS.numpy(), Y, f"{A_TENSOR} float32"),
     "nested lists": (PROBS.tolist(), Y, f"{A_TENSOR} list"),
     "regression": (Predictive(Z[..., 0], "regression"), Y,
-                   "prediction must be of task classification, got a Predictive of task regression"),
+                   "prediction must be of task classification, tokens, binary or multilabel, got a Predictive of task "
+                   "regression"),
     "nan logit": (Predictive(changed(Z, math.nan, 1, 3, 1)), Y, f"{MUST} nan at index [3, 0]"),
     "nan pixel": (Predictive(changed(logits(S, 2, C, 3, 5), math.nan, 0, 1, 0, 2, 3)), classes(C, 2, 3, 5),
                   f"{MUST} nan at index [1, 0, 2, 3]"),

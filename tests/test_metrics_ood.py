@@ -194,7 +194,8 @@ def test_bad_predictions_are_named_with_their_first_index():
     for wrong, kind in ((good.probs.tolist(), "list"), (good.probs.numpy(), "float64"), (None, "NoneType")):
         with raises(f"inside: prediction must be a Predictive or a floating-point tensor of probabilities, got {kind}"):
             detect(wrong, good)
-    with raises("inside: prediction must be of task classification, got a Predictive of task regression"):
+    sentence = "inside: prediction must be of task classification, tokens, binary or multilabel"
+    with raises(f"{sentence}, got a Predictive of task regression"):
         detect(Predictive(torch.randn(3, 4), "regression"), good)
 
 

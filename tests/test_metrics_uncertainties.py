@@ -113,5 +113,7 @@ def test_bad_predictions_are_named_with_their_first_index(uncertainty):
     bad = changed(logits(60, 5).softmax(1), math.nan, 3, 1)
     with raises("prediction must hold probabilities within 0 and 1, got nan at index [3, 1]"):
         uncertainty(bad)
-    with raises("prediction must be of task classification, got a Predictive of task regression"):
+    with raises(
+        "prediction must be of task classification, tokens, binary or multilabel, got a Predictive of task regression"
+    ):
         uncertainty(Predictive(torch.randn(3, 4), "regression"))

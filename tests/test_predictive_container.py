@@ -141,8 +141,10 @@ def of(*shape, task="classification", dtype=torch.float32):
 
 REFUSED = [
     (lambda: of(2, 3, 4, task="segmentation"),
-     "task must be one of classification, regression, gaussian, got 'segmentation'"),
-    (lambda: of(2, 3, 4, task=None), "task must be one of classification, regression, gaussian, got None"),
+     "task must be one of classification, tokens, binary, multilabel, regression, gaussian, quantiles, "
+     "got 'segmentation'"),
+    (lambda: of(2, 3, 4, task=None),
+     "task must be one of classification, tokens, binary, multilabel, regression, gaussian, quantiles, got None"),
     (lambda: Predictive([[1.0]]), "predictions must be a floating-point tensor, got list"),
     (lambda: Predictive(np.zeros((2, 3, 4))), "predictions must be a floating-point tensor, got float64"),
     (lambda: of(2, 3, 4, dtype=torch.int64), "predictions must be a floating-point tensor, got torch.int64"),
@@ -156,10 +158,10 @@ REFUSED = [
      "predictions of task gaussian must hold as many raw variances as means in dim 2, an even number together, "
      "got shape [2, 3, 5, 8]"),
     (lambda: of(2, 3, 1),
-     "predictions of task classification must hold 2 or more classes in dim 2 (use task='regression' for a single "
-     "output), got shape [2, 3, 1]"),
+     "predictions of task classification must hold 2 or more classes in dim 2 (use task='binary' for one logit, "
+     "task='regression' for one value), got shape [2, 3, 1]"),
     (lambda: of(2, 3, 4).interval(0.9),
-     "interval needs task regression or gaussian, got predictions of classification"),
+     "interval needs task regression, gaussian or quantiles, got predictions of classification"),
     (lambda: Predictive.concat([]), "parts must hold at least one Predictive, got none"),
     (lambda: Predictive.concat([of(2, 3, 4), of(3, 3, 4)]),
      "parts must have the same shape but for dim 1, got [2, 3, 4] and [3, 3, 4]"),
@@ -184,7 +186,9 @@ def test_a_task_has_its_own_quantities_only(quantity, task):
     if (quantity in CLASSIFICATION) == (task == "classification"):
         assert getattr(p, quantity).isfinite().all()
         return
-    needed = "classification" if quantity in CLASSIFICATION else "regression or gaussian"
+    classes = "classification, tokens, binary or multilabel"
+    needed = classes if quantity in CLASSIFICATION else "regression, gaussian or quantiles"
+    needed = "classification or tokens" if quantity == "max_logit" else needed
     with raises(f"{quantity} needs task {needed}, got predictions of {task}"):
         getattr(p, quantity)
 

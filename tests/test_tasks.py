@@ -145,7 +145,7 @@ def test_values_are_not_taken_for_classes_nor_for_their_probabilities() -> None:
     with pytest.raises(ValueError, match="y must have the predictions' shape"):
         net.loss(X, torch.randn(32), task="regression")
     for task in ("counting", 3):
-        with pytest.raises(ValueError, match="task must be one of classification, regression, gaussian"):
+        with pytest.raises(ValueError, match="task must be one of classification, tokens, binary"):
             net.loss(X, VALUES, task=task)
         with pytest.raises(ValueError, match="task must be one of"):
             net.task = task

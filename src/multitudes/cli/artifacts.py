@@ -140,5 +140,6 @@ def _describe(path: Path, trained: Trained) -> None:
     about |= {"mean": data.mean.flatten().tolist(), "std": data.std.flatten().tolist()}
     about |= {"target_mean": data.target_mean, "target_std": data.target_std}
     model = onnx.load(path)
-    onnx.helper.set_model_props(model, {name: json.dumps(value) for name, value in about.items()})
+    own = {entry.key: entry.value for entry in model.metadata_props}  # how its outputs are to be read
+    onnx.helper.set_model_props(model, own | {name: json.dumps(value) for name, value in about.items()})
     onnx.save(model, path)

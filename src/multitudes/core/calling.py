@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +48,9 @@ def _takes_whole(network: nn.Module, x: Mapping[str, Any]) -> bool:
 
 
 def call(network: nn.Module, x: Input) -> Tensor:
-    """Run a network and find its prediction: the tensor it returns, or the `logits` of what it returns."""
+    """Run a network and find its prediction: the tensor it returns, the `logits` of that, or the chosen output."""
     args, kwargs = split_call(network, x)
-    return prediction_in(network(*args, **kwargs))
+    return prediction_in(network(*args, **kwargs), network)
 
 
 def slots(network: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
@@ -75,20 +75,79 @@ def call_with(network: nn.Module, state: Mapping[str, Tensor], x: Input) -> Tens
     parameters, buffers = slots(network)
     placed = {name: given[id(t)] for name, t in (parameters | buffers).items() if id(t) in given}
     args, kwargs = split_call(network, x)
-    return prediction_in(functional_call(network, placed, args, kwargs, tie_weights=False))
+    return prediction_in(functional_call(network, placed, args, kwargs, tie_weights=False), network)
 
 
-def prediction_in(output: Any) -> Tensor:
-    """A network's output, or the `logits` of it."""
-    if isinstance(output, Tensor):
-        return output
-    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+OUTPUT = "multitudes_output"
+"""The attribute of a network that says which part of its answer counts; copies and saved files keep it."""
+
+Output = str | int | Callable[[Any], Tensor]
+"""Which part of a network's answer is the prediction: a key or attribute, a position, or a function of the answer."""
+
+
+def choose_output(network: nn.Module, output: Output) -> None:
+    """Say which part of a network's answer counts from now on, in this network and its copies."""
+    if isinstance(output, bool) or not (isinstance(output, (str, int)) or callable(output)):
+        raise ValueError(f"output must be a key, an attribute, a position or a function of the answer, got {output!r}")
+    object.__setattr__(network, OUTPUT, output)
+
+
+def chosen_output(network: nn.Module) -> Output | None:
+    """Which part of a network's answer counts; None where that was not chosen."""
+    return vars(network).get(OUTPUT)
+
+
+def prediction_in(answer: Any, network: nn.Module) -> Tensor:
+    """The prediction in a network's answer: what was chosen, or the answer itself, or the `logits` of it."""
+    output = chosen_output(network)
+    if output is not None:
+        found = part_of(answer, output)
+        if not isinstance(found, Tensor):
+            raise InputError(f"output={_shown(output)} must be a tensor, got a {type(found).__name__}")
+        return found
+    if isinstance(answer, Tensor):
+        return answer
+    logits = answer.get("logits") if isinstance(answer, Mapping) else getattr(answer, "logits", None)
     if isinstance(logits, Tensor):
         return logits
     raise InputError(
-        f"the network returned a {type(output).__name__}; it must return a tensor, or an object with `logits` "
-        "(wrap it in a module that picks the prediction)"
+        f"the network returned a {type(answer).__name__}{_parts(answer)}; say which is the prediction, by name, "
+        "position or a function of the answer: mt.Multitude(model, output=...), which every method takes as a model"
     )
+
+
+def part_of(answer: Any, output: Output) -> Any:
+    """The part of a network's answer that was chosen; an error where it is not there."""
+    try:
+        if callable(output):
+            return output(answer)
+        return getattr(answer, output) if _is_attribute(answer, output) else answer[output]
+    except (KeyError, IndexError, AttributeError, TypeError) as error:
+        raise InputError(
+            f"output={_shown(output)} is not in what the network returned, a {type(answer).__name__}"
+            f"{_parts(answer)}: {error}"
+        ) from error
+
+
+def _is_attribute(answer: Any, output: Any) -> TypeGuard[str]:
+    return isinstance(output, str) and not isinstance(answer, Mapping)
+
+
+def _shown(output: Output) -> str:
+    return repr(output) if isinstance(output, (str, int)) else getattr(output, "__name__", "a function")
+
+
+def _parts(answer: Any) -> str:
+    """The tensors that an answer holds, for an error."""
+    named: Any = {}
+    if isinstance(answer, Mapping):
+        named = answer
+    elif isinstance(answer, (tuple, list)):
+        named = dict(zip(getattr(answer, "_fields", range(len(answer))), answer, strict=True))
+    elif hasattr(answer, "__dict__"):
+        named = vars(answer)
+    shapes = [f"{name!r} {list(value.shape)}" for name, value in named.items() if isinstance(value, Tensor)]
+    return f" with {', '.join(shapes)}" if shapes else ""
 
 
 def tile(x: Input, times: int) -> Input:

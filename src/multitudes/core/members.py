@@ -38,17 +38,23 @@ class Members(Multitude):
     """
 
     independent = True
+    found_anew = ("_draw_cache", "_refused", "_fastest", "_plans", "_proven", "_proving", "_written")
 
     def __init__(self, networks: Iterable[nn.Module], members: int) -> None:
         super().__init__(stacked_copy(networks, members), members)
         self._runner = "auto"
+        self.forget()
+
+    def forget(self) -> None:
+        super().forget()
         self._refused: dict[str, str] = {}
         self._fastest: dict[tuple[bool, int], str] = {}
         self._plans: dict[bool, Plan] = {}
         self._proven: dict[tuple[str, bool], set[Any]] = {}  # the kinds of inputs, by runner and mode
         self._proving = False
-        self._written: list[Attributes] = [{} for _ in range(members)]
-        self._trace()
+        self._written: list[Attributes] = [{} for _ in range(self.members)]
+        if hasattr(self, "_runner"):
+            self._trace()
 
     # -- runners -----------------------------------------------------------------------------------------
 
@@ -327,10 +333,10 @@ class Members(Multitude):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plans = {}
-        self._proven = dict(state["_proven"] or {})
+        self._plans, proven = {}, self._proven
         if "packed" not in self._refused:
             self._trace()
+            self._proven = proven
 
 
 def _milliseconds(function: Callable[[], Any], warmups: int = 2, repeats: int = 3) -> float:

@@ -10,7 +10,17 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, InputError, call, input_errors, one_per_input, plain_attention, tensors_in
+from multitudes.core.calling import (
+    Input,
+    InputError,
+    Output,
+    call,
+    choose_output,
+    input_errors,
+    one_per_input,
+    plain_attention,
+    tensors_in,
+)
 from multitudes.core.copying import copied
 from multitudes.core.divergences import Divergence
 from multitudes.core.draws.adaptive import predict_adaptively
@@ -19,15 +29,8 @@ from multitudes.core.draws.functional import keep_noise, to_be_kept
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
 from multitudes.core.predictive import Predictive
 from multitudes.core.seeding import seeded
-from multitudes.core.tasks import (
-    Criterion,
-    averaged,
-    check_targets,
-    check_task,
-    criterion_for,
-    loss_of,
-    task_of,
-)
+from multitudes.core.tasked import Tasked
+from multitudes.core.tasks import Criterion, averaged
 
 REACH = "(reach)"
 """The note that says what share of the network a method reaches."""
@@ -41,7 +44,7 @@ def share_registries(sharer: nn.Module, network: nn.Module) -> None:
         object.__setattr__(sharer, registry, getattr(network, registry))
 
 
-class Multitude(nn.Module):
+class Multitude(Tasked):
     """A network that gives many predictions: one for each member, or one for each draw.
 
     A multitude shares its network's registries of parameters, buffers and children, so that `state_dict()`,
@@ -58,34 +61,33 @@ class Multitude(nn.Module):
     expands = True
     """Whether draws may lie side by side in one batch, each row a row of one draw."""
 
+    found_anew: tuple[str, ...] = ("_draw_cache",)
+    """The attributes that hold what running has taught, which no file keeps."""
+
     shares = "network"
     """The attribute that holds the module whose registries it shares."""
 
-    def __init__(self, network: nn.Module, members: int = 1) -> None:
+    def __init__(self, network: nn.Module, members: int = 1, *, output: Output | None = None) -> None:
         super().__init__()
+        if output is not None:
+            choose_output(network, output)
         share_registries(self, network)
         object.__setattr__(self, "network", network)  # not registered, which would put a name in front
         self.training = network.training
         self.members = members
-        self.chosen_task: str | None = None
+        self.chosen_task = None
         self.draws = 20
         self.training_draws = 1
         self.memory: str | float | None = None
         self.divergences: tuple[Divergence, ...] = ()
         self.notes: dict[str, str] = {}
-        self._targets_checked = False
-        self._draw_cache = DrawCache()
+        self.forget()
 
     network: nn.Module
 
-    @property
-    def task(self) -> str:
-        """What the predictions are of (see `Predictive`), which decides the loss: classification until it is set."""
-        return self.chosen_task or "classification"
-
-    @task.setter
-    def task(self, task: str) -> None:
-        self.chosen_task = check_task(task)
+    def forget(self) -> None:
+        """Forget what running has taught (`found_anew`), which is found out again."""
+        self._draw_cache = DrawCache()
 
     # -- the four verbs ----------------------------------------------------------------------------------
 
@@ -128,8 +130,10 @@ class Multitude(nn.Module):
     ) -> Tensor:
         """The training objective, a scalar.
 
-        The task, `net.task` unless another is given, decides the criterion: cross-entropy, mean squared error, or the
-        negative log-likelihood of a Gaussian. Another criterion may be given, but none that is for another task.
+        The task, `net.task` unless another is given, decides the criterion: cross-entropy of classes, of tokens or of
+        yes and no, mean squared error, the negative log-likelihood of a Gaussian, or the pinball loss of quantiles.
+        Another criterion may be given, but none that is for another task. Without a task, targets and predictions must
+        tell that the network classifies.
 
         Members that share no weight are trained on the sum of their own losses, so that each learns exactly
         as it would alone; members that share weights on the mean over members. Where a member makes several
@@ -166,13 +170,13 @@ class Multitude(nn.Module):
         for tensor in tensors_in(x):
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
                 raise ValueError(f"x holds {int(tensor.isnan().sum())} NaN values; predictions would be meaningless")
-        task = task or self.task
+        read = partial(self.read, x=x, task=task)
         with evaluating(self), torch.no_grad():
             if draws == "auto":
                 self._check_adaptive(tolerance, max_draws)
                 with input_errors(x), plain_attention():
-                    return predict_adaptively(self, x, task, tolerance, max_draws, seed, memory or self.memory)
-            return Predictive(self(x, draws=draws, seed=seed, memory=memory), task)
+                    return predict_adaptively(self, x, read, tolerance, max_draws, seed, memory or self.memory)
+            return read(self(x, draws=draws, seed=seed, memory=memory))
 
     def member(self, index: int) -> nn.Module:
         """Member `index` alone: a plain network of the user's own layer classes, or one that draws."""
@@ -334,7 +338,8 @@ class Multitude(nn.Module):
     def like(self, model: nn.Module, task: str | None = None) -> Self:
         """Draw, and learn, as `model` does, where that is a multitude, but for a task that is given; returns itself."""
         if isinstance(model, Multitude):
-            for setting in ("chosen_task", "draws", "training_draws", "memory", "divergences"):
+            settings = ("chosen_task", "_quantiles", "_next_tokens", "draws", "training_draws", "memory", "divergences")
+            for setting in settings:
                 setattr(self, setting, getattr(model, setting))
         if task is not None:
             self.task = task
@@ -352,21 +357,6 @@ class Multitude(nn.Module):
             raise ValueError(f"criterion must give one number, the batch's mean, got shape {list(losses[0].shape)}")
         total = torch.stack(losses)
         return total.sum() if self.independent else total.mean()
-
-    def _criterion(
-        self, criterion: Criterion | None, task: str | None, predictions: Tensor, y: Tensor, averages: bool = False
-    ) -> Criterion:
-        """The criterion of the loss; an error where the targets do not fit the task or the predictions.
-
-        On a GPU the values of the first targets alone are looked at, since looking waits for it.
-        """
-        chosen = criterion_for(task or self.chosen_task, criterion, averages)
-        if torch.compiler.is_compiling() or (criterion is not None and task_of(criterion) is None):
-            return chosen  # what fits a criterion of the user's own is for it to say
-        values = criterion is None and not (isinstance(y, Tensor) and y.is_cuda and self._targets_checked)
-        check_targets(task or self.task, predictions, y, values)
-        self._targets_checked = True
-        return partial(loss_of, chosen)
 
 
 @contextmanager

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, wraps
-from statistics import NormalDist
+from functools import cached_property
 from typing import Any, Protocol, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from multitudes.core.class_quantities import ClassQuantities
 from multitudes.core.gaussian import VARIANCE_FLOOR, at_least_float32, gaussian_nll, split_gaussian
-from multitudes.core.tasks import check_task
+from multitudes.core.quantiles import check_levels, default_levels
+from multitudes.core.targets import check_shape
+from multitudes.core.tasks import CLASSES, averaged, by_class, check_task
+from multitudes.core.value_quantities import ValueQuantities
 
 __all__ = ["VARIANCE_FLOOR", "Calibration", "Predictive", "gaussian_nll", "split_gaussian"]
 
@@ -40,32 +41,24 @@ class Calibration(Protocol):
         ...
 
 
-def _quantity(*tasks: str) -> Callable[[Callable[[Predictive], Tensor]], cached_property[Tensor]]:
-    """A property of a `Predictive` that is computed once, and an error for any task but `tasks`."""
-
-    def decorate(compute: Callable[[Predictive], Tensor]) -> cached_property[Tensor]:
-        @wraps(compute)
-        def checked(self: Predictive) -> Tensor:
-            self._require(compute.__name__, *tasks)
-            return compute(self)
-
-        return cached_property(checked)
-
-    return decorate
-
-
 @dataclass(frozen=True, eq=False, repr=False)
-class Predictive:
+class Predictive(ClassQuantities, ValueQuantities):
     """S predictions of B inputs, and what they say together.
 
     - `task="classification"`, logits `[S, B, C, ...]`: `probs`, `log_probs` `[B, C, ...]`, `member_probs`,
       `member_log_probs` `[S, B, C, ...]`, `label`, `confidence`, `entropy`, `expected_entropy`,
       `mutual_information`, `variance`, `disagreement`, `max_logit` `[B, ...]`. Dense prediction,
       `[S, B, C, H, W]`, works alike: classes are dim 2, and each pixel has its own answer.
+    - `task="tokens"`, logits with classes last, `[S, B, T, C]`: the same for each token, `[B, T, C]` and `[B, T]`.
+    - `task="binary"`, one logit, `[S, B]` or `[S, B, 1, ...]`: the same but for `max_logit`, all `[B, ...]` without the
+      single channel. `probs` is the probability of yes, `label` is 0 or 1 and `confidence` its probability.
+    - `task="multilabel"`, independent logits `[S, B, L, ...]`: that for each label, `[B, L, ...]`.
     - `task="regression"`, means `[S, B]` or `[S, B, D, ...]`: `mean`, `epistemic_variance`,
       `aleatoric_variance`, `variance`, `std`, `interval()` `[B]` or `[B, D, ...]`.
     - `task="gaussian"`, means and then raw variances (see `split_gaussian`) `[S, B, 2D, ...]`: the same,
       `[B, D, ...]`.
+    - `task="quantiles"`, quantiles of rising levels `[S, B, Q, ...]`: the same, `median` and `quantile(level)`, of the
+      mixture of the members' distributions (see `core.quantiles`), `[B, ...]`.
 
     Each quantity is computed when first asked for, in float32 or better, and kept: do not write into it.
 
@@ -103,17 +96,21 @@ class Predictive:
     calibration: Calibration | None = None
     """What a calibrated network knows of its errors, fitted to data that it was not trained on."""
 
+    quantiles: tuple[float, ...] | None = None
+    """The levels of `task="quantiles"`; evenly spaced from 0.05 to 0.95 where they are not given."""
+    next_tokens: bool = False
+    """Whether position t of `task="tokens"` predicts the label at t + 1, as that of a causal language model does."""
+
     def __post_init__(self) -> None:
         check_task(self.task)
         if not isinstance(self.predictions, Tensor) or not self.predictions.is_floating_point():
             kind = getattr(self.predictions, "dtype", type(self.predictions).__name__)
             raise ValueError(f"predictions must be a floating-point tensor, got {kind}")
-        _check_shape(self.predictions.shape, self.task)
-
-    def _require(self, quantity: str, *tasks: str) -> None:
-        if self.task not in tasks:
-            # Not an AttributeError, which hasattr and getattr would swallow.
-            raise ValueError(f"{quantity} needs task {' or '.join(tasks)}, got predictions of {self.task}")
+        check_shape(self.predictions.shape, self.task)
+        if self.task == "quantiles":
+            count = self.predictions.shape[2]
+            levels = default_levels(count) if self.quantiles is None else check_levels(self.quantiles, count)
+            object.__setattr__(self, "quantiles", levels)
 
     @property
     def members(self) -> int:
@@ -128,159 +125,42 @@ class Predictive:
         outputs = list(self.predictions.shape[2:])
         if self.task == "gaussian":
             outputs[0] //= 2
+        if self.task == "binary":
+            outputs = outputs[1:]
         calibrated = "" if self.calibration is None else ", calibrated=True"
-        return f"Predictive(task='{self.task}', members={self.members}, inputs={len(self)}, {outputs=}{calibrated})"
+        levels = f", quantiles={self.quantiles}" if self.task == "quantiles" else ""
+        what = f"members={self.members}, inputs={len(self)}, {outputs=}{levels}{calibrated}"
+        return f"Predictive(task='{self.task}', {what})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies and pickles take the predictions alone: what follows from them can be computed again.
-        return type(self), (self.predictions, self.task, self.draws, self.calibration)
+        settings = self.task, self.draws, self.calibration, self.quantiles, self.next_tokens
+        return type(self), (self.predictions, *settings)
 
-    # Classification -------------------------------------------------------------------------------------
-
-    @_quantity("classification")
-    def member_log_probs(self) -> Tensor:
-        """Log-probabilities of each member, `[S, B, C, ...]`."""
-        return F.log_softmax(at_least_float32(self.predictions), dim=2)
-
-    @_quantity("classification")
-    def member_probs(self) -> Tensor:
-        """Probabilities of each member, `[S, B, C, ...]`."""
-        return self.member_log_probs.exp()
-
-    @cached_property
-    def _mean_log_probs(self) -> Tensor:
-        """Log of the members' mean probabilities, as they are before any calibration, `[B, C, ...]`."""
-        # Rounding may leave the logarithm of a sum of ones a little above 0; a probability stops at 1.
-        return (self.member_log_probs.logsumexp(0) - math.log(self.members)).clamp(max=0)
-
-    @_quantity("classification")
-    def log_probs(self) -> Tensor:
-        """Log of `probs`, `[B, C, ...]`, exact also where `probs` underflows.
-
-        >>> p = Predictive(torch.tensor([[[0.0, -300.0]], [[0.0, -300.0]]]))
-        >>> p.probs, p.log_probs
-        (tensor([[1., 0.]]), tensor([[   0., -300.]]))
-        """
-        return self._mean_log_probs if self.calibration is None else self.calibration.log_probs(self._mean_log_probs)
-
-    @_quantity("classification")
-    def probs(self) -> Tensor:
-        """The members' mean probabilities, `[B, C, ...]`; never the softmax of their mean logits."""
-        return self.log_probs.exp()
-
-    @_quantity("classification")
-    def label(self) -> Tensor:
-        """The most probable class, `[B, ...]`."""
-        return self.probs.argmax(1)
-
-    @_quantity("classification")
-    def confidence(self) -> Tensor:
-        """The probability of `label`, `[B, ...]`."""
-        return self.probs.amax(1)
-
-    @_quantity("classification")
-    def entropy(self) -> Tensor:
-        """Total uncertainty in nats, `[B, ...]`: the entropy of `probs`, between 0 and log C."""
-        return _entropy(self.log_probs, dim=1)
-
-    @_quantity("classification")
-    def expected_entropy(self) -> Tensor:
-        """Aleatoric uncertainty in nats, `[B, ...]`: the mean of the members' entropies."""
-        return _entropy(self.member_log_probs, dim=2).mean(0)
-
-    @_quantity("classification")
-    def mutual_information(self) -> Tensor:
-        """Epistemic uncertainty in nats, `[B, ...]`: `entropy - expected_entropy`, never below 0.
-
-        Of calibrated predictions, the entropy meant here is that of the members' mean before calibration.
-        """
-        total = self.entropy if self.calibration is None else _entropy(self._mean_log_probs, dim=1)
-        return (total - self.expected_entropy).clamp(min=0)
-
-    @_quantity("classification")
-    def max_logit(self) -> Tensor:
-        """The largest of the members' mean logits, `[B, ...]`: a score of how familiar an input looks."""
-        return at_least_float32(self.predictions).mean(0).amax(1)
-
-    @_quantity("classification")
-    def disagreement(self) -> Tensor:
-        """The share of pairs of members whose labels differ, `[B, ...]`; 0 for a single member.
-
-        >>> votes = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])  # two against one: 2 pairs of 3
-        >>> Predictive(votes[:, None]).disagreement
-        tensor([0.6667])
-        """
-        labels = self.predictions.argmax(2).movedim(0, 1)
-        votes = labels.new_zeros(self.predictions.shape[1:]).scatter_add(1, labels, torch.ones_like(labels))
-        # Of all S * S ordered pairs, take those of equal labels away; a member and itself are one of them.
-        differing = self.members**2 - votes.square().sum(1)
-        pairs = max(1, self.members * (self.members - 1))
-        return differing.to(torch.promote_types(self.predictions.dtype, torch.float32)) / pairs
-
-    # Regression -----------------------------------------------------------------------------------------
-
-    @cached_property
-    def _means_and_variances(self) -> tuple[Tensor, Tensor]:
-        """Each member's mean and predicted variance, `[S, B]` or `[S, B, D, ...]`."""
-        if self.task == "gaussian":
-            return split_gaussian(self.predictions, dim=2)
-        means = at_least_float32(self.predictions)
-        return means, means.new_zeros(()).expand_as(means)
-
-    @_quantity("regression", "gaussian")
-    def mean(self) -> Tensor:
-        """The members' mean, `[B]` or `[B, D, ...]`."""
-        return self._means_and_variances[0].mean(0)
-
-    @_quantity("regression", "gaussian")
-    def epistemic_variance(self) -> Tensor:
-        """How far the members lie apart: the variance of their means, `[B]` or `[B, D, ...]`."""
-        return self._means_and_variances[0].var(0, correction=0)
-
-    @_quantity("regression", "gaussian")
-    def aleatoric_variance(self) -> Tensor:
-        """The noise that the members predict: the mean of their variances; 0 for `task="regression"`."""
-        return self._means_and_variances[1].mean(0)
-
-    @_quantity("regression", "gaussian")
-    def std(self) -> Tensor:
-        """The square root of `variance`, `[B]` or `[B, D, ...]`."""
-        return self.variance.sqrt()
-
-    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """The central interval `(low, high)` that holds the target with probability `level`.
-
-        It is that of the Gaussian with the mean and variance of the members' mixture (ibid., section 2.4).
-
-        >>> p = Predictive(torch.tensor([[1.0], [3.0]]), task="regression")
-        >>> p.interval(0.5)
-        (tensor([1.3255]), tensor([2.6745]))
-        """
-        self._require("interval", "regression", "gaussian")
-        if not 0 < level < 1:
-            raise ValueError(f"level must lie between 0 and 1, got {level}")
-        # From the lower tail, whose probability is exact in floating point even as level nears 1.
-        reach = -NormalDist().inv_cdf((1 - level) / 2) * self.std
-        return self.mean - reach, self.mean + reach
-
-    # Every task -----------------------------------------------------------------------------------------
+    def as_classes(self) -> Predictive:
+        """The same predictions as those of classification, `[S, B, C, ...]`: of yes and no there are two classes."""
+        self._require("as_classes", *CLASSES)
+        if self.task == "classification":
+            return self
+        return Predictive(by_class(self.predictions, self.task), "classification", self.draws, self.calibration)
 
     @cached_property
     def variance(self) -> Tensor:
-        """Classification: the members' variance of a class's probability, mean over the classes, `[B, ...]`.
+        """Of classes: the members' variance of a class's probability, mean over the classes, `[B, ...]`.
 
-        Regression: the variance of the members' mixture, `[B]` or `[B, D, ...]`, which is
+        Of values: the variance of the members' mixture, `[B]` or `[B, D, ...]`, which is
         `epistemic_variance + aleatoric_variance`.
         """
-        if self.task == "classification":
-            return self.member_probs.var(0, correction=0).mean(1)
+        if self.task in CLASSES:
+            return self._member_log_probs.exp().var(0, correction=0).mean(1)
         return self.epistemic_variance + self.aleatoric_variance
 
     def set(self, level: float = 0.9, *, seed: int | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """What holds the target with probability `level`, where the network was calibrated (`calibrate`).
 
-        Classification: a set of classes, boolean `[B, C, ...]`. Regression: an interval, `(low, high)`, each `[B]` or
-        `[B, D, ...]`. A `seed` is for randomized sets alone.
+        Of classes: a set of them, boolean `[B, C, ...]`; of tokens `[B, T, C]`, and where the answer is yes or no
+        `[B, 2, ...]`, whether no and whether yes is in it. Of values: an interval, `(low, high)`, each of the mean's
+        shape. A `seed` is for randomized sets alone.
         """
         if self.calibration is None or self.calibration.conformal is None:
             raise ValueError("set needs a network with conformal scores: calibrated = mt.calibrate(net, data) first")
@@ -288,8 +168,20 @@ class Predictive:
 
     @property
     def member_values(self) -> Tensor:
-        """What the mean prediction is the mean of, `[S, B, ...]`: each member's probabilities, or its means."""
-        return self.member_probs if self.task == "classification" else self._means_and_variances[0]
+        """What the mean prediction is the mean of, `[S, B, ...]`: each member's probabilities, means or quantiles."""
+        if self.task == "quantiles":
+            return at_least_float32(self.predictions).sort(2).values
+        return self.member_probs if self.task in CLASSES else self._means_and_variances[0]
+
+    @property
+    def together(self) -> Tensor:
+        """What all say together in the form of one member's prediction, `[B, ...]`: the calibrated logits, say."""
+        if self.calibration is None or self.task not in CLASSES:
+            return averaged(self.predictions, self.task)
+        logits = self._own_form(self._log_probs, 1)
+        if self.task in ("binary", "multilabel"):
+            logits = logits - self._log_probs.select(1, 0)
+        return logits.reshape(self.predictions.shape[1:])
 
     def __getitem__(self, index: int | slice | Tensor | Sequence[int]) -> Predictive:
         """Select inputs by an int, a slice, a boolean mask `[B]` or positions; the batch dimension stays.
@@ -324,6 +216,8 @@ class Predictive:
         for part in parts:
             if part.task != first.task:
                 raise ValueError(f"parts must have the same task, got {first.task} and {part.task}")
+            if (part.quantiles, part.next_tokens) != (first.quantiles, first.next_tokens):
+                raise ValueError("parts must have the same quantiles and next_tokens, got predictions that differ")
             one, other = list(first.predictions.shape), list(part.predictions.shape)
             if one[:1] + one[2:] != other[:1] + other[2:]:
                 raise ValueError(f"parts must have the same shape but for dim 1, got {one} and {other}")
@@ -350,27 +244,5 @@ class Predictive:
         return self.to("cpu")
 
 
-def _check_shape(shape: torch.Size, task: str) -> None:
-    """Raise ValueError unless predictions of this shape can be read as `task`."""
-    if len(shape) < (2 if task == "regression" else 3):
-        need = "be [S, B] or [S, B, D, ...]" if task == "regression" else "be [S, B, channels, ...]"
-    elif shape[0] == 0:
-        need = "hold at least one member in dim 0"
-    elif task == "gaussian" and shape[2] % 2:
-        need = "hold as many raw variances as means in dim 2, an even number together"
-    elif task == "classification" and shape[2] < 2:
-        # The softmax of a single logit is 1, whatever the network says.
-        need = "hold 2 or more classes in dim 2 (use task='regression' for a single output)"
-    else:
-        return
-    raise ValueError(f"predictions of task {task} must {need}, got shape {list(shape)}")
-
-
 def _same(one: Calibration | None, other: Calibration | None) -> bool:
     return one is other or (one is not None and other is not None and one.equals(other))
-
-
-def _entropy(log_probs: Tensor, dim: int) -> Tensor:
-    """`-sum p log p` over `dim`, where p log p is 0 at p = 0."""
-    finite = log_probs.clamp(min=torch.finfo(log_probs.dtype).min)  # 0 * -inf would be NaN
-    return (log_probs.exp() * -finite).sum(dim)

@@ -29,10 +29,15 @@ class SharedMembers(Multitude):
     """
 
     expands = False  # the rows of the tiled batch are the members'
+    found_anew = ("_draw_cache", "_written", "_tiles")
 
     def __init__(self, network: nn.Module, members: int) -> None:
         super().__init__(network, members)
-        self._written: list[Attributes] = [{} for _ in range(members)]
+        self.forget()
+
+    def forget(self) -> None:
+        super().forget()
+        self._written: list[Attributes] = [{} for _ in range(self.members)]
         self._tiles: dict[Any, bool] = {}  # by mode and kind of input, and the last by mode alone
 
     def _predictions(self, x: Input) -> Tensor:
@@ -65,14 +70,14 @@ class SharedMembers(Multitude):
     @contextmanager
     def _as(self, index: int) -> Iterator[None]:
         """Inside, the network is member `index`."""
-        layers = [layer for layer in self.network.modules() if isinstance(layer, MemberLayer)]
-        for layer in layers:
+        layers = [(layer, layer.member) for layer in self.network.modules() if isinstance(layer, MemberLayer)]
+        for layer, _ in layers:
             layer.member = index
         try:
             yield
         finally:
-            for layer in layers:
-                layer.member = None
+            for layer, before in layers:
+                layer.member = before
 
     def _may_tile(self, x: Input) -> bool:
         """Whether a tiled batch gives what each member gives alone, tried once for each kind of input."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,27 +13,53 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import InputError
 from multitudes.core.gaussian import at_least_float32, gaussian_nll, join_gaussian, split_gaussian
+from multitudes.core.quantiles import pinball
 
-__all__ = ["TASKS", "Criterion", "averaged", "check_targets", "check_task", "criterion_for", "loss_of", "task_of"]
+__all__ = [
+    *("CLASSES", "TASKS", "VALUES", "Criterion", "averaged", "by_class", "check_task", "criterion_for", "fitted_loss"),
+    *("loss_of", "one_of", "shifted_targets", "tasks_of", "without_channel"),
+]
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 """`(prediction [B, ...], target [B, ...]) -> mean over the batch`."""
 
-TASKS: dict[str, Criterion] = {"classification": F.cross_entropy, "regression": F.mse_loss, "gaussian": gaussian_nll}
+TASKS: dict[str, Criterion] = {
+    "classification": F.cross_entropy,
+    "tokens": F.cross_entropy,
+    "binary": F.binary_cross_entropy_with_logits,
+    "multilabel": F.binary_cross_entropy_with_logits,
+    "regression": F.mse_loss,
+    "gaussian": gaussian_nll,
+    "quantiles": pinball,
+}
 """Every task, with its default criterion."""
 
-_OF_TASK: dict[str, tuple[Any, ...]] = {
-    "classification": (
-        *(F.cross_entropy, F.nll_loss, F.multi_margin_loss),
-        *(nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss),
-    ),
-    "regression": (
+CLASSES = ("classification", "tokens", "binary", "multilabel")
+"""The tasks whose predictions are logits of classes."""
+
+VALUES = ("regression", "gaussian", "quantiles")
+"""The tasks whose predictions are of numbers."""
+
+_OF_TASKS: dict[tuple[str, ...], tuple[Any, ...]] = {
+    ("classification", "tokens"): (F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss),
+    ("classification",): (F.multi_margin_loss, nn.MultiMarginLoss),
+    ("binary", "multilabel"): (F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss),
+    ("multilabel",): (F.multilabel_soft_margin_loss, nn.MultiLabelSoftMarginLoss),
+    ("regression",): (
         *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss),
         *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss),
     ),
-    "gaussian": (gaussian_nll,),
+    ("gaussian",): (gaussian_nll,),
+    ("quantiles",): (pinball,),
 }
-"""Criteria that are known to be for one task alone."""
+"""Criteria that are known, and the tasks that they are for."""
+
+_OF_PROBABILITIES = (F.binary_cross_entropy, nn.BCELoss)
+
+
+def one_of(tasks: Sequence[str], sign: str = "") -> str:
+    """Tasks as an error names them: `'binary' or 'multilabel'`."""
+    return " or ".join(f"{sign}{task!r}" for task in tasks)
 
 
 def check_task(task: str) -> str:
@@ -40,6 +67,9 @@ def check_task(task: str) -> str:
     if task not in TASKS:
         raise ValueError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
     return task
+
+
+# -- criteria ----------------------------------------------------------------------------------------------
 
 
 def criterion_for(task: str | None, criterion: Criterion | None, averages: bool = False) -> Criterion:
@@ -59,11 +89,18 @@ def criterion_for(task: str | None, criterion: Criterion | None, averages: bool 
         return TASKS[chosen]
     if not callable(criterion):
         raise InputError(f"criterion must be a function of (prediction, target), got {criterion!r}")
-    known = task_of(criterion)
-    if known not in (None, chosen):
-        name = getattr(_unwrapped(criterion), "__name__", type(criterion).__name__)
-        raise InputError(f"criterion {name} is for task {known!r}, and the task is {chosen!r}: pass task={known!r}")
-    if known is None and task is None and averages:
+    known = tasks_of(criterion)
+    if known and chosen not in known:
+        raise InputError(
+            f"criterion {_name(criterion)} is for task {one_of(known)}, and the task is {chosen!r}: "
+            f"pass {one_of(known, 'task=')}"
+        )
+    if _is_any(criterion, _OF_PROBABILITIES):
+        raise InputError(
+            f"criterion {_name(criterion)} takes probabilities, and a network must give logits: "
+            "leave the sigmoid out, and pass nn.BCEWithLogitsLoss()"
+        )
+    if not known and task is None and averages:
         raise InputError(
             "task must be given beside a criterion of your own where draws are averaged, since probabilities and "
             f"values are averaged differently: pass task=, one of {', '.join(TASKS)}"
@@ -71,13 +108,18 @@ def criterion_for(task: str | None, criterion: Criterion | None, averages: bool 
     return criterion
 
 
-def task_of(criterion: Criterion) -> str | None:
-    """The one task that a criterion is for; None where it is not known."""
+def tasks_of(criterion: Criterion) -> tuple[str, ...]:
+    """The tasks that a criterion is for; none where it is not known."""
+    return next((tasks for tasks, known in _OF_TASKS.items() if _is_any(criterion, known)), ())
+
+
+def _is_any(criterion: Criterion, known: tuple[Any, ...]) -> bool:
     own = _unwrapped(criterion)
-    for task, known in _OF_TASK.items():
-        if any(own is one or (isinstance(one, type) and isinstance(own, one)) for one in known):
-            return task
-    return None
+    return any(own is one or (isinstance(one, type) and isinstance(own, one)) for one in known)
+
+
+def _name(criterion: Criterion) -> str:
+    return getattr(_unwrapped(criterion), "__name__", type(criterion).__name__)
 
 
 def _unwrapped(criterion: Any) -> Any:
@@ -86,51 +128,21 @@ def _unwrapped(criterion: Any) -> Any:
     return criterion
 
 
-def check_targets(task: str, predictions: Tensor, y: Tensor, values: bool = True) -> None:
-    """An error where targets `[B, ...]` cannot be what predictions `[S, B, ...]` are trained on.
+def loss_of(
+    criterion: Criterion,
+    prediction: Tensor,
+    y: Tensor,
+    task: str,
+    quantiles: Sequence[float] | None = None,
+    next_tokens: bool = False,
+) -> Tensor:
+    """A known criterion of a prediction `[B, ...]` of a task and its targets, whole numbers of any type among them.
 
-    Where `values` says so, classes must be classes as well, or probabilities of them.
+    Where they do not fit it is a sentence. `quantiles` are the levels of `task="quantiles"`; `next_tokens` says whether
+    labels of tokens are those of the next position.
     """
-    if not isinstance(y, Tensor) or not y.numel():
-        got = f"shape {list(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
-        raise InputError(f"y must be a tensor with at least one target, got {got}")
-    if task == "regression" and y.shape != predictions.shape[1:]:  # `[B]` against `[B, 1]` would broadcast
-        raise InputError(f"y must have the predictions' shape {list(predictions.shape[1:])}, got {list(y.shape)}")
-    if task == "classification" and values:
-        _check_classes(predictions, y)
-
-
-def _check_classes(predictions: Tensor, y: Tensor) -> None:
-    if predictions.dim() < 3 or predictions.shape[2] == 1:
-        raise InputError(
-            f"cross entropy needs predictions for two classes or more, got {list(predictions.shape)}; "
-            "for values pass task='regression' or task='gaussian'"
-        )
-    if y.is_floating_point():
-        if y.shape != predictions.shape[1:] or bool((y < 0).any()) or not _adds_up(y):
-            raise InputError(
-                f"y must hold classes, or their probabilities {list(predictions.shape[1:])}, got values of shape "
-                f"{list(y.shape)}: for values pass task='regression' or task='gaussian'"
-            )
-        return
-    classes = predictions.shape[2]
-    wrong = y[(y != -100) & ((y < 0) | (y >= classes))]
-    if wrong.numel():
-        raise InputError(f"y must hold classes 0 to {classes - 1}, got {wrong[0].item()}")
-
-
-def _adds_up(y: Tensor) -> bool:
-    """Whether class probabilities `[B, C, ...]` add up to 1."""
-    total = y.float().sum(1)
-    return torch.allclose(total, torch.ones_like(total), atol=1e-2)
-
-
-def loss_of(criterion: Criterion, prediction: Tensor, y: Tensor) -> Tensor:
-    """A known criterion of a prediction and its targets, whole numbers of any type among them; or a sentence."""
-    if not y.is_floating_point():
-        y = y.to(prediction.dtype if task_of(criterion) != "classification" else torch.int64)
     try:
-        return criterion(prediction, y)
+        return fitted_loss(criterion, prediction, y, task, quantiles, next_tokens)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, IndexError) as error:
@@ -140,14 +152,92 @@ def loss_of(criterion: Criterion, prediction: Tensor, y: Tensor) -> Tensor:
         raise InputError(f"{what} does not fit predictions of shape {list(prediction.shape)}: {error}") from error
 
 
+def fitted_loss(
+    criterion: Criterion,
+    prediction: Tensor,
+    y: Tensor,
+    task: str,
+    quantiles: Sequence[float] | None = None,
+    next_tokens: bool = False,
+) -> Tensor:
+    """`loss_of`, with torch's own errors: predictions and targets in the shapes and dtypes that its criteria take."""
+    if _unwrapped(criterion) is pinball and quantiles is not None:
+        criterion = partial(criterion, levels=quantiles)
+    prediction, criterion = _in_one_dtype(prediction, criterion)
+    y = shifted_targets(y) if next_tokens else y
+    if task == "tokens":
+        y = y.movedim(-1, 1) if y.dim() == prediction.dim() else y
+        prediction = prediction.movedim(-1, 1)
+    if task == "binary" and y.numel() == prediction.numel():
+        y = y.reshape(prediction.shape)
+    if not y.is_floating_point():
+        y = y.to(torch.int64 if task in ("classification", "tokens") else prediction.dtype)
+    elif task in CLASSES:
+        y = y.to(prediction.dtype)
+    return criterion(prediction, y)
+
+
+def _in_one_dtype(prediction: Tensor, criterion: Any) -> tuple[Tensor, Any]:
+    """A prediction and a criterion whose weights have its dtype: in the one that holds both."""
+    own = dict(criterion.named_buffers()) if isinstance(criterion, nn.Module) else {}
+    own |= criterion.keywords if isinstance(criterion, partial) else {}
+    weights = {name: t for name, t in own.items() if isinstance(t, Tensor) and t.is_floating_point()}
+    if all(tensor.dtype == prediction.dtype for tensor in weights.values()):
+        return prediction, criterion
+    dtype = prediction.dtype
+    for tensor in weights.values():
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    if isinstance(criterion, nn.Module):
+        return prediction.to(dtype), copy.deepcopy(criterion).to(dtype)
+    converted = {name: tensor.to(dtype) for name, tensor in weights.items()}
+    return prediction.to(dtype), partial(criterion.func, *criterion.args, **(criterion.keywords | converted))
+
+
+def shifted_targets(y: Tensor) -> Tensor:
+    """Labels `[B, T]` of a causal language model by the position that predicts each: the next one, and -100 at last.
+
+    >>> shifted_targets(torch.tensor([[3, 1, 4]]))
+    tensor([[   1,    4, -100]])
+    """
+    if not isinstance(y, Tensor) or y.dim() < 2:
+        return y  # what is wrong with it is said where it is checked
+    return torch.cat([y[:, 1:], torch.full_like(y[:, :1], -100)], 1)
+
+
+# -- predictions -------------------------------------------------------------------------------------------
+
+
+def without_channel(values: Tensor, batch_dims: int = 1) -> Tensor:
+    """Predictions or targets of one logit, `[B]` or `[B, 1, ...]`, without the axis that holds it alone."""
+    single = values.dim() > batch_dims and values.shape[batch_dims] == 1
+    return values.squeeze(batch_dims) if single else values
+
+
+def by_class(predictions: Tensor, task: str) -> Tensor:
+    """Logits of any task of classes as those of classification, classes in dim 2: `[S, B, C, ...]`.
+
+    One logit z of yes or no is the logits (0, z) of no and yes. `[S, B]` and `[S, B, 1, ...]` become `[S, B, 2, ...]`
+    for "binary", `[S, B, L, ...]` becomes `[S, B, 2, L, ...]` for "multilabel", and `[S, B, T, C]` `[S, B, C, T]` for
+    "tokens".
+    """
+    if task == "tokens":
+        return predictions.movedim(-1, 2)
+    if task == "classification":
+        return predictions
+    logit = without_channel(predictions, 2) if task == "binary" else predictions
+    return torch.stack([torch.zeros_like(logit), logit], 2)
+
+
 def averaged(predictions: Tensor, task: str, weights: Tensor | None = None) -> Tensor:
     """The prediction that several predictions `[D, B, ...]` make together, in the form of one of them `[B, ...]`.
 
-    Classification: logits whose probabilities are the mean of theirs. Regression: their mean. Gaussian: the mean and
-    variance of their mixture. `weights [D]` add up to 1; without them all count the same.
+    Of classes: logits whose probabilities are the mean of theirs. Regression, quantiles: their mean. Gaussian: the
+    mean and variance of their mixture. `weights [D]` add up to 1; without them all count the same.
 
     >>> averaged(torch.tensor([[[2.0, 2.0]], [[1.0, 1.0]]]), "classification").exp()
     tensor([[0.5000, 0.5000]])
+    >>> averaged(torch.tensor([[3.0], [-3.0]]), "binary").sigmoid()
+    tensor([0.5000])
     """
     if len(predictions) == 1:
         return predictions[0]
@@ -155,9 +245,12 @@ def averaged(predictions: Tensor, task: str, weights: Tensor | None = None) -> T
     if weights is None:
         weights = torch.full((len(values),), 1 / len(values))
     weights = weights.to(values).view(-1, *[1] * (values.dim() - 1))
-    if task == "classification":
-        return (F.log_softmax(values, 2) + weights.log()).logsumexp(0)
-    if task == "regression":
+    if task in ("classification", "tokens"):
+        return (F.log_softmax(values, 2 if task == "classification" else -1) + weights.log()).logsumexp(0)
+    if task in ("binary", "multilabel"):
+        yes, no = ((F.logsigmoid(sign * values) + weights.log()).logsumexp(0) for sign in (1, -1))
+        return yes - no
+    if task in ("regression", "quantiles"):
         return (weights * values).sum(0)
     means, variances = split_gaussian(values, dim=2)
     mean = (weights * means).sum(0)

@@ -20,6 +20,7 @@ from multitudes.core.checks import check_count, check_number, check_seed
 from multitudes.core.multitude import Multitude
 from multitudes.core.predictive import Predictive
 from multitudes.core.predictor import PredictorModule, multitude_of
+from multitudes.core.tasks import CLASSES, check_task
 from multitudes.evaluation.conformal import SCORES, Conformal, ConformalScore, check_targets
 from multitudes.evaluation.predict import predictions
 from multitudes.evaluation.temperature import SCALINGS, Scaling
@@ -181,8 +182,12 @@ class Calibrated(PredictorModule):
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "classification": ("temperature", "member_temperature", "vector", "isotonic", None),
+    "tokens": ("temperature", "member_temperature", None),
+    "binary": ("temperature", "member_temperature", None),
+    "multilabel": ("temperature", "member_temperature", None),
     "regression": (None, "variance"),
     "gaussian": ("variance", None),
+    "quantiles": (None,),
 }
 """The scalings of each task, the default first."""
 
@@ -225,15 +230,16 @@ def calibrate(
         data: inputs and targets, `(x, y)`, or an iterable of such batches, such as a `DataLoader`.
         scaling: of classification "temperature" (one, after the members are averaged), "member_temperature" (one for
             each, before), "vector" (a weight and a bias for each class) or "isotonic" (a rising function for each,
-            which needs scikit-learn); of regression "variance" (one factor for all variances); or None. By default
-            "temperature", of gaussian predictions "variance", of regression None.
-        conformal: the score of sets and intervals: of classification "aps", "lac" or "raps", of regression "absolute"
-            or "scaled" (by the predicted standard deviation); or None. By default "aps", "absolute", and of gaussian
-            predictions "scaled".
+            which needs scikit-learn); of tokens, of yes and no and of labels the first two; of regression "variance"
+            (one factor for all variances); or None. By default "temperature", of gaussian predictions "variance", of
+            regression and quantiles None.
+        conformal: the score of sets and intervals: of classes and tokens "aps", "lac" or "raps", of yes and no and of
+            labels "lac" or "aps", of regression "absolute" or "scaled" (by the predicted standard deviation), of
+            quantiles "cqr"; or None. By default the first, and of gaussian predictions "scaled".
         share: of the inputs, what goes to the scores rather than the scaling.
         seed: of the division, of the network's draws, and of randomized scores.
         task: how to read the predictions (see `Predictive`); the network's own task by default.
-        ignore: the class of targets to leave out, such as 255 in segmentation.
+        ignore: the class of targets to leave out, such as 255 in segmentation; of tokens, -100 always is.
         k_reg, penalty: of "raps"; 5 and 0.01 by default.
         randomized: whether the sets of "aps" and "raps" are cut at random, so that coverage is exact.
         options: of the network's own `predict`: `draws`, `memory`, ...
@@ -252,8 +258,7 @@ def calibrate(
     if isinstance(net, Calibrated):
         raise ValueError("net is calibrated already: calibrate its network, net.net")
     multitude = multitude_of(net)
-    task = task or multitude.task
-    plan = _planned(task, scaling, conformal, share, seed, ignore, k_reg, penalty, randomized)
+    plan = _planned(task or multitude.task, scaling, conformal, share, seed, ignore, k_reg, penalty, randomized)
     predictive, target = _predicted(multitude, data, task=task, seed=seed, **options)
     calibration = _fitted(predictive, target, multitude.members, plan)
     device = next((parameter.device for parameter in multitude.parameters()), torch.device("cpu"))
@@ -299,10 +304,10 @@ def _fitted(predictive: Predictive, target: Tensor, members: int, plan: _Plan) -
     calibration = Calibration(predictive.task, None, None)
     if plan.scaling is not None:
         part, own = predictive[for_scaling], target[for_scaling]
-        if predictive.task == "classification":
+        if predictive.task in CLASSES:
             rows = read_rows(part, own, plan.ignore)
             if not len(rows):
-                raise ValueError(f"target must hold classes to fit the scaling to, got only {plan.ignore}, the ignored")
+                raise ValueError("target must hold classes to fit the scaling to, got only ignored ones")
             part, own = rows.members("calibrate"), rows.target
         calibration = replace(calibration, scaling=SCALINGS[plan.scaling].fit(part, own, members))
     if plan.score is not None:
@@ -353,8 +358,7 @@ def _planned(
     randomized: bool,
 ) -> _Plan:
     """What is to be fitted; a ValueError where something does not fit."""
-    if task not in SCORES:
-        raise ValueError(f"task must be one of {', '.join(SCORES)}, got {task!r}")
+    check_task(task)
     scaling = _one_of("scaling", scaling, _CHOICES[task], task)
     conformal = _one_of("conformal", conformal, (*SCORES[task], None), task)
     if scaling is None and conformal is None:

@@ -21,12 +21,18 @@ The scores, with classes from the most probable to the least (of equally probabl
   *Uncertainty Sets for Image Classifiers using Conformal Prediction* (2021).
 - "absolute", `|y - mean|`, and "scaled", `|y - mean| / std`: intervals of one width, or of a width in proportion to the
   predicted standard deviation. Lei et al., *Distribution-Free Predictive Inference for Regression* (2018).
+- "cqr", `max(low - y, y - high)`, how far y lies outside of the widest interval between the predicted quantiles, below
+  0 inside: that interval, its ends moved by one distance. Romano, Patterson & Candès, *Conformalized Quantile
+  Regression* (2019).
+
+A yes or no has a set of the two classes no and yes, which may hold both, or none; so has each label of several, which
+are the input's targets then. Tokens whose label is -100 have no score.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -34,14 +40,19 @@ from torch import Tensor
 
 from multitudes.core.checks import check_number, check_seed
 from multitudes.core.predictive import Predictive
-from multitudes.metrics.inputs import read_rows
+from multitudes.core.tasks import CLASSES
+from multitudes.metrics.inputs import read_rows, targets_by_class
 
 __all__ = ["SCORES", "Conformal", "ConformalScore", "check_targets", "conformal_scores"]
 
 SCORES = {
     "classification": ("aps", "lac", "raps"),
+    "tokens": ("aps", "lac", "raps"),
+    "binary": ("lac", "aps"),
+    "multilabel": ("lac", "aps"),
     "regression": ("absolute", "scaled"),
     "gaussian": ("scaled", "absolute"),
+    "quantiles": ("cqr",),
 }
 """The scores of each task, the default first."""
 
@@ -56,7 +67,7 @@ _FOR_SCORES, _FOR_SETS = 0x5C02E5, 0x5E75
 
 @dataclass(frozen=True)
 class ConformalScore:
-    """How badly a class, or a number, fits a prediction: "lac", "aps", "raps", "absolute" or "scaled"."""
+    """How badly a class, or a number, fits a prediction: "lac", "aps", "raps", "absolute", "scaled" or "cqr"."""
 
     name: str
     k_reg: int = 5
@@ -144,13 +155,16 @@ class Conformal:
         return float(self.scores[reached][0]) if bool(reached.any()) else math.inf
 
     def set(self, predictive: Predictive, level: float, seed: int | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Boolean `[B, C, ...]`; of regression `(low, high)`, each of the shape of `mean`."""
+        """Boolean `[B, C, ...]`; of values `(low, high)`, each of the shape of `mean`."""
         check_seed(seed)
         threshold = self.threshold(level)
-        if predictive.task == "classification":
-            u = _uniform(predictive.probs, seed, _FOR_SETS) if self.score.randomized else None
-            parts = _parts(predictive.probs, u)
-            return torch.cat([self.score.of_classes(*part) <= threshold + TIE for part in parts])
+        if predictive.task in CLASSES:
+            probs = predictive.as_classes().probs
+            u = _uniform(probs, seed, _FOR_SETS) if self.score.randomized else None
+            found = torch.cat([self.score.of_classes(*part) <= threshold + TIE for part in _parts(probs, u)])
+            return found.movedim(1, -1) if predictive.task == "tokens" else found
+        if predictive.task == "quantiles":
+            return _moved(*_between_quantiles(predictive), threshold, predictive.predictions)
         mean = predictive.mean.double()
         # Infinity itself, which times a standard deviation of 0 would be NaN.
         reach = threshold * self.score.reach(predictive) if threshold < math.inf else torch.full_like(mean, math.inf)
@@ -166,10 +180,10 @@ def conformal_scores(
     ignore: int | None = None,
     seed: int | None = None,
 ) -> Tensor:
-    """How badly each target fits its prediction, in float64: `[B, ...]`, of regression the shape of `mean`.
+    """How badly each target fits its prediction, in float64: `[B, ...]`, of values the shape of `mean`.
 
-    Targets that are `ignore` have a score of NaN. By default the score is that of the task: "aps", "absolute" or, for
-    gaussian predictions, "scaled". A `seed` is for randomized scores alone.
+    Targets that are `ignore` have a score of NaN. By default the score is the task's first in `SCORES`: "aps",
+    "absolute" or, for gaussian predictions, "scaled". A `seed` is for randomized scores alone.
 
     >>> p = Predictive(torch.tensor([[[0.7, 0.2, 0.1], [0.7, 0.2, 0.1]]]).log())
     >>> conformal_scores(p, torch.tensor([0, 2]), "lac"), conformal_scores(p, torch.tensor([0, 2]), "aps")
@@ -178,10 +192,17 @@ def conformal_scores(
     score = _fitting(score, predictive.task)
     check_seed(seed)
     target = check_targets(predictive, target, ignore)
-    if predictive.task != "classification":
+    if predictive.task == "quantiles":
+        low, high = _between_quantiles(predictive)
+        return torch.maximum(low - target.double(), target.double() - high)
+    if predictive.task not in CLASSES:
         return (target.double() - predictive.mean.double()).abs() / _positive(score.reach(predictive))
+    target = targets_by_class(predictive, target).long()
     ignored = torch.zeros_like(target, dtype=torch.bool) if ignore is None else target == ignore
-    parts = _parts(predictive.probs, _uniform(predictive.probs, seed, _FOR_SCORES) if score.randomized else None)
+    if predictive.task == "tokens":
+        ignored |= target == -100
+    probs = predictive.as_classes().probs
+    parts = _parts(probs, _uniform(probs, seed, _FOR_SCORES) if score.randomized else None)
     own = target.masked_fill(ignored, 0).unsqueeze(1).split(len(parts[0][0]))
     scores = [score.of_classes(*part).gather(1, at).squeeze(1) for part, at in zip(parts, own, strict=True)]
     return torch.cat(scores).masked_fill(ignored, math.nan)
@@ -189,9 +210,9 @@ def conformal_scores(
 
 def check_targets(predictive: Predictive, target: Tensor, ignore: int | None = None) -> Tensor:
     """Targets on the predictions' device; a ValueError with the first bad index where they do not fit."""
-    if predictive.task == "classification":
+    if predictive.task in CLASSES:
         read_rows(predictive, target, ignore)
-        return target.to(predictive.predictions.device).long()
+        return target.to(predictive.predictions.device)
     if ignore is not None:
         raise ValueError(f"ignore={ignore!r} is a class, and the predictions are of task {predictive.task}")
     kind = getattr(target, "dtype", type(target).__name__)
@@ -205,6 +226,19 @@ def check_targets(predictive: Predictive, target: Tensor, ignore: int | None = N
             index = (~values.isfinite()).nonzero()[0].tolist()
             raise ValueError(f"{name} must hold finite numbers, got {float(values[tuple(index)])} at index {index}")
     return target.to(mean.device)
+
+
+def _between_quantiles(predictive: Predictive) -> tuple[Tensor, Tensor]:
+    """The widest central interval between the predicted quantiles, as it is without calibration, in float64."""
+    low, high = replace(predictive, calibration=None).interval()
+    return low.double(), high.double()
+
+
+def _moved(low: Tensor, high: Tensor, by: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """An interval whose ends are further out by a number; one that would be less than nothing is its middle."""
+    middle = (low + high) / 2
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return torch.minimum(low - by, middle).to(dtype), torch.maximum(high + by, middle).to(dtype)
 
 
 def _fitting(score: ConformalScore | str | None, task: str) -> ConformalScore:

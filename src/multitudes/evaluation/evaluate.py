@@ -17,11 +17,13 @@ from multitudes.core.calling import Input
 from multitudes.core.checks import check_count, check_seed
 from multitudes.core.predictive import Predictive
 from multitudes.core.seeding import mixed
+from multitudes.core.tasks import CLASSES
 from multitudes.evaluation.predict import predictions
 from multitudes.evaluation.scores import Evaluation, Score
 from multitudes.metrics.declare import GROUPS, METRICS
-from multitudes.metrics.inputs import read_rows
+from multitudes.metrics.inputs import classes_of, places, read_rows
 from multitudes.metrics.ood import OODDetection, OODTable
+from multitudes.metrics.quantile_scores import read_quantiles
 from multitudes.metrics.regression_inputs import read_forecasts
 from multitudes.metrics.robustness import mean_corruption_error, relative_mean_corruption_error
 from multitudes.shift.corruptions import CORRUPTIONS, EXTRA, corrupt
@@ -44,9 +46,10 @@ class _Options:
     def metrics(self, p: Predictive, groups: Sequence[str], shifted: bool) -> dict[str, Metric]:
         """The declared metrics of predictions like `p`, by the names of their scores."""
         known = {"bins": self.bins, "min_count": self.min_count, "members": p.members}
-        if p.task == "classification":
-            known["classes"] = p.predictions.shape[2]
-        dense = p.predictions.ndim > 3  # what keeps a number of every row would keep one of every pixel
+        if p.task in CLASSES:
+            known["classes"] = classes_of(p)
+        # What keeps a number of every row would keep one of every pixel or token.
+        dense = len(places(p)) > (2 if p.task == "multilabel" else 1)
         return {
             each.score: each.streaming(**{name: known[name] for name in each.class_settings if name in known})
             for group in groups
@@ -57,8 +60,10 @@ class _Options:
 
     def read(self, p: Predictive, target: Tensor) -> Any:
         """What all metrics are given of one batch, read and checked once."""
-        if p.task == "classification":
+        if p.task in CLASSES:
             return read_rows(p, target, self.ignore)
+        if p.task == "quantiles":
+            return read_quantiles(p, target, self.scale)
         return read_forecasts(p, target, self.noise_precision, self.scale)
 
 
@@ -133,7 +138,7 @@ def evaluate(
             `"shift/mean_corruption_error"`, `"shift/mcnll"`, `"shift/mcece"` and, where both results have an
             `"accuracy"` without corruption, `"shift/relative_mean_corruption_error"`.
         preprocess: what to do with inputs after they were shifted: normalise them, say.
-        ignore: a label whose pixels do not count.
+        ignore: a label whose pixels do not count; of tokens, -100 never does.
         noise_precision: for `task="regression"`, one over the variance of the noise around the members' values (see
             `metrics.log_density`).
         scale: what values are multiplied by, where targets were standardised.
@@ -145,6 +150,10 @@ def evaluate(
         watch: a function that is told every prediction of `data` and of `ood` as it is made, `watch(name, p, target)`,
             to keep of it what it likes; `name` is that of the `ood` data, and None for `data` itself.
         options: of the network's own `predict`: `task`, `draws`, `memory`, ...
+
+    Which scores there are depends on the task: of classes, of tokens (and `"perplexity"`), of yes and no and of labels
+    (and `"auroc"`; the others are those of the two classes no and yes, each label of each input one row), of values, of
+    quantiles (`"pinball"`, and `"coverage"` and `"width"` of the widest central interval).
 
     The result's names are those of the metrics, `"nll"`, and below `"shift/fog/3/nll"`, `"shift/mean/3/nll"` and
     `"shift/mean/nll"` over the corruptions, `"ood/svhn/entropy/auroc"` by uncertainty.

@@ -19,7 +19,7 @@ from multitudes.core.draws.stochastic import expecting
 from multitudes.core.multitude import Criterion, Multitude, evaluating, plain
 from multitudes.core.seeding import mixed, seeded
 from multitudes.core.tasks import averaged
-from multitudes.landscape.targets import task_and_criterion, with_targets
+from multitudes.landscape.targets import count_targets, task_and_criterion, with_targets
 
 __all__ = ["Objective", "flattened", "unit_direction"]
 
@@ -54,7 +54,6 @@ class Objective:
     def __post_init__(self) -> None:
         self._check()
         _, self.criterion = task_and_criterion(self.network, self.criterion, averages=self.draws > 1)
-        ignores = self.criterion is F.cross_entropy  # it leaves targets of -100 out of its mean
         if self.draws == 0:
             self.network = plain(self.network)  # the same without a dimension for draws
         self.weights = {name: p.detach() for name, p in self.network.named_parameters() if p.requires_grad}
@@ -64,8 +63,7 @@ class Objective:
         for number, (x, y) in enumerate(with_targets(self.data, torch.device("cpu"))):
             with seeded(mixed(self.seed, number)):
                 self.batches.append((x if self.augment is None else self.augment(x), y))
-            counted = y != -100 if ignores and not y.is_floating_point() else torch.ones_like(y)
-            self.sizes.append(int(counted.sum()))
+            self.sizes.append(count_targets(self.criterion, y))
         if not sum(self.sizes):
             raise ValueError("data must hold at least one target, got none")
         loss = self.value(self.start)  # an input that does not fit is an error here

@@ -124,8 +124,8 @@ def read_solutions(
     batches, target = _cached(data)
     rows: list[tuple[str, str, nn.Module]] = []
     predictions: list[Tensor] = []
-    for run, kind, network in found:
-        for one, answers in _answers(network, batches, draws, seed):
+    for run, kind, network, task in found:
+        for one, answers in _answers(network, batches, draws, seed, task):
             rows += [(run, kind, one)] * len(answers)
             predictions.append(answers)
     _check_alike(predictions)
@@ -213,8 +213,8 @@ def _networks_in(source: Any, model: nn.Module | None = None, name: str = "solut
         )
 
 
-def _found(solutions: Any, model: nn.Module | None) -> Iterator[tuple[str, str, nn.Module]]:
-    """Run, kind and network of each network or multitude of one member."""
+def _found(solutions: Any, model: nn.Module | None) -> Iterator[tuple[str, str, nn.Module, str | None]]:
+    """Run, kind, network and known task of each network or multitude of one member."""
     named: dict[str, Any]
     if isinstance(solutions, Mapping) and not _is_state(solutions):
         named = {str(name): run for name, run in solutions.items()}
@@ -228,34 +228,38 @@ def _found(solutions: Any, model: nn.Module | None) -> Iterator[tuple[str, str, 
         for kind, part in kinds.items():
             place = f"solutions[{run!r}]" + (f"[{kind!r}]" if kind is not None else "")
             for own_kind, network in _networks_in(part, model, place):
-                for suffix, alone in _alone(network):
+                for suffix, alone, task in _alone(network):
                     empty = False
-                    yield run + suffix, own_kind if kind is None else str(kind), alone
+                    yield run + suffix, own_kind if kind is None else str(kind), alone, task
     if empty:
         raise ValueError("solutions must hold at least one network, got none")
 
 
-def _alone(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Each member by itself, and what to add to the name of its run."""
-    if isinstance(network, Multitude) and network.task != "classification":
-        raise ValueError(f"solutions must classify, got a multitude of task {network.task}")
+def _alone(network: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
+    """Each member by itself, what to add to the name of its run, and the task that is known of it."""
+    net = network if isinstance(network, Multitude) else Multitude(network)
+    if net.task != "classification":
+        kind = "multitude" if net is network else "network"
+        raise ValueError(f"solutions must classify, got a {kind} of task {net.task}")
     if isinstance(network, Multitude):
         own_run = network.independent and network.members > 1
         for index in range(network.members):
-            yield f", member {index}" if own_run else "", plain(network.member(index))
+            yield f", member {index}" if own_run else "", plain(network.member(index)), net.known_task
     else:
-        yield "", network
+        yield "", network, net.known_task
 
 
-def _answers(network: nn.Module, batches: CachedInputs, draws: int, seed: int) -> Iterator[tuple[nn.Module, Tensor]]:
+def _answers(
+    network: nn.Module, batches: CachedInputs, draws: int, seed: int, task: str | None
+) -> Iterator[tuple[nn.Module, Tensor]]:
     """Networks, and the predictions of each, `[1, N, ...]`, or of its draws, `[D, N, ...]`."""
     if isinstance(network, Around):
         samples = Subspace(network).networks(draws, seed)
         for index in range(draws):
-            yield from _answers(samples.member(index), batches, draws, seed)
+            yield from _answers(samples.member(index), batches, draws, seed, task)
         return
     options: dict[str, Any] = {"draws": draws, "seed": seed} if stochastic_layers(network) else {}
-    yield network, predict(Multitude(network), batches, task="classification", **options).predictions
+    yield network, predict(Multitude(network), batches, task=task, **options).predictions
 
 
 def _loaded(network: nn.Module, state: State) -> nn.Module:

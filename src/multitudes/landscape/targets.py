@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multitudes.core.batches import Batches
 from multitudes.core.calling import Input, tensors_in
 from multitudes.core.multitude import Criterion, Multitude
-from multitudes.core.tasks import TASKS, task_of
+from multitudes.core.targets import check_clear
+from multitudes.core.tasks import TASKS, loss_of, one_of, shifted_targets, tasks_of
 
-__all__ = ["shuffled", "task_and_criterion", "with_targets"]
+__all__ = ["count_targets", "shuffled", "task_and_criterion", "with_targets"]
+
+
+@dataclass(frozen=True, repr=False)
+class TaskLoss:
+    """The loss of predictions by a known criterion of a task, as `net.loss` computes it."""
+
+    criterion: Criterion
+    task: str
+    known: bool = True
+    """Whether the task was chosen, or told by the network; else targets must tell that it classifies."""
+    quantiles: tuple[float, ...] | None = None
+    next_tokens: bool = False
+
+    def __call__(self, prediction: Tensor, y: Tensor) -> Tensor:
+        """Predictions `[B, ...]`, targets `[B, ...]` -> their mean loss."""
+        if not self.known:
+            check_clear(prediction.unsqueeze(0), y)
+        return loss_of(self.criterion, prediction, y, self.task, self.quantiles, self.next_tokens)
+
+    def __repr__(self) -> str:
+        criterion = getattr(self.criterion, "__qualname__", repr(self.criterion))
+        return f"{criterion} of {self.task}, {self.quantiles}, {self.next_tokens}"  # the same in every process
+
+
+def count_targets(criterion: Criterion, y: Tensor) -> int:
+    """How many targets a mean loss is over, those that cross entropy ignores left out."""
+    if not isinstance(criterion, TaskLoss) or criterion.criterion is not F.cross_entropy or y.is_floating_point():
+        return y.numel()
+    return int(((shifted_targets(y) if criterion.next_tokens else y) != -100).sum())
 
 
 def task_and_criterion(
@@ -20,27 +52,35 @@ def task_and_criterion(
 ) -> tuple[str, Criterion]:
     """The task, by which draws are averaged, and the loss.
 
-    A multitude has a task, which a known criterion must not contradict. A plain network has none: its task is that of
-    the criterion, classification by default. Where several draws are averaged (`averages`), a criterion that is not
-    known needs a task that was set.
+    A multitude has a task, which a known criterion must not contradict. A plain network has that of its head, where
+    its class tells one; else its task is that of the criterion, classification by default. Where several draws are
+    averaged (`averages`), a criterion that is not known needs a task that was set.
 
     >>> task_and_criterion(nn.Linear(2, 2), nn.MSELoss())[0], task_and_criterion(nn.Linear(2, 2), None)[0]
     ('regression', 'classification')
     """
-    known = None if criterion is None else task_of(criterion)
-    chosen = network.chosen_task if isinstance(network, Multitude) else known
+    known = () if criterion is None else tasks_of(criterion)
+    net = network if isinstance(network, Multitude) else Multitude(network)
+    chosen = net.known_task
+    if chosen is None and known and network is not net and known != tasks_of(F.cross_entropy):
+        chosen = known[0]
     task = chosen or "classification"
-    if known not in (None, task):
+    if known and task not in known:
         name = getattr(criterion, "__name__", type(criterion).__name__)
         raise ValueError(
-            f"criterion {name} is for task {known!r}, and network.task is {task!r}: set network.task = {known!r}"
+            f"criterion {name} is for task {one_of(known)}, and network.task is {task!r}: "
+            f"set {one_of(known, 'network.task = ')}"
         )
-    if averages and criterion is not None and known is None and chosen is None:
+    if averages and criterion is not None and not known and chosen is None:
         raise ValueError(
             "network must be a multitude with a task beside a criterion of your own, since draws are averaged by "
             f"task: set network.task to one of {', '.join(TASKS)}"
         )
-    return task, TASKS[task] if criterion is None else criterion
+    if criterion is not None and not known:
+        return task, criterion
+    own = TASKS[task] if criterion is None else criterion
+    shifted = task == "tokens" and net.next_tokens
+    return task, TaskLoss(own, task, chosen is not None, net.quantiles, shifted)
 
 
 def with_targets(data: Any, device: torch.device) -> list[tuple[Input, Tensor]]:

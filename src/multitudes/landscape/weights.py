@@ -20,9 +20,9 @@ from multitudes.core.checks import check_count
 from multitudes.core.draws.stochastic import Draw, drawing, expecting, stochastic_layers
 from multitudes.core.multitude import Criterion, Multitude, plain
 from multitudes.core.seeding import mixed, seeded
-from multitudes.core.tasks import averaged
+from multitudes.core.tasks import CLASSES, averaged
 from multitudes.landscape.fused import Fused, settings_at_once
-from multitudes.landscape.targets import task_and_criterion, with_targets
+from multitudes.landscape.targets import count_targets, task_and_criterion, with_targets
 from multitudes.training.batchnorm import norms, statistics
 from multitudes.training.recorder import State, Trajectory, unflattened, weights_of
 
@@ -212,8 +212,7 @@ class WeightScorer:
         agree: Any = 0
         weight = counted = total = 0
         for index, ((_, y), answer) in enumerate(zip(self.batches, answers, strict=True)):
-            counts = y != -100 if self.classes else torch.ones(len(y))
-            number = int(counts.sum())
+            number = count_targets(self.criterion, y) if self.classes or self.task in CLASSES else len(y)
             if number:  # the mean over nothing is not a number
                 loss = loss + torch.stack([self.criterion(one, y) for one in answer]).double().cpu() * number
             weight += number

@@ -12,6 +12,7 @@ where `x_a` is the frame of a steps ago.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,11 +44,7 @@ class Stream(PredictorModule):
         if task is not None:
             options["task"] = task
         answer = predicted(self.net, frame, **options)
-        task = answer.task
-        if answer.calibration is not None and task == "classification":
-            now = answer.log_probs
-        else:
-            now = averaged(answer.predictions, task)
+        now = answer.together
         if self._recent and self._recent[0].shape != now.shape:
             raise ValueError(
                 f"frame gave predictions of shape {list(now.shape)}, the frames before it of shape "
@@ -56,7 +53,8 @@ class Stream(PredictorModule):
         self._recent.appendleft(now)
         ages = torch.arange(len(self._recent), dtype=torch.float64)
         weights = torch.softmax(-self.decay * ages, 0)
-        return Predictive(averaged(torch.stack(list(self._recent)), task, weights).unsqueeze(0), task)
+        joined = averaged(torch.stack(list(self._recent)), answer.task, weights).unsqueeze(0)
+        return replace(answer, predictions=joined, draws=None, calibration=None)
 
     predict = forward  # so that `mt.predict(stream, frames)` goes through a whole stream
 

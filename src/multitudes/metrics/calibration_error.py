@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from multitudes.metrics.declare import LOWER, NEITHER, ZERO, Count, metric
+from multitudes.metrics.declare import BY_CLASS, LOWER, NEITHER, ZERO, Count, metric
 from multitudes.metrics.inputs import Rows
 from multitudes.metrics.streaming import total_of
 
@@ -171,7 +171,7 @@ def _classwise(sums: Tensor) -> Tensor:
     return ((correct - confidence).abs().sum(1) / count.sum(1)).mean()
 
 
-@metric("ClasswiseECE", _classwise, better=LOWER, shape=(3, "classes", "bins"), group="calibration")
+@metric("ClasswiseECE", _classwise, better=LOWER, kind=BY_CLASS, shape=(3, "classes", "bins"), group="calibration")
 def classwise_ece(rows: Rows, bins: Count = 15) -> Tensor:
     """The mean over classes of the ECE of "is it class c?", asked of every row of `[B, C, ...]`.
 

@@ -32,7 +32,8 @@ from torchmetrics import Metric
 
 from multitudes.core.checks import check_count
 from multitudes.core.predictive import Predictive
-from multitudes.metrics.inputs import read_rows, read_without_target
+from multitudes.core.tasks import CLASSES
+from multitudes.metrics.inputs import places, read_rows, read_without_target
 from multitudes.metrics.streaming import KeptMetric, StreamingMetric, SumsMetric, mean_of
 
 __all__ = ["METRICS"]
@@ -79,8 +80,14 @@ class Kind:
     """Whether `evaluate` computes such metrics of these predictions, given the precision of the noise."""
 
 
-CLASSIFICATION = Kind("classification", read_rows, lambda p, _: p.task == "classification")
-SEGMENTATION = Kind("segmentation", read_rows, lambda p, _: p.task == "classification" and p.predictions.ndim > 3)
+CLASSIFICATION = Kind("classification", read_rows, lambda p, _: p.task in CLASSES)
+BY_CLASS = Kind("by class", read_rows, lambda p, _: p.task in CLASSES and p.task != "tokens")
+"""Of few classes: a vocabulary has too many to count each."""
+SEGMENTATION = Kind(
+    "segmentation", read_rows, lambda p, _: p.task in ("classification", "binary") and len(places(p)) > 1
+)
+YES_OR_NO = Kind("yes or no", read_rows, lambda p, _: p.task in ("binary", "multilabel"))
+TOKENS = Kind("tokens", read_rows, lambda p, _: p.task == "tokens")
 TARGETLESS = Kind("targetless", read_without_target, CLASSIFICATION.fits)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from multitudes.core.predictive import Predictive
+from multitudes.core.tasks import CLASSES, shifted_targets
 
 __all__ = ["Rows", "read_rows"]
 
@@ -34,6 +35,10 @@ class Rows:
     """The true classes, `[N]`."""
     predictive: Predictive | None = None
     """The members' predictions of the same rows, logits `[S, N, C]`; None where only probabilities were given."""
+    task: str = "classification"
+    """What the predictions were of, before they were rows of classes."""
+    column: Tensor | None = None
+    """Of `task="multilabel"`, the label that each row is of, `[N]`."""
 
     def __len__(self) -> int:
         """N: how many rows there are."""
@@ -42,7 +47,8 @@ class Rows:
     def __getitem__(self, index: slice | Tensor) -> Rows:
         """Some of the rows: a slice of them, or those of a boolean mask `[N]`."""
         predictive = None if self.predictive is None else self.predictive[index]
-        return Rows(self.probs[index], self.target[index], predictive)
+        column = None if self.column is None else self.column[index]
+        return Rows(self.probs[index], self.target[index], predictive, self.task, column)
 
     def __repr__(self) -> str:
         members = None if self.predictive is None else self.predictive.members
@@ -96,9 +102,12 @@ Prediction = Predictive | Tensor | Rows
 def read_rows(prediction: Prediction, target: Tensor | None = None, ignore: Ignore = None) -> Rows:
     """Check predictions and classes, and lay them out as rows.
 
-    - `prediction`: a `Predictive` of classification, logits `[S, B, C, ...]`, or a tensor of probabilities
+    - `prediction`: a `Predictive` of classes, logits `[S, B, C, ...]`, or a tensor of probabilities
       `[B, C, ...]` that add up to 1 over the classes (within 1e-4, or what half precision allows).
     - `target`: the true classes, integers `[B, ...]`. Rows whose target is `ignore` are left out; nothing else is.
+
+    A token is a row, and those whose target is -100 are left out too; of a causal language model, the row of position t
+    has the target at t + 1. A yes or no is a row of two classes, no and yes, and so is each label of "multilabel".
 
     Rows that have been read before come without a target, and pass as they are but for `ignore`. What does not fit is
     a ValueError that names the first bad value and its index.
@@ -113,9 +122,14 @@ def read_rows(prediction: Prediction, target: Tensor | None = None, ignore: Igno
         if target is not None:
             raise ValueError(f"target must be left out where prediction is {prediction!r}, which has its targets")
         return _without(prediction, ignore)
+    task, ignored = "classification", [] if ignore is None else [ignore]
+    if isinstance(prediction, Predictive):
+        task = _check_task(prediction)
+        ignored += [-100] if task == "tokens" else []
+        prediction, target = prediction.as_classes(), targets_by_class(prediction, target)
     shape = _check_prediction(prediction)
     classes = shape.pop(1)
-    target = _check_target(target, shape, classes, ignore)
+    target = _check_target(target, shape, classes, ignored)
     if isinstance(prediction, Predictive):
         predictive = _flat_predictive(prediction)
         probs = predictive.probs
@@ -128,7 +142,32 @@ def read_rows(prediction: Prediction, target: Tensor | None = None, ignore: Igno
     _check_probs(probs, shape, tolerance)
     if predictive is None:
         probs = probs.clamp(max=1)  # the mean of several softmaxes may round to a little more
-    return _without(Rows(probs, target.to(probs.device).reshape(-1), predictive), ignore)
+    column = None
+    if task == "multilabel":
+        column = torch.arange(shape[1], device=probs.device).view(-1, *[1] * (len(shape) - 2)).expand(shape).flatten()
+    rows = Rows(probs, target.to(probs.device).reshape(-1), predictive, task, column)
+    for label in ignored:
+        rows = _without(rows, label)
+    return rows
+
+
+def targets_by_class(prediction: Predictive, target: Any) -> Any:
+    """Targets of a task of classes as those of `prediction.as_classes()`: one class for each of `places(prediction)`.
+
+    Of a causal language model they are shifted by one position; a yes or no may be 0 or 1 of any type, and have the
+    single channel that the predictions have.
+    """
+    if not isinstance(target, Tensor):
+        return target
+    if prediction.task == "tokens" and prediction.next_tokens:
+        return shifted_targets(target)
+    if prediction.task in ("binary", "multilabel"):
+        if prediction.task == "binary" and target.shape == prediction.predictions.shape[1:]:
+            target = target.reshape(places(prediction))
+        if target.is_floating_point() and bool((target == target.round()).all()):
+            return target.long()
+        return target.long() if target.dtype == torch.bool else target
+    return target
 
 
 def read_without_target(prediction: Prediction, target: Tensor | None = None, ignore: Ignore = None) -> Rows:
@@ -140,6 +179,8 @@ def read_without_target(prediction: Prediction, target: Tensor | None = None, ig
         if ignore is not None:
             raise ValueError(f"target must be given where ignore={ignore} leaves rows out, got None")
         target = torch.zeros(places(prediction), dtype=torch.long)
+        if isinstance(prediction, Predictive):
+            prediction = replace(prediction, next_tokens=False)  # every position counts
     return read_rows(prediction, target, ignore)
 
 
@@ -148,7 +189,14 @@ def places(prediction: Prediction) -> torch.Size:
     if isinstance(prediction, Rows):
         return prediction.target.shape
     shape = prediction.predictions.shape[1:] if isinstance(prediction, Predictive) else prediction.shape
-    return shape[:1] + shape[2:]
+    task = prediction.task if isinstance(prediction, Predictive) else "classification"
+    return {"tokens": shape[:-1], "multilabel": shape}.get(task, shape[:1] + shape[2:])
+
+
+def classes_of(prediction: Predictive) -> int:
+    """How many classes there are for each of `places(prediction)`."""
+    shape = prediction.predictions.shape
+    return {"classification": shape[2], "tokens": shape[-1]}.get(prediction.task, 2) if len(shape) > 2 else 2
 
 
 def _without(rows: Rows, ignore: int | None) -> Rows:
@@ -189,11 +237,18 @@ def kind_of(value: Any) -> str:
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
+def _check_task(prediction: Predictive) -> str:
+    if prediction.task not in CLASSES:
+        raise ValueError(
+            f"prediction must be of task {', '.join(CLASSES[:-1])} or {CLASSES[-1]}, got a Predictive of task "
+            f"{prediction.task}"
+        )
+    return prediction.task
+
+
 def _check_prediction(prediction: Predictive | Tensor) -> list[int]:
     """The shape of its probabilities, `[B, C, ...]`."""
     if isinstance(prediction, Predictive):
-        if prediction.task != "classification":
-            raise ValueError(f"prediction must be of task classification, got a Predictive of task {prediction.task}")
         return list(prediction.predictions.shape[1:])
     if not isinstance(prediction, Tensor) or not prediction.is_floating_point():
         kind = getattr(prediction, "dtype", type(prediction).__name__)
@@ -203,7 +258,7 @@ def _check_prediction(prediction: Predictive | Tensor) -> list[int]:
     return list(prediction.shape)
 
 
-def _check_target(target: Tensor | None, shape: list[int], classes: int, ignore: int | None) -> Tensor:
+def _check_target(target: Tensor | None, shape: list[int], classes: int, ignored: Sequence[int]) -> Tensor:
     """`target`, which must hold classes in the given shape `[B, ...]`."""
     kind = getattr(target, "dtype", type(target).__name__)
     if not isinstance(target, Tensor) or target.is_floating_point() or target.is_complex() or kind == torch.bool:
@@ -212,11 +267,11 @@ def _check_target(target: Tensor | None, shape: list[int], classes: int, ignore:
         raise ValueError(f"target must have the prediction's shape without classes, {shape}, got {list(target.shape)}")
     target = target.long()  # unsigned labels would wrap round when compared with a negative `ignore`
     bad = (target < 0) | (target >= classes)
-    if ignore is not None:
-        bad &= target != ignore
+    for label in ignored:
+        bad &= target != label
     if bool(bad.any()):
         index = bad.nonzero()[0].tolist()
-        other = "" if ignore is None else f" or be {ignore}, which is ignored"
+        other = f" or be {' or '.join(map(str, ignored))}, which is ignored" if ignored else ""
         raise ValueError(
             f"target must lie within 0 and {classes - 1}{other}, got {int(target[tuple(index)])} at index {index}"
         )

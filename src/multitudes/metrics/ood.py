@@ -154,15 +154,29 @@ class OODTable:
 def detect_update(rows: Rows, outside: bool | Tensor, uncertainties: Sequence[str] | None = None) -> Tensor:
     """Rows, and which are outside -> that and the scores by each uncertainty, `[N, 1 + uncertainties]`.
 
-    Without a choice of uncertainties it is all of them, and NaN for those that plain probabilities do not have.
+    Without a choice of uncertainties it is all of them, and NaN for those that plain probabilities do not have. Labels
+    of one input are one row, by the mean of their scores.
     """
-    columns = [torch.as_tensor(outside, device=rows.probs.device).to(rows.probs.dtype).expand(len(rows))]
+    columns = []
     for name in UNCERTAINTIES if uncertainties is None else uncertainties:
-        if uncertainties is None and rows.predictive is None and name not in OF_PROBABILITIES:
-            columns.append(torch.full_like(columns[0], torch.nan))
+        missing = rows.predictive is None and name not in OF_PROBABILITIES
+        missing = missing or (name == "max_logit" and rows.task in ("binary", "multilabel"))
+        if uncertainties is None and missing:
+            columns.append(torch.full_like(rows.confidence, torch.nan))
         else:
             columns.append(UNCERTAINTIES[name](rows))
-    return torch.stack(columns, 1)
+    columns = [_by_input(column, rows) for column in columns]
+    marks = torch.as_tensor(outside, device=rows.probs.device).to(rows.probs.dtype).expand(len(columns[0]))
+    return torch.stack([marks, *columns], 1)
+
+
+def _by_input(scores: Tensor, rows: Rows) -> Tensor:
+    """Scores of rows `[N]`, or their means over the labels of each input, or of each of its pixels."""
+    if rows.column is None or not len(scores):
+        return scores
+    labels = int(rows.column.max()) + 1
+    pixels = int((rows.column.cumsum(0) == 0).sum())  # the first label's rows of the first input
+    return scores.view(-1, labels, pixels).mean(1).flatten()
 
 
 def detect_compute(
@@ -187,8 +201,8 @@ def detect(
 ) -> OODTable:
     """How well predictions of inputs inside and outside of the distribution can be told apart, by each uncertainty.
 
-    - `inside`, `outside`: a `Predictive` of classification or probabilities, `[B, C, ...]` and `[B', C, ...]`. Each
-      pixel of dense predictions counts.
+    - `inside`, `outside`: a `Predictive` of classes or probabilities, `[B, C, ...]` and `[B', C, ...]`. Each
+      pixel of dense predictions and each token counts; of several labels, each input.
     - `uncertainties`: names of `UNCERTAINTIES`. Without them the table has all that exist for what is given: for plain
       probabilities `max_probability` and `entropy`.
     - `positive`: which of the two is to be found, and so is the positive class of AUPR and of the FPR, "out" or "in".
@@ -248,7 +262,10 @@ class OODDetection(KeptMetric):
         """Add a batch `[B, C, ...]`, and whether it is outside: all of it, or where, a boolean tensor `[B, ...]`."""
         rows = read_without_target(prediction)
         if not isinstance(outside, bool):
-            check_mask("outside", outside, places(prediction))
+            inputs = places(prediction)
+            if rows.column is not None:
+                inputs = inputs[:1] + inputs[2:]  # of all labels together
+            check_mask("outside", outside, inputs)
             outside = outside.flatten()
         self._add(detect_update(rows, outside, self.uncertainties))
 

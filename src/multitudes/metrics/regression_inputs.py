@@ -12,6 +12,7 @@ it the members are points, and F is the step function of their values.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from statistics import NormalDist
@@ -41,6 +42,8 @@ class Forecasts:
     """`sigma_s^2`, `[S, N]`; 0 where members are points."""
     target: Tensor
     """The true values, `[N]`."""
+    calibrated: Callable[[float], tuple[Tensor, Tensor]] | None = None
+    """The intervals of a calibrated network that has conformal scores."""
 
     def __len__(self) -> int:
         """N: how many values there are."""
@@ -88,7 +91,12 @@ class Forecasts:
         return error - 0.5 * spread / len(self.means)
 
     def interval(self, level: float) -> tuple[Tensor, Tensor]:
-        """The central interval of the Gaussian with the mixture's moments, as of `Predictive`, but with the noise."""
+        """The central interval of the Gaussian with the mixture's moments, as of `Predictive`, but with the noise.
+
+        Of a calibrated network with conformal scores it is the conformal one.
+        """
+        if self.calibrated is not None:
+            return self.calibrated(level)
         reach = -NormalDist().inv_cdf((1 - level) / 2) * self.std
         return self.mean - reach, self.mean + reach
 
@@ -132,8 +140,16 @@ def read_forecasts(
             )
         return prediction
     means, variances = _members(prediction, noise_precision)
-    target = _check_target(target, list(means.shape[1:]), means.device)
-    return Forecasts(means.flatten(1) * scale, variances.flatten(1) * scale**2, target.flatten() * scale)
+    target = check_values(target, list(means.shape[1:]), means.device)
+    calibrated = None
+    if isinstance(prediction, Predictive) and getattr(prediction.calibration, "conformal", None) is not None:
+        calibrated = partial(_conformal, prediction, scale)
+    return Forecasts(means.flatten(1) * scale, variances.flatten(1) * scale**2, target.flatten() * scale, calibrated)
+
+
+def _conformal(prediction: Predictive, scale: float, level: float) -> tuple[Tensor, Tensor]:
+    low, high = prediction.interval(level)
+    return low.double().flatten() * scale, high.double().flatten() * scale
 
 
 def _members(prediction: Predictive | Tensor, noise_precision: float | None) -> tuple[Tensor, Tensor]:
@@ -202,7 +218,7 @@ def read_intervals(
         at = bad.nonzero()[0].tolist()
         ends = [float(end[tuple(at)]) for end in (low, high)]
         raise ValueError(f"low must be at most high, got {ends[0]:.6g} and {ends[1]:.6g} at index {at}")
-    target = _check_target(target, list(low.shape), low.device)
+    target = check_values(target, list(low.shape), low.device)
     return Intervals(*(end.detach().double().flatten() * scale for end in (low, high, target)))
 
 
@@ -222,7 +238,7 @@ Scale = Annotated[float, check_scale]
 Level = Annotated[float, check_level]
 
 
-def _check_target(target: Tensor | None, shape: list[int], device: torch.device) -> Tensor:
+def check_values(target: Tensor | None, shape: list[int], device: torch.device) -> Tensor:
     """`target` in float64 on `device`; it must hold finite numbers in the given shape `[B, ...]`."""
     kind = getattr(target, "dtype", type(target).__name__)
     if not isinstance(target, Tensor) or target.is_complex() or kind == torch.bool:
@@ -236,8 +252,10 @@ def _check_target(target: Tensor | None, shape: list[int], device: torch.device)
 
 # Kinds --------------------------------------------------------------------------------------------------
 
-REGRESSION = Kind("regression", read_forecasts, lambda p, _: p.task != "classification")
+REGRESSION = Kind("regression", read_forecasts, lambda p, _: p.task in ("regression", "gaussian"))
 INTERVALS = Kind("intervals", read_intervals, REGRESSION.fits)
 DENSITY = Kind(  # points have none
-    "density", read_forecasts, lambda p, noise_precision: p.task == "gaussian" or noise_precision is not None
+    "density",
+    read_forecasts,
+    lambda p, noise_precision: REGRESSION.fits(p, None) and (p.task == "gaussian" or noise_precision is not None),
 )

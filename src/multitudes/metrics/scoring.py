@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from multitudes.metrics.declare import HIGHER, LOWER, Count, metric
+from multitudes.metrics.declare import HIGHER, LOWER, TOKENS, YES_OR_NO, Count, metric
 from multitudes.metrics.inputs import Rows
-from multitudes.metrics.streaming import total_of
+from multitudes.metrics.ood import auroc
+from multitudes.metrics.streaming import mean_of, total_of
 
 # Accuracy -----------------------------------------------------------------------------------------------
 
@@ -71,6 +72,47 @@ def brier(rows: Rows) -> Tensor:
     # Subtracting before squaring keeps what is left when a prediction is nearly perfect.
     distance = rows.probs.scatter_add(1, rows.target[:, None], rows.probs.new_full((len(rows), 1), -1.0))
     return total_of(distance.square().sum(1, dtype=torch.float64))
+
+
+def _exponential(sums: Tensor) -> Tensor:
+    """Sums `[2]` -> the exponential of the mean, a float64 scalar; NaN without rows."""
+    return mean_of(sums).exp()
+
+
+@metric("Perplexity", _exponential, better=LOWER, kind=TOKENS, group="scores", shifted=True)
+def perplexity(rows: Rows) -> Tensor:
+    """The exponential of `nll` over the tokens of `[B, T, C]`: that of guessing among so many equally probable ones.
+
+    >>> from multitudes import Predictive
+    >>> p = Predictive(torch.zeros(1, 1, 3, 8), task="tokens")
+    >>> round(float(perplexity(p, torch.tensor([[1, 5, -100]]))), 4)
+    8.0
+    """
+    return total_of(-rows.target_log_prob)
+
+
+def _mean_auroc(rows: Tensor) -> Tensor:
+    """Scores, targets and labels `[N, 3]` -> the mean over labels of their AUROC."""
+    scores, positive, column = rows[:, 0], rows[:, 1] == 1, rows[:, 2]
+    each = [auroc(scores[column == label], positive[column == label]) for label in column.unique()]
+    return torch.stack(each).nanmean() if each else torch.tensor(torch.nan, dtype=torch.float64)
+
+
+@metric("LabelAUROC", _mean_auroc, better=HIGHER, kind=YES_OR_NO, kept=3, group="scores", score="auroc")
+def label_auroc(rows: Rows) -> Tensor:
+    """The probability that an input of yes has a higher probability of it than one of no; of labels, their mean.
+
+    Labels that are always yes, or always no, are left out of the mean; NaN where all are.
+
+    >>> from multitudes import Predictive
+    >>> p = Predictive(torch.tensor([[-2.0, -1.0, 1.0, 2.0]]), task="binary")
+    >>> float(label_auroc(p, torch.tensor([0, 1, 0, 1])))
+    0.75
+    """
+    column = torch.zeros_like(rows.target) if rows.column is None else rows.column
+    # Log-odds, since probabilities near 1 are equal in float32.
+    odds = rows.log_probs[:, 1] - rows.log_probs[:, 0]
+    return torch.stack([odds, rows.target.to(odds), column.to(odds)], 1)
 
 
 # Errors of the ensemble and of its members --------------------------------------------------------------

@@ -17,6 +17,10 @@ Mutual information of class and member *is* the expected-entropy gap, since all 
 one name. Of plain probabilities only the first two exist; the others look at members or logits, and need a
 `Predictive`. One of a single network will do: there nothing can disagree, and three scores are 0 throughout.
 Of calibrated predictions the first two are calibrated, and the others those of the members.
+
+A yes or no has no `max_logit`. An input with several labels has the mean over its labels; the mean of its energies is,
+but for the factor, the joint energy of Wang et al., *Can Multi-Label Classification Networks Know What They Don't
+Know?* (2021).
 """
 
 from __future__ import annotations
@@ -77,8 +81,11 @@ def disagreement(prediction: Prediction) -> Tensor:
 
 
 def max_logit(prediction: Prediction) -> Tensor:
-    """Minus the largest of the members' mean logits, `[N]`."""
-    return -read_without_target(prediction).members("max_logit").max_logit
+    """Minus the largest of the members' mean logits, `[N]`; a yes or no has one logit, and so none."""
+    rows = read_without_target(prediction)
+    if rows.task in ("binary", "multilabel"):
+        raise ValueError(f"max_logit needs the logits of several classes, got predictions of task {rows.task}")
+    return -rows.members("max_logit").max_logit
 
 
 def energy(prediction: Prediction) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import logging
 import os
 import warnings
@@ -28,6 +29,7 @@ from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude
 from multitudes.core.predictive import Predictive
 from multitudes.core.shared import SharedMembers
+from multitudes.core.tasks import CLASSES
 from multitudes.evaluation.calibrate import Calibrated, Calibration
 from multitudes.evaluation.temperature import LEAST_LOG_PROB, Temperature, Vector
 from multitudes.storage.freeze import Frozen, freeze
@@ -44,7 +46,10 @@ OUTPUTS: dict[str, dict[str, Callable[[Predictive], Tensor]]] = {
     },
     "regression": {"mean": lambda p: p.mean, "std": lambda p: p.std, "members": lambda p: p.member_values},
 }
-"""The outputs of the file by name, `[B, ...]` and of `members` `[S, B, ...]`; gaussian ones are those of regression."""
+"""The outputs of the file by name, `[B, ...]` and of `members` `[S, B, ...]`; those of classes, and those of values."""
+
+METADATA = "multitudes"
+"""The entry of the file's metadata that says how its outputs are to be read, as JSON: the task and its settings."""
 
 
 def to_onnx(
@@ -59,9 +64,11 @@ def to_onnx(
     """Write a multitude as one ONNX file for batches of any size, and prove it right; returns its path.
 
     A classifier's outputs are `probs [B, C]`, `entropy [B]`, `mutual_information [B]` and `members [S, B, C]`, the
-    members' probabilities; those of regression are `mean`, `std` and `members`, the members' means. A calibrated
-    network's are calibrated. The input is named `x`, or as in a mapping of keyword arguments; `example` is one batch
-    of it. A network that draws is frozen first, with `draws` draws of every member.
+    members' probabilities, in the shapes that a `Predictive` of the task has; those of values are `mean`, `std` and
+    `members`, the members' means or quantiles. The file's metadata have the task, the levels of quantiles, and whether
+    a position predicts the next token. A calibrated network's outputs are calibrated. The input is named `x`, or as in
+    a mapping of keyword arguments; `example` is one batch of it. A network that draws is frozen first, with `draws`
+    draws of every member.
 
     The file must give what torch gives, up to `tolerance` (relative to values above 1), on the example and on batches
     of other sizes. If it does not, or the network cannot be exported, that is an error, and there is no file.
@@ -101,18 +108,20 @@ class _Answers(nn.Module):
 
     def __init__(self, net: Multitude | Calibrated, example: Input) -> None:
         super().__init__()
-        self.task = net.task
-        self.outputs = OUTPUTS["classification" if net.task == "classification" else "regression"]
+        multitude = net if isinstance(net, Multitude) else net.net
         self.calibration = None if isinstance(net, Multitude) else _exportable(net.calibration)
-        self.network = _Apart(net if isinstance(net, Multitude) else net.net)
+        self.network = _Apart(multitude)
         self.example = example
+        read = multitude.read(multitude(example), example, None if isinstance(net, Multitude) else net.task)
+        self.reading = {"task": read.task, "quantiles": read.quantiles, "next_tokens": read.next_tokens}
+        self.outputs = OUTPUTS["classification" if read.task in CLASSES else "regression"]
         for module in self.modules():
             if isinstance(module, Frozen):
                 module.kept = []
         self(*tensors_in(example))  # whose numbers are constants from here on
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        predictive = Predictive(self.network(_called_with(self.example, tensors)), self.task)
+        predictive = Predictive(self.network(_called_with(self.example, tensors)), **self.reading)
         if self.calibration is not None:
             predictive = self.calibration(predictive)
         return tuple(output(predictive) for output in self.outputs.values())
@@ -196,6 +205,7 @@ def _export(answers: _Answers, path: Path) -> None:
             )
             assert program is not None
             _tidy(program.model.graph)
+            program.model.metadata_props[METADATA] = json.dumps(answers.reading)
             program.save(path, external_data=False)  # one file
     except Exception as error:  # the exporter runs the user's own code, so anything may come
         raise ValueError(f"the network cannot be exported to ONNX: {_reason(error)}") from error

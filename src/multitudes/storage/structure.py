@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from multitudes.core.copying import copied
 from multitudes.core.divergences import DIVERGENCES, name_of
-from multitudes.core.draws.engine import DrawCache
+from multitudes.core.draws.functional import kept_class, own_class
 from multitudes.core.draws.stochastic import attached
 from multitudes.core.multitude import Multitude, plain, share_registries
 
@@ -27,8 +27,6 @@ __all__ = ["describe", "rebuild"]
 Node = dict[str, Any]
 
 _REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
-_FOUND_ANEW = ("_draw_cache", "_fastest", "_plans", "_proven", "divergences")
-"""What a multitude has learned by running, and what is described by itself."""
 
 
 # -- from a network to nodes -------------------------------------------------------------------------------
@@ -51,7 +49,9 @@ def describe(net: nn.Module) -> tuple[list[Node], dict[str, Tensor]]:
     nodes = []
     for module, path, origin in places:
         prefix = f"{path}." if path else ""
-        node: Node = {"path": path, "class": _name_of(type(module))}
+        node: Node = {"path": path, "class": _name_of(own_class(module))}
+        if own_class(module) is not type(module):
+            node["keeps_noise"] = True
         node |= _settings(module, path, origin, numbers)
         inner = _shared(module)
         if inner is not None:
@@ -102,7 +102,7 @@ def _shared(module: nn.Module) -> Any:
 def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, int]) -> Node:
     """A node's plain settings, and where what is not plain is to be found in the user's network."""
     shares = str(getattr(type(module), "shares", None))
-    skipped = {*_REGISTRIES, shares, *(_FOUND_ANEW if isinstance(module, Multitude) else ())}
+    skipped = {*_REGISTRIES, shares, *(_beside(module) if isinstance(module, Multitude) else ())}
     settings, others = {}, []
     for key, value in vars(module).items():
         if key in skipped:
@@ -118,7 +118,7 @@ def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, i
     where = f"layer {path!r} ({type(module).__name__})" if path else f"the network ({type(module).__name__})"
     if type(module).get_extra_state is not nn.Module.get_extra_state:
         raise ValueError(f"{where} has an extra state (get_extra_state), which the file could not hold")
-    if _is_known(type(module)) and not others and not hooks:
+    if _is_known(own_class(module)) and not others and not hooks:
         return node
     if others and others[0] in (reasons := getattr(type(module), "unsaved", {})):
         raise ValueError(reasons[others[0]])
@@ -128,6 +128,11 @@ def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, i
             what = f"has {others[0]!r}, a {type(vars(module)[others[0]]).__name__}"
         raise ValueError(f"{where} {what}, which a file cannot hold: take it off, or save the members, net.member(i)")
     return node | {"origin": origin, "hooks": hooks}
+
+
+def _beside(net: Multitude) -> tuple[str, ...]:
+    """What a multitude has learned by running, and what is described by itself."""
+    return *net.found_anew, "divergences"
 
 
 def _hooks(module: nn.Module) -> int:
@@ -188,12 +193,14 @@ def rebuild(nodes: list[Node], tensors: Mapping[str, Tensor], model: nn.Module |
         for number in node["attached"]:
             modules[number].attach(module)
     for node, module in reversed(list(zip(nodes, modules, strict=True))):  # what is inside comes first
+        if node.get("keeps_noise"):
+            module.__class__ = kept_class(own_class(module))
         if "shares" in node:
             share_registries(module, modules[node["shares"]])
             object.__setattr__(module, str(type(module).shares), modules[node["shares"]])
         if isinstance(module, Multitude):
             module.divergences = tuple(map(_decoded_function, node["divergences"]))
-            module.__setstate__({"_draw_cache": DrawCache(), "_fastest": {}, "_proven": False})
+            module.forget()
     return modules[0]
 
 

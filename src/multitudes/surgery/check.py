@@ -1,62 +1,235 @@
-"""`check`: the proof, on an example, that each member of a multitude computes what it would alone."""
+"""`check`: the proof, on an example, that each member of a multitude computes and learns what it would alone."""
 
 from __future__ import annotations
 
-import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from multitudes.core.calling import Input, call
+from multitudes.core.calling import Input, call, plain_attention, tensors_in
+from multitudes.core.copying import copied
+from multitudes.core.draws.stochastic import expecting, stochastic_layers
 from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude
+from multitudes.core.noise import STILL, Redrawn
+from multitudes.core.proof import running_statistics
+from multitudes.core.shared import SharedMembers
 
-__all__ = ["check"]
+__all__ = ["Checked", "check"]
 
 
-def check(net: Multitude, example: Input, tolerance: float = 1e-4) -> None:
-    """Prove a multitude right on an example, or raise a ValueError that says where it is wrong.
+@dataclass(frozen=True)
+class Checked:
+    """What `check` has compared, a sentence each."""
 
-    Each member's prediction must equal that of `net.member(i)` alone. Where members share no weight, no
-    prediction may depend on another member's weights: with one member's weights set to NaN, the others' are
-    the same. Every runner that can run the network is checked. Where layers draw, expectations are compared.
+    compared: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return "\n".join(self.compared)
+
+
+def check(net: Multitude, example: Input, tolerance: float = 1e-4) -> Checked:
+    """Prove a multitude right on an example, or raise a ValueError that says where it is wrong; says what it compared.
+
+    In evaluation and in training, each member's prediction must equal that of `net.member(i)` alone, and so must its
+    gradients, and in training what its run makes of buffers. Where members share no weight, no prediction may depend
+    on another member's weights: with one member's weights set to NaN, the others' are the same. Every runner that can
+    run the network is checked. Noise is off for that. Where layers draw, draws must differ, and a seed repeat them.
+    `net` is left as it was.
+
+    >>> from multitudes.methods.deep_ensemble import deep_ensemble
+    >>> print(check(deep_ensemble(nn.Linear(3, 2), members=2), torch.randn(4, 3)))
+    loop: predictions and gradients of 2 members, in evaluation and in training, as each member's alone
+    loop: no prediction depends on another member's weights
+    packed: predictions and gradients of 2 members, in evaluation and in training, as each member's alone
+    packed: no prediction depends on another member's weights
+    stacked: predictions and gradients of 2 members, in evaluation and in training, as each member's alone
+    stacked: no prediction depends on another member's weights
     """
+    if not isinstance(net, Multitude):
+        raise ValueError(f"net must be a multitude, got {type(net).__name__}")
+    done = Checked()
     for runner in ("loop", "packed", "stacked") if isinstance(net, Members) else ("auto",):
-        one = copy.deepcopy(net).eval()
-        with torch.no_grad():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a quick way that is not taken is no fault
+            proof = _Proof(net, example, tolerance, runner, done)
+            try:
+                proof.run()
+            except _Refused:
+                continue
+    if stochastic_layers(net.network):
+        _check_draws(copied(net).eval(), example, done)
+    return done
+
+
+class _Refused(Exception):
+    """The runner does not run this network, and so is never used."""
+
+
+@dataclass
+class _Proof:
+    net: Multitude
+    example: Input
+    tolerance: float
+    runner: str
+    done: Checked
+
+    def run(self) -> None:
+        self.together(training=False)  # whether the runner takes the network at all
+        modes = (False, True) if isinstance(self.net, (Members, SharedMembers)) or self.net.members == 1 else (False,)
+        for training in modes:
+            self._compare(training)
+        name = "" if self.runner == "auto" else f"{self.runner}: "
+        members = f"{self.net.members} member{'s' if self.net.members > 1 else ''}"
+        where = "in evaluation and in training" if len(modes) > 1 else "in evaluation"
+        self.done.compared.append(f"{name}predictions and gradients of {members}, {where}, as each member's alone")
+        if self.net.independent:
+            self._check_independent()
+            self.done.compared.append(f"{name}no prediction depends on another member's weights")
+
+    def together(self, training: bool, change: Callable[[Multitude], None] | None = None) -> _Answer:
+        """What the whole multitude gives."""
+        one = copied(self.net).train(training)
+        if change is not None:
+            change(one)
+        with self._quiet(one):
             try:
                 if isinstance(one, Members):
-                    one.runner = runner
-                predictions = one(example, draws=0)
-            except ValueError:
-                if runner in ("packed", "stacked"):  # refused, so never used
-                    continue
+                    one.runner = self.runner
+                return _Answer.of(one, self.example, lambda x: one(x, draws=0).unflatten(0, (one.members, -1)))
+            except ValueError as refusal:
+                if self.runner in ("packed", "stacked"):
+                    raise _Refused from refusal
                 raise
-            _check_equal(one, example, predictions, tolerance, runner)
-            if one.independent:
-                _check_independent(one, example, predictions, tolerance, runner)
+
+    @contextmanager
+    def _quiet(self, network: nn.Module) -> Iterator[None]:
+        """Inside, no noise, and batch norms of members that share weights by their running statistics."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(plain_attention())
+            stack.enter_context(expecting(network))
+            stack.enter_context(Redrawn(STILL))
+            if not isinstance(self.net, Members):
+                stack.enter_context(running_statistics(network))
+            yield
+
+    def _compare(self, training: bool) -> None:
+        together = self.together(training)
+        mode = "training" if training else "evaluation"
+        for index in range(self.net.members):
+            member = self.net.member(index).train(training)
+            with self._quiet(member):
+                alone = _Answer.of(member, self.example, lambda x, member=member: _answers(member, x))
+            where = f"member {index} differs from itself alone in {mode}"
+            mine = together.member(index)
+            for name, (got, want) in mine.beside(alone, self.net).items():
+                error = (got - want).abs().max().item() if want.numel() else 0.0
+                scale = max(1.0, want.abs().max().item()) if want.numel() else 1.0
+                if got.shape != want.shape or not error <= self.tolerance * scale:
+                    raise ValueError(f"{where}: {name} by {error:.2e} (runner {self.runner!r})")
+
+    def _check_independent(self) -> None:
+        before = self.together(training=False).predictions
+        for poisoned in range(self.net.members):
+
+            def poison(net: Multitude, poisoned: int = poisoned) -> None:
+                for parameter in net.parameters():
+                    if parameter.is_floating_point() or parameter.is_complex():
+                        parameter.data[poisoned] = torch.nan
+
+            after = self.together(False, poison).predictions
+            for index, (was, now) in enumerate(zip(before, after, strict=True)):
+                if index != poisoned and not torch.allclose(was, now, rtol=self.tolerance, atol=self.tolerance):
+                    raise ValueError(
+                        f"member {index} depends on the weights of member {poisoned} (runner {self.runner!r})"
+                    )
 
 
-def _check_equal(net: Multitude, example: Input, together: Tensor, tolerance: float, runner: str) -> None:
-    for index, prediction in enumerate(together.unflatten(0, (net.members, -1))):
-        member = net.member(index).eval()
-        alone = member(example, draws=0) if isinstance(member, Multitude) else call(member, example)
-        alone = alone.view_as(prediction)
-        error = (prediction - alone).abs().max().item()
-        if not error <= tolerance * max(1.0, alone.abs().max().item()):
-            raise ValueError(f"member {index} differs from itself alone by {error:.2e} (runner {runner!r})")
+@dataclass
+class _Answer:
+    """Predictions `[M, ...]`, each member's gradients, by name, and the buffers after the run."""
+
+    predictions: Tensor
+    gradients: list[dict[str, Tensor]]
+    buffers: dict[str, Tensor]
+    stacked: bool
+
+    @classmethod
+    def of(cls, net: nn.Module, example: Input, run: Callable[[Any], Tensor]) -> _Answer:
+        x = _leaves(example)
+        predictions = run(x)
+        # Gradients of a random mixture of each member's predictions, the same for all.
+        generator = torch.Generator().manual_seed(0)
+        mixture = torch.randn(predictions.shape[1:], generator=generator, dtype=torch.float64).to(predictions)
+        inputs = {f"x[{i}]": t for i, t in enumerate(tensors_in(x)) if t.requires_grad}
+        wanted = {n: p for n, p in net.named_parameters() if p.requires_grad} | inputs
+        gradients = [_gradients((part * mixture).sum(), wanted) for part in predictions]
+        buffers = {name: buffer.detach().clone() for name, buffer in net.named_buffers()}
+        stacked = isinstance(net, Members)
+        return cls(predictions.detach(), gradients, buffers, stacked)
+
+    def member(self, index: int) -> _Answer:
+        """One member's part."""
+        own = self.gradients[index]
+        buffers = self.buffers
+        if self.stacked:
+            own = {n: g if n.startswith("x[") else g[index] for n, g in own.items()}
+            buffers = {name: b[index] for name, b in buffers.items() if b.layout is torch.strided}
+        return _Answer(self.predictions[index], [own], buffers, False)
+
+    def beside(self, alone: _Answer, net: Multitude) -> dict[str, tuple[Tensor, Tensor]]:
+        """What is compared, by name: gradients of what both have, and buffers of members that share none."""
+        predictions = alone.predictions.reshape(self.predictions.shape)
+        pairs = {"its predictions": (self.predictions, predictions)}
+        mine, theirs = self.gradients[0], alone.gradients[0]
+        for name in mine.keys() & theirs.keys():
+            if mine[name].shape == theirs[name].shape:
+                pairs[f"the gradient of {name}"] = mine[name], theirs[name]
+        if isinstance(net, Members):
+            for name in self.buffers.keys() & alone.buffers.keys():
+                pairs[f"buffer {name}"] = _number(self.buffers[name]), _number(alone.buffers[name])
+        return pairs
 
 
-def _check_independent(net: Multitude, example: Input, before: Tensor, tolerance: float, runner: str) -> None:
-    for poisoned in range(net.members):
-        other = copy.deepcopy(net)
-        for parameter in other.parameters():
-            parameter[poisoned] = torch.nan
-        groups = zip(
-            before.unflatten(0, (net.members, -1)),
-            other(example, draws=0).unflatten(0, (net.members, -1)),
-            strict=True,
-        )
-        for index, (was, now) in enumerate(groups):
-            if index != poisoned and not torch.allclose(was, now, rtol=tolerance, atol=tolerance):
-                raise ValueError(f"member {index} depends on the weights of member {poisoned} (runner {runner!r})")
+def _gradients(value: Tensor, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if not value.requires_grad or not wanted:
+        return {}
+    found = torch.autograd.grad(value, list(wanted.values()), retain_graph=True, allow_unused=True)
+    return {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(wanted.items(), found, strict=True)}
+
+
+def _number(buffer: Tensor) -> Tensor:
+    return buffer if buffer.is_floating_point() or buffer.is_complex() else buffer.double()
+
+
+def _leaves(x: Any) -> Any:
+    """A copy of an input whose floating-point tensors have gradients."""
+    if isinstance(x, Tensor):
+        return x.detach().clone().requires_grad_(x.is_floating_point())
+    if isinstance(x, Mapping):
+        return {key: _leaves(value) for key, value in x.items()}
+    return type(x)(map(_leaves, x)) if type(x) in (tuple, list) else x
+
+
+def _answers(member: nn.Module, x: Input) -> Tensor:
+    """One member's predictions, with a member's dimension in front."""
+    return (member(x, draws=0) if isinstance(member, Multitude) else call(member, x)).unsqueeze(0)
+
+
+@torch.no_grad()
+def _check_draws(net: Multitude, example: Input, done: Checked) -> None:
+    drawn = net(example, draws=4, seed=0)
+    each = drawn.unflatten(0, (net.members, -1))
+    if all(torch.equal(each[:, 0], each[:, number]) for number in range(1, each.shape[1])):
+        raise ValueError("four draws are the same: nothing is drawn")
+    if not torch.equal(drawn, net(example, draws=4, seed=0)):
+        raise ValueError("the same seed gives other draws the second time")
+    if torch.equal(drawn, net(example, draws=4, seed=1)):
+        raise ValueError("another seed gives the same draws")
+    done.compared.append("four draws differ, a seed repeats them, and another gives others")

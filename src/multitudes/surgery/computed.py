@@ -16,8 +16,8 @@ from multitudes.core.settings import computing_hooks
 
 __all__ = ["plain_weights"]
 
-_POWER_ITERATIONS = 15
-"""As many as torch makes when a layer gets its spectral norm."""
+_POWER_ITERATIONS = 100
+"""After which the spectral norm of a new weight is known well enough to evaluate with."""
 
 
 @contextmanager

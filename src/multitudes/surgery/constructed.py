@@ -57,6 +57,7 @@ class Own:
             parameter.copy_(torch.cat(blocks).view(parameter.shape))
             return
         drawn = (parameter - self.centre) * self.scale + self.mean
+        drawn = torch.where(before == parameter, before, drawn)  # what the rule sets to a constant, such as padding
         for constant in self.constants:
             drawn = torch.where(before == constant, before, drawn)
         parameter.copy_(drawn)

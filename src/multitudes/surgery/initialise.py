@@ -41,7 +41,7 @@ def redraw(network: nn.Module, own: Mapping[str, Own] | None = None, only: Colle
 
 def frozen_tensors(network: nn.Module) -> list[Tensor]:
     """The parameters that are not trained, and the buffers of modules all of whose parameters are not."""
-    tensors = {id(p): p.data for p in network.parameters() if not p.requires_grad}
+    tensors: dict[int, Tensor] = {id(p): p for p in network.parameters() if not p.requires_grad}
     for module in network.modules():
         parameters = list(module.parameters())
         if parameters and not any(p.requires_grad for p in parameters):

@@ -122,9 +122,9 @@ def fit(
         channels_last: whether network and images are laid out channels-last.
         compile: whether to compile the objective.
         clip: the largest norm of the gradient, for each independent member its own.
-        task: what the targets are, "classification", "regression" or "gaussian", which the network then predicts; by
-            default the network's own task.
-        criterion: of `net.loss`; by default the task's own: cross-entropy, mean squared error, Gaussian NLL.
+        task: what the targets are, "classification", "tokens", "binary", "multilabel", "regression", "gaussian" or
+            "quantiles" (see `Predictive`), which the network then predicts; by default the network's own task.
+        criterion: of `net.loss`; by default the task's own: cross-entropy, mean squared error, Gaussian NLL, pinball.
         dataset_size: how many examples there are, for objectives with a divergence; found out where `data` tells.
         callbacks: functions of a `Progress`, called after each step.
         checkpoint: a file to save the training in every `checkpoint_minutes`, and at the end. Where there is one, it is
@@ -152,7 +152,7 @@ def fit(
     device = next((parameter.device for parameter in multitude.parameters()), torch.device("cpu"))
     check_precision(precision, device)
     _set_task(multitude, task)
-    criterion_for(multitude.chosen_task, criterion)  # an error before the first step
+    criterion_for(multitude.known_task, criterion)  # an error before the first step
     factor = schedule_of(schedule, warmup / epochs)
     chosen = make_optimizer(optimizer, multitude, lr, momentum, weight_decay)
     objective = Objective(multitude, criterion, size_of(data, multitude, dataset_size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -33,9 +34,15 @@ def schedule(max_draws: int) -> list[int]:
 
 
 def predict_adaptively(
-    net: Drawing, x: Input, task: str, tolerance: float, max_draws: int, seed: int | None, memory: str | float | None
+    net: Drawing,
+    x: Input,
+    read: Callable[..., Predictive],
+    tolerance: float,
+    max_draws: int,
+    seed: int | None,
+    memory: str | float | None,
 ) -> Predictive:
-    """Draw until the standard error of each input's mean prediction is below `tolerance`.
+    """Draw until the standard error of each input's mean prediction, as `read` reads it, is below `tolerance`.
 
     The counts double, so an input that stops early has its draws repeated to the common number: that moves no mean
     over its draws (only the share of pairs that disagree, which counts a draw and its copy). `Predictive.draws` tells
@@ -55,7 +62,7 @@ def predict_adaptively(
         done = count
         if answers is None:
             answers = so_far.new_empty(counts[-1], fresh.shape[1], batch, *fresh.shape[3:])
-        sure = _standard_error(so_far, task) < tolerance
+        sure = _standard_error(so_far, read) < tolerance
         if count == counts[-1]:
             sure = torch.ones_like(sure)
         settled = so_far[:, :, sure]
@@ -65,15 +72,15 @@ def predict_adaptively(
         if not len(waiting):
             break
     assert answers is not None
-    return Predictive(answers.transpose(0, 1).flatten(0, 1), task, taken)
+    return read(answers.transpose(0, 1).flatten(0, 1), draws=taken)
 
 
-def _standard_error(drawn: Tensor, task: str) -> Tensor:
+def _standard_error(drawn: Tensor, read: Callable[..., Predictive]) -> Tensor:
     """The largest standard error of an input's mean prediction, `[B]`, from draws `[D, M, B, ...]`.
 
     The members are what they are; what another run would change are the draws.
     """
     draws, members = drawn.shape[:2]
-    values = Predictive(drawn.flatten(0, 1), task).member_values.unflatten(0, (draws, members))
+    values = read(drawn.flatten(0, 1)).member_values.unflatten(0, (draws, members))
     error = (values.var(0).mean(0) / (draws * members)).sqrt()
     return error.reshape(len(error), -1).amax(1)

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from multitudes.core.calling import Output, chosen_output, part_of
 from multitudes.core.draws.stochastic import Stochastic, as_member
 from multitudes.core.packing.rules import FUNCTIONS, LAYERS, METHODS, RANDOM
 from multitudes.core.packing.values import CannotPack, Many, Packed, Stacked
@@ -89,7 +90,7 @@ class Plan:
             env[step.name] = result
             if step.writes and isinstance(result, (Many, Tensor)):
                 env[step.args[0].name] = result
-        return self._answer(_fill(self.output, env))
+        return self._answer(_fill(self.output, env), chosen_output(network))
 
     def _bind(self, x: Any) -> dict[str, Any]:
         """The placeholders' values. Optional arguments were traced at their defaults and cannot be given."""
@@ -101,8 +102,10 @@ class Plan:
             raise CannotPack(f"it is packed for the arguments {', '.join(self.required)} and no others")
         return self.defaults | given
 
-    def _answer(self, output: Any) -> Tensor:
-        if isinstance(output, dict) or hasattr(output, "logits"):
+    def _answer(self, output: Any, chosen: Output | None) -> Tensor:
+        if chosen is not None:
+            output = part_of(output, chosen)
+        elif isinstance(output, dict) or hasattr(output, "logits"):
             output = output["logits"] if isinstance(output, dict) else output.logits
         if isinstance(output, Tensor):  # no step had weights: every member says the same
             return output.expand(self.members, *output.shape)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from multitudes.core.calling import chosen_output
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.packing.plan import Plan, hooked_module, own_attributes, settings_of
 from multitudes.core.packing.rules import LAYERS
@@ -31,6 +32,8 @@ def trace(network: nn.Module, members: int, training: bool) -> Plan:
         raise CannotPack(
             f"module {hooked!r} has forward hooks, or backward ones, which must see each member's own tensors"
         )
+    if callable(chosen_output(network)):
+        raise CannotPack("its output is chosen by a function, which must see each member's own answer")
     settings = {name: settings_of(module) for name, module in network.named_modules()}
     tracer = _Tracer()
     with _left_as_it_was(network) as drawn:

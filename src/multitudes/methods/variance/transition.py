@@ -63,6 +63,9 @@ def kappa(
     {'0': torch.Size([8, 3])}
     """
     layers = _layers_of(net)
+    task = net.task if isinstance(net, Multitude) else "classification"
+    if criterion is None and task != "classification":
+        raise ValueError(f"criterion must be given for task {task!r}: minus the log-likelihood, its mean over a batch")
     check_choice("method", method, ("exact", "hutchinson"))
     count = tensors_in(x)[0].shape[0]
     batch_size = count if batch_size is None else batch_size
@@ -150,7 +153,8 @@ class _Curvature:
         """log p as a function of a layer's weight."""
         args, kwargs = split_call(self.network, self.x)
         key = f"{name}.weight" if name else "weight"
-        return lambda w: self._log_p(prediction_in(functional_call(self.network, {key: w}, args, kwargs)))
+        network = self.network
+        return lambda w: self._log_p(prediction_in(functional_call(network, {key: w}, args, kwargs), network))
 
     def _of_shift(self, layer: nn.Module) -> Callable[[Tensor], Tensor]:
         """log p as a function of what is added to a layer's output."""

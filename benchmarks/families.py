@@ -1,0 +1,98 @@
+"""The table of docs/networks.md: which methods take which networks, found by running them.
+
+    python -m benchmarks.families                                    # all of it, written into docs/networks.md
+    python -m benchmarks.families --only BERT --method packed        # one of them, with the whole reason
+
+"ok" is the verdict of the judge of random networks (`tests/random_judge.py`): predictions, gradients, buffers and
+draws as those of the members run one by one. Whatever else is there is why the method refuses, in three words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+
+import torch
+
+from benchmarks.family_networks import FAMILIES, family
+from benchmarks.networks_page import PAGE, written
+from tests.random_judge import Verdict, judged
+from tests.random_methods import CHECKS, ROWS
+
+COLUMNS = {
+    "fuse, loop": ("fuse", "loop"),
+    "fuse, packed": ("fuse", "packed"),
+    "fuse, stacked": ("fuse", "stacked"),
+    **{method: (method, runner) for method, runner in ROWS if method != "fuse" and runner in ("", "loop")},
+}
+"""The table's columns: every method; where members are independent, run by the loop, and fused ones by all runners."""
+
+SENTENCE = re.compile(r"^\w+: | \[\w+\.py:\d+\]$")
+"""What the judge puts around a sentence: the exception's name and where it was raised."""
+
+REASONS: dict[str, str] = {}
+"""The three words for a refusal, by what its sentence holds."""
+
+
+def verdicts(name: str, methods: tuple[str, ...]) -> dict[str, Verdict]:
+    """What becomes of one family in every column."""
+    torch.set_num_threads(1)
+    make = partial(family, name)
+    rows = {column: row for column, row in COLUMNS.items() if row[0] in methods}
+    return {column: judged(lambda row=row: CHECKS[row[0]](make, row[1])) for column, row in rows.items()}
+
+
+def three_words(found: Verdict) -> str:
+    if found.kind != "refused":
+        return {"right": "ok"}.get(found.kind, found.kind.upper())
+    for part, words in REASONS.items():
+        if re.search(part, found.why):
+            return words
+    raise ValueError(f"REASONS has no three words for {found.why!r}")
+
+
+def table(found: dict[str, dict[str, Verdict]]) -> Iterator[str]:
+    yield f"| | network | {' | '.join(COLUMNS)} |"
+    yield f"|---|---|{'---|' * len(COLUMNS)}"
+    for name, group in FAMILIES.items():
+        yield f"| {group} | {name} | {' | '.join(three_words(found[name][column]) for column in COLUMNS)} |"
+
+
+def reasons(found: dict[str, dict[str, Verdict]]) -> Iterator[str]:
+    """A whole sentence for each of the three words, the first that was met."""
+    first: dict[str, str] = {}
+    for of_all in found.values():
+        for verdict in of_all.values():
+            if verdict.kind == "refused":
+                first.setdefault(three_words(verdict), verdict.why)
+    yield "Each of the reasons in full, as one network got it:"
+    yield ""
+    for words, why in sorted(first.items()):
+        yield f"- *{words}*: {SENTENCE.sub('', why)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--only", choices=FAMILIES, help="one family, by its name")
+    parser.add_argument("--method", choices=CHECKS, action="append", help="one method; may be given again")
+    args = parser.parse_args()
+    names, methods = [args.only] if args.only else list(FAMILIES), tuple(args.method or CHECKS)
+    one = partial(verdicts, methods=methods)
+    found: dict[str, dict[str, Verdict]] = {}
+    with ProcessPoolExecutor(args.jobs) as pool:
+        for name, of_all in zip(names, pool.map(one, names), strict=True):
+            found[name] = of_all
+            for column, (kind, why) in of_all.items():
+                if kind in ("crashed", "wrong") or args.only or args.method:
+                    print(f"{name}, {column}: {kind}: {why}", file=sys.stderr, flush=True)
+    if not args.only and not args.method:
+        PAGE.write_text(written(PAGE.read_text(), "families", [*table(found), "", *reasons(found)]))
+
+
+if __name__ == "__main__":
+    main()

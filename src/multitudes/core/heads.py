@@ -1,0 +1,87 @@
+"""What a network is for, where its class tells: the heads of Hugging Face's models, known by their names alone."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from torch import nn
+
+from multitudes.core.calling import chosen_output
+
+__all__ = ["head_task", "predicts_next_tokens"]
+
+TOKEN_HEADS = ("ForTokenClassification", "ForMaskedLM", "ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+LABEL_HEADS = (
+    *("ForSequenceClassification", "ForImageClassification"),
+    *("ForAudioClassification", "ForVideoClassification"),
+)
+DENSE_HEADS = ("ForSemanticSegmentation",)
+PROBLEMS = {
+    "regression": "regression",
+    "multi_label_classification": "multilabel",
+    "single_label_classification": "classification",
+}
+"""Hugging Face's `config.problem_type`, and the task that each is here."""
+
+
+def head_task(network: nn.Module) -> str | None:
+    """The task of a Hugging Face head; None where the class tells none, or another output than the logits was chosen.
+
+    >>> class TinyForTokenClassification(nn.Linear):
+    ...     config = None
+    >>> head_task(TinyForTokenClassification(2, 3)), head_task(nn.Linear(2, 3))
+    ('tokens', None)
+    """
+    network = _inside(network)
+    if not hasattr(network, "config") or chosen_output(network) not in (None, "logits"):
+        return None
+    if _is_a(network, TOKEN_HEADS):
+        return "tokens"
+    if _is_a(network, LABEL_HEADS):
+        problem = getattr(network.config, "problem_type", None)
+        if problem is None and getattr(network.config, "num_labels", None) == 1:
+            return "regression"  # as Hugging Face takes it
+        return PROBLEMS.get(str(problem), "classification")
+    return "classification" if _is_a(network, DENSE_HEADS) else None
+
+
+def predicts_next_tokens(network: nn.Module) -> bool:
+    """Whether position t of the predictions is of the label at t + 1, as Hugging Face's causal language models have it.
+
+    An encoder and decoder together (T5) predict the label at t from those before it, and so do a masked model and the
+    few causal ones whose own loss does not shift labels (the decoders of BART and its kin, XLNet).
+    """
+    network = _inside(network)
+    if head_task(network) != "tokens" or _is_a(network, ("ForTokenClassification", "ForMaskedLM")):
+        return False
+    return not getattr(network.config, "is_encoder_decoder", False) and _shifts_labels(type(network))
+
+
+@functools.cache
+def _shifts_labels(kind: type[nn.Module]) -> bool:
+    """Whether the loss in Hugging Face's own forward shifts labels, by the names that its code uses."""
+    for each in kind.__mro__:
+        forward = vars(each).get("forward")
+        if forward is not None and each.__module__.startswith("transformers."):
+            code = inspect.unwrap(forward).__code__
+            shifted = any(name.startswith("shift") for name in code.co_varnames)
+            return "loss_function" in code.co_names or shifted
+    return True
+
+
+def _inside(network: nn.Module) -> Any:
+    """The user's own network, inside what the library or `torch.compile` has put around it."""
+    while True:
+        own = type(network).__module__.startswith("multitudes.")
+        inner = vars(network).get("network") if own else network._modules.get("_orig_mod")
+        if inner is None and own:
+            inner = network._modules.get("network")
+        if not isinstance(inner, nn.Module):
+            return network
+        network = inner
+
+
+def _is_a(network: nn.Module, names: tuple[str, ...]) -> bool:
+    return any(kind.__name__.endswith(names) for kind in type(network).__mro__)

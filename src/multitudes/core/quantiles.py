@@ -1,0 +1,137 @@
+"""Quantile heads: what they are trained by, and the distribution that they describe.
+
+Koenker & Bassett, *Regression Quantiles* (1978). A network predicts Q quantiles of a value, of rising levels. Between
+them its quantile function is taken to be linear, and to go on as steeply beyond the outermost; where two quantiles
+cross, they change places (Chernozhukov, Fernández-Val & Galichon, *Quantile and Probability Curves Without Crossing*,
+2010). Members together are the mixture of their distributions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from multitudes.core.gaussian import at_least_float32
+
+__all__ = ["check_levels", "default_levels", "mixture_quantile", "moments", "pinball", "widest_level"]
+
+_HALVINGS = 64  # of the range in which a quantile is looked for: to the last bit in float64
+_CHUNK = 2**24  # how many segments of quantile functions are looked at together
+
+
+def default_levels(count: int) -> tuple[float, ...]:
+    """The levels of `count` quantiles where none were chosen: evenly spaced from 0.05 to 0.95; of one, 0.5.
+
+    >>> default_levels(3), default_levels(1)
+    ((0.05, 0.5, 0.95), (0.5,))
+    """
+    if count == 1:
+        return (0.5,)
+    return tuple(round(0.05 + 0.9 * index / (count - 1), 12) for index in range(count))
+
+
+def check_levels(levels: Any, count: int | None = None) -> tuple[float, ...]:
+    """Levels as a tuple; an error unless they rise and lie between 0 and 1, and are as many as there are quantiles."""
+    numbers = isinstance(levels, Sequence) and not isinstance(levels, str) and len(levels) > 0
+    if not numbers or not all(isinstance(each, (int, float)) and 0 < each < 1 for each in levels):
+        raise ValueError(f"quantiles must be levels between 0 and 1, such as (0.05, 0.5, 0.95), got {levels!r}")
+    if any(one >= other for one, other in pairwise(levels)):
+        raise ValueError(f"quantiles must be levels in rising order, got {levels!r}")
+    if count is not None and len(levels) != count:
+        raise ValueError(f"quantiles must be as many levels as the network predicts, {count}, got {levels!r}")
+    return tuple(float(each) for each in levels)
+
+
+def pinball(prediction: Tensor, target: Tensor, levels: Sequence[float] | None = None) -> Tensor:
+    """The training criterion of `task="quantiles"`: `[B, Q, ...]`, `[B, ...]` -> mean over everything.
+
+    `tau (y - q)` where the quantile q of level tau is too low, and `(1 - tau) (q - y)` where it is too high.
+
+    >>> pinball(torch.tensor([[1.0, 3.0]]), torch.tensor([2.0]), (0.1, 0.9))  # (0.1 * 1 + 0.1 * 1) / 2
+    tensor(0.1000)
+    """
+    prediction = at_least_float32(prediction)
+    if target.shape != prediction.shape[:1] + prediction.shape[2:]:
+        want = list(prediction.shape[:1] + prediction.shape[2:])
+        raise ValueError(f"target must have the quantiles' shape without their axis, {want}, got {list(target.shape)}")
+    levels = default_levels(prediction.shape[1]) if levels is None else check_levels(levels, prediction.shape[1])
+    tau = torch.tensor(levels, dtype=prediction.dtype, device=prediction.device)
+    tau = tau.view(-1, *[1] * (prediction.dim() - 2))
+    off = target.to(prediction.dtype).unsqueeze(1) - prediction
+    return (tau * off + F.relu(-off)).mean()
+
+
+def widest_level(levels: Sequence[float]) -> float:
+    """The level of the widest central interval between the outermost quantiles; an error where there is none.
+
+    >>> widest_level((0.05, 0.5, 0.95))
+    0.9
+    """
+    widest = round(1 - 2 * max(levels[0], 1 - levels[-1]), 12)
+    if widest <= 0:
+        raise ValueError(f"an interval needs quantiles below and above the median, got those of levels {levels}")
+    return widest
+
+
+def _knots(values: Tensor, levels: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Quantile functions from level 0 to 1: values `[S, B, Q, ...]` -> `[S, B, ..., Q + 2]`, levels `[Q + 2]`."""
+    q = values.movedim(2, -1).sort(-1).values
+    first, last = q[..., :1], q[..., -1:]
+    low, high = torch.zeros_like(first), torch.zeros_like(last)
+    if len(levels) > 1:
+        low = (q[..., 1:2] - first) * (levels[0] / (levels[1] - levels[0]))
+        high = (last - q[..., -2:-1]) * ((1 - levels[-1]) / (levels[-1] - levels[-2]))
+    tau = torch.tensor([0.0, *levels, 1.0], dtype=q.dtype, device=q.device)
+    return torch.cat([first - low, q, last + high], -1), tau
+
+
+def moments(values: Tensor, levels: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Mean and variance of the distributions with these quantiles: `[S, B, Q, ...]` -> `[S, B, ...]` each.
+
+    >>> mean, variance = moments(torch.tensor([[[0.25, 0.5, 0.75]]]), (0.25, 0.5, 0.75))  # uniform from 0 to 1
+    >>> mean, variance
+    (tensor([[0.5000]]), tensor([[0.0833]]))
+    """
+    knots, tau = _knots(values, levels)
+    share = tau.diff()
+    mean = (share * (knots[..., 1:] + knots[..., :-1]) / 2).sum(-1)
+    a, b = knots[..., :-1] - mean[..., None], knots[..., 1:] - mean[..., None]
+    return mean, (share * (a * a + a * b + b * b) / 3).sum(-1)
+
+
+def mixture_quantile(values: Tensor, levels: Sequence[float], level: float) -> Tensor:
+    """The quantile of a level of the mixture of S members: quantiles `[S, B, Q, ...]` -> `[B, ...]`.
+
+    >>> two = torch.tensor([[[0.25, 0.75]], [[10.25, 10.75]]])  # uniform from 0 to 1, and from 10 to 11
+    >>> mixture_quantile(two, (0.25, 0.75), 0.25)
+    tensor([0.5000])
+    """
+    if not levels[0] <= level <= levels[-1]:
+        raise ValueError(
+            f"a quantile of level {level:g} needs quantiles around it, and the network predicts those of levels "
+            f"{levels[0]:g} to {levels[-1]:g}"
+        )
+    knots, tau = _knots(values.double(), levels)
+    shape, share = knots.shape[1:-1], tau.diff()
+    flat = knots.flatten(1, -2)
+    step = max(1, _CHUNK * flat.shape[1] // max(1, flat.numel()))
+    found = torch.cat([_inverted(part, share, level) for part in flat.split(step, 1)])
+    return found.view(shape).to(at_least_float32(values).dtype)
+
+
+def _inverted(knots: Tensor, share: Tensor, level: float) -> Tensor:
+    """Where the mean of the S distribution functions of `knots [S, N, K]` reaches a level, `[N]`, by halving."""
+    start, width = knots[..., :-1], knots.diff(dim=-1)
+    low, high = knots.amin((0, 2)), knots.amax((0, 2))
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        off = middle[:, None] - start
+        below = torch.where(width > 0, (off / width).clamp(0, 1), (off >= 0).to(off))
+        enough = (share * below).sum(-1).mean(0) >= level
+        low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
+    return high

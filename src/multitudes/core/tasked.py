@@ -1,0 +1,121 @@
+"""A network with a task: what its predictions are of, how they are read, and by what they are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.calling import Input
+from multitudes.core.heads import head_task, predicts_next_tokens
+from multitudes.core.predictive import Predictive
+from multitudes.core.quantiles import check_levels
+from multitudes.core.targets import check_class_axis, check_clear, check_targets
+from multitudes.core.tasks import (
+    Criterion,
+    check_task,
+    criterion_for,
+    fitted_loss,
+    loss_of,
+    shifted_targets,
+    tasks_of,
+)
+
+__all__ = ["Tasked"]
+
+
+class Tasked(nn.Module):
+    """What a multitude knows of its task, by itself or from its `network`."""
+
+    network: nn.Module
+    chosen_task: str | None = None
+    _quantiles: tuple[float, ...] | None = None
+    _next_tokens: bool | None = None
+    _targets_checked = False
+
+    @property
+    def task(self) -> str:
+        """What the predictions are of (see `Predictive`), which decides the loss.
+
+        Until it is set it is that of the network's head, where Hugging Face's class tells one, or classification.
+        """
+        return self.known_task or "classification"
+
+    @task.setter
+    def task(self, task: str) -> None:
+        self.chosen_task = check_task(task)
+
+    @property
+    def known_task(self) -> str | None:
+        """The task that was chosen or that the network's head tells; None where predictions and targets must tell."""
+        if self.chosen_task is not None or not isinstance(self.network, Tasked):
+            return self.chosen_task or head_task(self.network)
+        return self.network.known_task
+
+    @property
+    def quantiles(self) -> tuple[float, ...] | None:
+        """The levels of `task="quantiles"`, which setting them chooses; None for evenly spaced ones, 0.05 to 0.95."""
+        return self._quantiles
+
+    @quantiles.setter
+    def quantiles(self, levels: Sequence[float]) -> None:
+        self._quantiles = check_levels(levels)
+        self.task = "quantiles"
+        if isinstance(self.network, Tasked):
+            self.network.quantiles = levels
+
+    @property
+    def next_tokens(self) -> bool:
+        """Whether position t of `task="tokens"` is trained on, and scored by, the label at t + 1.
+
+        So it is for Hugging Face's causal language models, whose labels are the inputs themselves. Set it to False for
+        labels that are shifted already, and to True for a language model of your own whose labels are not.
+        """
+        if self._next_tokens is not None or not isinstance(self.network, Tasked):
+            return predicts_next_tokens(self.network) if self._next_tokens is None else self._next_tokens
+        return self.network.next_tokens
+
+    @next_tokens.setter
+    def next_tokens(self, shifted: bool) -> None:
+        self._next_tokens = bool(shifted)
+        if isinstance(self.network, Tasked):
+            self.network.next_tokens = shifted
+
+    def read(self, predictions: Tensor, x: Input, task: str | None = None, draws: Tensor | None = None) -> Predictive:
+        """Predictions `[S, B, ...]` of inputs by the network's task, or another one.
+
+        An error where neither is known, and their shape leaves open what they are.
+        """
+        task = task or self.known_task
+        if task is None:
+            check_class_axis(predictions, x)
+            task = "classification"
+        levels = self.quantiles if task == "quantiles" else None
+        return Predictive(predictions, task, draws, None, levels, task == "tokens" and self.next_tokens)
+
+    def _criterion(
+        self, criterion: Criterion | None, task: str | None, predictions: Tensor, y: Tensor, averages: bool = False
+    ) -> Criterion:
+        """The criterion of the loss; an error where the targets do not fit the task or the predictions.
+
+        On a GPU the values of the first targets alone are looked at, since looking waits for it.
+        """
+        known = task or self.known_task
+        chosen = criterion_for(known, criterion, averages)
+        if criterion is not None and not tasks_of(criterion):
+            return chosen  # what fits a criterion of the user's own is for it to say
+        own = known or "classification"
+        shifted = own == "tokens" and self.next_tokens
+        reading: dict[str, Any] = {"task": own, "quantiles": self.quantiles, "next_tokens": shifted}
+        if torch.compiler.is_compiling():
+            return partial(fitted_loss, chosen, **reading)
+        if known is None:
+            check_clear(predictions, y)
+        y = shifted_targets(y) if shifted else y
+        values = criterion is None and not (isinstance(y, Tensor) and y.is_cuda and self._targets_checked)
+        check_targets(own, predictions, y, values)
+        self._targets_checked = True
+        return partial(loss_of, chosen, **reading)

@@ -1,0 +1,126 @@
+"""How good predicted quantiles are: pinball loss, and how often and how widely their intervals hold the value.
+
+Quantiles are those of the members' mixture, as `Predictive.quantile` gives them, and intervals the widest central ones,
+as `Predictive.interval` does: conformal where the network was calibrated. Koenker & Bassett, *Regression Quantiles*
+(1978).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from multitudes.core.predictive import Predictive
+from multitudes.metrics.declare import LOWER, NEITHER, Kind, metric
+from multitudes.metrics.inputs import check_finite
+from multitudes.metrics.regression_inputs import Scale, check_scale, check_values
+from multitudes.metrics.streaming import total_of
+
+__all__ = ["QuantileRows", "read_quantiles"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class QuantileRows:
+    """Predicted quantiles and the N values that came, one for each output of each input. Make them by `read_quantiles`.
+
+    Several metrics of one batch can share them: what follows from them is computed once.
+    """
+
+    predictive: Predictive
+    target: Tensor
+    """The true values, `[N]` in float64."""
+    scale: float = 1.0
+
+    def __len__(self) -> int:
+        """N: how many values there are."""
+        return len(self.target)
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        """The levels of the quantiles."""
+        return self.predictive.quantiles or ()
+
+    @cached_property
+    def quantiles(self) -> Tensor:
+        """The mixture's quantiles, `[Q, N]`."""
+        each = [self.predictive.quantile(level).double().flatten() for level in self.levels]
+        return torch.stack(each) * self.scale
+
+    @cached_property
+    def interval(self) -> tuple[Tensor, Tensor]:
+        """The widest central interval, low and high, `[N]` each."""
+        low, high = self.predictive.interval()
+        return low.double().flatten() * self.scale, high.double().flatten() * self.scale
+
+
+def read_quantiles(
+    prediction: Predictive | QuantileRows, target: Tensor | None = None, scale: Scale = 1.0
+) -> QuantileRows:
+    """Check predicted quantiles `[S, B, Q, ...]` and values `[B, ...]`; `scale` is what both are multiplied by at last.
+
+    Those that have been read before come alone, and pass as they are.
+    """
+    check_scale("scale", scale)
+    if isinstance(prediction, QuantileRows):
+        if target is not None or scale != 1:
+            raise ValueError("target and scale must be left out where prediction holds quantiles that were read before")
+        return prediction
+    if not isinstance(prediction, Predictive) or prediction.task != "quantiles":
+        kind = prediction.task if isinstance(prediction, Predictive) else type(prediction).__name__
+        raise ValueError(f"prediction must be a Predictive of task quantiles, got {kind}")
+    check_finite("prediction", prediction.predictions)
+    shape = prediction.predictions.shape
+    values = check_values(target, [*shape[1:2], *shape[3:]], prediction.predictions.device)
+    return QuantileRows(prediction, values.flatten() * scale, scale)
+
+
+def _is_of(p: Predictive) -> bool:
+    return p.task == "quantiles"
+
+
+def _has_intervals(p: Predictive) -> bool:
+    return p.quantiles is not None and p.quantiles[0] < 0.5 < p.quantiles[-1]
+
+
+QUANTILES = Kind("quantiles", read_quantiles, lambda p, _: _is_of(p))
+QUANTILE_INTERVALS = Kind("quantile intervals", read_quantiles, lambda p, _: _is_of(p) and _has_intervals(p))
+
+
+@metric("PinballLoss", better=LOWER, kind=QUANTILES, group="scores", score="pinball", shifted=True)
+def pinball_loss(rows: QuantileRows) -> Tensor:
+    """The mean over values and levels tau of `tau (y - q)` where q is too low, and `(1 - tau) (q - y)` where too high.
+
+    >>> p = Predictive(torch.tensor([[[1.0, 3.0]]]), task="quantiles", quantiles=(0.1, 0.9))
+    >>> round(float(pinball_loss(p, torch.tensor([2.0]))), 4)
+    0.1
+    """
+    tau = torch.tensor(rows.levels, dtype=torch.float64, device=rows.target.device)[:, None]
+    off = rows.target - rows.quantiles
+    return total_of((tau * off + (-off).clamp(min=0)).mean(0))
+
+
+@metric("QuantileCoverage", better=NEITHER, kind=QUANTILE_INTERVALS, group="calibration", score="coverage")
+def quantile_coverage(rows: QuantileRows) -> Tensor:
+    """The share of values within the widest central interval, ends included; `1 - 2 tau` if the lowest level is tau.
+
+    >>> p = Predictive(torch.tensor([[[0.0, 1.0], [0.0, 1.0]]]), task="quantiles")
+    >>> float(quantile_coverage(p, torch.tensor([0.5, 2.0])))
+    0.5
+    """
+    low, high = rows.interval
+    return total_of((low <= rows.target) & (rows.target <= high))
+
+
+@metric("QuantileWidth", better=NEITHER, kind=QUANTILE_INTERVALS, group="calibration", score="width")
+def quantile_width(rows: QuantileRows) -> Tensor:
+    """The mean width of the widest central interval.
+
+    >>> p = Predictive(torch.tensor([[[0.0, 1.0], [0.0, 3.0]]]), task="quantiles")
+    >>> round(float(quantile_width(p, torch.tensor([0.5, 2.0]))), 4)
+    2.0
+    """
+    low, high = rows.interval
+    return total_of(high - low)

@@ -1,0 +1,145 @@
+"""A sample of random networks through every method and runner; `benchmarks/random_networks.py` takes a thousand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import multitudes as mt
+from tests.random_judge import Wrong, is_refusal, judge_members, judge_shared, judged, left_alone, same
+from tests.random_methods import ROWS, verdict
+from tests.random_networks import INPUTS, Case, Network, Pool, case, run
+
+FEW = range(20)
+MANY = range(1000, 1150)
+
+
+def assert_right_or_refused(number: int) -> None:
+    verdicts = {row: verdict(number, *row) for row in ROWS}
+    bad = [f"{' '.join(row)}: {v.kind}: {v.why}" for row, v in verdicts.items() if v.kind in ("crashed", "wrong")]
+    assert not bad, f"{case(number)}\n" + "\n".join(bad)
+
+
+@pytest.mark.parametrize("number", FEW)
+def test_every_method_is_right_or_refuses(number: int) -> None:
+    assert_right_or_refused(number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", MANY)
+def test_every_method_is_right_or_refuses_many_more(number: int) -> None:
+    assert_right_or_refused(number)
+
+
+# -- the generator -----------------------------------------------------------------------------------------
+
+
+def test_a_number_is_one_network() -> None:
+    for number in range(30):
+        one, other = case(number), case(number)
+        assert one.parts == other.parts
+        torch.testing.assert_close(run(one.model, one.x), run(other.model, other.x), rtol=0, atol=0)
+        torch.testing.assert_close(one.y, other.y, rtol=0, atol=0)
+
+
+def test_networks_without_noise_are_the_same_networks() -> None:
+    for number in range(30):
+        noisy, quiet = case(number), case(number, noise=())
+        assert noisy.parts == quiet.parts
+        torch.testing.assert_close(run(noisy.model, noisy.x), run(quiet.model, quiet.x), rtol=0, atol=0)
+
+
+def test_all_kinds_of_inputs_are_there() -> None:
+    assert {case(number).parts[0] for number in range(200)} == set(INPUTS)
+
+
+# -- the judge can tell ------------------------------------------------------------------------------------
+
+
+def a_case() -> Case:
+    torch.manual_seed(0)
+    model = Network(nn.Linear(6, 8), nn.Identity(), Pool("mean"), "tensor").double().eval()
+    x, y = torch.randn(4, 6, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
+    return Case(0, model, x, y, "classification", (), ())
+
+
+def networks() -> list[nn.Module]:
+    return [a_case().model, case(3).model.__class__(nn.Linear(6, 8), nn.Identity(), Pool("mean"), "tensor").double()]
+
+
+class ChangesTraining(mt.Members):
+    """Members that are right in evaluation, and wrong in training or in their gradients."""
+
+    fault = ""
+
+    def _predictions(self, x: Any) -> Tensor:
+        answers = super()._predictions(x)
+        if self.fault == "evaluation":
+            return answers.flip(0)
+        if self.training and self.fault == "training":
+            return answers + 1e-5 * answers[:1]
+        if self.training and self.fault == "gradient":
+            return answers.detach() + 0.5 * (answers - answers.detach())
+        return answers
+
+
+@pytest.mark.parametrize("fault", ["", "evaluation", "training", "gradient"])
+def test_the_judge_sees_members_that_are_wrong(fault: str) -> None:
+    of = a_case()
+    given = networks()
+    net = ChangesTraining(iter(given), 2)
+    net.fault = fault
+    found = judged(lambda: judge_members(net, given, of, "loop"))
+    assert found.kind == ("wrong" if fault else "right"), found
+    assert fault in found.why or (fault == "training" and "loss" in found.why)
+
+
+def test_the_judge_sees_shared_members_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = a_case()
+    net = mt.batch_ensemble(of.model, 2, init="fresh", seed=0)
+    judge_shared(net, of)
+    whole = type(net)._predictions
+    monkeypatch.setattr(type(net), "_predictions", lambda self, x: whole(self, x) * (1 + 1e-5 * self.training))
+    with pytest.raises(Wrong, match="training of member 0"):
+        judge_shared(net, of)
+
+
+def test_the_judge_sees_a_given_model_that_was_changed() -> None:
+    of = a_case()
+    with pytest.raises(Wrong, match="attributes"), left_alone(of):
+        of.model.left_behind = 1
+    with pytest.raises(Wrong, match="head.linear.bias"), left_alone(of):
+        of.model.head.linear.bias.data.add_(1e-9)
+
+
+def test_a_refusal_is_a_sentence_of_the_library() -> None:
+    def refusal(error: type[Exception], call: Any) -> bool:
+        with pytest.raises(error) as caught:
+            call()
+        return is_refusal(caught.value)
+
+    of = a_case()
+    assert refusal(ValueError, lambda: mt.deep_ensemble(of.model, members=0))
+    assert not refusal(ValueError, lambda: int("one"))
+    assert not refusal(RuntimeError, lambda: torch.ones(2) + torch.ones(3))
+    assert not refusal(ValueError, lambda: mt.deep_ensemble(of.model, members=2, init="fresh")(of.x[:, :2]))
+
+
+def test_equal_is_equal_and_unequal_is_not() -> None:
+    one = torch.ones(2, dtype=torch.float64)
+    same("these", one, one + 1e-9)
+    same("gradients", None, torch.zeros(2))
+    for other in (one + 1e-6, one[:1], one * torch.nan):
+        with pytest.raises(Wrong, match="these"):
+            same("these", other, one)
+    with pytest.raises(Wrong, match="gradients"):
+        same("gradients", None, one)
+
+
+def test_the_benchmark_names_its_command() -> None:
+    script = Path(__file__).parents[1] / "benchmarks" / "random_networks.py"
+    assert "python -m benchmarks.random_networks" in script.read_text()
