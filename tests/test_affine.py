@@ -443,3 +443,15 @@ def test_converted_networks_are_saved_and_loaded(name: str, method: Callable[...
     mt.save(net, tmp_path / "net.safetensors")
     again = mt.load(tmp_path / "net.safetensors", build()).eval()
     torch.testing.assert_close(again(x, draws=0), net(x, draws=0))
+
+
+def test_a_head_that_shares_the_embedding_is_left_and_the_rest_converted() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=40, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    assert model.lm_head.weight is model.transformer.wte.weight
+    for net in (mt.batch_ensemble(model, 2), mt.drop_connect(model, 0.1)):
+        assert net.lm_head.weight is net.transformer.wte.weight
+        assert {name.rpartition(".")[2] for name in net.notes if "." in name} >= {"c_attn", "c_proj", "c_fc"}
+    with pytest.raises(ValueError, match="share a weight, so 'lm_head' cannot be replaced"):
+        mt.batch_ensemble(model, 2, layers=["lm_head"])

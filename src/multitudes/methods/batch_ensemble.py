@@ -24,16 +24,16 @@ from multitudes.methods.registry import Method, by
 from multitudes.surgery.affine import (
     SEVERAL,
     AffineMap,
-    affine_layers,
     axis_of,
     kind_of,
     maps_of,
     plain_copy,
     run_with,
+    select_affine,
     weight_of,
 )
 from multitudes.surgery.coverage import tell_reach
-from multitudes.surgery.layers import Factory, Selector, replace, select
+from multitudes.surgery.layers import Factory, Selector, replace
 from multitudes.surgery.start import starting
 from multitudes.surgery.whole import WholeMemberLayer
 
@@ -169,7 +169,7 @@ def batch_ensemble(
     check_number("spread", spread, 0)
     if factors == "normal" and spread == 0 and members > 1:
         raise ValueError(f"spread={spread!r} gives all members the same factors, so they would be one network for ever")
-    chosen = select(model, layers, affine_layers(model))
+    chosen = select_affine(model, layers)
     with start.seeded():
         model = start.begin(copied(model))
         chosen = {name: model.get_submodule(name) for name in chosen}

@@ -26,16 +26,16 @@ from multitudes.surgery.activation_size import keep_scale
 from multitudes.surgery.affine import (
     SEVERAL,
     AffineMap,
-    affine_layers,
     axis_of,
     kind_of,
     maps_of,
     plain_copy,
     run_with,
+    select_affine,
     weight_of,
 )
 from multitudes.surgery.coverage import kinds_left, tell_reach
-from multitudes.surgery.layers import Factory, Selector, replace, select
+from multitudes.surgery.layers import Factory, Selector, replace
 from multitudes.surgery.observe import example_for, executed
 from multitudes.surgery.start import starting
 from multitudes.surgery.whole import WholeMemberLayer
@@ -206,7 +206,7 @@ def masksembles(
     check_number("scale", scale, 1)
     if scale == 1 and members > 1:
         raise ValueError(f"scale={scale!r} shows all inputs to all members, so they would be one network for ever")
-    chosen = select(model, layers, affine_layers(model))
+    chosen = select_affine(model, layers)
     left: list[str] = []
     with start.seeded():
         x = example_for(model, example) if layers is None or not start.fresh else example

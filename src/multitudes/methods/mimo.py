@@ -20,6 +20,7 @@ from multitudes.core.multitude import Criterion, Multitude
 from multitudes.core.proof import alike
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.affine import affine_layers, axis_of, is_computed, kind_of
+from multitudes.surgery.coverage import tell_reach
 from multitudes.surgery.layers import CONVOLUTIONS, Factory, Selector, replace
 from multitudes.surgery.observe import example_for, executed, hooked, observing
 from multitudes.surgery.start import starting
@@ -129,6 +130,7 @@ def mimo(
     ends = {first: [f"takes {members} inputs"]}
     ends.setdefault(last, []).append(f"gives {members} outputs")
     net.notes = start.noted({name: " and ".join(texts) for name, texts in ends.items()})
+    tell_reach(net, model, ends, x, warn=False)  # all between is shared
     return net
 
 

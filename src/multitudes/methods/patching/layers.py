@@ -158,7 +158,7 @@ class Patch(Stochastic):
         self.spread = spread
         self.weight = _stacked([layer.weight for layer in layers])
         one = assignment == "row" or len(layers) < mixing.components
-        biases = [getattr(layer, "bias", None) for layer in (layers[:1] if one else layers)]
+        biases: list[Any] = [getattr(layer, "bias", None) for layer in (layers[:1] if one else layers)]
         self.register_parameter("bias", None if biases[0] is None else _stacked(biases))
         if owner:
             self.mixing = mixing
