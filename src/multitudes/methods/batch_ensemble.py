@@ -58,6 +58,9 @@ class RankOne(MemberLayer):
     def factors(self) -> list[nn.Parameter]:
         return [self.r, self.s]
 
+    def _bias(self) -> Tensor | None:
+        return None if self.biases is None else self.biases[0]
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         weight = weight_of(self.layer)
         if self._changes_weight(x, weight):
@@ -174,7 +177,8 @@ def batch_ensemble(
         model = start.begin(copied(model))
         chosen = {name: model.get_submodule(name) for name in chosen}
         converted = {name: rank_one(layer, members) for name, layer in chosen.items()}
-        for layer in converted.values():
+        for name, layer in converted.items():
+            layer.place = name
             for factor in layer.factors():
                 own = factor.data if start.fresh else factor.data[1:]
                 if factors == "normal":

@@ -215,13 +215,26 @@ def masksembles(
             chosen = {name: layer for name, layer in chosen.items() if name not in left}
         model = start.begin(copied(model))
         converted = {name: masked(copied(model.get_submodule(name)), members, scale) for name in chosen}
-        network = replace(model, converted)
+        for name, layer in converted.items():
+            layer.place = name
+        net = SharedMembers(replace(model, converted), members).like(start.given, task)
         if not start.fresh and scale > 1 and x is not None:
-            keep_scale(model, network, x, tile(x, members), {name: None for name in converted})
-    net = SharedMembers(network, members).like(start.given, task)
+            _keep_scale(model, net, x, list(converted))
     net.notes = start.noted({name: layer.note() for name, layer in converted.items()})
     tell_reach(net, model, converted, x, on_purpose=left, warn=layers is None)
     return net
+
+
+def _keep_scale(model: nn.Module, net: SharedMembers, x: Input, names: list[str]) -> None:
+    """Scale the masked layers' weights by all members at once, or by the first where a batch cannot hold them all."""
+    kept = {name: None for name in names}
+    with evaluating(net):
+        trouble = net._prove(x)
+    if not trouble:
+        keep_scale(model, net.network, x, tile(x, net.members), kept)
+        return
+    with net._as(0):
+        keep_scale(model, net.network, x, x, kept)
 
 
 def _of_the_data(model: nn.Module, chosen: dict[str, nn.Module], x: Input) -> list[str]:
