@@ -455,3 +455,18 @@ def test_a_head_that_shares_the_embedding_is_left_and_the_rest_converted() -> No
         assert {name.rpartition(".")[2] for name in net.notes if "." in name} >= {"c_attn", "c_proj", "c_fc"}
     with pytest.raises(ValueError, match="share a weight, so 'lm_head' cannot be replaced"):
         mt.batch_ensemble(model, 2, layers=["lm_head"])
+
+
+@pytest.mark.parametrize("method", [lambda model: mt.drop_connect(model, 0.2), mt.variance])
+def test_a_network_that_reads_the_weight_of_a_layer_that_draws_is_refused_by_name(method: Callable[..., Any]) -> None:
+    """Its noise would be left out in silence."""
+    parts = {"body": nn.Linear(4, 6), "read": nn.Linear(6, 6), "head": nn.Linear(6, 2)}
+    asks = Of(lambda net, x: net.head(net.read(net.body(x).to(net.read.weight.dtype))), **parts)
+    reads = Of(lambda net, x: net.head(F.linear(net.body(x), net.read.weight, net.read.bias)), **parts)
+    x = torch.randn(3, 4)
+    assert method(asks)(x, draws=2).shape == (2, 3, 2)
+    for mode in (True, False):
+        with pytest.raises(
+            ValueError, match="computes with the weight of layer 'read' .* instead of calling the layer"
+        ):
+            method(reads).train(mode)(x)

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from multitudes.core.calling import InputError
 
-__all__ = ["Unreadable", "unreadable"]
+__all__ = ["ASKING", "Unreadable", "unreadable"]
 
-_ALLOWED = {
+ASKING = {
     "__get__", "__len__", "__repr__", "__hash__", "__format__", "dim", "ndimension", "size", "numel", "nelement",
     "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous", "get_device", "type",
 }  # fmt: skip
+"""The functions that ask for no values."""
 
 
 class Unreadable(Tensor):
@@ -24,7 +25,7 @@ class Unreadable(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _ALLOWED:
+        if getattr(func, "__name__", "") in ASKING:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         given = (*args, *(kwargs or {}).values())

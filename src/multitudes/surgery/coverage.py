@@ -35,7 +35,8 @@ def tell_reach(
     parameters = _share(_parameters(model, converted), _parameters(model, [""]))
     counted = _multiply_adds(model, converted, on_purpose, example)
     told = f"reaches {parameters:.0%} of the parameters"
-    told += " (multiply-adds are unknown without an example)" if counted is None else ""
+    unknown = "unknown without an example" if example is None else "not counted"
+    told += f" (multiply-adds are {unknown})" if counted is None else ""
     told += "" if counted is None else f" and {_share(counted[0], counted[2]):.0%} of the multiply-adds"
     net.notes[REACH] = told.replace("%", " %")
     fair = _share(_parameters(model, converted), _parameters(model, [""]) - _parameters(model, on_purpose))
