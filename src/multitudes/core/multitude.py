@@ -24,10 +24,12 @@ from multitudes.core.calling import (
 from multitudes.core.copying import copied
 from multitudes.core.divergences import Divergence
 from multitudes.core.draws.adaptive import check_adaptive, predict_adaptively
+from multitudes.core.draws.bypass import check_called, drawing_weights
 from multitudes.core.draws.engine import DrawCache, Draws
 from multitudes.core.draws.functional import keep_noise, to_be_kept
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
 from multitudes.core.predictive import Predictive
+from multitudes.core.proof import unmoved
 from multitudes.core.seeding import seeded
 from multitudes.core.tasked import Tasked
 from multitudes.core.tasks import Criterion, averaged
@@ -66,6 +68,8 @@ class Multitude(Tasked):
 
     found_anew: tuple[str, ...] = ("_draw_cache",)
     """The attributes that hold what running has taught, which no file keeps."""
+
+    _called = False  # whether it is known that layers that draw are called
 
     shares = "network"
     """The attribute that holds the module whose registries it shares."""
@@ -116,8 +120,17 @@ class Multitude(Tasked):
                 return self._uncompiled(x, draws, seed, memory)
             return self._all_draws(x, draws)
         with input_errors(x), plain_attention():
+            self._check_called(x)
             predictions = self._all_draws(x, draws, seed, self.memory if memory is None else memory)
         return one_per_input(predictions, x)
+
+    def _check_called(self, x: Input) -> None:
+        """Once: whether layers that draw weights are called, not read past their noise."""
+        alone = type(self)._predictions is Multitude._predictions
+        if alone and not self._called and drawing_weights(self.network):
+            with unmoved(self.network, x), expecting(self.network):
+                check_called(self.network, lambda: self._predictions(x))
+        self._called = True
 
     @torch.compiler.disable
     def _uncompiled(self, x: Input, draws: int | None, seed: int, memory: str | float | None) -> Tensor:

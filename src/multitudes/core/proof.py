@@ -153,7 +153,10 @@ def random_states(x: Any = ()) -> list[State]:
     That is torch's on the CPU and on the devices of `x`, Python's, and NumPy's where it is in use.
     """
     ways: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
-        (lambda: torch.get_rng_state().tolist(), lambda s: torch.set_rng_state(torch.tensor(s, dtype=torch.uint8))),
+        (
+            lambda: torch.get_rng_state().tolist(),
+            lambda s: torch.set_rng_state(torch.tensor(s, dtype=torch.uint8, device="cpu")),
+        ),
         (random.getstate, random.setstate),
     ]
     for device in {tensor.device for tensor in tensors_in(x) if tensor.is_cuda}:
@@ -161,7 +164,7 @@ def random_states(x: Any = ()) -> list[State]:
         ways.append(
             (
                 lambda generator=generator: generator.get_state().tolist(),
-                lambda s, generator=generator: generator.set_state(torch.tensor(s, dtype=torch.uint8)),
+                lambda s, generator=generator: generator.set_state(torch.tensor(s, dtype=torch.uint8, device="cpu")),
             )
         )
     if "numpy" in sys.modules:
