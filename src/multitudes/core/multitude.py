@@ -23,7 +23,7 @@ from multitudes.core.calling import (
 )
 from multitudes.core.copying import copied
 from multitudes.core.divergences import Divergence
-from multitudes.core.draws.adaptive import predict_adaptively
+from multitudes.core.draws.adaptive import check_adaptive, predict_adaptively
 from multitudes.core.draws.engine import DrawCache, Draws
 from multitudes.core.draws.functional import keep_noise, to_be_kept
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
@@ -173,8 +173,10 @@ class Multitude(Tasked):
         read = partial(self.read, x=x, task=task)
         with evaluating(self), torch.no_grad():
             if draws == "auto":
-                self._check_adaptive(tolerance, max_draws)
+                if to_be_kept(self.network):
+                    self.find_noise(x)
                 with input_errors(x), plain_attention():
+                    check_adaptive(self, x, tolerance, max_draws)
                     return predict_adaptively(self, x, read, tolerance, max_draws, seed, memory or self.memory)
             return read(self(x, draws=draws, seed=seed, memory=memory))
 
@@ -238,14 +240,6 @@ class Multitude(Tasked):
         with expecting(self.network):
             self._prepare(x)
         return Draws(self.network, self._predictions, x, self._draw_cache, seed, memory, self.expands).make(numbers)
-
-    def _check_adaptive(self, tolerance: float, max_draws: int) -> None:
-        if not stochastic_layers(self.network):
-            raise ValueError("draws='auto': this network has no layer that draws")
-        if not (isinstance(tolerance, (int, float)) and tolerance > 0):
-            raise ValueError(f"tolerance must be above 0, got {tolerance!r}")
-        if isinstance(max_draws, bool) or not isinstance(max_draws, int) or max_draws < 2:
-            raise ValueError(f"max_draws must be a whole number, 2 or more, got {max_draws!r}")
 
     def _count(self, draws: int | None) -> int | None:
         """How many draws to make; None where the network makes none, or is making one."""

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.batches import ROWS, Batches
-from multitudes.core.calling import Input, moved, split_batch
+from multitudes.core.calling import Input, input_errors, moved, split_batch
 from multitudes.core.checks import check_count
+from multitudes.core.draws.adaptive import answers_apart
+from multitudes.core.multitude import Multitude, evaluating
 from multitudes.core.predictive import Predictive
 from multitudes.core.predictor import Predictor, predicted, predictor
 from multitudes.core.progress import ProgressBar
@@ -60,6 +62,8 @@ def predict(
         )
     rows = ROWS if batch_size is None else check_count("batch_size", batch_size)
     batches = data if isinstance(data, Iterator) else Batches(data, rows).batches
+    if isinstance(data, Tensor) and len(data) > rows:
+        _check_cut(net, data[:2])
     parts = [part.cpu() for part, _ in predictions(net, batches, progress, device, **options)]
     return Predictive.concat(parts)
 
@@ -96,6 +100,21 @@ def predictions(
         bar.clear()
     if index < 0:
         raise ValueError("data must hold at least one batch, got none")
+
+
+def _check_cut(net: Any, few: Tensor) -> None:
+    """An error where a tensor cannot be cut into parts: a network's rows may see each other, or be no inputs."""
+    found = predictor(net)
+    if not isinstance(found, Multitude):
+        return
+    few = moved(few, next((parameter.device for parameter in found.parameters()), None))
+    with evaluating(found), input_errors(few):
+        apart = answers_apart(found, few)
+    if not apart:
+        raise ValueError(
+            f"data is one tensor, which would be cut along its first dimension, and {type(found.network).__name__} "
+            "predicts its rows together, or has its batch elsewhere: pass a list of whole batches, [x]"
+        )
 
 
 def _may_be_two_batches(x: Any, y: Any) -> bool:

@@ -6,7 +6,6 @@ and the machine, so that all are timed on the first of the data. On a CPU the ro
 
 from __future__ import annotations
 
-import copy
 import time
 import warnings
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input, call_with, plain_attention, tensors_in
+from multitudes.core.copying import copied
 from multitudes.core.draws.memory import Meter
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.members import Members
@@ -110,7 +110,7 @@ def _plans(model: nn.Module, settings: int, x: Input) -> Iterator[Plan]:
     row = _bytes_of_a_row(model, x) if independent else 0.0
     for channels_last in (False, True) if isinstance(x, Tensor) and x.dim() == 4 else (False,):
         if channels_last:
-            members = copy.deepcopy(members).to(memory_format=torch.channels_last)
+            members = copied(members).to(memory_format=torch.channels_last)
         for runner in ("loop", "packed", "stacked") if cuda else ("loop", "packed"):
             size = row * (settings if runner == "packed" else 1)
             yield Plan(members, runner, channels_last, max(FEWEST_ROWS, int(CACHED / size)) if independent else None)

@@ -14,7 +14,6 @@ loss, accuracy and agreement with its ends (Fig. S2).
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from multitudes.core.batches import Batches
 from multitudes.core.calling import Input, call_with, input_errors
 from multitudes.core.checks import check_count, check_number, check_seed
+from multitudes.core.copying import copied
 from multitudes.core.multitude import Criterion
 from multitudes.core.progress import ProgressBar
 from multitudes.core.seeding import seeded
@@ -169,7 +169,7 @@ class _TrainingLoss:
     """The loss of a network in training mode, at weights `[P]`."""
 
     def __init__(self, scorer: WeightScorer) -> None:
-        self.model, self.criterion = copy.deepcopy(scorer.model).train(), scorer.criterion
+        self.model, self.criterion = copied(scorer.model).train(), scorer.criterion
 
     def __call__(self, weights: Tensor, x: Input, y: Tensor) -> Tensor:
         with input_errors(x):

@@ -13,7 +13,6 @@ read = read_solutions(solutions, (x, y))
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from multitudes.core.batches import Batches
 from multitudes.core.calling import split_batch
 from multitudes.core.checks import check_count, check_seed
+from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.multitude import Multitude, plain
 from multitudes.core.predictive import Predictive
@@ -263,7 +263,7 @@ def _answers(
 
 
 def _loaded(network: nn.Module, state: State) -> nn.Module:
-    loaded = copy.deepcopy(network)
+    loaded = copied(network)
     loaded.load_state_dict(state, strict=False)  # what is no tensor in a state dict stays the model's own
     return loaded
 

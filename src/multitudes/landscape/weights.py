@@ -6,7 +6,6 @@ are, to the last bit; any other settings several at a time (see `fused`).
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from multitudes.core.batches import Batches
 from multitudes.core.calling import Input, call_with, input_errors, moved, plain_attention
 from multitudes.core.checks import check_count
+from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import Draw, drawing, expecting, stochastic_layers
 from multitudes.core.multitude import Criterion, Multitude, plain
 from multitudes.core.seeding import mixed, seeded
@@ -126,7 +126,7 @@ class WeightScorer:
         at_once: int | None = None,
         draws: int = 1,
     ) -> None:
-        self.model = copy.deepcopy(single_network(network)).eval().requires_grad_(False)
+        self.model = copied(single_network(network)).eval().requires_grad_(False)
         self.task, self.criterion = task_and_criterion(network, criterion, averages=draws > 1)
         self.device = next(iter(weights_of(self.model).values())).device
         self.batches = with_targets(data, self.device)

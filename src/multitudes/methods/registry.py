@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import inspect
 import pkgutil
@@ -12,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from multitudes.core.copying import copied
 from multitudes.core.multitude import Multitude
 from multitudes.training.recorder import Recorder
 
@@ -90,7 +90,7 @@ def by(convert: Callable[..., nn.Module]) -> Build:
 
 def single(network: nn.Module, example: Tensor, settings: Settings, seed: int) -> Multitude:
     """The build of what is trained as one network."""
-    return Multitude(copy.deepcopy(network))
+    return Multitude(copied(network))
 
 
 def without(settings: Settings, *names: str) -> dict[str, Any]:

@@ -16,7 +16,6 @@ samples from exp(-N (loss + weight_decay |theta|^2 / 2) / tau).
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -27,6 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from multitudes.core.checks import check_count, check_number
+from multitudes.core.copying import copied
 from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude, plain
 from multitudes.methods.registry import Method, Settings, Training, single
@@ -108,7 +108,7 @@ def snapshots(model: nn.Module | Factory, checkpoints: Checkpoints, *, task: str
 
     def networks() -> Iterator[nn.Module]:
         for state in states:
-            network = copy.deepcopy(plain(model))
+            network = copied(plain(model))
             network.load_state_dict(state, strict=False)  # what is no tensor stays the model's own
             yield network
 

@@ -8,7 +8,6 @@ compiled and exported.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.checks import check_count, check_seed
+from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import Draw, Stochastic, attached, detach, drawing, stochastic_layers
 from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude, plain, share_registries
@@ -53,7 +53,7 @@ def freeze(net: Multitude | Calibrated, draws: int = 8, seed: int | None = None)
     check_count("draws", draws)
     check_seed(seed)
     if not stochastic_layers(net.network):
-        return copy.deepcopy(net)
+        return copied(net)
     draw = Draw(int(torch.randint(2**62, ())) if seed is None else seed)
     networks = list(_networks(net, draw, range(draws), seed))
     frozen = Members(networks, len(networks)).like(net)
@@ -100,8 +100,8 @@ def _drawn(network: nn.Module, draw: Draw) -> nn.Module:
     for layer in reversed(layers):  # those inside a layer come before it
         if id(layer) not in gone:
             seed = torch.randint(2**31, (), generator=generator).to(device)
-            memo[id(layer)] = Frozen(copy.deepcopy(layer, memo), seed)
-    frozen = copy.deepcopy(network, memo)
+            memo[id(layer)] = Frozen(copied(layer, memo), seed)
+    frozen = copied(network, memo)
     for module in frozen.modules():
         detach(module)
     return frozen

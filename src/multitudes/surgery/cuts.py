@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from multitudes.core.copying import copied
 from multitudes.surgery.affine import is_computed, kind_of
 from multitudes.surgery.layers import CONVOLUTIONS, PRODUCTS, TRANSPOSED
 
@@ -104,7 +104,7 @@ def is_depthwise(layer: Any) -> bool:
 def cut_layer(layer: Any, cut: Cut, name: str) -> nn.Module:
     """A smaller layer of the same class, with the kept channels' weights."""
     inputs, outputs = len(cut.inputs), len(cut.outputs)
-    small = copy.deepcopy(layer)
+    small = copied(layer)
     if isinstance(layer, nn.LayerNorm):
         small.normalized_shape = (inputs, *layer.normalized_shape[1:])
         return _indexed(small, cut.inputs)

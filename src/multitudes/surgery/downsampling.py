@@ -7,7 +7,6 @@ the block, zeros in place of what its strided layer gives, and where NaN comes o
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from multitudes.core.calling import Input, call, tensors_in
+from multitudes.core.copying import copied
 from multitudes.surgery.layers import PRODUCTS
 from multitudes.surgery.observe import observing
 
@@ -119,7 +119,7 @@ class Run:
     """
 
     def __init__(self, model: nn.Module, example: Input) -> None:
-        self.model = copy.deepcopy(model)
+        self.model = copied(model)
         self.inputs = tensors_in(example)
         self.layers: list[Call] = []
         self.blocks: list[Call] = []

@@ -8,7 +8,6 @@ position, the layer is replaced by an `Inserted`, which holds both; then a layer
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from multitudes.core.calling import Input
+from multitudes.core.copying import copied
 from multitudes.surgery.observe import executed
 
 _INITIALISERS = ("reset_parameters", "_reset_parameters", "_init_weights")
@@ -122,15 +122,15 @@ def _insert(
         if len(owners) == 1 and (id(owners[0]) in called or isinstance(owners[0], Inserted)):
             children.append((owners[0], path.rpartition(".")[2], added))
         else:
-            copies[id(layer)] = copy.deepcopy(layer, memo)
+            copies[id(layer)] = copied(layer, memo)
             memo[id(layer)] = _joined(copies[id(layer)], added, offset, name)
-    copied = copy.deepcopy(model, memo)
+    whole = copied(model, memo)
     for owner, child, added in children:
         _add_child(copies.get(id(owner), memo.get(id(owner))), child, added, offset, name)
-    for module in copied.modules():
+    for module in whole.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0  # else it reads the weights of its layers instead of calling them
-    return copied
+    return whole
 
 
 def _homes(model: nn.Module) -> dict[int, list[nn.Module]]:

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from multitudes.core.calling import Input, rows, tensors_in
+from multitudes.core.calling import Input, InputError, plain_attention, rows, tensors_in
+from multitudes.core.draws.engine import DrawCache
+from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.predictive import Predictive
+from multitudes.core.proof import alike, kind_of, silent_trial
 
 FEWEST = 8
 """Draws before any input may stop: fewer would often agree by chance, and their spread be taken for 0."""
@@ -18,9 +21,43 @@ FEWEST = 8
 class Drawing(Protocol):
     """What adaptive draws ask of a multitude."""
 
+    network: nn.Module
+    _draw_cache: DrawCache
+
+    def _predictions(self, x: Input) -> Tensor:
+        """One draw of every member, `[M, B, ...]`."""
+        ...
+
     def draw_numbers(self, x: Input, numbers: range, seed: int | None, memory: str | float | None) -> Tensor:
         """The draws of these numbers, `[D, M, B, ...]`."""
         ...
+
+
+def check_adaptive(net: Drawing, x: Input, tolerance: float, max_draws: int) -> None:
+    """What adaptive draws ask of a network, its input and their settings."""
+    if not stochastic_layers(net.network):
+        raise InputError("draws='auto': this network has no layer that draws")
+    if not (isinstance(tolerance, (int, float)) and tolerance > 0):
+        raise InputError(f"tolerance must be above 0, got {tolerance!r}")
+    if isinstance(max_draws, bool) or not isinstance(max_draws, int) or max_draws < 2:
+        raise InputError(f"max_draws must be a whole number, 2 or more, got {max_draws!r}")
+    proven = net._draw_cache.proven
+    if ("apart", kind_of(x)) not in proven:
+        if not answers_apart(net, x):
+            raise InputError(
+                "draws='auto' draws some inputs more often than others, and this network's predictions for one input "
+                "depend on the others, or its batch is not the first dimension of x: give a number of draws"
+            )
+        proven.add(("apart", kind_of(x)))
+
+
+def answers_apart(net: Drawing, x: Input) -> bool:
+    """Whether each input's prediction is the same without the other inputs, tried on the first half of `x`."""
+    batch, device = len(tensors_in(x)[0]), tensors_in(x)[0].device
+    few = torch.arange((batch + 1) // 2, device=device)
+    with plain_attention(), silent_trial(net.network, x):
+        whole, part = net._predictions(x), net._predictions(rows(x, few))
+        return whole.shape[1] == batch and alike(whole[:, few], part)
 
 
 def schedule(max_draws: int) -> list[int]:

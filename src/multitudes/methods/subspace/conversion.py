@@ -17,7 +17,6 @@ Maddox et al., *A simple baseline for Bayesian uncertainty in deep learning*, 20
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 
 from multitudes.core.batches import Batches
 from multitudes.core.checks import check_choice, check_count, check_number
+from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import Draw, drawing
 from multitudes.core.members import Members, fuse
 from multitudes.core.multitude import Multitude
@@ -241,7 +241,7 @@ def _network(model: nn.Module) -> nn.Module:
         raise ValueError("model draws its weights around a trajectory already: convert the plain network")
     if not weights_of(network):
         raise ValueError(f"model ({type(network).__name__}) has no weights to draw")
-    return copy.deepcopy(network)
+    return copied(network)
 
 
 def _of_each(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from multitudes.core.batches import Batches
 from multitudes.core.calling import call_with
+from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.multitude import evaluating, share_registries
 from multitudes.training.batchnorm import accuracy, norms, statistics
@@ -83,7 +83,7 @@ class Around(Stochastic):
         with evaluating(self):
             state = self.draw_state()
         own = {name: buffer for name, buffer in self._buffers.items() if name.startswith("trajectory_")}
-        network = copy.deepcopy(self.network, {id(buffer): None for buffer in own.values()})
+        network = copied(self.network, {id(buffer): None for buffer in own.values()})
         for name in own:
             del network._buffers[name]
         network.load_state_dict(state, strict=False)

@@ -11,7 +11,6 @@ As some |kappa| grow large, the deterministic procedure fails. Weights of small 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,6 +22,7 @@ from torch.func import functional_call, grad, vjp
 
 from multitudes.core.calling import Input, call, plain_attention, prediction_in, rows, split_call, tensors_in
 from multitudes.core.checks import check_choice, check_count, check_number
+from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.multitude import Criterion, Multitude, plain
 from multitudes.core.seeding import seeded
@@ -237,7 +237,7 @@ def sparsify(net: Multitude, threshold: float, to: str = "zero") -> Sparse:
     if not isinstance(net, Multitude):
         raise ValueError(f"net must be a multitude, as variance(model) gives it, got {type(net).__name__}")
     _with_kappa(net)
-    sparse = copy.deepcopy(net)
+    sparse = copied(net)
     weights = left = 0
     for name, (layer, found) in _with_kappa(sparse).items():
         mean = layer.mean()
