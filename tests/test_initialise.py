@@ -354,6 +354,18 @@ def test_members_that_differ_by_perturbation_or_by_draws_are_not() -> None:
     assert torch.equal(copies.network.head.weight[0], copies.network.head.weight[1]), "fused networks are as given"
 
 
+def test_ensembles_of_ensembles_are_drawn_anew_member_by_member() -> None:
+    layer = nn.Linear(400, 300)
+    layer.bias.requires_grad_(False)
+    net = mt.deep_ensemble(mt.deep_ensemble(layer, 3, seed=0), 2, seed=1)
+    weight = net.network.weight
+    assert weight.shape == (2, 3, 300, 400)
+    assert weight.abs().max() <= 400**-0.5
+    torch.testing.assert_close(weight.std((2, 3)), torch.full((2, 3), (3 * 400) ** -0.5), rtol=0.02, atol=0)
+    assert torch.corrcoef(weight.flatten(0, 1).flatten(1)).sub(torch.eye(6)).abs().max() < 0.02
+    assert torch.equal(net.network.bias, layer.bias.expand(2, 3, 300))
+
+
 # -- factories ---------------------------------------------------------------------------------------------
 
 
