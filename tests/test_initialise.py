@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import multitudes as mt
 from multitudes.methods.patching.conversion import family
@@ -231,6 +232,10 @@ def test_heads_are_found_by_running_the_network() -> None:
     assert output_layers(Two(), example=X) == ["mean", "scale"]
     residual = nn.Sequential(nn.Linear(INPUTS, 8), nn.TransformerEncoderLayer(8, 2, 16), nn.Linear(8, 2))
     assert output_layers(residual) == ["2"]
+    normed = nn.Sequential(*(parametrizations.weight_norm(nn.Linear(INPUTS, INPUTS)) for _ in range(3)))
+    assert output_layers(normed, example=X) == ["2"]
+    recurrent = nn.Sequential(nn.Linear(INPUTS, 8), nn.LSTM(8, 4))
+    assert output_layers(recurrent, example=X) == ["1"]
     frozen = Net()
     frozen.first.requires_grad_(False)
     assert output_layers(frozen) == ["head"]
