@@ -224,7 +224,8 @@ SEVERAL: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...
     ),
     "lstm": (lambda: nn.LSTM(8, 6, 2, batch_first=True, bidirectional=True), lambda b: (torch.randn(b, 5, 8),)),
     "lstm_with_states": (
-        lambda: nn.LSTM(8, 6, proj_size=3), lambda b: (torch.randn(5, b, 8), (torch.randn(1, b, 3), torch.randn(1, b, 6))),
+        lambda: nn.LSTM(8, 6, proj_size=3),
+        lambda b: (torch.randn(5, b, 8), (torch.randn(1, b, 3), torch.randn(1, b, 6))),
     ),
     "gru": (lambda: nn.GRU(8, 6), lambda b: (torch.randn(5, b, 8), torch.randn(1, b, 6))),
     "bilinear": (lambda: nn.Bilinear(8, 6, 4), lambda b: (torch.randn(b, 8), torch.randn(b, 6))),
@@ -442,3 +443,30 @@ def test_converted_networks_are_saved_and_loaded(name: str, method: Callable[...
     mt.save(net, tmp_path / "net.safetensors")
     again = mt.load(tmp_path / "net.safetensors", build()).eval()
     torch.testing.assert_close(again(x, draws=0), net(x, draws=0))
+
+
+def test_a_head_that_shares_the_embedding_is_left_and_the_rest_converted() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=40, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    assert model.lm_head.weight is model.transformer.wte.weight
+    for net in (mt.batch_ensemble(model, 2), mt.drop_connect(model, 0.1)):
+        assert net.lm_head.weight is net.transformer.wte.weight
+        assert {name.rpartition(".")[2] for name in net.notes if "." in name} >= {"c_attn", "c_proj", "c_fc"}
+    with pytest.raises(ValueError, match="share a weight, so 'lm_head' cannot be replaced"):
+        mt.batch_ensemble(model, 2, layers=["lm_head"])
+
+
+@pytest.mark.parametrize("method", [lambda model: mt.drop_connect(model, 0.2), mt.variance])
+def test_a_network_that_reads_the_weight_of_a_layer_that_draws_is_refused_by_name(method: Callable[..., Any]) -> None:
+    """Its noise would be left out in silence."""
+    parts = {"body": nn.Linear(4, 6), "read": nn.Linear(6, 6), "head": nn.Linear(6, 2)}
+    asks = Of(lambda net, x: net.head(net.read(net.body(x).to(net.read.weight.dtype))), **parts)
+    reads = Of(lambda net, x: net.head(F.linear(net.body(x), net.read.weight, net.read.bias)), **parts)
+    x = torch.randn(3, 4)
+    assert method(asks)(x, draws=2).shape == (2, 3, 2)
+    for mode in (True, False):
+        with pytest.raises(
+            ValueError, match="computes with the weight of layer 'read' .* instead of calling the layer"
+        ):
+            method(reads).train(mode)(x)

@@ -1,4 +1,4 @@
-"""Narrowing real networks: what is padded, masked, halved or shuffled on its way, and true reasons where it cannot be."""
+"""Narrowing real networks: what is padded, masked, halved or shuffled on its way, and true reasons for refusals."""
 
 from __future__ import annotations
 

@@ -340,10 +340,8 @@ def test_networks_that_cannot_be_patched_are_told() -> None:
         patched(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False)), 2, ["1"])
     with pytest.raises(ValueError, match="'output' finds no convolution or linear layer"):
         patched(nn.Sequential(nn.LayerNorm(4)), 2, "output", example=torch.zeros(1, 4))
-    with pytest.raises(
-        ValueError, match="layer '0' is a ConvTranspose2d, which cannot be patched; these can: Linear, Conv1d"
-    ):
-        patched(nn.Sequential(nn.ConvTranspose2d(3, 2, 2)), 2, "input")
+    with pytest.raises(ValueError, match="layer '0' is a GRU, which this method cannot convert"):
+        patched(nn.Sequential(nn.GRU(3, 2), nn.Linear(2, 2)), 2, ["0"])
     plain[0].register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="layer '0' has forward hooks"):
         patched(plain, 2, "input")

@@ -17,6 +17,7 @@ import multitudes as mt
 from multitudes.methods.batch_ensemble import RankOne
 from multitudes.methods.masksembles import Masked, masks
 from tests.cases import CLASSES, NETWORKS
+from tests.of_parts import Of
 
 LAYERS = {
     "linear": (nn.Linear(6, 8), (6,)),
@@ -106,11 +107,46 @@ def test_a_layer_has_its_settings_but_no_weight_to_compute_with() -> None:
     assert (layer.stride, layer.in_channels, layer.weight.shape, layer.weight.dtype) == (
         (2, 2), 3, (8, 3, 3, 3), torch.float32,
     )  # fmt: skip
+    assert (layer.weight.device.type, layer.weight.ndim, len(layer.weight), layer.bias.shape) == ("cpu", 4, 8, (8,))
     with pytest.raises(AttributeError, match="nothing"):
         _ = layer.nothing
-    assert bool(F.conv2d(torch.randn(2, 3, 8, 8), layer.weight).isnan().all())
-    with pytest.raises(AttributeError, match="bias"):
-        _ = Masked(nn.Linear(8, 2), masks(8, 2, 2.0)).bias
+    with pytest.raises(ValueError, match="computes with the weight of a Conv2d instead of calling the layer"):
+        F.conv2d(torch.randn(2, 3, 8, 8), layer.weight)
+    with pytest.raises(ValueError, match="computes with the bias of a Linear instead of calling the layer"):
+        _ = torch.randn(2, 2) + Masked(nn.Linear(8, 2), masks(8, 2, 2.0)).bias
+    assert Masked(nn.Linear(8, 2, bias=False), masks(8, 2, 2.0)).bias is None
+
+
+@pytest.mark.parametrize("method", [mt.batch_ensemble, mt.masksembles])
+def test_a_network_that_computes_with_a_layers_tensors_is_refused_by_name(method: Callable[..., Any]) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.read, self.head = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.body(x).to(self.read.weight.dtype)  # asks, which is fine
+            return self.head(F.linear(x, self.read.weight, self.read.bias))
+
+    x = torch.randn(3, 4)
+    net = method(Reads(), 2, **({"example": x} if method is mt.masksembles else {}))
+    for mode in (True, False):
+        with pytest.raises(ValueError, match=r"computes with the weight of layer 'read' \(Linear\) instead of calling"):
+            net.train(mode)(x)
+    for left in (method(Reads(), 2, layers="body|head", **({"example": x} if method is mt.masksembles else {})),):
+        assert left(x).shape == (2, 3, 2)
+
+
+def test_pretrained_masks_keep_the_scale_where_the_batch_is_not_the_first_axis() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0)
+    model = Of(
+        lambda net, x: net.head(net.encoder(net.body(x).transpose(0, 1)).mean(0)),
+        body=nn.Linear(6, 8), encoder=nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), head=nn.Linear(8, 4),
+    ).eval()  # fmt: skip
+    x = torch.randn(32, 5, 6)
+    net = mt.masksembles(model, 2, init="pretrained", example=x, seed=0).eval()
+    ratio = net(x).square().mean().sqrt() / model(x).square().mean().sqrt()
+    assert 0.5 < ratio < 2
 
 
 # -- masks -------------------------------------------------------------------------------------------------

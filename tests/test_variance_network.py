@@ -186,7 +186,7 @@ def hooked() -> nn.Module:
         ({"layers": ["1"]}, r"layer '1' is a BatchNorm2d, which this method cannot convert"),
         ({"layers": "x"}, r"layers='x' selects nothing; it could select: 0, 4, 6"),
         ({"model": nn.Sequential(nn.Linear(2, 2))}, r"has only one layer: layers=\['0'\] converts it"),
-        ({"model": nn.Sequential(nn.ReLU())}, r"no layer that can be converted: Linear, Conv1d, Conv2d"),
+        ({"model": nn.Sequential(nn.ReLU())}, r"no layer that can be converted: it has no parameters"),
         ({"model": mt.deep_ensemble(network(), 2)}, r"model is a multitude of members already"),
         ({"model": hooked()}, r"'4' has forward hooks"),
         ({"model": 3}, r"model must be an nn.Module, or a function that builds one, got int"),

@@ -15,19 +15,21 @@ from multitudes.core.calling import (
     InputError,
     Output,
     call,
-    choose_output,
     input_errors,
     one_per_input,
     plain_attention,
     tensors_in,
+    with_output,
 )
 from multitudes.core.copying import copied
 from multitudes.core.divergences import Divergence
 from multitudes.core.draws.adaptive import check_adaptive, predict_adaptively
+from multitudes.core.draws.bypass import check_called, drawing_weights
 from multitudes.core.draws.engine import DrawCache, Draws
 from multitudes.core.draws.functional import keep_noise, to_be_kept
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
 from multitudes.core.predictive import Predictive
+from multitudes.core.proof import unmoved
 from multitudes.core.seeding import seeded
 from multitudes.core.tasked import Tasked
 from multitudes.core.tasks import Criterion, averaged
@@ -51,8 +53,11 @@ class Multitude(Tasked):
     `named_parameters()` and attribute access read like the user's own network, with nothing put in front.
 
     Where layers draw (see `Stochastic`), evaluation makes `draws` draws of every member, member-major, and training
-    `training_draws`. Subclasses say how one draw of all members is made (`_predictions`), whether the members
-    share weights (`independent`), and what one member is alone (`_member`).
+    `training_draws`. Where the network answers with several tensors, `output` says which one is the prediction, by key,
+    attribute, position or a function of the answer; the network and all that is made of it remember that.
+
+    Subclasses say how one draw of all members is made (`_predictions`), whether the members share weights
+    (`independent`), and what one member is alone (`_member`).
     """
 
     independent = False
@@ -64,13 +69,17 @@ class Multitude(Tasked):
     found_anew: tuple[str, ...] = ("_draw_cache",)
     """The attributes that hold what running has taught, which no file keeps."""
 
+    _called = False  # whether it is known that layers that draw are called
+
     shares = "network"
     """The attribute that holds the module whose registries it shares."""
 
     def __init__(self, network: nn.Module, members: int = 1, *, output: Output | None = None) -> None:
         super().__init__()
         if output is not None:
-            choose_output(network, output)
+            if isinstance(network, Multitude):
+                raise ValueError(f"output={output!r} is for a network, got a multitude: {type(network).__name__}")
+            network = with_output(network, output)
         share_registries(self, network)
         object.__setattr__(self, "network", network)  # not registered, which would put a name in front
         self.training = network.training
@@ -111,8 +120,17 @@ class Multitude(Tasked):
                 return self._uncompiled(x, draws, seed, memory)
             return self._all_draws(x, draws)
         with input_errors(x), plain_attention():
+            self._check_called(x)
             predictions = self._all_draws(x, draws, seed, self.memory if memory is None else memory)
         return one_per_input(predictions, x)
+
+    def _check_called(self, x: Input) -> None:
+        """Once: whether layers that draw weights are called, not read past their noise."""
+        alone = type(self)._predictions is Multitude._predictions
+        if alone and not self._called and drawing_weights(self.network):
+            with unmoved(self.network, x), expecting(self.network):
+                check_called(self.network, lambda: self._predictions(x))
+        self._called = True
 
     @torch.compiler.disable
     def _uncompiled(self, x: Input, draws: int | None, seed: int, memory: str | float | None) -> Tensor:
@@ -141,6 +159,8 @@ class Multitude(Tasked):
         N, the method's Kullback-Leibler divergence is added as `kl() / N`: the negative evidence lower bound
         (ELBO), for one example.
         """
+        if not torch.compiler.is_compiling():
+            self._warn_of_copies(x, y, task)
         predictions = self(x)
         by_member = predictions.unflatten(0, (self.members, -1))
         criterion = self._criterion(criterion, task, predictions, y, averages=by_member.shape[1] > 1)
@@ -170,7 +190,7 @@ class Multitude(Tasked):
         for tensor in tensors_in(x):
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
                 raise ValueError(f"x holds {int(tensor.isnan().sum())} NaN values; predictions would be meaningless")
-        read = partial(self.read, x=x, task=task)
+        read = partial(self.predictive_of, x=x, task=task)
         with evaluating(self), torch.no_grad():
             if draws == "auto":
                 if to_be_kept(self.network):

@@ -16,6 +16,7 @@ from multitudes.core.copying import copied
 from multitudes.core.lending import Attributes, checkpointed, each_from_the_same
 from multitudes.core.multitude import Multitude, evaluating
 from multitudes.core.proof import alike, first_difference, kind_of, running_statistics, silent_trial, unmoved
+from multitudes.core.unreadable import unreadable
 
 
 class SharedMembers(Multitude):
@@ -97,8 +98,8 @@ class SharedMembers(Multitude):
 
     @torch.compiler.disable
     def _prove(self, x: Input) -> str:
-        with running_statistics(self.network), silent_trial(self.network, x) as drew:
-            return self._trouble(x) or ("it draws random numbers in a way that cannot be compared" if drew() else "")
+        with running_statistics(self.network), silent_trial(self.network, x) as doubt:
+            return self._trouble(x) or doubt()
 
     def _trouble(self, x: Input) -> str:
         """How the tiled batch differs from the first and the last member alone; nothing where it does not."""
@@ -147,6 +148,7 @@ class MemberLayer(nn.Module):
         self.members = members
         self.member: int | None = None
         self.axis = axis
+        self.place = ""  # its name in the network
 
     def __getattr__(self, name: str) -> Any:
         """The layer's plain settings (`stride`, `in_features`), which networks may ask for; never its tensors."""
@@ -159,10 +161,27 @@ class MemberLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight's shape, dtype and device, for networks that ask; its values are NaN, for no member has them."""
+        """The weight's shape, dtype and device, for networks that ask; to compute with it is an error."""
         with evaluating(self.layer), torch.no_grad():  # in training, what computes a weight may move its buffers
-            weight: Any = self.layer.weight
-        return weight.new_full((), torch.nan).expand(weight.shape)
+            return self._asked("weight", self.layer.weight)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """As `weight`; None where the layer has none."""
+        bias = self._bias()
+        return self._asked("bias", bias) if isinstance(bias, Tensor) else bias
+
+    def _bias(self) -> Any:
+        return getattr(self.layer, "bias", None)
+
+    def _asked(self, name: str, tensor: Any) -> Tensor:
+        kind = type(self.layer).__name__
+        place = f"layer {self.place!r} ({kind})" if self.place else f"a {kind}"
+        return unreadable(
+            tensor,
+            f"the network computes with the {name} of {place} instead of calling the layer, so that its members could "
+            "not be told apart: leave it out by layers=",
+        )
 
     def fold(self, index: int) -> nn.Module:
         """The plain layer that member `index` sees."""

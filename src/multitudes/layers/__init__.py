@@ -8,7 +8,7 @@ from multitudes.methods.patching import Patched
 from multitudes.methods.smoothing import Blur, Prob, Smooth
 from multitudes.methods.subspace import Subspace
 from multitudes.methods.temporal import Stream
-from multitudes.methods.variance.layers import Absolute, VarianceConv1d, VarianceConv2d, VarianceLinear
+from multitudes.methods.variance.layers import Absolute, VarianceConv1d, VarianceConv2d, VarianceConv3d, VarianceLinear
 
 __all__ = [
     "Absolute",
@@ -20,5 +20,6 @@ __all__ = [
     "Subspace",
     "VarianceConv1d",
     "VarianceConv2d",
+    "VarianceConv3d",
     "VarianceLinear",
 ]

@@ -24,16 +24,16 @@ from multitudes.methods.registry import Method, by
 from multitudes.surgery.affine import (
     SEVERAL,
     AffineMap,
-    affine_layers,
     axis_of,
     kind_of,
     maps_of,
     plain_copy,
     run_with,
+    select_affine,
     weight_of,
 )
 from multitudes.surgery.coverage import tell_reach
-from multitudes.surgery.layers import Factory, Selector, replace, select
+from multitudes.surgery.layers import Factory, Selector, replace
 from multitudes.surgery.start import starting
 from multitudes.surgery.whole import WholeMemberLayer
 
@@ -48,7 +48,7 @@ class RankOne(MemberLayer):
         (affine,) = maps_of(layer)
         super().__init__(copied(layer), members, axis_of(layer))
         self.transposed, self.groups = affine.inputs == 0, affine.groups
-        weight, bias = weight_of(self.layer).detach(), layer.bias
+        weight, bias = weight_of(self.layer).detach(), getattr(layer, "bias", None)
         inputs, outputs = affine.widths(weight.shape)
         self.r = nn.Parameter(weight.new_ones(members, inputs))
         self.s = nn.Parameter(weight.new_ones(members, outputs))
@@ -57,6 +57,9 @@ class RankOne(MemberLayer):
 
     def factors(self) -> list[nn.Parameter]:
         return [self.r, self.s]
+
+    def _bias(self) -> Tensor | None:
+        return None if self.biases is None else self.biases[0]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         weight = weight_of(self.layer)
@@ -169,12 +172,13 @@ def batch_ensemble(
     check_number("spread", spread, 0)
     if factors == "normal" and spread == 0 and members > 1:
         raise ValueError(f"spread={spread!r} gives all members the same factors, so they would be one network for ever")
-    chosen = select(model, layers, affine_layers(model))
+    chosen = select_affine(model, layers)
     with start.seeded():
         model = start.begin(copied(model))
         chosen = {name: model.get_submodule(name) for name in chosen}
         converted = {name: rank_one(layer, members) for name, layer in chosen.items()}
-        for layer in converted.values():
+        for name, layer in converted.items():
+            layer.place = name
             for factor in layer.factors():
                 own = factor.data if start.fresh else factor.data[1:]
                 if factors == "normal":

@@ -28,12 +28,12 @@ from multitudes.methods.registry import Method, Settings, by
 from multitudes.surgery.affine import (
     SEVERAL,
     AffineMap,
-    affine_layers,
     is_computed,
     kind_of,
     maps_of,
     plain_copy,
     run_with,
+    select_affine,
     weight_of,
 )
 from multitudes.surgery.coverage import tell_reach
@@ -132,7 +132,8 @@ class DropConnectWrapped(Stochastic):
         if self.several:
             return functional_call(self.layer, self._tensors(), args, kwargs)
         (weight,) = self._tensors().values()
-        return run_with(self.layer, AffineMap(*self.maps[0]), args[0], weight, self.layer.bias, *args[1:], **kwargs)
+        bias = getattr(self.layer, "bias", None)
+        return run_with(self.layer, AffineMap(*self.maps[0]), args[0], weight, bias, *args[1:], **kwargs)
 
     def _tensors(self) -> dict[str, Tensor]:
         """The weights of this draw, by name."""
@@ -323,7 +324,7 @@ def drop_connect(
     model = built(model)
     network = check_model(model)
     check_number("p", p, 0, below=1)
-    chosen = select(network, layers, affine_layers(network))
+    chosen = select_affine(network, layers)
     connected = {name: _connected(layer, p) for name, layer in chosen.items()}
     net = Multitude(replace(network, connected)).like(model, task)
     net.notes = {name: f"each weight is dropped with probability {p}" for name in chosen}

@@ -26,16 +26,16 @@ from multitudes.surgery.activation_size import keep_scale
 from multitudes.surgery.affine import (
     SEVERAL,
     AffineMap,
-    affine_layers,
     axis_of,
     kind_of,
     maps_of,
     plain_copy,
     run_with,
+    select_affine,
     weight_of,
 )
 from multitudes.surgery.coverage import kinds_left, tell_reach
-from multitudes.surgery.layers import Factory, Selector, replace, select
+from multitudes.surgery.layers import Factory, Selector, replace
 from multitudes.surgery.observe import example_for, executed
 from multitudes.surgery.start import starting
 from multitudes.surgery.whole import WholeMemberLayer
@@ -102,7 +102,8 @@ class Masked(MemberLayer):
         return self._run(self._by_member(torch.mul, x, self.masks), weight, *args, **kwargs)
 
     def _run(self, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return run_with(self.layer, self._affine(), x, weight, self.layer.bias, *args, **kwargs)
+        bias = getattr(self.layer, "bias", None)
+        return run_with(self.layer, self._affine(), x, weight, bias, *args, **kwargs)
 
     def _own(self, index: int, rows: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Channels that a member does not see are left out; in layers whose groups would become uneven, they have zeros
@@ -205,7 +206,7 @@ def masksembles(
     check_number("scale", scale, 1)
     if scale == 1 and members > 1:
         raise ValueError(f"scale={scale!r} shows all inputs to all members, so they would be one network for ever")
-    chosen = select(model, layers, affine_layers(model))
+    chosen = select_affine(model, layers)
     left: list[str] = []
     with start.seeded():
         x = example_for(model, example) if layers is None or not start.fresh else example
@@ -214,13 +215,26 @@ def masksembles(
             chosen = {name: layer for name, layer in chosen.items() if name not in left}
         model = start.begin(copied(model))
         converted = {name: masked(copied(model.get_submodule(name)), members, scale) for name in chosen}
-        network = replace(model, converted)
+        for name, layer in converted.items():
+            layer.place = name
+        net = SharedMembers(replace(model, converted), members).like(start.given, task)
         if not start.fresh and scale > 1 and x is not None:
-            keep_scale(model, network, x, tile(x, members), {name: None for name in converted})
-    net = SharedMembers(network, members).like(start.given, task)
+            _keep_scale(model, net, x, list(converted))
     net.notes = start.noted({name: layer.note() for name, layer in converted.items()})
     tell_reach(net, model, converted, x, on_purpose=left, warn=layers is None)
     return net
+
+
+def _keep_scale(model: nn.Module, net: SharedMembers, x: Input, names: list[str]) -> None:
+    """Scale the masked layers' weights by all members at once, or by the first where a batch cannot hold them all."""
+    kept = {name: None for name in names}
+    with evaluating(net):
+        trouble = net._prove(x)
+    if not trouble:
+        keep_scale(model, net.network, x, tile(x, net.members), kept)
+        return
+    with net._as(0):
+        keep_scale(model, net.network, x, x, kept)
 
 
 def _of_the_data(model: nn.Module, chosen: dict[str, nn.Module], x: Input) -> list[str]:

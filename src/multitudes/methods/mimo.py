@@ -20,6 +20,7 @@ from multitudes.core.multitude import Criterion, Multitude
 from multitudes.core.proof import alike
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.affine import affine_layers, axis_of, is_computed, kind_of
+from multitudes.surgery.coverage import tell_reach
 from multitudes.surgery.layers import CONVOLUTIONS, Factory, Selector, replace
 from multitudes.surgery.observe import example_for, executed, hooked, observing
 from multitudes.surgery.start import starting
@@ -129,6 +130,7 @@ def mimo(
     ends = {first: [f"takes {members} inputs"]}
     ends.setdefault(last, []).append(f"gives {members} outputs")
     net.notes = start.noted({name: " and ".join(texts) for name, texts in ends.items()})
+    tell_reach(net, model, ends, x, warn=False)  # all between is shared
     return net
 
 
@@ -259,7 +261,8 @@ def _trouble(net: Mimo, model: nn.Module, x: Tensor) -> str:
                 f"of several inputs side by side, layer {net.first!r} does not see each as it sees it alone: something "
                 "before that layer mixes or moves positions or channels"
             )
-    if not _equal(*(_past(net, torch.cat(order, net.inputs)) for order in (slots, slots[::-1]))):
+    others = [-slot for slot in slots] if x.is_floating_point() else slots[::-1]
+    if not _equal(*(_past(net, torch.cat(inputs, net.inputs)) for inputs in (slots, others))):
         return f"its input also reaches the output by another way than through layer {net.first!r}"
     if not all(_equal(one, other) for one, other in zip(*_outputs_of(net, model, x, generator), strict=True)):
         return f"what comes after layer {net.last!r} mixes its outputs"

@@ -87,7 +87,7 @@ def _size(layer: nn.Module, y: Tensor, outputs: Tensor | None = None) -> Tensor:
 
 
 def _without_bias(layer: nn.Module, y: Tensor) -> Tensor:
-    bias = _inner(layer).bias
+    bias = getattr(_inner(layer), "bias", None)
     if bias is None:
         return y
     shape = [1] * y.dim()

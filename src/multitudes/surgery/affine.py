@@ -21,9 +21,19 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from multitudes.core.copying import copied
-from multitudes.surgery.layers import CONVOLUTIONS, PRODUCTS, TRANSPOSED
+from multitudes.surgery.layers import CONVOLUTIONS, PRODUCTS, TRANSPOSED, Selector, select
 
-__all__ = ["AffineMap", "affine_layers", "axis_of", "kind_of", "maps_of", "plain_copy", "run_with", "weight_of"]
+__all__ = [
+    "AffineMap",
+    "affine_layers",
+    "axis_of",
+    "kind_of",
+    "maps_of",
+    "plain_copy",
+    "run_with",
+    "select_affine",
+    "weight_of",
+]
 
 RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 SEVERAL = (nn.MultiheadAttention, *RECURRENT, nn.Bilinear)
@@ -185,6 +195,20 @@ def affine_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if name not in inside and maps_of(module)}
 
 
+def select_affine(model: nn.Module, layers: Selector) -> dict[str, nn.Module]:
+    """The layers of affine maps that `layers` selects; by default all but those that share a weight with others.
+
+    So a language model's head, whose weight is the embedding's, is left as it is.
+    """
+    able = affine_layers(model)
+    chosen = select(model, layers, able)
+    if layers is not None:
+        return chosen
+    inside = {id(module) for layer in able.values() for module in layer.modules()}
+    others = {id(p) for m in model.modules() if id(m) not in inside for p in m.parameters(recurse=False)}
+    return {n: m for n, m in chosen.items() if not any(id(p) in others for p in m.parameters())} or chosen
+
+
 # -- how they run ------------------------------------------------------------------------------------------
 
 
@@ -236,7 +260,7 @@ def _transposed(
     convolve: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[spatial - 1]
     settings = layer.stride, layer.padding, layer.kernel_size
     extra = layer._output_padding(x, output_size, *settings, spatial, layer.dilation)
-    return convolve(x, weight, bias, layer.stride, layer.padding, extra, layer.groups, layer.dilation)  # type: ignore[no-any-return]
+    return convolve(x, weight, bias, layer.stride, layer.padding, extra, layer.groups, layer.dilation)
 
 
 def plain_copy(layer: Any, weight: Tensor, bias: nn.Parameter | None = None) -> nn.Module:

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from multitudes.core.calling import Input, call, plain_attention
 from multitudes.core.multitude import REACH, Multitude
-from multitudes.surgery.observe import example_for, observing
+from multitudes.surgery.observe import cheap_example, observing
 
 __all__ = ["kinds_left", "tell_reach"]
 
@@ -35,7 +35,8 @@ def tell_reach(
     parameters = _share(_parameters(model, converted), _parameters(model, [""]))
     counted = _multiply_adds(model, converted, on_purpose, example)
     told = f"reaches {parameters:.0%} of the parameters"
-    told += " (multiply-adds are unknown without an example)" if counted is None else ""
+    unknown = "unknown without an example" if example is None else "not counted"
+    told += f" (multiply-adds are {unknown})" if counted is None else ""
     told += "" if counted is None else f" and {_share(counted[0], counted[2]):.0%} of the multiply-adds"
     net.notes[REACH] = told.replace("%", " %")
     fair = _share(_parameters(model, converted), _parameters(model, [""]) - _parameters(model, on_purpose))
@@ -77,7 +78,10 @@ def _multiply_adds(
 
     Those of recurrent layers are not counted by torch, so that of a network with some nothing is known.
     """
-    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+    if any(isinstance(module, nn.RNNBase | nn.Conv3d) for module in model.modules()) and example is None:
+        return None
+    x = cheap_example(model) if example is None else example
+    if x is None or any(isinstance(module, nn.RNNBase) for module in model.modules()):
         return None
     sums = [0, 0]
     started: list[int] = []
@@ -95,7 +99,6 @@ def _multiply_adds(
             handles.append(layer.register_forward_pre_hook(start))
             handles.append(layer.register_forward_hook(lambda *_, which=which: stop(which)))
     try:
-        x = example_for(model, example)
         with observing(model), plain_attention(), counter:
             call(model, x)
     except Exception:  # whatever a network may raise that cannot be run here: nothing is known then

@@ -43,8 +43,9 @@ def select(
     else:
         able = dict(kinds)
     if not able:
-        names = ", ".join(kind.__name__ for kind in kinds) if isinstance(kinds, tuple) else "none with a weight matrix"
-        raise ValueError(f"model ({type(model).__name__}) has no layer that can be converted: {names}")
+        there = sorted({type(m).__name__ for m in model.modules() if any(True for _ in m.parameters(recurse=False))})
+        has = f"it has {', '.join(there)}" if there else "it has no parameters"
+        raise ValueError(f"model ({type(model).__name__}) has no layer that can be converted: {has}")
     if layers is None:
         return able
     if not (callable(layers) or isinstance(layers, Iterable)):

@@ -16,7 +16,7 @@ from multitudes.core.proof import unmoved
 from multitudes.core.seeding import seeded
 from multitudes.surgery.layers import PRODUCTS
 
-__all__ = ["example_for", "executed", "hooked", "observing"]
+__all__ = ["cheap_example", "example_for", "executed", "hooked", "observing"]
 
 _SIDES = (32, 28, 224, 64, 16, 8, 96, 128, 48, 256, 299, 384, 512, 12, 20, 24, 40, 56, 80, 100, 112, 160, 192)
 _LENGTHS = (128, 64, 32, 256, 512, 1000, 1024, 16, 8, 100, 96, 48, 2048, 4096, 16000)
@@ -30,10 +30,19 @@ def example_for(model: nn.Module, example: Input | None = None) -> Input:
         return _found_example(model)
 
 
-def _found_example(model: nn.Module) -> Input:
+def cheap_example(model: nn.Module) -> Input | None:
+    """Noise of the most usual size, where that fits the network, and one image or row is soon computed."""
+    with seeded(0):
+        try:
+            return _found_example(model, tries=1)
+        except ValueError:
+            return None
+
+
+def _found_example(model: nn.Module, tries: int | None = None) -> Input:
     first = next((m for m in model.modules() if type(m) in PRODUCTS), None)
     where = next(iter([*model.parameters(), *model.buffers()]), torch.zeros(0))
-    for shape in _shapes(first):
+    for shape in _shapes(first)[:tries]:
         x = torch.randn(2, *shape, device=where.device, dtype=where.dtype if where.is_floating_point() else None)
         try:
             with observing(model):

@@ -62,10 +62,10 @@ class WholeMemberLayer(MemberLayer):
         return plain
 
     def __getattr__(self, name: str) -> Any:
-        """The layer's settings; its tensors' shapes, with NaN for values, for no member has them."""
+        """The layer's settings; of its tensors the shapes, for no member has their values."""
         if name != "layer" and "layer" in self.__dict__.get("_modules", {}) and name in self.layer._parameters:
             tensor = self.layer._parameters[name]
-            return None if tensor is None else tensor.new_full((), torch.nan).expand(tensor.shape)
+            return None if tensor is None else self._asked(name, tensor)
         return super().__getattr__(name)
 
 

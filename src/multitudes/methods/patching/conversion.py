@@ -22,7 +22,7 @@ constant,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isclose, prod
@@ -39,19 +39,18 @@ from multitudes.core.multitude import Multitude
 from multitudes.methods.patching.layers import (
     ASSIGNMENTS,
     NORMS,
-    PATCHES,
     RELAXATIONS,
     Mixing,
     Patch,
-    PatchedConv,
-    PatchedLinear,
 )
+from multitudes.methods.patching.places import chosen_layers, warn_of_other_norms
+from multitudes.methods.patching.wrapped import patch_for
 from multitudes.methods.registry import Method, Settings
-from multitudes.surgery.layers import PRODUCTS, Factory, Selector, is_frozen, replace, select
-from multitudes.surgery.observe import example_for, executed
+from multitudes.surgery.affine import maps_of
+from multitudes.surgery.coverage import tell_reach
+from multitudes.surgery.layers import Factory, Selector, replace
 from multitudes.surgery.start import Start, starting
 
-PLACES = ("norm", "input", "output")
 _DRAWN = {
     "network": "one for the whole network",
     "layer": "one for the layer",
@@ -217,7 +216,7 @@ def family(
     check_number("temperature", temperature, 0, above=True)
     given = _probabilities(mixing, components)
     with start.seeded():
-        chosen = _chosen(model, layers, zero_component, example)
+        chosen = chosen_layers(model, layers, zero_component, example)
         network, versions = _versions(model, chosen, components - bool(zero_component), start)
 
         def mixing_like(weight: Tensor) -> Mixing:
@@ -226,7 +225,8 @@ def family(
         shared = mixing_like(next(network.parameters())) if assignment == "network" else None
         converted: dict[str, nn.Module] = {}
         for name, own_versions in versions.items():
-            kind = PATCHES[type(own_versions[0])]
+            kind = patch_for(own_versions[0])
+            assert kind is not None
             own = mixing_like(own_versions[0].weight) if shared is None else shared
             patch = kind(own_versions, own, assignment, sigma, spread, shared is None or not converted)
             if not start.fresh or patch.alike():
@@ -241,6 +241,9 @@ def family(
         partial(patching_kl, weight_precision=weight_precision, bias_precision=bias_precision),
     )
     net.notes = start.noted({name: f"{components} components, {_DRAWN[assignment]}" for name in converted})
+    tell_reach(net, model, converted, example, warn=False)  # small by design
+    if isinstance(layers, str) and "norm" in layers.split("+"):
+        warn_of_other_norms(model, converted)
     return net
 
 
@@ -251,7 +254,7 @@ def _versions(
 
     A fresh one is drawn anew for each version, so that every version is initialised as the network would be.
     """
-    draws = count if any(type(model.get_submodule(name)) in PRODUCTS for name in names) else 1
+    draws = count if any(maps_of(model.get_submodule(name)) for name in names) else 1
     versions: dict[str, list[Any]] = {name: [] for name in names}
     for _ in range(draws if start.fresh else 1):
         network = start.begin(copied(start.another()))
@@ -277,70 +280,6 @@ def _probabilities(mixing: str | Sequence[float], components: int) -> list[float
             f"component, got {mixing!r}"
         )
     return given
-
-
-def _chosen(model: nn.Module, layers: Selector, zero_component: bool, example: Input | None) -> list[str]:
-    """The names of the layers to patch."""
-    words = layers.split("+") if isinstance(layers, str) else []
-    if words and all(word in PLACES for word in words):
-        names = _trained(model, [name for word in words for name in _place(model, word, example)])
-    else:
-        try:
-            names = list(select(model, _anywhere(zero_component) if layers is None else layers, tuple(PATCHES)))
-        except ValueError as error:
-            raise ValueError(f"{error}; or layers is a sum of {', '.join(PLACES)}") from error
-    if layers is None:
-        names = _trained(model, names)
-    for name in names:
-        _check_layer(name, model.get_submodule(name))
-    return list(dict.fromkeys(names))
-
-
-def _trained(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Without the frozen layers, which keep their weights."""
-    trained = [name for name in names if not is_frozen(model.get_submodule(name))]
-    if not trained:
-        raise ValueError(f"layers: all that could be patched are frozen: {', '.join(names)}")
-    return trained
-
-
-def _anywhere(zero_component: bool) -> Callable[[str, nn.Module], bool]:
-    """Every layer with a weight; beside a zero component, no norm layer, for its zeros would drop whole channels."""
-    return lambda name, layer: _has_weight(layer) and not (zero_component and type(layer) in NORMS)
-
-
-def _has_weight(layer: nn.Module) -> bool:
-    return layer._parameters.get("weight") is not None
-
-
-def _place(model: nn.Module, word: str, example: Input | None) -> list[str]:
-    """The layers that `norm`, `input` or `output` means."""
-    if word == "norm":
-        names = [name for name, layer in model.named_modules() if type(layer) in NORMS and _has_weight(layer)]
-        if names:
-            return names
-        raise ValueError(
-            f"layers: 'norm' finds no norm layer with a weight ({', '.join(kind.__name__ for kind in NORMS)}) in the "
-            f"model ({type(model).__name__}); layers is a sum of {', '.join(PLACES)}, or selects layers"
-        )
-    order = executed(model, example_for(model, example), (*PRODUCTS, PatchedLinear, PatchedConv))
-    if not order:
-        raise ValueError(f"layers: {word!r} finds no convolution or linear layer in the model ({type(model).__name__})")
-    return [order[0 if word == "input" else -1]]
-
-
-def _check_layer(name: str, layer: nn.Module) -> None:
-    if type(layer) not in PATCHES:
-        raise ValueError(
-            f"layers: layer {name!r} is a {type(layer).__name__}, which cannot be patched; "
-            f"these can: {', '.join(kind.__name__ for kind in PATCHES)}"
-        )
-    if not _has_weight(layer):
-        raise ValueError(f"layers: layer {name!r} ({type(layer).__name__}) has no weight of its own to patch")
-    if layer._forward_hooks or layer._forward_pre_hooks:
-        raise ValueError(f"layers: layer {name!r} has forward hooks, which patching would lose; remove them first")
-    if is_frozen(layer):
-        raise ValueError(f"layers: layer {name!r} is frozen, and its components would be other weights")
 
 
 # -- objective ---------------------------------------------------------------------------------------------

@@ -151,20 +151,24 @@ class Patch(Stochastic):
         owner: bool = True,
     ) -> None:
         nn.Module.__init__(self)
-        settings = {key: value for key, value in vars(layers[0]).items() if key not in vars(nn.Module())}
-        vars(self).update(copy.deepcopy(settings))
+        self._settle(layers[0])
         self.kind = type(layers[0]).__name__
         self.assignment = assignment
         self.sigma = sigma
         self.spread = spread
         self.weight = _stacked([layer.weight for layer in layers])
         one = assignment == "row" or len(layers) < mixing.components
-        biases = [layer.bias for layer in (layers[:1] if one else layers)]
+        biases: list[Any] = [getattr(layer, "bias", None) for layer in (layers[:1] if one else layers)]
         self.register_parameter("bias", None if biases[0] is None else _stacked(biases))
         if owner:
             self.mixing = mixing
         else:  # known, not registered: under a second name, `functional_call` would not put its tensors back
             object.__setattr__(self, "mixing", mixing)
+
+    def _settle(self, layer: nn.Module) -> None:
+        """Take over the settings of the layer."""
+        settings = {key: value for key, value in vars(layer).items() if key not in vars(nn.Module())}
+        vars(self).update(copy.deepcopy(settings))
 
     def assigned(self) -> tuple[int, ...]:
         """The shape of the weight's Z: one number, one for each input unit, or one for each element."""

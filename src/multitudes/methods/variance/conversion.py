@@ -18,6 +18,7 @@ the phase transition, which `transition` measures.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ from multitudes.core.copying import copied
 from multitudes.core.divergences import divergence
 from multitudes.core.multitude import Multitude
 from multitudes.methods.registry import Method, Settings, Training, by
-from multitudes.methods.variance.layers import KLS, LAYERS, check_options, variance_layers
+from multitudes.methods.variance.layers import KLS, LAYERS, VarianceLayer, check_options, variance_layers
+from multitudes.surgery.affine import affine_layers, is_computed, kind_of, maps_of
+from multitudes.surgery.coverage import kinds_left, tell_reach
 from multitudes.surgery.layers import Factory, Selector, is_frozen, replace, select
 from multitudes.surgery.start import starting
 from multitudes.training.optimizers import can_fuse
@@ -75,9 +78,11 @@ def variance(
     start = starting(model, 1, init, heads, seed=seed)
     network = start.network
     check_options(parameterization, log_alpha, kl, nu)
-    chosen = select(network, layers, tuple(LAYERS))
+    able = {name: layer for name, layer in affine_layers(network).items() if _class_for(layer) is not None}
+    chosen = select(network, layers, able)
+    last = list(affine_layers(network))[-1:] if layers is None else []
     if layers is None:
-        chosen = _all_but_last(network, chosen)
+        chosen = _all_but_last(network, chosen, last[0])
     _check_trained(chosen, parameterization)
     hooked = [name for name, layer in chosen.items() if layer._forward_hooks or layer._forward_pre_hooks]
     if hooked:
@@ -86,7 +91,7 @@ def variance(
     with start.seeded():
         network = start.begin(copied(network))
         drawn = {name: network.get_submodule(name) for name in chosen}
-        converted = {name: LAYERS[type(layer)].of(layer, **options) for name, layer in drawn.items()}
+        converted = {name: _converted(layer, options) for name, layer in drawn.items()}
         if start.fresh:
             for layer in converted.values():
                 layer.reset_spread()
@@ -94,14 +99,46 @@ def variance(
     if variance_kl not in net.divergences:  # it is that of all such layers
         net.divergences += (variance_kl,)
     net.notes = start.noted({name: f"random weights, parameterization {parameterization!r}" for name in converted})
+    tell_reach(net, start.network, converted, on_purpose=last, warn=layers is None)
     return net
 
 
-def _all_but_last(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    *hidden, last = chosen
+def _class_for(layer: nn.Module) -> type[VarianceLayer] | None:
+    """The class of random weights that computes what a layer does; None where its weight is computed from others."""
+    return None if is_computed(layer) else LAYERS.get(kind_of(layer) or nn.Linear)
+
+
+def _converted(layer: nn.Module, options: dict[str, Any]) -> VarianceLayer:
+    kind = _class_for(layer)
+    assert kind is not None
+    return kind.of(_as_linear(layer), **options)
+
+
+def _as_linear(layer: Any) -> nn.Module:
+    """A layer of torch's own, or one like it in the place of another class (Hugging Face's `Conv1D`)."""
+    if kind_of(layer) is not None:
+        return layer
+    (affine,) = maps_of(layer)
+    inputs, outputs = affine.widths(layer.weight.shape)
+    bias = getattr(layer, "bias", None)
+    linear = nn.utils.skip_init(
+        nn.Linear, inputs, outputs, bias is not None, device=layer.weight.device, dtype=layer.weight.dtype
+    )
+    weight = layer.weight.detach()
+    weight = weight.T.contiguous() if affine.inputs == 0 else weight.clone()
+    linear.weight, linear.bias = nn.Parameter(weight, layer.weight.requires_grad), copy.deepcopy(bias)
+    others = {key: value for key, value in vars(layer).items() if key not in vars(linear)}
+    vars(linear).update(copy.deepcopy(others))
+    return linear.train(layer.training)
+
+
+def _all_but_last(model: nn.Module, chosen: dict[str, nn.Module], last: str) -> dict[str, nn.Module]:
+    hidden = {name: layer for name, layer in chosen.items() if name != last}
     if not hidden:
-        raise ValueError(f"model ({type(model).__name__}) has only one layer: layers=[{last!r}] converts it")
-    trained = {name: chosen[name] for name in hidden if not is_frozen(chosen[name])}
+        others = kinds_left(model, chosen)
+        but = f"; not of a kind that can be converted: {others}" if others else ""
+        raise ValueError(f"model ({type(model).__name__}) has only one layer: layers=[{last!r}] converts it{but}")
+    trained = {name: layer for name, layer in hidden.items() if not is_frozen(layer)}
     if not trained:
         raise ValueError(f"all layers of model ({type(model).__name__}) but the last, {last!r}, are frozen")
     return trained

@@ -77,6 +77,8 @@ class VarianceLayer(Stochastic):
         else:
             new.weight = mu
             new.reset_spread()
+        kept = {key: value for key, value in vars(layer).items() if key not in vars(new)}  # of a user's subclass
+        vars(new).update(copy.deepcopy(kept))
         return new
 
     def reset_parameters(self) -> None:
@@ -232,6 +234,12 @@ class VarianceConv2d(_VarianceConv, nn.Conv2d):
     plain = nn.Conv2d
 
 
+class VarianceConv3d(_VarianceConv, nn.Conv3d):
+    """A convolution, `[B, I, D, H, W] -> [B, O, D', H', W']`, of random weights, drawn anew at each position."""
+
+    plain = nn.Conv3d
+
+
 class Absolute(nn.Module):
     """`|x|`: the nonlinearity for after a zero-centred layer, half of whose outputs a ReLU would drop (appendix D)."""
 
@@ -247,6 +255,7 @@ LAYERS: dict[type[nn.Module], type[VarianceLayer]] = {
     nn.Linear: VarianceLinear,
     nn.Conv1d: VarianceConv1d,
     nn.Conv2d: VarianceConv2d,
+    nn.Conv3d: VarianceConv3d,
 }
 
 

@@ -1,0 +1,46 @@
+"""Tensors that can be asked for their shape, dtype and device, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multitudes.core.calling import InputError
+
+__all__ = ["ASKING", "Unreadable", "unreadable"]
+
+ASKING = {
+    "__get__", "__len__", "__repr__", "__hash__", "__format__", "dim", "ndimension", "size", "numel", "nelement",
+    "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous", "get_device", "type",
+}  # fmt: skip
+"""The functions that ask for no values."""
+
+
+class Unreadable(Tensor):
+    """Stands for a tensor of which every member has its own: whoever computes with it would leave the members out."""
+
+    reason: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ASKING:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        given = (*args, *(kwargs or {}).values())
+        found = [t for arg in given for t in (arg if isinstance(arg, (list, tuple)) else [arg])]
+        raise InputError(next((t.reason for t in found if isinstance(t, Unreadable)), "a tensor cannot be read"))
+
+
+def unreadable(like: Tensor, reason: str) -> Tensor:
+    """A tensor of the same shape, dtype and device; to compute with it is an error that gives the reason.
+
+    While a network is compiled, its values are NaN instead.
+    """
+    values = like.detach().new_full((), torch.nan).expand(like.shape)
+    if torch.compiler.is_compiling():
+        return values
+    asked = values.as_subclass(Unreadable)
+    asked.reason = reason
+    return asked
