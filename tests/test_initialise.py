@@ -311,7 +311,10 @@ SAME: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "masksembles": (
         lambda: mt.masksembles(Net(), 3, 1, init="pretrained", example=X),
-        "scale=1 shows all inputs to all members",
+        "scale=1 shows all inputs to all members.*a larger one",
+    ),
+    "hardly masked": (
+        lambda: mt.masksembles(Net(), 3, 1.001, example=X), "scale=1.001 shows all inputs to all members",
     ),
     "mimo": (
         lambda: mt.mimo(Net(), 3, 1.0, init="pretrained", example=X),
