@@ -26,6 +26,8 @@ LIBRARY = str(Path(mt.__file__).parent)
 MEMBERS = 2
 RATE = 0.02
 STEPS = 2
+OUTPUT = "multitudes_output"
+"""What `mt.Multitude(model, output=...)` notes on the network that it wraps, as its user asks for."""
 
 
 class Wrong(Exception):
@@ -110,11 +112,11 @@ def left_alone(case: Case) -> Iterator[None]:
 def _image_of(model: nn.Module) -> dict[str, Any]:
     image: dict[str, Any] = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     for name, module in model.named_modules():
-        image[f"{name} attributes"] = sorted(vars(module))
+        image[f"{name} attributes"] = sorted(vars(module).keys() - {OUTPUT})
         image[f"{name} hooks"] = len(module._forward_hooks), len(module._forward_pre_hooks)
         image[f"{name} mode"] = module.training
         for key, value in vars(module).items():
-            if isinstance(value, (int, float, str, bool)):
+            if isinstance(value, (int, float, str, bool)) and key != OUTPUT:
                 image[f"{name}.{key}"] = value
     image["gradients"] = [name for name, p in model.named_parameters() if p.grad is not None]
     return image
@@ -198,7 +200,8 @@ def _one_step(
 
 
 def _slice(buffer: Tensor, index: int) -> Tensor:
-    return buffer.to_dense()[index] if buffer.is_sparse else buffer[index]
+    """A member's own part of a buffer; a sparse one is shared."""
+    return buffer if buffer.is_sparse else buffer[index]
 
 
 def judge_noise_of_members(net: mt.Members, case: Case, runner: str) -> None:

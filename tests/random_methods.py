@@ -37,25 +37,30 @@ VANISHING = 1e-9
 """A rate, or a spread, so small that a network that draws computes what the given one computes."""
 
 
+def given(of: Case) -> nn.Module:
+    """A network as a user hands it to a method: where it answers with a tuple, with the word that the first counts."""
+    return mt.Multitude(of.model, output=0) if of.parts[-1] == "tuple" else of.model
+
+
 # -- independent members -----------------------------------------------------------------------------------
 
 
 def fuse(make: Make, runner: str) -> None:
-    given = [make(noise=(), weights=index) for index in range(MEMBERS)]
+    cases = [make(noise=(), weights=index) for index in range(MEMBERS)]
     known = [make(noise=(), weights=index).model for index in range(MEMBERS)]
-    with left_alone(given[0]):
-        net = mt.fuse([each.model for each in given])
-        judge_members(net, known, given[0], runner)
-        saved_and_loaded(net, given[0])
+    with left_alone(cases[0]):
+        net = mt.fuse([given(each) for each in cases])
+        judge_members(net, known, cases[0], runner)
+        saved_and_loaded(net, cases[0])
     noisy = make()
     if noisy.noise:
-        judge_noise_of_members(mt.fuse([make().model for _ in range(MEMBERS)]), noisy, runner)
+        judge_noise_of_members(mt.fuse([given(make()) for _ in range(MEMBERS)]), noisy, runner)
 
 
 def deep_ensemble(make: Make, runner: str) -> None:
     quiet = make(noise=())
     with left_alone(quiet):
-        net = mt.deep_ensemble(quiet.model, MEMBERS, init="fresh", seed=quiet.number)
+        net = mt.deep_ensemble(given(quiet), MEMBERS, init="fresh", seed=quiet.number)
         members = [net.member(index) for index in range(MEMBERS)]
         frozen_is_kept(quiet, members)
         judge_members(net, members, quiet, runner)
@@ -65,7 +70,7 @@ def packed(make: Make, runner: str) -> None:
     quiet = make(noise=())
     init, alpha = INITS[quiet.number % 2], (1, 2)[quiet.number // 2 % 2]
     with left_alone(quiet):
-        net = mt.packed(quiet.model, MEMBERS, alpha, example=quiet.x, init=init, seed=quiet.number)
+        net = mt.packed(given(quiet), MEMBERS, alpha, example=quiet.x, init=init, seed=quiet.number)
         members = [net.member(index) for index in range(MEMBERS)]
         frozen_is_kept(quiet, members)
         judge_members(net, members, quiet, runner)
@@ -79,7 +84,7 @@ def snapshots(make: Make, runner: str) -> None:
     for network, state in zip(known, states, strict=True):
         network.load_state_dict(state)
     with left_alone(quiet):
-        judge_members(mt.snapshots(quiet.model, states), known, quiet, runner)
+        judge_members(mt.snapshots(given(quiet), states), known, quiet, runner)
 
 
 def checkpoints(of: Case, count: int) -> list[dict[str, Tensor]]:
@@ -117,16 +122,18 @@ def _shared(build: Callable[[Case, str], mt.Multitude]) -> Check:
 
 
 def _frozen_is_somewhere(of: Case, net: mt.Multitude) -> None:
-    """What was frozen is among the network's tensors, unless its width was changed."""
+    """What was frozen is among the network's tensors and frozen, as it was or once a member, unless cut to size."""
     tensors = [*net.parameters(), *net.buffers()]
     for name, parameter in of.model.named_parameters():
-        alike = [t for t in tensors if t.shape == parameter.shape]
-        if not parameter.requires_grad and alike and not any(torch.equal(t, parameter) for t in alike):
-            raise Wrong(f"frozen {name} has other values")
+        each = parameter.expand(net.members, *parameter.shape)
+        alike = [t for t in tensors if t.shape in (parameter.shape, each.shape)]
+        kept = [t for t in alike if torch.equal(t, parameter) or torch.equal(t, each)]
+        if not parameter.requires_grad and alike and not any(not t.requires_grad for t in kept):
+            raise Wrong(f"frozen {name} has other values, or is trained")
 
 
 def _mimo(of: Case, init: str) -> mt.Multitude:
-    net = mt.mimo(of.model, MEMBERS, 1.0, example=of.x, init=init, seed=of.number)
+    net = mt.mimo(given(of), MEMBERS, 1.0, example=of.x, init=init, seed=of.number)
     if init == "pretrained":
         with torch.no_grad():
             same("pretrained", net.eval()(of.x)[0], run(of.model, of.x))
@@ -134,9 +141,9 @@ def _mimo(of: Case, init: str) -> mt.Multitude:
 
 
 SHARED = {
-    "batch_ensemble": _shared(lambda of, init: mt.batch_ensemble(of.model, MEMBERS, init=init, seed=of.number)),
+    "batch_ensemble": _shared(lambda of, init: mt.batch_ensemble(given(of), MEMBERS, init=init, seed=of.number)),
     "masksembles": _shared(
-        lambda of, init: mt.masksembles(of.model, MEMBERS, 2.0, example=of.x, init=init, seed=of.number)
+        lambda of, init: mt.masksembles(given(of), MEMBERS, 2.0, example=of.x, init=init, seed=of.number)
     ),
     "mimo": _shared(_mimo),
 }
@@ -208,19 +215,19 @@ def mc_dropout(make: Make, runner: str) -> None:
     noisy = _with_open_gates(make())
     with left_alone(noisy):
         if not noisy.noise:
-            _judge_draws(mt.mc_dropout(noisy.model, 0.3, _is_linear, example=noisy.x), noisy)
+            _judge_draws(mt.mc_dropout(given(noisy), 0.3, _is_linear, example=noisy.x), noisy)
             return
-        net = mt.mc_dropout(noisy.model)
+        net = mt.mc_dropout(given(noisy))
         _judge_draws(net, noisy)
         _judge_statistics(net, noisy, make, None)
     for source in range(len(noisy.noise)) if len(noisy.noise) > 1 else ():
         alone = _with_open_gates(make(noise=(source,)))
-        _judge_statistics(mt.mc_dropout(alone.model), alone, make, (source,))
+        _judge_statistics(mt.mc_dropout(given(alone)), alone, make, (source,))
     quiet = _with_open_gates(make(noise=()))
     if any(isinstance(m, (nn.Dropout, nn.Dropout2d)) for m in noisy.model.modules()):
         with left_alone(quiet):
             known = _with_open_gates(make(noise=())).model
-            _judge_vanishing(mt.mc_dropout(quiet.model, VANISHING), quiet, known)
+            _judge_vanishing(mt.mc_dropout(given(quiet), VANISHING), quiet, known)
 
 
 def _with_open_gates(of: Case) -> Case:
@@ -266,7 +273,7 @@ def _training(model: nn.Module) -> nn.Module:
 
 
 def _variance(of: Case, vanishing: bool) -> mt.Multitude:
-    net = mt.variance(of.model, None, "additive" if vanishing else "layer", init="pretrained", log_alpha=-2.0)
+    net = mt.variance(given(of), None, "additive" if vanishing else "layer", init="pretrained", log_alpha=-2.0)
     for name, parameter in net.named_parameters():
         if name.endswith("log_sigma"):
             parameter.data.fill_(-60.0)
@@ -277,12 +284,12 @@ def _patched(of: Case, vanishing: bool) -> mt.Multitude:
     norms = any(isinstance(m, (nn.LayerNorm, nn.GroupNorm)) for m in of.model.modules())
     layers = None if of.number % 3 == 0 else "norm+output" if norms else "output"
     spread = VANISHING if vanishing else 0.5
-    return mt.patched(of.model, 2, layers, init="pretrained", spread=spread, example=of.x, seed=1)
+    return mt.patched(given(of), 2, layers, init="pretrained", spread=spread, example=of.x, seed=1)
 
 
 def _swag(of: Case, vanishing: bool) -> mt.Multitude:
     states = checkpoints(of, 4)
-    return mt.swag(of.model, [states[0]] * 3 if vanishing else states)
+    return mt.swag(given(of), [states[0]] * 3 if vanishing else states)
 
 
 def _subspace(of: Case, vanishing: bool) -> mt.Multitude:
@@ -291,7 +298,7 @@ def _subspace(of: Case, vanishing: bool) -> mt.Multitude:
     scale: dict[str, Any] = {"p": VANISHING if vanishing else 0.2} if kind == "dropout" else {
         "scale": VANISHING if vanishing else 0.5
     }  # fmt: skip
-    return mt.subspace(of.model, kind, checkpoints(of, 4), **rank, **scale)
+    return mt.subspace(given(of), kind, checkpoints(of, 4), **rank, **scale)
 
 
 def subspaces(build: Callable[[Case, bool], mt.Multitude]) -> Check:
@@ -329,7 +336,7 @@ def swa(make: Make, runner: str) -> None:
     known = make(noise=()).model
     known.load_state_dict(mean_of(states))
     with left_alone(quiet):
-        net = mt.swa(quiet.model, states)
+        net = mt.swa(given(quiet), states)
         with torch.no_grad():
             same("evaluation", net.eval()(quiet.x)[0], run(known.eval(), quiet.x))
 
@@ -338,14 +345,14 @@ def smooth(make: Make, runner: str) -> None:
     """A smoothing that changes nothing, a kernel of one point and no cut-off, changes nothing."""
     quiet = make(noise=())
     with left_alone(quiet):
-        smoothed = mt.smooth(quiet.model, (1,), "none", example=quiet.x)
+        smoothed = mt.smooth(given(quiet), (1,), "none", example=quiet.x)
         with torch.no_grad():
             same("evaluation", run(smoothed.eval(), quiet.x), run(quiet.model, quiet.x))
-        _ = run(mt.smooth(quiet.model, example=quiet.x).train(), quiet.x)
+        _ = run(mt.smooth(given(quiet), example=quiet.x).train(), quiet.x)
 
 
 def _drop_connect(of: Case, vanishing: bool) -> mt.Multitude:
-    return mt.drop_connect(of.model, VANISHING if vanishing else 0.2)
+    return mt.drop_connect(given(of), VANISHING if vanishing else 0.2)
 
 
 CHECKS: dict[str, Check] = {

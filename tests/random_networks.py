@@ -1,7 +1,7 @@
 """Random networks: each is made of an input, two to five blocks and a head, and is known by its number alone.
 
 `case(123)` is always the same network with the same weights, input and target, in float64. What the blocks are is in
-`random_rows`, `random_sequences` and `random_maps`; what is done with the networks in `random_judge`.
+`random_rows`, `random_habits`, `random_sequences` and `random_maps`; what is done with the networks in `random_judge`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import tests.random_habits
 import tests.random_maps  # noqa: F401
 from tests.random_dice import BLOCKS, PLAIN, WIDTH, Dice
 from tests.random_sequences import class_token

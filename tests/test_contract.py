@@ -128,7 +128,8 @@ def test_bad_inputs_raise_one_sentence(method: str, network: str) -> None:
 def test_the_given_model_is_left_as_it_was(method: str, network: str) -> None:
     model, (x, y) = NETWORKS[network].model(), NETWORKS[network].batch()
     before, structure = snapshot(model), repr(model)
-    for options in ({"init": "fresh"}, {"init": "pretrained"}) if method in METHODS else ({},):
+    kept = {"init": "pretrained", "perturb": 0.1} if method == "deep_ensemble" else {"init": "pretrained"}
+    for options in ({"init": "fresh"}, kept) if method in METHODS else ({},):
         net = build(method, network, model, **options)
         three(net, x)
         if method not in SAMPLED:

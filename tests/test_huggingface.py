@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -122,3 +123,89 @@ def test_models_that_cannot_be_narrowed_say_so() -> None:
     for build, batch in (MODELS["vit"], MODELS["bert"]):
         with pytest.raises(ValueError, match="cannot be narrowed"):
             mt.packed(build(), members=2, alpha=1, example=batch())
+
+
+# -- whose weights a member starts from --------------------------------------------------------------------
+
+
+def pretrained(build: Callable[[], nn.Module]) -> nn.Module:
+    """As `from_pretrained` gives it: with a source, and with weights that no initialiser draws."""
+    model = build()
+    model.config._name_or_path = "someone/something"
+    with torch.no_grad():
+        for parameter in model.base_model.parameters():
+            parameter.add_(0.3)
+    return model
+
+
+@every_model
+def test_heads_keeps_a_pretrained_backbone(name: str) -> None:
+    build, batch = MODELS[name]
+    model = pretrained(build)
+    for method in (mt.deep_ensemble, mt.batch_ensemble):
+        net = method(model, 2, init="heads", seed=0)
+        own = dict(net.named_parameters())
+        for parameter, value in model.base_model.named_parameters(prefix=model.base_model_prefix):
+            kept = own.get(parameter, own.get(parameter.replace(".weight", ".layer.weight")))
+            if kept is not None:  # else it is a bias that each member has for itself
+                assert torch.equal(kept, value.expand_as(kept)), parameter
+        heads = [head for key, head in own.items() if key.startswith("classifier") and "weight" in key]
+        assert heads
+        assert net(batch()).shape == (2, 3, 5)
+    net = mt.deep_ensemble(model, 2, init="heads", seed=0)
+    first, second = (dict(net.member(i).named_parameters()) for i in range(2))
+    different = {key for key in first if not torch.equal(first[key], second[key])}
+    classifier = {key for key in first if key.startswith("classifier")}
+    assert {key for key in classifier if key.endswith("weight")} <= different <= classifier
+
+
+@every_model
+def test_drawing_a_pretrained_model_anew_is_told_unless_it_was_asked_for(name: str) -> None:
+    model = pretrained(MODELS[name][0])
+    with pytest.warns(UserWarning, match=r"model looks trained .*'someone/something'.*init='heads'") as told:
+        mt.deep_ensemble(model, 2)
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mt.deep_ensemble(model, 2, init="fresh")
+        mt.deep_ensemble(model, 2, init="heads")
+        mt.deep_ensemble(MODELS[name][0](), 2)
+
+
+class Pair(nn.Module):
+    """Two models in one, each of which initialises itself in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+        text = transformers.BertConfig(vocab_size=40, max_position_embeddings=16, initializer_range=0.5, **sizes)
+        image = transformers.ViTConfig(image_size=8, patch_size=4, initializer_range=0.005, **sizes)
+        self.text, self.image = transformers.BertModel(text), transformers.ViTModel(image)
+        self.head = nn.Linear(64, 5)
+
+    def forward(self, input_ids: Tensor, pixel_values: Tensor) -> Tensor:
+        text, image = self.text(input_ids).pooler_output, self.image(pixel_values).pooler_output
+        return self.head(torch.cat([text, image], 1))
+
+
+def test_each_of_several_models_in_one_is_initialised_by_its_own_rule() -> None:
+    model = Pair()
+    net = mt.deep_ensemble(model, 2, seed=0)
+    for prefix, std in (("text.", 0.5), ("image.", 0.005)):
+        weights = [p for key, p in net.named_parameters() if key.startswith(prefix) and p.dim() == 3 and p.std() > 0]
+        assert len(weights) >= 6
+        for weight in weights:
+            torch.testing.assert_close(weight.std().item(), std, rtol=0.25, atol=0)
+            assert not torch.isclose(weight[0], weight[1]).all()
+    heads = mt.deep_ensemble(model, 2, init="heads", heads="head", seed=0)
+    assert torch.equal(heads.network.text.pooler.dense.weight[1], model.text.pooler.dense.weight)
+
+
+def test_a_language_model_that_shares_its_embedding_with_its_head_keeps_both() -> None:
+    config = transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=16)
+    model = transformers.GPT2LMHeadModel(config)
+    with pytest.raises(ValueError, match=r"heads: 'lm_head' would be drawn anew, and with it .*'transformer.wte'"):
+        mt.deep_ensemble(model, 2, init="heads")
+    net = mt.deep_ensemble(model, 2, seed=0)
+    assert net.network.lm_head.weight is net.network.transformer.wte.weight
+    torch.testing.assert_close(net.network.lm_head.weight.std().item(), 0.02, rtol=0.1, atol=0)

@@ -67,6 +67,23 @@ def test_the_chosen_output_counts_for_every_method(kind: str, output: Any, metho
     torch.testing.assert_close(mt.load(path, given).predict(X, **options).predictions, p.predictions)
 
 
+def test_two_parts_of_one_networks_answer_count_side_by_side() -> None:
+    model = Several("dict")
+    before = dict(vars(model))
+    nets = [mt.Multitude(model, output=output).eval() for output in ("score", "aside")]
+    assert vars(model).keys() == before.keys()
+    answer = model.eval()(X)
+    for net, name in zip(nets, ("score", "aside"), strict=True):
+        torch.testing.assert_close(net(X)[0], answer[name])
+        assert all(one is two for one, two in zip(net.parameters(), model.parameters(), strict=True))
+    nets[0].loss(X, classes(4, high=3)).backward()
+    assert model.head.weight.grad is not None and model.other.weight.grad is None
+    model.to(torch.float64)
+    torch.testing.assert_close(nets[1](X.double())[0], model(X.double())["aside"])
+    with pytest.raises(ValueError, match="output='score' is for a network, got a multitude: Members"):
+        mt.Multitude(mt.fuse([nn.Linear(8, 3)]), output="score")
+
+
 def test_an_output_that_is_not_chosen_or_not_there_is_named() -> None:
     with pytest.raises(ValueError, match=r"a dict with 'score' \[4, 3\], 'aside' \[4, 2\]; say which.*output="):
         mt.Multitude(Several())(X)
@@ -80,6 +97,25 @@ def test_an_output_that_is_not_chosen_or_not_there_is_named() -> None:
         mt.Multitude(bert("QuestionAnswering"))(texts())
     net = mt.Multitude(bert("QuestionAnswering"), output="start_logits")
     assert net.predict(texts()).probs.shape == (3, 7)
+
+
+class Auxiliary(nn.Linear):
+    """Answers with more than its logits in training."""
+
+    def forward(self, x: Tensor) -> Any:
+        logits = super().forward(x)
+        return SimpleNamespace(logits=logits, aside=-logits) if self.training else logits
+
+
+@pytest.mark.parametrize("runner", ["loop", "packed", "stacked"])
+def test_a_tensor_alone_is_its_own_logits_and_has_no_other_part(runner: str) -> None:
+    net = mt.deep_ensemble(mt.Multitude(Auxiliary(8, 3), output="logits"), 2)
+    torch.testing.assert_close(net.train()(X), net.eval()(X))
+    for output in ("aside", 1):
+        net = mt.deep_ensemble(mt.Multitude(nn.Linear(8, 3), output=output), 2).eval()
+        with pytest.raises(ValueError, match=f"output={output!r} was chosen, and the network returned one tensor"):
+            net.runner = runner
+            net(X)
 
 
 # Export -----------------------------------------------------------------------------------------------------

@@ -18,15 +18,15 @@ FEW = range(20)
 MANY = range(1000, 1150)
 
 
-def assert_right_or_refused(number: int) -> None:
-    verdicts = {row: verdict(number, *row) for row in ROWS}
+def assert_right_or_refused(number: int, rows: list[tuple[str, str]] = ROWS) -> None:
+    verdicts = {row: verdict(number, *row) for row in rows}
     bad = [f"{' '.join(row)}: {v.kind}: {v.why}" for row, v in verdicts.items() if v.kind in ("crashed", "wrong")]
     assert not bad, f"{case(number)}\n" + "\n".join(bad)
 
 
 @pytest.mark.parametrize("number", FEW)
 def test_every_method_is_right_or_refuses(number: int) -> None:
-    assert_right_or_refused(number)
+    assert_right_or_refused(number, ROWS[number % 2 :: 2])
 
 
 @pytest.mark.slow

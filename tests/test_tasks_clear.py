@@ -54,6 +54,17 @@ def test_predictions_of_two_axes_need_a_task(shape: tuple[int, int]) -> None:
     assert mt.evaluate(net, (X, y)).counts["nll"] == y.numel()
 
 
+def test_one_token_of_several_classes_is_no_single_logit() -> None:
+    net = mt.Multitude(reshaped(1, 3))
+    with pytest.raises(ValueError, match="have their classes last: pass task='tokens'"):
+        net.loss(X, classes(4, 1, high=3))
+    with pytest.raises(ValueError, match="may have their classes in dim 2 or last"):
+        net.predict(X)
+    with pytest.raises(ValueError, match="for one logit pass task='binary'"):
+        net.loss(X, classes(4, 3, high=2))
+    assert net.predict(X, task="tokens").probs.shape == (4, 1, 3)
+
+
 @pytest.mark.parametrize(
     ("channels", "size", "clear"),
     [
@@ -105,6 +116,8 @@ def test_one_number_for_each_input_is_binary_or_a_value(last: list[nn.Module]) -
     [
         ("binary", reshaped(1), torch.tensor([0, 1, 2, 0]), "y must hold 0 or 1.* for task 'binary', got 2"),
         ("binary", reshaped(1), torch.zeros(4, 2), r"shape \[4, 1\] or that without the single channel, got \[4, 2\]"),
+        (None, reshaped(3), torch.ones(4, 3).long(), "for several labels of one input pass task='multilabel'"),
+        (None, reshaped(3), torch.ones(4, 3), "for several labels of one input task='multilabel'"),
         ("multilabel", reshaped(3), torch.zeros(4), r"y must have the predictions' shape \[4, 3\], got \[4\]"),
         ("multilabel", reshaped(3), torch.full((4, 3), -100), "y must hold 0 or 1.* got -100"),
         ("tokens", reshaped(5, 3), classes(4, 5, high=3) + 2, "y must hold classes 0 to 2, got"),
@@ -113,7 +126,7 @@ def test_one_number_for_each_input_is_binary_or_a_value(last: list[nn.Module]) -
         ("tokens", reshaped(5), classes(4, high=3), r"must be \[S, B, T, C\], classes last, got shape \[1, 4, 5\]"),
     ],
 )
-def test_targets_that_do_not_fit_are_one_sentence(task: str, net: nn.Module, y: Tensor, sentence: str) -> None:
+def test_targets_that_do_not_fit_are_one_sentence(task: str | None, net: nn.Module, y: Tensor, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         mt.Multitude(net).loss(X, y, task=task)
 

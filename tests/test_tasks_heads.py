@@ -79,6 +79,30 @@ def test_token_classifiers_and_language_models_learn_as_hugging_face_has_them(me
             torch.testing.assert_close(net.loss(x, moved), members * want)
 
 
+def test_texts_of_several_lengths_are_calibrated_and_scored() -> None:
+    net = mt.Multitude(gpt2())
+    batches = [{"input_ids": classes(3, length, high=11)} for length in (7, 5, 9)]
+    batches = [batch | {"labels": batch["input_ids"]} for batch in batches]
+    calibrated = mt.calibrate(net, batches, conformal=None)
+    counts = mt.evaluate(calibrated, batches).counts
+    assert counts["nll"] == 3 * (6 + 4 + 8)
+    logits = [net.predict({"input_ids": batch["input_ids"]}).log_probs[:, :-1].flatten(0, 1) for batch in batches]
+    y = torch.cat([batch["labels"][:, 1:].flatten() for batch in batches])
+    best = min(F.cross_entropy(torch.cat(logits) / t, y).item() for t in torch.logspace(-2, 2, 2001))
+    assert mt.evaluate(calibrated, batches)["nll"] == pytest.approx(best, rel=1e-5)
+
+
+def test_a_language_model_of_your_own_that_is_to_copy_its_input_is_warned_of() -> None:
+    net = mt.Multitude(nn.Embedding(11, 11))
+    net.task = "tokens"
+    x = classes(3, 7, high=11)
+    with pytest.warns(UserWarning, match=r"y holds the tokens of x itself.*set net.next_tokens = True"):
+        net.loss(x, x)
+    net.next_tokens = True
+    want = F.cross_entropy(net.network(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+    torch.testing.assert_close(net.loss(x, x), want)
+
+
 def test_multilabel_and_regression_heads_have_hugging_faces_loss() -> None:
     x = texts()
     model = bert("SequenceClassification", num_labels=3, problem_type="multi_label_classification")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.core.quantiles import default_levels, pinball
+from multitudes.landscape.objective import Objective
 
 LEVELS = (0.1, 0.25, 0.5, 0.75, 0.9)
 
@@ -157,3 +158,25 @@ def test_wrong_levels_are_one_sentence(levels: tuple[float, ...], sentence: str)
         net.predict(numbers(4, 2))
     with pytest.raises(ValueError, match=r"y must have the predictions' shape without their quantiles, \[4\]"):
         net.loss(numbers(4, 2), numbers(4, 1), task="quantiles")
+
+
+class Named(nn.Module):
+    """A network whose layers have names that multitudes use too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.task, self.quantiles = nn.Linear(2, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.quantiles(self.task(x).relu())
+
+
+def test_a_network_may_have_layers_of_the_same_names() -> None:
+    net = mt.deep_ensemble(Named(), 2, seed=0)
+    net.quantiles = (0.1, 0.5, 0.9)
+    x, y = numbers(8, 2), numbers(8, seed=2)
+    want = sum(pinball(net.member(i)(x), y, (0.1, 0.5, 0.9)) for i in range(2))
+    torch.testing.assert_close(net.loss(x, y), want)
+    assert net.predict(x).quantiles == (0.1, 0.5, 0.9)
+    objective = Objective(net, (x, y))
+    assert objective.value(objective.start).item() == pytest.approx(want.item(), rel=1e-5)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,11 +86,16 @@ Output = str | int | Callable[[Any], Tensor]
 """Which part of a network's answer is the prediction: a key or attribute, a position, or a function of the answer."""
 
 
-def choose_output(network: nn.Module, output: Output) -> None:
-    """Say which part of a network's answer counts from now on, in this network and its copies."""
+def with_output(network: nn.Module, output: Output) -> nn.Module:
+    """The same network, its parameters, buffers and children, of whose answer another part counts.
+
+    The given one is left as it was: two multitudes may take different parts of the answer of one network.
+    """
     if isinstance(output, bool) or not (isinstance(output, (str, int)) or callable(output)):
         raise ValueError(f"output must be a key, an attribute, a position or a function of the answer, got {output!r}")
-    object.__setattr__(network, OUTPUT, output)
+    twin = copy.copy(network)  # shallow: its registries are the network's own
+    object.__setattr__(twin, OUTPUT, output)
+    return twin
 
 
 def chosen_output(network: nn.Module) -> Output | None:
@@ -112,25 +118,30 @@ def prediction_in(answer: Any, network: nn.Module) -> Tensor:
         return logits
     raise InputError(
         f"the network returned a {type(answer).__name__}{_parts(answer)}; say which is the prediction, by name, "
-        "position or a function of the answer: mt.Multitude(model, output=...), which every method takes as a model"
+        "position or a function of the answer: mt.Multitude(model, output=...), which methods take as they take a model"
     )
 
 
 def part_of(answer: Any, output: Output) -> Any:
-    """The part of a network's answer that was chosen; an error where it is not there."""
+    """The part of a network's answer that was chosen; an error where it is not there.
+
+    A tensor alone is its own logits, as of networks that answer with more in training; it has no other part.
+    """
+    if isinstance(answer, Tensor) and not callable(output):
+        if output == "logits":
+            return answer
+        raise InputError(f"output={_shown(output)} was chosen, and the network returned one tensor alone")
     try:
         if callable(output):
             return output(answer)
-        return getattr(answer, output) if _is_attribute(answer, output) else answer[output]
+        if isinstance(output, str) and not isinstance(answer, Mapping):
+            return getattr(answer, output)
+        return answer[output]
     except (KeyError, IndexError, AttributeError, TypeError) as error:
         raise InputError(
             f"output={_shown(output)} is not in what the network returned, a {type(answer).__name__}"
             f"{_parts(answer)}: {error}"
         ) from error
-
-
-def _is_attribute(answer: Any, output: Any) -> TypeGuard[str]:
-    return isinstance(output, str) and not isinstance(answer, Mapping)
 
 
 def _shown(output: Output) -> str:

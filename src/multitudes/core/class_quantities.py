@@ -44,6 +44,11 @@ class ClassQuantities(Quantities):
         """The same, calibrated."""
         return self._mean_log_probs if self.calibration is None else self.calibration.log_probs(self._mean_log_probs)
 
+    @cached_property
+    def _probs(self) -> Tensor:
+        """`[B, C, ...]`"""
+        return self._log_probs.exp()
+
     @quantity(*CLASSES)
     def member_log_probs(self) -> Tensor:
         """Log-probabilities of each member, `[S, B, C, ...]`."""
@@ -68,17 +73,17 @@ class ClassQuantities(Quantities):
     @quantity(*CLASSES)
     def probs(self) -> Tensor:
         """The members' mean probabilities, `[B, C, ...]`; never the softmax of their mean logits."""
-        return self.log_probs.exp()
+        return self._own_form(self._probs, 1)
 
     @quantity(*CLASSES)
     def label(self) -> Tensor:
         """The most probable class, `[B, ...]`; of yes and no, 1 where yes is the more probable."""
-        return self._log_probs.exp().argmax(1)
+        return self._probs.argmax(1)
 
     @quantity(*CLASSES)
     def confidence(self) -> Tensor:
         """The probability of `label`, `[B, ...]`."""
-        return self._log_probs.exp().amax(1)
+        return self._probs.amax(1)
 
     @quantity(*CLASSES)
     def entropy(self) -> Tensor:

@@ -56,11 +56,12 @@ def predicts_next_tokens(network: nn.Module) -> bool:
     network = _inside(network)
     if head_task(network) != "tokens" or _is_a(network, ("ForTokenClassification", "ForMaskedLM")):
         return False
-    return not getattr(network.config, "is_encoder_decoder", False) and _shifts_labels(type(network))
+    kind: Any = type(network)  # which mypy does not know to be hashable
+    return not getattr(network.config, "is_encoder_decoder", False) and _shifts_labels(kind)
 
 
 @functools.cache
-def _shifts_labels(kind: type[nn.Module]) -> bool:
+def _shifts_labels(kind: Any) -> bool:
     """Whether the loss in Hugging Face's own forward shifts labels, by the names that its code uses."""
     for each in kind.__mro__:
         forward = vars(each).get("forward")

@@ -15,8 +15,9 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from multitudes.core.calling import InputError
+from multitudes.core.settings import FOUND_ANEW
 
-__all__ = ["Attributes", "Written", "checkpointed", "each_from_the_same", "lent", "written_attributes"]
+__all__ = ["Attributes", "Written", "apart", "checkpointed", "each_from_the_same", "lent", "written_attributes"]
 
 Written = dict[str, Tensor]
 """Buffers that a run has assigned, by their names."""
@@ -138,9 +139,9 @@ def each_from_the_same(
 def written_attributes(network: nn.Module, own: Attributes) -> Iterator[None]:
     """Inside, attributes are as `own` has them; after, as they were before, and `own` has what was written.
 
-    Only modules of the user's own classes are looked at: torch's layers write buffers alone.
+    Only modules of the user's own classes, or with hooks, are looked at: torch's layers write buffers alone.
     """
-    modules = {path: module for path, module in network.named_modules() if _of_user(type(module))}
+    modules = {path: module for path, module in network.named_modules() if _may_write(module)}
     before = {path: _attributes(module) for path, module in modules.items()}
     contents = {
         (path, key): value.copy()
@@ -158,6 +159,13 @@ def written_attributes(network: nn.Module, own: Attributes) -> Iterator[None]:
     finally:
         for path, module in modules.items():
             _keep_written(path, module, before[path], contents, own)
+
+
+def apart(value: Any) -> Any:
+    """What was written, so that writing into the one leaves the other alone."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return value.copy() if type(value) in _CONTAINERS else value
 
 
 def _keep_written(
@@ -186,8 +194,11 @@ def _same_content(one: Any, other: Any) -> bool:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {key: value for key, value in vars(module).items() if key not in _REGISTRIES and key != "training"}
+    passed = {*_REGISTRIES, *FOUND_ANEW, "training"}
+    return {key: value for key, value in vars(module).items() if key not in passed}
 
 
-def _of_user(kind: type[nn.Module]) -> bool:
-    return not kind.__module__.startswith(("torch.nn.", "multitudes.")) or ".models." in kind.__module__
+def _may_write(module: nn.Module) -> bool:
+    kind = type(module).__module__
+    own = not kind.startswith(("torch.nn.", "multitudes.")) or ".models." in kind
+    return own or bool(module._forward_pre_hooks or module._forward_hooks)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from multitudes.core.calling import Input, InputError, call, slots, tensors_in
 from multitudes.core.divergences import Divergence
 from multitudes.core.draws.stochastic import as_member
-from multitudes.core.lending import Attributes, Written, checkpointed, lent, written_attributes
+from multitudes.core.lending import Attributes, Written, apart, checkpointed, lent, written_attributes
 from multitudes.core.multitude import Multitude, plain
 from multitudes.core.packing import CannotPack, Plan, trace
 from multitudes.core.proof import alike, kind_of, silent_trial, unmoved
@@ -248,7 +248,7 @@ class Members(Multitude):
 
     def _difference(self, runner: str, x: Input) -> str:
         """What differs between a runner and the loop: predictions, or what the run makes of the buffers."""
-        with silent_trial(self.network, x) as drew:
+        with silent_trial(self.network, x) as doubt:
             want = self._trial("loop", x)
             try:
                 got = self._trial(runner, x)
@@ -256,8 +256,8 @@ class Members(Multitude):
                 raise
             except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
                 return str(error).splitlines()[0]
-            if drew():
-                return "it draws random numbers in a way that cannot be compared"
+            if doubt():
+                return doubt()
         if not alike(got[""], want[""]):
             return "it gives different predictions from those of the members one by one"
         wrong = [name for name in want if name not in got or not alike(got[name], want[name])]
@@ -299,7 +299,7 @@ class Members(Multitude):
     def _member(self, index: int) -> nn.Module:
         member = with_tensors(self.network, lambda tensor: tensor[index])
         for (path, key), (value, _) in self._written[index].items():
-            vars(member.get_submodule(path))[key] = value
+            vars(member.get_submodule(path))[key] = apart(value)
         return member
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

@@ -15,11 +15,11 @@ from multitudes.core.calling import (
     InputError,
     Output,
     call,
-    choose_output,
     input_errors,
     one_per_input,
     plain_attention,
     tensors_in,
+    with_output,
 )
 from multitudes.core.copying import copied
 from multitudes.core.divergences import Divergence
@@ -53,8 +53,11 @@ class Multitude(Tasked):
     `named_parameters()` and attribute access read like the user's own network, with nothing put in front.
 
     Where layers draw (see `Stochastic`), evaluation makes `draws` draws of every member, member-major, and training
-    `training_draws`. Subclasses say how one draw of all members is made (`_predictions`), whether the members
-    share weights (`independent`), and what one member is alone (`_member`).
+    `training_draws`. Where the network answers with several tensors, `output` says which one is the prediction, by key,
+    attribute, position or a function of the answer; the network and all that is made of it remember that.
+
+    Subclasses say how one draw of all members is made (`_predictions`), whether the members share weights
+    (`independent`), and what one member is alone (`_member`).
     """
 
     independent = False
@@ -74,7 +77,9 @@ class Multitude(Tasked):
     def __init__(self, network: nn.Module, members: int = 1, *, output: Output | None = None) -> None:
         super().__init__()
         if output is not None:
-            choose_output(network, output)
+            if isinstance(network, Multitude):
+                raise ValueError(f"output={output!r} is for a network, got a multitude: {type(network).__name__}")
+            network = with_output(network, output)
         share_registries(self, network)
         object.__setattr__(self, "network", network)  # not registered, which would put a name in front
         self.training = network.training
@@ -154,6 +159,8 @@ class Multitude(Tasked):
         N, the method's Kullback-Leibler divergence is added as `kl() / N`: the negative evidence lower bound
         (ELBO), for one example.
         """
+        if not torch.compiler.is_compiling():
+            self._warn_of_copies(x, y, task)
         predictions = self(x)
         by_member = predictions.unflatten(0, (self.members, -1))
         criterion = self._criterion(criterion, task, predictions, y, averages=by_member.shape[1] > 1)
@@ -183,7 +190,7 @@ class Multitude(Tasked):
         for tensor in tensors_in(x):
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
                 raise ValueError(f"x holds {int(tensor.isnan().sum())} NaN values; predictions would be meaningless")
-        read = partial(self.read, x=x, task=task)
+        read = partial(self.predictive_of, x=x, task=task)
         with evaluating(self), torch.no_grad():
             if draws == "auto":
                 if to_be_kept(self.network):

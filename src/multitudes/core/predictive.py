@@ -62,10 +62,11 @@ class Predictive(ClassQuantities, ValueQuantities):
 
     Each quantity is computed when first asked for, in float32 or better, and kept: do not write into it.
 
-    The predictions of a calibrated network (`calibrate`) have a `set(level)`, and their `probs`, `log_probs`, `label`,
-    `confidence` and `entropy` are the calibrated ones. What is said of the members stays: `member_probs`,
-    `member_log_probs`, `expected_entropy`, `mutual_information`, `variance`, `disagreement`, `max_logit`. Scalings of
-    the predictions themselves ("member_temperature", "variance") change these too, since the members are others then.
+    The predictions of a calibrated network (`calibrate`) have a `set(level)`, of values also as `interval(level)`, and
+    their `probs`, `log_probs`, `label`, `confidence` and `entropy` are calibrated. What is said of the members stays:
+    `member_probs`, `member_log_probs`, `expected_entropy`, `mutual_information`, `variance`, `disagreement`,
+    `max_logit`. Scalings of the predictions themselves ("member_temperature", "variance") change these too, since the
+    members are others then.
 
     Two members that are sure of different classes, and two that are both unsure:
 
@@ -95,7 +96,6 @@ class Predictive(ClassQuantities, ValueQuantities):
     """How many draws each input took, `[B]`, where that was left to the inputs (`draws="auto"`)."""
     calibration: Calibration | None = None
     """What a calibrated network knows of its errors, fitted to data that it was not trained on."""
-
     quantiles: tuple[float, ...] | None = None
     """The levels of `task="quantiles"`; evenly spaced from 0.05 to 0.95 where they are not given."""
     next_tokens: bool = False

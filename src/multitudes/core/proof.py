@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from multitudes.core.calling import Input, tensors_in
 from multitudes.core.draws.stochastic import expecting
@@ -23,6 +26,7 @@ from multitudes.core.lending import written_attributes
 from multitudes.core.noise import STILL, Redrawn
 
 __all__ = [
+    "Looks",
     "alike",
     "first_difference",
     "kind_of",
@@ -45,11 +49,43 @@ def trial(network: nn.Module, x: Input) -> Iterator[None]:
 
 
 @contextmanager
-def silent_trial(network: nn.Module, x: Input) -> Iterator[Callable[[], bool]]:
-    """A `trial` without noise; yields whether random numbers were drawn in a way that is not known."""
-    with trial(network, x), expecting(network), Redrawn(STILL):
+def silent_trial(network: nn.Module, x: Input) -> Iterator[Callable[[], str]]:
+    """A `trial` without noise; yields what it cannot be sure of, in words, once the network has run.
+
+    That is random numbers drawn in a way that is not known, and control flow on values.
+    """
+    looks = Looks(network.parameters())
+    with trial(network, x), expecting(network), Redrawn(STILL), looks:
         before = random_states(x)
-        yield lambda: any(get() != state for get, _, state in before)
+
+        def doubt() -> str:
+            if any(get() != state for get, _, state in before):
+                return "it draws random numbers in a way that cannot be compared"
+            return "its code looks at values, so that rows decide for each other" if looks.seen else ""
+
+        yield doubt
+
+
+class Looks(TorchFunctionMode):
+    """Notes whether Python code looks at a number that depends on some tensors: `if h.sum() > 0`, `h.item()`.
+
+    On one input, two ways to run a network may then agree by chance.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.known = WeakTensorKeyDictionary({tensor: True for tensor in tensors})
+        self.seen = False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if any(isinstance(value, Tensor) and value in self.known for value in tree_leaves((args, kwargs))):
+            self.seen = self.seen or getattr(function, "__name__", "") in _LOOKS
+            self.known.update({value: True for value in tree_leaves(result) if isinstance(value, Tensor)})
+        return result
+
+
+_LOOKS = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "is_nonzero", "equal", "allclose", "numpy"}
 
 
 @contextmanager
@@ -156,6 +192,11 @@ def kind_of(x: Any, batch: int | None = None) -> Any:
 
 def alike(got: Tensor, want: Tensor) -> bool:
     """Whether two computations of the same values `[S, ...]` agree, each of the S to float rounding."""
+    with torch._C.DisableTorchFunction():  # what watches the computations does not watch this
+        return _alike(got, want)
+
+
+def _alike(got: Tensor, want: Tensor) -> bool:
     if got.shape != want.shape or got.dtype != want.dtype:
         return False
     if not want.numel():
@@ -188,7 +229,13 @@ def first_difference(
 
             return hook
 
-        handles = [module.register_forward_hook(see(name)) for name, module in network.named_modules() if name]
+        wrappers = [module for module in network.modules() if hasattr(type(module), "wraps")]
+        inside = {id(module) for wrapper in wrappers for module in wrapper.modules() if module is not wrapper}
+        handles = [
+            module.register_forward_hook(see(name))
+            for name, module in network.named_modules()
+            if name and id(module) not in inside
+        ]
         try:
             run()
         finally:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
+import sys
 from collections.abc import Mapping
+from enum import Enum
 from functools import partial
+from types import CodeType, FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-__all__ = ["computing_hooks", "described", "fingerprint"]
+__all__ = ["FOUND_ANEW", "computing_hooks", "described", "fingerprint"]
 
 _DEPTH = 4
 """How deep settings are read: `self.config.layers[0].gain`."""
+
+FOUND_ANEW = ("_output_capturing_hooks_installed", "_is_hf_initialized")
+"""What Hugging Face's models remember of hooks that they install when they first need them, and of being built."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -46,8 +55,9 @@ def fingerprint(value: Any, depth: int = _DEPTH) -> Any:
 def described(value: Any, depth: int = _DEPTH) -> str:
     """A setting in words that are the same for two objects that hold the same.
 
-    Functions go by their names, objects by their class and what they hold under public names. Of tensors and modules,
-    and of what lies deeper, the class alone is told.
+    Functions go by their names, those without one of their own by a digest of their code as well; objects by their
+    class and what they hold under public names; constant tensors and arrays by a digest. Of other tensors and of
+    modules, and of what lies deeper, the class alone is told.
 
     >>> described([1, {"gain": 2.0}]), described(len)
     ("[1, {'gain': 2.0}]", 'builtins.len')
@@ -56,16 +66,57 @@ def described(value: Any, depth: int = _DEPTH) -> str:
         return repr(value)
     if isinstance(value, partial):
         return f"partial({described(value.func)}, {described(value.args)}, {described(value.keywords)})"
+    if isinstance(value, Enum):
+        return str(value)
     if name := getattr(value, "__qualname__", None):
-        return f"{getattr(value, '__module__', '')}.{name}"
+        return f"{getattr(value, '__module__', '')}.{name}{_code(value, depth)}"
     kind = type(value).__name__
-    if not depth or isinstance(value, (Tensor, nn.Module)):
+    if isinstance(value, Tensor):
+        return kind if value.requires_grad or value.is_meta or value.layout is not torch.strided else _numbers(value)
+    if not depth or isinstance(value, nn.Module):
         return kind
+    if hasattr(value, "tobytes") and hasattr(value, "shape"):
+        return f"{kind} {tuple(value.shape)} {value.dtype} {_digest(value.tobytes())}"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {described(held, depth - 1)}" for key, held in value.items()) + "}"
     if isinstance(value, (list, tuple, set, frozenset)):
         held = [described(each, depth - 1) for each in value]
         held = held if isinstance(value, (list, tuple)) else sorted(held)
         return f"({', '.join(held)})" if isinstance(value, tuple) else f"[{', '.join(held)}]"
-    public = {key: held for key, held in getattr(value, "__dict__", {}).items() if not key.startswith("_")}
+    if not hasattr(value, "__dict__"):  # a dtype, a device, a range, a path
+        return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+    public = {key: held for key, held in vars(value).items() if not key.startswith("_")}
     return f"{kind}({', '.join(f'{key}={described(held, depth - 1)}' for key, held in public.items())})"
+
+
+def _code(function: Any, depth: int) -> str:
+    """What tells functions apart whose names do not: `{3.11:0a1b2c3d}`, and what they have closed over."""
+    name = getattr(function, "__qualname__", "")
+    if not isinstance(function, FunctionType) or not ("<lambda>" in name or "<locals>" in name):
+        return ""
+    digest = _digest(repr(_operations(function.__code__)).encode())
+    held = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    closed = described([*held, *(function.__defaults__ or ())], depth - 1) if depth and held else ""
+    return f"{{{sys.version_info[0]}.{sys.version_info[1]}:{digest}}}{closed}"
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _operations(code: CodeType) -> tuple[Any, ...]:
+    constants = [_operations(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+    return code.co_code, code.co_names, constants
+
+
+def _numbers(tensor: Tensor) -> str:
+    values = tensor.detach().cpu().resolve_conj().contiguous().flatten().view(torch.uint8)
+    some = bytes(values[:4096].tolist()) + str(values.sum(dtype=torch.int64).item()).encode()
+    return f"Tensor {list(tensor.shape)} {tensor.dtype} {_digest(some)}"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:8]

@@ -98,8 +98,8 @@ class SharedMembers(Multitude):
 
     @torch.compiler.disable
     def _prove(self, x: Input) -> str:
-        with running_statistics(self.network), silent_trial(self.network, x) as drew:
-            return self._trouble(x) or ("it draws random numbers in a way that cannot be compared" if drew() else "")
+        with running_statistics(self.network), silent_trial(self.network, x) as doubt:
+            return self._trouble(x) or doubt()
 
     def _trouble(self, x: Input) -> str:
         """How the tiled batch differs from the first and the last member alone; nothing where it does not."""

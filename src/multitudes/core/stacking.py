@@ -87,9 +87,13 @@ def _settings(network: nn.Module) -> dict[str, dict[str, str]]:
     }
     return {
         name: {"class": type(network.get_submodule(name)).__name__}
-        | {key: _described(value) for key, value in settings.items() if key[0] != "_"}
+        | {key: _described(value) for key, value in settings.items() if key[0] != "_" or _is_function(value)}
         for name, settings in own.items()
     }
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, (nn.Module, Tensor))
 
 
 def _described(value: Any) -> str:

@@ -74,7 +74,7 @@ def _in_proportion(places: Sequence[int], size: Sequence[int]) -> bool:
 
 
 def _check_several(shape: Sequence[int]) -> None:
-    if len(shape) < 3 or shape[2] == 1:
+    if len(shape) < 3 or (shape[2] == 1 and len(shape) != 4):  # one token of several classes has four axes
         raise InputError(
             f"predictions of shape {list(shape)} are one number for each input, and no task was chosen: pass "
             "task='binary' for the logit of yes or no; for values pass task='regression'"
@@ -144,7 +144,12 @@ def _check_labels(task: str, shape: torch.Size, y: Tensor, values: bool) -> None
 
 
 def _check_size(shape: torch.Size, y: Tensor) -> None:
-    """Dense targets must be of the predictions' size."""
+    """Classes have no axis of their own, and dense ones must be of the predictions' size."""
+    if y.shape == shape and not y.is_floating_point():
+        raise InputError(
+            f"y of shape {list(y.shape)} ({y.dtype}) does not fit predictions of shape {list(shape)}, which are the "
+            "classes of one target: for several labels of one input pass task='multilabel'"
+        )
     if len(shape) > 3 and y.dim() == len(shape) - 1 and y.shape[1:] != shape[2:]:
         size = tuple(y.shape[1:])
         raise InputError(

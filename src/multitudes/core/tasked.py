@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input
+from multitudes.core.calling import Input, tensors_in
 from multitudes.core.heads import head_task, predicts_next_tokens
 from multitudes.core.predictive import Predictive
 from multitudes.core.quantiles import check_levels
@@ -84,7 +85,9 @@ class Tasked(nn.Module):
         if isinstance(self.network, Tasked):
             self.network.next_tokens = shifted
 
-    def read(self, predictions: Tensor, x: Input, task: str | None = None, draws: Tensor | None = None) -> Predictive:
+    def predictive_of(
+        self, predictions: Tensor, x: Input, task: str | None = None, draws: Tensor | None = None
+    ) -> Predictive:
         """Predictions `[S, B, ...]` of inputs by the network's task, or another one.
 
         An error where neither is known, and their shape leaves open what they are.
@@ -95,6 +98,19 @@ class Tasked(nn.Module):
             task = "classification"
         levels = self.quantiles if task == "quantiles" else None
         return Predictive(predictions, task, draws, None, levels, task == "tokens" and self.next_tokens)
+
+    def _warn_of_copies(self, x: Input, y: Tensor, task: str | None) -> None:
+        """One warning where tokens are to be predicted that are the inputs themselves: that is learned by copying."""
+        if self._targets_checked or (task or self.known_task) != "tokens" or self.next_tokens:
+            return
+        for ids in tensors_in(x):
+            alike = isinstance(y, Tensor) and (ids.dtype, ids.shape) == (y.dtype, y.shape) and not y.is_floating_point()
+            if alike and bool(((ids == y) | (y == -100)).all()):
+                warnings.warn(
+                    "y holds the tokens of x itself, which a network learns by copying them; where it is to predict "
+                    "the next token, set net.next_tokens = True",
+                    stacklevel=3,
+                )
 
     def _criterion(
         self, criterion: Criterion | None, task: str | None, predictions: Tensor, y: Tensor, averages: bool = False

@@ -162,7 +162,7 @@ def fitted_loss(
 ) -> Tensor:
     """`loss_of`, with torch's own errors: predictions and targets in the shapes and dtypes that its criteria take."""
     if _unwrapped(criterion) is pinball and quantiles is not None:
-        criterion = partial(criterion, levels=quantiles)
+        criterion = partial(pinball, levels=quantiles)
     prediction, criterion = _in_one_dtype(prediction, criterion)
     y = shifted_targets(y) if next_tokens else y
     if task == "tokens":

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multitudes.core.batches import Batches
@@ -327,7 +328,21 @@ def _predicted(net: Multitude, data: Any, **options: Any) -> tuple[Predictive, T
             raise ValueError(f"batch {index} of data: {len(part)} inputs have targets of shape {list(y.shape)}")
         parts.append(part.cpu())
         targets.append(y.cpu())
+    if parts and parts[0].task == "tokens":
+        parts, targets = _of_one_length(parts, targets)
     return Predictive.concat(parts), torch.cat(targets)
+
+
+def _of_one_length(parts: list[Predictive], targets: list[Tensor]) -> tuple[list[Predictive], list[Tensor]]:
+    """Batches of tokens whose texts were padded to lengths of their own, all padded to the longest by ignored ones."""
+    longest = max(part.predictions.shape[2] for part in parts)
+    padded = []
+    for index, (part, y) in enumerate(zip(parts, targets, strict=True)):
+        missing = longest - part.predictions.shape[2]
+        if missing and y.dim() == 2:
+            parts[index] = replace(part, predictions=F.pad(part.predictions, (0, 0, 0, missing)))
+        padded.append(F.pad(y, (0, missing), value=-100) if missing and y.dim() == 2 else y)
+    return parts, padded
 
 
 def _divided(inputs: int, plan: _Plan) -> tuple[Tensor, Tensor]:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from multitudes.core.calling import Input, InputError, call_with, input_errors, moved, plain_attention, slots
 from multitudes.core.checks import check_number, check_seed
 from multitudes.core.draws.stochastic import expecting
+from multitudes.core.lending import lent
 from multitudes.core.multitude import Criterion, Multitude, evaluating, plain
 from multitudes.core.seeding import mixed, seeded
 from multitudes.core.tasks import averaged
@@ -119,11 +119,11 @@ class Objective:
         with input_errors(x):
             if not isinstance(network, Multitude):
                 return _scalar(criterion(call_with(network, weights, x), y))
-            options = {"draws": self.draws, "seed": mixed(self.seed, number)}
+            options: dict[str, Any] = {"draws": self.draws, "seed": mixed(self.seed, number)}
             own, places = dict(network.named_parameters()), slots(network)[0]
             placed = {id(own[name]): weight for name, weight in weights.items()}
-            tensors: Any = {place: placed[id(p)] for place, p in places.items() if id(p) in placed}
-            predictions = functional_call(network, tensors, (x,), options, tie_weights=False)
+            with lent(network, {place: placed[id(p)] for place, p in places.items() if id(p) in placed}):
+                predictions = network(x, **options)
             by_member = predictions.unflatten(0, (network.members, -1))
             losses = torch.stack([_scalar(criterion(averaged(drawn, network.task), y)) for drawn in by_member])
             return losses.sum() if network.independent else losses.mean()

@@ -112,8 +112,8 @@ class _Answers(nn.Module):
         self.calibration = None if isinstance(net, Multitude) else _exportable(net.calibration)
         self.network = _Apart(multitude)
         self.example = example
-        read = multitude.read(multitude(example), example, None if isinstance(net, Multitude) else net.task)
-        self.reading = {"task": read.task, "quantiles": read.quantiles, "next_tokens": read.next_tokens}
+        read = multitude.predictive_of(multitude(example), example, None if isinstance(net, Multitude) else net.task)
+        self.reading: dict[str, Any] = {"task": read.task, "quantiles": read.quantiles, "next_tokens": read.next_tokens}
         self.outputs = OUTPUTS["classification" if read.task in CLASSES else "regression"]
         for module in self.modules():
             if isinstance(module, Frozen):

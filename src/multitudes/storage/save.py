@@ -57,6 +57,7 @@ def save(net: Multitude | Calibrated, path: str | os.PathLike[str]) -> Path:
         fitted = {CALIBRATION + name: tensor for name, tensor in net.calibration.tensors.items()}
         net = net.net
     header["nodes"], tensors = describe(net)
+    header["shapes"] = {name: list(tensor.shape) for name, tensor in tensors.items()}
     # Copies of their own: safetensors refuses tensors that share memory.
     state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in (tensors | fitted).items()}
     with replacing(path) as unfinished:
@@ -69,7 +70,8 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Multit
 
     Layers and networks of torch and of this library are rebuilt from the file. Of other networks the file holds no
     code, and nothing is ever unpickled: pass a `model` like the one that was converted, with any weights; it is left
-    as it was.
+    as it was. Its settings are those of the file, plain values in configurations, dataclasses and the like included.
+    What no file can hold, such as a function, must be the same in `model`, or loading is refused.
     """
     files = _safetensors("loading")
     path = Path(path)
@@ -96,11 +98,21 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Multit
 def _rebuilt(
     header: Mapping[str, Any], tensors: Mapping[str, Tensor], model: nn.Module | None
 ) -> Multitude | Calibrated:
+    _check_shapes(header.get("shapes", {}), tensors)
     net = rebuild(header["nodes"], dict(tensors), model)
     assert isinstance(net, Multitude)
     if "calibration" not in header:
         return net
     return Calibrated(net, _calibration(header["calibration"], tensors))
+
+
+def _check_shapes(shapes: Mapping[str, list[int]], tensors: Mapping[str, Tensor]) -> None:
+    for name, shape in shapes.items():
+        if name not in tensors:
+            raise ValueError(f"the file is damaged: its header tells of a tensor {name!r}, which is not there")
+        if list(tensors[name].shape) != shape:
+            got = list(tensors[name].shape)
+            raise ValueError(f"the file is damaged: tensor {name!r} is {got}, and {shape} by its header")
 
 
 def _calibration(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Calibration:

@@ -21,6 +21,8 @@ from multitudes.core.divergences import DIVERGENCES, name_of
 from multitudes.core.draws.functional import kept_class, own_class
 from multitudes.core.draws.stochastic import attached
 from multitudes.core.multitude import Multitude, plain, share_registries
+from multitudes.core.settings import FOUND_ANEW
+from multitudes.storage.held import check_held, held_by, lazy_hooks
 
 __all__ = ["describe", "rebuild"]
 
@@ -46,13 +48,13 @@ def describe(net: nn.Module) -> tuple[list[Node], dict[str, Tensor]]:
                 tensors[path + name] = tensor
         return {name: None if tensor is None else names[id(tensor)] for name, tensor in registry.items()}
 
-    nodes = []
+    nodes, seen = [], set[int]()
     for module, path, origin in places:
         prefix = f"{path}." if path else ""
         node: Node = {"path": path, "class": _name_of(own_class(module))}
         if own_class(module) is not type(module):
             node["keeps_noise"] = True
-        node |= _settings(module, path, origin, numbers)
+        node |= _settings(module, path, origin, numbers, seen)
         inner = _shared(module)
         if inner is not None:
             node["shares"] = numbers[id(inner)]
@@ -99,7 +101,7 @@ def _shared(module: nn.Module) -> Any:
     return inner if isinstance(inner, nn.Module) else None  # a user's class may use the name for something else
 
 
-def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, int]) -> Node:
+def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, int], seen: set[int]) -> Node:
     """A node's plain settings, and where what is not plain is to be found in the user's network."""
     shares = str(getattr(type(module), "shares", None))
     skipped = {*_REGISTRIES, shares, *(_beside(module) if isinstance(module, Multitude) else ())}
@@ -111,7 +113,7 @@ def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, i
             settings[key] = _encoded(value, numbers)
         except TypeError:
             others.append(key)
-    node: Node = {"settings": settings}
+    node: Node = {"settings": {key: value for key, value in settings.items() if key not in FOUND_ANEW}, "place": origin}
     if isinstance(module, Multitude):
         node["divergences"] = [_encoded_function(function) for function in module.divergences]
     hooks = _hooks(module)
@@ -127,7 +129,7 @@ def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, i
         if others:
             what = f"has {others[0]!r}, a {type(vars(module)[others[0]]).__name__}"
         raise ValueError(f"{where} {what}, which a file cannot hold: take it off, or save the members, net.member(i)")
-    return node | {"origin": origin, "hooks": hooks}
+    return node | {"origin": origin, "hooks": hooks} | held_by(module, others, seen)
 
 
 def _beside(net: Multitude) -> tuple[str, ...]:
@@ -138,6 +140,7 @@ def _beside(net: Multitude) -> tuple[str, ...]:
 def _hooks(module: nn.Module) -> int:
     """How many forward hooks a module has, beside those that are made again."""
     own = 2 * len(attached(module))  # one before the forward, and one after it
+    own += len(lazy_hooks(module._forward_hooks))
     return len(module._forward_hooks) + len(module._forward_pre_hooks) - own
 
 
@@ -183,6 +186,7 @@ def rebuild(nodes: list[Node], tensors: Mapping[str, Tensor], model: nn.Module |
     modules = _modules(nodes, parameters, tensors, model)
     for node, module in zip(nodes, modules, strict=True):
         vars(module).update({key: _decoded(value, modules) for key, value in node["settings"].items()})
+        check_held(module, node)
         if "shares" in node:
             continue
         _refill(module._modules, {n: None if c is None else modules[c] for n, c in node["children"].items()})
@@ -209,6 +213,8 @@ def _check_model(nodes: list[Node], model: nn.Module | None) -> None:
     if model is not None and not isinstance(model, nn.Module):
         raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
     there = {} if model is None else dict(plain(model).named_modules(remove_duplicate=False))
+    if model is not None and not any("origin" in node for node in nodes):
+        _check_like(nodes, there)
     for node in nodes:
         if "origin" not in node:
             continue
@@ -237,6 +243,48 @@ def _check_model(nodes: list[Node], model: nn.Module | None) -> None:
                 )
 
 
+def _check_like(nodes: list[Node], there: Mapping[str, nn.Module]) -> None:
+    """A network that is given although the file holds all must be like the one that was converted."""
+    notes = nodes[0]["settings"].get("notes", {}).get("dict", {})
+    at: dict[str, list[Node]] = {}
+    for node in nodes:
+        at.setdefault(str(node.get("place", node["path"])), []).append(node)
+    for place, those in at.items():
+        if place not in there and any(map(_has_weights, those)):
+            raise ValueError(
+                f"model does not fit the file, in which there is a layer {place!r}: in model there is none"
+            )
+    for place, module in there.items():
+        if any(p is not None for p in module._parameters.values()):
+            _check_one_like(place, module, at.get(place, []), noted=place in notes)
+
+
+def _has_weights(node: Node) -> bool:
+    """Whether a node is a layer of the user's network, or has taken one's place: what methods add has other tensors."""
+    names = node.get("parameters", {})
+    return "weight" in names or (bool(names) and not _of_library_named(node))
+
+
+def _of_library_named(node: Node) -> bool:
+    return str(node["class"]).startswith("multitudes.")
+
+
+def _check_one_like(place: str, module: nn.Module, nodes: list[Node], noted: bool) -> None:
+    """A layer must be there, be of the same class or be converted, and have the same settings unless it was changed."""
+    kind = type(module).__name__
+    same = [node for node in nodes if node["class"] == _name_of(type(module))]
+    if not same and not any(map(_of_library_named, nodes)):
+        got = f"it is a {nodes[0]['class'].rpartition('.')[2]}" if nodes else "there is none"
+        raise ValueError(f"model does not fit the file: its layer {place!r} is a {kind}, and in the file {got}")
+    settings = _settings(module, place, place, {}, set())["settings"]
+    for key, want in (same[0]["settings"] if same and not noted else {}).items():
+        if key in settings and key != "training" and settings[key] != want:
+            raise ValueError(
+                f"model does not fit the file, in which layer {place!r} ({kind}) has {key} = {want}: in model it is "
+                f"{settings[key]}"
+            )
+
+
 def _modules(
     nodes: list[Node], parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor], model: nn.Module | None
 ) -> list[Any]:
@@ -261,6 +309,11 @@ def _modules(
                 if tensor is not None and key is not None:
                     memo[id(tensor)] = saved[key]
     copies = dict(zip(own, copied(nn.ModuleList(own.values()), memo), strict=True))
+    for module in copies.values():
+        for number in lazy_hooks(module._forward_hooks):
+            del module._forward_hooks[number]
+        for key in FOUND_ANEW:
+            vars(module).pop(key, None)
     return [bare[number] if number in bare else copies[number] for number in range(len(nodes))]
 
 

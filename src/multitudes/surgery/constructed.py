@@ -42,8 +42,9 @@ class Own:
 
     @property
     def exact(self) -> bool:
-        """Whether drawing it again does what the constructor did, whatever that was: all of it is one constant."""
-        return self.kept and len(self.constants) == 1
+        """Whether drawing it again does what the constructor did: one constant, or its layer's own but for some."""
+        ruled = not self.kept and self.orthogonal is None and self.scale == 1
+        return ruled or (self.kept and len(self.constants) == 1)
 
     def settle(self, parameter: Tensor, before: Tensor) -> None:
         """Change what the layer's rule has drawn, in place, to what the constructor would have."""

@@ -146,6 +146,8 @@ def judged(network: nn.Module) -> Judgement:
 
     Where it looks trained, its values say nothing of how they were initialised, and only rules are left to follow.
     """
+    if any(parameter.is_meta for parameter in network.parameters()):  # which has no values to compare
+        return Judgement({}, [], None)
     other = copied(network)
     for parameter in other.parameters():
         parameter.copy_(_moved(parameter))  # so that what no rule sets can be told from what it sets as it was

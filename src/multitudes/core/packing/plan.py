@@ -104,7 +104,9 @@ class Plan:
 
     def _answer(self, output: Any, chosen: Output | None) -> Tensor:
         if chosen is not None:
-            output = part_of(output, chosen)
+            alone = isinstance(output, Many)
+            part = part_of(output.tensor if isinstance(output, Many) else output, chosen)
+            output = output if alone else part
         elif isinstance(output, dict) or hasattr(output, "logits"):
             output = output["logits"] if isinstance(output, dict) else output.logits
         if isinstance(output, Tensor):  # no step had weights: every member says the same

@@ -26,6 +26,7 @@ from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.multitude import Criterion, Multitude, plain
 from multitudes.core.seeding import seeded
+from multitudes.core.targets import check_clear
 from multitudes.methods.variance.layers import VarianceLayer, variance_layers
 from multitudes.surgery.layers import replace
 
@@ -63,8 +64,8 @@ def kappa(
     {'0': torch.Size([8, 3])}
     """
     layers = _layers_of(net)
-    task = net.task if isinstance(net, Multitude) else "classification"
-    if criterion is None and task != "classification":
+    task = (net if isinstance(net, Multitude) else Multitude(net)).known_task
+    if criterion is None and task not in (None, "classification"):
         raise ValueError(f"criterion must be given for task {task!r}: minus the log-likelihood, its mean over a batch")
     check_choice("method", method, ("exact", "hutchinson"))
     count = tensors_in(x)[0].shape[0]
@@ -74,6 +75,8 @@ def kappa(
     network = replace(plain(net), {name: layer.expected() for name, layer in layers.items()}).eval()
     found = {name: torch.zeros_like(layer.variance()) for name, layer in layers.items()}
     with seeded(seed), expecting(network), plain_attention(), torch.no_grad():
+        if criterion is None and task is None and y.dim() > 1:
+            check_clear(call(network, rows(x, torch.arange(1))).unsqueeze(0), y[:1])
         for index in torch.arange(count, device=y.device).split(batch_size):
             curvature = _Curvature(network, rows(x, index), y[index], criterion, chunk)
             for name, layer in layers.items():
