@@ -124,7 +124,7 @@ def _shared(build: Callable[[Case, str], mt.Multitude]) -> Check:
 
 def _frozen_is_somewhere(of: Case, net: mt.Multitude) -> None:
     """What was frozen is among the network's tensors and frozen, as it was or once a member, unless cut to size."""
-    tensors = [*net.parameters(), *net.buffers()]
+    tensors = [t for t in (*net.parameters(), *net.buffers()) if not t.is_sparse]
     for name, parameter in of.model.named_parameters():
         each = parameter.expand(net.members, *parameter.shape)
         alike = [t for t in tensors if t.shape in (parameter.shape, each.shape)]
