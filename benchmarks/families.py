@@ -34,8 +34,33 @@ COLUMNS = {
 SENTENCE = re.compile(r"^\w+: | \[\w+\.py:\d+\]$")
 """What the judge puts around a sentence: the exception's name and where it was raised."""
 
-REASONS: dict[str, str] = {}
-"""The three words for a refusal, by what its sentence holds."""
+REASONS = {
+    r"share a weight": "weights are tied",
+    r"takes any number of arguments": "takes any arguments",
+    r"aten::(gru|lstm|rnn)": "recurrence under vmap",
+    r"control flow|\.item\(\)|dynamic shape": "branches on values",
+    r"autograd\.Function": "own autograd function",
+    r"requires_grad_\(\)|not differentiable": "gradient under vmap",
+    r"has forward hooks": "hooks on layers",
+    r"vmap cannot run": "not under vmap",
+    r"cannot be traced": "cannot be traced",
+    r"(GRU|LSTM|RNN)\b.*(narrowed|plain convolution)": "recurrence is whole",
+    r"[Aa]ttention.*(narrowed|plain convolution)": "attention is whole",
+    r"Parametri[sz]ed\w+, which cannot be narrowed": "weights are parametrised",
+    r"mixed on their way|cannot be narrowed": "channels are mixed",
+    r"x must be one tensor": "several inputs given",
+    r"its input must go straight": "input not direct",
+    r"must be a plain convolution or linear": "no plain layer",
+    r"no down-sampling": "nothing is down-sampled",
+    r"no dropout layer": "has no dropout",
+    r"finds no norm layer": "has no norm",
+    r"has only one layer": "only one layer",
+    r"no layer that can be converted": "no such layer",
+    r"first axis does not hold the rows": "batch not first",
+    r"same network, and stay so": "members stay alike",
+    r"": "for another reason",
+}
+"""The three words for a refusal, by what its sentence holds, the first that is found."""
 
 
 def verdicts(name: str, methods: tuple[str, ...]) -> dict[str, Verdict]:
@@ -49,10 +74,7 @@ def verdicts(name: str, methods: tuple[str, ...]) -> dict[str, Verdict]:
 def three_words(found: Verdict) -> str:
     if found.kind != "refused":
         return {"right": "ok"}.get(found.kind, found.kind.upper())
-    for part, words in REASONS.items():
-        if re.search(part, found.why):
-            return words
-    raise ValueError(f"REASONS has no three words for {found.why!r}")
+    return next(words for part, words in REASONS.items() if re.search(part, found.why))
 
 
 def table(found: dict[str, dict[str, Verdict]]) -> Iterator[str]:
@@ -69,7 +91,7 @@ def reasons(found: dict[str, dict[str, Verdict]]) -> Iterator[str]:
         for verdict in of_all.values():
             if verdict.kind == "refused":
                 first.setdefault(three_words(verdict), verdict.why)
-    yield "Each of the reasons in full, as one network got it:"
+    yield "Each of the reasons in full, as the first network in the table got it:"
     yield ""
     for words, why in sorted(first.items()):
         yield f"- *{words}*: {SENTENCE.sub('', why)}"

@@ -25,5 +25,5 @@ def table_in(text: str, part: str) -> list[list[str]]:
     """The cells of a generated table, its head first."""
     begin, end = _marks(part)
     lines = text.partition(begin)[2].partition(end)[0].splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines if line.startswith("|")]
     return [row for row in rows if set("".join(row)) - set("-: ")]

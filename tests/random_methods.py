@@ -68,7 +68,8 @@ def deep_ensemble(make: Make, runner: str) -> None:
 
 def packed(make: Make, runner: str) -> None:
     quiet = make(noise=())
-    init, alpha = INITS[quiet.number % 2], (1, 2)[quiet.number // 2 % 2]
+    init = INITS[quiet.number % 2]
+    alpha = 1 if init == "pretrained" else (1, 2)[quiet.number // 2 % 2]
     with left_alone(quiet):
         net = mt.packed(given(quiet), MEMBERS, alpha, example=quiet.x, init=init, seed=quiet.number)
         members = [net.member(index) for index in range(MEMBERS)]
@@ -123,7 +124,7 @@ def _shared(build: Callable[[Case, str], mt.Multitude]) -> Check:
 
 def _frozen_is_somewhere(of: Case, net: mt.Multitude) -> None:
     """What was frozen is among the network's tensors and frozen, as it was or once a member, unless cut to size."""
-    tensors = [*net.parameters(), *net.buffers()]
+    tensors = [t for t in (*net.parameters(), *net.buffers()) if not t.is_sparse]
     for name, parameter in of.model.named_parameters():
         each = parameter.expand(net.members, *parameter.shape)
         alike = [t for t in tensors if t.shape in (parameter.shape, each.shape)]
@@ -133,7 +134,8 @@ def _frozen_is_somewhere(of: Case, net: mt.Multitude) -> None:
 
 
 def _mimo(of: Case, init: str) -> mt.Multitude:
-    net = mt.mimo(given(of), MEMBERS, 1.0, example=of.x, init=init, seed=of.number)
+    net = mt.mimo(given(of), MEMBERS, 0.0, example=of.x, init=init, seed=of.number)
+    net.repetition = 1.0  # else the members see different inputs in training
     if init == "pretrained":
         with torch.no_grad():
             same("pretrained", net.eval()(of.x)[0], run(of.model, of.x))

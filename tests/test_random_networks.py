@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import multitudes as mt
+from benchmarks import families, random_networks
+from benchmarks.families import COLUMNS, REASONS
+from benchmarks.family_networks import FAMILIES
+from benchmarks.networks_page import PAGE, table_in, written
 from tests.random_judge import Wrong, is_refusal, judge_members, judge_shared, judged, left_alone, same
 from tests.random_methods import ROWS, verdict
 from tests.random_networks import INPUTS, Case, Network, Pool, case, run
@@ -140,6 +143,42 @@ def test_equal_is_equal_and_unequal_is_not() -> None:
         same("gradients", None, one)
 
 
-def test_the_benchmark_names_its_command() -> None:
-    script = Path(__file__).parents[1] / "benchmarks" / "random_networks.py"
-    assert "python -m benchmarks.random_networks" in script.read_text()
+# -- the page ----------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_every_family_and_every_method() -> None:
+    pytest.importorskip("transformers")
+    head, *rows = table_in(PAGE.read_text(), "families")
+    assert head == ["", "network", *COLUMNS]
+    assert [tuple(row[:2]) for row in rows] == [(group, name) for name, group in FAMILIES.items()]
+    cells = {cell for row in rows for cell in row[2:]}
+    assert cells <= {"ok", *REASONS.values()}
+    assert {name for name, row in zip(FAMILIES, rows, strict=True) if row[2] != "ok"} == set()  # fused, by the loop
+    assert len(FAMILIES) >= 20
+
+
+def test_the_page_counts_every_method_and_runner() -> None:
+    head, *rows = table_in(PAGE.read_text(), "random networks")
+    assert head == ["method", "runner", "right", "refused", "crashed", "wrong"]
+    assert [(row[0].strip("`"), row[1]) for row in rows[:-1]] == [(method, runner or "-") for method, runner in ROWS]
+    assert len({sum(map(int, row[2:])) for row in rows[:-1]}) == 1
+    assert {tuple(row[4:]) for row in rows} == {("0", "0")}
+
+
+def test_the_page_names_its_commands() -> None:
+    for module in (families, random_networks):
+        assert f"python -m {module.__name__}" in PAGE.read_text()
+        assert f"python -m {module.__name__}" in (module.__doc__ or "")
+
+
+def test_a_refusal_has_three_words() -> None:
+    assert all(len(words.split()) == 3 for words in REASONS.values())
+
+
+def test_a_part_of_the_page_is_put_anew() -> None:
+    page = "a\n<!-- one: generated -->\nold\n<!-- end of one -->\nb"
+    new = written(page, "one", ["| x | y |", "|---|---|", "| 1 | |"])
+    assert (new[:2], new[-2:], "old" in new) == ("a\n", "\nb", False)
+    assert table_in(new, "one") == [["x", "y"], ["1", ""]]
+    with pytest.raises(ValueError, match="two"):
+        written(page, "two", [])
