@@ -17,7 +17,16 @@ from torch import Tensor, nn
 from multitudes.core.calling import InputError
 from multitudes.core.settings import FOUND_ANEW
 
-__all__ = ["Attributes", "Written", "apart", "checkpointed", "each_from_the_same", "lent", "written_attributes"]
+__all__ = [
+    "Attributes",
+    "Written",
+    "apart",
+    "checkpointed",
+    "each_from_the_same",
+    "lent",
+    "remember",
+    "written_attributes",
+]
 
 Written = dict[str, Tensor]
 """Buffers that a run has assigned, by their names."""
@@ -159,6 +168,11 @@ def written_attributes(network: nn.Module, own: Attributes) -> Iterator[None]:
     finally:
         for path, module in modules.items():
             _keep_written(path, module, before[path], contents, own)
+
+
+def remember(network: nn.Module, own: Attributes, path: str, key: str, value: Any) -> None:
+    """Add an attribute to what was written, as a run of the network would have."""
+    own[path, key] = value, vars(network.get_submodule(path)).get(key, _MISSING)
 
 
 def apart(value: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from multitudes.core.copying import copied
 from multitudes.core.divergences import DIVERGENCES, name_of
 from multitudes.core.draws.functional import kept_class, own_class
 from multitudes.core.draws.stochastic import attached
+from multitudes.core.lending import Attributes, remember
 from multitudes.core.multitude import Multitude, plain, share_registries
 from multitudes.core.settings import FOUND_ANEW
 from multitudes.storage.held import check_held, held_by, lazy_hooks
@@ -116,6 +118,7 @@ def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, i
     node: Node = {"settings": {key: value for key, value in settings.items() if key not in FOUND_ANEW}, "place": origin}
     if isinstance(module, Multitude):
         node["divergences"] = [_encoded_function(function) for function in module.divergences]
+        node["written"] = [_written(own, numbers) for own in getattr(module, "_written", ())]
     hooks = _hooks(module)
     where = f"layer {path!r} ({type(module).__name__})" if path else f"the network ({type(module).__name__})"
     if type(module).get_extra_state is not nn.Module.get_extra_state:
@@ -157,6 +160,15 @@ def _encoded(value: Any, numbers: Mapping[int, int]) -> Any:
     if type(value) is dict and all(type(key) is str for key in value):
         return {"dict": {key: _encoded(v, numbers) for key, v in value.items()}}
     raise TypeError
+
+
+def _written(own: Attributes, numbers: Mapping[int, int]) -> list[list[Any]]:
+    """What a member's code has written beside tensors, where it is plain: a counter, say."""
+    found = []
+    for (path, key), (value, _) in own.items():
+        with suppress(TypeError):
+            found.append([path, key, _encoded(value, numbers)])
+    return found
 
 
 def _encoded_function(function: Callable[..., Tensor]) -> Node:
@@ -205,6 +217,9 @@ def rebuild(nodes: list[Node], tensors: Mapping[str, Tensor], model: nn.Module |
         if isinstance(module, Multitude):
             module.divergences = tuple(map(_decoded_function, node["divergences"]))
             module.forget()
+            for own, items in zip(getattr(module, "_written", ()), node["written"], strict=True):
+                for path, key, value in items:
+                    remember(module.network, own, path, key, _decoded(value, modules))
     return modules[0]
 
 
