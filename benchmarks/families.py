@@ -1,6 +1,7 @@
 """The table of docs/networks.md: which methods take which networks, found by running them.
 
     python -m benchmarks.families                                    # all of it, written into docs/networks.md
+    python -m benchmarks.families --only BERT                        # one row of it
     python -m benchmarks.families --only BERT --method packed        # one of them, with the whole reason
 
 "ok" is the verdict of the judge of random networks (`tests/random_judge.py`): predictions, gradients, buffers and
@@ -80,8 +81,19 @@ def three_words(found: Verdict) -> str:
 def table(found: dict[str, dict[str, Verdict]]) -> Iterator[str]:
     yield f"| | network | {' | '.join(COLUMNS)} |"
     yield f"|---|---|{'---|' * len(COLUMNS)}"
-    for name, group in FAMILIES.items():
-        yield f"| {group} | {name} | {' | '.join(three_words(found[name][column]) for column in COLUMNS)} |"
+    for name in FAMILIES:
+        yield row(name, found[name])
+
+
+def row(name: str, found: dict[str, Verdict]) -> str:
+    return f"| {FAMILIES[name]} | {name} | {' | '.join(three_words(found[column]) for column in COLUMNS)} |"
+
+
+def with_row(text: str, name: str, found: dict[str, Verdict]) -> str:
+    """The page with one family's row put anew."""
+    start = f"| {FAMILIES[name]} | {name} |"
+    lines = text.split("\n")
+    return "\n".join(row(name, found) if line.startswith(start) else line for line in lines)
 
 
 def reasons(found: dict[str, dict[str, Verdict]]) -> Iterator[str]:
@@ -112,7 +124,9 @@ def main() -> None:
             for column, (kind, why) in of_all.items():
                 if kind in ("crashed", "wrong") or args.only or args.method:
                     print(f"{name}, {column}: {kind}: {why}", file=sys.stderr, flush=True)
-    if not args.only and not args.method:
+    if args.only and not args.method:
+        PAGE.write_text(with_row(PAGE.read_text(), args.only, found[args.only]))
+    elif not args.method:
         PAGE.write_text(written(PAGE.read_text(), "families", [*table(found), "", *reasons(found)]))
 
 

@@ -184,20 +184,25 @@ def _judge_vanishing(net: mt.Multitude, of: Case, model: nn.Module, tolerance: f
         for index, draw in enumerate(net.eval()(of.x, draws=3, seed=1)):
             same(f"evaluation, draw {index}", draw, want, tolerance)
         same("expectation", net(of.x, draws=0)[0], want)
+    own = {name: p for name, p in net.named_parameters() if _holds(model, name, p)}
     net.train()
     model.train()
     loss, alone = net.loss(of.x, of.y, task=of.task), criterion(of, run(model, of.x))
     same("loss", loss, alone, tolerance)
     loss.backward()
     alone.backward()
-    own = dict(net.named_parameters())
-    for name, parameter in model.named_parameters():
-        if name in own and own[name].shape == parameter.shape:
-            same(f"gradient of {name}", own[name].grad, parameter.grad, 10 * tolerance)
+    for name, parameter in own.items():
+        same(f"gradient of {name}", parameter.grad, model.get_parameter(name).grad, 10 * tolerance)
     buffers = dict(net.named_buffers())
     for name, buffer in model.named_buffers():
         if name in buffers:
             same(f"buffer {name}", buffers[name], buffer, tolerance)
+
+
+def _holds(model: nn.Module, name: str, parameter: Tensor) -> bool:
+    """Whether a model's parameter of that name is this one, neither one of several components nor turned."""
+    own = dict(model.named_parameters()).get(name)
+    return own is not None and torch.equal(own, parameter)
 
 
 def _drawing(build: Callable[..., mt.Multitude], tolerance: float = 1e-6) -> Check:
