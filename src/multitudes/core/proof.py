@@ -201,10 +201,13 @@ def _alike(got: Tensor, want: Tensor) -> bool:
         return False
     if not want.numel():
         return True
-    tolerance = _tolerance(want)
+    half, tolerance = _is_half(want), _tolerance(want)
     got, want = (_real(values).flatten(1) for values in (got, want))
     if not torch.equal(got.isfinite(), want.isfinite()):
         return False
+    if half:
+        error, size = ((values.nan_to_num(0, 0, 0)).norm(dim=1) for values in (got - want, want))
+        return bool((error <= 0.1 * size.clamp(min=1e-12)).all())
     error = (got - want).nan_to_num(0, 0, 0).abs().amax(1)
     values = want.nan_to_num(0, 0, 0)
     spread = (values - values.mean(1, keepdim=True)).abs().amax(1).maximum(1e-3 * values.abs().amax(1))
@@ -256,10 +259,11 @@ def _real(values: Tensor) -> Tensor:
     return (values if values.dtype == torch.float64 else values.float()).reshape(len(values), -1)
 
 
+def _is_half(values: Tensor) -> bool:
+    return torch.is_autocast_enabled(values.device.type) or values.dtype in (torch.bfloat16, torch.float16)
+
+
 def _tolerance(values: Tensor) -> float:
-    half = torch.is_autocast_enabled(values.device.type) or values.dtype in (torch.bfloat16, torch.float16)
-    if half:
-        return 0.1
     if values.is_cuda:  # TensorFloat-32
         return 0.02
     return 1e-6 if values.dtype in (torch.float64, torch.complex128) else 2e-3
