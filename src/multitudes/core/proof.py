@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -132,8 +134,8 @@ def _moved_weights(network: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def running_statistics(network: nn.Module) -> Iterator[None]:
-    """Inside, batch norms that keep statistics normalise by them, in training too."""
-    norms = [m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
+    """Inside, norms compute with the statistics that they keep, in training too: batch norms, and spectral norms."""
+    norms = [module for module in network.modules() if _keeps_statistics(module)]
     modes = [norm.training for norm in norms]
     for norm in norms:
         norm.training = False
@@ -142,6 +144,13 @@ def running_statistics(network: nn.Module) -> Iterator[None]:
     finally:
         for norm, mode in zip(norms, modes, strict=True):
             norm.training = mode
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return bool(module.track_running_stats)
+    hooks = module._forward_pre_hooks.values()
+    return isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks)
 
 
 State = tuple[Callable[[], Any], Callable[[Any], Any], Any]
