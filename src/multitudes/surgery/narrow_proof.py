@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input, call
-from multitudes.core.proof import alike
+from multitudes.core.draws.stochastic import expecting
+from multitudes.core.noise import STILL, Redrawn
+from multitudes.core.proof import alike, running_statistics, unmoved
 from multitudes.surgery.cuts import Cut, follows, input_axis, makes, output_axis
 from multitudes.surgery.observe import hooked, observing
 
@@ -51,6 +53,25 @@ def prove(model: nn.Module, narrowed: nn.Module, cuts: dict[str, Cut], example: 
             f"model ({type(model).__name__}) cannot be narrowed, since what its forward does after layer "
             f"{got[-1][0]!r} gives another output when there are fewer channels; deep_ensemble keeps it whole"
         )
+    error = _trouble_in_training(narrowed, example)
+    if error and not _trouble_in_training(model, example):
+        raise ValueError(_unfit(model, f"in training, {error}"))
+
+
+def _trouble_in_training(network: nn.Module, example: Input) -> str:
+    """What goes wrong in a run in training mode, which may take other ways through a network."""
+    modes = [(module, module.training) for module in network.modules()]
+    network.train()
+    try:
+        quiet = running_statistics(network), expecting(network), unmoved(network, example), torch.no_grad()
+        with quiet[0], quiet[1], quiet[2], quiet[3], Redrawn(STILL):
+            call(network, example)
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        return str(error).splitlines()[0]
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    return ""
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -78,7 +78,8 @@ class Watch(TorchFunctionMode):
             if self.inside and (makes(self.inside[-1][1]) or follows(self.inside[-1][1])):
                 return  # what layers do is known, and their outputs are replaced
             flat = [t for arg in args for t in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-            nan = [t.isnan() for t in flat if isinstance(t, Tensor) and t.is_floating_point() and t.numel()]
+            dense = [t for t in flat if isinstance(t, Tensor) and t.layout is torch.strided and t.numel()]
+            nan = [t.isnan() for t in dense if t.is_floating_point()]
             some = any(bool(mask.any()) for mask in nan) and not any(bool(mask.all()) for mask in nan)
             if some and result.numel() and bool(result.isnan().all()):
                 self.mixer = f"{getattr(function, '__name__', 'a function')} in {self._place()}"
