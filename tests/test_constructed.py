@@ -206,14 +206,14 @@ SOUND: dict[str, Callable[[], nn.Module]] = {
     "transformer": lambda: nn.Transformer(16, 2, 1, 1, 32),
     "convolutions": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ConvTranspose2d(8, 4, 2)),
     "one number": lambda: nn.PReLU(),
-    "resnet": lambda: mt.models.resnet18(classes=10),
+    "resnet": lambda: mt.models.resnet20(classes=10),
     "normed": lambda: nn.Sequential(
         parametrizations.weight_norm(nn.Linear(8, 16)), parametrizations.spectral_norm(nn.Linear(16, 8))
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("case", SOUND)
 def test_what_rules_have_drawn_is_nothing_of_its_own_and_not_trained(case: str, seed: int) -> None:
     torch.manual_seed(seed)

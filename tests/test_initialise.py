@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import multitudes as mt
 from multitudes.methods.patching.conversion import family
@@ -231,6 +232,10 @@ def test_heads_are_found_by_running_the_network() -> None:
     assert output_layers(Two(), example=X) == ["mean", "scale"]
     residual = nn.Sequential(nn.Linear(INPUTS, 8), nn.TransformerEncoderLayer(8, 2, 16), nn.Linear(8, 2))
     assert output_layers(residual) == ["2"]
+    normed = nn.Sequential(*(parametrizations.weight_norm(nn.Linear(INPUTS, INPUTS)) for _ in range(3)))
+    assert output_layers(normed, example=X) == ["2"]
+    recurrent = nn.Sequential(nn.Linear(INPUTS, 8), nn.LSTM(8, 4))
+    assert output_layers(recurrent, example=X) == ["1"]
     frozen = Net()
     frozen.first.requires_grad_(False)
     assert output_layers(frozen) == ["head"]
@@ -306,7 +311,10 @@ SAME: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "masksembles": (
         lambda: mt.masksembles(Net(), 3, 1, init="pretrained", example=X),
-        "scale=1 shows all inputs to all members",
+        "scale=1 shows all inputs to all members.*a larger one",
+    ),
+    "hardly masked": (
+        lambda: mt.masksembles(Net(), 3, 1.001, example=X), "scale=1.001 shows all inputs to all members",
     ),
     "mimo": (
         lambda: mt.mimo(Net(), 3, 1.0, init="pretrained", example=X),
@@ -352,6 +360,18 @@ def test_members_that_differ_by_perturbation_or_by_draws_are_not() -> None:
     assert mt.deep_ensemble(drawing, 2, init="pretrained").members == 2
     copies = mt.fuse([Net()] * 2)
     assert torch.equal(copies.network.head.weight[0], copies.network.head.weight[1]), "fused networks are as given"
+
+
+def test_ensembles_of_ensembles_are_drawn_anew_member_by_member() -> None:
+    layer = nn.Linear(400, 300)
+    layer.bias.requires_grad_(False)
+    net = mt.deep_ensemble(mt.deep_ensemble(layer, 3, seed=0), 2, seed=1)
+    weight = net.network.weight
+    assert weight.shape == (2, 3, 300, 400)
+    assert weight.abs().max() <= 400**-0.5
+    torch.testing.assert_close(weight.std((2, 3)), torch.full((2, 3), (3 * 400) ** -0.5), rtol=0.02, atol=0)
+    assert torch.corrcoef(weight.flatten(0, 1).flatten(1)).sub(torch.eye(6)).abs().max() < 0.02
+    assert torch.equal(net.network.bias, layer.bias.expand(2, 3, 300))
 
 
 # -- factories ---------------------------------------------------------------------------------------------

@@ -158,7 +158,9 @@ def batch_ensemble(
 
     The factors are drawn from N(1, `spread`) (`factors="normal"`) or are random signs (`"sign"`). From a
     pretrained network, member 0 starts as that network, exactly, and the others close to it: `spread` is 0.5
-    for fresh networks and 0.1 for pretrained ones unless it is given. `layers` selects the layers.
+    for fresh networks and 0.1 for pretrained ones unless it is given. `layers` selects the layers. `model`, `init` and
+    `heads` are as in `deep_ensemble`, for the weights that all members share: frozen ones stay, with factors around
+    them.
 
     >>> net = batch_ensemble(nn.Linear(3, 2), members=4)
     >>> net(torch.ones(5, 3)).shape
@@ -171,7 +173,10 @@ def batch_ensemble(
         spread = 0.5 if start.fresh else 0.1
     check_number("spread", spread, 0)
     if factors == "normal" and spread == 0 and members > 1:
-        raise ValueError(f"spread={spread!r} gives all members the same factors, so they would be one network for ever")
+        raise ValueError(
+            f"spread={spread!r} gives all members the same factors, so they would be one network for ever: a larger "
+            "one tells them apart"
+        )
     chosen = select_affine(model, layers)
     with start.seeded():
         model = start.begin(copied(model))

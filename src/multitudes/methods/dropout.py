@@ -236,7 +236,7 @@ def mc_dropout(
         noise_to_keep(network, rate)
     net = Multitude(network).like(model, task)
     net.notes = {n: f"dropout {m.p} stays on" for n, m in network.named_modules() if isinstance(m, Dropout)}
-    if x is not None:
+    if x is not None and to_be_kept(network):
         net.find_noise(x)
     _check_something_drawn(net, existing)
     return net

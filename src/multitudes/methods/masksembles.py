@@ -195,7 +195,8 @@ def masksembles(
     `scale` is 1 or more: 1 gives every member every channel, larger values less overlap. `layers` selects the
     masked layers. From a pretrained network, their weights are scaled so that activations are as large as they
     were on `example`, one batch of inputs; where it is left out, noise of the usual sizes is tried. The same
-    `seed` gives the same masks.
+    `seed` gives the same masks. `model`, `init` and `heads` are as in `deep_ensemble`, for the weights that all members
+    share.
 
     >>> net = masksembles(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), members=4, scale=2.0)
     >>> net(torch.ones(5, 3)).shape
@@ -204,8 +205,6 @@ def masksembles(
     start = starting(model, members, init, heads, example=example, seed=seed)
     model = start.network
     check_number("scale", scale, 1)
-    if scale == 1 and members > 1:
-        raise ValueError(f"scale={scale!r} shows all inputs to all members, so they would be one network for ever")
     chosen = select_affine(model, layers)
     left: list[str] = []
     with start.seeded():
@@ -215,6 +214,11 @@ def masksembles(
             chosen = {name: layer for name, layer in chosen.items() if name not in left}
         model = start.begin(copied(model))
         converted = {name: masked(copied(model.get_submodule(name)), members, scale) for name in chosen}
+        if members > 1 and all(map(_sees_all, converted.values())):
+            raise ValueError(
+                f"scale={scale!r} shows all inputs to all members, so they would be one network for ever: a larger one "
+                "gives each its own"
+            )
         for name, layer in converted.items():
             layer.place = name
         net = SharedMembers(replace(model, converted), members).like(start.given, task)
@@ -235,6 +239,10 @@ def _keep_scale(model: nn.Module, net: SharedMembers, x: Input, names: list[str]
         return
     with net._as(0):
         keep_scale(model, net.network, x, x, kept)
+
+
+def _sees_all(layer: nn.Module) -> bool:
+    return all(bool(masks.all()) for name, masks in layer.named_buffers() if name.endswith("masks"))
 
 
 def _of_the_data(model: nn.Module, chosen: dict[str, nn.Module], x: Input) -> list[str]:

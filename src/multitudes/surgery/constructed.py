@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 __all__ = ["Own", "compared"]
 
-_SAMPLE = 2**18
+_SAMPLE = 2**16
 """As many numbers of a parameter are looked at."""
+_SIDE = 256
+"""Of a table, as many rows and columns."""
 _FEW = 16
 """A parameter with more values than these that repeat is a table, not draws and constants."""
 _NEIGHBOURS = 0.8
@@ -83,9 +85,11 @@ def compared(given: Tensor, drawn: Tensor) -> Own | None:
 
 
 def _other_distribution(given: Tensor, drawn: Tensor) -> Own | None:
+    zeros = int((given == 0).sum()) > max(3, 2 * int((drawn == 0).sum()))  # padding, in whatever large a table
     at = _sampled(given)
     given, drawn = given.flatten()[at], drawn.flatten()[at]
-    constants = _repeated(given, drawn)
+    constants = _repeated(given, drawn) if not given.is_complex() else []
+    constants += [0.0] if zeros and 0 not in constants else []
     if len(constants) > _FEW:
         return Own("few values, no independent draws", kept=True, constants=constants)
     free = torch.ones(len(given), dtype=torch.bool, device=given.device)
@@ -104,10 +108,8 @@ def _other_distribution(given: Tensor, drawn: Tensor) -> Own | None:
             apart.item() > max(0.1, 6 * math.sqrt(2 / count))
         )
     if differs:
-        own = {"centre": drawn.mean().item(), "scale": ratio, "mean": given.mean().item()}
-        return Own(
-            f"{ratio:.3g} times the deviation of its layer's own, and drawn so again", constants=constants, **own
-        )
+        reason = f"{ratio:.3g} times the deviation of its layer's own, and drawn so again"
+        return Own(reason, False, constants, drawn.mean().item(), ratio, given.mean().item())
     return Own("some constants, which stay", constants=constants) if constants else None
 
 
@@ -121,9 +123,6 @@ def _sampled(tensor: Tensor) -> Tensor:
 
 def _repeated(given: Tensor, drawn: Tensor) -> list[complex]:
     """The values that occur more often than they would among draws."""
-    if given.is_complex():
-        zeros = int((given == 0).sum())
-        return [0.0] if zeros > max(3, 2 * int((drawn == 0).sum())) else []
     most = int(drawn.unique(return_counts=True)[1].max())
     values, counts = given.unique(return_counts=True)
     return [value.item() for value in values[counts >= max(3, 2 * most + 1)]]
@@ -155,13 +154,12 @@ def _gain(tensor: Tensor) -> float | None:
         return None
     gains = []
     for block in _square_blocks(tensor):
-        if min(block.shape) > 2048:
-            return None
-        block = block.float() if block.shape[0] <= block.shape[1] else block.float().mT
-        products = block @ block.mT
-        gain = products.diagonal().mean().clamp(min=1e-30)
-        if not bool(((products / gain - torch.eye(len(products), device=products.device)).abs() < 1e-2).all()):
-            return None
+        block = block if block.shape[0] <= block.shape[1] else block.mT
+        for rows in (block[:16].float(), block[:2048].float()):  # a few tell of most that they are not
+            products = rows @ rows.mT
+            gain = products.diagonal().mean().clamp(min=1e-30)
+            if not bool(((products / gain - torch.eye(len(products), device=products.device)).abs() < 1e-2).all()):
+                return None
         if bool((block != 0).sum() <= 2 * len(block)):  # an identity, or a permutation: nothing that was drawn
             return None
         gains.append(gain.sqrt().item())
@@ -172,7 +170,8 @@ def _is_table(tensor: Tensor) -> bool:
     """Whether neighbours along the first or the second axis are alike."""
     if tensor.dim() < 2 or tensor.numel() < 64:
         return False
-    table = tensor.detach().flatten(2) if tensor.dim() > 2 else tensor.detach()
+    table = tensor.detach()[:_SIDE, :_SIDE]
+    table = table.flatten(2) if table.dim() > 2 else table
     table = (torch.view_as_real(table).sum(-1) if table.is_complex() else table).float()
     for axis in (0, 1):
         rows = table.movedim(axis, 0).flatten(1)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from multitudes.core.calling import Input, split_call
 from multitudes.core.draws.stochastic import expecting
@@ -66,8 +67,9 @@ def _observed(network: nn.Module, example: Input) -> list[str]:
     What a layer with weights is called with is cut off from what made it, so that the gradient of the network's output
     reaches the last ones alone.
     """
-    owners = {name: m for name, m in network.named_modules() if any(p.dim() > 1 for p in m.parameters(recurse=False))}
-    weights = [(name, p) for name, m in owners.items() for p in m.parameters(recurse=False) if p.dim() > 1]
+    owned = {name: _own_weights(m) for name, m in network.named_modules() if "parametrizations" not in name.split(".")}
+    owners = {name: network.get_submodule(name) for name, own in owned.items() if own}
+    weights = [(name, p) for name in owners for p in owned[name]]
     frozen = [p for p in network.parameters() if not p.requires_grad and (p.is_floating_point() or p.is_complex())]
     order: list[str] = []
 
@@ -102,6 +104,14 @@ def _observed(network: nn.Module, example: Input) -> list[str]:
     if "" in found:
         raise ValueError("its output is made by a parameter of its own, which is in no layer")
     return list(dict.fromkeys(found))
+
+
+def _own_weights(layer: nn.Module) -> list[nn.Parameter]:
+    """A layer's own parameters of two axes or more, those that its weights are computed from included."""
+    own = list(layer.parameters(recurse=False))
+    if parametrize.is_parametrized(layer):
+        own += list(layer.get_submodule("parametrizations").parameters())
+    return [parameter for parameter in own if parameter.dim() > 1]
 
 
 def _cut(inputs: Any) -> Any:

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.copying import copied
+from multitudes.core.members import Members
+from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import seeded
+from multitudes.core.stacking import stackable
 from multitudes.surgery.computed import plain_weights
 from multitudes.surgery.constructed import Own, compared
 
@@ -28,15 +31,28 @@ def redraw(network: nn.Module, own: Mapping[str, Own] | None = None, only: Colle
     Frozen parameters keep their values. `own` says of parameters, by name, how they were initialised by other code than
     their layers', and they are drawn in that way, or kept.
     """
+    if isinstance(network, Members):
+        return _redraw_members(network, own, only)
     kept = [(tensor, tensor.detach().clone()) for tensor in frozen_tensors(network)]
     parameters = dict(network.named_parameters())
     custom = [(parameters[name], how, parameters[name].detach().clone()) for name, how in (own or {}).items()]
-    run_rules(network, only)
+    run_rules(network.network if isinstance(network, Multitude) else network, only)
     for parameter, how, before in custom:
         how.settle(parameter, before)
     for tensor, value in kept:
         tensor.copy_(value)
     return network
+
+
+def _redraw_members(net: Members, own: Mapping[str, Own] | None, only: Collection[str] | None) -> Members:
+    """Draw each member anew: the rules know nothing of stacked tensors."""
+    stacked = dict(net.named_parameters()) | dict(net.named_buffers())
+    for index in range(net.members):
+        member = redraw(net._member(index), own, only)
+        for name, tensor in [*member.named_parameters(), *member.named_buffers()]:
+            if stackable(stacked[name]):
+                stacked[name][index].copy_(tensor)
+    return net
 
 
 def frozen_tensors(network: nn.Module) -> list[Tensor]:
@@ -148,6 +164,9 @@ def judged(network: nn.Module) -> Judgement:
     """
     if any(parameter.is_meta for parameter in network.parameters()):  # which has no values to compare
         return Judgement({}, [], None)
+    if isinstance(network, Members):
+        return judged(network._member(0))
+    network = network.network if isinstance(network, Multitude) else network
     other = copied(network)
     for parameter in other.parameters():
         parameter.copy_(_moved(parameter))  # so that what no rule sets can be told from what it sets as it was
