@@ -1,7 +1,7 @@
 """Random networks through every method and runner, judged by a loop of the judge's own: how many are right?
 
-    python -m benchmarks.random_networks --count 1000 --seed 0 [--jobs 2] [--write]  # from the repository's root
-    python -m benchmarks.random_networks --only 123 --method packed                  # one again, with the reason
+    python -m benchmarks.random_networks --count 1000 --seed 0 [--jobs 2] [--write]  # from the root of the repository
+    python -m benchmarks.random_networks --only 123 --method packed                  # one of them again, with reasons
 
 A network is known by its number (`tests/random_networks.py`); seed S means the numbers from S on. Each is *right*
 under a method and a runner, *refused* for a reason, *crashed*, or *wrong* without a word (`tests/random_judge.py`). The

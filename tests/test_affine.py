@@ -19,8 +19,6 @@ from multitudes.methods.masksembles import Masked, masked
 from multitudes.surgery.affine import affine_layers, maps_of
 from tests.of_parts import Of
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*:FutureWarning")
-
 
 class OwnConv(nn.Conv2d):
     """A subclass with a constructor of its own and the forward of its parent."""

@@ -14,8 +14,6 @@ import multitudes as mt
 from tests.cases import NETWORKS
 from tests.of_parts import Of
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*stayed as in model.*")
-
 
 class Experts(nn.Module):
     """Parameters that stand alone, and no layer."""

@@ -20,8 +20,6 @@ from multitudes.surgery.watch import choose
 from tests.hard_networks import HARD
 from tests.of_parts import Of
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*stayed as in model.*", "ignore:.*deprecated.*")
-
 
 class OwnConv(nn.Conv2d):
     """A subclass that inherits its forward."""

@@ -300,8 +300,9 @@ def test_conversion_keeps_what_it_can() -> None:
     assert not net.training
     assert {name for name, p in net.named_parameters() if not p.requires_grad} == {"3.weight", "3.bias"}
     assert (net.network[3].in_features, net.network[1].eps) == (6, 1e-5)
+    assert torch.equal(net.network[3].weight, before["3.weight"])  # frozen, and so not patched
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert re.search(r"3 +PatchedLinear +63 +3 components, one for the layer", net.summary())
+    assert re.search(r"1 +PatchedBatchNorm +36 +3 components, one for the layer", net.summary())
 
 
 @pytest.mark.parametrize(
