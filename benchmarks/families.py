@@ -37,7 +37,7 @@ SENTENCE = re.compile(r"^\w+: | \[\w+\.py:\d+\]$")
 
 REASONS = {
     r"share a weight": "weights are tied",
-    r"computes with the weight of layer": "weight read directly",
+    r"computes with the \w+ of layer": "weight read directly",
     r"takes any number of arguments": "takes any arguments",
     r"aten::(gru|lstm|rnn)": "recurrence under vmap",
     r"control flow|\.item\(\)|dynamic shape": "branches on values",
