@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 import multitudes as mt
 from tests.random_networks import Case, run
@@ -212,7 +214,7 @@ def judge_noise_of_members(net: mt.Members, case: Case, runner: str, tries: int 
     torch.manual_seed(case.number)
     try:
         with torch.no_grad():
-            varies = [not torch.equal(run(model, case.x), run(model, case.x)) for _ in range(tries)]
+            varies = [_varies(model, case) for _ in range(tries)]
             for _ in range(tries if any(varies) else 0):
                 one, other = net(case.x)[:2]
                 if not torch.equal(one, other):
@@ -221,6 +223,14 @@ def judge_noise_of_members(net: mt.Members, case: Case, runner: str, tries: int 
         model.eval()
     if sum(varies) > tries // 4:
         raise Wrong("noise in training: two members draw the same numbers")
+
+
+def _varies(model: nn.Module, case: Case) -> bool:
+    """Whether a network's answer is another the second time, from the same buffers and counters."""
+    state = _moving(model)
+    one = run(model, case.x)
+    _restore(model, state)
+    return not torch.equal(one, run(model, case.x))
 
 
 # -- members that share weights ----------------------------------------------------------------------------
@@ -297,8 +307,10 @@ def _inner(one: Tensor, other: Tensor) -> Tensor:
 def _training_but_batch_norm(network: nn.Module) -> nn.Module:
     network.train()
     for module in network.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None:
-            module.eval()
+        hooks = module._forward_pre_hooks.values()
+        spectral = isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks)
+        if spectral or (isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None):
+            module.training = False
     return network
 
 

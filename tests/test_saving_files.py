@@ -29,7 +29,7 @@ def test_a_file_of_another_kind_is_one_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "header", ["{", "null", "3", "{}", '{"format": 2}', '{"format": 2, "nodes": []}', '{"format": 2, "nodes": [{}]}']
+    "header", ["{", "null", "3", "{}", '{"format": 3}', '{"format": 3, "nodes": []}', '{"format": 3, "nodes": [{}]}']
 )
 def test_a_damaged_header_is_one_error(header: str, tmp_path: Path) -> None:
     path = save(mt.deep_ensemble(mlp(), 2), tmp_path / "net.safetensors")

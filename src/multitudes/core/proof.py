@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -132,8 +134,8 @@ def _moved_weights(network: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def running_statistics(network: nn.Module) -> Iterator[None]:
-    """Inside, batch norms that keep statistics normalise by them, in training too."""
-    norms = [m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
+    """Inside, norms compute with the statistics that they keep, in training too: batch norms, and spectral norms."""
+    norms = [module for module in network.modules() if _keeps_statistics(module)]
     modes = [norm.training for norm in norms]
     for norm in norms:
         norm.training = False
@@ -142,6 +144,13 @@ def running_statistics(network: nn.Module) -> Iterator[None]:
     finally:
         for norm, mode in zip(norms, modes, strict=True):
             norm.training = mode
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return bool(module.track_running_stats)
+    hooks = module._forward_pre_hooks.values()
+    return isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks)
 
 
 State = tuple[Callable[[], Any], Callable[[Any], Any], Any]
@@ -201,10 +210,13 @@ def _alike(got: Tensor, want: Tensor) -> bool:
         return False
     if not want.numel():
         return True
-    tolerance = _tolerance(want)
+    half, tolerance = _is_half(want), _tolerance(want)
     got, want = (_real(values).flatten(1) for values in (got, want))
     if not torch.equal(got.isfinite(), want.isfinite()):
         return False
+    if half:
+        error, size = ((values.nan_to_num(0, 0, 0)).norm(dim=1) for values in (got - want, want))
+        return bool((error <= 0.1 * size.clamp(min=1e-12)).all())
     error = (got - want).nan_to_num(0, 0, 0).abs().amax(1)
     values = want.nan_to_num(0, 0, 0)
     spread = (values - values.mean(1, keepdim=True)).abs().amax(1).maximum(1e-3 * values.abs().amax(1))
@@ -256,10 +268,11 @@ def _real(values: Tensor) -> Tensor:
     return (values if values.dtype == torch.float64 else values.float()).reshape(len(values), -1)
 
 
+def _is_half(values: Tensor) -> bool:
+    return torch.is_autocast_enabled(values.device.type) or values.dtype in (torch.bfloat16, torch.float16)
+
+
 def _tolerance(values: Tensor) -> float:
-    half = torch.is_autocast_enabled(values.device.type) or values.dtype in (torch.bfloat16, torch.float16)
-    if half:
-        return 0.1
     if values.is_cuda:  # TensorFloat-32
         return 0.02
     return 1e-6 if values.dtype in (torch.float64, torch.complex128) else 2e-3

@@ -55,7 +55,7 @@ class SharedMembers(Multitude):
         return self._alone(0, x)
 
     def _prepare(self, x: Input) -> None:
-        if any(t.is_cuda for t in tensors_in(x)):
+        if self.training or any(t.is_cuda for t in tensors_in(x)):
             self._may_tile(x)
 
     def _tiled(self, x: Input) -> Tensor:
@@ -82,8 +82,8 @@ class SharedMembers(Multitude):
 
     def _may_tile(self, x: Input) -> bool:
         """Whether a tiled batch gives what each member gives alone, tried once for each kind of input."""
-        if torch.compiler.is_compiling() and self.training in self._tiles:
-            return self._tiles[self.training]
+        if torch.compiler.is_compiling():  # where nothing can be tried: one by one unless an input has shown more
+            return self._tiles.get(self.training, False)
         kind = kind_of(x)
         if (self.training, kind) not in self._tiles:
             trouble = self._prove(x)
@@ -96,7 +96,6 @@ class SharedMembers(Multitude):
                 )
         return self._tiles[self.training, kind]
 
-    @torch.compiler.disable
     def _prove(self, x: Input) -> str:
         with running_statistics(self.network), silent_trial(self.network, x) as doubt:
             return self._trouble(x) or doubt()

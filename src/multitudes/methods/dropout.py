@@ -238,14 +238,14 @@ def mc_dropout(
     net.notes = {n: f"dropout {m.p} stays on" for n, m in network.named_modules() if isinstance(m, Dropout)}
     if x is not None and to_be_kept(network):
         net.find_noise(x)
-    _check_something_drawn(net, existing)
+    _check_something_drawn(net, existing, p)
     return net
 
 
-def _check_something_drawn(net: Multitude, existing: dict[str, Any]) -> None:
+def _check_something_drawn(net: Multitude, existing: dict[str, Any], p: float | None) -> None:
     """An error where nothing would be drawn, which names what could be done."""
-    drawing = [m for m in stochastic_layers(net.network) if not isinstance(m, Dropout) or m.p]
-    if drawing:
+    layers = stochastic_layers(net.network)
+    if layers and (p is not None or any(not isinstance(layer, Dropout) or layer.p for layer in layers)):
         return
     if existing:
         raise ValueError("p must be given: the model's dropout layers have rate 0, so nothing would be drawn")

@@ -18,13 +18,14 @@ from multitudes.evaluation.calibrate import Calibrated, Calibration
 from multitudes.evaluation.conformal import Conformal, ConformalScore
 from multitudes.evaluation.temperature import SCALINGS
 from multitudes.storage.structure import describe, rebuild
+from multitudes.storage.tensors import plain_parts, whole_tensors
 
 __all__ = ["check_path", "load", "save"]
 
 HEADER = "multitudes"
 """The entry of the file's header that holds the structure, as JSON."""
 
-FORMAT = 2
+FORMAT = 3
 CALIBRATION = "calibration/"
 """In front of the names of what a calibration was fitted to; no name of a network's tensors holds a slash."""
 
@@ -60,8 +61,7 @@ def save(net: Multitude | Calibrated, path: str | os.PathLike[str]) -> Path:
     header["nodes"], tensors = describe(net)
     _check_storable(tensors)
     header["shapes"] = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    # Copies of their own: safetensors refuses tensors that share memory.
-    state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in (tensors | fitted).items()}
+    state, header["forms"] = plain_parts(tensors | fitted)
     with replacing(path) as unfinished:
         files.torch.save_file(state, unfinished, {HEADER: json.dumps(header)})
     return path
@@ -102,13 +102,14 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Multit
         if header["format"] != FORMAT:
             raise ValueError(f"{str(path)!r} is of format {header['format']}, and this version reads format {FORMAT}")
         return _rebuilt(header, tensors, model)
-    except (json.JSONDecodeError, LookupError, TypeError, AttributeError, AssertionError) as error:
+    except (json.JSONDecodeError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError) as error:
         raise ValueError(f"path must be a file that mt.save wrote, got {str(path)!r}, which is damaged") from error
 
 
 def _rebuilt(
     header: Mapping[str, Any], tensors: Mapping[str, Tensor], model: nn.Module | None
 ) -> Multitude | Calibrated:
+    tensors = whole_tensors(tensors, header["forms"])
     _check_shapes(header.get("shapes", {}), tensors)
     net = rebuild(header["nodes"], dict(tensors), model)
     assert isinstance(net, Multitude)

@@ -275,6 +275,8 @@ class Trainer:
         factor = self.config.schedule(done)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
+        if self.config.compile and self.state.step == 0:
+            self.net._prepare(x)  # which cannot be found out while it compiles
         with self._autocast():
             loss = self.wrapped(x, y)
         kept = self.losses.add(loss, (x, y), self.state.step + 1)
