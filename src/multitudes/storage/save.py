@@ -59,21 +59,11 @@ def save(net: Multitude | Calibrated, path: str | os.PathLike[str]) -> Path:
         fitted = {CALIBRATION + name: tensor for name, tensor in net.calibration.tensors.items()}
         net = net.net
     header["nodes"], tensors = describe(net)
-    _check_storable(tensors)
     header["shapes"] = {name: list(tensor.shape) for name, tensor in tensors.items()}
     state, header["forms"] = plain_parts(tensors | fitted)
     with replacing(path) as unfinished:
         files.torch.save_file(state, unfinished, {HEADER: json.dumps(header)})
     return path
-
-
-def _check_storable(tensors: Mapping[str, Tensor]) -> None:
-    """What a safetensors file cannot hold, before anything is written."""
-    for name, tensor in tensors.items():
-        if tensor.layout != torch.strided:
-            raise ValueError(f"net cannot be saved: {name!r} is sparse ({tensor.layout}); safetensors holds no such")
-        if tensor.is_complex() and tensor.dtype != torch.complex64:
-            raise ValueError(f"net cannot be saved: {name!r} is {tensor.dtype}; safetensors holds complex64 alone")
 
 
 def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Multitude | Calibrated:
