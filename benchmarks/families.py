@@ -37,6 +37,7 @@ SENTENCE = re.compile(r"^\w+: | \[\w+\.py:\d+\]$")
 
 REASONS = {
     r"share a weight": "weights are tied",
+    r"computes with the \w+ of layer": "weight read directly",
     r"takes any number of arguments": "takes any arguments",
     r"aten::(gru|lstm|rnn)": "recurrence under vmap",
     r"control flow|\.item\(\)|dynamic shape": "branches on values",
@@ -49,7 +50,7 @@ REASONS = {
     r"[Aa]ttention.*(narrowed|plain convolution)": "attention is whole",
     r"Parametri[sz]ed\w+, which cannot be narrowed": "weights are parametrised",
     r"mixed on their way|cannot be narrowed": "channels are mixed",
-    r"x must be one tensor": "several inputs given",
+    r"x must be one tensor": "not one tensor",
     r"its input must go straight": "input not direct",
     r"must be a plain convolution or linear": "no plain layer",
     r"no down-sampling": "nothing is down-sampled",

@@ -10,7 +10,7 @@ import pytest
 import safetensors
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.storage.save import load, save
@@ -93,3 +93,32 @@ def test_a_file_reads_like_the_network_and_holds_no_pickle(tmp_path: Path) -> No
         header["nodes"][0]["class"] == "multitudes.core.members.Members"
         and header["nodes"][0]["settings"]["members"] == 2
     )
+
+
+class Graph(nn.Module):
+    """A network with a fixed sparse matrix, or with complex weights."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        if dtype is None:
+            self.register_buffer("edges", torch.eye(3).to_sparse())
+        else:
+            self.turn = nn.Parameter(torch.ones(3, dtype=dtype))
+        self.out = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out((self.edges @ x.T).T if hasattr(self, "edges") else (x * self.turn).real.to(x.dtype))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.complex64, torch.complex128])
+def test_sparse_and_complex_tensors_are_saved(dtype: torch.dtype | None, tmp_path: Path) -> None:
+    net, x = mt.fuse([Graph(dtype), Graph(dtype)]), torch.randn(4, 3)
+    loaded = mt.load(mt.save(net, tmp_path / "net.safetensors"), Graph(dtype))
+    assert torch.equal(loaded(x), net(x))
+
+
+def test_sparse_tensors_stay_as_they_are_along_the_way() -> None:
+    model = Graph(None)
+    states = [{k: v + i if k.startswith("out") else v for k, v in model.state_dict().items()} for i in range(3)]
+    torch.testing.assert_close(mt.swa(model, states).member(0).out.weight, model.out.weight + 1)
+    torch.testing.assert_close(mt.swa(model, states).member(0).edges.to_dense(), torch.eye(3))

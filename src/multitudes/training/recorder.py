@@ -77,7 +77,8 @@ class Moments:
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+    """Whether a tensor is averaged: numbers that can move, which sparse ones, fixed graphs as a rule, are not."""
+    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.layout == torch.strided
 
 
 def _as_real(tensor: Tensor) -> Tensor:
