@@ -40,7 +40,7 @@ from multitudes.surgery.coverage import tell_reach
 from multitudes.surgery.downsampling import Call, Run, has_other_path
 from multitudes.surgery.insert import after, before
 from multitudes.surgery.layers import CONVOLUTIONS, Factory, Selector, built, check_model, plain_layer, replace, select
-from multitudes.surgery.observe import example_for
+from multitudes.surgery.observe import cheap_example, example_for
 
 # -- layers ------------------------------------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ def mc_dropout(
         raise ValueError(f"p must be given for the dropout that layers={layers!r} inserts")
     rate = None if inserted else p
     kept = existing if inserted else chosen
-    x = _any_example(network, example)
+    x = _any_example(network, example) if inserted or example is not None else cheap_example(network)
     network = replace(network, {name: _kept_on(layer, rate) for name, layer in kept.items()})
     if inserted:
         insert = after if all(type(layer) in ACTIVATIONS for layer in chosen.values()) else before
