@@ -222,7 +222,7 @@ def test_what_comes_before_the_first_draw_is_computed_once() -> None:
     ("layers", "culprit", "way"),
     [
         ([Residue()], "'1' .Residue.", "one large batch"),
-        ([Jitter(), Branch()], "'2' .Branch.", "one large batch"),
+        ([Jitter(), Branch()], "'2' .Branch.", "one after the other"),
         ([Scaled(), Branch()], "'2' .Branch.", "one after the other"),
     ],
 )

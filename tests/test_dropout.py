@@ -157,11 +157,11 @@ def test_a_shared_activation_drops_in_each_of_its_places() -> None:
     assert len(seen) == 2
 
 
-def test_dropout_that_cannot_be_kept_on_is_told() -> None:
+def test_dropout_inside_attention_stays_on_too() -> None:
     model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
-    with pytest.warns(UserWarning, match=r"layer 'self_attn' \(MultiheadAttention\) has dropout inside"):
-        net = mt.mc_dropout(model)
+    net = mt.mc_dropout(model, example=torch.randn(2, 5, 8))
     assert dropouts(net) == ["dropout", "dropout1", "dropout2"]
+    assert net.notes["self_attn"] == "multi_head_attention_forward in its own code stays on"
 
 
 def test_what_was_there_stays_on_beside_what_is_inserted() -> None:
@@ -197,7 +197,6 @@ DROPPING = nn.Sequential(nn.Dropout(0.1), nn.Linear(3, 2))
             (),
             "p must be given: the model's dropout layers have rate 0",
         ),
-        (nn.Sequential(nn.AlphaDropout(0.1), nn.Linear(3, 2)), (), "AlphaDropout"),
         (mt.deep_ensemble(DROPPING, 2), (), "model is a multitude"),
     ],
 )

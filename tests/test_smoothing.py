@@ -247,7 +247,7 @@ def test_a_smoothed_network_is_what_every_method_takes(method: Callable[..., mt.
 
 
 @pytest.mark.parametrize(("function", "message"), [
-    (lambda: smooth(3), r"model must be an nn\.Module, got int"),
+    (lambda: smooth(3), r"model must be an nn\.Module, or a function that builds one, got int"),
     (lambda: smooth(mt.deep_ensemble(small_resnet(), 2)), r"multitude already \(Members\).*packed\(smooth\(model\)\)"),
     (lambda: smooth(small_resnet(), kernel=(1, 3, 1)), r"kernel must be one of \(1,\), \(1, 1\), .* got \(1, 3, 1\)"),
     (lambda: smooth(small_resnet(), kernel=2), r"kernel must be one of .* got 2"),

@@ -60,7 +60,8 @@ def _cut(x: Input, y: Tensor | None, rows: int) -> Iterator[tuple[Input, Tensor 
         yield x, y
         return
     if y is not None and x.dim() and len(y) != len(x):
-        if len(x) <= rows and x.dim() > 1 and len(y) == x.shape[1]:  # a sequence comes first
+        sequences = x.dim() > 2 or (x.dim() == 2 and not x.is_floating_point())
+        if sequences and len(x) <= rows and len(y) == x.shape[1]:  # a sequence comes first
             yield x, y
             return
         raise ValueError(f"data must have one target for each of the {len(x)} inputs, got {len(y)}")

@@ -24,7 +24,9 @@ __all__ = [
     "checkpointed",
     "each_from_the_same",
     "lent",
+    "put_back",
     "remember",
+    "show_last",
     "written_attributes",
 ]
 
@@ -130,6 +132,7 @@ def each_from_the_same(
         return result
 
     yield turn
+    show_last(network, attributes)
     for name, values in made.items():
         path, _, last = name.rpartition(".")
         whole = not (values[0].is_floating_point() or values[0].is_complex()) or len({v.shape for v in values}) > 1
@@ -160,7 +163,7 @@ def written_attributes(network: nn.Module, own: Attributes) -> Iterator[None]:
     }
     for (path, key), (value, instead) in list(own.items()):
         if before[path].get(key, _MISSING) is instead:
-            vars(modules[path])[key] = value.copy() if type(value) in _CONTAINERS else value
+            put_back(modules[path], key, value.copy() if type(value) in _CONTAINERS else value)
         else:  # set from outside since then, which counts
             del own[path, key]
     try:
@@ -170,9 +173,30 @@ def written_attributes(network: nn.Module, own: Attributes) -> Iterator[None]:
             _keep_written(path, module, before[path], contents, own)
 
 
+def show_last(network: nn.Module, owns: Sequence[Attributes]) -> None:
+    """Let the network itself show what the last member's code has written, so that setting it anew is seen."""
+    for (path, key), (last, before) in list(owns[-1].items()):
+        held = vars(network.get_submodule(path))
+        if held.get(key, _MISSING) is not before:  # set by the run's own code for all
+            continue
+        shown = last.detach() if isinstance(last, Tensor) else apart(last)
+        for own in owns:
+            value = own[path, key][0] if (path, key) in own else before
+            own[path, key] = value, shown
+        held[key] = shown
+
+
 def remember(network: nn.Module, own: Attributes, path: str, key: str, value: Any) -> None:
     """Add an attribute to what was written, as a run of the network would have."""
     own[path, key] = value, vars(network.get_submodule(path)).get(key, _MISSING)
+
+
+def put_back(module: nn.Module, key: str, value: Any) -> None:
+    """Give a module an attribute that was written, or take away one that was not there."""
+    if value is _MISSING:
+        vars(module).pop(key, None)
+    else:
+        vars(module)[key] = value
 
 
 def apart(value: Any) -> Any:

@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from multitudes.core.calling import Input, InputError, call, slots, tensors_in
 from multitudes.core.divergences import Divergence
 from multitudes.core.draws.stochastic import as_member
-from multitudes.core.lending import Attributes, Written, apart, checkpointed, lent, written_attributes
+from multitudes.core.lending import (
+    Attributes,
+    Written,
+    apart,
+    checkpointed,
+    lent,
+    put_back,
+    show_last,
+    written_attributes,
+)
 from multitudes.core.multitude import Multitude, plain
 from multitudes.core.packing import CannotPack, Plan, trace
 from multitudes.core.proof import alike, kind_of, silent_trial, unmoved
@@ -120,7 +129,7 @@ class Members(Multitude):
         return min(times, key=lambda name: times[name]) if times else "loop"
 
     def _run(self, runner: str, x: Input) -> Tensor:
-        if not torch.compiler.is_compiling() or (runner, self.training) not in self._proven:
+        if runner != "loop" and (not torch.compiler.is_compiling() or (runner, self.training) not in self._proven):
             self._prove_once(runner, x)
         if runner == "packed":
             predictions = self._plan()(self.network, x)
@@ -146,6 +155,8 @@ class Members(Multitude):
                 results.append(function())
             written.append(assigned)
         self._keep([name for assigned in written for name in assigned], written)
+        if not torch.compiler.is_compiling():
+            show_last(self.network, self._written)
         return torch.stack(results)
 
     @contextmanager
@@ -299,7 +310,7 @@ class Members(Multitude):
     def _member(self, index: int) -> nn.Module:
         member = with_tensors(self.network, lambda tensor: tensor[index])
         for (path, key), (value, _) in self._written[index].items():
-            vars(member.get_submodule(path))[key] = apart(value)
+            put_back(member.get_submodule(path), key, apart(value))
         return member
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

@@ -120,11 +120,11 @@ class Multitude(Tasked):
                 return self._uncompiled(x, draws, seed, memory)
             return self._all_draws(x, draws)
         with input_errors(x), plain_attention():
-            self._check_called(x)
+            self.check_called(x)
             predictions = self._all_draws(x, draws, seed, self.memory if memory is None else memory)
         return one_per_input(predictions, x)
 
-    def _check_called(self, x: Input) -> None:
+    def check_called(self, x: Input) -> None:
         """Once: whether layers that draw weights are called, not read past their noise."""
         alone = type(self)._predictions is Multitude._predictions
         if alone and not self._called and drawing_weights(self.network):

@@ -90,7 +90,7 @@ def _as_like(real: Tensor, tensor: Tensor) -> Tensor:
     """Real numbers in the shape and dtype of a tensor, which may be complex."""
     if not tensor.is_complex():
         return real.view(tensor.shape).to(tensor.dtype)
-    return torch.view_as_complex(real.reshape(*tensor.shape, 2)).to(tensor.dtype)
+    return torch.view_as_complex(real.reshape(*tensor.shape, 2).clone()).to(tensor.dtype)  # aligned to pairs
 
 
 class Recorder:

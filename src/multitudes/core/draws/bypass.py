@@ -17,7 +17,9 @@ __all__ = ["check_called", "drawing_weights"]
 
 
 def drawing_weights(network: nn.Module) -> dict[str, Stochastic]:
-    """The layers that draw and have weights of their own, by name."""
+    """The layers that draw and have weights of their own, by name; of a network that is one itself, none."""
+    if isinstance(network, Stochastic):
+        return {}
     layers = {name: m for name, m in network.named_modules() if name and isinstance(m, Stochastic)}
     return {name: layer for name, layer in layers.items() if any(True for _ in layer.parameters())}
 
