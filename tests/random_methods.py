@@ -166,15 +166,31 @@ def _judge_draws(net: mt.Multitude, of: Case) -> Tensor:
         same("the first draws", net(of.x, draws=2, seed=3), drawn[:2], 1e-9)
         if not torch.equal(torch.get_rng_state(), state):
             raise Wrong("a draw with a seed moved torch's random state")
-        if torch.equal(net(of.x, draws=DRAWS, seed=4), drawn):
+        if _is_constant(of):  # a pool that sees masked steps alone, say
+            return drawn
+        # A few draws of a few components may be the same by chance.
+        many, others = (net(of.x, draws=4 * DRAWS, seed=seed) for seed in (3, 4))
+        if torch.equal(many, others):
             raise Wrong("another seed gives the same draws")
-        one = net.predict(of.x, of.task, draws=DRAWS, seed=3)
+        one = net.predict(of.x, of.task, draws=4 * DRAWS, seed=3)
     if of.task == "classification" and not bool(one.mutual_information.max() > 0):
         raise Wrong("mutual information is 0")
-    if bool((drawn.std(0).amax() == 0).all()):
+    if bool((many.std(0).amax() == 0).all()):
         raise Wrong("all draws are the same")
     saved_and_loaded(net, of, draws=DRAWS, seed=3)
     return drawn
+
+
+def _is_constant(of: Case) -> bool:
+    """Whether the network's answer does not depend on its input."""
+    first = next(iter(of.x.values())) if isinstance(of.x, dict) else of.x[0] if isinstance(of.x, tuple) else of.x
+    before = first.clone()
+    want = run(of.model.eval(), of.x)
+    first.copy_(first.flip(0) if not first.is_floating_point() else first + 1)
+    try:
+        return torch.equal(run(of.model, of.x), want)
+    finally:
+        first.copy_(before)
 
 
 def _judge_vanishing(net: mt.Multitude, of: Case, model: nn.Module, tolerance: float = 1e-6) -> None:
@@ -209,10 +225,10 @@ def _drawing(build: Callable[..., mt.Multitude], tolerance: float = 1e-6) -> Che
     """`build(case, vanishing)` makes the multitude, with noise that is felt or noise that vanishes."""
 
     def check(make: Make, runner: str) -> None:
-        quiet = make(noise=())
+        quiet = _with_open_gates(make(noise=()))
         with left_alone(quiet):
             _judge_draws(build(quiet, False), quiet)
-            _judge_vanishing(build(quiet, True), quiet, make(noise=()).model, tolerance)
+            _judge_vanishing(build(quiet, True), quiet, _with_open_gates(make(noise=())).model, tolerance)
 
     return check
 
@@ -372,7 +388,7 @@ CHECKS: dict[str, Check] = {
     "mc_dropout": mc_dropout,
     "drop_connect": _drawing(_drop_connect),
     "variance": _drawing(_variance, 1e-4),  # what is left of its noise is 1e-8 an activation, and grows on its way
-    "patched": _drawing(_patched),
+    "patched": _drawing(_patched, 1e-5),  # layers that are narrow make much of a little
     "swa": swa,
     "swag": subspaces(_swag),
     "subspace": subspaces(_subspace),

@@ -27,6 +27,7 @@ __all__ = [
     "put_back",
     "remember",
     "show_last",
+    "standing",
     "written_attributes",
 ]
 
@@ -189,6 +190,13 @@ def show_last(network: nn.Module, owns: Sequence[Attributes]) -> None:
 def remember(network: nn.Module, own: Attributes, path: str, key: str, value: Any) -> None:
     """Add an attribute to what was written, as a run of the network would have."""
     own[path, key] = value, vars(network.get_submodule(path)).get(key, _MISSING)
+
+
+def standing(network: nn.Module, own: Attributes) -> Iterator[tuple[str, str, Any]]:
+    """What was written and has not been set from outside since: module, attribute and value."""
+    for (path, key), (value, instead) in own.items():
+        if vars(network.get_submodule(path)).get(key, _MISSING) is instead:
+            yield path, key, value
 
 
 def put_back(module: nn.Module, key: str, value: Any) -> None:

@@ -26,6 +26,7 @@ from multitudes.core.lending import (
     lent,
     put_back,
     show_last,
+    standing,
     written_attributes,
 )
 from multitudes.core.multitude import Multitude, plain
@@ -309,7 +310,7 @@ class Members(Multitude):
 
     def _member(self, index: int) -> nn.Module:
         member = with_tensors(self.network, lambda tensor: tensor[index])
-        for (path, key), (value, _) in self._written[index].items():
+        for path, key, value in standing(self.network, self._written[index]):
             put_back(member.get_submodule(path), key, apart(value))
         return member
 

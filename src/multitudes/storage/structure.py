@@ -21,7 +21,7 @@ from multitudes.core.copying import copied
 from multitudes.core.divergences import DIVERGENCES, name_of
 from multitudes.core.draws.functional import kept_class, own_class
 from multitudes.core.draws.stochastic import attached
-from multitudes.core.lending import Attributes, remember
+from multitudes.core.lending import Attributes, remember, standing
 from multitudes.core.multitude import Multitude, plain, share_registries
 from multitudes.core.settings import FOUND_ANEW
 from multitudes.storage.held import check_held, held_by, lazy_hooks
@@ -118,7 +118,7 @@ def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, i
     node: Node = {"settings": {key: value for key, value in settings.items() if key not in FOUND_ANEW}, "place": origin}
     if isinstance(module, Multitude):
         node["divergences"] = [_encoded_function(function) for function in module.divergences]
-        node["written"] = [_written(own, numbers) for own in getattr(module, "_written", ())]
+        node["written"] = [_written(module.network, own, numbers) for own in getattr(module, "_written", ())]
     hooks = _hooks(module)
     where = f"layer {path!r} ({type(module).__name__})" if path else f"the network ({type(module).__name__})"
     if type(module).get_extra_state is not nn.Module.get_extra_state:
@@ -162,10 +162,10 @@ def _encoded(value: Any, numbers: Mapping[int, int]) -> Any:
     raise TypeError
 
 
-def _written(own: Attributes, numbers: Mapping[int, int]) -> list[list[Any]]:
+def _written(network: nn.Module, own: Attributes, numbers: Mapping[int, int]) -> list[list[Any]]:
     """What a member's code has written beside tensors, where it is plain: a counter, say."""
     found = []
-    for (path, key), (value, _) in own.items():
+    for path, key, value in standing(network, own):
         with suppress(TypeError):
             found.append([path, key, _encoded(value, numbers)])
     return found
