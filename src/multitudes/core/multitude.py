@@ -120,12 +120,14 @@ class Multitude(Tasked):
                 return self._uncompiled(x, draws, seed, memory)
             return self._all_draws(x, draws)
         with input_errors(x), plain_attention():
-            self.check_called(x)
+            self.settle(x)
             predictions = self._all_draws(x, draws, seed, self.memory if memory is None else memory)
         return one_per_input(predictions, x)
 
-    def check_called(self, x: Input) -> None:
-        """Once: whether layers that draw weights are called, not read past their noise."""
+    def settle(self, x: Input) -> None:
+        """Find out what must be known before the first run: noise to keep on; that drawing layers are called."""
+        if to_be_kept(self.network):
+            self.find_noise(x)
         alone = type(self)._predictions is Multitude._predictions
         if alone and not self._called and drawing_weights(self.network):
             with unmoved(self.network, x), expecting(self.network):
@@ -193,9 +195,8 @@ class Multitude(Tasked):
         read = partial(self.predictive_of, x=x, task=task)
         with evaluating(self), torch.no_grad():
             if draws == "auto":
-                if to_be_kept(self.network):
-                    self.find_noise(x)
                 with input_errors(x), plain_attention():
+                    self.settle(x)
                     check_adaptive(self, x, tolerance, max_draws)
                     return predict_adaptively(self, x, read, tolerance, max_draws, seed, memory or self.memory)
             return read(self(x, draws=draws, seed=seed, memory=memory))
@@ -229,8 +230,6 @@ class Multitude(Tasked):
         self, x: Input, draws: int | None, seed: int | None = None, memory: str | float | None = None
     ) -> Tensor:
         """`[M * D, B, ...]`, member-major."""
-        if to_be_kept(self.network):
-            self.find_noise(x)
         count = self._count(draws)
         if count is None:
             with seeded(seed):  # for a network that draws in its own code

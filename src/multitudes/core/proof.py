@@ -116,7 +116,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def _moved_weights(network: nn.Module) -> Iterator[None]:
-    """Inside, every weight is another, of about the same size; none is zero."""
+    """Inside, every weight is another, of about the same size, but none is nearly zero."""
     before = [(parameter, parameter.data) for parameter in network.parameters()]
     for number, (parameter, data) in enumerate(before):
         if data.is_floating_point() and data.layout is torch.strided and data.numel():
@@ -124,7 +124,9 @@ def _moved_weights(network: nn.Module) -> Iterator[None]:
             noise = torch.randn(data.shape, generator=generator, dtype=data.dtype, device=data.device)
             size = data.float().square().mean().sqrt()
             fan_in = max(1, data.numel() // max(1, data.shape[0])) if data.dim() > 1 else 1
-            parameter.data = data + (noise * torch.where(size > 0, 0.1 * size, 0.5 * fan_in**-0.5)).to(data.dtype)
+            usual = 0.3 * fan_in**-0.5  # of what is much smaller than that, a gate of 1e-6 say, the effect is hidden
+            by = torch.where(size > 0.1 * usual, 0.1 * size, usual)
+            parameter.data = data + (noise * by).to(data.dtype)
     try:
         yield
     finally:

@@ -82,8 +82,12 @@ class SharedMembers(Multitude):
 
     def _may_tile(self, x: Input) -> bool:
         """Whether a tiled batch gives what each member gives alone, tried once for each kind of input."""
-        if torch.compiler.is_compiling():  # where nothing can be tried: one by one unless an input has shown more
-            return self._tiles.get(self.training, False)
+        if torch.compiler.is_compiling() and self.training in self._tiles:
+            return self._tiles[self.training]
+        return self._tried(x)
+
+    @torch.compiler.disable
+    def _tried(self, x: Input) -> bool:
         kind = kind_of(x)
         if (self.training, kind) not in self._tiles:
             trouble = self._prove(x)

@@ -106,7 +106,7 @@ def _execution(network: nn.Module, x: Input, chosen: set[str] | None, seed: int,
             raise ValueError(f"layers: {name!r} ({type(layer).__name__}) gives no feature map [B, C, ...]")
 
     if isinstance(network, Multitude):
-        network.check_called(x)  # a run that is not to be recorded
+        network.settle(x)  # runs that are not to be recorded
     kinds = tuple({type(module) for module in _inner(network).modules()})
     with hooked(_inner(network), kinds, record), evaluating(network), plain_attention():
         if isinstance(network, Multitude):

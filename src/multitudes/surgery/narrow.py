@@ -91,13 +91,13 @@ def narrowed_copy(
     order = executed(model, example, [name for name, module in known.items() if makes(module)])
     if not order:
         raise ValueError(f"model ({type(model).__name__}) has no layer that can be narrowed")
+    _check_reached(model, known, example)
     idle = [name for name, module in known.items() if makes(module) and name not in order]
     if idle:
         raise ValueError(
             f"layer {idle[0]!r} does not run on the example in evaluation, so its widths cannot be seen: pass an "
             "example on which it runs, or take it out; deep_ensemble keeps it whole"
         )
-    _check_reached(model, known, example)
     seed, first = int(torch.randint(2**62, ())), ValueError()
     for pattern in PATTERNS:
         try:
