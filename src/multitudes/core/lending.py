@@ -56,7 +56,7 @@ def lent(network: nn.Module, state: Mapping[str, Tensor]) -> Iterator[Written]:
     for name, tensor in state.items():
         path, _, last = name.rpartition(".")
         module = modules[path]
-        (module._parameters if last in module._parameters else module._buffers)[last] = tensor  # type: ignore[assignment]
+        (module._parameters if last in module._parameters else module._buffers)[last] = tensor
     written: Written = {}
     try:
         yield written

@@ -158,6 +158,13 @@ def _keeps_statistics(module: nn.Module) -> bool:
 State = tuple[Callable[[], Any], Callable[[Any], Any], Any]
 
 
+def _ways_of(generator: torch.Generator) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    def put(state: list[int]) -> None:
+        generator.set_state(torch.tensor(state, dtype=torch.uint8, device="cpu"))
+
+    return lambda: generator.get_state().tolist(), put
+
+
 def random_states(x: Any = ()) -> list[State]:
     """How to get and to put each random state, and what it is now, in a form that compares.
 
@@ -171,13 +178,7 @@ def random_states(x: Any = ()) -> list[State]:
         (random.getstate, random.setstate),
     ]
     for device in {tensor.device for tensor in tensors_in(x) if tensor.is_cuda}:
-        generator = torch.cuda.default_generators[device.index]
-        ways.append(
-            (
-                lambda generator=generator: generator.get_state().tolist(),
-                lambda s, generator=generator: generator.set_state(torch.tensor(s, dtype=torch.uint8, device="cpu")),
-            )
-        )
+        ways.append(_ways_of(torch.cuda.default_generators[device.index]))
     if "numpy" in sys.modules:
         numpy = sys.modules["numpy"].random
         ways.append((lambda: [v.tolist() if hasattr(v, "tolist") else v for v in numpy.get_state()], numpy.set_state))

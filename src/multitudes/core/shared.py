@@ -47,9 +47,7 @@ class SharedMembers(Multitude):
         if torch.compiler.is_compiling():
             return torch.stack([self._alone(index, x) for index in range(self.members)])
         with each_from_the_same(self.network, self._written) as turn:
-            return torch.stack(
-                [turn(index, lambda index=index: self._alone(index, x)) for index in range(self.members)]
-            )
+            return torch.stack([turn(index, partial(self._alone, index, x)) for index in range(self.members)])
 
     def _of_first(self, x: Input) -> Tensor:
         return self._alone(0, x)

@@ -228,7 +228,7 @@ def mc_dropout(
     kept = existing if inserted else chosen
     x = _any_example(network, example) if inserted or example is not None else cheap_example(network)
     network = replace(network, {name: _kept_on(layer, rate) for name, layer in kept.items()})
-    if inserted:
+    if inserted and p is not None:
         insert = after if all(type(layer) in ACTIVATIONS for layer in chosen.values()) else before
         new = {name: Dropout(p) for name in chosen}
         network = insert(network, new, name="dropout", example=x)

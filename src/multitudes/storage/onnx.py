@@ -5,7 +5,6 @@ The file is written by torch's exporter, run by onnxruntime, and compared with t
 
 from __future__ import annotations
 
-import copy
 import importlib
 import json
 import logging
@@ -24,8 +23,10 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import Input, call, moved, plain_attention, rows, tensors_in, tile
 from multitudes.core.checks import check_number, needed
+from multitudes.core.copying import copied
+from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.files import replacing
-from multitudes.core.members import Members
+from multitudes.core.members import Members, fuse
 from multitudes.core.multitude import Multitude
 from multitudes.core.predictive import Predictive
 from multitudes.core.shared import SharedMembers
@@ -88,8 +89,7 @@ def to_onnx(
     for module in ("onnx", "onnxscript"):
         needed(module, "onnx", "to_onnx")
     example = moved(example, "cpu")
-    copied: Any = copy.deepcopy(net).cpu()
-    frozen = freeze(copied, draws, seed).eval()
+    frozen = freeze(_with_members_apart(copied(net)).cpu(), draws, seed).eval()
     with replacing(path) as unfinished, torch.no_grad(), plain_attention():
         frozen(example)  # what is wrong with the example is said by the network itself
         answers = _Answers(frozen, example)
@@ -98,6 +98,15 @@ def to_onnx(
         for batch in (example, rows(example, torch.tensor([0])), tile(example, 3)):
             _check(session, answers, batch, tolerance)
     return path
+
+
+def _with_members_apart(net: Any) -> Any:
+    """Members that share weights as plain networks, whose weights are numbers in the file, not computed there."""
+    if isinstance(net, Calibrated):
+        return Calibrated(_with_members_apart(net.net), net.calibration)
+    if not isinstance(net, SharedMembers) or stochastic_layers(net.network):
+        return net
+    return fuse([net.member(index) for index in range(net.members)]).like(net)
 
 
 # -- what is exported --------------------------------------------------------------------------------------

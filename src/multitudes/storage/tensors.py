@@ -59,7 +59,7 @@ def whole_tensors(parts: Mapping[str, Tensor], forms: Mapping[str, Form]) -> dic
             indices = parts[f"{name}#indices"]
             tensors[name] = torch.sparse_coo_tensor(indices, values, form["shape"], is_coalesced=True)
         else:
-            places = [parts[f"{name}#{part}"] for part in _PARTS[form["layout"]][:-1]]
-            layout = torch.sparse_csr if form["layout"] == "sparse_csr" else torch.sparse_csc
-            tensors[name] = torch.sparse_compressed_tensor(*places, values, form["shape"], layout=layout)
+            inner, outer = (parts[f"{name}#{part}"] for part in _PARTS[form["layout"]][:-1])
+            make: Any = torch.sparse_csr_tensor if form["layout"] == "sparse_csr" else torch.sparse_csc_tensor
+            tensors[name] = make(inner, outer, values, form["shape"])
     return tensors

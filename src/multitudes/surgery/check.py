@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ class _Proof:
         for index in range(self.net.members):
             member = self.net.member(index).train(training)
             with self._quiet(member):
-                alone = _Answer.of(member, self.example, lambda x, member=member: _answers(member, x))
+                alone = _Answer.of(member, self.example, partial(_answers, member))
             where = f"member {index} differs from itself alone in {mode}"
             mine = together.member(index)
             pairs = mine.beside(alone, self.net)

@@ -53,9 +53,9 @@ def prove(model: nn.Module, narrowed: nn.Module, cuts: dict[str, Cut], example: 
             f"model ({type(model).__name__}) cannot be narrowed, since what its forward does after layer "
             f"{got[-1][0]!r} gives another output when there are fewer channels; deep_ensemble keeps it whole"
         )
-    error = _trouble_in_training(narrowed, example)
-    if error and not _trouble_in_training(model, example):
-        raise ValueError(_unfit(model, f"in training, {error}"))
+    trouble = _trouble_in_training(narrowed, example)
+    if trouble and not _trouble_in_training(model, example):
+        raise ValueError(_unfit(model, f"in training, {trouble}"))
 
 
 def _trouble_in_training(network: nn.Module, example: Input) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,15 +61,20 @@ class FunctionalNoise(Stochastic):
         return "" if self.rate is None else f"rate={self.rate}"
 
 
-@cache
+_KEPT: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def kept_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """A module's class, with its forward run by its `FunctionalNoise`."""
+    """A module's class, with its forward run by its `FunctionalNoise`; the same one each time."""
+    if kind in _KEPT:
+        return _KEPT[kind]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._modules[CHILD](self, partial(kind.forward, self, *args, **kwargs))
 
     own = {"forward": forward, "own_class": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), own)
+    _KEPT[kind] = type(kind.__name__, (kind,), own)
+    return _KEPT[kind]
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:

@@ -61,7 +61,9 @@ def _left_as_it_was(network: nn.Module) -> Iterator[Callable[[], bool]]:
     contents = [
         (value, copy.copy(value)) for held in attributes.values() for value in held.values() if isinstance(value, list)
     ]
-    registries = [(held, dict(held)) for module in modes for held in (module._parameters, module._buffers)]
+    registries: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (held, dict(held)) for module in modes for held in (module._parameters, module._buffers)
+    ]
     states = random_states()
     try:
         yield lambda: [get() for get, _, _ in states] != [before for _, _, before in states]
