@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import multitudes as mt
-from tests.cases import CLASSES
+from tests.cases import CLASSES, slow_but_for
 from tests.drawing_cases import CASES, LEARNING_CASES, NETWORKS, build
 
 contract = pytest.mark.parametrize(("method", "network"), CASES)
@@ -34,7 +34,9 @@ def test_draws_do_not_depend_on_how_they_are_made(method: str, network: str) -> 
     torch.testing.assert_close(net(x, draws=5, seed=1), want, rtol=1e-4, atol=1e-5)
 
 
-@learning
+@pytest.mark.parametrize(
+    ("method", "network"), slow_but_for(("mlp", "cnn", "separable", "transformer"), LEARNING_CASES)
+)
 def test_an_ensemble_of_networks_that_draw(method: str, network: str) -> None:
     net, (x, y) = build(method, network), NETWORKS[network].batch()
     ensemble = mt.deep_ensemble(net, 3, seed=1).eval()

@@ -255,7 +255,7 @@ def test_copies_and_stored_networks_are_equal(build: Build, shape: tuple[int, ..
 
 
 @every_network
-@pytest.mark.parametrize("method", ["deep_ensemble", "batch_ensemble", "packed"])
+@pytest.mark.parametrize("method", ["batch_ensemble", "packed", pytest.param("deep_ensemble", marks=pytest.mark.slow)])
 def test_ensembles_of_every_architecture_are_right(method: str, build: Build, shape: tuple[int, ...]) -> None:
     model, x = seen_some_data(build, shape)
     if method == "packed":

@@ -23,6 +23,7 @@ def all_but_first_of_block(name: str, module: nn.Module) -> bool:
     return not name.endswith("conv1")
 
 
+@pytest.mark.slow
 def test_parameter_counts_are_the_papers() -> None:
     r18, r50 = mt.models.resnet18(), mt.models.resnet50()
     assert f"{parameters(mt.deep_ensemble(r18, 4)) / 1e6:.2f}" == "44.70"

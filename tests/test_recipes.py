@@ -35,7 +35,7 @@ CIFAR = {"shape": [3, 32, 32], "task": "classification", "outputs": 10, "parts":
 # -- study files -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", [None, "smoke"])
+@pytest.mark.parametrize("scale", [pytest.param(None, marks=pytest.mark.slow), "smoke"])
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_a_study_file_can_be_carried_out_at_both_scales(path, scale):
     spec = Spec.load(path, scale).resolved((3, 32, 32))
