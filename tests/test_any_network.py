@@ -303,6 +303,17 @@ def test_a_tiled_batch_that_is_another_computation_is_told_with_the_layer() -> N
         net(torch.randn(3, 4))  # once for a kind of input
 
 
+@pytest.mark.parametrize("gate", [0.0, 1e-6, 1.0])
+def test_a_gate_that_is_closed_or_nearly_so_hides_nothing(gate: float) -> None:
+    model = SequenceFirst()
+    model.gate.data.fill_(gate)
+    net = shared("batch_ensemble", model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        net.train()(torch.randn(4, 4, 4))
+    assert not net._tiles[True]
+
+
 def test_a_convolutional_network_is_tiled_without_a_word() -> None:
     model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, CLASSES))
     net = mt.batch_ensemble(model, members=3, seed=0)
