@@ -118,6 +118,8 @@ class Multitude(Tasked):
         if torch.compiler.is_compiling():
             if seed is not None:
                 return self._uncompiled(x, draws, seed, memory)
+            if to_be_kept(self.network):
+                self.find_noise(x)
             return self._all_draws(x, draws)
         with input_errors(x), plain_attention():
             self.settle(x)
