@@ -64,6 +64,7 @@ def test_members_and_draws_multiply(build: Callable[[], mt.Multitude], members: 
     assert net(IMAGES, draws=0).shape == (members, 6, 4)
 
 
+@pytest.mark.slow
 @composed
 def test_every_member_is_what_it_is_alone(build: Callable[[], mt.Multitude], members: int, draws: bool) -> None:
     mt.check(build(), IMAGES)

@@ -17,7 +17,7 @@ from tests.random_judge import Wrong, is_refusal, judge_members, judge_shared, j
 from tests.random_methods import ROWS, verdict
 from tests.random_networks import INPUTS, Case, Network, Pool, case, run
 
-FEW = range(14)
+FEW = range(10)
 MANY = range(1000, 1150)
 
 
