@@ -185,7 +185,7 @@ def test_the_same_seed_gives_the_same_network_and_leaves_torchs_state_alone(meth
     assert not torch.allclose(one, other)
 
 
-@over(MEMBERS)
+@over(slow_but_for(("mlp", "transformer"), MEMBERS))
 def test_a_member_alone_is_a_plain_network_with_the_same_predictions(method: str, network: str) -> None:
     case = NETWORKS[network]
     net = build(method, network).train()
