@@ -148,6 +148,18 @@ def saved_and_loaded(net: mt.Multitude, case: Case, **options: Any) -> None:
         same("loaded", loaded.eval()(case.x, **options), net(case.x, **options), 1e-9)
 
 
+def is_constant(of: Case) -> bool:
+    """Whether the network's answer does not depend on its input."""
+    first = next(iter(of.x.values())) if isinstance(of.x, dict) else of.x[0] if isinstance(of.x, tuple) else of.x
+    before = first.clone()
+    want = run(of.model.eval(), of.x)
+    first.copy_(first.flip(0) if not first.is_floating_point() else first + 1)
+    try:
+        return torch.equal(run(of.model, of.x), want)
+    finally:
+        first.copy_(before)
+
+
 # -- members that share no weight --------------------------------------------------------------------------
 
 

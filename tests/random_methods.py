@@ -16,6 +16,7 @@ from tests.random_judge import (
     Wrong,
     criterion,
     frozen_is_kept,
+    is_constant,
     judge_members,
     judge_noise_of_members,
     judge_shared,
@@ -166,7 +167,7 @@ def _judge_draws(net: mt.Multitude, of: Case) -> Tensor:
         same("the first draws", net(of.x, draws=2, seed=3), drawn[:2], 1e-9)
         if not torch.equal(torch.get_rng_state(), state):
             raise Wrong("a draw with a seed moved torch's random state")
-        if _is_constant(of):  # a pool that sees masked steps alone, say
+        if is_constant(of):  # a pool that sees masked steps alone, say
             return drawn
         # A few draws of a few components may be the same by chance.
         many, others = (net(of.x, draws=4 * DRAWS, seed=seed) for seed in (3, 4))
@@ -179,18 +180,6 @@ def _judge_draws(net: mt.Multitude, of: Case) -> Tensor:
         raise Wrong("all draws are the same")
     saved_and_loaded(net, of, draws=DRAWS, seed=3)
     return drawn
-
-
-def _is_constant(of: Case) -> bool:
-    """Whether the network's answer does not depend on its input."""
-    first = next(iter(of.x.values())) if isinstance(of.x, dict) else of.x[0] if isinstance(of.x, tuple) else of.x
-    before = first.clone()
-    want = run(of.model.eval(), of.x)
-    first.copy_(first.flip(0) if not first.is_floating_point() else first + 1)
-    try:
-        return torch.equal(run(of.model, of.x), want)
-    finally:
-        first.copy_(before)
 
 
 def _judge_vanishing(net: mt.Multitude, of: Case, model: nn.Module, tolerance: float = 1e-6) -> None:

@@ -215,7 +215,12 @@ def moved(x: Any, device: torch.device | str | None) -> Any:
 def tensors_in(x: Any) -> list[Tensor]:
     """The tensors that a network is called with, however deep they lie."""
     found: list[Tensor] = []
-    _mapped(lambda tensor: found.append(tensor) or tensor, x)  # type: ignore[func-returns-value]
+
+    def see(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _mapped(see, x)
     return found
 
 

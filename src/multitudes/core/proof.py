@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from multitudes.core.calling import Input, tensors_in
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.lending import written_attributes
 from multitudes.core.noise import STILL, Redrawn
+from multitudes.core.settings import holding
 
 __all__ = [
     "Looks",
@@ -134,18 +135,9 @@ def _moved_weights(network: nn.Module) -> Iterator[None]:
             parameter.data = data
 
 
-@contextmanager
-def running_statistics(network: nn.Module) -> Iterator[None]:
+def running_statistics(network: nn.Module) -> AbstractContextManager[None]:
     """Inside, norms compute with the statistics that they keep, in training too: batch norms, and spectral norms."""
-    norms = [module for module in network.modules() if _keeps_statistics(module)]
-    modes = [norm.training for norm in norms]
-    for norm in norms:
-        norm.training = False
-    try:
-        yield
-    finally:
-        for norm, mode in zip(norms, modes, strict=True):
-            norm.training = mode
+    return holding(filter(_keeps_statistics, network.modules()), "training", False)
 
 
 def _keeps_statistics(module: nn.Module) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 from types import CodeType, FunctionType
@@ -17,7 +18,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-__all__ = ["FOUND_ANEW", "computing_hooks", "described", "fingerprint"]
+__all__ = ["FOUND_ANEW", "computing_hooks", "described", "fingerprint", "holding"]
 
 _DEPTH = 4
 """How deep settings are read: `self.config.layers[0].gain`."""
@@ -26,6 +27,19 @@ FOUND_ANEW = ("_output_capturing_hooks_installed", "_is_hf_initialized")
 """What Hugging Face's models remember of hooks that they install when they first need them, and of being built."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+@contextmanager
+def holding(modules: Iterable[nn.Module], name: str, value: Any) -> Iterator[None]:
+    """Inside, an attribute of all these modules has this value; after, each one's own again."""
+    before = [(module, getattr(module, name)) for module in modules]
+    for module, _ in before:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, own in before:
+            setattr(module, name, own)
 
 
 def computing_hooks(module: nn.Module) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from multitudes.core.copying import copied
 from multitudes.core.lending import Attributes, checkpointed, each_from_the_same
 from multitudes.core.multitude import Multitude, evaluating
 from multitudes.core.proof import alike, first_difference, kind_of, running_statistics, silent_trial, unmoved
+from multitudes.core.settings import holding
 from multitudes.core.unreadable import unreadable
 
 
@@ -66,17 +67,9 @@ class SharedMembers(Multitude):
             with checkpointed(lambda: self._as(index)):
                 return call(self.network, x)
 
-    @contextmanager
-    def _as(self, index: int) -> Iterator[None]:
+    def _as(self, index: int) -> AbstractContextManager[None]:
         """Inside, the network is member `index`."""
-        layers = [(layer, layer.member) for layer in self.network.modules() if isinstance(layer, MemberLayer)]
-        for layer, _ in layers:
-            layer.member = index
-        try:
-            yield
-        finally:
-            for layer, before in layers:
-                layer.member = before
+        return holding([m for m in self.network.modules() if isinstance(m, MemberLayer)], "member", index)
 
     def _may_tile(self, x: Input) -> bool:
         """Whether a tiled batch gives what each member gives alone, tried once for each kind of input."""

@@ -13,6 +13,7 @@ from multitudes.core.calling import Input, call
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.noise import STILL, Redrawn
 from multitudes.core.proof import alike, running_statistics, unmoved
+from multitudes.core.settings import holding
 from multitudes.surgery.cuts import Cut, follows, input_axis, makes, output_axis
 from multitudes.surgery.observe import hooked, observing
 
@@ -60,17 +61,18 @@ def prove(model: nn.Module, narrowed: nn.Module, cuts: dict[str, Cut], example: 
 
 def _trouble_in_training(network: nn.Module, example: Input) -> str:
     """What goes wrong in a run in training mode, which may take other ways through a network."""
-    modes = [(module, module.training) for module in network.modules()]
-    network.train()
     try:
-        quiet = running_statistics(network), expecting(network), unmoved(network, example), torch.no_grad()
-        with quiet[0], quiet[1], quiet[2], quiet[3], Redrawn(STILL):
+        with (
+            holding(network.modules(), "training", True),
+            running_statistics(network),
+            expecting(network),
+            unmoved(network, example),
+            torch.no_grad(),
+            Redrawn(STILL),
+        ):
             call(network, example)
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         return str(error).splitlines()[0]
-    finally:
-        for module, mode in modes:
-            module.training = mode
     return ""
 
 

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input
-from multitudes.core.draws.stochastic import Stochastic, expecting
+from multitudes.core.draws.stochastic import Stochastic, expecting, stochastic_layers
 from multitudes.core.lending import checkpointed
 from multitudes.core.noise import STILL, Redrawn
 from multitudes.core.proof import alike, random_states, running_statistics, unmoved
+from multitudes.core.settings import holding
 
 __all__ = ["FunctionalNoise", "keep_noise", "kept_class", "noise_to_keep", "own_class", "to_be_kept"]
 
@@ -35,6 +36,8 @@ _DROPS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "scaled_dot_product_
 
 class FunctionalNoise(Stochastic):
     """What a module's own code draws; `rate`, where it is given, is that of its dropout."""
+
+    still = False  # whether dropout drops nothing, while the module's code runs as in training
 
     def __init__(self, rate: float | None = None) -> None:
         super().__init__()
@@ -54,6 +57,8 @@ class FunctionalNoise(Stochastic):
 
     def kept(self, shape: Sequence[int], p: float, like: Tensor) -> Tensor:
         """Dropout's mask."""
+        if self.still:
+            return STILL.kept(shape, p, like)
         p = p if self.rate is None else self.rate
         return (self.uniform(shape, like) >= p).to(like.dtype) / (1 - p)
 
@@ -192,19 +197,9 @@ def _check_only_noise(network: nn.Module, x: Input, run: Callable[[], Tensor], f
     with _mode(network, False), unmoved(network, x), torch.no_grad():
         with expecting(network):
             want = run()
-        sources = [module for module in network.modules() if isinstance(module, FunctionalNoise)]
-        others = [m for m in network.modules() if isinstance(m, Stochastic) and not isinstance(m, FunctionalNoise)]
-        for layer in others:
-            layer.expects = True
-        for source in sources:
-            source.kept = STILL.kept  # type: ignore[method-assign]
-        try:
+        sources = [layer for layer in stochastic_layers(network) if isinstance(layer, FunctionalNoise)]
+        with expecting(network), holding(sources, "expects", False), holding(sources, "still", True):
             got = run()
-        finally:
-            for layer in others:
-                layer.expects = False
-            for source in sources:
-                del vars(source)["kept"]
     if not alike(got[None], want[None]):
         places = ", ".join(_place(network, name) for name in found)
         raise ValueError(
@@ -215,17 +210,10 @@ def _check_only_noise(network: nn.Module, x: Input, run: Callable[[], Tensor], f
 
 @contextmanager
 def _mode(network: nn.Module, training: bool) -> Iterator[None]:
-    """A mode of all modules inside, each one's own again after."""
-    modes = [(module, module.training) for module in network.modules()]
-    for module, _ in modes:
-        module.training = training
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    """A mode of all modules inside, without what they warn of in it."""
+    with holding(network.modules(), "training", training), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _place(network: nn.Module, name: str) -> str:

@@ -8,12 +8,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from multitudes.core.draws.memory import Meter
 from multitudes.core.seeding import mixed
+from multitudes.core.settings import holding
 
 
 class Stochastic(nn.Module):
@@ -164,42 +163,14 @@ def detach(network: nn.Module) -> None:
                 network._forward_hooks_always_called.pop(key, None)
 
 
-@contextmanager
-def expecting(network: nn.Module) -> Iterator[None]:
+def expecting(network: nn.Module) -> AbstractContextManager[None]:
     """Inside, expectations instead of draws: the deterministic procedure."""
-    layers = stochastic_layers(network)
-    before = [layer.expects for layer in layers]
-    for layer in layers:
-        layer.expects = True
-    try:
-        yield
-    finally:
-        for layer, expects in zip(layers, before, strict=True):
-            layer.expects = expects
+    return holding(stochastic_layers(network), "expects", True)
 
 
-class WithoutDropout(TorchFunctionMode):
-    """Inside, torch's own dropout passes its input on, whatever the mode: to compare two ways to run a network."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _DROPOUTS:
-            return args[0] if args else (kwargs or {})["input"]
-        return func(*args, **(kwargs or {}))
-
-
-_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
-
-
-@contextmanager
-def drawing(layers: list[Stochastic], draw: Draw) -> Iterator[None]:
+def drawing(layers: list[Stochastic], draw: Draw) -> AbstractContextManager[None]:
     """Inside, the layers take their random numbers from `draw`."""
-    for layer in layers:
-        layer.draw = draw
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.draw = None
+    return holding(layers, "draw", draw)
 
 
 def as_member(network: nn.Module, index: int | Tensor, members: int) -> AbstractContextManager[None]:
