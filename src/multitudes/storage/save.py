@@ -91,7 +91,7 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Multit
         if header["format"] != FORMAT:
             raise ValueError(f"{str(path)!r} is of format {header['format']}, and this version reads format {FORMAT}")
         return _rebuilt(header, tensors, model)
-    except (json.JSONDecodeError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError) as error:
+    except (json.JSONDecodeError, LookupError, TypeError, AttributeError, AssertionError) as error:
         raise ValueError(f"path must be a file that mt.save wrote, got {str(path)!r}, which is damaged") from error
 
 

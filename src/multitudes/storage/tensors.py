@@ -48,7 +48,14 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def whole_tensors(parts: Mapping[str, Tensor], forms: Mapping[str, Form]) -> dict[str, Tensor]:
-    """The tensors that `plain_parts` took apart, and all others as they are."""
+    """The tensors that `plain_parts` took apart, and all others as they are; an error where parts do not fit."""
+    try:
+        return _joined(parts, forms)
+    except RuntimeError as error:
+        raise ValueError(f"the file is damaged: the parts of a tensor do not fit together ({error})") from error
+
+
+def _joined(parts: Mapping[str, Tensor], forms: Mapping[str, Form]) -> dict[str, Tensor]:
     tensors = {name: tensor for name, tensor in parts.items() if name.rpartition("#")[0] not in forms}
     for name, form in forms.items():
         values = parts[f"{name}#values"]
