@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from multitudes.core.files import read_json
 from multitudes.landscape.figures import COLOURS
 from multitudes.report import Results, write
 from multitudes.report import function_space as function_space_module
@@ -26,7 +27,7 @@ from multitudes.report.results import read_results
 from multitudes.report.style import View
 from multitudes.report.uncertain_images import uncertain_images
 from multitudes.study.leaderboard import leaderboard, verdict
-from multitudes.study.store import Run
+from multitudes.study.store import Job, Run
 from tests.fake_run import FEW, METHODS, Tags, evil_run, table_data, write_run
 
 FULL = [name for name in SECTIONS if name != "intervals"]
@@ -341,6 +342,9 @@ def test_without_predictions_the_page_shows_the_metrics(run: Path, tmp_path: Pat
     copy = shutil.copytree(run, tmp_path / "copy")
     for path in copy.glob("jobs/*/predictions.npz"):
         path.unlink()
+        job = Job(path.parent)
+        job.write_metrics(job.metrics)
+    Run(copy).write_table("landscape.json", read_json(copy / "landscape.json"), Run(copy).results)
     assert list(drawn_sections(read_results(copy))) == [
         "leaderboard",
         "cost",
@@ -354,11 +358,11 @@ def test_without_predictions_the_page_shows_the_metrics(run: Path, tmp_path: Pat
 def test_scores_that_are_no_numbers_are_dashes_or_infinite(run: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run, tmp_path / "copy")
     for path in copy.glob("jobs/single-*/metrics.json"):
-        metrics = json.loads(path.read_text())
+        metrics = Job(path.parent).metrics
         metrics["scores"]["ece"]["value"] = None
         metrics["scores"]["nll"]["value"] = "inf"
         metrics["by_size"]["nll"] = [None]
-        path.write_text(json.dumps(metrics))
+        Job(path.parent).write_metrics(metrics)
     results = read_results(copy)
     found = drawn_sections(results)
     assert all("NaN" not in json.dumps(figures(each)) for each in found.values())

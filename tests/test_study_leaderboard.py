@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import numpy as np
 import pytest
 from scipy import stats
 
+from multitudes.core.archives import write_arrays
+from multitudes.core.files import write_json
 from multitudes.metrics.declare import Better
 from multitudes.study.leaderboard import (
     Row,
@@ -34,11 +35,11 @@ def row(name, *, seeds=3, cost=1e6, examples=None, count=1000, **scores):
 
 def write_job(run, label, seed, scores, costs=None, method=None, probs=None, target=None):
     directory = run.job(label, seed).directory
-    write_atomically(directory / "config.json", json.dumps({"method": method or label}))
+    write_json(directory / "config.json", {"method": method or label})
     if probs is not None:
-        np.savez(directory / "predictions.npz", probs=probs, target=target)
+        write_arrays(directory / "predictions.npz", {"probs": probs, "target": target})
     scores = {name: {"value": value, "count": 400} for name, value in scores.items()}
-    write_atomically(directory / "metrics.json", json.dumps({"scores": scores, "costs": costs or {}}))
+    run.job(label, seed).write_metrics({"scores": scores, "costs": costs or {}})
 
 
 @pytest.fixture

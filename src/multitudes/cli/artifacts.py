@@ -10,7 +10,7 @@ from torch import nn
 from typer import Argument, Option
 
 from multitudes import report as pages
-from multitudes.cli.answers import JOB
+from multitudes.cli.answers import JOB, ModelFile
 from multitudes.cli.options import Common, words, writable
 from multitudes.cli.screen import say, show
 from multitudes.core.checks import needed
@@ -27,8 +27,6 @@ __all__ = ["explain", "export", "report"]
 
 def report(run: Annotated[Path, Argument(help="A run directory.")], *, common: Common) -> None:
     """Write a run's report.html again, from its files, whether or not all jobs are done."""
-    if not Run(run).done:
-        raise ValueError(f"no job of the run {str(run)!r} is done, so there is nothing to report")
     show(f"Report: {pages.write(run)}")
 
 
@@ -43,6 +41,7 @@ def explain(
     to: Annotated[Path | None, Option(metavar="FILE.html", help="By default explain.html in RUN or JOB.")] = None,
     inputs: Annotated[int, Option(min=2, help="How many test inputs to use.")] = 400,
     points: Annotated[int, Option(min=2, help="Of the loss plane, in each direction.")] = 25,
+    model_file: ModelFile = None,
     *,
     common: Common,
 ) -> None:
@@ -59,7 +58,7 @@ def explain(
     for name in chosen:
         if name not in labels:
             raise ValueError(f"--methods must be of {', '.join(labels)}, got {name!r}")
-    trained = [Trained.read(job.directory, common.device) for job in jobs if job.label in chosen]
+    trained = [Trained.read(job.directory, common.device, None, model_file) for job in jobs if job.label in chosen]
     if not trained:
         raise ValueError(f"no job of the run {str(path)!r} is done")
     networks = _alike(trained)
@@ -106,6 +105,7 @@ def export(
     job: Annotated[Path, Argument(help=JOB)],
     to: Annotated[Path, Option(metavar="FILE.onnx", help="Where to write.")],
     draws: Annotated[int, Option(min=1, help="Of a method that draws: how many fixed draws the file has.")] = 8,
+    model_file: ModelFile = None,
     *,
     common: Common,
 ) -> None:
@@ -116,7 +116,7 @@ def export(
     if common.precision == "bfloat16":
         raise ValueError("--precision bfloat16: an ONNX file is written in float32")
     writable(to, ".onnx")
-    trained = Trained.read(job, "cpu")
+    trained = Trained.read(job, "cpu", None, model_file)
     data = trained.data
     example = data.normalised(data.test.x[:4])
     with replacing(to) as unfinished:

@@ -99,7 +99,11 @@ class Spec(Section):
             raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}") from error
         except ValueError as error:  # not TOML, not UTF-8, or no such scale
             raise ValueError(f"{path.name}: {str(error)[:1].lower()}{str(error)[1:]}") from error
-        return cls._checked(_merged(raw, options), path.parent, TomlText(text, path.name, scale))
+        source = TomlText(text, path.name, scale)
+        if options.get("model") is None and (path.parent / "jobs").is_dir() and _names_code(raw):
+            why = "code that a file in a run directory names is not run: pass --model FILE.py:FUNCTION"
+            raise SpecError([(("model", "file"), f"model.file: {why}")], source)
+        return cls._checked(_merged(raw, options), path.parent, source)
 
     @classmethod
     def of(cls, **options: Any) -> Self:
@@ -303,6 +307,10 @@ def _read_model(raw: Any, base: Path) -> list[tuple[Place, str]]:
     if isinstance(file, str) and not (base / file).is_file():
         return [(("model", "file"), f"model.file must be a Python file, got {file!r}, which does not exist")]
     return []
+
+
+def _names_code(raw: Mapping[str, Any]) -> bool:
+    return isinstance(raw.get("model"), dict) and raw["model"].get("file") is not None
 
 
 def _absolute(spec: Spec, base: Path) -> dict[str, Section]:

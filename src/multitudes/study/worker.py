@@ -9,6 +9,7 @@ moment and run again: training goes on from its last checkpoint, and the job is 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import io
 import json
 import shutil
@@ -23,6 +24,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from multitudes.core.checks import check_seed, needed
+from multitudes.core.files import DamagedError, open_own, read_json, sealing
 from multitudes.core.gaussian import gaussian_nll
 from multitudes.core.multitude import Criterion, Multitude
 from multitudes.core.predictive import Predictive
@@ -34,10 +36,11 @@ from multitudes.evaluation.scores import Evaluation, plain_number
 from multitudes.metrics import ECE, MCE, NLL, RMSE, Accuracy, LogDensity, read_rows
 from multitudes.storage.save import save
 from multitudes.study import costs
-from multitudes.study.job_data import ScaledBatches, data_of, device_of
+from multitudes.study.job_data import ScaledBatches, data_of, device_of, inside_run
 from multitudes.study.methods import METHODS, Method, method_of, unfit
 from multitudes.study.networks import build_network, outputs_of
-from multitudes.study.store import write_atomically
+from multitudes.study.store import Job
+from multitudes.training.checkpoint import saved_step
 from multitudes.training.fit import Epoch, Progress, fit
 from multitudes.training.recorder import Recorder
 
@@ -61,7 +64,7 @@ def run(directory: str | Path, device: str | None = None, accelerator: Any = Non
     """
     directory = Path(directory)
     leads = accelerator is None or accelerator.is_main_process
-    if not (directory / "metrics.json").is_file():
+    if not Job(directory).done:
         log = _Log(directory / "log.jsonl" if leads else None)
         try:
             _run(_Job.read(directory, device, accelerator), log)
@@ -88,7 +91,8 @@ def _run(job: _Job, log: _Log) -> None:
         paid = _costs(job, net, single, history, steps)
         scores, by_size, arrays = _measured(job, net)
     save(net, job.directory / "model.safetensors")
-    write_atomically(job.directory / "predictions.npz", arrays)
+    with sealing(job.directory / "predictions.npz") as unfinished:
+        unfinished.write_bytes(arrays)
     result = {
         "scores": scores.table(),
         "by_size": by_size,
@@ -99,7 +103,7 @@ def _run(job: _Job, log: _Log) -> None:
         "commit": commit,
         "seconds": time.time() - start,
     }
-    write_atomically(job.directory / "metrics.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
+    Job(job.directory).write_metrics(result)
     log("done", seconds=result["seconds"])
 
 
@@ -124,7 +128,7 @@ class _Job:
         path = directory / "config.json"
         if not path.is_file():
             raise ValueError(f"directory must be that of a job, got {str(directory)!r}, which has no config.json")
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
         if config["version"] != 1:
             raise ValueError(f"version of {str(path)!r} must be 1, got {config['version']!r}")
         method = method_of(config["method"])
@@ -132,6 +136,8 @@ class _Job:
         check_seed(config["seed"])
         where = accelerator.device if accelerator else device_of(device or config.get("device", "cpu"))
         data = data_of(config["data"], directory)
+        if config["model"].get("file") is not None:
+            inside_run(directory, str(config["model"]["file"]))
         if reason := unfit(method, data.shape):
             raise ValueError(reason)
         return cls(directory, config, data, method, settings, config["seed"], where, accelerator)
@@ -140,6 +146,17 @@ class _Job:
     def leads(self) -> bool:
         """Whether this process is the one that writes."""
         return self.accelerator is None or self.accelerator.is_main_process
+
+    @property
+    def checkpoint(self) -> Path:
+        """The file that its training is kept in until it is done."""
+        return self.directory / "checkpoint.safetensors"
+
+    @property
+    def identity(self) -> str:
+        """A digest of all that its training depends on."""
+        lasting = {key: value for key, value in self.config.items() if key not in ("device", "evaluation")}
+        return hashlib.sha256(json.dumps(lasting, sort_keys=True).encode()).hexdigest()
 
     @property
     def outputs(self) -> int:
@@ -203,17 +220,36 @@ class _Record:
             self.recorder.record()
 
 
+def _resumed(job: _Job, net: Multitude, times: list[int], log: _Log) -> Recorder | None:
+    """The recorder of a job, where it records; a checkpoint or recording that is damaged is removed."""
+    recording = job.directory / "recording"
+
+    def recorder() -> Recorder | None:
+        step = saved_step(job.checkpoint, job.identity)
+        if step is None:  # from the beginning
+            shutil.rmtree(recording, ignore_errors=True)
+        if not times:
+            return None
+        found = Recorder(net, keep=len(times), folder=recording, resume=True, of=job.identity)
+        if found.count < sum(time <= (step or 0) for time in times):
+            raise DamagedError(recording, "a checkpoint is missing in it")
+        return found
+
+    try:
+        return recorder()
+    except ValueError as error:
+        log("anew", message=f"training begins anew: {_sentence(error)}")
+        job.checkpoint.unlink(missing_ok=True)
+        return recorder()
+
+
 def _trained(job: _Job, net: Multitude, log: _Log) -> tuple[Multitude, list[Epoch]]:
     """What predicts, and what each epoch was like."""
-    loader, checkpoint = job.loader, job.directory / "checkpoint.safetensors"
+    loader = job.loader
     arguments = job.arguments(job.method, net)
     batches = len(loader) // (job.accelerator.num_processes if job.accelerator else 1)  # of this process, an epoch
     times = job.method.times(arguments["epochs"] * batches, job.settings)
-    recording = job.directory / "recording"
-    if job.leads and not checkpoint.is_file():  # from the beginning
-        shutil.rmtree(recording, ignore_errors=True)
-    records = times and job.leads
-    recorder = Recorder(net, keep=len(times), folder=recording, resume=True) if records else None
+    recorder = _resumed(job, net, times, log) if job.leads else None
     started = time.monotonic()
 
     def tell(progress: Progress) -> None:
@@ -225,8 +261,8 @@ def _trained(job: _Job, net: Multitude, log: _Log) -> tuple[Multitude, list[Epoc
 
     callbacks = (tell,) if recorder is None else (_Record(recorder, times), tell)
     history = fit(
-        net, loader, **arguments, callbacks=callbacks, checkpoint=checkpoint, seed=job.seed, progress=False,
-        accelerator=job.accelerator,
+        net, loader, **arguments, callbacks=callbacks, checkpoint=job.checkpoint, checkpoint_of=job.identity,
+        seed=job.seed, progress=False, accelerator=job.accelerator,
     )  # fmt: skip
     if not job.leads:
         return net, history
@@ -368,7 +404,7 @@ class _Log:
     def __call__(self, event: str, **what: Any) -> None:
         if self.path is None or not self.path.parent.is_dir():
             return  # where there is no job, there is none to tell of
-        with self.path.open("a", encoding="utf-8") as file:
+        with open_own(self.path, "a") as file:
             file.write(json.dumps({"time": time.time(), "event": event, **what}) + "\n")
 
 

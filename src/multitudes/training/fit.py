@@ -99,6 +99,7 @@ def fit(
     callbacks: Sequence[Callback] = (),
     checkpoint: str | Path | None = None,
     checkpoint_minutes: float = 10.0,
+    checkpoint_of: str = "",
     seed: int | None = None,
     accelerator: Any = None,
     progress: bool | None = None,
@@ -129,6 +130,7 @@ def fit(
         callbacks: functions of a `Progress`, called after each step.
         checkpoint: a file to save the training in every `checkpoint_minutes`, and at the end. Where there is one, it is
             resumed, and ends as if it had never been interrupted (exactly so on a CPU).
+        checkpoint_of: a name for what is trained; a file that was saved under another name is refused.
         seed: of everything random in training, which then leaves torch's own random state alone.
         accelerator: a Hugging Face `Accelerator`, to train in several processes: each takes its share of the batches.
         progress: whether to show progress on stderr; by default on a terminal, after two seconds.
@@ -161,7 +163,7 @@ def fit(
     config = TrainConfig(
         factor, PRECISIONS[precision], channels_last, compile, clip, tuple(callbacks), accelerator, progress
     )
-    kept = None if checkpoint is None else Checkpoint(Path(checkpoint), 60 * checkpoint_minutes)
+    kept = None if checkpoint is None else Checkpoint(Path(checkpoint), 60 * checkpoint_minutes, checkpoint_of)
     with seeded(seed):
         return Trainer(objective, chosen, data, epochs, config, kept).run()
 
