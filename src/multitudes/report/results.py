@@ -128,7 +128,8 @@ def read_results(directory: str | Path) -> Results:
     run = Run(directory)
     outcomes = tuple(_outcome(job) for job in run.done)
     if not outcomes:
-        why = "".join(f"; {job.name}: {job.why_not}" for job in run.missing if job.why_not)
+        why = "".join(f"; {damage}" for damage in run.damaged.values())
+        why += "".join(f"; {name} failed: {reason}" for name, reason in run.failed.items())
         raise ValueError(f"there is nothing to report in {str(run.directory)!r}: none of its jobs is done{why}")
     about = run.about
     if about is None:

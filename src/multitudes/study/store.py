@@ -8,9 +8,9 @@
 
 A file is written under another name and renamed when it is whole, and holds a checksum of itself, its seal
 (`multitudes.core.files`). `metrics.json` lists the seals of the job's other files. A job is done when its
-`metrics.json` is there and all of them are whole. All is JSON, TOML, safetensors and NumPy arrays, so that reading a run
-never runs code: a network of the user's own code is built from a file in the user's hand, never from one that a run
-names.
+`metrics.json` is there and all of them are whole. All is JSON, TOML, safetensors and NumPy arrays, so that reading a
+run never runs code: a network of the user's own code is built from a file in the user's hand, never from one that a
+run names.
 """
 
 from __future__ import annotations
