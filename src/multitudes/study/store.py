@@ -3,6 +3,8 @@
     study.toml           the specification, with every default filled in
     data.mtdata          the prepared data, unless they come with the package
     data.json            a description of the data: fingerprint, kind, task and shape
+    costs.json           how long predicting and training take, measured when all jobs are done
+    baselines.json       what predicts without a network, and how well
     jobs/METHOD-SEED/    config.json, log.jsonl, model.safetensors, predictions.npz and, last, metrics.json
     report.html
 
@@ -170,6 +172,8 @@ class Run:
         self.spec_path = self.directory / "study.toml"
         self.data_path = self.directory / "data.mtdata"
         self.about_path = self.directory / "data.json"
+        self.times_path = self.directory / "costs.json"
+        self.baselines_path = self.directory / "baselines.json"
         self.report_path = self.directory / "report.html"
 
     def job(self, label: str, seed: int) -> Job:
@@ -221,12 +225,23 @@ class Run:
             table = read_json(self.directory / name)
         except DamagedError:
             return None
-        return table if table.pop("of", None) == (self.results if of is None else of) else None
+        source = self.results if of is None else of
+        return table if table.pop("of", source) == source else None
 
     @property
     def results(self) -> dict[str, str]:
         """The seals of the results of the jobs that are done."""
         return {job.name: check_seal(job.directory / "metrics.json") for job in self.done}
+
+    @property
+    def times(self) -> dict[str, Any] | None:
+        """How long predicting and training take, by method (`timing.py`); None before that was measured."""
+        return self.read_table(self.times_path.name)
+
+    @property
+    def baselines(self) -> dict[str, Any] | None:
+        """What predicts without a network, and how well (`baselines.py`); None before that was measured."""
+        return self.read_table(self.baselines_path.name, (self.about or {}).get("fingerprint"))
 
     @property
     def jobs(self) -> list[Job]:
