@@ -30,7 +30,7 @@ def test_the_plane_goes_through_three_members_of_the_deep_ensemble(run):
     trained = Trained.read(run.job("deep", 0).directory)
     x, y = trained.data.normalised(trained.data.test.x[:50]), trained.data.test.y[:50]
     with torch.no_grad():
-        losses = [float(F.cross_entropy(trained.net.member(i)(x), y)) for i in range(3)]
+        losses = [float(F.cross_entropy(trained.multitude.member(i)(x), y)) for i in range(3)]
     assert [spot["loss"] for spot in table["points"]] == pytest.approx(losses, rel=1e-5)
     assert [spot["name"] for spot in table["points"]] == [f"deep-0, member {i}" for i in range(3)]
     first, second = table["points"][:2]

@@ -77,7 +77,7 @@ def _alike(trained: list[Trained]) -> dict[str, nn.Module]:
     """The largest group of networks with one architecture, by name; networks that draw only from a single job."""
     groups: dict[str, dict[str, nn.Module]] = {}
     for each in trained:
-        net: Any = each.net
+        net: Any = each.multitude
         if not each.data.classes:
             raise ValueError(f"explain is for classes, and {each.job.name} predicts numbers")
         for index in range(net.members):

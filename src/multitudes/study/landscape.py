@@ -55,11 +55,11 @@ def _three(run: Run) -> tuple[dict[str, nn.Module], Trained] | None:
     for job in done.values():
         if (job.config or {})["method"] == "deep":
             trained = Trained.read(job.directory, "cpu", model_file=run.code)
-            net = trained.net
+            net = trained.multitude
             if isinstance(net, Members) and net.members > 2 and trained.data.classes:
                 return {f"{job.name}, member {index}": net.member(index) for index in range(3)}, trained
     alone = [job for job in done.values() if (job.config or {})["method"] == "single"]
     single = [Trained.read(job.directory, "cpu", model_file=run.code) for job in alone[:3]]
     if len(single) < 3 or not single[0].data.classes:
         return None
-    return {one.job.name: one.net.member(0) for one in single}, single[0]
+    return {one.job.name: one.multitude.member(0) for one in single}, single[0]

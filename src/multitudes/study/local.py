@@ -20,8 +20,8 @@ from multitudes.study.store import Job, Run, failure_in
 
 __all__ = ["COMMAND", "JobProcess", "run_local", "threads"]
 
-COMMAND = (sys.executable, "-m", "multitudes.study.worker")
-"""What runs a job; the directory of the job comes after it."""
+COMMAND = (sys.executable, "-P", "-m", "multitudes.study.worker")
+"""What runs a job; the directory of the job comes after it. No module comes from the working folder (-P)."""
 
 
 def run_local(

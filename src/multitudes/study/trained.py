@@ -48,9 +48,15 @@ class Trained:
         own = _own_code(job, config["model"], model_file)
         model = None if own is None else build_network(own, data.shape, outputs_of(data.task, data.outputs))
         net = load(job.directory / "model.safetensors", model)
-        if draws is not None and isinstance(net, Multitude):
-            net.draws = draws
-        return cls(job, net.to(where).eval(), data, where)
+        trained = cls(job, net.to(where).eval(), data, where)
+        if draws is not None:
+            trained.multitude.draws = draws
+        return trained
+
+    @property
+    def multitude(self) -> Multitude:
+        """The network without its calibration."""
+        return self.net.net if isinstance(self.net, Calibrated) else self.net
 
 
 def _config(job: Job) -> dict[str, Any]:
