@@ -66,7 +66,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(path)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
-    unfinished.unlink(missing_ok=True)  # a link of that name would lead elsewhere
+    if unfinished.is_symlink():  # which would lead elsewhere
+        unfinished.unlink()
     try:
         yield unfinished
         with unfinished.open("rb") as file:

@@ -24,6 +24,7 @@ What is left out has a default, which for model and training depends on the data
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -285,7 +286,8 @@ def _mismatch(default: Any, value: Any) -> str | None:
     for types, words in known.items():
         if isinstance(default, types):
             same = isinstance(value, types) and isinstance(value, bool) == isinstance(default, bool)
-            return None if same else words
+            finite = not isinstance(value, float) or math.isfinite(value)
+            return None if same and finite else f"{words}, and finite" if same else words
     return None
 
 
