@@ -19,7 +19,9 @@ from multitudes.core.files import BLANK, DamagedError, check_seal, sealing
 
 __all__ = ["read_tensors", "reading_arrays", "write_arrays", "write_tensors"]
 
-_READING = (OSError, EOFError, ValueError, KeyError, TypeError, MemoryError, zipfile.BadZipFile, zlib.error)
+_READING = (
+    OSError, EOFError, ValueError, KeyError, TypeError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error
+)  # fmt: skip
 """What NumPy raises for archives that are not whole, or not what they should be."""
 
 
