@@ -21,7 +21,7 @@ def flags_of(command: Callable[..., None]) -> dict[str, str]:
         declared = next((each for each in get_args(parameter.annotation) if isinstance(each, OptionInfo)), None)
         if declared is not None:
             words = (declared.default, *(declared.param_decls or ()))  # in which Typer keeps the first
-            flags = [word for word in words if str(word).startswith("--")]
+            flags = [word for word in map(str, words) if word.startswith("--")]
             found[name] = flags[0] if flags else f"--{name.replace('_', '-')}"
     return found
 
