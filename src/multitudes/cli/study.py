@@ -11,8 +11,10 @@ from typer import Argument, Option
 
 from multitudes import report
 from multitudes.cli.options import Common, DataOptions, EvaluationOptions, TrainingOptions, located, words
+from multitudes.cli.reading import say_columns
 from multitudes.cli.screen import clock, console, leaderboard_tables, plural, say, say_dropped, show, table, watching
 from multitudes.core.checks import needed
+from multitudes.data.reading import ColumnReading
 from multitudes.data.sources import short_name
 from multitudes.study.cluster import run_cluster
 from multitudes.study.conclusion import measure_all
@@ -180,7 +182,9 @@ def _check_device(spec: Spec) -> None:
 
 def _prepared(spec: Spec, out: Path, rerun_stale: bool) -> Run:
     run = prepare(spec, out, rerun_stale=rerun_stale, say=say)
-    say_dropped((run.about or {}).get("dropped") or {})
+    about = run.about or {}
+    say_dropped(about.get("dropped") or {})
+    say_columns([ColumnReading(**each) for each in about.get("columns") or []])
     done = len(run.done)
     if done:
         say(f"{done} of {len(run.jobs)} jobs were done before, in {run.directory}")
