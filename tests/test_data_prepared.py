@@ -19,6 +19,7 @@ from sklearn.datasets import load_digits
 from multitudes import data as md
 from multitudes.core.archives import write_arrays
 from multitudes.data import Data, Part
+from multitudes.data.features import Category, Number
 from multitudes.data.splits import spread
 from tests.predictions import raises
 from tests.test_data_images import encoded, parquet, pixels
@@ -76,12 +77,16 @@ def test_a_spread_takes_from_each_group_its_share(count: int) -> None:
 def table() -> Data:
     x = torch.randn(12, 2, generator=torch.Generator().manual_seed(0))
     part = Part(x, x.sum(1))
-    more = {"ood": {"far away": x + 9}, "dropped": {"'a' is missing": 3}, "categories": {"a": [], "b": ["ü"]}}
+    more = {
+        "ood": {"far away": x + 9},
+        "dropped": {"'a' is missing": 3},
+        "features": (Number("a", 0.5), Category("b", ("ü",))),
+    }
     return Data("sums", part, part, part, columns=("a", "b=ü"), **more)  # type: ignore[arg-type]
 
 
 def equal(a: Data, b: Data) -> bool:
-    about = [(data.name, data.classes, data.columns, data.dropped, list(data.ood), data.categories) for data in (a, b)]
+    about = [(data.name, data.classes, data.columns, data.dropped, list(data.ood), data.features) for data in (a, b)]
     return a.fingerprint == b.fingerprint and about[0] == about[1]
 
 
@@ -244,8 +249,8 @@ WRONG: dict[str, Callable[[], object]] = {
     "y of train must be numbers, since there are no classes, got torch.int64": lambda: Data("x", IMAGE, IMAGE, IMAGE),
     "columns must name the 3 features, got 1": lambda: Data("x", ROWS, ROWS, ROWS, columns=("a",)),
     "y of test must be finite, got inf at 1": lambda: Data("x", ROWS, ROWS, ENDLESS, **COLUMNS),
-    "categories must be those of the columns ('a', 'b', 'c'), got {'a': ['b']}": lambda: Data(
-        "x", ROWS, ROWS, ROWS, **COLUMNS, categories={"a": ["b"]}
+    "features must be those of the columns ('a', 'b', 'c'), got ('a=b',)": lambda: Data(
+        "x", ROWS, ROWS, ROWS, **COLUMNS, features=[Category("a", ("b",))]
     ),
 }
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from multitudes.core.archives import reading_arrays
 from multitudes.core.files import DamagedError
-from multitudes.study.leaderboard import Row, leaderboard
+from multitudes.study.leaderboard import leaderboard
+from multitudes.study.rows import Row
 from multitudes.study.store import WRITTEN_AGAIN, Job, Run
 
 __all__ = ["Outcome", "Results", "mean_spread", "read_results"]
@@ -139,7 +140,7 @@ def read_results(directory: str | Path) -> Results:
         name=name,
         task=about["task"],
         outcomes=outcomes,
-        board=tuple(leaderboard(run)),
+        board=tuple(row for row in leaderboard(run, run.spec.get("by")) if not row.baseline),
         missing={job.name: job.why_not for job in run.missing},
         classes=classes,
         images=images,

@@ -225,8 +225,7 @@ class Run:
             table = read_json(self.directory / name)
         except DamagedError:
             return None
-        source = self.results if of is None else of
-        return table if table.pop("of", source) == source else None
+        return table if table.pop("of", None) == (self.results if of is None else of) else None
 
     @property
     def results(self) -> dict[str, str]:
@@ -236,12 +235,26 @@ class Run:
     @property
     def times(self) -> dict[str, Any] | None:
         """How long predicting and training take, by method (`timing.py`); None before that was measured."""
-        return self.read_table(self.times_path.name)
+        try:
+            table = read_json(self.times_path)
+        except DamagedError:
+            return None
+        of, timed = table.pop("of", {}), self.timed
+        own = {label: times for label, times in table.get("methods", {}).items() if of.get(label) == timed.get(label)}
+        return {**table, "methods": own} if own else None
+
+    @property
+    def timed(self) -> dict[str, list[str]]:
+        """Which job of each method is timed, the first that is done, with the seal of its results."""
+        first: dict[str, Job] = {}
+        for job in self.done:
+            first.setdefault(job.label, job)
+        return {label: [job.name, check_seal(job.directory / "metrics.json")] for label, job in first.items()}
 
     @property
     def baselines(self) -> dict[str, Any] | None:
         """What predicts without a network, and how well (`baselines.py`); None before that was measured."""
-        return self.read_table(self.baselines_path.name, (self.about or {}).get("fingerprint"))
+        return self.read_table(self.baselines_path.name, (self.about or {}).get("fingerprint", ""))
 
     @property
     def jobs(self) -> list[Job]:

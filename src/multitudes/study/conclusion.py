@@ -1,0 +1,45 @@
+"""What is done when all jobs are: times in turns, baselines, the loss plane; and the answer that all of it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from multitudes.study.baselines import measure_baselines
+from multitudes.study.job_data import data_of
+from multitudes.study.landscape import write_landscape
+from multitudes.study.store import Run
+from multitudes.study.timing import measure_times
+
+__all__ = ["measure_all"]
+
+Say = Callable[[str], None]
+
+
+def measure_all(run: Run, say: Say) -> None:
+    """Measure what concerns all jobs together, as far as that has not been done for the same jobs."""
+    if not run.done:
+        return
+    _write_times(run, say)
+    _write_baselines(run)
+    write_landscape(run)
+
+
+def _write_times(run: Run, say: Say) -> None:
+    """`costs.json`; where the device of the study is not here, nothing."""
+    if set((run.times or {"methods": ()})["methods"]) == set(run.timed):
+        return
+    try:
+        found = measure_times(run, say)
+    except ValueError as error:
+        say(f"Times were not measured: {error}")
+        return
+    run.write_table(run.times_path.name, found or {}, run.timed)
+
+
+def _write_baselines(run: Run) -> None:
+    """`baselines.json`."""
+    if run.baselines is not None:
+        return
+    job = run.done[0]
+    data = data_of((job.config or {})["data"], job.directory)
+    run.write_table(run.baselines_path.name, measure_baselines(data), data.fingerprint)
