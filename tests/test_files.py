@@ -62,9 +62,16 @@ def test_any_other_byte_and_any_other_length_is_noticed(kind: str, tmp_path: Pat
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_content_is_the_same_file(kind: str, tmp_path: Path) -> None:
     for name in ("one", "two"):
-        KINDS[kind][0](tmp_path / name)
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
-    assert check_seal(tmp_path / "one") == check_seal(tmp_path / "two")
+        (tmp_path / name).mkdir()
+        KINDS[kind][0](tmp_path / name / "file")
+    assert (tmp_path / "one" / "file").read_bytes() == (tmp_path / "two" / "file").read_bytes()
+    assert check_seal(tmp_path / "one" / "file") == check_seal(tmp_path / "two" / "file")
+
+
+def test_a_table_in_the_place_of_another_is_noticed(tmp_path: Path) -> None:
+    write_json(tmp_path / "data.json", {"a": 1}).rename(tmp_path / "metrics.json")
+    with pytest.raises(DamagedError, match=r"metrics\.json' is damaged: it is another file"):
+        read_json(tmp_path / "metrics.json")
 
 
 def test_archives_stay_archives_for_others(tmp_path: Path) -> None:

@@ -127,7 +127,8 @@ def test_what_each_row_adds_is_read_from_the_predictions_of_all_seeds(run):
     every = rng.random((2, 30))
     for seed, own in enumerate(every):
         write_job(run, "single", seed, {"nll": own.mean()})
-        np.savez(run.job("single", seed).directory / "predictions.npz", **{"rows/nll": own, "raw/rows/nll": 2 * own})
+        path = run.job("single", seed).directory / "predictions.npz"
+        write_arrays(path, {"rows/nll": own, "raw/rows/nll": 2 * own})
     (found,) = leaderboard(run)
     assert np.array_equal(found.examples()["nll"], every) and np.array_equal(found.examples()["raw/nll"], 2 * every)
 

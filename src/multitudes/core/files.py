@@ -34,6 +34,9 @@ UNFINISHED = ".unfinished"
 BLANK = "0" * 64
 """What a file holds after the word sha256 until it is sealed."""
 
+NAME = "file_name"
+"""The key of a JSON file that holds its name, so that one in another's place is noticed."""
+
 _MARK = re.compile(rb'sha256[\\": ]{1,6}([0-9a-f]{64})')
 _HEAD = 512
 """The seal is within so many bytes of the start, if it is not at the end."""
@@ -102,7 +105,7 @@ def write_atomically(path: str | Path, data: bytes | str) -> Path:
 
 
 def write_json(path: str | Path, table: Mapping[str, Any]) -> Path:
-    """Write a table of plain values as a sealed JSON object, whose first key is `sha256`; gives its path.
+    """Write a table of plain values as a sealed JSON object, which also holds the name of its file; gives its path.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -111,7 +114,7 @@ def write_json(path: str | Path, table: Mapping[str, Any]) -> Path:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"sha256": BLANK, **table}, indent=1, allow_nan=False) + "\n"
+    text = json.dumps({"sha256": BLANK, NAME: path.name, **table}, indent=1, allow_nan=False) + "\n"
     with sealing(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
     return path
@@ -167,6 +170,8 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise DamagedError(path, f"it cannot be read ({error})") from error
     if not isinstance(found, dict):
         raise DamagedError(path, f"it must be a JSON object, got {type(found).__name__}")
+    if found.pop(NAME, path.name) != path.name:
+        raise DamagedError(path, "it is another file")
     found.pop("sha256", None)
     return found
 

@@ -135,6 +135,8 @@ def read_results(directory: str | Path) -> Results:
     about = run.about
     if about is None:
         raise DamagedError(run.about_path, f"it is missing; {WRITTEN_AGAIN}")
+    if outcomes[0].config.get("data", {}).get("fingerprint") not in (None, about.get("fingerprint")):
+        raise DamagedError(run.about_path, f"it describes other data than those of the jobs; {WRITTEN_AGAIN}")
     name, classes, images = _data(run, outcomes[0].config)
     return Results(
         name=name,

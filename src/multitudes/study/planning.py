@@ -168,7 +168,7 @@ def _about(run: Run, embedded: bool, say: Callable[[str], None]) -> dict[str, An
         about = run.about
         if about is None or embedded:
             return about
-        if check_seal(run.data_path) == about.get("file"):
+        if check_seal(run.data_path) == about.get("data"):
             return about
         say(f"{str(run.data_path)!r} is not the file that data.json describes")
     except DamagedError as error:
@@ -181,7 +181,7 @@ def _write_data(run: Run, data: Data | None, about: dict[str, Any], embedded: bo
         return
     run.directory.mkdir(parents=True, exist_ok=True)
     run.about_path.unlink(missing_ok=True)  # it must never describe other data than those beside it
-    write_json(run.about_path, about if embedded else {**about, "file": check_seal(save(data, run.data_path))})
+    write_json(run.about_path, about if embedded else {**about, "data": check_seal(save(data, run.data_path))})
 
 
 # -- configurations ----------------------------------------------------------------------------------------
