@@ -15,7 +15,8 @@ from multitudes.evaluation.evaluate import evaluate
 from multitudes.metrics.declare import HIGHER, METRICS, NEITHER, RANKS, ZERO, Count, metric, offered
 from multitudes.metrics.inputs import Rows
 from multitudes.metrics.streaming import mean_of, total_of
-from multitudes.report.board import Column
+from multitudes.report.board import Head
+from multitudes.study.columns import column_of
 from multitudes.study.leaderboard import Row, Value, best, better, marks
 from tests.predictions import raises
 
@@ -98,7 +99,7 @@ def test_leaderboards_order_by_it_and_reports_point_where_it_says(direction, arr
     found = best(rows, "margin")
     assert (found and found.name) == first
     assert [name for name, mark in marks(rows, "margin").items() if mark == "best"] == ([first] if first else [])
-    assert Column("margin", "margin").heading == f"margin{arrow}"
+    assert Head.of(column_of("margin")).title == f"margin{arrow}"
 
 
 def test_a_new_module_is_all_that_it_takes(tmp_path, monkeypatch):

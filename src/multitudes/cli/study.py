@@ -190,7 +190,7 @@ def _conclude(run: Run, failed: dict[str, str]) -> None:
     rows = leaderboard(run)
     if rows:
         show(*leaderboard_tables(rows, console().width))
-        show("* the best, ~ within noise of it; costs are multiples of the single network's\n")
+        show("* the best; costs are multiples of the single network's\n")
         show(f"{verdict(rows)}\n")
     for name, reason in failed.items():
         say(f"{name} failed: {reason}")

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.report.board import Cell
+from multitudes.metrics.declare import Better
+from multitudes.report.board import Cell, Head
 from multitudes.report.results import Results, mean_spread
+from multitudes.study.leaderboard import better
 
 __all__ = ["ood"]
 
@@ -39,7 +41,12 @@ def _table(results: Results, name: str, measure: str) -> dict[str, Any]:
     for at, method in enumerate(results.methods):
         values = [[100 * value for value in results.scores(method, place)] for place in places]
         rows.append((at, [Cell(*mean_spread(each)) for each in values]))
-    return {"head": [place[len(start) : -len(end)].replace("_", " ") for place in places], "rows": rows}
+    order = "descending" if better(places[0]) is Better.HIGHER else "ascending"
+    sign = -1 if order == "descending" else 1
+    by = next((at for at, place in enumerate(places) if "/entropy/" in place), 0)
+    rows.sort(key=lambda row: (math.isnan(row[1][by].value), sign * row[1][by].value))
+    titles = [place[len(start) : -len(end)].replace("_", " ") for place in places]
+    return {"head": [Head(title, order, at == by) for at, title in enumerate(titles)], "rows": rows}
 
 
 # -- histograms --------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from multitudes.core.checks import needed
+from multitudes.report.style import HIGHLIGHTED
 from multitudes.study.leaderboard import Row, leaderboard
 from multitudes.study.store import Job, Run
 
@@ -78,9 +80,22 @@ class Results:
     landscape: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def by(self) -> str:
+        """The score by which methods are ranked."""
+        known = [name for name in ("nll", "log_density") if any(name in row.values for row in self.board)]
+        return known[0] if known else "rmse"
+
+    @cached_property
     def methods(self) -> list[str]:
-        """Those with a job done, in the order of the study; the position of a method is its style."""
-        return list(dict.fromkeys(outcome.method for outcome in self.outcomes))
+        """Those with a job done: first what is highlighted on the page, then the others, both with the best first.
+
+        The position of a method is its style.
+        """
+        done = {outcome.method: None for outcome in self.outcomes}
+        names = [row.name for row in self.board if row.name in done]
+        singles = [row.name for row in self.board if row.method == "single"]
+        first = list(dict.fromkeys([*singles, *names]))[:HIGHLIGHTED]
+        return sorted(names, key=lambda name: (name not in first, names.index(name)))
 
     def of(self, method: str) -> list[Outcome]:
         """The outcomes of a method, one a seed."""
