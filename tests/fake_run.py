@@ -37,6 +37,12 @@ class Fake:
     parameters: float
 
 
+COLUMNS = [
+    {"name": "id", "read_as": "id", "values": 270, "missing": 0, "dropped": "every row has another value", "note": ""},
+    {"name": "day <b>", "read_as": "date", "values": 31, "missing": 4, "dropped": "", "note": "parts of a date"},
+]
+"""How columns of a table were read that need a look."""
+
 METHODS = {
     "single": Fake(1, 0.0, 1.0, 1.0, 1.0),
     "deep": Fake(4, 1.0, 0.95, 4.1, 4.0),
@@ -49,6 +55,8 @@ METHODS = {
     "swag": Fake(16, 0.35, 0.97, 19.0, 12.0),
 }
 FEW = ("single", "deep", "packed", "mc_dropout")
+OVERCONFIDENT = 1.6
+"""What logits are multiplied by, and deviations divided by, before calibration."""
 CORRUPTIONS, SEVERITIES = ("gaussian_noise", "fog"), (1, 3, 5)
 
 
@@ -76,6 +84,9 @@ def write_run(
     spec |= {"model": {"name": "small_cnn"}, "training": {"epochs": 30, "batch_size": 64, "lr": 0.05}}
     run.spec_path.write_text(to_toml(spec), encoding="utf-8")
     about = {name: getattr(used, name) for name in ("name", "task", "fingerprint")}
+    if data is not None and data.columns:
+        about["columns"] = [{"name": name, "read_as": "number", "values": 90, "missing": 0} for name in data.columns]
+        about["columns"] += COLUMNS
     about |= {"parts": {name: len(part) for name, part in used.parts.items()}, "dropped": dict(used.dropped)}
     run.about_path.write_text(json.dumps(about))
     for number, (name, fake) in enumerate(chosen.items()):
@@ -148,8 +159,11 @@ def _classification(fake: Fake, data: Any, generator: Any) -> tuple[dict[str, An
         logits, target, shift=shift | {"mean": shifted[SEVERITIES[1]]},
         ood={name: each.movedim(0, 1) for name, each in outside.items()},
     )  # fmt: skip
+    raw = OVERCONFIDENT * logits
+    scores |= _raw(_scores(raw, target, tasks=("scores", "calibration")))
     clean = Predictive(logits)
     arrays = {"probs": clean.probs.numpy(), "members": clean.member_probs.half().numpy(), "target": target.numpy()}
+    arrays |= {"raw/probs": Predictive(raw).probs.numpy()}
     arrays |= {f"ood/{name}/members": each.softmax(2).half().numpy() for name, each in outside.items()}
     return arrays, scores, _by_size(logits, target, ("nll", "accuracy"))
 
@@ -160,10 +174,18 @@ def _regression(fake: Fake, data: Any, generator: Any) -> tuple[dict[str, Any], 
     own = generator.normal(0, 0.3, (fake.members, len(target)))
     members = target + data.target_std * (common + fake.wrong * fake.apart * own)
     means = torch.tensor(members)[..., None]
-    given = join_gaussian(means, torch.full_like(means, (0.25 * data.target_std) ** 2), dim=2)
-    predicted, y = Predictive(given, task="gaussian"), data.test.y[:, None]
+    variance = torch.full_like(means, (0.25 * data.target_std) ** 2)
+    given, raw = (join_gaussian(means, each, dim=2) for each in (variance, variance / OVERCONFIDENT**2))
+    predicted, before, y = *(Predictive(each, task="gaussian") for each in (given, raw)), data.test.y[:, None]
     arrays = {"mean": predicted.mean[:, 0], "std": predicted.std[:, 0], "members": members, "target": target}
-    return arrays, _scores(given, y, "gaussian"), _by_size(given, y, ("rmse",), task="gaussian")
+    arrays |= {"raw/mean": before.mean[:, 0], "raw/std": before.std[:, 0]}
+    scores = _scores(given, y, "gaussian") | _raw(_scores(raw, y, "gaussian"))
+    return arrays, scores, _by_size(given, y, ("rmse",), task="gaussian")
+
+
+def _raw(scores: dict[str, Any]) -> dict[str, Any]:
+    """Scores before calibration, as a study names them."""
+    return {f"raw/{name}": score for name, score in scores.items()}
 
 
 # -- the rest ----------------------------------------------------------------------------------------------

@@ -17,17 +17,18 @@ import pytest
 from multitudes.report import Results, write
 from multitudes.report import function_space as function_space_module
 from multitudes.report.board import cost, standings
+from multitudes.report.calibration import calibration, intervals
 from multitudes.report.chart import Series, View, png
 from multitudes.report.function_space import diversity, function_map
 from multitudes.report.page import SECTIONS, page, sections
-from multitudes.report.quality import calibration, intervals, selective_prediction, shift, size
+from multitudes.report.quality import selective_prediction, shift, size
 from multitudes.report.results import read_results
 from multitudes.report.uncertain_images import uncertain_images
 from multitudes.study.leaderboard import leaderboard, verdict
 from multitudes.study.store import Run
 from tests.fake_run import FEW, METHODS, Tags, evil_run, table_data, write_run
 
-FULL = [name for name in SECTIONS if name != "intervals"]
+FULL = [name for name in SECTIONS if name not in ("intervals", "columns")]
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +210,40 @@ def test_reliability_bars_are_the_accuracy_of_each_bin(run: Path, results: Resul
     assert np.allclose(np.array(bars, dtype=float), heights, atol=0.01)
 
 
+def test_scores_before_and_after_calibration_stand_side_by_side(
+    run: Path, results: Results, regression: Results, drawn: dict[str, str]
+) -> None:
+    table = calibration(results)["table"]
+    titles = [head.title for head in table["head"]]
+    assert titles[:4] == ["NLL before", "NLL after", "ECE % before", "ECE % after"]
+    rows = {results.methods[number]: cells for number, cells in table["rows"]}
+    for at, (name, scale) in enumerate([("raw/nll", 1), ("nll", 1), ("raw/ece", 100), ("ece", 100)]):
+        values = [scale * kept(run, "deep", seed)["scores"][name]["value"] for seed in range(3)]
+        assert rows["deep"][at].value == pytest.approx(np.mean(values))
+    panel = next(each for each in calibration(results)["panels"] if results.methods[each["method"]] == "deep")
+    probs = np.concatenate([each["raw/probs"] for each in predictions(run, "deep")])
+    assert panel["before"][-1][0] == pytest.approx(probs.max(1)[probs.max(1) > np.float32(0.9)].mean(dtype=np.float64))
+    assert "before calibration" in drawn["calibration"] and ", before " in drawn["calibration"]
+    of_numbers = intervals(regression)
+    assert [view.label for view in of_numbers["coverage"]] == ["after calibration", "before calibration"]
+    after, before = (series(of_numbers["width"], regression, at)["deep"].y for at in (0, 1))
+    assert all(narrow < wide for narrow, wide in zip(before, after, strict=True))
+    assert [head.title for head in of_numbers["table"]["head"]][4] == "coverage at 95 % before"
+
+
+def test_without_calibration_nothing_is_said_of_it(run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / "copy")
+    for path in copy.glob("jobs/*/metrics.json"):
+        metrics = json.loads(path.read_text())
+        metrics["scores"] = {name: each for name, each in metrics["scores"].items() if "raw/" not in name}
+        path.write_text(json.dumps(metrics))
+    for path in copy.glob("jobs/*/predictions.npz"):
+        arrays = {name: each for name, each in np.load(path).items() if "raw/" not in name}
+        np.savez(path, **arrays)
+    found = drawn_sections(read_results(copy))
+    assert "before" not in found["calibration"]
+
+
 def test_risk_is_the_fraction_of_errors_among_the_most_confident(run: Path, results: Results) -> None:
     line = series(selective_prediction(results)["views"], results)["packed"]
     for coverage, risk in list(zip(line.x, line.y, strict=True))[::20]:
@@ -335,7 +370,15 @@ def test_a_run_without_results_is_no_page(tmp_path: Path) -> None:
 
 
 def test_regression_has_intervals_and_nothing_of_classes(regression: Results) -> None:
-    assert list(drawn_sections(regression)) == ["leaderboard", "cost", "intervals", "size", "map", "provenance"]
+    assert list(drawn_sections(regression)) == [
+        "leaderboard",
+        "cost",
+        "intervals",
+        "size",
+        "map",
+        "columns",
+        "provenance",
+    ]
     table = standings(regression)
     heads = ["RMSE\u00a0↓", "log density\u00a0↑", "CRPS\u00a0↓", "coverage at 95 %", "width at 95 %"]
     titles = [head.title for head in table["first"]["head"]]
@@ -389,6 +432,13 @@ def test_scores_that_are_no_numbers_are_dashes_or_infinite(run: Path, tmp_path: 
 def test_without_scikit_learn_there_is_no_map(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(function_space_module.importlib.util, "find_spec", lambda name: None)
     assert function_map(results) == {}
+
+
+def test_the_columns_of_a_table_are_listed_those_to_look_at_first(regression: Results) -> None:
+    text = drawn_sections(regression)["columns"]
+    names = re.findall(r'<th scope="row" data-value="([^"]*)"', text)
+    assert names == ["id", "day &lt;b&gt;", "a", "b", "c"]
+    assert "1 of 5 columns was left out" in text and "left out: every row has another value" in text
 
 
 def test_the_provenance_of_the_numbers_is_shown(run: Path, drawn: dict[str, str]) -> None:

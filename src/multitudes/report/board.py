@@ -13,7 +13,7 @@ from multitudes.report.results import Results
 from multitudes.study.columns import COSTS, Column, column_of, first_columns, more_columns
 from multitudes.study.leaderboard import Row, best, better, marks
 
-__all__ = ["Cell", "Head", "cost", "score_axis", "standings"]
+__all__ = ["Cell", "Head", "cells_of", "cost", "score_axis", "standings"]
 
 
 # -- the leaderboard ---------------------------------------------------------------------------------------
@@ -56,13 +56,14 @@ def standings(results: Results) -> dict[str, Any]:
 
 
 def _board(results: Results, columns: Sequence[Column]) -> dict[str, Any]:
-    cells = [_cells(results.board, column) for column in columns]
+    cells = [cells_of(results.board, column) for column in columns]
     numbers = [results.methods.index(row.name) for row in results.board]
     rows = [(number, [column[at] for column in cells]) for at, number in enumerate(numbers)]
     return {"head": [Head.of(column, results.by) for column in columns], "rows": rows}
 
 
-def _cells(board: Sequence[Row], column: Column) -> list[Cell]:
+def cells_of(board: Sequence[Row], column: Column) -> list[Cell]:
+    """A column of a table: a cell for each row."""
     found = marks(board, column.name)
     cells = []
     for row in board:

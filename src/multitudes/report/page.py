@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from multitudes.report.board import cost, standings
+from multitudes.report.calibration import calibration, intervals
 from multitudes.report.function_space import diversity, function_map, loss_landscape
 from multitudes.report.ood import ood
 from multitudes.report.provenance import provenance
-from multitudes.report.quality import calibration, intervals, selective_prediction, shift, size
+from multitudes.report.quality import selective_prediction, shift, size
+from multitudes.report.reading import columns_read
 from multitudes.report.render import render
 from multitudes.report.results import Results, read_results
 from multitudes.report.style import HIGHLIGHTED
@@ -40,6 +42,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Results], dict[str, Any]]]] = {
     "map": ("Map of all networks, by their predictions", function_map),
     "landscape": ("The loss between networks", loss_landscape),
     "images": ("The most uncertain images", uncertain_images),
+    "columns": ("How the columns of the data were read", columns_read),
     "provenance": ("How to repeat this study", provenance),
 }
 """In their order on the page: by name, the heading and the function. All but the first are folded."""

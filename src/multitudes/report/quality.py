@@ -1,71 +1,23 @@
-"""How good the predictions are: calibration, intervals, number of members, selective prediction, shift."""
+"""How good the predictions are: with more members, of the most confident ones, on corrupted inputs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import NormalDist
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from multitudes.metrics.calibration_error import reliability
 from multitudes.metrics.selective import risk_coverage
 from multitudes.report.board import score_axis
 from multitudes.report.chart import Axis, Series, View
 from multitudes.report.results import Results, mean_spread
 from multitudes.study.columns import column_of
 
-__all__ = ["calibration", "intervals", "selective_prediction", "shift", "size"]
+__all__ = ["selective_prediction", "shift", "size"]
 
-BINS = 10
 POINTS = 120
 """Of a curve that has one for each row."""
-LEVELS = [0.05 * step for step in range(1, 20)] + [0.99]
-"""Of prediction intervals."""
-
-
-def calibration(results: Results) -> dict[str, Any]:
-    """Reliability diagrams: number, accuracy, confidence and rows of each bin, over the test rows of all seeds."""
-    panels = []
-    for at, method in enumerate(results.methods):
-        pairs = results.tensors(method, "probs", "target")
-        if pairs:
-            probs, target = (torch.cat(each) for each in zip(*pairs, strict=True))
-            found = reliability(probs, target, bins=BINS)
-            columns = (found.accuracy.tolist(), found.confidence.tolist(), found.count.tolist())
-            bins = [each for each in zip(range(BINS), *columns, strict=True) if each[3]]
-            panels.append({"method": at, "bins": bins, "ece": mean_spread(results.scores(method, "ece"))[0]})
-    return {"panels": panels, "bins": BINS} if panels else {}
-
-
-def intervals(results: Results) -> dict[str, Any]:
-    """Regression: coverage and mean width of the central intervals against their level, mean over seeds."""
-    coverage, width = [], []
-    for at, method in enumerate(results.methods):
-        found = [_coverage_width(*each) for each in results.tensors(method, "mean", "std", "target")]
-        if found:
-            inside, wide = torch.stack(found).mean(0).tolist()
-            pairs = zip(LEVELS, inside, wide, strict=True)
-            tips = [f"intervals of {level:.0%} contain {part:.1%}, width {each:.4g}" for level, part, each in pairs]
-            coverage.append(Series(LEVELS, inside, at, tips=tips))
-            width.append(Series(LEVELS, wide, at, tips=tips))
-    if not coverage:
-        return {}
-    level = Axis("level of the intervals", percent=True, low=0, high=1)
-    inside_axis = Axis("values inside", percent=True, low=0, high=1)
-    return {
-        "coverage": [View([Series([0, 1], [0, 1]), *coverage], level, inside_axis)],
-        "width": [View(width, level, Axis("mean width of the intervals", low=0))],
-    }
-
-
-def _coverage_width(mean: Tensor, std: Tensor, target: Tensor) -> Tensor:
-    """Of the Gaussian intervals with the predicted mean and deviation `[N]`, for all levels: `[2, L]`."""
-    reach = torch.tensor([NormalDist().inv_cdf((1 + level) / 2) for level in LEVELS], dtype=torch.float64)
-    inside = ((target - mean).abs().double() <= reach[:, None] * std.double()).double().mean(1)
-    return torch.stack([inside, 2 * reach * std.double().mean()])
 
 
 def size(results: Results) -> dict[str, Any]:
