@@ -22,6 +22,8 @@ import multitudes.data
 from multitudes import Predictive, evaluate
 from multitudes.core.gaussian import join_gaussian
 from multitudes.data import Data, Part
+from multitudes.metrics.regression_inputs import read_forecasts
+from multitudes.study.baselines import measure_baselines
 from multitudes.study.store import Run
 from multitudes.study.toml import to_toml
 
@@ -103,8 +105,10 @@ def write_run(
             make = _classification if used.task == "classification" else _regression
             arrays, scores, sizes = make(fake, used, np.random.default_rng([number, seed]))
             np.savez_compressed(job.directory / "predictions.npz", **arrays)
-            metrics = {"scores": scores, "by_size": sizes, "costs": _costs(fake, seed), **PROVENANCE}
+            metrics = {"scores": scores, "by_size": sizes, "costs": _costs(fake), **PROVENANCE}
             (job.directory / "metrics.json").write_text(json.dumps(metrics))
+    run.times_path.write_text(json.dumps(_times(chosen)))
+    run.baselines_path.write_text(json.dumps(measure_baselines(used)))
     if landscape and used.task == "classification":
         (directory / "landscape.json").write_text(json.dumps({"plane": _plane()}))
     return directory
@@ -164,6 +168,8 @@ def _classification(fake: Fake, data: Any, generator: Any) -> tuple[dict[str, An
     clean = Predictive(logits)
     arrays = {"probs": clean.probs.numpy(), "members": clean.member_probs.half().numpy(), "target": target.numpy()}
     arrays |= {"raw/probs": Predictive(raw).probs.numpy()}
+    for prefix, predicted in (("", clean), ("raw/", Predictive(raw))):
+        arrays |= {f"{prefix}rows/{name}": each.numpy() for name, each in _rows_of_classes(predicted, target).items()}
     arrays |= {f"ood/{name}/members": each.softmax(2).half().numpy() for name, each in outside.items()}
     return arrays, scores, _by_size(logits, target, ("nll", "accuracy"))
 
@@ -179,8 +185,21 @@ def _regression(fake: Fake, data: Any, generator: Any) -> tuple[dict[str, Any], 
     predicted, before, y = *(Predictive(each, task="gaussian") for each in (given, raw)), data.test.y[:, None]
     arrays = {"mean": predicted.mean[:, 0], "std": predicted.std[:, 0], "members": members, "target": target}
     arrays |= {"raw/mean": before.mean[:, 0], "raw/std": before.std[:, 0]}
+    for prefix, each in (("", predicted), ("raw/", before)):
+        rows = read_forecasts(each, y)
+        squares = (rows.mean - rows.target).square()
+        arrays |= {f"{prefix}rows/log_density": rows.log_density, f"{prefix}rows/crps": rows.crps}
+        arrays |= {f"{prefix}rows/rmse": squares}
     scores = _scores(given, y, "gaussian") | _raw(_scores(raw, y, "gaussian"))
     return arrays, scores, _by_size(given, y, ("rmse",), task="gaussian")
+
+
+def _rows_of_classes(predicted: Predictive, target: Tensor) -> dict[str, Tensor]:
+    """What each row adds to a score."""
+    hit = nn.functional.one_hot(target, predicted.probs.shape[1])
+    nll = -predicted.log_probs.gather(1, target[:, None])[:, 0]
+    right = (predicted.label == target).float()
+    return {"nll": nll, "accuracy": right, "brier": (predicted.probs - hit).square().sum(1)}
 
 
 def _raw(scores: dict[str, Any]) -> dict[str, Any]:
@@ -191,11 +210,22 @@ def _raw(scores: dict[str, Any]) -> dict[str, Any]:
 # -- the rest ----------------------------------------------------------------------------------------------
 
 
-def _costs(fake: Fake, seed: int) -> dict[str, float]:
-    noise = 1 + 0.02 * seed * (fake.slower > 1)
-    ratios = {"parameters": fake.parameters, "multiply_adds": fake.slower, "training_seconds": noise * fake.slower**0.8}
-    ratios |= {"inference_per_second": 1 / (fake.slower * noise), "peak_memory_bytes": fake.parameters + 0.5}
+def _costs(fake: Fake) -> dict[str, float]:
+    ratios = {"parameters": fake.parameters, "multiply_adds": fake.slower, "peak_memory_bytes": fake.parameters + 0.5}
     return {f"{name}_ratio": ratio for name, ratio in ratios.items()} | {name: 1e4 * ratios[name] for name in ratios}
+
+
+def _times(methods: Mapping[str, Fake]) -> dict[str, Any]:
+    """Times that vary by a quarter, as `costs.json` has them."""
+
+    def time(ratio: float) -> dict[str, float]:
+        wide = 1.25 if ratio != 1 else 1.0
+        return {"ratio": ratio, "low": ratio / wide, "high": ratio * wide, "seconds": 0.01 * ratio}
+
+    both = {
+        name: {"inference": time(fake.slower), "training": time(fake.slower**0.8)} for name, fake in methods.items()
+    }
+    return {"tiny": False, "batch": 256, "methods": both}
 
 
 PROVENANCE = {

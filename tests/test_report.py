@@ -8,15 +8,18 @@ import io
 import json
 import re
 import shutil
+from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from multitudes.cli.screen import leaderboard_tables, show
 from multitudes.report import Results, write
 from multitudes.report import function_space as function_space_module
-from multitudes.report.board import cost, standings
+from multitudes.report.board import answer, cost, standings
 from multitudes.report.calibration import calibration, intervals
 from multitudes.report.chart import Series, View, png
 from multitudes.report.function_space import diversity, function_map
@@ -24,7 +27,8 @@ from multitudes.report.page import SECTIONS, page, sections
 from multitudes.report.quality import selective_prediction, shift, size
 from multitudes.report.results import read_results
 from multitudes.report.uncertain_images import uncertain_images
-from multitudes.study.leaderboard import leaderboard, verdict
+from multitudes.study.leaderboard import leaderboard
+from multitudes.study.recommendation import recommend
 from multitudes.study.store import Run
 from tests.fake_run import FEW, METHODS, Tags, evil_run, table_data, write_run
 
@@ -100,8 +104,10 @@ def test_the_page_of_many_methods_is_small(tmp_path: Path) -> None:
 
 def test_six_methods_are_highlighted_the_single_network_among_them(tmp_path: Path) -> None:
     many = {name: METHODS[name] for name in ("deep", "packed", "masksembles", "mimo", "variance", "smooth", "swag")}
-    results = read_results(write_run(tmp_path, {"plain": METHODS["single"], **many}, [0], landscape=False))
-    board = [row.name for row in results.board]
+    last = replace(METHODS["single"], wrong=3.0)
+    results = read_results(write_run(tmp_path, {"single": last, **many}, [0], landscape=False))
+    board = [row.name for row in results.board if not row.baseline]
+    assert board[-1] == "single" and results.methods[5] == "single"
     assert sorted(results.methods) == sorted(board)
     assert results.methods[:6] == [name for name in board if name in results.methods[:6]], "the best first"
     tags = Tags(page(results))
@@ -111,11 +117,67 @@ def test_six_methods_are_highlighted_the_single_network_among_them(tmp_path: Pat
     assert lit == {str(number) for number in range(6)}
 
 
-def test_the_answer_is_at_the_top_and_a_complete_run_has_no_notice(run: Path, text: str) -> None:
+def test_the_answer_is_at_the_top_in_the_words_of_the_terminal(run: Path, text: str) -> None:
     header = text[text.index("<header>") : text.index("</header>")]
-    assert f"<h1>Which of {len(FEW)} methods is worth its price on digits?</h1>" in header
-    assert html.escape(verdict(leaderboard(Run(run)))) in header
-    assert "<aside" not in text
+    told = recommend(leaderboard(Run(run)))
+    assert f"<h1>{html.escape(told.headline)}</h1>" in header and told.advice and told.notes
+    for each in told.advice:
+        assert f"<dt>{each.budget}</dt><dd>{html.escape(each.sentence)}</dd>" in header
+    assert all(html.escape(note) in header for note in told.notes)
+    assert "<aside" not in text, "a complete run has no notice"
+
+
+def test_the_figure_of_the_answer_has_the_points_of_the_recommendation(results: Results) -> None:
+    found, view = results.recommendation, answer(results)
+    assert view is not None
+    single = next(row["nll"] for row in results.board if row.name == "single")
+    own = series([view], results)
+    assert {name: (each.x[0], each.y[0]) for name, each in own.items()} == {
+        point.method: (point.cost, point.score) for point in found.points
+    }
+    for point in found.points:  # a lower NLL is a gain
+        ends = [*own[point.method].low, *own[point.method].high]
+        assert ends == ([] if point.method == "single" else pytest.approx([single - point.high, single - point.low]))
+    line = next(each for each in view.series if each.method is None)
+    assert list(zip(line.x, line.y, strict=True)) == [(p.cost, p.score) for p in found.points if p.on_frontier]
+
+
+def test_what_is_recommended_is_highlighted(tmp_path: Path) -> None:
+    many = {f"bad_{at}": replace(METHODS["deep"], wrong=1.0 + at) for at in range(7)}
+    given = {"single": replace(METHODS["single"], wrong=4.0), "good": replace(METHODS["packed"], wrong=0.1), **many}
+    results = read_results(write_run(tmp_path, given, [0, 1], landscape=False))
+    chosen = results.recommendation.methods
+    assert chosen and set(chosen) <= set(results.methods[:6]) and "single" in results.methods[:6]
+
+
+def test_baselines_stand_in_the_table_and_whoever_is_worse_is_called_so(tmp_path: Path) -> None:
+    bad = {"bad": replace(METHODS["single"], wrong=40.0), "single": METHODS["single"]}
+    results = read_results(write_run(tmp_path, bad, [0], landscape=False))
+    lines = standings(results)["first"]["rows"]
+    remarks = {line.name: line.remark for line in lines}
+    assert remarks == {"single": "", "chance": "baseline", "constant": "baseline", "bad": "worse than constant"}
+    assert [line.name for line in lines][-1] == "bad" and lines[0].name == "single"
+    text = page(results)
+    assert any("worse than" in warning and html.escape(warning) in text for warning in results.recommendation.warnings)
+    shown = io.StringIO()
+    with redirect_stdout(shown):
+        show(*leaderboard_tables(results.board, results.by))
+    for line in lines:
+        assert (f"{line.name} ({line.remark})" if line.remark else line.name) in shown.getvalue()
+
+
+def test_terminal_and_page_show_the_same_numbers_in_the_same_order(results: Results, regression: Results) -> None:
+    for each in (results, regression):
+        shown = io.StringIO()
+        with redirect_stdout(shown):
+            show(*leaderboard_tables(each.board, each.by))
+        head, _, *body = shown.getvalue().rstrip().splitlines()
+        table = standings(each)["first"]
+        titles = re.split(r"\s{2,}", head.strip())
+        assert titles[1:] == [own.title.split("\u00a0")[0] for own in table["head"]]
+        cells = [[re.sub(r"^\* ", "", cell) for cell in re.split(r"\s{2,}", line.strip())] for line in body]
+        on_page = [[f"{c.text} ± {c.spread}" if c.spread else c.text for c in line.cells] for line in table["rows"]]
+        assert [line[1:] for line in cells] == on_page
 
 
 def test_the_page_needs_no_network(tags: Tags) -> None:
@@ -134,7 +196,7 @@ def test_the_same_run_gives_the_same_page_wherever_it_is(run: Path, text: str, t
 
 def test_every_picture_has_a_description(tags: Tags) -> None:
     assert all(picture["alt"] for picture in tags.all("img"))
-    assert len([each for each in tags.all("div") if str(each.get("class")).startswith("plot")]) == 9
+    assert len([each for each in tags.all("div") if str(each.get("class")).startswith("plot")]) == 10
     pictures = [attributes for attributes in tags.all("svg") if "aria-hidden" not in attributes]
     assert len(pictures) > 20 and all(picture["role"] == "img" and picture["aria-label"] for picture in pictures)
     assert len(tags.all("table")) == len(tags.all("caption"))
@@ -146,8 +208,9 @@ def test_every_picture_has_a_description(tags: Tags) -> None:
 def test_the_leaderboard_has_means_over_seeds_and_marks_the_best(
     run: Path, results: Results, drawn: dict[str, str]
 ) -> None:
-    table = {results.methods[method]: cells for method, cells in standings(results)["first"]["rows"]}
-    for at, (name, scale, choose) in enumerate([("accuracy", 100, max), ("nll", 1, min)]):
+    lines = [line for line in standings(results)["first"]["rows"] if line.method is not None]
+    table = {line.name: line.cells for line in lines}
+    for at, (name, scale, choose) in enumerate([("nll", 1, min), ("accuracy", 100, max)]):
         mean = {m: np.mean([kept(run, m, seed)["scores"][name]["value"] for seed in range(3)]) for m in FEW}
         assert {m: table[m][at].value for m in FEW} == pytest.approx({m: scale * mean[m] for m in FEW})
         best = choose(FEW, key=mean.__getitem__)
@@ -156,7 +219,8 @@ def test_the_leaderboard_has_means_over_seeds_and_marks_the_best(
             f'<td class="best" data-value="{table[best][at].value}"><b class="sign" title="the best">★'
             in drawn["leaderboard"]
         )
-    assert list(table) == sorted(FEW, key=mean.__getitem__)  # by NLL
+    nll = {m: table[m][0].value for m in FEW}
+    assert list(table) == sorted(FEW, key=nll.__getitem__)
 
 
 def test_the_table_opens_sorted_by_the_score_that_ranks(results: Results, drawn: dict[str, str]) -> None:
@@ -175,9 +239,9 @@ def test_the_table_opens_sorted_by_the_score_that_ranks(results: Results, drawn:
 
 def test_on_the_line_of_costs_nothing_cheaper_is_better(run: Path, results: Results) -> None:
     views = cost(results)["views"]
-    speeds = [kept(run, "deep", seed)["costs"]["inference_per_second_ratio"] for seed in range(3)]
     timed = next(at for at, view in enumerate(views) if view.label == "NLL against inference time")
-    assert series(views, results, timed)["deep"].x == [pytest.approx(np.mean([1 / speed for speed in speeds]))]
+    times = json.loads((run / "costs.json").read_text())["methods"]
+    assert series(views, results, timed)["deep"].x == [times["deep"]["inference"]["ratio"]]
     for at, view in enumerate(views):
         points = {name: (each.x[0], each.y[0]) for name, each in series(views, results, at).items()}
         line = next(each for each in view.series if each.method is None)
@@ -216,7 +280,7 @@ def test_scores_before_and_after_calibration_stand_side_by_side(
     table = calibration(results)["table"]
     titles = [head.title for head in table["head"]]
     assert titles[:4] == ["NLL before", "NLL after", "ECE % before", "ECE % after"]
-    rows = {results.methods[number]: cells for number, cells in table["rows"]}
+    rows = {line.name: line.cells for line in table["rows"]}
     for at, (name, scale) in enumerate([("raw/nll", 1), ("nll", 1), ("raw/ece", 100), ("ece", 100)]):
         values = [scale * kept(run, "deep", seed)["scores"][name]["value"] for seed in range(3)]
         assert rows["deep"][at].value == pytest.approx(np.mean(values))
@@ -380,7 +444,7 @@ def test_regression_has_intervals_and_nothing_of_classes(regression: Results) ->
         "provenance",
     ]
     table = standings(regression)
-    heads = ["RMSE\u00a0↓", "log density\u00a0↑", "CRPS\u00a0↓", "coverage at 95 %", "width at 95 %"]
+    heads = ["log density\u00a0↑", "RMSE\u00a0↓", "CRPS\u00a0↓", "coverage at 95 %", "width at 95 %"]
     titles = [head.title for head in table["first"]["head"]]
     assert titles[:5] == heads
     assert not any(word in head for head in titles for word in ("accuracy", "ECE"))
@@ -396,7 +460,7 @@ def test_one_seed_has_no_spread(tmp_path: Path) -> None:
 
 def test_one_method_alone_is_a_page_too(tmp_path: Path) -> None:
     text = page(read_results(write_run(tmp_path, ["single"], [0], landscape=False)))
-    assert "Is single worth its price on digits?" in text and 'id="cost"' not in text and 'id="size"' not in text
+    assert "Only the single network" in text and 'id="cost"' not in text and 'id="size"' not in text
 
 
 def test_without_predictions_the_page_shows_the_metrics(run: Path, tmp_path: Path) -> None:
@@ -426,7 +490,8 @@ def test_scores_that_are_no_numbers_are_dashes_or_infinite(run: Path, tmp_path: 
     assert not any(re.search(r"\bnan\b|\binf\b", each) for each in found.values())
     cells = re.search(r'data-value="single".*?</tr>', found["leaderboard"], re.DOTALL)
     assert cells is not None and ">–<" in cells[0] and "∞" in cells[0]
-    assert standings(results)["first"]["rows"][-1][0] == results.methods.index("single")
+    methods = [line.name for line in standings(results)["first"]["rows"] if line.method is not None]
+    assert methods[-1] == "single"
 
 
 def test_without_scikit_learn_there_is_no_map(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:

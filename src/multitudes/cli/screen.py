@@ -15,11 +15,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from multitudes.study.columns import Column, first_columns
+from multitudes.study.columns import Column, first_columns, in_words, remark
 from multitudes.study.leaderboard import Row, marks
 from multitudes.study.monitor import JobProgress, Snapshot
 
-__all__ = ["console", "leaderboard_tables", "plural", "say", "say_dropped", "show", "table", "watching"]
+__all__ = ["clock", "console", "leaderboard_tables", "plural", "say", "say_dropped", "show", "table", "watching"]
 
 WIDE = 1000
 """The columns of a pipe, in which nothing is cut off."""
@@ -85,7 +85,7 @@ class _Lines:
         self.ended, self.shown = ended, now.seconds
         parts = [_jobs(now), *(f"{job.name}: {', '.join(filter(None, _state(job)))}" for job in now.running)]
         if now.left is not None and ended < now.total:
-            parts.append(f"about {_clock(now.left)} left")
+            parts.append(f"about {clock(now.left)} left")
         print("; ".join(parts), file=sys.stderr, flush=True)
 
 
@@ -99,12 +99,12 @@ class _Panel:
         if time.monotonic() - self.drawn < 0.2:
             return
         self.drawn = time.monotonic()
-        left = "" if now.left is None else f", about {_clock(now.left)} left"
-        head = Text(f"{_jobs(now)}, {_clock(now.seconds)} passed{left}", style="bold")
+        left = "" if now.left is None else f", about {clock(now.left)} left"
+        head = Text(f"{_jobs(now)}, {clock(now.seconds)} passed{left}", style="bold")
         jobs = Table.grid(padding=(0, 2))
         for job in now.running:
             bar = ProgressBar(total=max(job.epochs, 1), completed=job.epoch, width=24)
-            jobs.add_row(job.name, bar, *_state(job), _clock(job.seconds))
+            jobs.add_row(job.name, bar, *_state(job), clock(job.seconds))
         self.live.update(Group(head, jobs))
 
 
@@ -120,10 +120,10 @@ def _state(job: JobProgress) -> tuple[str, str]:
     return doing, "" if job.loss is None else f"loss {job.loss:.4f}"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     """Minutes and seconds.
 
-    >>> _clock(75.2), _clock(3700)
+    >>> clock(75.2), clock(3700)
     ('1:15', '1:01:40')
     """
     minutes, rest = divmod(round(seconds), 60)
@@ -144,20 +144,24 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]], words: int = 1) ->
     return made
 
 
-def leaderboard_tables(rows: Sequence[Row], width: int = WIDE) -> list[Table]:
-    """A row for each method, with the columns of the page; the best of a score has a star.
+def leaderboard_tables(rows: Sequence[Row], by: str, width: int = WIDE, tiny: bool = False) -> list[Table]:
+    """A row for each method and baseline, with the columns of the page; the best of a score has a star.
 
     Where `width` is too small for all columns, the rest of them is in further tables.
     """
-    methods = [Text("method"), *(Text(row.name) for row in rows)]
+    methods = [Text("method"), *(_name(row, remark(row, rows, by)) for row in rows)]
     groups: list[list[list[Text]]] = [[methods]]
-    for column in first_columns(rows):
+    for column in first_columns(rows, by, tiny):
         marked = marks(rows, column.name)
         cells = [Text(column.heading), *(_cell(row, column, marked[row.name] == "best") for row in rows)]
         if len(groups[-1]) > 1 and sum(map(_width, [*groups[-1], cells])) > width:
             groups.append([methods])
         groups[-1].append(cells)
     return [table([column[0].plain for column in group], list(zip(*group, strict=True))[1:]) for group in groups]
+
+
+def _name(row: Row, remark: str) -> Text:
+    return Text(f"{in_words(row)} ({remark})" if remark else row.name, style="dim" if row.baseline else "")
 
 
 def _width(column: list[Text]) -> int:
@@ -169,6 +173,6 @@ def _cell(row: Row, column: Column, is_best: bool) -> Text:
     if value is None:
         return Text("–", style="dim")
     if column.is_cost:
-        return Text(column.text(value.mean))
+        return Text(column.cell(value))
     spread = "" if value.spread is None else f" ± {column.text(value.spread)}"
-    return Text(f"{'* ' if is_best else ''}{column.text(value.mean)}{spread}", style="bold" if is_best else "")
+    return Text(f"{'* ' if is_best else ''}{column.cell(value)}{spread}", style="bold" if is_best else "")

@@ -10,10 +10,20 @@ from typing import Any
 from multitudes.metrics.declare import Better
 from multitudes.report.chart import Axis, Series, View
 from multitudes.report.results import Results
-from multitudes.study.columns import COSTS, Column, column_of, first_columns, more_columns
+from multitudes.study.columns import (
+    MORE_COSTS,
+    Column,
+    column_of,
+    costs,
+    first_columns,
+    fixed,
+    in_words,
+    more_columns,
+    remark,
+)
 from multitudes.study.leaderboard import Row, best, better, marks
 
-__all__ = ["Cell", "Head", "cells_of", "cost", "score_axis", "standings"]
+__all__ = ["Cell", "Head", "Line", "answer", "cost", "score_axis", "standings", "table_of"]
 
 
 # -- the leaderboard ---------------------------------------------------------------------------------------
@@ -40,38 +50,65 @@ class Head:
 
 @dataclass(frozen=True)
 class Cell:
-    """A number of a table: mean and deviation over seeds, decimal places, and whether it is the best of its column."""
+    """A number of a table, its text, that of its deviation over seeds, and whether it is the best of its column."""
 
     value: float
-    spread: float = math.nan
-    digits: int = 1
+    text: str
+    spread: str = ""
     best: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of a table: the number of its method, None for a baseline; its name, and what is to be said about it."""
+
+    method: int | None
+    name: str
+    cells: Sequence[Cell]
+    remark: str = ""
 
 
 def standings(results: Results) -> dict[str, Any]:
     """Mean and deviation over seeds, and the best of each score; rows in the order of the leaderboard."""
-    seeds = [len(row.seeds) for row in results.board]
-    first, rest = (_board(results, columns(results.board)) for columns in (first_columns, more_columns))
-    return {"first": first, "rest": rest, "fewest_seeds": min(seeds), "most_seeds": max(seeds)}
+    seeds = [len(row.seeds) for row in results.board if not row.baseline]
+    first, rest = first_columns(results.board, results.by, results.tiny), more_columns(results.board, results.by)
+    return {
+        "first": table_of(results, first, [Head.of(column, results.by) for column in first]),
+        "rest": table_of(results, rest, list(map(Head.of, rest))),
+        "fewest_seeds": min(seeds),
+        "most_seeds": max(seeds),
+        "tiny": results.tiny,
+    }
 
 
-def _board(results: Results, columns: Sequence[Column]) -> dict[str, Any]:
-    cells = [cells_of(results.board, column) for column in columns]
-    numbers = [results.methods.index(row.name) for row in results.board]
-    rows = [(number, [column[at] for column in cells]) for at, number in enumerate(numbers)]
-    return {"head": [Head.of(column, results.by) for column in columns], "rows": rows}
+def table_of(results: Results, columns: Sequence[Column], heads: Sequence[Head]) -> dict[str, Any]:
+    """A table of rows that have a value in some column."""
+    board = [row for row in results.board if any(column.name in row.values for column in columns)]
+    cells = [_cells(board, column) for column in columns]
+    lines = [
+        Line(
+            None if row.baseline else results.methods.index(row.name),
+            in_words(row),
+            [column[at] for column in cells],
+            remark(row, results.board, results.by),
+        )
+        for at, row in enumerate(board)
+    ]
+    return {"head": list(heads), "rows": lines}
 
 
-def cells_of(board: Sequence[Row], column: Column) -> list[Cell]:
-    """A column of a table: a cell for each row."""
+def _cells(board: Sequence[Row], column: Column) -> list[Cell]:
     found = marks(board, column.name)
     cells = []
     for row in board:
         value = column.of(row)
-        mean, spread = (math.nan, None) if value is None else (value.mean, value.spread)
+        if value is None:
+            cells.append(Cell(math.nan, "–"))
+            continue
         # The deviation of a ratio between seeds is noise of the clock, not of the method.
-        shown = math.nan if spread is None or column.is_cost else spread
-        cells.append(Cell(mean, shown, column.digits, found[row.name] == "best" and not column.is_cost))
+        known = value.spread is not None and math.isfinite(value.spread) and not column.is_cost
+        spread = column.text(value.spread or 0.0) if known else ""
+        cells.append(Cell(value.mean, column.cell(value), spread, found[row.name] == "best" and not column.is_cost))
     return cells
 
 
@@ -80,10 +117,35 @@ def cells_of(board: Sequence[Row], column: Column) -> list[Cell]:
 TICKS = tuple(2.0**power for power in range(-4, 11))
 
 
+def answer(results: Results) -> View | None:
+    """The figure beside the recommendation: the score against the price, with the methods that no cheaper one beats.
+
+    Bars are what the difference from the single network may be. None where there are fewer than two methods.
+    """
+    found = results.recommendation
+    column = column_of(found.by)
+    if len(found.points) < 2:
+        return None
+    sign = 1 if better(found.by) is Better.HIGHER else -1
+    singles = {row.name: row[found.by] for row in results.board if row.method == "single"}
+    alone = next(iter(singles.values()), math.nan)
+    named = {*found.methods, *singles}
+    series = []
+    for point in found.points:
+        ends = sorted(alone + sign * gain for gain in (point.low, point.high))
+        bars = [] if point.low == point.high else ends
+        tip = f"{column.title} {column.told(point.score)}, {fixed(point.cost, 2)} × the price of the single network"
+        label = point.method if point.method in named or point.on_frontier else ""
+        series.append(_point(results, point.method, point.cost, point.score, bars, tip, label))
+    line = [(point.cost, point.score) for point in found.points if point.on_frontier]
+    return View([_frontier(line), *series], _price_axis(found.cost), score_axis(found.by))
+
+
 def cost(results: Results) -> dict[str, Any]:
     """Scores against costs, and the line of the methods that no cheaper one beats."""
-    names = list(dict.fromkeys([results.by, *("accuracy", "nll", "rmse", "log_density")]))
-    views = [view for name in names for column in COSTS if (view := _view(results, name, column)) is not None]
+    names = dict.fromkeys([results.by, "accuracy", "nll", "rmse", "log_density"])
+    columns = [*costs(results.tiny), *MORE_COSTS]
+    views = [view for name in names for column in columns if (view := _view(results, name, column)) is not None]
     return {"views": views} if views else {}
 
 
@@ -94,41 +156,40 @@ def score_axis(name: str) -> Axis:
     return Axis(column.title + hint, percent=column.unit == "%")
 
 
+def _price_axis(title: str) -> Axis:
+    return Axis(title, log=True, ticks=TICKS)
+
+
 def _view(results: Results, score: str, price: Column) -> View | None:
     """None where fewer than two methods have both."""
-    points: dict[str, tuple[float, float]] = {}
-    series = []
-    title = column_of(score)
-    rows = [row for row in results.board if row.name in results.methods]
-    front = _front(rows, score, price)
-    for row in rows:
-        value, paid = row.values.get(score), price.of(row)
-        if (
-            value is None
-            or paid is None
-            or not (math.isfinite(paid.mean) and paid.mean > 0 and math.isfinite(value.mean))
-        ):
-            continue
-        points[row.name] = paid.mean, value.mean
-        spread = math.nan if value.spread is None else value.spread
-        tip = f"{title.title} {title.told(value.mean)}, {price.title} {price.text(paid.mean)} ×"
-        at, label = results.methods.index(row.name), row.name if row.name in front else ""
-        bars = {"low": [value.mean - spread], "high": [value.mean + spread]}
-        series.append(Series([paid.mean], [value.mean], at, line=False, marks=True, tips=[tip], labels=[label], **bars))
-    if len(points) < 2:
+    known = [row for row in results.board if math.isfinite(row[score]) and row[price.name] > 0]
+    if len(known) < 2:
         return None
-    line = [points[name] for name in front if name in points]
-    frontier = Series([x for x, _ in line], [y for _, y in line])
-    axis = Axis(f"{price.title}, single network = 1", log=True, ticks=TICKS)
-    return View([frontier, *series], axis, score_axis(score), f"{title.title} against {price.title}")
+    front = _front(known, score, price.name)
+    column, series = column_of(score), []
+    for row in known:
+        spread = row.values[score].spread
+        bars = [] if spread is None else [row[score] - spread, row[score] + spread]
+        paid = price.cell(row.values[price.name])
+        tip = f"{column.title} {column.told(row[score])}, {price.title} {paid} ×"
+        label = row.name if row in front else ""
+        series.append(_point(results, row.name, row[price.name], row[score], bars, tip, label))
+    line = _frontier([(row[price.name], row[score]) for row in front])
+    axis = _price_axis(f"{price.title}, × the single network's")
+    return View([line, *series], axis, score_axis(score), f"{column.title} against {price.title}")
 
 
-def _front(rows: Sequence[Row], score: str, price: Column) -> list[str]:
+def _point(results: Results, method: str, x: float, y: float, bars: Sequence[float], tip: str, label: str) -> Series:
+    """A method as one point; `bars` are both ends of its error bar, or none."""
+    at = results.methods.index(method)
+    return Series([x], [y], at, line=False, marks=True, low=bars[:1], high=bars[1:], tips=[tip], labels=[label])
+
+
+def _frontier(points: Sequence[tuple[float, float]]) -> Series:
+    return Series([x for x, _ in points], [y for _, y in points])
+
+
+def _front(rows: Sequence[Row], score: str, price: str) -> list[Row]:
     """The methods that nothing cheaper is better than, the cheapest first."""
-    costs = {row.name: paid.mean for row in rows if (paid := price.of(row)) is not None and paid.mean > 0}
-    known = sorted((row for row in rows if row.name in costs), key=lambda row: costs[row.name])
-    return [
-        row.name
-        for row in known
-        if best([other for other in known if costs[other.name] <= costs[row.name]], score) is row
-    ]
+    ordered = sorted(rows, key=lambda row: row[price])
+    return [row for row in ordered if best([each for each in ordered if each[price] <= row[price]], score) is row]

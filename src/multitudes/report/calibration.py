@@ -5,6 +5,7 @@ Arrays and scores whose names begin with `raw/` are those of the network before 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import NormalDist
 from typing import Any
 
@@ -12,10 +13,10 @@ import torch
 from torch import Tensor
 
 from multitudes.metrics.calibration_error import Reliability, reliability
-from multitudes.report.board import Cell, Head, cells_of
+from multitudes.report.board import Head, table_of
 from multitudes.report.chart import Axis, Series, View
 from multitudes.report.results import Results, mean_spread
-from multitudes.study.columns import column_of
+from multitudes.study.columns import Column, column_of
 
 __all__ = ["calibration", "intervals"]
 
@@ -61,18 +62,16 @@ def _filled(found: Reliability) -> list[tuple[float, float]]:
 def _before_after(results: Results, names: tuple[str, ...]) -> dict[str, Any]:
     """Scores of each method before and after calibration; no columns where nothing was calibrated."""
     heads: list[Head] = []
-    columns: list[list[Cell]] = []
-    board = [row for row in results.board if row.name in results.methods]
+    columns: list[Column] = []
     for name in names:
-        if any(f"raw/{name}" in row.values for row in board):
+        if any(f"raw/{name}" in row.values for row in results.board):
             column = column_of(name)
             for place, when in ((f"raw/{name}", "before"), (name, "after")):
-                own = Head.of(column)
-                heads.append(Head(f"{column.heading} {when}", own.order, when == "after" and name == results.by))
-                columns.append(cells_of(board, column_of(place)))
-    numbers = [results.methods.index(row.name) for row in board]
-    rows = [(number, [column[at] for column in columns]) for at, number in enumerate(numbers)]
-    return {"head": heads, "rows": rows}
+                ranked = when == "after" and name == results.by
+                heads.append(Head(f"{column.heading} {when}", Head.of(column).order, ranked))
+                columns.append(replace(column, name=place))
+    found = table_of(results, columns, heads)
+    return {**found, "rows": [line for line in found["rows"] if line.method is not None]}
 
 
 # -- numbers -----------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from multitudes.metrics.declare import Better
-from multitudes.report.board import Cell, Head
+from multitudes.report.board import Head, table_of
 from multitudes.report.results import Results, mean_spread
+from multitudes.study.columns import Column
 from multitudes.study.leaderboard import better
 
 __all__ = ["ood"]
@@ -37,16 +38,13 @@ def _table(results: Results, name: str, measure: str) -> dict[str, Any]:
     """A measure in percent, by method and criterion."""
     start, end = f"ood/{name}/", f"/{measure}"
     places = [place for place in results.score_names() if place.startswith(start) and place.endswith(end)]
-    rows = []
-    for at, method in enumerate(results.methods):
-        values = [[100 * value for value in results.scores(method, place)] for place in places]
-        rows.append((at, [Cell(*mean_spread(each)) for each in values]))
-    order = "descending" if better(places[0]) is Better.HIGHER else "ascending"
-    sign = -1 if order == "descending" else 1
+    order = "descending" if better(measure) is Better.HIGHER else "ascending"
     by = next((at for at, place in enumerate(places) if "/entropy/" in place), 0)
-    rows.sort(key=lambda row: (math.isnan(row[1][by].value), sign * row[1][by].value))
-    titles = [place[len(start) : -len(end)].replace("_", " ") for place in places]
-    return {"head": [Head(title, order, at == by) for at, title in enumerate(titles)], "rows": rows}
+    heads = [Head(place[len(start) : -len(end)].replace("_", " "), order, at == by) for at, place in enumerate(places)]
+    table = table_of(results, [Column(place, "", "%", 1) for place in places], heads)
+    sign = -1 if order == "descending" else 1
+    table["rows"].sort(key=lambda line: (math.isnan(line.cells[by].value), sign * line.cells[by].value))
+    return table
 
 
 # -- histograms --------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from multitudes.report.board import cost, standings
+from multitudes.report.board import answer, cost, standings
 from multitudes.report.calibration import calibration, intervals
 from multitudes.report.function_space import diversity, function_map, loss_landscape
 from multitudes.report.ood import ood
@@ -24,7 +24,6 @@ from multitudes.report.render import render
 from multitudes.report.results import Results, read_results
 from multitudes.report.style import HIGHLIGHTED
 from multitudes.report.uncertain_images import uncertain_images
-from multitudes.study.leaderboard import verdict
 from multitudes.study.store import Run, write_atomically
 
 __all__ = ["page", "sections", "write"]
@@ -79,7 +78,7 @@ def sections(results: Results) -> list[Section]:
 def page(results: Results) -> str:
     """The whole page, as text."""
     return render(
-        "page.html", results=results, methods=results.methods, verdict=verdict(results.board),
+        "page.html", results=results, methods=results.methods, answer=results.recommendation, figure=answer(results),
         sections=sections(results), most=HIGHLIGHTED, css=Markup(_file("page.css")), script=Markup(_file("page.js")),
     )  # fmt: skip
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from multitudes.core.checks import needed
 from multitudes.report.style import HIGHLIGHTED
 from multitudes.study.leaderboard import Row, leaderboard
+from multitudes.study.recommendation import Recommendation, recommend
 from multitudes.study.store import Job, Run
 
 __all__ = ["Outcome", "Results", "mean_spread", "read_results"]
@@ -67,7 +68,7 @@ class Results:
     outcomes: tuple[Outcome, ...]
     """Of the jobs that are done, method by method."""
     board: tuple[Row, ...]
-    """A row for each method, the best first."""
+    """A row for each method and each baseline, the best first."""
     missing: Mapping[str, str] = field(default_factory=dict)
     """The jobs that are not done, and why those failed that did."""
     classes: tuple[str, ...] = ()
@@ -78,23 +79,34 @@ class Results:
     about: Mapping[str, Any] = field(default_factory=dict)
     """What is known about the data."""
     landscape: Mapping[str, Any] = field(default_factory=dict)
+    times: Mapping[str, Any] = field(default_factory=dict)
+    """What was timed when all jobs were done."""
 
     @property
     def by(self) -> str:
         """The score by which methods are ranked."""
-        known = [name for name in ("nll", "log_density") if any(name in row.values for row in self.board)]
-        return known[0] if known else "rmse"
+        return self.recommendation.by
+
+    @property
+    def tiny(self) -> bool:
+        """Whether networks are so small that a time is that of calling them."""
+        return bool(self.times.get("tiny"))
+
+    @cached_property
+    def recommendation(self) -> Recommendation:
+        """What to take, as the terminal says it."""
+        return recommend(self.board, self.spec.get("by"), self.tiny)
 
     @cached_property
     def methods(self) -> list[str]:
         """Those with a job done: first what is highlighted on the page, then the others, both with the best first.
 
-        The position of a method is its style.
+        What is recommended is highlighted, the single network, and the best of the others. The position of a method is
+        its style.
         """
-        done = {outcome.method: None for outcome in self.outcomes}
-        names = [row.name for row in self.board if row.name in done]
+        names = [row.name for row in self.board if not row.baseline]
         singles = [row.name for row in self.board if row.method == "single"]
-        first = list(dict.fromkeys([*singles, *names]))[:HIGHLIGHTED]
+        first = list(dict.fromkeys([*self.recommendation.methods, *singles, *names]))[:HIGHLIGHTED]
         return sorted(names, key=lambda name: (name not in first, names.index(name)))
 
     def of(self, method: str) -> list[Outcome]:
@@ -156,13 +168,14 @@ def read_results(directory: str | Path) -> Results:
         name=name,
         task=about.get("task", "classification"),
         outcomes=outcomes,
-        board=tuple(leaderboard(run)),
+        board=tuple(leaderboard(run, run.spec.get("by"))),
         missing={job.name: run.failed.get(job.name, "") for job in run.missing},
         classes=classes,
         images=images,
         spec=run.spec,
         spec_text=run.spec_path.read_text(encoding="utf-8"),
         about=about,
+        times=run.times or {},
         landscape=json.loads(landscape.read_text(encoding="utf-8")) if landscape.is_file() else {},
     )
 

@@ -8,11 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from multitudes.study.leaderboard import Row, Value, better
 
-__all__ = ["COSTS", "SCORES", "Column", "column_of", "first_columns", "fixed", "more_columns"]
+__all__ = [
+    "COSTS",
+    "SCORES",
+    "Column",
+    "column_of",
+    "costs",
+    "first_columns",
+    "fixed",
+    "in_words",
+    "more_columns",
+    "remark",
+]
 
 
 @dataclass(frozen=True)
@@ -25,8 +36,6 @@ class Column:
     """ "%" of fractions, "×" of ratios."""
     digits: int = 3
     """After the decimal point."""
-    inverse: bool = False
-    """Whether a speed is shown as a time."""
 
     @property
     def heading(self) -> str:
@@ -49,25 +58,33 @@ class Column:
 
     def shown(self, value: float) -> float:
         """A value in the unit of the column."""
-        if self.inverse:
-            return 1 / value if value else math.nan
         return 100 * value if self.unit == "%" else value
 
     def of(self, row: Row) -> Value | None:
         """The values of a method in the unit of the column; None where it has none."""
         found = row.values.get(self.name)
-        return found and Value(tuple(map(self.shown, found.values)), found.count)
+        return found and replace(found, values=tuple(map(self.shown, found.values)))
 
     def text(self, value: float) -> str:
         """A value that is in the unit of the column, with its decimal places, and without the unit."""
         return fixed(value, self.digits)
+
+    def cell(self, value: Value) -> str:
+        """The mean over seeds, with "about" where a time varies by more than it differs from the single network's.
+
+        >>> time = column_of("costs/inference_time_ratio")
+        >>> time.cell(Value((1.21,), low=0.9, high=1.4)), time.cell(Value((4.06,), low=3.9, high=4.2))
+        ('about 1.2', '4.06')
+        """
+        vague = value.low is not None and value.high is not None and value.low <= 1 <= value.high and value.mean != 1
+        return f"about {fixed(value.mean, 1)}" if self.is_cost and vague else self.text(value.mean)
 
     def told(self, value: float) -> str:
         """A value as it was measured, with its unit.
 
         >>> Column("accuracy", "accuracy", "%", 1).told(0.9731), Column("nll", "NLL").told(0.0546)
         ('97.3 %', '0.055')
-        >>> Column("costs/inference_per_second_ratio", "inference time", "×", 2, inverse=True).told(0.5)
+        >>> Column("costs/inference_time_ratio", "inference time", "×", 2).told(2.0)
         '2.00 ×'
         """
         return f"{self.text(self.shown(value))} {self.unit}".strip()
@@ -87,7 +104,6 @@ def fixed(value: float, digits: int = 1) -> str:
 SCORES = (
     Column("accuracy", "accuracy", "%", 1),
     Column("nll", "NLL"),
-    Column("brier", "Brier score"),
     Column("ece", "ECE", "%", 1),
     Column("rmse", "RMSE"),
     Column("log_density", "log density"),
@@ -97,12 +113,13 @@ SCORES = (
     Column("shift/mean/accuracy", "shifted accuracy", "%", 1),
 )
 COSTS = (
+    Column("costs/inference_time_ratio", "inference time", "×", 2),
+    Column("costs/training_time_ratio", "training time", "×", 2),
     Column("costs/multiply_adds_ratio", "multiply-adds", "×", 2),
-    Column("costs/inference_per_second_ratio", "inference time", "×", 2, inverse=True),
-    Column("costs/training_seconds_ratio", "training time", "×", 2),
     Column("costs/parameters_ratio", "parameters", "×", 2),
-    Column("costs/peak_memory_bytes_ratio", "peak memory", "×", 2),
 )
+MORE = (Column("brier", "Brier score"), Column("gaussian_ece", "Gaussian ECE", "%", 1))
+MORE_COSTS = (Column("costs/peak_memory_bytes_ratio", "peak memory", "×", 2),)
 
 FRACTIONS = ("mce", "classwise_ece", "adaptive_ece", "overconfidence", "accuracy_at_90", "disagreement", "member_error")
 """Scores beside these that are shown in percent."""
@@ -117,7 +134,7 @@ def column_of(name: str) -> Column:
     >>> column_of("adaptive_ece").heading
     'adaptive ECE %'
     """
-    known = {column.name: column for column in (*SCORES, *COSTS)}
+    known = {column.name: column for column in (*SCORES, *MORE, *COSTS, *MORE_COSTS)}
     if name in known:
         return known[name]
     if _is_auroc(name):
@@ -129,17 +146,46 @@ def column_of(name: str) -> Column:
     return Column(name, title, "%", 1) if in_percent else Column(name, title)
 
 
-def first_columns(rows: Sequence[Row]) -> list[Column]:
-    """What the leaderboard shows: scores, the detection of out-of-distribution inputs by entropy, and costs."""
+def costs(tiny: bool = False) -> list[Column]:
+    """The costs; of networks so small that a time is that of calling them, multiply-adds first.
+
+    >>> [column.title for column in costs(tiny=True)][:2]
+    ['multiply-adds', 'inference time']
+    """
+    return sorted(COSTS, key=lambda column: tiny and column.name != "costs/multiply_adds_ratio")
+
+
+def first_columns(rows: Sequence[Row], by: str = "", tiny: bool = False) -> list[Column]:
+    """What the leaderboard shows, the score that ranks first: scores, the detection of OOD inputs by entropy, costs."""
     names = _names(rows)
     detected = [column_of(name) for name in names if _is_auroc(name)]
-    return [column for column in (*SCORES, *detected, *COSTS) if column.name in names]
+    shown = [column for column in (*SCORES, *detected, *costs(tiny)) if column.name in names and column.name != by]
+    return [column_of(by), *shown] if by in names else shown
 
 
-def more_columns(rows: Sequence[Row]) -> list[Column]:
-    """The other scores of clean test data."""
-    first = {column.name for column in first_columns(rows)}
-    return [column_of(name) for name in _names(rows) if "/" not in name and name not in first]
+def more_columns(rows: Sequence[Row], by: str = "") -> list[Column]:
+    """The other scores of clean test data, and the other costs."""
+    names = _names(rows)
+    first = {column.name for column in first_columns(rows, by)}
+    scores = [column_of(name) for name in names if "/" not in name and name not in first]
+    return scores + [column for column in MORE_COSTS if column.name in names]
+
+
+def remark(row: Row, rows: Sequence[Row], by: str) -> str:
+    """What stands beside the name of a row: that it is a baseline, or that it is worse than one, by a score.
+
+    Of several baselines that are better, the worst is named.
+    """
+    if row.baseline:
+        return "baseline"
+    quality = better(by).quality
+    beaten = [other for other in rows if other.baseline and quality(other[by]) > quality(row[by])]
+    return f"worse than {in_words(min(beaten, key=lambda other: quality(other[by])))}" if beaten else ""
+
+
+def in_words(row: Row) -> str:
+    """The name of a row; baselines have names of words."""
+    return row.name.replace("_", " ") if row.baseline else row.name
 
 
 def _is_auroc(name: str) -> bool:
