@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from multitudes.study.columns import Column, first_columns, in_words, remark
-from multitudes.study.leaderboard import Row, marks
 from multitudes.study.monitor import JobProgress, Snapshot
+from multitudes.study.rows import Row
 
 __all__ = ["clock", "console", "leaderboard_tables", "plural", "say", "say_dropped", "show", "table", "watching"]
 
@@ -152,8 +152,8 @@ def leaderboard_tables(rows: Sequence[Row], by: str, width: int = WIDE, tiny: bo
     methods = [Text("method"), *(_name(row, remark(row, rows, by)) for row in rows)]
     groups: list[list[list[Text]]] = [[methods]]
     for column in first_columns(rows, by, tiny):
-        marked = marks(rows, column.name)
-        cells = [Text(column.heading), *(_cell(row, column, marked[row.name] == "best") for row in rows)]
+        top = column.best(rows)
+        cells = [Text(column.heading), *(_cell(row, column, row is top) for row in rows)]
         if len(groups[-1]) > 1 and sum(map(_width, [*groups[-1], cells])) > width:
             groups.append([methods])
         groups[-1].append(cells)
@@ -174,5 +174,5 @@ def _cell(row: Row, column: Column, is_best: bool) -> Text:
         return Text("–", style="dim")
     if column.is_cost:
         return Text(column.cell(value))
-    spread = "" if value.spread is None else f" ± {column.text(value.spread)}"
+    spread = "" if value.spread is None else f" ± {column.text(value.spread, beside=value.mean)}"
     return Text(f"{'* ' if is_best else ''}{column.cell(value)}{spread}", style="bold" if is_best else "")

@@ -12,6 +12,7 @@ from typer import Argument, Option
 
 from multitudes import data
 from multitudes.cli.options import Common, DataOptions, located, model_place, words, writable
+from multitudes.cli.reading import say_columns
 from multitudes.cli.screen import say, say_dropped, show, table
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import seeded
@@ -50,6 +51,7 @@ def prepare(
     found = data.load(located(source, reading.data_root), seed=common.seed or 0, **reading.arguments())
     data.save(found, to)
     say_dropped(found.dropped, show)
+    say_columns(found.reading)
     show(repr(found), f"Prepared: {to}")
 
 

@@ -6,10 +6,12 @@
     loader = data.Loader(digits.train, digits, batch_size=64)
 
 In the order of their use: `sources` reads files, folders and ids into `columns`; `kinds` has all that depends on what
-the inputs are, with the encoders of `images` and `tables`; `splits` draws the parts; `assemble` makes `types.Data` of
+the inputs are, with the encoders of `images` and `tables`; `reading` decides how the columns of a table become
+`features`, with the help of `parsing`; `splits` draws the parts; `assemble` makes `types.Data` of
 them, which normalises; `prepared` keeps it in a file, with its encoder; `loader` makes batches.
 
-Imports `core`. A new kind of data is a row of `kinds.KINDS`; a new format, a reader in `sources`.
+Imports `core`. A new kind of data is a row of `kinds.KINDS`; a new format, a reader in `sources`; a new way
+to read a column, a class of `features`.
 """
 
 from multitudes.data.assemble import load

@@ -21,7 +21,8 @@ from multitudes.study.columns import (
     more_columns,
     remark,
 )
-from multitudes.study.leaderboard import Row, best, better, marks
+from multitudes.study.leaderboard import best, better
+from multitudes.study.rows import Row
 
 __all__ = ["Cell", "Head", "Line", "answer", "cost", "score_axis", "standings", "table_of"]
 
@@ -98,7 +99,7 @@ def table_of(results: Results, columns: Sequence[Column], heads: Sequence[Head])
 
 
 def _cells(board: Sequence[Row], column: Column) -> list[Cell]:
-    found = marks(board, column.name)
+    top = column.best(board)
     cells = []
     for row in board:
         value = column.of(row)
@@ -107,8 +108,8 @@ def _cells(board: Sequence[Row], column: Column) -> list[Cell]:
             continue
         # The deviation of a ratio between seeds is noise of the clock, not of the method.
         known = value.spread is not None and math.isfinite(value.spread) and not column.is_cost
-        spread = column.text(value.spread or 0.0) if known else ""
-        cells.append(Cell(value.mean, column.cell(value), spread, found[row.name] == "best" and not column.is_cost))
+        spread = column.text(value.spread or 0.0, beside=value.mean) if known else ""
+        cells.append(Cell(value.mean, column.cell(value), spread, row is top))
     return cells
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from multitudes.core.checks import needed
 from multitudes.report.style import HIGHLIGHTED
-from multitudes.study.leaderboard import Row, leaderboard
+from multitudes.study.leaderboard import leaderboard
 from multitudes.study.recommendation import Recommendation, recommend
+from multitudes.study.rows import Row
 from multitudes.study.store import Job, Run
 
 __all__ = ["Outcome", "Results", "mean_spread", "read_results"]

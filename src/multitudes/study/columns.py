@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from multitudes.study.leaderboard import Row, Value, better
+from multitudes.study.leaderboard import best, better
+from multitudes.study.rows import Row, Value
 
 __all__ = [
     "COSTS",
@@ -21,6 +22,7 @@ __all__ = [
     "first_columns",
     "fixed",
     "in_words",
+    "is_vague",
     "more_columns",
     "remark",
 ]
@@ -53,7 +55,7 @@ class Column:
 
     @property
     def is_cost(self) -> bool:
-        """Whether it is a cost, and so has no best method: the cheapest is the single network."""
+        """Whether it is a cost, which has no best method: the cheapest is always the single network."""
         return self.name.startswith("costs/")
 
     def shown(self, value: float) -> float:
@@ -65,9 +67,19 @@ class Column:
         found = row.values.get(self.name)
         return found and replace(found, values=tuple(map(self.shown, found.values)))
 
-    def text(self, value: float) -> str:
-        """A value that is in the unit of the column, with its decimal places, and without the unit."""
-        return fixed(value, self.digits)
+    def best(self, rows: Sequence[Row]) -> Row | None:
+        """The best method of a score, no baseline; None of a cost."""
+        return None if self.is_cost else best([row for row in rows if not row.baseline], self.name)
+
+    def text(self, value: float, beside: float | None = None) -> str:
+        """A value that is in the unit of the column, without the unit, with the decimal places of one `beside` it.
+
+        >>> column = Column("rmse", "RMSE")
+        >>> column.text(0.0614), column.text(6142.71), column.text(0.0614, beside=6142.71)
+        ('0.061', '6,142.7', '0.1')
+        """
+        size = abs(value if beside is None else beside)
+        return fixed(value, self.digits if size < 1000 or not math.isfinite(size) else min(self.digits, 1))
 
     def cell(self, value: Value) -> str:
         """The mean over seeds, with "about" where a time varies by more than it differs from the single network's.
@@ -76,8 +88,7 @@ class Column:
         >>> time.cell(Value((1.21,), low=0.9, high=1.4)), time.cell(Value((4.06,), low=3.9, high=4.2))
         ('about 1.2', '4.06')
         """
-        vague = value.low is not None and value.high is not None and value.low <= 1 <= value.high and value.mean != 1
-        return f"about {fixed(value.mean, 1)}" if self.is_cost and vague else self.text(value.mean)
+        return f"about {fixed(value.mean, 1)}" if self.is_cost and is_vague(value) else self.text(value.mean)
 
     def told(self, value: float) -> str:
         """A value as it was measured, with its unit.
@@ -88,6 +99,11 @@ class Column:
         '2.00 ×'
         """
         return f"{self.text(self.shown(value))} {self.unit}".strip()
+
+
+def is_vague(value: Value) -> bool:
+    """Whether a multiple of the single network's time varies by more than it differs from 1."""
+    return value.low is not None and value.high is not None and value.low <= 1 <= value.high and value.mean != 1
 
 
 def fixed(value: float, digits: int = 1) -> str:
@@ -184,8 +200,8 @@ def remark(row: Row, rows: Sequence[Row], by: str) -> str:
 
 
 def in_words(row: Row) -> str:
-    """The name of a row; baselines have names of words."""
-    return row.name.replace("_", " ") if row.baseline else row.name
+    """The name of a row; those of baselines are words."""
+    return {"constant": "a constant prediction"}.get(row.name, row.name.replace("_", " ")) if row.baseline else row.name
 
 
 def _is_auroc(name: str) -> bool:
