@@ -108,7 +108,7 @@ def find_job(path: str | Path) -> Job:
     if len(done) == 1:
         return done[0]
     if not done:
-        damaged = "".join(f"; {damage}" for damage in run.damaged.values())
+        damaged = next((f"; {damage}" for damage in run.damaged.values()), "")
         raise ValueError(f"no job of the run {str(path)!r} is done{damaged}")
     best = leaderboard(run)[0]
     example = run.job(best.name, best.seeds[0]).directory
