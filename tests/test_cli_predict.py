@@ -272,25 +272,6 @@ def test_a_table_is_scored_in_its_own_units(table: Run, elsewhere: Path) -> None
 # -- export, explain, report -------------------------------------------------------------------------------
 
 
-def test_an_exported_network_gives_the_answers_of_predict(deep: Path, digits: Data, elsewhere: Path) -> None:
-    onnxruntime = pytest.importorskip("onnxruntime")
-    ran = multitudes_says("export", deep, "--to", "model.onnx")
-    assert ran.code == 0, ran.err
-    assert ran.out.rstrip().endswith("Exported: model.onnx")
-    session = onnxruntime.InferenceSession("model.onnx", providers=["CPUExecutionProvider"])
-    about = {name: json.loads(value) for name, value in session.get_modelmeta().custom_metadata_map.items()}
-    x = digits.test.x[:5]
-    raw = x.numpy().astype("float32") / 255
-    fed = (raw - np.float32(about["mean"]).reshape(-1, 1, 1)) / np.float32(about["std"]).reshape(-1, 1, 1)
-    names = ["probs", "entropy", "mutual_information", "members"]
-    probs, entropy, information, members = session.run(names, {"x": fed})
-    assert members.shape == (2, 5, 10)
-    rows = rows_of(says("predict", deep, *draw(elsewhere, x)).out)
-    assert [about["classes"][label] for label in probs.argmax(1)] == [row["label"] for row in rows]
-    for values, name in ((probs.max(1), "confidence"), (entropy, "entropy"), (information, "mutual_information")):
-        assert values.tolist() == pytest.approx([float(row[name]) for row in rows], abs=1e-4)
-
-
 def test_explain_compares_the_networks_of_a_run_on_a_page(images: Run, elsewhere: Path) -> None:
     ran = says("explain", images.directory, "--to", "why.html", "--points", "3", "--inputs", "32")
     assert "Comparing 2 networks: deep-0, member 0; deep-0, member 1" in ran.err

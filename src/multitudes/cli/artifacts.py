@@ -12,13 +12,14 @@ from typer import Argument, Option
 from multitudes import report as pages
 from multitudes.cli.answers import JOB
 from multitudes.cli.options import Common, words, writable
-from multitudes.cli.screen import say, show
+from multitudes.cli.screen import say, show, table
 from multitudes.core.checks import needed
 from multitudes.core.draws.stochastic import stochastic_layers
-from multitudes.core.files import replacing
 from multitudes.core.multitude import plain
 from multitudes.landscape.explanation import explain as explained
-from multitudes.storage.onnx import OUTPUTS, to_onnx
+from multitudes.storage.onnx import OUTPUTS
+from multitudes.study.exported import export as export_trained
+from multitudes.study.exported import export_inputs
 from multitudes.study.store import Job, Run
 from multitudes.study.trained import Trained, mixed_precision
 
@@ -111,35 +112,16 @@ def export(
 ) -> None:
     """Write a trained network as one ONNX file, checked against torch by onnxruntime.
 
-    How to prepare its input is in the file's metadata, and is shown at the end.
+    Its inputs are raw: the columns of a table, one by one, or the pixels of images. Its outputs are calibrated, and
+    numbers are in their own units.
     """
     if common.precision == "bfloat16":
         raise ValueError("--precision bfloat16: an ONNX file is written in float32")
     writable(to, ".onnx")
     trained = Trained.read(job, "cpu")
-    data = trained.data
-    example = data.normalised(data.test.x[:4])
-    with replacing(to) as unfinished:
-        to_onnx(trained.net, unfinished, example, draws=draws, seed=common.seed or 0)
-        _describe(unfinished, trained)
-    outputs = OUTPUTS["classification" if data.classes else "regression"]
-    scaled = data.kind.scaling or f"the columns {', '.join(data.columns)}"
-    show(
-        f"Input: x [batch, {', '.join(map(str, data.shape))}] float32, ({scaled} - mean) / std, as in the metadata",
-        f"Outputs: {', '.join(outputs)}"
-        + ("" if data.classes else ", to be multiplied by target_std; see the metadata"),
-        f"Exported: {to}",
-    )
-
-
-def _describe(path: Path, trained: Trained) -> None:
-    """Add to an ONNX file how its input is prepared, and the names of its classes."""
-    onnx, data = needed("onnx", "onnx", "export"), trained.data
-    about: dict[str, Any] = {"method": (trained.job.config or {}).get("method"), "data": data.name}
-    about |= {"classes": list(data.classes), "columns": list(data.columns)}
-    about |= {"mean": data.mean.flatten().tolist(), "std": data.std.flatten().tolist()}
-    about |= {"target_mean": data.target_mean, "target_std": data.target_std}
-    model = onnx.load(path)
-    own = {entry.key: entry.value for entry in model.metadata_props}  # how its outputs are to be read
-    onnx.helper.set_model_props(model, own | {name: json.dumps(value) for name, value in about.items()})
-    onnx.save(model, path)
+    export_trained(trained, to, draws=draws, seed=common.seed or 0)
+    rows = [[each.name, each.type, each.holds] for each in export_inputs(trained.data)]
+    outputs = OUTPUTS["classification" if trained.data.classes else "regression"]
+    units = "" if trained.data.classes else ", in the units of the target"
+    show(table(["input", "type", "what it holds"], rows, words=3))
+    show(f"Outputs: {', '.join(outputs)}{units}", f"Exported: {to}")
