@@ -20,10 +20,10 @@ from multitudes import data as datasets
 from multitudes.cli import main
 from multitudes.cli.options import located
 from multitudes.cli.screen import console, leaderboard_tables, watching
-from multitudes.study.leaderboard import Row, Value
 from multitudes.study.methods import METHODS
 from multitudes.study.monitor import JobProgress, Snapshot
 from multitudes.study.networks import build_network
+from multitudes.study.rows import Row, Value
 
 COMMANDS = [
     ["compare"], ["train"], ["evaluate"], ["predict"], ["explain"], ["report"], ["export"], ["methods"], ["bench"],
