@@ -15,7 +15,7 @@ from multitudes.cli.options import Common, words, writable
 from multitudes.cli.screen import say, show, table
 from multitudes.core.checks import needed
 from multitudes.core.draws.stochastic import stochastic_layers
-from multitudes.core.multitude import plain
+from multitudes.core.multitude import Multitude, plain
 from multitudes.landscape.explanation import explain as explained
 from multitudes.storage.onnx import OUTPUTS
 from multitudes.study.exported import export as export_trained
@@ -66,12 +66,11 @@ def explain(
     networks = _alike(trained)
     say(f"Comparing {len(networks)} networks: {'; '.join(networks)}")
     first = trained[0]
-    x, y = (
-        first.data.normalised(first.data.test.x[:inputs]).to(first.device),
-        first.data.test.y[:inputs].to(first.device),
-    )
+    test = first.data.test
+    x, y = first.data.normalised(test.x[:inputs]), first.data.standardised(test.y[:inputs])
+    data = x.to(first.device), (y if first.data.classes else y[:, None]).to(first.device)
     with mixed_precision(first.device, common.precision):
-        why = explained(networks, (x, y), points=points, seed=common.seed or 0, folder=path / "explain")
+        why = explained(networks, data, points=points, seed=common.seed or 0, folder=path / "explain")
     show(f"Explanation: {why.save(to or path / 'explain.html')}")
 
 
@@ -80,14 +79,14 @@ def _alike(trained: list[Trained]) -> dict[str, nn.Module]:
     groups: dict[str, dict[str, nn.Module]] = {}
     for each in trained:
         net: Any = each.net
-        if not each.data.classes:
-            raise ValueError(f"explain is for classes, and {each.job.name} predicts numbers")
         for index in range(net.members):
             network = plain(net.member(index))
             if stochastic_layers(network) and len(trained) > 1:
                 continue
             name = each.job.name if net.members == 1 else f"{each.job.name}, member {index}"
-            groups.setdefault(_architecture(network), {})[name] = network
+            alone = Multitude(network)
+            alone.task = net.task
+            groups.setdefault(_architecture(network), {})[name] = alone
     largest = max(groups.values(), key=len, default={})
     if len(largest) < 2:
         raise ValueError("explain needs two networks of one architecture: several seeds, or members")
