@@ -134,7 +134,7 @@ def test_terminal_and_page_show_the_same_numbers_in_the_same_order(results: Resu
         table = standings(each)["first"]
         titles = re.split(r"\s{2,}", head.strip())
         assert titles[1:] == [own.title.split("\u00a0")[0] for own in table["head"]]
-        cells = [[re.sub(r"^\* ", "", cell) for cell in re.split(r"\s{2,}", line.strip())] for line in body]
+        cells = [[re.sub("^★ ", "", cell) for cell in re.split(r"\s{2,}", line.strip())] for line in body]
         on_page = [[f"{c.text} ± {c.spread}" if c.spread else c.text for c in line.cells] for line in table["rows"]]
         assert [line[1:] for line in cells] == on_page
 
