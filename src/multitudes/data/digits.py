@@ -39,7 +39,8 @@ def digits() -> Data:
         parts.append(Part(x[drawn], y[drawn]))
     test = Part(x[rest], y[rest])
     classes = tuple(str(name) for name in found.target_names)
-    return Data("digits", *parts, test, classes, ood={"photographs": _photographs(test.x[:PHOTOGRAPHS])})
+    train, validation = parts
+    return Data("digits", train, validation, test, classes, ood={"photographs": _photographs(test.x[:PHOTOGRAPHS])})
 
 
 def _photographs(like: Tensor) -> Tensor:
