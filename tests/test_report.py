@@ -246,6 +246,8 @@ def test_a_picture_is_the_image(channels: int) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (channels, 5, 7), dtype=np.uint8)
     read = np.asarray(Image.open(io.BytesIO(base64.b64decode(png(pixels).partition("base64,")[2]))))
     assert np.array_equal(read, pixels[0] if channels == 1 else pixels.transpose(1, 2, 0))
+    large = np.random.default_rng(0).integers(0, 256, (channels, 600, 300), dtype=np.uint8)
+    assert Image.open(io.BytesIO(base64.b64decode(png(large).partition("base64,")[2]))).size == (56, 112)
 
 
 # -- names -------------------------------------------------------------------------------------------------
