@@ -17,6 +17,7 @@ from multitudes.core.checks import needed
 from multitudes.data.reading import ColumnReading
 from multitudes.data.sources import short_name
 from multitudes.study.cluster import run_cluster
+from multitudes.study.columns import caption
 from multitudes.study.conclusion import measure_all
 from multitudes.study.job_data import device_of
 from multitudes.study.leaderboard import leaderboard
@@ -220,7 +221,7 @@ def _conclude(run: Run, failed: dict[str, str]) -> None:
     if rows:
         tiny = bool((run.times or {}).get("tiny"))
         answer = recommend(rows, by, tiny)
-        show(*leaderboard_tables(rows, answer.by, console().width, tiny), "")
+        show(*leaderboard_tables(rows, answer.by, console().width, tiny), f"{caption(rows, tiny)}\n")
         show(answer.headline, *map(str, answer.advice), *answer.notes, *answer.warnings, "")
     for name, reason in failed.items():
         say(f"{name} failed: {reason}")
