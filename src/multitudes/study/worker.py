@@ -12,6 +12,7 @@ import argparse
 import io
 import json
 import shutil
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -383,6 +384,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("directory", help="RUN/jobs/METHOD-SEED, in which is a config.json")
     parser.add_argument("--device", help="cpu, cuda or auto, in place of the configuration's")
     given = parser.parse_args(arguments)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends the process without a traceback, as SIGTERM does
     run(given.directory, given.device)
 
 
