@@ -2,9 +2,9 @@
 
     python -m multitudes.study.fork_server
 
-It is asked on stdin and answers on stdout, with a JSON object a line. `{"job": 3, "directory": ..., "environment": ...}`
-starts a job, `{"job": 3, "signal": 15}` sends it a signal, and `{"job": 3, "code": 0}` is the answer once it has ended.
-When stdin is closed, it ends the jobs and itself; when it is killed, Linux ends them.
+It is asked on stdin and answers on stdout, with a JSON object a line: `{"job": 3, "directory": "...", "environment":
+{...}}` starts a job, `{"job": 3, "signal": 15}` sends it a signal, and `{"job": 3, "code": 0}` is the answer once it has
+ended. When stdin is closed, it ends the jobs and itself; when it is killed, Linux ends them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 __all__ = ["main"]
 
 PRELOADED = ("multitudes.study.worker", "safetensors.torch", "sklearn.datasets", "torch.profiler", "PIL.Image")
-"""What jobs import, or some of them, as far as it is installed. None of it may start a GPU, or a thread that forks lose."""
+"""What jobs import, or some of them, as far as it is installed. It must not start a GPU, or threads that forks lose."""
 OUTPUT = "output.txt"
 """What a job prints, in its directory."""
 HELD = (signal.SIGINT, signal.SIGTERM)

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -123,10 +124,8 @@ class ForkServer:
         """Send a request; where the server has died, `listen` will find that out."""
         if self._server is None or self._server.stdin is None:
             return
-        try:
+        with suppress(BrokenPipeError):
             os.write(self._server.stdin.fileno(), json.dumps(request).encode() + b"\n")
-        except BrokenPipeError:
-            pass
 
     def listen(self) -> None:
         """Note which jobs have ended: all of them, where the server has died."""

@@ -227,7 +227,7 @@ class Trainer:
         return [Epoch(**epoch) for epoch in self.state.history]
 
     def _held(self) -> AbstractContextManager[HeldSignals | None]:
-        """Signals wait for the step at hand where there is a file to save it in, and no other process that waits too."""
+        """Signals wait for the step at hand where there is a file to save it in, and no other process waits for it."""
         alone = self.config.accelerator is None or self.config.accelerator.num_processes == 1
         return HeldSignals() if self.checkpoint is not None and alone else nullcontext()
 
