@@ -52,6 +52,7 @@ def _jobs(run: Path) -> Iterator[dict[str, Any]]:
     file = ROOT / "recipes" / f"{recipe}.toml"
     if not file.is_file():
         raise ValueError(f"run must be named after its recipe, got {str(run)!r}, and there is no recipes/{recipe}.toml")
+    times = _times(Run(run))
     for job in Run(run).done:
         yield {
             "recipe": recipe,
@@ -59,7 +60,7 @@ def _jobs(run: Path) -> Iterator[dict[str, Any]]:
             "scale": scale or "full",
             "command": f"multitudes compare recipes/{recipe}.toml",
             "data": {_source(file): (job.config or {})["data"]["fingerprint"]},
-            **_measured(job),
+            **_measured(job, times.get(job.label, {})),
         }
 
 
@@ -67,8 +68,22 @@ def _source(file: Path) -> str:
     return tomllib.loads(file.read_text("utf-8"))["data"]["source"]
 
 
-def _measured(job: Job) -> dict[str, Any]:
+def _times(run: Run) -> dict[str, dict[str, float]]:
+    """By method, what was timed when all jobs were done."""
+    found = run.times or {"batch": 0, "methods": {}}
+    return {
+        label: {
+            "training_seconds_ratio": own["training"]["ratio"],
+            "inference_per_second": found["batch"] / own["inference"]["seconds"],
+            "inference_per_second_ratio": 1 / own["inference"]["ratio"],
+        }
+        for label, own in found["methods"].items()
+    }
+
+
+def _measured(job: Job, times: dict[str, float]) -> dict[str, Any]:
     metrics = dict(job.metrics)
+    metrics["costs"] = {**metrics["costs"], **times}
     about = {"commit": metrics.pop("commit", None)}  # which runs of earlier versions did not record
     about |= {name: metrics.pop(name) for name in ("machine", "versions", "seconds")}
     history = metrics.pop("history")

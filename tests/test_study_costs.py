@@ -17,7 +17,8 @@ from multitudes.methods.mimo import mimo
 from multitudes.methods.snapshots import snapshots
 from multitudes.methods.subspace import swag
 from multitudes.methods.variance import variance
-from multitudes.study.costs import BATCH, inference_cost, multiply_adds, parameters, training_cost
+from multitudes.study.costs import BATCH, Prediction, TrainingStep, multiply_adds, parameters
+from multitudes.study.timing import in_turns
 
 FIRST, SECOND, LAST = 8 * 8 * 9 * 1 * 4, 4 * 4 * 9 * 4 * 6, 2 * 2 * 6 * 10
 """Multiply-adds of the layers: points of the output x weights of a point's sum x channels."""
@@ -89,16 +90,16 @@ def test_the_memory_of_a_step_is_that_of_weights_gradients_and_the_optimizers_st
     net = Multitude(nn.Linear(10_000, 10, bias=False))
     x, y = torch.randn(2, 10_000), torch.tensor([0, 1])
     weights = 4 * 100_000
-    assert training_cost(net, x, y, by_sgd).peak_bytes == pytest.approx(2 * weights, rel=0.01)
-    adam = training_cost(net, x, y, lambda net: {"optimizer": "adam", "lr": 0.1})
-    assert adam.peak_bytes >= 4 * weights  # and two moments, and what a step needs in passing
+    assert TrainingStep(net, x, y, by_sgd).peak_bytes() == pytest.approx(2 * weights, rel=0.01)
+    adam = TrainingStep(net, x, y, lambda net: {"optimizer": "adam", "lr": 0.1})
+    assert adam.peak_bytes() >= 4 * weights  # and two moments, and what a step needs in passing
 
 
 def test_the_memory_of_a_step_grows_with_the_batch_by_its_activations() -> None:
     net = Multitude(nn.Sequential(nn.Linear(4, 1000), nn.Sigmoid(), nn.Linear(1000, 2)))
 
     def peak(batch: int) -> int:
-        return training_cost(net, torch.randn(batch, 4), torch.zeros(batch, dtype=torch.long), by_sgd).peak_bytes
+        return TrainingStep(net, torch.randn(batch, 4), torch.zeros(batch, dtype=torch.long), by_sgd).peak_bytes()
 
     # Backwards: the sigmoid's output, its gradient and its input's.
     assert 2 * 4 * 1000 * 64 <= peak(128) - peak(64) <= 4 * 4 * 1000 * 64
@@ -107,17 +108,17 @@ def test_the_memory_of_a_step_grows_with_the_batch_by_its_activations() -> None:
 def test_a_deep_ensemble_takes_its_members_memory() -> None:
     model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
     x, y = torch.randn(256, 64), torch.zeros(256, dtype=torch.long)
-    single, deep = (training_cost(net, x, y, by_sgd) for net in (Multitude(model), deep_ensemble(model, 6)))
-    assert deep.peak_bytes / single.peak_bytes == pytest.approx(6, rel=0.25)
-    assert deep.seconds > 0
+    single, deep = (TrainingStep(net, x, y, by_sgd) for net in (Multitude(model), deep_ensemble(model, 6)))
+    assert deep.peak_bytes() / single.peak_bytes() == pytest.approx(6, rel=0.25)
+    assert deep.seconds() > 0
 
 
 def test_measuring_changes_neither_the_network_nor_the_random_state() -> None:
     net = deep_ensemble(network(), 2)
     before, state = copy.deepcopy(net.state_dict()), torch.get_rng_state()
     x = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    training_cost(net, x, torch.tensor([0, 1, 2, 3]), by_sgd)
-    inference_cost(net, x)
+    step = TrainingStep(net, x, torch.tensor([0, 1, 2, 3]), by_sgd)
+    step.peak_bytes(), step.seconds(), Prediction(net, x).seconds()
     multiply_adds(net, x)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
@@ -138,13 +139,57 @@ class Slow(nn.Module):
 
 def test_measuring_a_step_does_not_fail_at_a_rate_that_only_a_warm_up_bears() -> None:
     x, y = torch.randn(8, 1, 8, 8), torch.randint(0, 10, (8,))
-    found = training_cost(Multitude(network()), x, y, lambda net: {"optimizer": "sgd", "lr": 1e6, "warmup": 0})
-    assert found.seconds > 0
+    found = TrainingStep(Multitude(network()), x, y, lambda net: {"optimizer": "sgd", "lr": 1e6, "warmup": 0})
+    assert found.seconds() > 0
 
 
-def test_speed_is_inputs_by_seconds() -> None:
-    found = inference_cost(Multitude(Slow()), torch.randn(500, 2))
+def test_a_prediction_is_timed_as_it_takes() -> None:
+    found = Prediction(Multitude(Slow()), torch.randn(500, 2))
     assert found.batch == BATCH == 256
-    assert 0.1 * 256 / 0.02 < found.per_second < 256 / 0.02  # a machine that is busy takes longer
-    assert inference_cost(Multitude(Slow()), torch.randn(500, 2), batch=16).batch == 16
-    assert inference_cost(Multitude(Slow()), torch.randn(5, 2)).batch == 5
+    assert 0.02 < found.seconds() < 0.2  # a machine that is busy takes longer
+    assert Prediction(Multitude(Slow()), torch.randn(500, 2), batch=16).batch == 16
+    assert Prediction(Multitude(Slow()), torch.randn(5, 2)).batch == 5
+
+
+class Each(nn.Module):
+    """Takes 10 milliseconds for each input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        import time
+
+        time.sleep(0.01 * len(x))
+        return x
+
+
+def test_of_a_slow_network_fewer_inputs_are_timed_at_once() -> None:
+    assert Prediction(Multitude(Each()), torch.randn(64, 2)).batch == 16
+
+
+# -- in turns ----------------------------------------------------------------------------------------------
+
+
+def test_what_disturbs_a_whole_round_does_not_change_a_ratio() -> None:
+    """The machine is twice as slow in every other round: times differ, and ratios do not."""
+    calls: list[str] = []
+
+    def timed(name: str, seconds: float) -> float:
+        calls.append(name)
+        return seconds * (1 + (len(calls) - 1) // 3 % 2)
+
+    timings = {name: lambda name=name, s=s: timed(name, s) for name, s in (("a", 1.0), ("b", 3.0), ("c", 0.5))}
+    found = in_turns(timings, "a", rounds=8)
+    assert calls == ["a", "b", "c"] * 8
+    assert [(each.ratio, each.low, each.high) for each in found.values()] == [(1, 1, 1), (3, 3, 3), (0.5, 0.5, 0.5)]
+    assert found["b"].seconds == 4.5  # the median of 3 and 6
+
+
+def test_the_spread_of_a_ratio_is_between_its_quartiles_over_rounds() -> None:
+    times = iter([2.0, 4.0, 3.0, 5.0, 6.0])
+    found = in_turns({"a": lambda: 1.0, "b": lambda: next(times)}, "a", rounds=5)["b"]
+    assert (found.low, found.ratio, found.high) == (3.0, 4.0, 5.0)
+
+
+def test_rounds_end_when_their_time_is_over() -> None:
+    count = []
+    in_turns({"a": lambda: count.append(1) or 1.0}, "a", rounds=9, limit=0.0)
+    assert len(count) == 1

@@ -24,7 +24,6 @@ from multitudes.data.splits import spread
 from multitudes.metrics import ece, mce, nll
 from multitudes.shift import corrupt
 from multitudes.storage.save import load
-from multitudes.study import costs
 from multitudes.study.methods import METHODS
 from multitudes.study.networks import defaults
 from multitudes.study.worker import run
@@ -104,15 +103,50 @@ def test_scores_are_those_of_the_predictions_that_are_saved(deep: Path) -> None:
     assert {"shift/contrast/3/accuracy", "ood/photographs/mutual_information/auroc"} < set(found)
     assert saved["members"].shape == (4, 100, 10) and saved["members"].dtype == np.float16
     assert saved["ood/photographs/members"].shape == (4, 100, 10)
-    np.testing.assert_allclose(saved["members"].astype(np.float32).mean(0), probs, atol=1e-3)
+    np.testing.assert_allclose(saved["members"].astype(np.float32).mean(0), saved["raw/probs"], atol=1e-3)
     np.testing.assert_allclose(probabilities(deep).probs.numpy(), probs, atol=1e-5)
+
+
+def test_the_network_is_calibrated_on_the_validation_part_and_scored_before_and_after(deep: Path) -> None:
+    data, found = datasets.load("digits", limit=100), metrics_of(deep)["scores"]
+    net = load(deep / "model.safetensors")
+    saved = np.load(deep / "predictions.npz")
+    p = net.net.predict(data.normalised(data.validation.x))
+    logs = p.log_probs.double().numpy()
+
+    def nll(temperature: float) -> float:
+        scaled = logs / temperature
+        scaled = scaled - np.logaddexp.reduce(scaled, 1, keepdims=True)
+        return -scaled[np.arange(100), data.validation.y].mean()
+
+    grid = np.geomspace(0.02, 5, 4001)
+    assert float(net.temperature) == pytest.approx(grid[np.argmin([nll(t) for t in grid])], rel=2e-3)
+    rows = np.arange(100), saved["target"]
+    assert found["raw/nll"]["value"] == pytest.approx(-np.log(saved["raw/probs"][rows]).mean(), rel=1e-5)
+    assert found["raw/accuracy"] == found["accuracy"]
+    assert found["nll"]["value"] < found["raw/nll"]["value"]  # of a network that was hardly trained
+
+
+def test_rows_add_up_to_the_scores(deep: Path) -> None:
+    found, saved = metrics_of(deep)["scores"], np.load(deep / "predictions.npz")
+    for name in ("nll", "accuracy", "brier"):
+        for prefix in ("", "raw/"):
+            rows = saved[f"{prefix}rows/{name}"]
+            assert rows.shape == (100,)
+            assert rows.mean() == pytest.approx(found[f"{prefix}{name}"]["value"], rel=1e-4)
+
+
+def test_a_network_is_left_as_it_is_where_that_is_asked_for(tmp_path: Path) -> None:
+    directory = done(tmp_path, config("single", evaluation={"calibrate": False}))
+    assert isinstance(load(directory / "model.safetensors"), Multitude)
+    assert not [name for name in metrics_of(directory)["scores"] if name.startswith("raw/")]
 
 
 def test_scores_by_size_are_means_over_groups_of_so_many_members(deep: Path) -> None:
     by_size, scores = metrics_of(deep)["by_size"], metrics_of(deep)["scores"]
     members, target = probabilities(deep).member_probs.double().numpy(), np.load(deep / "predictions.npz")["target"]
     assert by_size["sizes"] == [1, 2, 4]
-    assert by_size["nll"][2] == pytest.approx(scores["nll"]["value"], rel=1e-6)
+    assert by_size["nll"][2] == pytest.approx(scores["raw/nll"]["value"], rel=1e-6)
     assert by_size["accuracy"][0] == pytest.approx((members.argmax(2) == target).mean())
     pairs = [members[:2].mean(0), members[2:].mean(0)]
     assert by_size["accuracy"][1] == pytest.approx(np.mean([pair.argmax(1) == target for pair in pairs]))
@@ -123,7 +157,7 @@ def test_scores_by_size_are_means_over_groups_of_so_many_members(deep: Path) -> 
     together, twice = Predictive(two), torch.from_numpy(target).repeat(2)
     assert by_size["ece"][1] == pytest.approx(float(ece(together, twice)), abs=1e-4)
     assert by_size["mce"][1] == pytest.approx(float(mce(together, twice)), abs=1e-4)
-    assert by_size["ece"][2] == pytest.approx(scores["ece"]["value"], abs=1e-6)
+    assert by_size["ece"][2] == pytest.approx(scores["raw/ece"]["value"], abs=1e-6)
 
 
 def test_fewer_images_can_be_corrupted_and_drawn_less_often(tmp_path: Path) -> None:
@@ -143,29 +177,13 @@ def test_fewer_images_can_be_corrupted_and_drawn_less_often(tmp_path: Path) -> N
 
 def test_costs_are_told_beside_those_of_a_single_network(deep: Path, tmp_path: Path) -> None:
     found = metrics_of(deep)["costs"]
-    names = ["parameters", "multiply_adds", "training_seconds", "inference_per_second", "peak_memory_bytes"]
-    assert set(found) == {*names, *(f"{name}_ratio" for name in names)}
+    names = ["parameters", "multiply_adds", "peak_memory_bytes"]
+    assert set(found) == {*names, *(f"{name}_ratio" for name in names), "training_seconds"}
     assert found["parameters_ratio"] == found["multiply_adds_ratio"] == 4.0
     assert found["training_seconds"] == sum(epoch["seconds"] for epoch in metrics_of(deep)["history"])
     assert min(found.values()) > 0
     single = metrics_of(done(tmp_path, config()))["costs"]
     assert {value for name, value in single.items() if name.endswith("_ratio")} == {1.0}
-
-
-@pytest.mark.parametrize("channels_last", [True, False])
-def test_networks_whose_speeds_are_compared_are_laid_out_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, channels_last: bool
-) -> None:
-    seen: list[bool] = []
-
-    def timed(net: Multitude, x: torch.Tensor, batch: int | None = None) -> costs.Inference:
-        wide = [weight for weight in net.parameters() if weight.dim() == 4 and weight.shape[1] > 1]
-        seen.extend(weight.is_contiguous(memory_format=torch.channels_last) for weight in wide)
-        return costs.Inference(1.0, len(x))
-
-    monkeypatch.setattr(costs, "inference_cost", timed)
-    run(written(tmp_path, config("mc_dropout", training={"channels_last": channels_last, "epochs": 1})))
-    assert seen and set(seen) == {channels_last}
 
 
 @pytest.mark.parametrize("name", ["mc_dropout", "variance"])
@@ -226,7 +244,9 @@ def test_the_density_of_a_single_networks_targets_is_the_gaussians_in_their_unit
     density = -0.5 * ((target - mean) / std) ** 2 - np.log(std) - 0.5 * np.log(2 * np.pi)
     found = metrics_of(directory)
     assert found["scores"]["log_density"]["value"] == pytest.approx(density.mean(), rel=1e-4)
-    assert found["by_size"]["nll"] == [pytest.approx(-density.mean(), rel=1e-4)]
+    assert found["by_size"]["nll"] == [pytest.approx(-found["scores"]["raw/log_density"]["value"], rel=1e-6)]
+    assert kept["rows/log_density"] == pytest.approx(density, rel=1e-3, abs=1e-3)
+    assert kept["rows/rmse"] == pytest.approx((mean - target) ** 2, rel=1e-3, abs=1e-3)
 
 
 def test_a_table_of_classes_needs_no_images(tmp_path: Path) -> None:

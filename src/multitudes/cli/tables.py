@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,10 +15,11 @@ from multitudes.cli.options import Common, DataOptions, located, model_place, wo
 from multitudes.cli.screen import say, say_dropped, show, table
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import seeded
-from multitudes.study.costs import inference_cost, multiply_adds, parameters, training_cost, with_ratios
+from multitudes.study.costs import Prediction, TrainingStep, multiply_adds, parameters
 from multitudes.study.job_data import device_of
 from multitudes.study.methods import METHODS, Method, method_of, methods_for
 from multitudes.study.networks import build_network
+from multitudes.study.timing import in_turns
 from multitudes.study.trained import mixed_precision
 from multitudes.training.recorder import Recorder
 
@@ -68,19 +70,43 @@ def bench(
     device, precision = device_of(common.device), common.precision or "float32"
     file, _, function = model_place(model).rpartition(":")
     network = {"file": file, "name": function} if file else {"name": function}
-    costs: dict[str, dict[str, float]] = {}
-    with seeded(common.seed or 0):
-        x, y = torch.randn(batch, *sides), torch.randint(outputs, (batch,))
+    nets: dict[str, Multitude] = {}
+    steps: dict[str, TrainingStep] = {}
+    with seeded(common.seed or 0), mixed_precision(device, precision):
+        x, y = torch.randn(batch, *sides).to(device), torch.randint(outputs, (batch,)).to(device)
         for name, method in every.items():
-            say(f"Measuring {name}")
-            net = method.build(build_network(network, sides, outputs), x, method.complete(), 0).to(device)
-            costs[name] = _costs(net, x.to(device), y.to(device), method, precision, draws)
-    single = costs["single"]
-    rows = [[name, *(_cost(with_ratios(own, single), kind) for kind in single)] for name, own in costs.items()]
-    head = ["method", "parameters", "multiply-adds", "ms a training step", "inputs a second", "peak MB"]
+            say(f"Building {name}")
+            net = method.build(build_network(network, sides, outputs), x.cpu(), method.complete(), 0).to(device)
+            steps[name] = TrainingStep(net, x, y, partial(_arguments, method=method, precision=precision, rows=len(x)))
+            nets[name] = _finished(net, x, method)
+            nets[name].draws = draws
+        say("Measuring in turns")
+        predictions = {name: Prediction(net, x, batch) for name, net in nets.items()}
+        inference = in_turns({name: each.seconds for name, each in predictions.items()}, "single")
+        training = in_turns({name: each.seconds for name, each in steps.items()}, "single")
+        fixed = {
+            name: (parameters(net), multiply_adds(net, x), steps[name].peak_bytes() / 1e6) for name, net in nets.items()
+        }
+    rows = []
+    for name, (count, products, memory) in fixed.items():
+        base = fixed["single"]
+        step, speed = training[name], inference[name]
+        rows.append([
+            name, _cost(count, count / base[0]), _cost(products, products / base[1]),
+            _cost(1000 * step.seconds, step.ratio), _cost(1000 * speed.seconds, speed.ratio),
+            _cost(memory, memory / base[2]),
+        ])  # fmt: skip
+    head = ["method", "parameters", "multiply-adds", "ms a training step", "ms a prediction", "peak MB"]
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     about = f"{model} on inputs {list(sides)}, batches of {batch}; {where}; {precision}; torch {torch.__version__}"
     show(about, table(head, rows))
+
+
+def _arguments(net: Multitude, method: Method, precision: str, rows: int) -> dict[str, Any]:
+    """Those of `fit`."""
+    training = {"epochs": 1, "optimizer": "sgd", "lr": 0.01, "precision": precision, "dataset_size": rows}
+    arguments = method.train(net, training, method.complete())
+    return {key: value for key, value in arguments.items() if key != "epochs"}
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -91,25 +117,6 @@ def _shape(text: str) -> tuple[int, ...]:
     if len(sides) not in (1, 3) or min(sides) < 1:
         raise ValueError(f"--shape must be C,H,W, or one number, got {text!r}")
     return sides
-
-
-def _costs(net: Multitude, x: Tensor, y: Tensor, method: Method, precision: str, draws: int) -> dict[str, float]:
-    def how(net: Multitude) -> dict[str, Any]:
-        training = {"epochs": 1, "optimizer": "sgd", "lr": 0.01, "precision": precision, "dataset_size": len(x)}
-        arguments = method.train(net, training, method.complete())
-        return {key: value for key, value in arguments.items() if key != "epochs"}
-
-    step = training_cost(net, x, y, how)
-    net = _finished(net, x, method)
-    net.draws = draws
-    with mixed_precision(x.device, precision):
-        return {
-            "parameters": parameters(net),
-            "multiply_adds": multiply_adds(net, x),
-            "training": 1000 * step.seconds,
-            "speed": inference_cost(net, x).per_second,
-            "memory": step.peak_bytes / 1e6,
-        }
 
 
 def _finished(net: Multitude, x: Tensor, method: Method) -> Multitude:
@@ -127,6 +134,6 @@ def _finished(net: Multitude, x: Tensor, method: Method) -> Multitude:
     return method.finish(net, recorder, x, settings, 0)
 
 
-def _cost(costs: dict[str, float], kind: str) -> str:
-    value = f"{costs[kind]:,.0f}" if costs[kind] >= 100 else f"{costs[kind]:.2f}"
-    return f"{value} ({costs[f'{kind}_ratio']:.2f} x)"
+def _cost(cost: float, ratio: float) -> str:
+    value = f"{cost:,.0f}" if cost >= 100 else f"{cost:.2f}"
+    return f"{value} ({ratio:.2f} x)"

@@ -1,49 +1,45 @@
-"""What a method costs: parameters, multiply-adds, training time, speed and memory, beside those of a single network.
-
-Times depend on the machine and on what else runs there. So the single network is measured in the same process, right
-after, and each cost is also given as a ratio to its.
-"""
+"""What a method costs: parameters, multiply-adds and memory, and what is timed of it (`timing.py` does, in turns)."""
 
 from __future__ import annotations
 
-import copy
 import importlib.metadata
+import math
 import os
 import platform
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from multitudes.core.copying import copied
 from multitudes.core.draws.memory import Meter
 from multitudes.core.multitude import Multitude
 from multitudes.training.fit import Progress, fit
 
 __all__ = [
-    "Inference",
-    "Step",
+    "Prediction",
+    "TrainingStep",
     "commit",
-    "inference_cost",
     "machine",
     "multiply_adds",
     "parameters",
-    "training_cost",
     "versions",
     "with_ratios",
 ]
 
 BATCH = 256
 """The most inputs that are timed at once."""
-LONG = 0.2
+LONG = 0.5
+"""Seconds that a prediction shall not take, where fewer inputs at once take less."""
+SHORT = 0.05
 """Seconds that are long enough to be timed."""
 MOST = 100
-"""How often something short is timed."""
+"""How often something short is done to time it."""
 
 
 def parameters(net: nn.Module) -> int:
@@ -71,107 +67,92 @@ def multiply_adds(net: Multitude, x: Tensor) -> int:
     return counter.get_total_flops() // 2
 
 
-@dataclass(frozen=True)
-class Inference:
-    """How fast a network predicts."""
+class Prediction:
+    """The prediction of inputs `x [B, ...]`, to be timed: as many at once as take some time, `BATCH` at most."""
 
-    per_second: float
-    """Inputs a second."""
-    batch: int
-    """How many of them at once."""
+    def __init__(self, net: Any, x: Tensor, batch: int | None = None) -> None:
+        self.net, self.x = net, x[: batch or BATCH]
+        while batch is None and len(self.x) > 1 and self.once() > LONG:
+            self.x = self.x[: max(1, len(self.x) // 4)]
+        self.once()  # warm: the first also measures what is measured once for a shape
+        self.times = _times(self.once())
 
+    @property
+    def batch(self) -> int:
+        """How many inputs are predicted at once."""
+        return len(self.x)
 
-def inference_cost(net: Multitude, x: Tensor, batch: int | None = None) -> Inference:
-    """How many inputs like `x [B, ...]` are predicted in a second, the median of several times.
+    def seconds(self) -> float:
+        """Of one batch: the mean over as many as can be timed."""
+        return statistics.fmean(self.once() for _ in range(self.times))
 
-    As many at once as are given, 256 at most, or fewer where that takes long enough; or `batch` of them.
-    """
-    most = min(len(x), BATCH)
-    size = min(16, most) if batch is None else min(batch, most)
-    while batch is None and size < most and _warm_seconds(net, x[:size]) < LONG:
-        size = min(2 * size, most)
-    _warm_seconds(net, x[:size])
-    times: list[float] = []
-    while not _enough(times):
-        times.append(_seconds(net, x[:size]))
-    return Inference(size / statistics.median(times), size)
-
-
-def _enough(times: list[float]) -> bool:
-    """Whether there are enough times for a median: five or more of some length in all, or few long ones."""
-    return len(times) >= MOST or sum(times) > 10 * LONG or (len(times) >= 5 and sum(times) > LONG)
+    def once(self) -> float:
+        """The seconds of one prediction."""
+        _wait_for(self.x.device)
+        start = time.perf_counter()
+        self.net.predict(self.x, seed=0)
+        _wait_for(self.x.device)
+        return time.perf_counter() - start
 
 
-def _warm_seconds(net: Multitude, x: Tensor) -> float:
-    """The time of a second prediction: the first also measures what is measured once for a shape."""
-    return [_seconds(net, x) for _ in range(2)][1]
+def _times(once: float) -> int:
+    """How often something is done so that it can be timed."""
+    return max(1, min(MOST, math.ceil(SHORT / max(once, 1e-6))))
 
 
-def _seconds(net: Multitude, x: Tensor) -> float:
-    _wait_for(x.device)
-    start = time.perf_counter()
-    net.predict(x, seed=0)
-    _wait_for(x.device)
-    return time.perf_counter() - start
-
-
-@dataclass(frozen=True)
-class Step:
-    """What a step of training costs."""
-
-    seconds: float
-    peak_bytes: int
-    """Of the network's tensors, gradients, the optimizer's state and all other tensors that are alive at once."""
-
-
-def training_cost(net: Multitude, x: Tensor, y: Tensor, how: Callable[[Multitude], Mapping[str, Any]]) -> Step:
-    """The median time of some training steps on one batch, and the peak of the memory.
+class TrainingStep:
+    """A step of training on a batch `(x, y)`, to be measured.
 
     `how` gives the arguments of `fit` for a network. A copy is trained, for one epoch and at a learning rate of 0:
     `net` is not changed, and no loss becomes infinite for the lack of a warm-up.
     """
-    trained = copy.deepcopy(net)
-    short = {"epochs": 1, "schedule": lambda done: 0.0, "warmup": 0, "compile": False, "seed": 0, "progress": False}
-    arguments = {**how(trained), **short}
-    own = sum(tensor.nbytes for tensor in [*trained.parameters(), *trained.buffers()])
-    if x.device.type == "cuda":
-        fit(
-            trained, [(x, y)], **arguments
-        )  # what comes once: workspaces of CUDA's libraries, the timing of the runners
-        _wait_for(x.device)
-        before = torch.cuda.memory_allocated(x.device)
-        torch.cuda.reset_peak_memory_stats(x.device)
-        fit(trained, [(x, y)], **arguments)
-        peak = torch.cuda.max_memory_allocated(x.device) - before
-    else:
-        with Meter() as meter:
-            fit(trained, [(x, y)], **arguments)
-        peak = meter.peak
-    clock = _Clock(x.device)
-    fit(trained, [(x, y)] * (MOST + 1), **arguments, callbacks=(clock,))
-    return Step(statistics.median(clock.times), own + peak)
+
+    def __init__(self, net: Multitude, x: Tensor, y: Tensor, how: Callable[[Multitude], Mapping[str, Any]]) -> None:
+        self.net, self.batch, self.device = copied(net), (x, y), x.device
+        short = {"epochs": 1, "schedule": lambda done: 0.0, "warmup": 0, "compile": False, "seed": 0, "progress": False}
+        self.arguments = {**how(self.net), **short}
+        self.steps = 0
+
+    def peak_bytes(self) -> int:
+        """Of the network's tensors, gradients, the optimizer's state and all other tensors that are alive at once."""
+        own = sum(tensor.nbytes for tensor in [*self.net.parameters(), *self.net.buffers()])
+        if self.device.type != "cuda":
+            with Meter() as meter:
+                self._fit(1)
+            return own + meter.peak
+        self._fit(1)  # what comes once: workspaces of CUDA's libraries, the timing of the runners
+        _wait_for(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._fit(1)
+        return own + torch.cuda.max_memory_allocated(self.device) - before
+
+    def seconds(self) -> float:
+        """Of one step: the mean over as many as can be timed, the first one left out."""
+        if not self.steps:
+            self.steps = _times(self._timed(1))
+        return self._timed(self.steps)
+
+    def _timed(self, steps: int) -> float:
+        clock = _Clock(self.device)
+        self._fit(steps + 1, callbacks=(clock,))
+        return (clock.last - clock.first) / steps
+
+    def _fit(self, steps: int, **more: Any) -> None:
+        fit(self.net, [self.batch] * steps, **self.arguments, **more)
 
 
 class _Clock:
-    """Times the steps of `fit` after the first, which warms up, and ends the training when there are enough.
-
-    On a GPU several at once, since the next is on its way there before one is done.
-    """
+    """When the first step of `fit` was done, and when the last."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.at_once = device, 5 if device.type == "cuda" else 1
-        self.last: float | None = None
-        self.times: list[float] = []
+        self.device, self.first, self.last = device, 0.0, 0.0
 
-    def __call__(self, progress: Progress) -> bool:
-        if progress.epoch_ended or (progress.step - 1) % self.at_once:
-            return False
-        _wait_for(self.device)
-        now = time.perf_counter()
-        if self.last is not None:
-            self.times.append((now - self.last) / self.at_once)
-        self.last = now
-        return _enough(self.times)
+    def __call__(self, progress: Progress) -> None:
+        if progress.epoch_ended or progress.step == 1:
+            _wait_for(self.device)
+            self.last = time.perf_counter()
+            self.first = self.first or self.last
 
 
 def _wait_for(device: torch.device) -> None:

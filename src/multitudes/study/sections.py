@@ -160,6 +160,8 @@ class EvaluationSection(Section):
     shift_draws: Count | None = None
     """How many draws are made of each of these; None is as many as of the others."""
     draws: Count = option(20, "Predictions of a method that draws.", min=1)
+    calibrate: bool = True
+    """Whether each network is calibrated on the validation part before it is measured."""
     batch_size: Count = 256
     sizes: Sizes = [1, 2, 4, 8, 16]
     bins: Count = 15

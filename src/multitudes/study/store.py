@@ -3,6 +3,8 @@
     study.toml           the specification, with every default filled in
     data.mtdata          the prepared data, unless they come with the package
     data.json            a description of the data: fingerprint, kind, task and shape
+    costs.json           how long predicting and training take, measured when all jobs are done
+    baselines.json       what predicts without a network, and how well
     jobs/METHOD-SEED/    config.json, log.jsonl, model.safetensors, predictions.npz and, last, metrics.json
     report.html
 
@@ -122,6 +124,8 @@ class Run:
         self.spec_path = self.directory / "study.toml"
         self.data_path = self.directory / "data.mtdata"
         self.about_path = self.directory / "data.json"
+        self.times_path = self.directory / "costs.json"
+        self.baselines_path = self.directory / "baselines.json"
         self.report_path = self.directory / "report.html"
 
     def job(self, label: str, seed: int) -> Job:
@@ -146,6 +150,16 @@ class Run:
     def about(self) -> dict[str, Any] | None:
         """The description of the data; None before they were prepared."""
         return _json(self.about_path) if self.about_path.is_file() else None
+
+    @property
+    def times(self) -> dict[str, Any] | None:
+        """How long predicting and training take, by method (`timing.py`); None before that was measured."""
+        return _json(self.times_path) if self.times_path.is_file() else None
+
+    @property
+    def baselines(self) -> dict[str, Any] | None:
+        """What predicts without a network, and how well (`baselines.py`); None before that was measured."""
+        return _json(self.baselines_path) if self.baselines_path.is_file() else None
 
     @property
     def jobs(self) -> list[Job]:

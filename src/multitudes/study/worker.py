@@ -9,49 +9,30 @@ moment and run again: training goes on from its last checkpoint, and the job is 
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import shutil
 import signal
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from torchmetrics import Metric
-
-from multitudes.core.checks import check_seed, needed
-from multitudes.core.gaussian import gaussian_nll
-from multitudes.core.multitude import Criterion, Multitude
-from multitudes.core.predictive import Predictive
+from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import seeded
-from multitudes.data import Data, Loader
-from multitudes.data.splits import spread
-from multitudes.evaluation.evaluate import evaluate
-from multitudes.evaluation.scores import Evaluation, plain_number
-from multitudes.metrics import ECE, MCE, NLL, RMSE, Accuracy, LogDensity, read_rows
+from multitudes.evaluation.scores import plain_number
 from multitudes.storage.save import save
 from multitudes.study import costs
-from multitudes.study.job_data import ScaledBatches, data_of, device_of
-from multitudes.study.methods import METHODS, Method, method_of, unfit
-from multitudes.study.networks import build_network, outputs_of
+from multitudes.study.assignment import Assignment
+from multitudes.study.measuring import calibrated, measured
+from multitudes.study.methods import METHODS, Method
 from multitudes.study.store import write_atomically
 from multitudes.training.fit import Epoch, Progress, fit
 from multitudes.training.recorder import Recorder
 
 __all__ = ["main", "run"]
 
-SAVED_MEMBERS = 16
-"""The most members or draws whose predictions are saved."""
-GROUPS = 64
-"""The most groups of members or draws that the scores of a size are taken over."""
 SETTLING = 2048
 """The most training inputs that batch-norm statistics are computed on."""
-EVALUATION_SEED = 0
-"""Of all jobs alike, so that they see the same shifted images."""
 
 
 def run(directory: str | Path, device: str | None = None, accelerator: Any = None) -> None:
@@ -65,7 +46,7 @@ def run(directory: str | Path, device: str | None = None, accelerator: Any = Non
     if not (directory / "metrics.json").is_file():
         log = _Log(directory / "log.jsonl" if leads else None)
         try:
-            _run(_Job.read(directory, device, accelerator), log)
+            _run(Assignment.read(directory, device, accelerator), log)
         except Exception as error:
             log("failed", message=_sentence(error))
             raise
@@ -74,25 +55,26 @@ def run(directory: str | Path, device: str | None = None, accelerator: Any = Non
         shutil.rmtree(directory / "recording", ignore_errors=True)
 
 
-def _run(job: _Job, log: _Log) -> None:
+def _run(job: Assignment, log: _Log) -> None:
     start, commit = time.time(), costs.commit()  # now: the files may change while this runs
     log("start", message=f"{job.method.name} on {job.data.name}, seed {job.seed}, {job.device}")
     with seeded(job.seed):
-        network = build_network(job.config["model"], job.data.shape, job.outputs, job.directory)
-        single = job.prepared(METHODS["single"].build(network, job.example, {}, job.seed))
-        net = job.prepared(job.method.build(network, job.example, job.settings, job.seed))
-        steps = job.step_costs(net, single)
+        network = job.network()
+        single, net = job.built(network, METHODS["single"]), job.built(network)
+        memory = _memory(job, net), _memory(job, single, METHODS["single"])
         net, history = _trained(job, net, log)
         if not job.leads:
             return
         log("evaluate", message="measuring")
-        paid = _costs(job, net, single, history, steps)
-        scores, by_size, arrays = _measured(job, net)
-    save(net, job.directory / "model.safetensors")
-    write_atomically(job.directory / "predictions.npz", arrays)
+        paid = _costs(job, net, single, memory)
+        paid["training_seconds"] = sum(epoch.seconds for epoch in history)
+        final = calibrated(net, job.data, job.config["evaluation"])
+        found = measured(final, job.data, job.config["evaluation"])
+    save(final, job.directory / "model.safetensors")
+    write_atomically(job.directory / "predictions.npz", found.predictions)
     result = {
-        "scores": scores.table(),
-        "by_size": by_size,
+        "scores": found.scores.table(),
+        "by_size": found.by_size,
         "costs": paid,
         "history": [asdict(epoch) for epoch in history],
         "machine": costs.machine(job.device),
@@ -104,89 +86,19 @@ def _run(job: _Job, log: _Log) -> None:
     log("done", seconds=result["seconds"])
 
 
-# -- what is asked for -------------------------------------------------------------------------------------
+def _memory(job: Assignment, net: Multitude, method: Method | None = None) -> int:
+    """The bytes that a step of training needs."""
+    return costs.TrainingStep(net, *next(iter(job.loader)), lambda net: job.arguments(net, method)).peak_bytes()
 
 
-@dataclass(frozen=True)
-class _Job:
-    """The configuration of a job, read and checked."""
-
-    directory: Path
-    config: Mapping[str, Any]
-    data: Data
-    method: Method
-    settings: Mapping[str, Any]
-    seed: int
-    device: torch.device
-    accelerator: Any = None
-
-    @classmethod
-    def read(cls, directory: Path, device: str | None, accelerator: Any) -> _Job:
-        path = directory / "config.json"
-        if not path.is_file():
-            raise ValueError(f"directory must be that of a job, got {str(directory)!r}, which has no config.json")
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if config["version"] != 1:
-            raise ValueError(f"version of {str(path)!r} must be 1, got {config['version']!r}")
-        method = method_of(config["method"])
-        settings = method.complete(config["settings"])
-        check_seed(config["seed"])
-        where = accelerator.device if accelerator else device_of(device or config.get("device", "cpu"))
-        data = data_of(config["data"], directory)
-        if reason := unfit(method, data.shape):
-            raise ValueError(reason)
-        return cls(directory, config, data, method, settings, config["seed"], where, accelerator)
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process is the one that writes."""
-        return self.accelerator is None or self.accelerator.is_main_process
-
-    @property
-    def outputs(self) -> int:
-        return outputs_of(self.data.task, self.data.outputs)
-
-    @property
-    def loader(self) -> Loader:
-        """The batches to train on."""
-        part, training = self.data.train, self.config["training"]
-        size = min(training["batch_size"], len(part))
-        alone = len(part) % size == 1 and len(part) > 1  # a batch of one has no variance to normalise by
-        return Loader(part, self.data, size, self.device, training.get("augment"), seed=self.seed, drop_last=alone)
-
-    @property
-    def example(self) -> Tensor:
-        """A few inputs as a network gets them, on the CPU."""
-        return self.data.normalised(self.data.train.x[:8])
-
-    def prepared(self, net: Multitude) -> Multitude:
-        """On the device and laid out as for training, with the task of the data and the draws of the evaluation."""
-        net.task = "classification" if self.data.classes else "gaussian"
-        net.draws = self.config["evaluation"].get("draws", net.draws)
-        if self.config["training"].get("channels_last"):
-            net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        return net.to(self.device)
-
-    def arguments(self, method: Method, net: Multitude) -> dict[str, Any]:
-        """Those of `fit`, for a network that is trained by a method."""
-        own = {k: v for k, v in self.config["training"].items() if k not in ("batch_size", "augment")}
-        settings = self.settings if method is self.method else method.complete()
-        criterion: Criterion | None = None if self.data.classes else _gaussian
-        return {**method.train(net, own, settings), "criterion": criterion, "dataset_size": len(self.data.train)}
-
-    def step_costs(self, net: Multitude, single: Multitude) -> tuple[costs.Step, costs.Step]:
-        """Of a training step, the method's and a single network's."""
-        x, y = next(iter(self.loader))
-
-        def cost(method: Method, net: Multitude) -> costs.Step:
-            return costs.training_cost(net, x, y, lambda net: self.arguments(method, net))
-
-        base = cost(METHODS["single"], single)
-        return base if self.method.name == "single" else cost(self.method, net), base
-
-
-def _gaussian(prediction: Tensor, y: Tensor) -> Tensor:
-    return gaussian_nll(prediction, y[:, None])
+def _costs(job: Assignment, net: Multitude, single: Multitude, memory: tuple[int, int]) -> dict[str, float]:
+    """What is the same on every machine, beside a single network's; times are measured when all jobs are done."""
+    x = job.data.normalised(job.data.test.x[:1]).to(job.device)
+    own, base = (
+        {"parameters": costs.parameters(each), "multiply_adds": costs.multiply_adds(each, x), "peak_memory_bytes": peak}
+        for each, peak in zip((net, single), memory, strict=True)
+    )
+    return costs.with_ratios(own, base)
 
 
 # -- training ----------------------------------------------------------------------------------------------
@@ -204,10 +116,10 @@ class _Record:
             self.recorder.record()
 
 
-def _trained(job: _Job, net: Multitude, log: _Log) -> tuple[Multitude, list[Epoch]]:
+def _trained(job: Assignment, net: Multitude, log: _Log) -> tuple[Multitude, list[Epoch]]:
     """What predicts, and what each epoch was like."""
     loader, checkpoint = job.loader, job.directory / "checkpoint.safetensors"
-    arguments = job.arguments(job.method, net)
+    arguments = job.arguments(net)
     batches = len(loader) // (job.accelerator.num_processes if job.accelerator else 1)  # of this process, an epoch
     times = job.method.times(arguments["epochs"] * batches, job.settings)
     recording = job.directory / "recording"
@@ -233,128 +145,6 @@ def _trained(job: _Job, net: Multitude, log: _Log) -> tuple[Multitude, list[Epoc
         return net, history
     x = job.data.normalised(job.data.train.x[:SETTLING]).to(job.device)
     return job.prepared(job.method.finish(net, recorder, x, job.settings, job.seed)), history
-
-
-# -- measuring ---------------------------------------------------------------------------------------------
-
-
-def _costs(
-    job: _Job, net: Multitude, single: Multitude, history: list[Epoch], steps: tuple[costs.Step, costs.Step]
-) -> dict[str, float]:
-    x = job.data.normalised(job.data.test.x[: costs.BATCH]).to(job.device)
-    step, base = steps
-    seconds = sum(epoch.seconds for epoch in history)
-    longer = len(history) / job.config["training"]["epochs"]
-
-    def of(net: Multitude, step: costs.Step, batch: int | None, seconds: float) -> tuple[dict[str, float], int]:
-        speed = costs.inference_cost(net, x, batch)
-        return {
-            "parameters": costs.parameters(net),
-            "multiply_adds": costs.multiply_adds(net, x),
-            "training_seconds": seconds,
-            "inference_per_second": speed.per_second,
-            "peak_memory_bytes": step.peak_bytes,
-        }, speed.batch
-
-    own, batch = of(net, step, None, seconds)
-    if job.method.name == "single":
-        return costs.with_ratios(own, own)
-    # What the single network would have taken: its time a step, for as many steps as it makes.
-    return costs.with_ratios(own, of(single, base, batch, seconds * base.seconds / step.seconds / longer)[0])
-
-
-def _measured(job: _Job, net: Multitude) -> tuple[Evaluation, dict[str, Any], bytes]:
-    """All scores, those by size of the ensemble, and the predictions as a NumPy archive."""
-    data, options = job.data, job.config["evaluation"]
-    size = options.get("batch_size", 256)
-    bins = {"bins": options.get("bins", 15), "min_count": options.get("min_count", 1)}
-    how = {"preprocess": data.preprocess, "scale": data.target_std, "seed": EVALUATION_SEED, "progress": False, **bins}
-    # Criteria of out-of-distribution inputs are of classes.
-    ood = {name: ScaledBatches(data, x, size=size) for name, x in data.ood.items()} if data.classes else {}
-    predictions = _Predictions(data, _Growth(options.get("sizes", (1, 2, 4, 8, 16)), data, **bins))
-    scores = evaluate(net, ScaledBatches(data, data.test.x, data.test.y, size), ood=ood, watch=predictions, **how)
-    if options.get("shift"):
-        draws, net.draws = net.draws, options.get("shift_draws") or net.draws
-        corrupted = evaluate(
-            net, _corruptible(data, options.get("shift_limit"), size), shift=options["shift"],
-            severities=options.get("severities", (1, 2, 3, 4, 5)), tasks="scores", **how,
-        )  # fmt: skip
-        net.draws = draws
-        scores = Evaluation(scores.scores | {name: corrupted.scores[name] for name in corrupted if "shift/" in name})
-    return scores, predictions.growth.table(), predictions.archive()
-
-
-def _corruptible(data: Data, limit: int | None, size: int) -> ScaledBatches:
-    """The test part, or as much of it as shall be corrupted, of each class its share."""
-    rows = torch.arange(len(data.test))
-    if limit is not None and limit < len(rows):
-        rows = spread(data.test.y, limit, EVALUATION_SEED)
-    return ScaledBatches(data, data.test.x[rows], data.test.y[rows], size)
-
-
-class _Predictions:
-    """Collects the predictions while they are scored, for the page."""
-
-    def __init__(self, data: Data, growth: _Growth) -> None:
-        self.data, self.growth = data, growth
-        self.parts: dict[str, list[Tensor]] = {}
-
-    def __call__(self, ood: str | None, predicted: Predictive, target: Tensor | None) -> None:
-        part = predicted.cpu()
-        if ood is None:
-            self.growth.update(part, None if target is None else target.cpu())
-        for name, tensor in self._arrays(part).items():
-            if ood is None or name == "members":
-                self.parts.setdefault(name if ood is None else f"ood/{ood}/{name}", []).append(tensor)
-
-    def _arrays(self, part: Predictive) -> dict[str, Tensor]:
-        """Of a batch; numbers in their own units."""
-        data = self.data
-        if data.classes:
-            return {"probs": part.probs.float(), "members": part.member_probs[:SAVED_MEMBERS].half()}
-        members = data.in_units(part.member_values[:SAVED_MEMBERS, :, 0])
-        return {"mean": data.in_units(part.mean[:, 0]), "std": part.std[:, 0] * data.target_std, "members": members}
-
-    def archive(self) -> bytes:
-        """All of it as a NumPy archive."""
-        arrays = {name: torch.cat(parts, int(name.endswith("members"))) for name, parts in self.parts.items()}
-        file = io.BytesIO()
-        np = needed("numpy", "study", "the predictions of a job")
-        np.savez_compressed(file, **{name: tensor.numpy() for name, tensor in arrays.items()}, target=self.data.test.y)
-        return file.getvalue()
-
-
-class _Growth:
-    """Scores by the number of members or draws: over groups of so many, none of which is in two."""
-
-    def __init__(self, sizes: Any, data: Data, bins: int, min_count: int) -> None:
-        self.sizes, self.data, self.bins = sorted(set(sizes)), data, (bins, min_count)
-        self.metrics: dict[int, dict[str, Metric]] = {}
-
-    def update(self, part: Predictive, target: Tensor | None) -> None:
-        for size in [size for size in self.sizes if size <= part.members]:
-            found = self.metrics.setdefault(size, self._made())
-            for start in range(0, min(part.members - size + 1, GROUPS * size), size):
-                group = Predictive(part.predictions[start : start + size], part.task)
-                rows = (read_rows(group, target),) if self.data.classes else (group, target)
-                for metric in found.values():
-                    metric.update(*rows)
-
-    def _made(self) -> dict[str, Metric]:
-        if self.data.classes:
-            return {"nll": NLL(), "accuracy": Accuracy(), "ece": ECE(*self.bins), "mce": MCE(*self.bins)}
-        scale = self.data.target_std
-        return {"nll": LogDensity(scale=scale), "rmse": RMSE(scale=scale)}
-
-    def table(self) -> dict[str, Any]:
-        """`{"sizes": [...], "nll": [...], ...}`."""
-        sign = {"nll": 1 if self.data.classes else -1}  # of a log density
-        rows = self.metrics.values()
-        columns = {
-            name: [plain_number(sign.get(name, 1) * float(row[name].compute())) for row in rows]
-            for name in self._made()
-        }
-        return {"sizes": list(self.metrics), **columns}
 
 
 # -- writing -----------------------------------------------------------------------------------------------

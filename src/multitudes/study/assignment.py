@@ -1,0 +1,103 @@
+"""What a job is asked to do: its configuration, read and checked, with its data, and the networks that it asks for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.checks import check_seed
+from multitudes.core.gaussian import gaussian_nll
+from multitudes.core.multitude import Criterion, Multitude
+from multitudes.data import Data, Loader
+from multitudes.study.job_data import data_of, device_of
+from multitudes.study.methods import Method, method_of, unfit
+from multitudes.study.networks import build_network, outputs_of
+
+__all__ = ["Assignment"]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The configuration of a job, read and checked."""
+
+    directory: Path
+    config: Mapping[str, Any]
+    data: Data
+    method: Method
+    settings: Mapping[str, Any]
+    seed: int
+    device: torch.device
+    accelerator: Any = None
+
+    @classmethod
+    def read(
+        cls, directory: Path, device: str | None = None, accelerator: Any = None, data: Data | None = None
+    ) -> Assignment:
+        """That of a job's directory; `data` are its data, where they have been read."""
+        path = directory / "config.json"
+        if not path.is_file():
+            raise ValueError(f"directory must be that of a job, got {str(directory)!r}, which has no config.json")
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if config["version"] != 1:
+            raise ValueError(f"version of {str(path)!r} must be 1, got {config['version']!r}")
+        method = method_of(config["method"])
+        settings = method.complete(config["settings"])
+        check_seed(config["seed"])
+        where = accelerator.device if accelerator else device_of(device or config.get("device", "cpu"))
+        data = data_of(config["data"], directory) if data is None else data
+        if reason := unfit(method, data.shape):
+            raise ValueError(reason)
+        return cls(directory, config, data, method, settings, config["seed"], where, accelerator)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the one that writes."""
+        return self.accelerator is None or self.accelerator.is_main_process
+
+    @property
+    def loader(self) -> Loader:
+        """The batches to train on."""
+        part, training = self.data.train, self.config["training"]
+        size = min(training["batch_size"], len(part))
+        alone = len(part) % size == 1 and len(part) > 1  # a batch of one has no variance to normalise by
+        return Loader(part, self.data, size, self.device, training.get("augment"), seed=self.seed, drop_last=alone)
+
+    @property
+    def example(self) -> Tensor:
+        """A few inputs as a network gets them, on the CPU."""
+        return self.data.normalised(self.data.train.x[:8])
+
+    def network(self) -> nn.Module:
+        """A network as the configuration says, its weights drawn from torch's random state."""
+        outputs = outputs_of(self.data.task, self.data.outputs)
+        return build_network(self.config["model"], self.data.shape, outputs, self.directory)
+
+    def built(self, network: nn.Module, method: Method | None = None) -> Multitude:
+        """A network converted by the job's method, or by another with its default settings, ready to be trained."""
+        method, settings = (self.method, self.settings) if method is None else (method, method.complete())
+        return self.prepared(method.build(network, self.example, settings, self.seed))
+
+    def prepared(self, net: Multitude) -> Multitude:
+        """On the device and laid out as for training, with the task of the data and the draws of the evaluation."""
+        net.task = "classification" if self.data.classes else "gaussian"
+        net.draws = self.config["evaluation"].get("draws", net.draws)
+        if self.config["training"].get("channels_last"):
+            net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return net.to(self.device)
+
+    def arguments(self, net: Multitude, method: Method | None = None) -> dict[str, Any]:
+        """Those of `fit`, for a network of the job's method, or of another with its default settings."""
+        method, settings = (self.method, self.settings) if method is None else (method, method.complete())
+        own = {k: v for k, v in self.config["training"].items() if k not in ("batch_size", "augment")}
+        criterion: Criterion | None = None if self.data.classes else _gaussian
+        return {**method.train(net, own, settings), "criterion": criterion, "dataset_size": len(self.data.train)}
+
+
+def _gaussian(prediction: Tensor, y: Tensor) -> Tensor:
+    return gaussian_nll(prediction, y[:, None])

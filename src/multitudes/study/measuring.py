@@ -1,0 +1,194 @@
+"""What is measured of a trained network: it is calibrated on the validation part, and scored on the test part."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from multitudes.core.checks import needed
+from multitudes.core.multitude import Multitude
+from multitudes.core.predictive import Predictive
+from multitudes.data import Data
+from multitudes.data.splits import spread
+from multitudes.evaluation.calibrate import Calibrated, calibrate
+from multitudes.evaluation.evaluate import evaluate
+from multitudes.evaluation.scores import Evaluation, plain_number
+from multitudes.metrics import ECE, MCE, NLL, RMSE, Accuracy, LogDensity, read_rows
+from multitudes.metrics.regression_inputs import read_forecasts
+from multitudes.study.job_data import ScaledBatches
+
+__all__ = ["Measured", "calibrated", "measured"]
+
+SAVED_MEMBERS = 16
+"""The most members or draws whose predictions are saved."""
+GROUPS = 64
+"""The most groups of members or draws that the scores of a size are taken over."""
+EVALUATION_SEED = 0
+"""Of all jobs alike, so that they see the same shifted images."""
+FEWEST = 20
+"""The fewest validation rows that a scaling is fitted to."""
+FEWEST_FOR_SETS = 200
+"""With fewer validation rows there are no conformal scores: half of them must tell sets and intervals of 99 %."""
+
+Options = Mapping[str, Any]
+"""The table `evaluation` of a job's configuration."""
+
+
+# -- calibration -------------------------------------------------------------------------------------------
+
+
+def calibrated(net: Multitude, data: Data, options: Options) -> Calibrated | Multitude:
+    """The network calibrated on the validation part: a temperature, or a factor of variances, and conformal scores.
+
+    It is the network itself where that is not asked for, or where there are too few rows to fit anything to.
+    """
+    rows = len(data.validation)
+    if not options.get("calibrate", True) or rows < FEWEST:
+        return net
+    conformal = "auto" if rows >= FEWEST_FOR_SETS else None
+    part = ScaledBatches(data, data.validation.x, data.validation.y, options.get("batch_size", 256))
+    prepared = ((data.preprocess(x), y) for x, y in part)
+    return calibrate(net, prepared, conformal=conformal, seed=EVALUATION_SEED, progress=False)
+
+
+# -- scores ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All scores, those by size of the ensemble, and the predictions as a NumPy archive.
+
+    Scores are those of the network as it is used; those before it was calibrated begin with `raw/`.
+    """
+
+    scores: Evaluation
+    by_size: dict[str, Any]
+    predictions: bytes
+
+
+def measured(net: Calibrated | Multitude, data: Data, options: Options) -> Measured:
+    """Score a network on the test part, on corrupted images, and on out-of-distribution inputs."""
+    size = options.get("batch_size", 256)
+    bins = {"bins": options.get("bins", 15), "min_count": options.get("min_count", 1)}
+    how = {"preprocess": data.preprocess, "scale": data.target_std, "seed": EVALUATION_SEED, "progress": False, **bins}
+    test = ScaledBatches(data, data.test.x, data.test.y, size)
+    # Criteria of out-of-distribution inputs are of classes.
+    ood = {name: ScaledBatches(data, x, size=size) for name, x in data.ood.items()} if data.classes else {}
+    growth = _Growth(options.get("sizes", (1, 2, 4, 8, 16)), data, **bins)
+    kept = _Predictions(data, growth if isinstance(net, Multitude) else None)
+    scores = dict(evaluate(net, test, ood=ood, watch=kept, **how).scores)
+    if isinstance(net, Calibrated):
+        before = _Predictions(data, growth, "raw/")
+        raw = evaluate(net.net, test, watch=before, tasks=("scores", "calibration"), **how)
+        scores |= {f"raw/{name}": score for name, score in raw.scores.items()}
+        kept.parts |= before.parts
+    if options.get("shift"):
+        corrupted = evaluate(
+            net, _corruptible(data, options.get("shift_limit"), size), shift=options["shift"], tasks="scores",
+            severities=options.get("severities", (1, 2, 3, 4, 5)), draws=options.get("shift_draws"), **how,
+        )  # fmt: skip
+        scores |= {name: score for name, score in corrupted.scores.items() if "shift/" in name}
+    return Measured(Evaluation(scores), growth.table(), kept.archive())
+
+
+def _corruptible(data: Data, limit: int | None, size: int) -> ScaledBatches:
+    """The test part, or as much of it as shall be corrupted, of each class its share."""
+    rows = torch.arange(len(data.test))
+    if limit is not None and limit < len(rows):
+        rows = spread(data.test.y, limit, EVALUATION_SEED)
+    return ScaledBatches(data, data.test.x[rows], data.test.y[rows], size)
+
+
+class _Predictions:
+    """Collects the predictions while they are scored, for the page and for paired tests."""
+
+    def __init__(self, data: Data, growth: _Growth | None, prefix: str = "") -> None:
+        self.data, self.growth, self.prefix = data, growth, prefix
+        self.parts: dict[str, list[Tensor]] = {}
+
+    def __call__(self, ood: str | None, predicted: Predictive, target: Tensor | None) -> None:
+        part = predicted.cpu()
+        if ood is not None:
+            self._keep(f"ood/{ood}/members", self._members(part))
+            return
+        assert target is not None
+        if self.growth is not None:
+            self.growth.update(part, target.cpu())
+        if not self.prefix:
+            self._keep("members", self._members(part))
+        for name, tensor in self._arrays(part, target.cpu()):
+            self._keep(f"{self.prefix}{name}", tensor)
+
+    def _keep(self, name: str, tensor: Tensor) -> None:
+        self.parts.setdefault(name, []).append(tensor)
+
+    def _members(self, part: Predictive) -> Tensor:
+        """What each member says, before anything is calibrated."""
+        if self.data.classes:
+            return part.member_probs[:SAVED_MEMBERS].half()
+        return self.data.in_units(part.member_values[:SAVED_MEMBERS, :, 0])
+
+    def _arrays(self, part: Predictive, target: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Of a batch of the test part; numbers in their own units. `rows/` is what each row adds to a score."""
+        data = self.data
+        if data.classes:
+            right = part.log_probs.gather(1, target[:, None])[:, 0]
+            hit = torch.nn.functional.one_hot(target, len(data.classes))
+            yield "probs", part.probs.float()
+            yield "rows/nll", -right.float()
+            yield "rows/accuracy", (part.label == target).float()
+            yield "rows/brier", (part.probs - hit).square().sum(1).float()
+            return
+        forecasts = read_forecasts(part, target, scale=data.target_std)
+        yield "mean", data.in_units(part.mean[:, 0])
+        yield "std", part.std[:, 0] * data.target_std
+        yield "rows/log_density", forecasts.log_density.float()
+        yield "rows/crps", forecasts.crps.float()
+        yield "rows/rmse", (forecasts.mean - forecasts.target).square().float()
+
+    def archive(self) -> bytes:
+        """All of it as a NumPy archive."""
+        arrays = {name: torch.cat(parts, int(name.endswith("members"))) for name, parts in self.parts.items()}
+        file = io.BytesIO()
+        np = needed("numpy", "study", "the predictions of a job")
+        np.savez_compressed(file, **{name: tensor.numpy() for name, tensor in arrays.items()}, target=self.data.test.y)
+        return file.getvalue()
+
+
+class _Growth:
+    """Scores by the number of members or draws: over groups of so many, none of which is in two."""
+
+    def __init__(self, sizes: Any, data: Data, bins: int, min_count: int) -> None:
+        self.sizes, self.data, self.bins = sorted(set(sizes)), data, (bins, min_count)
+        self.metrics: dict[int, dict[str, Metric]] = {}
+
+    def update(self, part: Predictive, target: Tensor) -> None:
+        for size in [size for size in self.sizes if size <= part.members]:
+            found = self.metrics.setdefault(size, self._made())
+            for start in range(0, min(part.members - size + 1, GROUPS * size), size):
+                group = replace(part, predictions=part.predictions[start : start + size])
+                rows = (read_rows(group, target),) if self.data.classes else (group, target)
+                for metric in found.values():
+                    metric.update(*rows)
+
+    def _made(self) -> dict[str, Metric]:
+        if self.data.classes:
+            return {"nll": NLL(), "accuracy": Accuracy(), "ece": ECE(*self.bins), "mce": MCE(*self.bins)}
+        scale = self.data.target_std
+        return {"nll": LogDensity(scale=scale), "rmse": RMSE(scale=scale)}
+
+    def table(self) -> dict[str, Any]:
+        """`{"sizes": [...], "nll": [...], ...}`."""
+        sign = {"nll": 1 if self.data.classes else -1}  # of a log density
+        rows = self.metrics.values()
+        columns = {
+            name: [plain_number(sign.get(name, 1) * float(row[name].compute())) for row in rows]
+            for name in self._made()
+        }
+        return {"sizes": list(self.metrics), **columns}
