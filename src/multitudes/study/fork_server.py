@@ -3,8 +3,8 @@
     python -m multitudes.study.fork_server
 
 It is asked on stdin and answers on stdout, with a JSON object a line: `{"job": 3, "directory": "...", "environment":
-{...}}` starts a job, `{"job": 3, "signal": 15}` sends it a signal, and `{"job": 3, "code": 0}` is the answer once it has
-ended. When stdin is closed, it ends the jobs and itself; when it is killed, Linux ends them.
+{...}}` starts a job, `{"job": 3, "signal": 15}` sends it a signal, and `{"job": 3, "code": 0}` is the answer once it
+has ended. Once stdin is closed, it ends the jobs and itself; when it is killed, Linux ends them.
 """
 
 from __future__ import annotations
