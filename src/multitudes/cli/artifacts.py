@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from torch import nn
 from typer import Argument, Option
 
-from multitudes import report as pages
 from multitudes.cli.answers import JOB
 from multitudes.cli.options import Common, words, writable
 from multitudes.cli.screen import say, show
 from multitudes.core.checks import needed
-from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.files import replacing
-from multitudes.core.multitude import plain
-from multitudes.landscape.explanation import explain as explained
-from multitudes.storage.onnx import OUTPUTS, to_onnx
 from multitudes.study.store import Job, Run
-from multitudes.study.trained import Trained, mixed_precision
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from multitudes.study.trained import Trained
 
 __all__ = ["explain", "export", "report"]
 
@@ -29,7 +27,9 @@ def report(run: Annotated[Path, Argument(help="A run directory.")], *, common: C
     """Write a run's report.html again, from its files, whether or not all jobs are done."""
     if not Run(run).done:
         raise ValueError(f"no job of the run {str(run)!r} is done, so there is nothing to report")
-    show(f"Report: {pages.write(run)}")
+    from multitudes.report import write
+
+    show(f"Report: {write(run)}")
 
 
 # -- explain -----------------------------------------------------------------------------------------------
@@ -59,6 +59,9 @@ def explain(
     for name in chosen:
         if name not in labels:
             raise ValueError(f"--methods must be of {', '.join(labels)}, got {name!r}")
+    from multitudes.landscape.explanation import explain as explained
+    from multitudes.study.trained import Trained, mixed_precision
+
     trained = [Trained.read(job.directory, common.device) for job in jobs if job.label in chosen]
     if not trained:
         raise ValueError(f"no job of the run {str(path)!r} is done")
@@ -76,6 +79,9 @@ def explain(
 
 def _alike(trained: list[Trained]) -> dict[str, nn.Module]:
     """The largest group of networks with one architecture, by name; networks that draw only from a single job."""
+    from multitudes.core.draws.stochastic import stochastic_layers
+    from multitudes.core.multitude import plain
+
     groups: dict[str, dict[str, nn.Module]] = {}
     for each in trained:
         net: Any = each.net
@@ -116,6 +122,9 @@ def export(
     if common.precision == "bfloat16":
         raise ValueError("--precision bfloat16: an ONNX file is written in float32")
     writable(to, ".onnx")
+    from multitudes.storage.onnx import OUTPUTS, to_onnx
+    from multitudes.study.trained import Trained
+
     trained = Trained.read(job, "cpu")
     data = trained.data
     example = data.normalised(data.test.x[:4])

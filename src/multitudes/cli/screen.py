@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE
 from rich.console import Console, Group
@@ -15,8 +15,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from multitudes.study.leaderboard import Row, marks
 from multitudes.study.monitor import JobProgress, Snapshot
+
+if TYPE_CHECKING:
+    from multitudes.study.leaderboard import Row
 
 __all__ = ["console", "leaderboard_tables", "plural", "say", "say_dropped", "show", "table", "watching"]
 
@@ -160,6 +162,8 @@ def leaderboard_tables(rows: Sequence[Row], width: int = WIDE) -> list[Table]:
     Where `width` is too small for all columns, the rest of them is in further tables. Out-of-distribution inputs are
     detected by mutual information (MI), which a single network has none of.
     """
+    from multitudes.study.leaderboard import marks
+
     names = {name for row in rows for name in row.values}
     ood = sorted(name for name in names if name.endswith("/mutual_information/auroc"))
     titles = SCORES | {name: f"{name.split('/')[1]} AUROC %, by MI" for name in ood} | COSTS

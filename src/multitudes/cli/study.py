@@ -5,26 +5,18 @@ from __future__ import annotations
 import os
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from multitudes import report
 from multitudes.cli.options import Common, DataOptions, EvaluationOptions, TrainingOptions, located, words
 from multitudes.cli.screen import console, leaderboard_tables, plural, say, say_dropped, show, table, watching
 from multitudes.core.checks import needed
-from multitudes.data.sources import short_name
-from multitudes.study.cluster import run_cluster
-from multitudes.study.job_data import device_of
-from multitudes.study.landscape import write_landscape
-from multitudes.study.leaderboard import leaderboard, verdict
-from multitudes.study.local import run_local
 from multitudes.study.monitor import Outcome
-from multitudes.study.planning import prepare
-from multitudes.study.spec import Spec
 from multitudes.study.store import Run
-from multitudes.study.worker import run as run_job
-from multitudes.training.precision import check_precision
+
+if TYPE_CHECKING:
+    from multitudes.study.spec import Spec
 
 __all__ = ["compare", "train"]
 
@@ -69,6 +61,8 @@ def compare(
     found = data if file else source or data
     if not (file or found):
         raise ValueError(f"DATA must be given: {SOURCE}; or a study.toml")
+    from multitudes.data.sources import short_name
+
     options = _options(reading, training, evaluation, common, found)
     if methods is not None and methods != "all":
         options["methods"] = words(methods)
@@ -102,6 +96,8 @@ def train(
 
     The folder is a run directory with one job, for evaluate, predict and export.
     """
+    from multitudes.data.sources import short_name
+
     options = _options(reading, training, evaluation, common, source)
     options["methods"] = {method: dict(map(_setting, settings or []))}
     spec = _spec(None, options, None, common.seed)
@@ -131,6 +127,8 @@ def _spec(
     file: str | None, options: dict[str, Any], count: int | None, first: int | None, scale: str | None = None
 ) -> Spec:
     """The specification, with `count` seeds from `first` on, where they are given."""
+    from multitudes.study.spec import Spec
+
     spec = Spec.load(file, scale, **options) if file else Spec.of(**options)
     if count is None and first is None:
         return spec
@@ -163,10 +161,15 @@ def _setting(text: str) -> tuple[str, Any]:
 
 def _check_device(spec: Spec) -> None:
     """That this machine has the device, and computes with the precision there, before anything is prepared."""
+    from multitudes.study.job_data import device_of
+    from multitudes.training.precision import check_precision
+
     check_precision(spec.training.precision or "float32", device_of(spec.device))
 
 
 def _prepared(spec: Spec, out: Path, rerun_stale: bool) -> Run:
+    from multitudes.study.planning import prepare
+
     run = prepare(spec, out, rerun_stale=rerun_stale, say=say)
     say_dropped((run.about or {}).get("dropped") or {})
     done = len(run.done)
@@ -179,6 +182,9 @@ def _prepared(spec: Spec, out: Path, rerun_stale: bool) -> Run:
 
 
 def _run(run: Run, workers: int | None, ray: str | None, gpus: float | None) -> Outcome:
+    from multitudes.study.cluster import run_cluster
+    from multitudes.study.local import run_local
+
     with watching() as listener:
         if ray is not None:
             return run_cluster(run, ray, gpus=gpus, on_event=listener)
@@ -187,6 +193,10 @@ def _run(run: Run, workers: int | None, ray: str | None, gpus: float | None) -> 
 
 def _conclude(run: Run, failed: dict[str, str]) -> None:
     """Show the leaderboard, the answer, which jobs failed and where the page is."""
+    from multitudes import report
+    from multitudes.study.landscape import write_landscape
+    from multitudes.study.leaderboard import leaderboard, verdict
+
     rows = leaderboard(run)
     if rows:
         show(*leaderboard_tables(rows, console().width))
@@ -213,6 +223,8 @@ def _show_trained(run: Run, failed: dict[str, str]) -> None:
 
 def _train_together(spec: Spec, out: Path, rerun_stale: bool) -> None:
     """In each of the processes that Accelerate started: all train, and the main one prepares, measures and writes."""
+    from multitudes.study.worker import run as run_job
+
     accelerator = needed("accelerate", "accelerate", "training in several processes").Accelerator()
     with accelerator.main_process_first():
         run = _prepared(spec, out, rerun_stale) if accelerator.is_main_process else Run(out)
