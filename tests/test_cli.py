@@ -20,10 +20,10 @@ from multitudes import data as datasets
 from multitudes.cli import main
 from multitudes.cli.options import located
 from multitudes.cli.screen import console, leaderboard_tables, watching
-from multitudes.study.leaderboard import Row, Value
 from multitudes.study.methods import METHODS
 from multitudes.study.monitor import JobProgress, Snapshot
 from multitudes.study.networks import build_network
+from multitudes.study.rows import Row, Value
 
 COMMANDS = [
     ["compare"], ["train"], ["evaluate"], ["predict"], ["explain"], ["report"], ["export"], ["methods"], ["bench"],
@@ -113,7 +113,7 @@ ERRORS: dict[str, tuple[list[str], list[str]]] = {
         ["single, deep, packed", "did you mean packed"],
     ),
     "an unknown network": (["compare", "digits", "--model", "resnet19"], ["resnet18", "'resnet19'"]),
-    "no epochs": (["compare", "digits", "--epochs", "0"], ["training.epochs must be 1 or more, got 0"]),
+    "no epochs": (["compare", "digits", "--epochs", "0"], ["--epochs must be 1 or more, got 0"]),
     "no seeds": (["compare", "digits", "--seeds", "0"], ["--seeds"]),
     "no data": (["compare"], ["DATA must be given", "digits"]),
     "data twice": (["compare", "digits", "--data", "wine.csv"], ["'digits'", "'wine.csv'"]),
@@ -233,13 +233,27 @@ def test_prepared_data_are_the_data(elsewhere: Path) -> None:
 
 
 def test_bad_rows_stop_unless_they_are_skipped_and_counted(elsewhere: Path) -> None:
-    wine(elsewhere / "wine.csv", bad={4: "nan,red,1.0", 9: "1,,1.0", 20: "1,red"})
+    wine(elsewhere / "wine.csv", bad={4: "1,red,nan", 9: ",,1.0", 20: "1,red"})
     told = sentence(multitudes_says(*PREPARE))
-    assert "3 bad rows" in told and "row 4" in told and "'acid'" in told
+    assert "3 bad rows" in told and "line 6: 'quality'" in told and "--skip-bad leaves them out" in told
     ran = multitudes_says(*PREPARE, "--skip-bad")
     assert ran.code == 0
     assert ran.out.count("Left out 1 bad row:") == 3
     assert sum(len(part) for part in datasets.read("wine.mtdata").parts.values()) == 57
+
+
+def test_how_each_column_is_read_is_told_and_can_be_said(elsewhere: Path) -> None:
+    wine(elsewhere / "wine.csv", bad={4: "n.v.,red,1.0", 9: "1,,1.0"})
+    told = multitudes_says(*PREPARE).err
+    lines = {line.split()[0]: line.split(maxsplit=4)[1:] for line in told.splitlines() if line.strip()}
+    assert lines["acid"][:1] + lines["acid"][2:] == ["number", "1", "1 read as missing: 'n.v.'"]
+    assert lines["colour"][:3] == ["category", "2", "1"] and lines["quality"][0] == "target"
+    told = multitudes_says(*PREPARE, "--drop", "colour", "--as", "acid=category").err
+    assert "left out: it is to be dropped" in told
+    assert datasets.read("wine.mtdata").columns[0].startswith("acid=")
+    assert "--as of 'colour' must be" in sentence(multitudes_says(*PREPARE, "--as", "colour=float"))
+    assert "--as must be COLUMN=KIND, got 'colour'" in sentence(multitudes_says(*PREPARE, "--as", "colour"))
+    assert "--drop 'smell' is no column" in sentence(multitudes_says(*PREPARE, "--drop", "smell"))
 
 
 def test_a_source_is_found_in_the_folder_of_data(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,7 +172,7 @@ def test_images_of_any_size_and_colour_are_read_or_named_and_left_out(deep: Path
 def test_a_table_in_and_means_with_intervals_out(table: Run, elsewhere: Path) -> None:
     (elsewhere / "new.csv").write_text("kind,id,sun\noak,a,4\nrose,b,0.5\n")  # other order, more columns, no target
     rows = rows_of(says("predict", table.directory, "new.csv").out)
-    assert [row["input"] for row in rows] == ["0", "1"]
+    assert [row["input"] for row in rows] == ["line 2", "line 3"]
     data = datasets.read(table.data_path)
     x = torch.zeros(2, len(data.columns))
     x[:, data.columns.index("sun")] = torch.tensor([4.0, 0.5])
@@ -188,7 +188,7 @@ def test_a_table_in_and_means_with_intervals_out(table: Run, elsewhere: Path) ->
 
 TABLES = {
     "a column that is missing": ("sun,height\n1,2\n", ["'kind'", "sun, height"]),
-    "a value that is missing": ("sun,kind\n1,oak\n,rose\n", ["row 1", "'sun'", "--skip-bad"]),
+    "a row that is empty": ("sun,kind\n1,oak\n\n,\n", ["line 4", "all inputs are missing", "--skip-bad"]),
     "words for numbers": ("sun,kind\nlow,oak\nhigh,oak\n", ["'sun'", "numbers"]),
 }
 
@@ -205,7 +205,18 @@ def test_a_table_that_does_not_fit_says_why(case: str, table: Run, elsewhere: Pa
 def test_a_category_that_training_had_not_is_told(table: Run, elsewhere: Path) -> None:
     (elsewhere / "new.csv").write_text("sun,kind\n1,oak\n2,palm\n")
     told = says("predict", table.directory, "new.csv").err
-    assert "1 rows have a category that the training data had not" in told
+    assert "1 row has a category that the training data had not" in told
+
+
+def test_a_value_that_is_missing_is_filled_in_and_told(table: Run, elsewhere: Path) -> None:
+    """By the median of the training rows, though none was missing there."""
+    data = datasets.read(table.data_path)
+    median = np.median(data.train.x[:, data.columns.index("sun")])
+    (elsewhere / "new.csv").write_text(f"sun,kind\n,oak\n{median:.6f},oak\nn.v.,oak\n1,oak\n")
+    ran = says("predict", table.directory, "new.csv")
+    means = [float(row["mean"]) for row in rows_of(ran.out)]
+    assert means[0] == means[2] == pytest.approx(means[1], rel=1e-5)
+    assert "'sun' is missing in 2 rows" in ran.err
 
 
 def test_what_is_no_network_is_refused(images: Run, deep: Path, elsewhere: Path) -> None:

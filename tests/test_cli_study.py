@@ -44,7 +44,7 @@ severities = [2]
 draws = 2
 sizes = [1, 2]
 """
-COMPARE = ("compare", "study.toml", "--out", "run", "--workers", "1")
+COMPARE = ("compare", "study.toml", "--out", "run", "--workers", "1", "--seeds", "1")
 
 
 def program(folder: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -18,6 +18,7 @@ from sklearn.datasets import load_digits
 
 from multitudes import data as md
 from multitudes.data import Data, Part
+from multitudes.data.features import Category, Number
 from multitudes.data.splits import spread
 from tests.predictions import raises
 from tests.test_data_images import encoded, parquet, pixels
@@ -75,12 +76,16 @@ def test_a_spread_takes_from_each_group_its_share(count: int) -> None:
 def table() -> Data:
     x = torch.randn(12, 2, generator=torch.Generator().manual_seed(0))
     part = Part(x, x.sum(1))
-    more = {"ood": {"far away": x + 9}, "dropped": {"'a' is missing": 3}, "categories": {"a": [], "b": ["ü"]}}
+    more = {
+        "ood": {"far away": x + 9},
+        "dropped": {"'a' is missing": 3},
+        "features": (Number("a", 0.5), Category("b", ("ü",))),
+    }
     return Data("sums", part, part, part, columns=("a", "b=ü"), **more)  # type: ignore[arg-type]
 
 
 def equal(a: Data, b: Data) -> bool:
-    about = [(data.name, data.classes, data.columns, data.dropped, list(data.ood), data.categories) for data in (a, b)]
+    about = [(data.name, data.classes, data.columns, data.dropped, list(data.ood), data.features) for data in (a, b)]
     return a.fingerprint == b.fingerprint and about[0] == about[1]
 
 
@@ -168,7 +173,7 @@ def test_a_file_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     with path.open("wb") as file:
         np.savez(file, about=np.frombuffer(json.dumps({"version": 99}).encode(), dtype="uint8"))
     with pytest.raises(
-        ValueError, match="prepared data: its version is 99, and this program reads 2: remove it and prepare it again$"
+        ValueError, match="prepared data: its version is 99, and this program reads 3: remove it and prepare it again$"
     ):
         md.read(path)
     with path.open("wb") as file:
@@ -245,8 +250,8 @@ WRONG: dict[str, Callable[[], object]] = {
     "y of train must be numbers, since there are no classes, got torch.int64": lambda: Data("x", IMAGE, IMAGE, IMAGE),
     "columns must name the 3 features, got 1": lambda: Data("x", ROWS, ROWS, ROWS, columns=("a",)),
     "y of test must be finite, got inf at 1": lambda: Data("x", ROWS, ROWS, ENDLESS, **COLUMNS),
-    "categories must be those of the columns ('a', 'b', 'c'), got {'a': ['b']}": lambda: Data(
-        "x", ROWS, ROWS, ROWS, **COLUMNS, categories={"a": ["b"]}
+    "features must be those of the columns ('a', 'b', 'c'), got ('a=b',)": lambda: Data(
+        "x", ROWS, ROWS, ROWS, **COLUMNS, features=[Category("a", ("b",))]
     ),
 }
 

@@ -9,8 +9,9 @@ p = net.predict(x)                           # p.probs, p.confidence, p.entropy,
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from multitudes.core.lazy import lazy_names
 
 if TYPE_CHECKING:  # as `HOMES` says below, for those who read types
     from multitudes import data, landscape, layers, metrics, models, shift
@@ -127,17 +128,4 @@ HOMES = {
 }
 """Where the public names are. Each is imported when it is first asked for, since torch alone takes a second."""
 
-_HOME = {name: f"multitudes.{home}" for home, names in HOMES.items() for name in names.split()}
-
-
-def __getattr__(name: str) -> Any:
-    if name in ROOMS:
-        return importlib.import_module(f"multitudes.{name}")
-    if name not in _HOME:
-        raise AttributeError(f"module 'multitudes' has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
-    return found
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, HOMES, ROOMS)

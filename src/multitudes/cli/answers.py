@@ -60,15 +60,18 @@ def predict(
     if found.bad:
         say(f"Left out {found.bad} of {found.bad + len(found.names)} inputs that cannot be used")
     if found.unknown:
-        say(f"{found.unknown} rows have a category that the training data had not")
+        rows = "1 row has" if found.unknown == 1 else f"{found.unknown} rows have"
+        say(f"{rows} a category that the training data had not")
+    for name, count in found.filled.items():
+        say(f"{name!r} is missing in {count} row{'' if count == 1 else 's'}, and filled in as in training")
     with mixed_precision(trained.device, common.precision):
         parts = predictions(
             trained.net, ScaledBatches(data, found.x), None, trained.device, lambda x, _: data.preprocess(x),
             seed=common.seed or 0,
         )  # fmt: skip
         answer = Predictive.concat(part.cpu() for part, _ in parts)
-    rows = _rows(answer, trained, found.names, level, probs)
-    _write(_as_csv(rows) if chosen == "csv" else json.dumps(rows, indent=1, ensure_ascii=False) + "\n", to)
+    table = _rows(answer, trained, found.names, level, probs)
+    _write(_as_csv(table) if chosen == "csv" else json.dumps(table, indent=1, ensure_ascii=False) + "\n", to)
 
 
 def _format(to: Path | None, form: str | None) -> str:

@@ -17,6 +17,7 @@ import typer
 
 from multitudes.cli import answers, artifacts, study, tables
 from multitudes.cli.options import grouped
+from multitudes.cli.wording import as_typed, flags_of
 
 __all__ = ["app", "main"]
 
@@ -90,7 +91,8 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
             if debug:
                 traceback.print_exc()
             else:
-                _say(f"Error: {_sentence(error)}")
+                told = _sentence(error)
+                _say(f"Error: {told if getattr(error, 'in_file', False) else as_typed(told, flags_of(command))}")
             raise typer.Exit(ERROR) from None
 
     for name in ("__name__", "__doc__", "__signature__", "__annotations__"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,43 +18,45 @@ from multitudes.data.tables import find_target, targets
 
 __all__ = ["Inputs", "labelled", "read_inputs"]
 
-ADVICE = "--skip-bad"
-
 
 @dataclass(frozen=True)
 class Inputs:
     """Inputs `[N, ...]` like those that a network was trained on, each with a name.
 
-    `bad` is how many could not be read, `unknown` how many have a category that the training data have not.
+    `bad` is how many could not be read, `unknown` how many have a category that the training data have not, `filled`
+    how many values were missing and filled in, by column.
     """
 
     names: list[str]
     x: Tensor
     bad: int
     unknown: int
+    filled: Mapping[str, int]
 
 
 def read_inputs(paths: Sequence[Path], data: Data, skip_bad: bool = False) -> Inputs:
     """Image files and folders of them, or tables, whichever `data` is; what cannot be read is an error, or left out."""
     names: list[str] = []
+    filled: Counter[str] = Counter()
     parts, bad, unknown = [], 0, 0
     for path in paths:
         if not path.exists():
             raise ValueError(f"the file or folder {str(path)!r} does not exist")
         source = data.kind.open(path)
-        faults = BadRows(source, skip_bad, ADVICE)
+        faults = BadRows(source, skip_bad)
         columns = data.encoder.columns(source)
-        faults.check(columns)
+        faults.check(columns, data.kind.fills)
         rows = faults.without(torch.arange(len(source)))
         encoded = faults.encode(data.encoder, columns, rows)
         for row in rows[encoded.kept].tolist():
-            number = str(row) if len(paths) == 1 else f"{path} row {row}"
-            names.append(source.where(row) if source.files else number)
+            place = source.place(row) if len(paths) == 1 else f"{path} {source.place(row)}"
+            names.append(source.where(row) if source.files else place)
         parts.append(encoded.x)
         bad, unknown = bad + len(faults.rows), unknown + encoded.unknown
+        filled.update(encoded.filled)
     if not names:
         raise ValueError(f"there is no input to predict in {', '.join(map(str, paths))}")
-    return Inputs(names, torch.cat(parts), bad, unknown)
+    return Inputs(names, torch.cat(parts), bad, unknown, filled)
 
 
 def labelled(
@@ -74,8 +77,8 @@ def labelled(
         raise ValueError(f"{opened.name} must hold {data.kind.inputs}, like the data of the training")
     name = find_target(opened, target, found)
     columns = data.encoder.columns(opened, image)
-    bad = BadRows(opened, skip_bad, ADVICE)
-    bad.check({**columns, name: opened.columns[name]})
+    bad = BadRows(opened, skip_bad)
+    bad.check(columns, kind.fills, {name: opened.columns[name]})
     every = bad.without(torch.arange(len(opened)))
     if not len(every):
         raise ValueError(f"{opened.name} has no row that can be used")

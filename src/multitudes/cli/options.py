@@ -124,9 +124,18 @@ def _severities(listed: str) -> list[int]:
         raise ValueError(f"--severities must be whole numbers, got {listed!r}") from None
 
 
+def _read_as(listed: list[str]) -> dict[str, str]:
+    pairs = [text.rpartition("=") for text in listed]
+    for (name, _, _), text in zip(pairs, listed, strict=True):
+        if not name:
+            raise ValueError(f"--as must be COLUMN=KIND, got {text!r}")
+    return {name: kind for name, _, kind in pairs}
+
+
 READ: dict[str, Callable[[Any], Any]] = {
     "columns": words,
     "model": model_place,
+    "read_as": _read_as,
     "shift": _shift,
     "severities": _severities,
 }
@@ -176,7 +185,9 @@ def _parameters(group: type[Options]) -> list[inspect.Parameter]:
         settings = dict(extra["option"])
         kind = settings.pop("kind") or _kind(field.annotation)
         flag = [f"--{name.replace('_', '-')}"] if kind is bool else []
-        declared = Option(*flag, help=field.description, rich_help_panel=group.heading, **settings)
+        declared = Option(
+            *(flag or settings.pop("flags", ())), help=field.description, rich_help_panel=group.heading, **settings
+        )
         hint: Any = bool if flag else kind | None
         default = False if flag else None
         own = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console, Group
@@ -16,11 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from multitudes.study.monitor import JobProgress, Snapshot
+from multitudes.study.rows import Row
 
-if TYPE_CHECKING:
-    from multitudes.study.leaderboard import Row
-
-__all__ = ["console", "leaderboard_tables", "plural", "say", "say_dropped", "show", "table", "watching"]
+__all__ = ["clock", "console", "leaderboard_tables", "plural", "say", "say_dropped", "show", "table", "watching"]
 
 WIDE = 1000
 """The columns of a pipe, in which nothing is cut off."""
@@ -86,7 +84,7 @@ class _Lines:
         self.ended, self.shown = ended, now.seconds
         parts = [_jobs(now), *(f"{job.name}: {', '.join(filter(None, _state(job)))}" for job in now.running)]
         if now.left is not None and ended < now.total:
-            parts.append(f"about {_clock(now.left)} left")
+            parts.append(f"about {clock(now.left)} left")
         print("; ".join(parts), file=sys.stderr, flush=True)
 
 
@@ -100,12 +98,12 @@ class _Panel:
         if time.monotonic() - self.drawn < 0.2:
             return
         self.drawn = time.monotonic()
-        left = "" if now.left is None else f", about {_clock(now.left)} left"
-        head = Text(f"{_jobs(now)}, {_clock(now.seconds)} passed{left}", style="bold")
+        left = "" if now.left is None else f", about {clock(now.left)} left"
+        head = Text(f"{_jobs(now)}, {clock(now.seconds)} passed{left}", style="bold")
         jobs = Table.grid(padding=(0, 2))
         for job in now.running:
             bar = ProgressBar(total=max(job.epochs, 1), completed=job.epoch, width=24)
-            jobs.add_row(job.name, bar, *_state(job), _clock(job.seconds))
+            jobs.add_row(job.name, bar, *_state(job), clock(job.seconds))
         self.live.update(Group(head, jobs))
 
 
@@ -121,10 +119,10 @@ def _state(job: JobProgress) -> tuple[str, str]:
     return doing, "" if job.loss is None else f"loss {job.loss:.4f}"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     """Minutes and seconds.
 
-    >>> _clock(75.2), _clock(3700)
+    >>> clock(75.2), clock(3700)
     ('1:15', '1:01:40')
     """
     minutes, rest = divmod(round(seconds), 60)
@@ -151,7 +149,7 @@ SCORES = {
 }  # fmt: skip
 COSTS = {
     "costs/parameters_ratio": "parameters", "costs/multiply_adds_ratio": "multiply-adds",
-    "costs/training_seconds_ratio": "training", "costs/inference_per_second_ratio": "speed",
+    "costs/training_time_ratio": "training", "costs/inference_time_ratio": "prediction",
 }  # fmt: skip
 """Columns of the leaderboard and their titles; costs are multiples of the single network's."""
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from multitudes.cli.options import Common, DataOptions, EvaluationOptions, TrainingOptions, located, words
-from multitudes.cli.screen import console, leaderboard_tables, plural, say, say_dropped, show, table, watching
+from multitudes.cli.reading import say_columns
+from multitudes.cli.screen import clock, console, leaderboard_tables, plural, say, say_dropped, show, table, watching
 from multitudes.core.checks import needed
 from multitudes.study.monitor import Outcome
 from multitudes.study.store import Run
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = ["compare", "train"]
 
+SEEDS = [0, 1, 2]
+"""The default."""
+PATIENCE = 600
+"""Seconds that two more seeds of each method may take where nobody has asked for them."""
 SOURCE = "digits; a Hugging Face id; a CSV, Parquet, .npz or .mtdata file; or a folder of images, CSV or Parquet files"
 Rerun = Annotated[bool, Option("--rerun-stale", help="Run jobs again that were run with another specification.")]
 
@@ -31,7 +36,10 @@ def compare(
         str | None, Option(metavar="A,B|all", help="See `multitudes methods`; by default all that fit the data.")
     ] = None,
     seeds: Annotated[
-        int | None, Option(min=1, help="Train each method this many times; --seed is the first seed.")
+        int | None, Option(min=1, help="Train each method this many times; by default 3 where there is time for it.")
+    ] = None,
+    by: Annotated[
+        str | None, Option(metavar="SCORE", help="Rank and recommend by nll, brier or accuracy; or nll, crps or rmse.")
     ] = None,
     scale: Annotated[
         str | None, Option(metavar="NAME", help="A scale of the study.toml: its table scales.NAME.")
@@ -64,6 +72,7 @@ def compare(
     from multitudes.data.sources import short_name
 
     options = _options(reading, training, evaluation, common, found)
+    options["by"] = by
     if methods is not None and methods != "all":
         options["methods"] = words(methods)
     spec = _rooted(_spec(file, options, seeds, common.seed, scale), reading.data_root)
@@ -75,6 +84,9 @@ def compare(
         _check_device(spec)
     run = _prepared(spec, directory, rerun_stale)
     outcome = _run(run, workers, ray, gpus)
+    if "seeds" not in spec.model_fields_set and not outcome.failed and _time_for_seeds(run, workers):
+        run = _prepared(spec.model_copy(update={"seeds": SEEDS}), directory, rerun_stale)
+        outcome = _run(run, workers, ray, gpus)
     _conclude(run, outcome.failed)
 
 
@@ -168,10 +180,13 @@ def _check_device(spec: Spec) -> None:
 
 
 def _prepared(spec: Spec, out: Path, rerun_stale: bool) -> Run:
+    from multitudes.data.reading import ColumnReading
     from multitudes.study.planning import prepare
 
     run = prepare(spec, out, rerun_stale=rerun_stale, say=say)
-    say_dropped((run.about or {}).get("dropped") or {})
+    about = run.about or {}
+    say_dropped(about.get("dropped") or {})
+    say_columns([ColumnReading(**each) for each in about.get("columns") or []])
     done = len(run.done)
     if done:
         say(f"{done} of {len(run.jobs)} jobs were done before, in {run.directory}")
@@ -191,21 +206,36 @@ def _run(run: Run, workers: int | None, ray: str | None, gpus: float | None) -> 
         return run_local(run, workers=workers, on_event=listener)
 
 
+def _time_for_seeds(run: Run, workers: int | None) -> bool:
+    """Whether each method is trained with two more seeds: where the first took so long that they end soon."""
+    from multitudes.study.local import cores
+
+    seconds = (len(SEEDS) - 1) * sum(job.metrics["seconds"] for job in run.done) / (workers or cores())
+    if seconds > PATIENCE:
+        say(f"Two more seeds of each method would take about {clock(seconds)}: --seeds 3 trains them")
+        return False
+    if any(not run.job(job.label, seed).done for job in run.done for seed in SEEDS):
+        say(f"Two more seeds of each method, about {clock(seconds)}: --seeds 1 leaves them out")
+    return True
+
+
 def _conclude(run: Run, failed: dict[str, str]) -> None:
     """Show the leaderboard, the answer, which jobs failed and where the page is."""
     from multitudes import report
-    from multitudes.study.landscape import write_landscape
-    from multitudes.study.leaderboard import leaderboard, verdict
+    from multitudes.study.conclusion import measure_all
+    from multitudes.study.leaderboard import leaderboard
+    from multitudes.study.recommendation import recommend
 
-    rows = leaderboard(run)
+    measure_all(run, say)
+    by = run.spec.get("by")
+    rows = leaderboard(run, by)
     if rows:
-        show(*leaderboard_tables(rows, console().width))
-        show("* the best, ~ within noise of it; costs are multiples of the single network's\n")
-        show(f"{verdict(rows)}\n")
+        answer = recommend(rows, by, tiny=bool((run.times or {}).get("tiny")))
+        show(*leaderboard_tables(rows, console().width), "")
+        show(answer.headline, *map(str, answer.advice), *answer.notes, *answer.warnings, "")
     for name, reason in failed.items():
         say(f"{name} failed: {reason}")
     if rows:
-        write_landscape(run)
         show(f"Report: {report.write(run.directory)}")
     if failed:
         again = "the same command tries again (output.txt in the job's directory has more)"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from multitudes.cli.options import Common, DataOptions, located, model_place, words, writable
+from multitudes.cli.reading import say_columns
 from multitudes.cli.screen import say, say_dropped, show, table
 from multitudes.methods.listing import listed
 
@@ -48,6 +49,7 @@ def prepare(
     found = data.load(located(source, reading.data_root), seed=common.seed or 0, **reading.arguments())
     data.save(found, to)
     say_dropped(found.dropped, show)
+    say_columns(found.reading)
     show(repr(found), f"Prepared: {to}")
 
 

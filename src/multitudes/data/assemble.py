@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -15,14 +15,16 @@ from multitudes.data.columns import Encoded
 from multitudes.data.digits import digits
 from multitudes.data.kinds import kind_of_source
 from multitudes.data.prepared import read
+from multitudes.data.reading import ColumnReading
 from multitudes.data.sources import SOURCES, Source, open_source, short_name
 from multitudes.data.splits import split_rows, spread
-from multitudes.data.tables import find_target, targets
+from multitudes.data.tables import Choice, find_target, targets
 from multitudes.data.types import Data, Part
 
 __all__ = ["add_ood", "load"]
 
 TASKS = ("classification", "regression")
+OPTIONS = tuple(each.name for each in fields(Choice))
 
 
 def load(
@@ -31,6 +33,8 @@ def load(
     target: str | None = None,
     image: str | None = None,
     columns: Sequence[str] | None = None,
+    drop: Sequence[str] = (),
+    read_as: Mapping[str, str] | None = None,
     split: str | None = None,
     task: str | None = None,
     fold: int = 0,
@@ -55,9 +59,14 @@ def load(
     Where there is a column of images, `image`, or else the only one, these are the inputs, and `target` is the label,
     which is found by its type or name; images are decoded, all of them in memory, 1 byte a value, and resized to
     `size` (a number, or height and width), if that is given. All else is a table: `target` must be said, and `columns`
-    are the features, or else all other columns. Texts become one feature a category of the training part, and are
-    0 in all of them for a category that it has not (see `TableEncoder`). Texts, booleans and few whole numbers are
-    predicted as classes, all other numbers by regression (see `targets`), unless `task` says otherwise.
+    are the features, or else all other columns but those of `drop`. Texts, booleans and few whole numbers are predicted
+    as classes, all other numbers by regression (see `targets`), unless `task` says otherwise.
+
+    A column of a table is read as numbers, dates (year, month, day, weekday, hour, and a running number of days) or
+    categories (a feature each; many, and rare ones, are one), whichever its values are, or as `read_as` says:
+    `{"day": "date", "zip": "category"}`, or `"number"`, `"text"`, which is left out, and `"dmy"` and `"mdy"` for dates
+    with the day or the month first. Ids and columns that do not vary are left out. A missing input is filled in by the
+    median, with a feature that says so; a missing text is a category. `Data.reading` says how each column was read.
 
     Parts that the source has are used, or those which a column `split` tells. What is missing is drawn by `seed` from
     the training part, a share of `validation` and `test` of it, each class in proportion. `limit` keeps that many rows
@@ -66,8 +75,8 @@ def load(
     `ood` are other sources, whose inputs (of their test part, if they have one) become out-of-distribution inputs:
     images converted to the shape of these, tables with the same columns.
 
-    A row with a value missing, a number that is not finite or an image that cannot be read is an error, which names
-    the first of them; with `skip_bad=True` such rows are left out and counted in `Data.dropped`.
+    A row without its target or without any input, or with an image that cannot be read, is an error, which names the
+    first of them; with `skip_bad=True` such rows are left out and counted in `Data.dropped`.
 
     >>> load("digits", limit=50)
     Data('digits': 50 + 50 + 50 images of [1, 8, 8], 10 classes, 50 photographs)
@@ -76,12 +85,13 @@ def load(
     for given in (source, *others):
         if not isinstance(given, str | Path) or not str(given):
             raise ValueError(f"a source must be {SOURCES}, got {given!r}")
-    wanted = _Wanted(target, image, columns, split, task, fold, _height_width(size), validation, test, seed, skip_bad)
+    choice = Choice(image, _height_width(size), columns, drop, read_as or {})
+    wanted = _Wanted(target, choice, split, task, fold, validation, test, seed, skip_bad)
     _check(wanted, limit)
     whole = _prepared(source)
     if whole is None:
         data = _from_source(open_source(source, split, fold), short_name(source), wanted, limit)
-    elif useless := wanted.given("target", "image", "columns", "split", "task", "fold", "size"):
+    elif useless := _given(wanted, "target", "split", "task", "fold") + _given(choice, *OPTIONS):
         raise ValueError(f"{useless[0]}= does not change {str(source)!r}, which is prepared: leave it out")
     else:
         data = whole if limit is None else _limited(whole, limit, seed)
@@ -107,7 +117,7 @@ def add_ood(
             opened = open_source(source)
             bad = BadRows(opened, skip_bad)
             inputs = data.encoder.columns(opened, image)
-            bad.check(inputs)
+            bad.check(inputs, data.kind.fills)
             rows = bad.without(opened.parts.get("test", torch.arange(len(opened))))
             rows = _fewer(rows, torch.zeros(len(rows)), limit, seed)
             x = bad.encode(data.encoder, inputs, rows).x
@@ -127,31 +137,31 @@ class _Wanted:
     """The arguments of `load` that say how to read a source."""
 
     target: str | None
-    image: str | None
-    columns: Sequence[str] | None
+    choice: Choice
     split: str | None
     task: str | None
     fold: int
-    size: tuple[int, int] | None
     validation: float
     test: float
     seed: int
     skip_bad: bool
 
-    def given(self, *names: str) -> list[str]:
-        """Which of these were given."""
-        return [name for name in names if getattr(self, name)]
+
+def _given(what: object, *names: str) -> list[str]:
+    """Which of these arguments were given."""
+    return [name for name in names if getattr(what, name)]
 
 
 def _from_source(source: Source, name: str, wanted: _Wanted, limit: int | None) -> Data:
-    kind, found = kind_of_source(source, wanted.image)
+    choice = wanted.choice
+    kind, found = kind_of_source(source, choice.image)
     target = find_target(source, wanted.target, found)
-    for option in wanted.given("image", "columns", "size"):
+    for option in _given(choice, *OPTIONS):
         if option not in kind.options:
             raise ValueError(f"{option}= is not for {source.name}, which holds {kind.inputs}: leave it out")
-    inputs = kind.choose(source, target, wanted.image, wanted.columns)
+    inputs = kind.choose(source, target, choice)
     bad = BadRows(source, wanted.skip_bad)
-    bad.check({**inputs, target: source.columns[target]})
+    bad.check(inputs, kind.fills, {target: source.columns[target]})
     every = bad.without(torch.arange(len(source)))
     if not len(every):
         raise ValueError(f"{source.name} has no row without fault: {', '.join(bad.counts())}")
@@ -163,13 +173,35 @@ def _from_source(source: Source, name: str, wanted: _Wanted, limit: int | None) 
     except ValueError as error:
         raise ValueError(f"{source.name}: {error}") from error
     rows = {part: _fewer(chosen, groups[chosen], limit, wanted.seed) for part, chosen in rows.items()}
-    encoder = kind.fit(inputs, rows["train"], wanted.size)
+    if source.arrays and choice.columns is None:
+        choice = replace(choice, columns=list(inputs))
+    encoder = kind.fit(inputs, rows["train"], choice)
     order = torch.cat(list(rows.values()))
     encoded = bad.encode(encoder, inputs, order)  # all parts at once, since they must be alike
     train, validation, test = _parts(source, rows, encoded, y[order])
+    reading = _whole_reading(source, target, classes, choice, encoder.reading)
     return Data(
-        name, train, validation, test, classes, encoder.names, dropped=bad.counts(), categories=encoder.categories
-    )
+        name, train, validation, test, classes, encoder.names, dropped=bad.counts(), features=encoder.features,
+        reading=reading,
+    )  # fmt: skip
+
+
+def _whole_reading(
+    source: Source, target: str, classes: Sequence[str], choice: Choice, reading: Sequence[ColumnReading]
+) -> tuple[ColumnReading, ...]:
+    """How all columns of a table were read, in their order, with the target and those that were not asked for."""
+    if not reading:
+        return ()
+    found = {each.name: each for each in reading}
+    column = source.columns[target]
+    values = {value for value in (column.values.tolist() if column.numeric else column.values) if value == value}
+    missing = len(column.missing())
+    what = "classes" if classes else "a number"
+    found[target] = ColumnReading(target, "target", len(values - {None}), missing, note=f"{what} to predict")
+    for name in source.columns:
+        reason = "it is to be dropped" if name in choice.drop else "it is not among the columns to read"
+        found.setdefault(name, ColumnReading(name, "unread", 0, 0, reason))
+    return tuple(found[name] for name in source.columns)
 
 
 def _parts(source: Source, rows: Mapping[str, Tensor], encoded: Encoded, y: Tensor) -> Iterator[Part]:
@@ -224,7 +256,10 @@ def _check(wanted: _Wanted, limit: int | None) -> None:
         check_count("limit", limit)
     if wanted.task is not None and wanted.task not in TASKS:
         raise ValueError(f"task must be None, {' or '.join(TASKS)}, got {wanted.task!r}")
-    if isinstance(wanted.columns, str):
-        raise ValueError(f"columns must be a list of names, got {wanted.columns!r}")
+    for name in ("columns", "drop"):
+        if isinstance(value := getattr(wanted.choice, name), str):
+            raise ValueError(f"{name} must be a list of names, got {value!r}")
+    if not isinstance(wanted.choice.read_as, Mapping):
+        raise ValueError(f"read_as must be a mapping from names of columns, got {wanted.choice.read_as!r}")
     if isinstance(wanted.fold, bool) or not isinstance(wanted.fold, int) or wanted.fold < 0:
         raise ValueError(f"fold must be a whole number, 0 or more, got {wanted.fold!r}")

@@ -16,22 +16,23 @@ __all__ = ["BadRows"]
 
 
 class BadRows:
-    """The rows of a source that cannot be used, and why: an error, or with `skip` to be left out and counted.
+    """The rows of a source that cannot be used, and why: an error, or with `skip` to be left out and counted."""
 
-    `advice` is how the user asks for `skip`.
-    """
-
-    def __init__(self, source: Source, skip: bool, advice: str = "skip_bad=True") -> None:
-        self.source, self.skip, self.advice = source, skip, advice
+    def __init__(self, source: Source, skip: bool) -> None:
+        self.source, self.skip = source, skip
         self.rows: dict[int, str] = dict(source.broken)  # the reason
         self.details: dict[int, str] = {}
 
-    def check(self, columns: Mapping[str, Column]) -> None:
-        """Rows must have a value in all of these columns."""
-        for name, column in columns.items():
+    def check(self, inputs: Mapping[str, Column], fills: bool, needed: Mapping[str, Column] | None = None) -> None:
+        """Rows must have all `needed` values, and all inputs; or one of these, where the others are filled in."""
+        for name, column in {**(needed or {}), **({} if fills else inputs)}.items():
             lacks = "is missing or no finite number" if column.kind == "number" else "is missing"
             for row in column.missing():
                 self.rows.setdefault(row, f"{name!r} {lacks}")
+        if fills:
+            empty = torch.stack([column.empty() for column in inputs.values()]).all(0)
+            for row in empty.nonzero().flatten().tolist():
+                self.rows.setdefault(row, "all inputs are missing")
         self._settle()
 
     def encode(self, encoder: Encoder, columns: Mapping[str, Column], rows: Tensor) -> Encoded:
@@ -50,7 +51,7 @@ class BadRows:
         first = [f"{self.source.where(row)}: {self.rows[row]}{self.details.get(row, '')}" for row in named]
         more = [f"and {len(self.rows) - 3} more"] if len(self.rows) > 3 else []
         count = "1 bad row" if len(self.rows) == 1 else f"{len(self.rows)} bad rows"
-        raise ValueError(f"{self.source.name} has {count}: {'; '.join(first + more)}. {self.advice} leaves them out")
+        raise ValueError(f"{self.source.name} has {count}: {'; '.join(first + more)}. skip_bad=True leaves them out")
 
     def without(self, rows: Tensor) -> Tensor:
         """Those of these rows that can be used."""

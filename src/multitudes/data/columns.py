@@ -1,4 +1,5 @@
-"""A column of a source: numbers, texts or encoded images, read from CSV cells or from Arrow; rows of it, `Encoded`."""
+"""A column of a source: numbers, texts, dates or encoded images, read from CSV cells or from Arrow; rows of it,
+`Encoded`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Column", "Encoded", "from_arrow", "from_cells"]
+from multitudes.data.parsing import ENOUGH, read_date, read_number
+
+__all__ = ["MISSING", "Column", "Encoded", "from_arrow", "from_cells", "given"]
 
 MISSING = frozenset({"", "?", "na", "n/a", "nan", "null", "none"})
 """The cells of a CSV file, in small letters, that say that there is no value."""
@@ -22,27 +25,75 @@ class Column:
     """N values of one kind.
 
     `kind="number"`: float64 `[N]`, with NaN for what is missing or no number; `whole` where all are integers.
+    `kind="date"`: float64 `[N]`, the days since the beginning of 1970, with NaN for what is missing.
     `kind="text"`, `kind="image"`: a list of `str` or `bytes`, with None for what is missing. Any other kind is the name
-    of a type that is not understood. `names` are the classes in their order, where the source says them.
+    of a type that is not understood. `names` are the classes in their order, where the source says them; `cells` what
+    was written, with None for what is missing, where numbers were read from texts, with the decimal mark `mark`.
     """
 
     kind: str
     values: Any
     whole: bool = False
     names: tuple[str, ...] = ()
+    cells: Sequence[str | None] = ()
+    mark: str = "."
 
     def __len__(self) -> int:
         return len(self.values)
 
+    @property
+    def numeric(self) -> bool:
+        """Whether the values are a tensor."""
+        return self.kind in ("number", "date")
+
     def missing(self) -> list[int]:
         """The rows without a value, or with a number that is not finite in float32."""
-        if self.kind == "number":
+        if self.numeric:
             return (~self.values.float().isfinite()).nonzero().flatten().tolist()
         return [row for row, value in enumerate(self.values) if value is None]
 
     def take(self, rows: Tensor) -> Any:
         """The values of these rows."""
-        return self.values[rows] if self.kind == "number" else [self.values[row] for row in rows.tolist()]
+        return self.values[rows] if self.numeric else [self.values[row] for row in rows.tolist()]
+
+    def empty(self) -> Tensor:
+        """Which rows have nothing at all, `[N]`; a word among numbers is something."""
+        if self.numeric and not self.cells:
+            return self.values.isnan()
+        if isinstance(self.values, range):  # of a type that is not understood
+            return torch.zeros(len(self), dtype=torch.bool)
+        return torch.tensor([not text for text in self.cells or self.values], dtype=torch.bool)
+
+    # -- the values as something else ----------------------------------------------------------------------
+
+    def texts(self) -> Sequence[str | None]:
+        """The values as texts: as they were written, where that is known."""
+        if not self.numeric:
+            return [text or None for text in self.values]
+        return self.cells or [_written(value, self.names) for value in self.values.tolist()]
+
+    def numbers(self, mark: str) -> Tensor:
+        """The values as numbers, with this decimal mark; NaN for what is none."""
+        if self.numeric and (not self.cells or mark == self.mark):
+            return self.values
+        return _tensor([math.nan if text is None else read_number(text, mark) for text in self.texts()])
+
+    def days(self, order: str) -> Tensor:
+        """The values as dates in this order of day, month and year, in days since 1970; NaN for what is none."""
+        if self.kind == "date":
+            return self.values
+        read = {text: math.nan if text is None else read_date(text, order) for text in set(self.texts())}
+        return _tensor([read[text] for text in self.texts()])
+
+
+def _tensor(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _written(value: float, names: tuple[str, ...]) -> str | None:
+    if not math.isfinite(value):
+        return None
+    return names[int(value)] if names else str(int(value)) if value.is_integer() else str(value)
 
 
 @dataclass(frozen=True)
@@ -50,7 +101,8 @@ class Encoded:
     """Rows of a source as inputs, `[n, ...]`: which of the rows they are, and why the others cannot be used.
 
     `bad` says "what is wrong (how it was found)"; `files` are the encoded images that `x` is the pixels of, if any;
-    `unknown` is how many rows have a category that the training part has not.
+    `unknown` is how many rows have a category that the training part has not; `filled` how many values were missing and
+    filled in, by column.
     """
 
     x: Tensor
@@ -58,31 +110,29 @@ class Encoded:
     bad: Mapping[int, str] = field(default_factory=dict)
     files: tuple[bytes, ...] = ()
     unknown: int = 0
+    filled: Mapping[str, int] = field(default_factory=dict)
 
 
-def from_cells(cells: Sequence[str]) -> Column:
+def given(cells: Sequence[str]) -> list[str | None]:
+    """What is written in cells, None where that says that there is no value."""
+    return [None if cell.strip().lower() in MISSING else cell.strip() for cell in cells]
+
+
+def from_cells(texts: Sequence[str | None], mark: str = ".") -> Column:
     """A column of a CSV file. Where nine in ten of its values read as numbers, it is one of numbers.
 
-    >>> from_cells(["1", "2", ""]).values
+    >>> from_cells(["1", "2", None]).values
     tensor([1., 2., nan], dtype=torch.float64)
-    >>> from_cells(["red", "1", "NA"]).values
+    >>> from_cells(["red", "1", None]).values
     ['red', '1', None]
     """
-    texts = [None if cell.strip().lower() in MISSING else cell.strip() for cell in cells]
-    numbers = [math.nan if text is None else _number(text) for text in texts]
-    given = sum(text is not None for text in texts)
+    numbers = [math.nan if text is None else read_number(text, mark) for text in texts]
+    count = sum(text is not None for text in texts)
     read = sum(not math.isnan(number) for number in numbers)
-    if 10 * read < 9 * given:
+    if read < ENOUGH * count:
         return Column("text", texts)
-    whole = read == given and all(text is None or text.lstrip("+-").isdigit() for text in texts)
-    return Column("number", torch.tensor(numbers, dtype=torch.float64), whole)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+    whole = read == count and all(text is None or text.lstrip("+-").isdigit() for text in texts)
+    return Column("number", _tensor(numbers), whole, cells=texts, mark=mark)
 
 
 def from_arrow(table: Any, features: Mapping[str, Any]) -> dict[str, Column]:
@@ -110,6 +160,11 @@ def _arrow_column(column: Any, feature: Any) -> Column:
         return Column("number", _numbers(column.cast(pa.int8())), whole=True, names=("False", "True"))
     if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind) or types.is_null(kind):
         return Column("number", _numbers(column), whole=types.is_integer(kind))
+    if types.is_date(kind) or types.is_timestamp(kind):
+        return Column("date", _numbers(column.cast(pa.timestamp("us"), safe=False).cast(pa.int64())) / 86400e6)
+    if types.is_time(kind) or types.is_duration(kind):  # as hours
+        unit = pa.time64("us") if types.is_time(kind) else pa.duration("us")
+        return Column("number", _numbers(column.cast(unit, safe=False).cast(pa.int64())) / 3600e6)
     return Column(str(kind), range(len(column)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor
 from multitudes.core.checks import needed
 from multitudes.core.draws.memory import free_bytes
 from multitudes.data.columns import Column, Encoded
+from multitudes.data.features import Feature
+from multitudes.data.reading import ColumnReading
 from multitudes.data.sources import Source
 
 __all__ = ["ImageEncoder", "decode", "find_images", "refit"]
@@ -28,7 +30,8 @@ class ImageEncoder:
     size: Size | None = None
     channels: int | None = None
     names: tuple[str, ...] = ()
-    categories: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    features: Sequence[Feature] = ()
+    reading: Sequence[ColumnReading] = ()
 
     def columns(self, source: Source, image: str | None = None) -> dict[str, Column]:
         """The column of images of a source, which may have its own name there."""

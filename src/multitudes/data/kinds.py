@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from multitudes.data.columns import Column, Encoded
-from multitudes.data.images import ImageEncoder, Size, find_images, refit
+from multitudes.data.features import Feature
+from multitudes.data.images import ImageEncoder, find_images, refit
+from multitudes.data.reading import ColumnReading
 from multitudes.data.sources import Source, open_images, open_source
-from multitudes.data.tables import TableEncoder, choose_columns
+from multitudes.data.tables import Choice, TableEncoder, choose_columns
 
 __all__ = ["KINDS", "Encoder", "Kind", "kind_of_inputs", "kind_of_shape", "kind_of_source", "mean_std"]
 
@@ -34,8 +36,12 @@ class Encoder(Protocol):
         """The names of the features, where they have any."""
 
     @property
-    def categories(self) -> Mapping[str, Sequence[str]]:
-        """All that was fitted: the texts that are known, by column."""
+    def features(self) -> Sequence[Feature]:
+        """All that was fitted: how columns become features, where they do."""
+
+    @property
+    def reading(self) -> Sequence[ColumnReading]:
+        """How the columns were read, where the encoder was fitted."""
 
     def columns(self, source: Source, image: str | None = None) -> dict[str, Column]:
         """The columns of a source that inputs are made of; an error where they are not there."""
@@ -66,12 +72,12 @@ class Kind:
     """The columns of a source that can only be inputs, none where that is open; None where it is of another kind."""
     options: Collection[str]
     """The arguments of `load` that are for this kind alone."""
-    choose: Callable[[Source, str, str | None, Sequence[str] | None], dict[str, Column]]
-    """The columns of inputs, from the target and `image` and `columns` of `load`."""
-    fit: Callable[[Mapping[str, Column], Tensor, Size | None], Encoder]
+    choose: Callable[[Source, str, Choice], dict[str, Column]]
+    """The columns of inputs, from the target and what was asked of them."""
+    fit: Callable[[Mapping[str, Column], Tensor, Choice], Encoder]
     """An encoder for these columns, fitted to the training rows."""
-    encoder: Callable[[Shape, Sequence[str], Mapping[str, Sequence[str]]], Encoder]
-    """The fitted one again, from the shape of the inputs, the names of their features, and the categories."""
+    encoder: Callable[[Shape, Sequence[str], Sequence[Feature]], Encoder]
+    """The fitted one again, from the shape of the inputs, the names of their features, and what was fitted."""
     moments: Callable[[Tensor], tuple[Tensor, Tensor]]
     """Mean and deviation of scaled inputs, float64, in a shape that fits one input; 1 where all are equal."""
     defaults: Callable[[Shape], dict[str, Any]]
@@ -88,6 +94,8 @@ class Kind:
     """What that does, in a formula."""
     named: bool = False
     """Whether features have names."""
+    fills: bool = False
+    """Whether the encoder fills in what is missing, so that a row needs one value alone."""
     labelled: bool = False
     """Whether whole numbers to predict are classes, however many there are."""
     feature_maps: bool = False
@@ -175,9 +183,9 @@ KINDS = [
         "image", "images", torch.uint8, 3, "uint8 images [N, C, H, W]",
         find=find_images,
         options=("image", "size"),
-        choose=lambda source, target, image, columns: ImageEncoder().columns(source, image),
-        fit=lambda columns, rows, size: ImageEncoder(size),
-        encoder=lambda shape, names, categories: ImageEncoder((shape[1], shape[2]), shape[0]),
+        choose=lambda source, target, choice: ImageEncoder().columns(source, choice.image),
+        fit=lambda columns, rows, choice: ImageEncoder(choice.size),
+        encoder=lambda shape, names, features: ImageEncoder((shape[1], shape[2]), shape[0]),
         moments=_image_moments,
         defaults=_image_defaults,
         arguments=_image_arguments,
@@ -192,15 +200,16 @@ KINDS = [
     Kind(
         "table", "rows", torch.float32, 1, "float32 features [N, F]",
         find=lambda source, image: [],
-        options=("columns",),
-        choose=lambda source, target, image, columns: choose_columns(source, target, columns),
-        fit=lambda columns, rows, size: TableEncoder.fitted(columns, rows),
-        encoder=lambda shape, names, categories: TableEncoder(categories or dict.fromkeys(names, ())),
+        options=("columns", "drop", "read_as"),
+        choose=choose_columns,
+        fit=TableEncoder.fitted,
+        encoder=lambda shape, names, features: TableEncoder(features) if features else TableEncoder.of_numbers(names),
         moments=mean_std,
         # The network of the UCI benchmark, whose data are small.
         defaults=lambda shape: _defaults("mlp", {"hidden": [50]}, epochs=40, batch_size=32, lr=0.01, clip=10.0),
         arguments=_table_arguments,
         named=True,
+        fills=True,
     ),
 ]  # fmt: skip
 """A source is of the first kind that finds its inputs in it: the table, which takes any source, is the last."""

@@ -17,13 +17,15 @@ from torch import Tensor
 
 from multitudes.core.checks import needed
 from multitudes.core.files import replacing
+from multitudes.data.features import feature_of
 from multitudes.data.images import decode
+from multitudes.data.reading import ColumnReading
 from multitudes.data.splits import PARTS
 from multitudes.data.types import Data, Part
 
 __all__ = ["read", "save"]
 
-VERSION = 2
+VERSION = 3
 
 
 def save(data: Data, path: str | Path) -> Path:
@@ -37,7 +39,7 @@ def save(data: Data, path: str | Path) -> Path:
         raise ValueError(f"path must lie in a folder that exists, got {str(path)!r}")
     about = {name: getattr(data, name) for name in ("name", "classes", "columns", "shape")}
     about |= {"version": VERSION, "dropped": dict(data.dropped), "ood": list(data.ood)}
-    about["categories"] = {name: list(known) for name, known in data.categories.items()}
+    about |= {name: [each.plain() for each in getattr(data, name)] for name in ("features", "reading")}
     arrays = {"about": _bytes(json.dumps(about).encode())}
     for name, part in data.parts.items():
         arrays[f"{name}.y"] = part.y
@@ -65,12 +67,14 @@ def read(path: str | Path) -> Data:
                 versions = f"its version is {about['version']}, and this program reads {VERSION}"
                 raise ValueError(f"{versions}: remove it and prepare it again")
             train, validation, test = (_part(arrays, name, about["shape"]) for name in PARTS)
+            features = tuple(map(feature_of, about["features"]))
+            reading = tuple(ColumnReading(**each) for each in about["reading"])
             ood = {name: torch.from_numpy(arrays[f"ood.{number}"]) for number, name in enumerate(about["ood"])}
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{str(path)!r} is no whole file of prepared data: {reason}") from error
     classes, columns = tuple(about["classes"]), tuple(about["columns"])
-    return Data(about["name"], train, validation, test, classes, columns, ood, about["dropped"], about["categories"])
+    return Data(about["name"], train, validation, test, classes, columns, ood, about["dropped"], features, reading)
 
 
 def _part(arrays: Any, name: str, shape: list[int]) -> Part:

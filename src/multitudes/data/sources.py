@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from multitudes.core.checks import needed
-from multitudes.data.columns import Column, from_arrow, from_cells
+from multitudes.data.columns import Column, from_arrow, from_cells, given
+from multitudes.data.parsing import decimal_marks
 from multitudes.data.splits import PARTS, part_named
 
 __all__ = ["SOURCES", "Source", "from_hub", "open_images", "open_source", "short_name"]
@@ -34,7 +35,9 @@ class Source:
     """All rows of a source by column; which of them are whose part; where each was read.
 
     `origins` are the files in their order, each with its number of rows; `broken` says of rows what is wrong with
-    them as a whole; `target` is the column to predict, where that is clear; `files`, whether each row is a file.
+    them as a whole; `target` is the column to predict, where that is clear; `files`, whether each row is a file;
+    `lines` are the lines on which the rows begin, counted from 1, where they are of text files; `arrays`, whether all
+    columns are features by themselves.
     """
 
     name: str
@@ -44,6 +47,8 @@ class Source:
     broken: Mapping[int, str] = field(default_factory=dict)
     target: str | None = None
     files: bool = False
+    lines: Sequence[int] = ()
+    arrays: bool = False
 
     def __len__(self) -> int:
         return sum(count for _, count in self.origins)
@@ -55,12 +60,23 @@ class Source:
         return self.columns[name]
 
     def where(self, row: int) -> str:
-        """The file, and the row in it, counted from 0."""
+        """The file, and the place in it."""
+        index = row
         for name, count in self.origins:
-            if row < count:
-                return name if self.files else f"{name} row {row}"
-            row -= count
+            if index < count:
+                return name if self.files else f"{name} {self.place(row)}"
+            index -= count
         raise IndexError(row)
+
+    def place(self, row: int) -> str:
+        """The line of a text file, counted from 1; elsewhere the row, counted from 0."""
+        if self.lines:
+            return f"line {self.lines[row]}"
+        for _, count in self.origins:
+            if row < count:
+                break
+            row -= count
+        return f"row {row}"
 
 
 def open_source(source: str | Path, split: str | None = None, fold: int = 0) -> Source:
@@ -176,33 +192,44 @@ def _csv(name: str, folder: Path, files: Sequence[Path]) -> Source:
     """CSV files with the same header; separated by comma, semicolon or tab, whichever the header has most of."""
     header: list[str] = []
     rows: list[list[str]] = []
-    origins, broken = [], {}
+    numbers: list[int] = []
+    origins, broken, separator = [], {}, ","
     for path in files:
-        lines = _csv_lines(path)
-        names = [cell.strip() for cell in lines[0]] if lines else []
+        separator, lines = _csv_lines(path)
+        names = [cell.strip() for cell in lines[0][1]] if lines else []
         _same_columns(header or names, names, path)
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ValueError(f"{path.name} must name its columns apart in its first line, got {twice!r} twice")
         header = names
-        for line in lines[1:]:
+        for number, line in lines[1:]:
             if len(line) != len(header):
                 broken[len(rows)] = f"the number of cells is not {len(header)}, that of the columns"
                 line = [""] * len(header)
             rows.append(line)
+            numbers.append(number)
         origins.append((_relative(path, folder), len(lines) - 1))
     if not rows:
         raise ValueError(f"{name} holds no rows")
-    columns = {cell: from_cells(cells) for cell, cells in zip(header, zip(*rows, strict=True), strict=True)}
-    return Source(name, columns, _parts_of_files(origins), origins, broken)
+    texts = [given(cells) for cells in zip(*rows, strict=True)]
+    marks = decimal_marks(texts, separator)
+    columns = {cell: from_cells(own, mark) for cell, own, mark in zip(header, texts, marks, strict=True)}
+    return Source(name, columns, _parts_of_files(origins), origins, broken, lines=numbers)
 
 
-def _csv_lines(path: Path) -> list[list[str]]:
+def _csv_lines(path: Path) -> tuple[str, list[tuple[int, list[str]]]]:
+    """What separates the cells, and each row that is not empty, with the line on which it begins."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
         header = re.sub('"[^"]*"', "", text[:65536]).partition("\n")[0]
         most = max(",;\t", key=header.count)
-        return [line for line in csv.reader(io.StringIO(text, newline=""), delimiter=most) if line]
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=most)
+        found, start = [], 1
+        for line in reader:
+            if line:
+                found.append((start, line))
+            start = reader.line_num + 1
+        return most, found
     except UnicodeDecodeError as error:
         raise ValueError(f"{path.name} must be UTF-8, which byte {error.start} is not") from error
     except csv.Error as error:
@@ -257,7 +284,7 @@ def _npz(path: Path, fold: int) -> Source:
         together = torch.cat(list(parts.values()))
         if len(together.unique()) < len(together) or together.min() < 0 or together.max() >= len(x):
             raise ValueError(f"{path.name} must have different rows below {len(x)} in fold {fold}, for train and test")
-    return Source(path.name, columns, parts, [(path.name, len(x))], target="y")
+    return Source(path.name, columns, parts, [(path.name, len(x))], target="y", arrays=True)
 
 
 _READERS = {".parquet": _parquet, ".csv": _csv}

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from multitudes.data.columns import Column, Encoded
+from multitudes.data.features import Feature, Number
+from multitudes.data.reading import ColumnReading, check_read_as, read_columns
 from multitudes.data.sources import Source
 
-__all__ = ["TableEncoder", "choose_columns", "find_target", "targets"]
-
-CATEGORIES = 256
-"""The most categories that a column may have: with more it is no category, but a name or a text."""
+__all__ = ["Choice", "TableEncoder", "choose_columns", "find_target", "targets"]
 
 CLASSES = 20
 """Whole numbers of a table are classes where there are at most this many, each ten times or more on average."""
 
 
 @dataclass(frozen=True)
+class Choice:
+    """What was asked of the columns of inputs: the arguments of `load` of these names."""
+
+    image: str | None = None
+    size: tuple[int, int] | None = None
+    columns: Sequence[str] | None = None
+    drop: Sequence[str] = ()
+    read_as: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class TableEncoder:
-    """Features of a table: numbers as they are, and of each column of texts one feature for every category, 1 where
-    the row is of it and 0 elsewhere. A category that the training rows do not have is 0 everywhere.
+    """Rows of a table into features: each column by its own `Feature`, fitted to the training rows.
 
     >>> columns = {"size": Column("number", torch.tensor([1.0, 2.0, 3.0])), "colour": Column("text", ["b", "a", "c"])}
     >>> encoder = TableEncoder.fitted(columns, torch.tensor([0, 1]))
@@ -34,59 +43,55 @@ class TableEncoder:
             [3., 0., 0.]])
     """
 
-    categories: Mapping[str, Sequence[str]]
-    """Of each column, none for one of numbers."""
+    features: Sequence[Feature]
+    reading: Sequence[ColumnReading] = ()
+    """How the columns were read, also those that are left out; known where the encoder was fitted."""
 
     @classmethod
-    def fitted(cls, columns: Mapping[str, Column], rows: Tensor) -> TableEncoder:
-        """The encoder for these columns, with the categories that occur in these rows."""
-        found = {}
-        for name, column in columns.items():
-            if column.kind == "number":
-                _check_spread(f"column {name!r}", column.take(rows))
-            values = sorted(set(column.take(rows))) if column.kind == "text" else []
-            if len(values) > CATEGORIES:
-                raise ValueError(
-                    f"column {name!r} has {len(values)} different texts, more than the {CATEGORIES} that can be "
-                    f"categories: leave it out by columns="
-                )
-            found[name] = values
-        return cls(found)
+    def fitted(cls, columns: Mapping[str, Column], rows: Tensor, choice: Choice | None = None) -> TableEncoder:
+        """The encoder for these columns, fitted to these rows."""
+        choice = choice or Choice()
+        features, reading = read_columns(columns, rows, choice.read_as, choice.columns is not None)
+        if not features:
+            left_out = "; ".join(f"{each.name!r}: {each.dropped}" for each in reading)
+            raise ValueError(f"columns= must name the features, since none is left ({left_out})")
+        return cls(tuple(features), tuple(reading))
+
+    @classmethod
+    def of_numbers(cls, names: Sequence[str]) -> TableEncoder:
+        """An encoder for columns of numbers, in which none is missing."""
+        return cls(tuple(Number(name) for name in names))
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the features."""
-        found: list[str] = []
-        for name, values in self.categories.items():
-            found += [f"{name}={value}" for value in values] or [name]
-        return tuple(found)
+        return tuple(name for feature in self.features for name in feature.names)
 
     def columns(self, source: Source, image: str | None = None) -> dict[str, Column]:
         """The columns of a source that features are made of."""
-        for name, known in self.categories.items():
-            if name not in source.columns:
+        for feature in self.features:
+            if feature.column not in source.columns:
                 has = ", ".join(source.columns)
-                raise ValueError(f"{source.name} must have the column {name!r}, as in training; it has {has}")
-            kind, found = "text" if known else "number", source.columns[name].kind
-            if found != kind:
-                raise ValueError(f"column {name!r} of {source.name} must hold {kind}s, as in training, got {found}s")
-        return {name: source.columns[name] for name in self.categories}
+                raise ValueError(f"{source.name} must have the column {feature.column!r}, as in training; it has {has}")
+            try:
+                feature.raw(source.columns[feature.column])
+            except ValueError as error:
+                raise ValueError(f"column {feature.column!r} of {source.name} {error}") from error
+        return {feature.column: source.columns[feature.column] for feature in self.features}
 
     def __call__(
         self, columns: Mapping[str, Column], rows: Tensor, where: Callable[[int], str] | None = None
     ) -> Encoded:
         """The features of these rows, float32 `[N, F]`."""
-        features, unknown = [], torch.zeros(len(rows), dtype=torch.bool)
-        for name, known in self.categories.items():
-            values = columns[name].take(rows)
-            if not known:
-                features.append(values.float()[:, None])
-                continue
-            number = {category: index for index, category in enumerate(known)}
-            index = torch.tensor([number.get(value, -1) for value in values], dtype=torch.int64)
-            features.append((index[:, None] == torch.arange(len(known))).float())
-            unknown |= index < 0
-        return Encoded(torch.cat(features, 1), list(range(len(rows))), unknown=int(unknown.sum()))
+        unknown, filled, parts = torch.zeros(len(rows), dtype=torch.bool), {}, []
+        for feature in self.features:
+            raw = feature.raw(columns[feature.column])[rows]
+            parts.append(feature.features(raw))
+            unknown |= feature.unknown(raw)
+            if missing := int(feature.missing(raw).sum()):
+                filled[feature.column] = missing
+        x = torch.cat(parts, 1)
+        return Encoded(x, list(range(len(rows))), unknown=int(unknown.sum()), filled=filled)
 
 
 def _check_spread(what: str, values: Tensor) -> None:
@@ -99,20 +104,18 @@ def _check_spread(what: str, values: Tensor) -> None:
         )
 
 
-def choose_columns(source: Source, target: str, columns: Sequence[str] | None) -> dict[str, Column]:
-    """The feature columns: the given ones, or all but the target. They must hold numbers or texts."""
-    names = [name for name in source.columns if name != target] if columns is None else list(columns)
-    if target in names or not names:
-        raise ValueError(f"columns must name at least one feature and not the target {target!r}, got {names}")
-    if columns is None and "" in names:
-        raise ValueError(f"{source.name} has a column without a name, maybe row numbers: say the features by columns=")
-    chosen = {name: source.column("columns", name) for name in names}
-    for name, column in chosen.items():
-        if column.kind not in ("number", "text"):
-            raise ValueError(
-                f"column {name!r} is of kind {column.kind}, and features are numbers or texts: leave it out by columns="
-            )
-    return chosen
+def choose_columns(source: Source, target: str, choice: Choice) -> dict[str, Column]:
+    """The columns that features may be made of: the given ones, or all but the target and those to drop."""
+    for name in choice.drop:
+        source.column("drop", name)
+    check_read_as(choice.read_as, source.columns, source.name)
+    if twice := [name for name in choice.read_as if name in choice.drop]:
+        raise ValueError(f"drop and read_as must not name the same column, got {twice[0]!r} in both")
+    names = [name for name in source.columns if name != target] if choice.columns is None else list(choice.columns)
+    if target in (*names, *choice.drop, *choice.read_as) or not names:
+        got = [*names, *choice.drop, *choice.read_as]
+        raise ValueError(f"columns must name at least one feature and not the target {target!r}, got {got}")
+    return {name: source.column("columns", name) for name in names if name not in choice.drop}
 
 
 def find_target(source: Source, target: str | None, inputs: Collection[str]) -> str:

@@ -11,7 +11,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from multitudes.data.features import Feature
 from multitudes.data.kinds import Encoder, Kind, kind_of_inputs, mean_std
+from multitudes.data.reading import ColumnReading
 
 __all__ = ["Data", "Part"]
 
@@ -53,7 +55,8 @@ class Data:
 
     `classes` are the names of the classes, none for regression; `columns` the names of a table's features, none for
     images; `ood` out-of-distribution inputs by name, each like `x`; `dropped` how many bad rows were left out, by
-    reason; `categories` the texts that training knows, by column, where features were made of them (see `encoder`).
+    reason; `features` how the columns of a table become features, by default each as the number it is (see `encoder`);
+    `reading` how each column of the source was read.
 
     >>> part = Part(torch.tensor([[1.0], [3.0]]), torch.tensor([10.0, 30.0]))
     >>> data = Data("two points", part, part, part, columns=("a",))
@@ -73,7 +76,8 @@ class Data:
     columns: tuple[str, ...] = ()
     ood: Mapping[str, Tensor] = field(default_factory=dict)
     dropped: Mapping[str, int] = field(default_factory=dict)
-    categories: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    features: Sequence[Feature] = ()
+    reading: Sequence[ColumnReading] = ()
 
     def __post_init__(self) -> None:
         like = self.train.x
@@ -96,7 +100,7 @@ class Data:
         if len(self.columns) != (features := self.shape[0] if self.kind.named else 0):
             raise ValueError(f"columns must name the {features} features, got {len(self.columns)}")
         if self.encoder.names != self.columns:
-            raise ValueError(f"categories must be those of the columns {self.columns}, got {dict(self.categories)}")
+            raise ValueError(f"features must be those of the columns {self.columns}, got {self.encoder.names}")
 
     @property
     def parts(self) -> dict[str, Part]:
@@ -111,7 +115,7 @@ class Data:
     @property
     def encoder(self) -> Encoder:
         """Rows of other sources into inputs like these."""
-        return self.kind.encoder(self.shape, self.columns, self.categories)
+        return self.kind.encoder(self.shape, self.columns, self.features)
 
     @property
     def task(self) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 
 from multitudes.report.results import Results, mean_spread
 from multitudes.report.style import MEASURES, REFERENCE, Style, Trace, View, axes, plotly_text
-from multitudes.study.leaderboard import Row, best, better, marks
+from multitudes.study.leaderboard import best, better, marks
+from multitudes.study.rows import Row
 
 __all__ = ["Cell", "cost", "standings"]
 
@@ -49,8 +50,8 @@ SCORES = (
     Column("shifted accuracy", "shift/mean/accuracy", "%"),
 )
 COSTS = (
-    Column("inference time", "costs/inference_per_second_ratio", "×", inverse=True),
-    Column("training time", "costs/training_seconds_ratio", "×"),
+    Column("inference time", "costs/inference_time_ratio", "×"),
+    Column("training time", "costs/training_time_ratio", "×"),
     Column("parameters", "costs/parameters_ratio", "×"),
     Column("multiply-adds", "costs/multiply_adds_ratio", "×"),
     Column("peak memory", "costs/peak_memory_bytes_ratio", "×"),

@@ -22,7 +22,7 @@ from multitudes.report.quality import calibration, intervals, selective_predicti
 from multitudes.report.render import render
 from multitudes.report.results import Results, read_results
 from multitudes.report.uncertain_images import uncertain_images
-from multitudes.study.leaderboard import verdict
+from multitudes.study.recommendation import recommend
 from multitudes.study.store import Run, write_atomically
 
 __all__ = ["page", "sections", "write"]
@@ -77,7 +77,7 @@ def page(results: Results) -> str:
     """The whole page, as text."""
     scripts = [needed("plotly.offline", "plots", "a report").get_plotlyjs(), _file("page.js")]
     return render(
-        "page.html", results=results, verdict=verdict(results.board), sections=sections(results),
+        "page.html", results=results, verdict=recommend(results.board).headline, sections=sections(results),
         css=Markup(_file("page.css")), scripts=map(Markup, scripts),
     )  # fmt: skip
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from multitudes.core.checks import needed
-from multitudes.study.leaderboard import Row, leaderboard
+from multitudes.study.leaderboard import leaderboard
+from multitudes.study.rows import Row
 from multitudes.study.store import Job, Run
 
 __all__ = ["Outcome", "Results", "mean_spread", "read_results"]
@@ -141,7 +142,7 @@ def read_results(directory: str | Path) -> Results:
         name=name,
         task=about.get("task", "classification"),
         outcomes=outcomes,
-        board=tuple(leaderboard(run)),
+        board=tuple(row for row in leaderboard(run, run.spec.get("by")) if not row.baseline),
         missing={job.name: run.failed.get(job.name, "") for job in run.missing},
         classes=classes,
         images=images,

@@ -50,7 +50,7 @@ def _three(run: Run) -> tuple[dict[str, nn.Module], Trained] | None:
     for job in done.values():
         if (job.config or {})["method"] == "deep":
             trained = Trained.read(job.directory, "cpu")
-            net = trained.net
+            net = trained.multitude
             if isinstance(net, Members) and net.members > 2 and trained.data.classes:
                 return {f"{job.name}, member {index}": net.member(index) for index in range(3)}, trained
     single = [Trained.read(job.directory, "cpu") for job in done.values() if (job.config or {})["method"] == "single"]

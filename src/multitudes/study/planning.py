@@ -105,6 +105,7 @@ def _data(spec: Spec, run: Run, say: Callable[[str], None]) -> tuple[Data | None
         "parts": {name: len(part) for name, part in data.parts.items()},
         "ood": {name: len(x) for name, x in data.ood.items()},
         "dropped": dict(data.dropped),
+        "columns": [each.plain() for each in data.reading],
         "fingerprint": data.fingerprint,
     }
 

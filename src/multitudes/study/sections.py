@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from multitudes.core.checks import needed
+from multitudes.data.parsing import READ_AS
 from multitudes.training.schedules import SCHEDULES, schedule_of
 
 needed("pydantic", "study", "a study")  # says which extra has it, where the import below would not
@@ -98,6 +99,14 @@ class DataSection(Section):
     target: str | None = option(None, "What to predict.", metavar="COLUMN")
     image: str | None = option(None, "The images, where there are several.", metavar="COLUMN")
     columns: list[str] | None = option(None, "The features of a table.", metavar="A,B,...")
+    drop: list[str] = option([], "Leave this column out; may be repeated.", list[str], metavar="COLUMN")
+    read_as: dict[str, str] = option(
+        {},
+        f"Read a column as {', '.join(READ_AS)}; may be repeated.",
+        list[str],
+        flags=("--as",),
+        metavar="COLUMN=KIND",
+    )
     split: str | None = option(None, "Has train, validation or test for each row.", metavar="COLUMN")
     task: Literal["classification", "regression"] | None = option(None, "By default, found from the target.")
     fold: Annotated[int, Field(ge=0)] = option(0, "Which split of a .npz file.", min=0)

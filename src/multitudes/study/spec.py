@@ -55,12 +55,16 @@ SHIFT = ["gaussian_noise", "defocus_blur", "fog", "contrast"]
 
 
 class SpecError(ValueError):
-    """What is wrong with a specification: one line for each problem, with its line in the file, if there is one."""
+    """What is wrong with a specification: one line for each problem, with its line in the file, if there is one.
+
+    `in_file` is whether it was read from a file, whose keys are then meant.
+    """
 
     def __init__(self, problems: Iterable[tuple[Place, str]], source: TomlText | None = None) -> None:
         found = [(source.line(place) if source else None, message) for place, message in problems]
         found.sort(key=lambda each: each[0] or 0)
         self.lines = [line for line, _ in found]
+        self.in_file = source is not None
         start = source.name if source else ""
         where = [f"{start}, line {line}: " if line else f"{start}: " if start else "" for line in self.lines]
         super().__init__("\n".join(place + message for place, (_, message) in zip(where, found, strict=True)))
@@ -82,6 +86,8 @@ class Spec(Section):
     methods: dict[str, MethodSection] = Field(default={})
     """By the study's own names; an empty table means all that fit the data."""
     seeds: Seeds = Field(default=[0])
+    by: Literal["nll", "brier", "accuracy", "log_density", "crps", "rmse"] | None = None
+    """The score by which methods are ranked and recommended; None is a proper one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     training: TrainingSection = TrainingSection()
     evaluation: EvaluationSection = EvaluationSection()
@@ -103,8 +109,8 @@ class Spec(Section):
 
     @classmethod
     def of(cls, **options: Any) -> Self:
-        """From options: `data`, `model` (a name, or FILE.py:FUNCTION), `methods`, `seeds`, `device`, and any key of
-        the tables by its own name (`epochs`, `ood`, `shift`). None means not given."""
+        """From options: `data`, `model` (a name, or FILE.py:FUNCTION), `methods`, `seeds`, `by`, `device`, and any key
+        of the tables by its own name (`epochs`, `ood`, `shift`). None means not given."""
         return cls._checked(_merged({}, options), Path(), None)
 
     @classmethod
@@ -188,7 +194,8 @@ class Spec(Section):
         }
         whole.pop("methods")
         whole["model"]["settings"] = whole["model"]["settings"] or None
-        return to_toml({"seeds": whole.pop("seeds"), "device": whole.pop("device"), "methods": methods, **whole})
+        first = {name: whole.pop(name, None) for name in ("seeds", "by", "device")}
+        return to_toml({**first, "methods": methods, **whole})
 
 
 NOTHING = {"augment": "none", "clip": 0.0}
@@ -213,7 +220,7 @@ def _merged(raw: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any
     for name, value in options.items():
         if value is None:
             continue
-        if name in ("methods", "seeds", "device"):
+        if name in ("methods", "seeds", "by", "device"):
             merged[name] = value
         elif name == "data":
             merged.setdefault("data", {})["source"] = str(value)

@@ -81,19 +81,18 @@ def measure_times(run: Run, say: Callable[[str], None] = lambda message: None) -
         return None
     say(f"Timing {len(jobs)} methods in turns")
     some = next(iter(jobs.values()))
+    alone = next((label for label, job in jobs.items() if job.method.name == "single"), "")
     with seeded(0):
         network = some.network()
         single = some.built(network, METHODS["single"])
         x = some.data.normalised(some.data.test.x[: costs.BATCH]).to(some.device)
-        base = costs.Prediction(single, x)
-        predicting = {"": base.seconds}
-        batch = _batch(some, single)
-        training = {"": _step(some, single, batch, alone=True).seconds}
-        for label, job in jobs.items():
-            predicting[label] = costs.Prediction(_trained(job), x, base.batch).seconds
-            training[label] = _step(job, job.built(network), batch).seconds
+        base, batch = costs.Prediction(single, x), _batch(some, single)
+        predicting = {label: costs.Prediction(_trained(job), x, base.batch).seconds for label, job in jobs.items()}
+        training = {label: _step(job, job.built(network), batch).seconds for label, job in jobs.items()}
+        if not alone:  # what the others are multiples of
+            predicting[alone], training[alone] = base.seconds, _step(some, single, batch, alone=True).seconds
         tiny = _tiny(base)
-        times = {"inference": in_turns(predicting, ""), "training": in_turns(training, "")}
+        times = {"inference": in_turns(predicting, alone), "training": in_turns(training, alone)}
     return {
         "tiny": tiny,
         "batch": base.batch,

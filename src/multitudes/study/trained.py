@@ -41,9 +41,15 @@ class Trained:
             outputs = outputs_of(data.task, data.outputs)
             model = build_network(config["model"], data.shape, outputs, job.directory)
         net = load(job.directory / "model.safetensors", model)
-        if draws is not None and isinstance(net, Multitude):
-            net.draws = draws
-        return cls(job, net.to(where).eval(), data, where)
+        found = cls(job, net.to(where).eval(), data, where)
+        if draws is not None:
+            found.multitude.draws = draws
+        return found
+
+    @property
+    def multitude(self) -> Multitude:
+        """The network, without its calibration."""
+        return self.net.net if isinstance(self.net, Calibrated) else self.net
 
 
 def mixed_precision(device: torch.device, precision: str | None) -> AbstractContextManager[Any]:

@@ -1,0 +1,198 @@
+"""Texts into numbers and dates: with decimal points or commas, and with day, month and year in any order."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import re
+from collections.abc import Callable, Sequence
+
+__all__ = ["AMBIGUOUS", "ORDERS", "READ_AS", "date_order", "decimal_marks", "read_date", "read_number"]
+
+READ_AS = ("number", "date", "category", "text", "dmy", "mdy")
+"""What a column can be read as: `text` is left out, `dmy` and `mdy` are dates with the day or the month first."""
+
+ORDERS = ("ymd", "dmy", "mdy")
+"""How a date is written: year first, day first, month first. Dates with the year first and with names of months are
+read in every case."""
+
+AMBIGUOUS = "ambiguous"
+"""The order of dates whose day and month cannot be told apart."""
+
+ENOUGH = 0.9
+"""The share of values that must read as numbers or dates for a column to be one."""
+
+Texts = Sequence[str | None]
+
+# -- numbers -----------------------------------------------------------------------------------------------
+
+_SIGN, _EXPONENT = r"[+-]?", r"(?:[eE][+-]?\d+)?"
+_GROUPS = {".": ", \u00a0\u202f'", ",": ". \u00a0\u202f'"}
+"""What may stand between groups of three digits, by the decimal mark."""
+_NUMBER = {
+    mark: re.compile(rf"{_SIGN}(?:\d{{1,3}}(?:([{groups}])\d{{3}})(?:\1\d{{3}})*|\d*)(?:[{mark}]\d*)?{_EXPONENT}")
+    for mark, groups in _GROUPS.items()
+}
+_DECIMAL_COMMA = re.compile(rf"{_SIGN}\d*,(?:\d{{1,2}}|\d{{4,}}){_EXPONENT}|{_SIGN}0,\d+|{_SIGN}\d[\d. ']*\d{{3}},\d+")
+_THOUSANDS_COMMA = re.compile(rf"{_SIGN}\d{{1,3}}(?:,\d{{3}}){{2,}}|{_SIGN}\d{{1,3}}(?:,\d{{3}})+\.\d*")
+_DECIMAL_POINT = re.compile(rf"{_SIGN}\d*\.(?:\d{{0,2}}|\d{{4,}}){_EXPONENT}|{_SIGN}0?\.\d+|{_SIGN}\d{{4,}}\.\d*")
+_COMMA, _POINT = re.compile(rf"{_SIGN}\d+,\d{{3}}"), re.compile(rf"{_SIGN}\d+\.\d{{3}}")
+
+
+def read_number(text: str, mark: str = ".") -> float:
+    """A number whose decimal mark is a point or a comma, NaN where it is none.
+
+    >>> read_number("1,234.5"), read_number("1.234,5", ","), read_number("2.5", ","), read_number("1,2")
+    (1234.5, 1234.5, 2.5, nan)
+    """
+    if _NUMBER[mark].fullmatch(text):
+        for group in _GROUPS[mark]:
+            text = text.replace(group, "")
+        text = text.replace(",", ".")
+    try:
+        return math.nan if "_" in text else float(text)  # which Python reads, and nobody writes
+    except ValueError:
+        return math.nan
+
+
+def decimal_marks(columns: Sequence[Texts], separator: str = ",") -> list[str]:
+    """The decimal mark of each column of a file, a comma where its cells can mean nothing else.
+
+    Where they can, as "1,234", other columns with decimal commas tell, or semicolons between the cells.
+
+    >>> (
+    ...     decimal_marks([["1,5", "2"], ["1.234", "5"]]),
+    ...     decimal_marks([["1,234", "2.5"]]),
+    ...     decimal_marks([["1,234"]], ";"),
+    ... )
+    ([',', ','], ['.'], [','])
+    """
+    marked = [[text for text in set(texts) if text and ("," in text or "." in text)] for texts in columns]
+    sure = [_sure_mark(texts) for texts in marked]
+    likely = "," if "," in sure else "."
+    either = "," if separator == ";" else likely
+    return [
+        mark or (either if _any(_COMMA, texts) else likely if _any(_POINT, texts) else ".")
+        for mark, texts in zip(sure, marked, strict=True)
+    ]
+
+
+def _sure_mark(texts: Sequence[str]) -> str | None:
+    """None where the cells do not tell."""
+    if _any(_THOUSANDS_COMMA, texts) or _any(_DECIMAL_POINT, texts):
+        return "."
+    commas = [text for text in texts if "," in text]
+    numbers = _mostly(commas, lambda text: _NUMBER[","].fullmatch(text) is not None)  # and no words with commas
+    return "," if numbers and _any(_DECIMAL_COMMA, texts) else None
+
+
+def _any(pattern: re.Pattern[str], texts: Sequence[str]) -> bool:
+    return any(pattern.fullmatch(text) for text in texts)
+
+
+# -- dates -------------------------------------------------------------------------------------------------
+
+_CLOCK = (
+    r"(?:(?:[T ]+)(?P<hour>\d{1,2}):(?P<minute>\d{2})(?::(?P<second>\d{2})(?P<rest>[.,]\d+)?)?"
+    r" ?(?P<half>[AaPp][Mm])? ?(?P<zone>Z|UTC|[+-]\d{2}(?::?\d{2})?)?)?"
+)
+_YEAR_FIRST = re.compile(rf"(?P<year>\d{{4}})([-/.])(?P<month>\d{{1,2}})\2(?P<day>\d{{1,2}}){_CLOCK}")
+_DIGITS = re.compile(r"(?P<year>\d{4})(?P<month>\d{2})(?P<day>\d{2})")
+_YEAR_LAST = re.compile(
+    rf"(?P<first>\d{{1,2}})(?:\.(?P<second_>\d{{1,2}})\.(?P<long>\d{{4}})"
+    rf"|([-/])(?P<second__>\d{{1,2}})\4(?P<short>\d{{4}}|\d{{2}})){_CLOCK}"
+)
+_NAMED = re.compile(
+    rf"(?:(?P<day>\d{{1,2}})(?:st|nd|rd|th)?[ .-]+(?P<name>[A-Za-z]{{3,9}})[ .,-]+"
+    rf"|(?P<name_>[A-Za-z]{{3,9}})[ .]+(?P<day_>\d{{1,2}})(?:st|nd|rd|th)?[ ,]+)(?P<year>\d{{4}}){_CLOCK}"
+)
+_MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
+_EPOCH = datetime.date(1970, 1, 1).toordinal()
+
+
+def read_date(text: str, order: str = "ymd") -> float:
+    """The days from the beginning of 1970 to a date, with the time as a fraction; NaN where it is none.
+
+    >>> (
+    ...     read_date("1970-01-03"),
+    ...     read_date("3.1.1970 12:00", "dmy"),
+    ...     read_date("Jan 3, 1970"),
+    ...     read_date("30.2.1970", "dmy"),
+    ... )
+    (2.0, 2.5, 2.0, nan)
+    """
+    if found := _YEAR_FIRST.fullmatch(text) or _DIGITS.fullmatch(text):
+        return _days(found.groupdict(), found["year"], found["month"], found["day"])
+    if found := _NAMED.fullmatch(text):
+        name = (found["name"] or found["name_"]).lower()[:3]
+        month = str(_MONTHS.index(name) + 1) if name in _MONTHS else "0"
+        return _days(found.groupdict(), found["year"], month, found["day"] or found["day_"])
+    if order != "ymd" and (found := _YEAR_LAST.fullmatch(text)):
+        first, second, year = _year_last(found)
+        day, month = (first, second) if order == "dmy" else (second, first)
+        return _days(found.groupdict(), year, month, day)
+    return math.nan
+
+
+def _year_last(found: re.Match[str]) -> tuple[str, str, str]:
+    year = found["long"] or found["short"]
+    if len(year) == 2:
+        year = f"{'19' if int(year) > 68 else '20'}{year}"  # as strptime reads them
+    return found["first"], found["second_"] or found["second__"], year
+
+
+def _days(clock: dict[str, str | None], year: str, month: str, day: str) -> float:
+    try:
+        days = datetime.date(int(year), int(month), int(day)).toordinal() - _EPOCH
+    except ValueError:
+        return math.nan
+    if clock.get("hour") is None:
+        return float(days)
+    hour, minute, second = (int(clock[name] or 0) for name in ("hour", "minute", "second"))
+    if clock["half"]:
+        hour = hour % 12 + 12 * (clock["half"].lower() == "pm")
+    if hour > 24 or minute > 59 or second > 60:
+        return math.nan
+    seconds = 3600 * hour + 60 * minute + second + float((clock["rest"] or "0").replace(",", "."))
+    return days + (seconds - _zone(clock["zone"])) / 86400
+
+
+def _zone(zone: str | None) -> int:
+    """Seconds by which a time is ahead of UTC."""
+    if zone in (None, "Z", "UTC"):
+        return 0
+    digits = zone[1:].replace(":", "").ljust(4, "0")
+    return (-1 if zone[0] == "-" else 1) * (3600 * int(digits[:2]) + 60 * int(digits[2:]))
+
+
+def date_order(texts: Texts) -> str | None:
+    """The order in which a column's dates are written, or `AMBIGUOUS`; None where it does not hold dates.
+
+    >>> date_order(["2020-05-01", None]), date_order(["31/1/2020", "1/2/2020"]), date_order(["1/2/2020"])
+    ('ymd', 'dmy', 'ambiguous')
+    """
+    given = [text for text in texts if text is not None]
+    if not _mostly(given[:200], lambda text: _dated(text) is not None):  # so that long columns of words cost nothing
+        return None
+    found = {text: _dated(text) for text in set(given)}
+    if not _mostly(given, lambda text: found[text] is not None):
+        return None
+    numbers = [_year_last(match) for match in found.values() if match is not None and match.re is _YEAR_LAST]
+    first = any(int(first) > 12 for first, _, _ in numbers)
+    second = any(int(second) > 12 for _, second, _ in numbers)
+    points = any(match is not None and match.re is _YEAR_LAST and match["long"] for match in found.values())
+    if first and second:
+        return None
+    return "ymd" if not numbers else "mdy" if second else "dmy" if first or points else AMBIGUOUS
+
+
+def _dated(text: str) -> re.Match[str] | None:
+    """How a text is a date, if it is one in some order."""
+    if found := _YEAR_FIRST.fullmatch(text) or _NAMED.fullmatch(text):
+        return None if math.isnan(read_date(text)) else found
+    found = _YEAR_LAST.fullmatch(text)
+    return found if found and any(not math.isnan(read_date(text, order)) for order in ("dmy", "mdy")) else None
+
+
+def _mostly(texts: Sequence[str], holds: Callable[[str], bool]) -> bool:
+    return bool(texts) and sum(map(holds, texts)) >= ENOUGH * len(texts)

@@ -1,0 +1,102 @@
+"""How sure a difference between two methods is, over seeds and over test rows.
+
+Both methods answered the same rows, so rows are compared in pairs: `var_n(mean over seeds of a - b) / N`. Trainings
+differ by chance as well: each method's seeds add `variance / seeds`. Two or three seeds tell little of a method's own
+variance, so that of all methods together is used where it is larger, with the degrees of freedom of all of them
+(Welch and Satterthwaite's for the sum of both parts). With one seed the first part is all that is known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from multitudes.core.checks import needed
+from multitudes.metrics.declare import RANKS, Better
+from multitudes.study.rows import Row
+
+__all__ = ["Comparison", "Difference"]
+
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A difference of means, its standard error, and the degrees of freedom of that."""
+
+    mean: float
+    error: float
+    freedom: float
+
+    def interval(self, level: float = LEVEL, among: int = 1) -> tuple[float, float]:
+        """That of Student's t; with `among` such intervals, all of them hold together (Bonferroni).
+
+        >>> low, high = Difference(1.0, 0.5, freedom=9.0).interval()
+        >>> round(low, 3), round(high, 3)
+        (-0.131, 2.131)
+        """
+        special = needed("scipy.special", "study", "a comparison")
+        reach = self.error * float(special.stdtrit(self.freedom, 1 - (1 - level) / (2 * among))) if self.error else 0.0
+        return self.mean - reach, self.mean + reach
+
+    def sure(self, among: int = 1) -> bool:
+        """Whether the interval leaves no doubt which of the two is larger."""
+        low, high = self.interval(among=among)
+        return low > 0 or high < 0
+
+
+class Comparison:
+    """Methods by one score, with what their seeds and test rows say about chance."""
+
+    def __init__(self, rows: Sequence[Row], name: str) -> None:
+        self.name = name
+        spreads = [(row.values[name].spread, len(row.seeds)) for row in rows if name in row.values]
+        known = [(spread**2, seeds - 1) for spread, seeds in spreads if spread is not None]
+        self.freedom = sum(freedom for _, freedom in known)
+        self.pooled = sum(variance * freedom for variance, freedom in known) / self.freedom if known else 0.0
+
+    def difference(self, a: Row, b: Row) -> Difference | None:
+        """What `a` has more than `b`; None where nothing tells how much of that is chance."""
+        ours, theirs = a[self.name], b[self.name]
+        if RANKS.get(self.name.rpartition("/")[2]) is Better.ZERO:  # what counts is how far they are from zero
+            ours, theirs = abs(ours), abs(theirs)
+        mean = ours - theirs
+        if not math.isfinite(mean):
+            return None
+        parts = [part for part in (self._of_rows(a, b), self._of_seeds(a, b)) if part is not None]
+        if not parts:
+            return None
+        total = math.fsum(variance for variance, _ in parts)
+        squares = math.fsum(variance**2 / freedom for variance, freedom in parts)
+        return Difference(mean, math.sqrt(total), total**2 / squares if squares else 1.0)
+
+    def _of_seeds(self, a: Row, b: Row) -> tuple[float, float] | None:
+        """The variance of the difference that comes from the seeds, and its degrees of freedom."""
+        if not self.freedom:
+            return None
+        return math.fsum(self._variance(row) for row in (a, b)), float(self.freedom)
+
+    def _variance(self, row: Row) -> float:
+        """Of a method's mean over its seeds; what does not depend on a seed has none."""
+        if not row.seeds:
+            return 0.0
+        spread = row.values[self.name].spread
+        return max(self.pooled, 0.0 if spread is None else spread**2) / len(row.seeds)
+
+    def _of_rows(self, a: Row, b: Row) -> tuple[float, float] | None:
+        """The variance that comes from the test rows, and its degrees of freedom."""
+        ours, theirs = (_rows(row.examples(), self.name) for row in (a, b))
+        if ours is None or theirs is None or len(ours) != len(theirs) or len(ours) < 2:
+            return None
+        each = ours - theirs
+        if self.name.rpartition("/")[2] == "rmse":  # rows are squares: a difference of roots is theirs over the sum
+            each = each / max(math.sqrt(float(ours.mean())) + math.sqrt(float(theirs.mean())), 1e-300)
+        return float(each.var(ddof=1)) / len(each), len(each) - 1.0
+
+
+def _rows(examples: Mapping[str, Any], name: str) -> Any:
+    """What each test row adds to a score, the mean over seeds, `[N]`; None where that is not known."""
+    found = examples.get(name)
+    return None if found is None else found.mean(0)

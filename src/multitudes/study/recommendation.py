@@ -1,0 +1,350 @@
+"""What to take: for each budget the method that is surely better than the single network, by one score.
+
+A method is worth its price where its gain over the single network is sure (by intervals of 95 % over seeds and test
+rows, which hold for all methods together) and large enough to matter (`NEGLIGIBLE`). The price is the time of a
+prediction, or its multiply-adds where the network is so small that the time is that of calling it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from multitudes.metrics.declare import Better
+from multitudes.study.leaderboard import best, better, level_with_best, score_to_rank_by
+from multitudes.study.paired import Comparison, Difference
+from multitudes.study.rows import Row
+
+__all__ = ["Advice", "Point", "Recommendation", "recommend", "told"]
+
+NEGLIGIBLE = {"nll": 0.03, "brier": 0.03, "crps": 0.02, "rmse": 0.02, "accuracy": 0.005, "log_density": 0.03}
+"""Gains that do not matter: of the single network's score, but of accuracy and log density as they are."""
+ABSOLUTE = ("accuracy", "log_density")
+TITLES = {"accuracy": "accuracy", "nll": "NLL", "brier": "Brier score", "rmse": "RMSE", "crps": "CRPS"}
+TITLES["log_density"] = "log density"
+BUDGETS = {"At the price of one network": 1.3, "At up to four times that": 4.4, "At any price": math.inf}
+"""By the largest multiple of the single network's price that counts as this."""
+TIME, PRODUCTS = "costs/inference_time_ratio", "costs/multiply_adds_ratio"
+COSTS = {TIME: "time of a prediction", PRODUCTS: "multiply-adds"}
+SHORTFALL = 0.02
+"""How much less than they say intervals may cover, beyond chance, before that is a warning."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do at one budget."""
+
+    budget: str
+    method: str | None
+    """None where nothing is worth it."""
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"{self.budget}: {self.sentence}"
+
+
+@dataclass(frozen=True)
+class Point:
+    """A method in the figure: what it costs, how good it is, between what its gain over the single network lies."""
+
+    method: str
+    cost: float
+    score: float
+    low: float
+    high: float
+    on_frontier: bool
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The answer of a study, in words and numbers; terminal and page say the same."""
+
+    by: str
+    """The score."""
+    cost: str
+    """What the price is: the heading of the axis."""
+    headline: str
+    advice: tuple[Advice, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What else there is to know: who is level with the best, and what all this rests on."""
+    warnings: tuple[str, ...] = ()
+    points: tuple[Point, ...] = ()
+
+    @property
+    def methods(self) -> list[str]:
+        """Those that are recommended, each once."""
+        return list(dict.fromkeys(each.method for each in self.advice if each.method))
+
+
+def recommend(rows: Sequence[Row], by: str | None = None, tiny: bool = False) -> Recommendation:
+    """What to take, from the rows of a leaderboard, by a score, or by the default one; `tiny` is of small networks."""
+    name = score_to_rank_by(rows, by)
+    methods = [row for row in rows if not row.baseline and math.isfinite(row[name])]
+    timed = not tiny and all(math.isfinite(row[TIME]) for row in methods)
+    answer = _Answer(rows, methods, name, TIME if timed and methods else PRODUCTS)
+    return Recommendation(
+        name, f"{COSTS[answer.cost]}, × the single network's", answer.headline(), answer.advice(), answer.notes(),
+        answer.warnings(), answer.points(),
+    )  # fmt: skip
+
+
+def told(name: str, value: float) -> str:
+    """A score in words: accuracies in percent.
+
+    >>> told("accuracy", 0.9731), told("nll", 0.0312)
+    ('97.3 %', '0.031')
+    """
+    return f"{100 * value:.1f} %" if name == "accuracy" else f"{value:.3f}" if abs(value) < 100 else f"{value:.4g}"
+
+
+class _Answer:
+    """The parts of a recommendation."""
+
+    def __init__(self, rows: Sequence[Row], methods: Sequence[Row], name: str, cost: str) -> None:
+        self.rows, self.methods, self.name, self.cost = rows, methods, name, cost
+        self.comparison = Comparison(methods, name)
+        self.sign = 1.0 if better(name) is Better.HIGHER else -1.0
+        self.single = next((row for row in methods if row.method == "single"), None)
+        self.others = [row for row in methods if row is not self.single]
+        self.gains = {row.name: self.gain(row, self.single) for row in self.others if self.single is not None}
+        self.picks = {budget: self.pick(limit) for budget, limit in BUDGETS.items()}
+
+    # -- gains -------------------------------------------------------------------------------------------
+
+    def gain(self, row: Row, over: Row) -> Difference | None:
+        """How much better a method is than another, as a positive number."""
+        found = self.comparison.difference(row, over)
+        return found and Difference(self.sign * found.mean, found.error, found.freedom)
+
+    @property
+    def negligible(self) -> float:
+        """The gain over the single network that does not matter."""
+        scale = 1.0 if self.name in ABSOLUTE or self.single is None else abs(self.single[self.name])
+        return NEGLIGIBLE[self.name] * scale
+
+    def worth(self, row: Row) -> bool:
+        """Whether a method is better than the single network, surely and enough."""
+        found = self.gains.get(row.name)
+        return found is not None and found.mean >= self.negligible and found.interval(among=self.count)[0] > 0
+
+    @property
+    def count(self) -> int:
+        return max(1, len(self.others))
+
+    def price(self, row: Row) -> float:
+        return row[self.cost] if math.isfinite(row[self.cost]) else math.inf
+
+    def pick(self, limit: float) -> Row | None:
+        """The best of what is worth it up to a price; of what is level with that, the cheapest."""
+        worth = [row for row in self.others if self.price(row) <= limit and self.worth(row)]
+        top = best(worth, self.name)
+        if top is None:
+            return None
+        level = [row for row in worth if row is top or not _sure(self.gain(top, row))]
+        return min(level, key=lambda row: (round(self.price(row), 1), -self.sign * row[self.name]))
+
+    # -- words -------------------------------------------------------------------------------------------
+
+    def headline(self) -> str:
+        if not self.methods:
+            return "No job is done yet, so there is nothing to compare."
+        if self.single is None:
+            top = best(self.methods, self.name)
+            assert top is not None
+            what = f"{top.name} is the best by {self.title} ({self.told(top)})"
+            return f"{what}; without the single network in the study, nothing says what that is worth."
+        alone = f"the single network ({self.title} {self.told(self.single)})"
+        if not self.others:
+            return f"Only {alone} is done, so there is nothing to compare it with."
+        first = next((row for row in self.picks.values() if row is not None), None)
+        if first is not None:
+            gain = f"{self.title} {self.told(first)}, where the single network has {self.told(self.single)}"
+            return f"{first.name} is worth its price: {gain}, at {self.paid(first)}."
+        reach = self.possible()
+        if reach is None:
+            return f"One run of each cannot tell whether any method is better than {alone}: more seeds can."
+        if reach <= self.negligible:
+            much = self.amount(self.negligible)
+            return f"No method is worth its price here: none is better than {alone} by more than {much}."
+        unseen = f"gains up to {self.amount(reach)} would go unseen"
+        return f"{self.too_few()} to tell whether any method is better than {alone}: {unseen}."
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.name]
+
+    def told(self, row: Row) -> str:
+        return told(self.name, row[self.name])
+
+    def amount(self, value: float) -> str:
+        return f"{100 * value:.2g} points" if self.name == "accuracy" else f"{value:.2g}"
+
+    def possible(self) -> float | None:
+        """The largest gain that the intervals leave room for."""
+        known = [found.interval(among=self.count)[1] for found in self.gains.values() if found]
+        return max(known, default=None)
+
+    def too_few(self) -> str:
+        """What there is too little of."""
+        seeds = f" or seeds ({self.seeds[0]})" if self.seeds[0] > 1 else ""
+        return f"Too few test rows ({self.test_rows:,}){seeds}"
+
+    @property
+    def seeds(self) -> list[int]:
+        """How many seeds methods have."""
+        return sorted({len(row.seeds) for row in self.methods})
+
+    @property
+    def test_rows(self) -> int:
+        return max((row.values[self.name].count for row in self.methods), default=0)
+
+    def paid(self, row: Row) -> str:
+        """What a method costs: its price, and its training."""
+        price = _times(row, self.cost)
+        training = _times(row, "costs/training_time_ratio")
+        trained = f" and {training} the training time" if training else ""
+        return f"{price or 'unknown'} the {COSTS[self.cost]}{trained}"
+
+    def advice(self) -> tuple[Advice, ...]:
+        if self.single is None or not self.others:
+            return ()
+        found: list[Advice] = []
+        before: Row | None = None
+        cheaper = 0.0
+        for budget, limit in BUDGETS.items():
+            there = any(cheaper < self.price(row) <= limit for row in self.others)
+            if there and any(self.picks.values()):  # else the headline says that nothing is worth its price
+                found.append(self.at(budget, self.picks[budget], before))
+            before, cheaper = self.picks[budget] or before, limit
+        again = self.calibration()
+        return (*found, again) if again else tuple(found)
+
+    def at(self, budget: str, row: Row | None, before: Row | None) -> Advice:
+        if row is None:
+            stay = f"stay with {before.name}" if before else "stay with the single network"
+            return Advice(budget, None, f"{stay}; nothing that costs so much is surely better by enough to matter.")
+        if before is not None and (row is before or not _sure(self.gain(row, before))):
+            return Advice(budget, before.name, f"still {before.name}; nothing dearer is surely better.")
+        gain = self.gains[row.name]
+        assert gain is not None
+        return Advice(
+            budget,
+            row.name,
+            f"take {row.name}: {self.title} {self.told(row)}, {self.better_by(gain)}, at {self.paid(row)}.",
+        )
+
+    def better_by(self, gain: Difference, among: int | None = None) -> str:
+        low, high = gain.interval(among=self.count if among is None else among)
+        points = " points" if self.name == "accuracy" else ""
+        scale = 100 if self.name == "accuracy" else 1
+        return f"better by {scale * gain.mean:.2g}{points} (95 %: {scale * low:.2g} to {scale * high:.2g})"
+
+    def calibration(self) -> Advice | None:
+        """What calibrating the single network alone brings, which needs no training."""
+        raw = f"raw/{self.name}"
+        if self.single is None or raw not in self.single.values or better(self.name) is Better.NEITHER:
+            return None
+        found = _before_and_after(self.single, self.name)
+        if found is None or self.name in ("accuracy", "rmse"):
+            return None
+        budget, told_raw = "Without training again", told(self.name, self.single[raw])
+        gain = Difference(self.sign * found.mean, found.error, found.freedom)
+        if gain.mean > 0 and gain.sure():
+            how = f"{self.title} {self.told(self.single)} instead of {told_raw}, {self.better_by(gain, 1)}"
+            return Advice(budget, self.single.name, f"calibrate the single network: {how}.")
+        numbers = f"{self.title} {self.told(self.single)}, before {told_raw}"
+        return Advice(budget, None, f"calibrating the single network changes nothing that is sure ({numbers}).")
+
+    def notes(self) -> tuple[str, ...]:
+        if len(self.methods) < 2:
+            return ()
+        level = level_with_best(self.rows, self.name)
+        top = level[0]
+        names = [row.name for row in level[1:]]
+        others = f"{len(names)} of the other {len(self.methods) - 1} methods are" if len(names) > 3 else _listed(names)
+        verb = "" if len(names) > 3 else (" are" if len(names) > 1 else " is")
+        beside = f"; {others}{verb} level with it" if names else ", ahead of all others"
+        seeds = _plural(self.seeds[0], "seed") if len(self.seeds) == 1 else f"{self.seeds[0]} to {self.seeds[-1]} seeds"
+        alone = "; a second training of each may differ by more" if self.seeds[-1] == 1 else ""
+        return (
+            f"By {self.title} {top.name} is the best ({self.told(top)}){beside}.",
+            f"Intervals are of 95 %, for all methods together, over {seeds} and {self.test_rows:,} test rows{alone}.",
+        )
+
+    def warnings(self) -> tuple[str, ...]:
+        found = []
+        short = [row for row in self.methods if _covers_too_little(row)]
+        if short:
+            shares = sorted(row["coverage_95"] for row in short)
+            held = f"{100 * shares[0]:.0f}" + (f" to {100 * shares[-1]:.0f}" if len(shares) > 1 else "")
+            found.append(f"Intervals of 95 % of {_some(short)} hold only {held} % of the truth.")
+        for baseline in (row for row in self.rows if row.baseline and math.isfinite(row[self.name])):
+            worse = [row for row in self.methods if self.sign * (row[self.name] - baseline[self.name]) < 0]
+            if worse:
+                every = "Every method" if len(worse) == len(self.methods) else _some(worse)
+                verb = "is" if len(worse) in (1, len(self.methods)) else "are"
+                score = f"by {self.title} ({self.told(baseline)})"
+                found.append(f"{every} {verb} worse than {_words(baseline.name)} {score}.")
+        return tuple(found)
+
+    # -- the figure --------------------------------------------------------------------------------------
+
+    def points(self) -> tuple[Point, ...]:
+        priced = sorted((row for row in self.methods if math.isfinite(self.price(row))), key=self.price)
+        found = []
+        for row in priced:
+            gain = self.gains.get(row.name)
+            low, high = gain.interval(among=self.count) if gain else (0.0, 0.0)
+            no_dearer = [other for other in priced if self.price(other) <= self.price(row)]
+            front = best(no_dearer, self.name) is row
+            found.append(Point(row.name, self.price(row), row[self.name], low, high, front))
+        return tuple(found)
+
+
+def _sure(gain: Difference | None) -> bool:
+    return gain is not None and gain.mean > 0 and gain.sure()
+
+
+def _before_and_after(row: Row, name: str) -> Difference | None:
+    """What calibration changes of a score, by the test rows."""
+    examples = row.examples()
+    after, before = examples.get(name), examples.get(f"raw/{name}")
+    if after is None or before is None or after.shape[1] < 2:
+        return None
+    each = (after - before).mean(0)
+    return Difference(row[name] - row[f"raw/{name}"], float(each.std(ddof=1)) / math.sqrt(len(each)), len(each) - 1.0)
+
+
+def _covers_too_little(row: Row) -> bool:
+    if "coverage_95" not in row.values:
+        return False
+    share, count = row["coverage_95"], max(1, row.values["coverage_95"].count)
+    return share + 2 * math.sqrt(0.95 * 0.05 / count) < 0.95 and share < 0.95 - SHORTFALL
+
+
+def _times(row: Row, cost: str) -> str:
+    """A multiple of the single network's cost, with "about" where times vary by more than the difference."""
+    if cost not in row.values:
+        return ""
+    value = row.values[cost]
+    ratio = value.mean
+    vague = value.low is not None and value.high is not None and value.low <= 1 <= value.high and ratio != 1
+    return f"{'about ' if vague else ''}{ratio:.1f} ×"
+
+
+def _some(rows: Sequence[Row]) -> str:
+    names = [row.name for row in rows]
+    return _listed(names) if len(names) <= 4 else f"{len(names)} methods ({', '.join(names[:3])}, …)"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if names else ""
+
+
+def _words(name: str) -> str:
+    return {"chance": "chance", "constant": "a constant prediction"}.get(name, name.replace("_", " "))
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
