@@ -171,7 +171,7 @@ def test_a_precision_that_this_cpu_cannot_compute_is_said_before_any_work(
     command: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check = Mock(side_effect=ValueError("no bfloat16 here"))
-    monkeypatch.setattr("multitudes.cli.study.check_precision", check)
+    monkeypatch.setattr("multitudes.training.precision.check_precision", check)
     ran = multitudes_says(command, "digits", "--device", "cpu", "--precision", "bfloat16")
     assert sentence(ran) == "Error: no bfloat16 here"
     check.assert_called_once_with("bfloat16", torch.device("cpu"))
