@@ -7,7 +7,10 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
-__all__ = ["AMBIGUOUS", "ORDERS", "date_order", "decimal_marks", "read_date", "read_number"]
+__all__ = ["AMBIGUOUS", "ORDERS", "READ_AS", "date_order", "decimal_marks", "read_date", "read_number"]
+
+READ_AS = ("number", "date", "category", "text", "dmy", "mdy")
+"""What a column can be read as: `text` is left out, `dmy` and `mdy` are dates with the day or the month first."""
 
 ORDERS = ("ymd", "dmy", "mdy")
 """How a date is written: year first, day first, month first. Dates with the year first and with names of months are

@@ -16,9 +16,9 @@ from multitudes.data import Data
 from multitudes.evaluation.calibrate import Calibrated
 from multitudes.storage.save import load
 from multitudes.study.job_data import data_of, device_of
-from multitudes.study.leaderboard import leaderboard
 from multitudes.study.networks import build_network, code_of, file_digest, outputs_of
 from multitudes.study.store import Job, Run
+from multitudes.training.precision import check_precision
 
 __all__ = ["Trained", "find_job", "mixed_precision"]
 
@@ -89,7 +89,8 @@ def _own_code(job: Job, model: Mapping[str, Any], given: str | None) -> dict[str
 
 
 def mixed_precision(device: torch.device, precision: str | None) -> AbstractContextManager[Any]:
-    """Inside, torch computes with this precision."""
+    """Inside, torch computes with this precision; an error where this machine cannot."""
+    check_precision(precision or "float32", device)
     return torch.autocast(device.type, torch.bfloat16) if precision == "bfloat16" else nullcontext()
 
 
@@ -110,6 +111,8 @@ def find_job(path: str | Path) -> Job:
     if not done:
         damaged = next((f"; {damage}" for damage in run.damaged.values()), "")
         raise ValueError(f"no job of the run {str(path)!r} is done{damaged}")
+    from multitudes.study.leaderboard import leaderboard  # here: one job is read without metrics
+
     best = leaderboard(run)[0]
     example = run.job(best.name, best.seeds[0]).directory
     names = ", ".join(job.name for job in done)
