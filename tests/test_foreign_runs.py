@@ -12,8 +12,8 @@ import pytest
 
 from multitudes.core.files import read_json, write_json
 from multitudes.study.landscape import write_landscape
-from multitudes.study.local import COMMAND
 from multitudes.study.planning import prepare
+from multitudes.study.processes import WORKER
 from multitudes.study.spec import Spec
 from multitudes.study.store import Job, Run
 from multitudes.study.trained import Trained
@@ -196,6 +196,9 @@ def test_links_in_a_run_directory_lead_to_no_damage(foreign: Path, elsewhere: Pa
     (run.jobs[0].directory / "log.jsonl").symlink_to(precious / "file")
     with pytest.raises(ValueError, match=r"log\.jsonl' is a link"):
         run_job(run.jobs[0].directory)
+    (run.jobs[0].directory / "output.txt").symlink_to(precious / "file")
+    with pytest.raises(ValueError, match="is a link"):
+        prepare(spec, elsewhere / "run")
     for name in ("report.html", "study.toml", "data.json"):
         (foreign / name).unlink(missing_ok=True)
         (foreign / name).symlink_to(precious / "file")
@@ -207,7 +210,7 @@ def test_files_in_the_working_folder_are_no_modules(made: tuple[Path, Path, Path
     """A job imports torch, whatever lies where its study was started."""
     for name in ("torch", "numpy", "safetensors", "json"):
         (elsewhere / f"{name}.py").write_text("raise SystemExit('a file of the working folder was run')\n")
-    command = [*COMMAND, str(Run(made[0]).jobs[0].directory)]
+    command = [*WORKER, str(Run(made[0]).jobs[0].directory)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": PACKAGE})
     assert done.returncode == 0, done.stderr
 

@@ -111,7 +111,7 @@ class Job:
         """Write its results, with the seals of its other files, after which it is done."""
         found = [self.directory / name for name in FILES]
         files = {path.name: check_seal(path) for path in found if path.is_file()}
-        write_json(self.directory / "metrics.json", {"files": files, **metrics})
+        write_json(self.directory / "metrics.json", {"files": files, **metrics}, place=True)
 
     @property
     def predictions(self) -> dict[str, Any]:
