@@ -79,7 +79,8 @@ class Number(Feature):
         return (self.column, f"{self.column} missing") if self.flag else (self.column,)
 
     def raw(self, column: Column) -> Tensor:
-        values = column.numbers(self.mark)
+        # A comma that its own file tells of is one, whatever the training file had.
+        values = column.numbers("," if column.mark == "," else self.mark)
         _check_read(self, column, values)
         return values
 
