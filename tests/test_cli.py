@@ -171,7 +171,7 @@ def test_a_precision_that_this_cpu_cannot_compute_is_said_before_any_work(
     command: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check = Mock(side_effect=ValueError("no bfloat16 here"))
-    monkeypatch.setattr("multitudes.cli.study.check_precision", check)
+    monkeypatch.setattr("multitudes.training.precision.check_precision", check)
     ran = multitudes_says(command, "digits", "--device", "cpu", "--precision", "bfloat16")
     assert sentence(ran) == "Error: no bfloat16 here"
     check.assert_called_once_with("bfloat16", torch.device("cpu"))
@@ -293,7 +293,7 @@ def test_the_leaderboard_has_the_columns_of_the_page_and_marks_the_best() -> Non
     titles = ["method", "accuracy %", "NLL", "ECE %", "AUROC svhn %", "inference time ×", "parameters ×"]
     assert re.split(r"\s{2,}", head.strip()) == titles
     cells = [re.split(r"\s{2,}", line.strip()) for line in body]
-    assert cells[0] == ["deep", "* 91.0 ± 1.4", "* 0.200 ± 0.000", "* 1.2 ± 0.0", "* 90.0 ± 0.0", "about 4.0", "4.00"]
+    assert cells[0] == ["deep", "★ 91.0 ± 1.4", "★ 0.200 ± 0.000", "★ 1.2 ± 0.0", "★ 90.0 ± 0.0", "about 4.0", "4.00"]
     assert cells[1][:3] == ["packed", "90.5 ± 2.1", "0.300 ± 0.000"]
     assert cells[2][:2] == ["single", "50.0 ± 0.0"]
     narrow = leaderboard_tables(rows, "accuracy", width=50)

@@ -6,6 +6,7 @@ import ast
 import importlib
 import pkgutil
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -92,6 +93,49 @@ def test_no_function_or_class_hides_a_module() -> None:
 def test_public_names_are_few() -> None:
     assert len(multitudes.__all__) <= 45
     assert all(hasattr(multitudes, name) for name in multitudes.__all__)
+
+
+def test_public_names_are_those_that_type_checkers_see_and_are_found_when_asked_for() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        (node.module, alias.name) for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    homes = {(f"multitudes.{home}", name) for home, names in multitudes.HOMES.items() for name in names.split()}
+    rooms = {("multitudes", name) for name in multitudes.__all__ if name in multitudes.ROOMS}
+    assert seen == homes | rooms and {name for _, name in seen} == set(multitudes.__all__)
+    every: dict[str, object] = {}
+    exec("from multitudes import *", every)
+    assert set(multitudes.__all__) <= set(every) and set(multitudes.__all__) <= set(dir(multitudes))
+    with pytest.raises(AttributeError, match="no attribute 'packd'"):
+        multitudes.packd  # noqa: B018
+
+
+LIGHT = """
+import sys
+from multitudes.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as ended:
+    print(ended.code)
+heavy = {"torch", "torchmetrics", "numpy", "pandas", "plotly", "ray"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ([], 0), (["--help"], 0), (["--version"], 0), (["methods"], 0), (["compare", "--help"], 0), (["compare"], 2),
+        (["data", "prepare", "--help"], 0), (["compare", "digits", "--sedes", "3"], 2), (["predict"], 2),
+        (["bench", "--shape", "x"], 2), (["export", "--help"], 0),
+    ],
+)  # fmt: skip
+def test_what_needs_no_torch_does_not_wait_for_it(arguments: list[str], code: int) -> None:
+    done = subprocess.run([sys.executable, "-c", LIGHT, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(code)
+    assert not any(line.strip(" \t").rstrip() == "Error:" for line in done.stderr.splitlines()), done.stderr
 
 
 def test_files_that_the_map_names_exist_and_the_way_of_an_image_names_each_once() -> None:

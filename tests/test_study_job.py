@@ -271,7 +271,7 @@ def one_thread() -> Iterator[None]:
 
 def test_a_job_that_was_killed_ends_as_if_it_had_not_been(tmp_path: Path, one_thread: None) -> None:
     """Also where recordings are some steps ahead of the last checkpoint, from which training goes on."""
-    often = {"epochs": 20, "checkpoint_minutes": 0.0002}
+    often = {"epochs": 20, "checkpoint_seconds": 0.0004}
     whole, killed = (written(tmp_path / which, config("swag", training=often)) for which in ("whole", "killed"))
     run(whole)
     process = subprocess.Popen([sys.executable, "-m", "multitudes.study.worker", str(killed)], env=OWN)

@@ -15,6 +15,7 @@ from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude
 from multitudes.methods.dropout import Dropout
+from multitudes.methods.listing import listed
 from multitudes.methods.subspace import Subspace
 from multitudes.study.methods import METHODS, Method, method_of, methods_for, unfit
 from multitudes.study.networks import build_network, defaults, network_names, outputs_of
@@ -45,6 +46,11 @@ def batches(count: int = 12) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(count, 16, *SHAPE, generator=generator)
     return [(part, (part.mean((1, 2, 3)) > 0).long()) for part in x]
+
+
+def test_the_methods_are_listed_without_running_their_files_as_their_rows_say():
+    rows = [(row.name, dict(row.settings), row.costs, row.pick, row.place) for row in METHODS.values()]
+    assert [(each.name, each.settings, each.costs, each.pick, each.place) for each in listed()] == rows
 
 
 def trained(method: Method, network: nn.Module, given: dict[str, Any] | None = None, epochs: int = 4) -> Multitude:

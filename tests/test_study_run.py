@@ -170,7 +170,7 @@ def test_a_failed_job_stops_no_other_and_says_why(make, tmp_path, fake):
     assert outcome.failed == {
         "single-0": "the loss is not finite",
         "single-1": "it ended with exit code 1: RuntimeError: no memory left",
-        "single-2": "it was killed by SIGKILL",
+        "single-2": "it was killed by SIGKILL 3 times: perhaps there is too little memory for as many jobs at a time",
         "single-3": "it ended without results",
     }
     assert run.failed == {"single-0": "the loss is not finite"}

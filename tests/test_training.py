@@ -259,7 +259,7 @@ METHODS = {
 def test_a_training_that_was_interrupted_ends_like_one_that_was_not(method, optimizer, tmp_path):
     data = Stream(20) if (method, optimizer) == ("single", "sgd") else loader()
     whole, pieces = METHODS[method](), METHODS[method]()
-    settings = {"optimizer": optimizer, "seed": 3, "checkpoint_minutes": 0}
+    settings = {"optimizer": optimizer, "seed": 3, "checkpoint_seconds": 0}
     history = fit(whole, data, 4, **settings)
     for step in (2, 7, 8, 15, 20):
         with pytest.raises(Killed):

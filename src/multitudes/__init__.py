@@ -7,35 +7,42 @@ loss = net.loss(x, y)                        # the method's own objective
 p = net.predict(x)                           # p.probs, p.confidence, p.entropy, p.mutual_information
 """
 
-from multitudes import data, landscape, layers, metrics, models, shift
-from multitudes.core.draws.stochastic import Stochastic
-from multitudes.core.members import Members, fuse
-from multitudes.core.multitude import Multitude
-from multitudes.core.predictive import Predictive, gaussian_nll
-from multitudes.evaluation.calibrate import Calibrated, calibrate
-from multitudes.evaluation.evaluate import evaluate
-from multitudes.evaluation.predict import predict
-from multitudes.evaluation.scores import Evaluation
-from multitudes.landscape import explain
-from multitudes.methods.batch_ensemble import batch_ensemble
-from multitudes.methods.deep_ensemble import deep_ensemble
-from multitudes.methods.dropout import drop_connect, mc_dropout
-from multitudes.methods.masksembles import masksembles
-from multitudes.methods.mimo import mimo
-from multitudes.methods.packed import packed
-from multitudes.methods.patching import family, patched
-from multitudes.methods.smoothing import head, smooth
-from multitudes.methods.snapshots import cyclic_lr, cyclic_sgmcmc, snapshots
-from multitudes.methods.subspace import subspace, swa, swag
-from multitudes.methods.temporal import temporal
-from multitudes.methods.variance import variance
-from multitudes.storage.freeze import freeze
-from multitudes.storage.onnx import to_onnx
-from multitudes.storage.save import load, save
-from multitudes.surgery.check import check
-from multitudes.surgery.narrow import narrow
-from multitudes.training.fit import fit
-from multitudes.training.recorder import Recorder
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from multitudes.core.lazy import lazy_names
+
+if TYPE_CHECKING:  # as `HOMES` says below, for those who read types
+    from multitudes import data, landscape, layers, metrics, models, shift
+    from multitudes.core.draws.stochastic import Stochastic
+    from multitudes.core.members import Members, fuse
+    from multitudes.core.multitude import Multitude
+    from multitudes.core.predictive import Predictive, gaussian_nll
+    from multitudes.evaluation.calibrate import Calibrated, calibrate
+    from multitudes.evaluation.evaluate import evaluate
+    from multitudes.evaluation.predict import predict
+    from multitudes.evaluation.scores import Evaluation
+    from multitudes.landscape import explain
+    from multitudes.methods.batch_ensemble import batch_ensemble
+    from multitudes.methods.deep_ensemble import deep_ensemble
+    from multitudes.methods.dropout import drop_connect, mc_dropout
+    from multitudes.methods.masksembles import masksembles
+    from multitudes.methods.mimo import mimo
+    from multitudes.methods.packed import packed
+    from multitudes.methods.patching import family, patched
+    from multitudes.methods.smoothing import head, smooth
+    from multitudes.methods.snapshots import cyclic_lr, cyclic_sgmcmc, snapshots
+    from multitudes.methods.subspace import subspace, swa, swag
+    from multitudes.methods.temporal import temporal
+    from multitudes.methods.variance import variance
+    from multitudes.storage.freeze import freeze
+    from multitudes.storage.onnx import to_onnx
+    from multitudes.storage.save import load, save
+    from multitudes.surgery.check import check
+    from multitudes.surgery.narrow import narrow
+    from multitudes.training.fit import fit
+    from multitudes.training.recorder import Recorder
 
 __all__ = [
     "Calibrated",
@@ -84,3 +91,41 @@ __all__ = [
     "to_onnx",
     "variance",
 ]
+
+ROOMS = (
+    *("core", "surgery", "training", "methods", "layers", "models", "metrics", "shift", "evaluation", "storage"),
+    *("landscape", "data", "study", "report"),
+)
+HOMES = {
+    "core.draws.stochastic": "Stochastic",
+    "core.members": "Members fuse",
+    "core.multitude": "Multitude",
+    "core.predictive": "Predictive gaussian_nll",
+    "evaluation.calibrate": "Calibrated calibrate",
+    "evaluation.evaluate": "evaluate",
+    "evaluation.predict": "predict",
+    "evaluation.scores": "Evaluation",
+    "landscape": "explain",
+    "methods.batch_ensemble": "batch_ensemble",
+    "methods.deep_ensemble": "deep_ensemble",
+    "methods.dropout": "drop_connect mc_dropout",
+    "methods.masksembles": "masksembles",
+    "methods.mimo": "mimo",
+    "methods.packed": "packed",
+    "methods.patching": "family patched",
+    "methods.smoothing": "head smooth",
+    "methods.snapshots": "cyclic_lr cyclic_sgmcmc snapshots",
+    "methods.subspace": "subspace swa swag",
+    "methods.temporal": "temporal",
+    "methods.variance": "variance",
+    "storage.freeze": "freeze",
+    "storage.onnx": "to_onnx",
+    "storage.save": "load save",
+    "surgery.check": "check",
+    "surgery.narrow": "narrow",
+    "training.fit": "fit",
+    "training.recorder": "Recorder",
+}
+"""Where the public names are. Each is imported when it is first asked for, since torch alone takes a second."""
+
+__getattr__, __dir__ = lazy_names(__name__, HOMES, ROOMS)

@@ -10,7 +10,8 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from importlib import metadata
+from typing import Annotated, Any
 
 import typer
 
@@ -43,9 +44,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception as error:  # wrong usage: Typer's own errors have no public class in common
         if not hasattr(error, "format_message"):
             raise
-        _say(f"Error: {error.format_message()}")
-        code = ERROR
+        if message := error.format_message():  # none where there was no command, and the help was shown
+            _say(f"Error: {message}")
+        code = ERROR if message else 0
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"multitudes {metadata.version('multitudes')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """The options of the program itself."""
 
 
 def _say(message: str) -> None:

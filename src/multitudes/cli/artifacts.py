@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from torch import nn
 from typer import Argument, Option
 
-from multitudes import report as pages
 from multitudes.cli.answers import JOB
 from multitudes.cli.options import Common, words, writable
 from multitudes.cli.screen import say, show, table
 from multitudes.core.checks import needed
-from multitudes.core.draws.stochastic import stochastic_layers
-from multitudes.core.multitude import Multitude, plain
-from multitudes.landscape.explanation import explain as explained
-from multitudes.storage.onnx import OUTPUTS
-from multitudes.study.exported import export as export_trained
-from multitudes.study.exported import export_inputs
 from multitudes.study.store import Job, Run
-from multitudes.study.trained import Trained, mixed_precision
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from multitudes.study.trained import Trained
 
 __all__ = ["explain", "export", "report"]
 
@@ -30,7 +26,9 @@ def report(run: Annotated[Path, Argument(help="A run directory.")], *, common: C
     """Write a run's report.html again, from its files, whether or not all jobs are done."""
     if not Run(run).done:
         raise ValueError(f"no job of the run {str(run)!r} is done, so there is nothing to report")
-    show(f"Report: {pages.write(run)}")
+    from multitudes.report import write
+
+    show(f"Report: {write(run)}")
 
 
 # -- explain -----------------------------------------------------------------------------------------------
@@ -60,6 +58,9 @@ def explain(
     for name in chosen:
         if name not in labels:
             raise ValueError(f"--methods must be of {', '.join(labels)}, got {name!r}")
+    from multitudes.landscape.explanation import explain as explained
+    from multitudes.study.trained import Trained, mixed_precision
+
     trained = [Trained.read(job.directory, common.device) for job in jobs if job.label in chosen]
     if not trained:
         raise ValueError(f"no job of the run {str(path)!r} is done")
@@ -76,6 +77,9 @@ def explain(
 
 def _alike(trained: list[Trained]) -> dict[str, nn.Module]:
     """The largest group of networks with one architecture, by name; networks that draw only from a single job."""
+    from multitudes.core.draws.stochastic import stochastic_layers
+    from multitudes.core.multitude import Multitude, plain
+
     groups: dict[str, dict[str, nn.Module]] = {}
     for each in trained:
         net: Any = each.net
@@ -117,6 +121,11 @@ def export(
     if common.precision == "bfloat16":
         raise ValueError("--precision bfloat16: an ONNX file is written in float32")
     writable(to, ".onnx")
+    from multitudes.storage.onnx import OUTPUTS
+    from multitudes.study.exported import export as export_trained
+    from multitudes.study.exported import export_inputs
+    from multitudes.study.trained import Trained
+
     trained = Trained.read(job, "cpu")
     export_trained(trained, to, draws=draws, seed=common.seed or 0)
     rows = [[each.name, each.type, each.holds] for each in export_inputs(trained.data)]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from multitudes.cli.screen import console, plural, say, table
-from multitudes.data.reading import ColumnReading
+
+if TYPE_CHECKING:
+    from multitudes.data.reading import ColumnReading
 
 __all__ = ["say_columns"]
 

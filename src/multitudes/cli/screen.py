@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE
 from rich.console import Console, Group
@@ -15,9 +15,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from multitudes.study.columns import Column, first_columns, in_words, remark
 from multitudes.study.monitor import JobProgress, Snapshot
 from multitudes.study.rows import Row
+
+if TYPE_CHECKING:
+    from multitudes.study.columns import Column
 
 __all__ = ["clock", "console", "leaderboard_tables", "plural", "say", "say_dropped", "show", "table", "watching"]
 
@@ -149,6 +151,8 @@ def leaderboard_tables(rows: Sequence[Row], by: str, width: int = WIDE, tiny: bo
 
     Where `width` is too small for all columns, the rest of them is in further tables.
     """
+    from multitudes.study.columns import first_columns, remark
+
     methods = [Text("method"), *(_name(row, remark(row, rows, by)) for row in rows)]
     groups: list[list[list[Text]]] = [[methods]]
     for column in first_columns(rows, by, tiny):
@@ -161,6 +165,8 @@ def leaderboard_tables(rows: Sequence[Row], by: str, width: int = WIDE, tiny: bo
 
 
 def _name(row: Row, remark: str) -> Text:
+    from multitudes.study.columns import in_words
+
     return Text(f"{in_words(row)} ({remark})" if remark else row.name, style="dim" if row.baseline else "")
 
 
@@ -175,4 +181,4 @@ def _cell(row: Row, column: Column, is_best: bool) -> Text:
     if column.is_cost:
         return Text(column.cell(value))
     spread = "" if value.spread is None else f" ± {column.text(value.spread, beside=value.mean)}"
-    return Text(f"{'* ' if is_best else ''}{column.cell(value)}{spread}", style="bold" if is_best else "")
+    return Text(f"{'★ ' if is_best else ''}{column.cell(value)}{spread}", style="bold" if is_best else "")

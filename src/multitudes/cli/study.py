@@ -5,29 +5,19 @@ from __future__ import annotations
 import os
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from multitudes import report
 from multitudes.cli.options import Common, DataOptions, EvaluationOptions, TrainingOptions, located, words
 from multitudes.cli.reading import say_columns
 from multitudes.cli.screen import clock, console, leaderboard_tables, plural, say, say_dropped, show, table, watching
 from multitudes.core.checks import needed
-from multitudes.data.reading import ColumnReading
-from multitudes.data.sources import short_name
-from multitudes.study.cluster import run_cluster
-from multitudes.study.conclusion import measure_all
-from multitudes.study.job_data import device_of
-from multitudes.study.leaderboard import leaderboard
-from multitudes.study.local import cores, run_local
 from multitudes.study.monitor import Outcome
-from multitudes.study.planning import prepare
-from multitudes.study.recommendation import recommend
-from multitudes.study.spec import Spec
 from multitudes.study.store import Run
-from multitudes.study.worker import run as run_job
-from multitudes.training.precision import check_precision
+
+if TYPE_CHECKING:
+    from multitudes.study.spec import Spec
 
 __all__ = ["compare", "train"]
 
@@ -79,6 +69,8 @@ def compare(
     found = data if file else source or data
     if not (file or found):
         raise ValueError(f"DATA must be given: {SOURCE}; or a study.toml")
+    from multitudes.data.sources import short_name
+
     options = _options(reading, training, evaluation, common, found)
     options["by"] = by
     if methods is not None and methods != "all":
@@ -116,6 +108,8 @@ def train(
 
     The folder is a run directory with one job, for evaluate, predict and export.
     """
+    from multitudes.data.sources import short_name
+
     options = _options(reading, training, evaluation, common, source)
     options["methods"] = {method: dict(map(_setting, settings or []))}
     spec = _spec(None, options, None, common.seed)
@@ -145,6 +139,8 @@ def _spec(
     file: str | None, options: dict[str, Any], count: int | None, first: int | None, scale: str | None = None
 ) -> Spec:
     """The specification, with `count` seeds from `first` on, where they are given."""
+    from multitudes.study.spec import Spec
+
     spec = Spec.load(file, scale, **options) if file else Spec.of(**options)
     if count is None and first is None:
         return spec
@@ -177,10 +173,16 @@ def _setting(text: str) -> tuple[str, Any]:
 
 def _check_device(spec: Spec) -> None:
     """That this machine has the device, and computes with the precision there, before anything is prepared."""
+    from multitudes.study.job_data import device_of
+    from multitudes.training.precision import check_precision
+
     check_precision(spec.training.precision or "float32", device_of(spec.device))
 
 
 def _prepared(spec: Spec, out: Path, rerun_stale: bool) -> Run:
+    from multitudes.data.reading import ColumnReading
+    from multitudes.study.planning import prepare
+
     run = prepare(spec, out, rerun_stale=rerun_stale, say=say)
     about = run.about or {}
     say_dropped(about.get("dropped") or {})
@@ -195,6 +197,9 @@ def _prepared(spec: Spec, out: Path, rerun_stale: bool) -> Run:
 
 
 def _run(run: Run, workers: int | None, ray: str | None, gpus: float | None) -> Outcome:
+    from multitudes.study.cluster import run_cluster
+    from multitudes.study.local import run_local
+
     with watching() as listener:
         if ray is not None:
             return run_cluster(run, ray, gpus=gpus, on_event=listener)
@@ -203,6 +208,8 @@ def _run(run: Run, workers: int | None, ray: str | None, gpus: float | None) -> 
 
 def _time_for_seeds(run: Run, workers: int | None) -> bool:
     """Whether each method is trained with two more seeds: where the first took so long that they end soon."""
+    from multitudes.study.local import cores
+
     seconds = (len(SEEDS) - 1) * sum(job.metrics["seconds"] for job in run.done) / (workers or cores())
     if seconds > PATIENCE:
         say(f"Two more seeds of each method would take about {clock(seconds)}: --seeds 3 trains them")
@@ -214,13 +221,19 @@ def _time_for_seeds(run: Run, workers: int | None) -> bool:
 
 def _conclude(run: Run, failed: dict[str, str]) -> None:
     """Show the leaderboard, the answer, which jobs failed and where the page is."""
+    from multitudes import report
+    from multitudes.study.columns import caption
+    from multitudes.study.conclusion import measure_all
+    from multitudes.study.leaderboard import leaderboard
+    from multitudes.study.recommendation import recommend
+
     measure_all(run, say)
     by = run.spec.get("by")
     rows = leaderboard(run, by)
     if rows:
         tiny = bool((run.times or {}).get("tiny"))
         answer = recommend(rows, by, tiny)
-        show(*leaderboard_tables(rows, answer.by, console().width, tiny), "")
+        show(*leaderboard_tables(rows, answer.by, console().width, tiny), f"{caption(rows, tiny)}\n")
         show(answer.headline, *map(str, answer.advice), *answer.notes, *answer.warnings, "")
     for name, reason in failed.items():
         say(f"{name} failed: {reason}")
@@ -242,6 +255,8 @@ def _show_trained(run: Run, failed: dict[str, str]) -> None:
 
 def _train_together(spec: Spec, out: Path, rerun_stale: bool) -> None:
     """In each of the processes that Accelerate started: all train, and the main one prepares, measures and writes."""
+    from multitudes.study.worker import run as run_job
+
     accelerator = needed("accelerate", "accelerate", "training in several processes").Accelerator()
     with accelerator.main_process_first():
         run = _prepared(spec, out, rerun_stale) if accelerator.is_main_process else Run(out)

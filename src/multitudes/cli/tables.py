@@ -4,35 +4,31 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
-from torch import Tensor
 from typer import Argument, Option
 
-from multitudes import data
 from multitudes.cli.options import Common, DataOptions, located, model_place, words, writable
 from multitudes.cli.reading import say_columns
 from multitudes.cli.screen import say, say_dropped, show, table
-from multitudes.core.multitude import Multitude
-from multitudes.core.seeding import seeded
-from multitudes.study.costs import Prediction, TrainingStep, multiply_adds, parameters
-from multitudes.study.job_data import device_of
-from multitudes.study.methods import METHODS, Method, method_of, methods_for
-from multitudes.study.networks import build_network
-from multitudes.study.timing import in_turns
-from multitudes.study.trained import mixed_precision
-from multitudes.training.recorder import Recorder
+from multitudes.methods.listing import listed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from multitudes.core.multitude import Multitude
+    from multitudes.methods.registry import Method
 
 __all__ = ["bench", "methods", "prepare"]
 
 
 def methods(*, common: Common) -> None:
     """List the methods: what each costs, and when to pick it."""
-    rows = [[each.name, each.costs, each.pick] for each in METHODS.values()]
+    every = listed()
+    rows = [[each.name, each.costs, each.pick] for each in every]
     settings = [
         f"{each.name}: {', '.join(f'{key}={value}' for key, value in each.settings.items())}"
-        for each in METHODS.values()
+        for each in every
         if each.settings
     ]
     show(table(["method", "what it costs", "when to pick it"], rows, words=3))
@@ -48,6 +44,8 @@ def prepare(
 ) -> None:
     """Read data once into one compact file, which jobs then read with NumPy and Pillow alone."""
     writable(to, ".mtdata")
+    from multitudes import data
+
     found = data.load(located(source, reading.data_root), seed=common.seed or 0, **reading.arguments())
     data.save(found, to)
     say_dropped(found.dropped, show)
@@ -67,6 +65,17 @@ def bench(
 ) -> None:
     """Measure what the methods cost here, on random inputs: nothing is learned."""
     sides = _shape(shape)
+
+    import torch
+
+    from multitudes.core.seeding import seeded
+    from multitudes.study.costs import Prediction, TrainingStep, multiply_adds, parameters
+    from multitudes.study.job_data import device_of
+    from multitudes.study.methods import method_of, methods_for
+    from multitudes.study.networks import build_network
+    from multitudes.study.timing import in_turns
+    from multitudes.study.trained import mixed_precision
+
     names = methods_for(sides) if chosen == "all" else words(chosen)
     every = {name: method_of(name) for name in ["single", *names]}
     device, precision = device_of(common.device), common.precision or "float32"
@@ -127,6 +136,10 @@ def _finished(net: Multitude, x: Tensor, method: Method) -> Multitude:
     times = method.times(1000, settings)
     if not times:
         return net
+    import torch
+
+    from multitudes.training.recorder import Recorder
+
     recorder = Recorder(net, keep=len(times))
     for _ in times:
         with torch.no_grad():

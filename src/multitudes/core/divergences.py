@@ -11,7 +11,7 @@ Divergence = Callable[..., Tensor]
 """`(network, **prior) -> scalar`: a term of a variational objective."""
 
 DIVERGENCES: dict[str, Divergence] = {}
-"""Every declared divergence by its module and name. A file can name no other function, and loading imports none."""
+"""Every declared divergence by its module and name. A file can name no other function."""
 
 
 F = TypeVar("F", bound=Divergence)

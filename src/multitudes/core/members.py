@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input, InputError, call, slots, tensors_in
+from multitudes.core.compiling import uncompiled
 from multitudes.core.divergences import Divergence
 from multitudes.core.draws.stochastic import as_member
 from multitudes.core.lending import (
@@ -231,7 +232,7 @@ class Members(Multitude):
             raise CannotPack(f"runner 'packed' cannot run this network: {self._refused['packed']}")
         return self._plans[self.training]
 
-    @torch.compiler.disable
+    @uncompiled
     def _prove_once(self, runner: str, x: Input) -> None:
         """Compare a runner with the loop on the first input of each kind, in the current mode.
 

@@ -21,6 +21,7 @@ from multitudes.core.calling import (
     tensors_in,
     with_output,
 )
+from multitudes.core.compiling import uncompiled
 from multitudes.core.copying import copied
 from multitudes.core.divergences import Divergence
 from multitudes.core.draws.adaptive import check_adaptive, predict_adaptively
@@ -136,7 +137,7 @@ class Multitude(Tasked):
                 check_called(self.network, lambda: self._predictions(x))
         self._called = True
 
-    @torch.compiler.disable
+    @uncompiled
     def _uncompiled(self, x: Input, draws: int | None, seed: int, memory: str | float | None) -> Tensor:
         """Draws of a seed have random sources of their own, which no compiler knows."""
         return self.forward(x, draws=draws, seed=seed, memory=memory)
@@ -250,7 +251,7 @@ class Multitude(Tasked):
             drawn = self.draw_numbers(x, range(count), seed, memory)
         return drawn.transpose(0, 1).flatten(0, 1)
 
-    @torch.compiler.disable
+    @uncompiled
     def find_noise(self, x: Input) -> None:
         """Look, in a run on `x`, for what the network's own code draws in training, where that is to be kept on."""
         with plain_attention():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input, call, tensors_in, tile
+from multitudes.core.compiling import uncompiled
 from multitudes.core.copying import copied
 from multitudes.core.lending import Attributes, checkpointed, each_from_the_same
 from multitudes.core.multitude import Multitude, evaluating
@@ -77,7 +78,7 @@ class SharedMembers(Multitude):
             return self._tiles[self.training]
         return self._tried(x)
 
-    @torch.compiler.disable
+    @uncompiled
     def _tried(self, x: Input) -> bool:
         kind = kind_of(x)
         if (self.training, kind) not in self._tiles:

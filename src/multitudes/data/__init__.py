@@ -14,9 +14,19 @@ Imports `core`. A new kind of data is a row of `kinds.KINDS`; a new format, a re
 to read a column, a class of `features`.
 """
 
-from multitudes.data.assemble import load
-from multitudes.data.loader import Loader
-from multitudes.data.prepared import read, save
-from multitudes.data.types import Data, Part
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from multitudes.core.lazy import lazy_names
+
+if TYPE_CHECKING:  # as below, for those who read types
+    from multitudes.data.assemble import load
+    from multitudes.data.loader import Loader
+    from multitudes.data.prepared import read, save
+    from multitudes.data.types import Data, Part
 
 __all__ = ["Data", "Loader", "Part", "load", "read", "save"]
+
+HOMES = {"assemble": "load", "loader": "Loader", "prepared": "read save", "types": "Data Part"}
+__getattr__, __dir__ = lazy_names(__name__, HOMES)

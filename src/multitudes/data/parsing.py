@@ -11,12 +11,16 @@ __all__ = [
     "AMBIGUOUS",
     "ENOUGH",
     "ORDERS",
+    "READ_AS",
     "date_order",
     "decimal_marks",
     "digits_as_dates",
     "read_date",
     "read_number",
 ]
+
+READ_AS = ("number", "date", "category", "text", "dmy", "mdy")
+"""What a column can be read as: `text` is left out, `dmy` and `mdy` are dates with the day or the month first."""
 
 ORDERS = ("ymd", "dmy", "mdy")
 """How a date is written: year first, day first, month first. Dates with the year first and with names of months are

@@ -16,12 +16,9 @@ from torch import Tensor
 
 from multitudes.data.columns import Column
 from multitudes.data.features import PARTS, Category, Date, Feature, Number, parts_of
-from multitudes.data.parsing import AMBIGUOUS, ORDERS, date_order, decimal_marks, digits_as_dates
+from multitudes.data.parsing import AMBIGUOUS, ORDERS, READ_AS, date_order, decimal_marks, digits_as_dates
 
-__all__ = ["READ_AS", "ColumnReading", "check_read_as", "read_columns"]
-
-READ_AS = ("number", "date", "category", "text", "dmy", "mdy")
-"""What a column can be read as: `text` is left out, `dmy` and `mdy` are dates with the day or the month first."""
+__all__ = ["ColumnReading", "check_read_as", "read_columns"]
 
 FEW, RARE, MOST = 20, 10, 50
 """A column of more than `FEW` categories keeps those of `RARE` training rows or more, and at most `MOST`: all others

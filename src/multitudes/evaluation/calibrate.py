@@ -25,7 +25,6 @@ from multitudes.core.tasks import CLASSES, check_task
 from multitudes.evaluation.conformal import SCORES, Conformal, ConformalScore, check_targets
 from multitudes.evaluation.predict import predictions
 from multitudes.evaluation.temperature import SCALINGS, Scaling
-from multitudes.metrics.inputs import check_ignore, read_rows
 
 __all__ = ["Calibrated", "Calibration", "calibrate", "fit_calibration"]
 
@@ -306,6 +305,8 @@ def _fitted(predictive: Predictive, target: Tensor, members: int, plan: _Plan) -
     if plan.scaling is not None:
         part, own = predictive[for_scaling], target[for_scaling]
         if predictive.task in CLASSES:
+            from multitudes.metrics.inputs import read_rows  # here: a network that predicts needs no metrics
+
             rows = read_rows(part, own, plan.ignore)
             if not len(rows):
                 raise ValueError("target must hold classes to fit the scaling to, got only ignored ones")
@@ -373,6 +374,8 @@ def _planned(
     randomized: bool,
 ) -> _Plan:
     """What is to be fitted; a ValueError where something does not fit."""
+    from multitudes.metrics.inputs import check_ignore
+
     check_task(task)
     scaling = _one_of("scaling", scaling, _CHOICES[task], task)
     conformal = _one_of("conformal", conformal, (*SCORES[task], None), task)

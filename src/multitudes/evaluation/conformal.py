@@ -41,7 +41,6 @@ from torch import Tensor
 from multitudes.core.checks import check_number, check_seed
 from multitudes.core.predictive import Predictive
 from multitudes.core.tasks import CLASSES
-from multitudes.metrics.inputs import read_rows, targets_by_class
 
 __all__ = ["SCORES", "Conformal", "ConformalScore", "check_targets", "conformal_scores"]
 
@@ -197,6 +196,8 @@ def conformal_scores(
         return torch.maximum(low - target.double(), target.double() - high)
     if predictive.task not in CLASSES:
         return (target.double() - predictive.mean.double()).abs() / _positive(score.reach(predictive))
+    from multitudes.metrics.inputs import targets_by_class  # here: a network that predicts needs no metrics
+
     target = targets_by_class(predictive, target).long()
     ignored = torch.zeros_like(target, dtype=torch.bool) if ignore is None else target == ignore
     if predictive.task == "tokens":
@@ -211,6 +212,8 @@ def conformal_scores(
 def check_targets(predictive: Predictive, target: Tensor, ignore: int | None = None) -> Tensor:
     """Targets on the predictions' device; a ValueError with the first bad index where they do not fit."""
     if predictive.task in CLASSES:
+        from multitudes.metrics.inputs import read_rows
+
         read_rows(predictive, target, ignore)
         return target.to(predictive.predictions.device)
     if ignore is not None:

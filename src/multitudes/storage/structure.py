@@ -13,6 +13,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -359,6 +360,7 @@ def _decoded(value: Any, modules: list[Any]) -> Any:
 
 
 def _decoded_function(node: Node) -> Callable[..., Tensor]:
+    _library_module(node["function"].rpartition(".")[0])  # which declares it, where it has not been imported yet
     function = DIVERGENCES.get(node["function"])
     if function is None:
         raise ValueError(f"the file names {node['function']!r}, which is no divergence of this library")
@@ -383,13 +385,18 @@ def _is_known(kind: type[nn.Module]) -> bool:
 
 def _class_named(name: str) -> type[nn.Module]:
     module, _, own = name.rpartition(".")
-    if module.startswith(("multitudes.", "torch.nn.modules.")) and "__" not in module:  # a program is no module
-        try:
-            kind = getattr(importlib.import_module(module), own, None)
-        except ImportError:
-            kind = None
-        if isinstance(kind, type) and issubclass(kind, nn.Module) and _is_known(kind):
-            return kind
+    kind = getattr(_library_module(module), own, None)
+    if isinstance(kind, type) and issubclass(kind, nn.Module) and _is_known(kind):
+        return kind
     raise ValueError(
         f"the file names {name!r}, which is no layer of torch or of this library: is it of a later version?"
     )
+
+
+def _library_module(name: str) -> ModuleType | None:
+    """A module of torch's layers or of this library; None for any other."""
+    if not name.startswith(("multitudes.", "torch.nn.modules.")) or "__" in name:  # a program is no module
+        return None
+    with suppress(ImportError):
+        return importlib.import_module(name)
+    return None

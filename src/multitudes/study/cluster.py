@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from multitudes.core.checks import check_number, needed
-from multitudes.study.local import COMMAND, JobProcess, threads
+from multitudes.study.local import threads
 from multitudes.study.monitor import Interrupted, JobProgress, Monitor, Outcome, Snapshot
+from multitudes.study.processes import JobProcess, starter
 from multitudes.study.store import Job, Run, write_atomically
 
 __all__ = ["run_cluster"]
@@ -156,13 +157,14 @@ def _work(
             write_atomically(Path(folder) / file, content)
         job = Job(Path(folder) / "jobs" / name)
         write_atomically(job.directory / "config.json", config)
-        process = JobProcess(job, command or COMMAND, environment)
+        processes = starter(command)
         try:
+            process = JobProcess(job, processes, environment)
             while not process.ended():
                 board.write.remote(process.progress)
                 time.sleep(0.5)
         finally:
-            process.stop()  # where the task was cancelled
+            processes.close()  # where the task was cancelled
         own = ("config.json", "checkpoint.safetensors")
         files = {path.name: path.read_bytes() for path in job.directory.glob("[!.]*") if path.is_file()}
         files = {file: content for file, content in files.items() if file not in own}

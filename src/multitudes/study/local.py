@@ -1,54 +1,52 @@
-"""Jobs on this machine: a pool of processes, one for each job."""
+"""Jobs on this machine: a pool of processes, one for each job (see `processes`)."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
 
 from multitudes.core.checks import check_count
-from multitudes.study.monitor import Interrupted, JobProgress, Monitor, Outcome, Snapshot
-from multitudes.study.store import Job, Run, failure_in
+from multitudes.study.monitor import Interrupted, Monitor, Outcome, Snapshot
+from multitudes.study.processes import JobProcess, Starter, starter
+from multitudes.study.store import Run
 
-__all__ = ["COMMAND", "JobProcess", "run_local", "threads"]
-
-COMMAND = (sys.executable, "-m", "multitudes.study.worker")
-"""What runs a job; the directory of the job comes after it."""
+__all__ = ["run_local", "stoppable", "threads"]
 
 
 def run_local(
     run: Run,
     *,
     workers: int | None = None,
-    command: Sequence[str] = COMMAND,
+    command: Sequence[str] | None = None,
     on_event: Callable[[Snapshot], None] | None = None,
 ) -> Outcome:
     """Run the missing jobs of a prepared run, each in a process of its own, `workers` at a time.
 
     By default there are as many workers as CPU cores, each with one thread, or one for each GPU. A job that fails stops
-    no other. `on_event` gets a snapshot a few times a second. Ctrl-C, or a request to end, stops the jobs and raises
-    `Interrupted`.
+    no other. `on_event` gets a snapshot a few times a second. Ctrl-C, or a request to end, stops the jobs, which save
+    their training, and raises `Interrupted`. `command` is what runs a job, with its directory added, in place of the
+    package's own worker.
     """
     if workers is not None:
         check_count("workers", workers)
-    with run.locked(), _stoppable():
+    with run.locked(), stoppable():
         slots, monitor = _slots(run.spec["device"], workers), Monitor(run, on_event)
         try:
-            _run_all(monitor, slots, command)
+            with closing(starter(command)) as processes:
+                _run_all(monitor, slots, processes)
         except KeyboardInterrupt:
             raise Interrupted(run) from None
     return monitor.outcome
 
 
-def _run_all(monitor: Monitor, slots: list[dict[str, str]], command: Sequence[str]) -> None:
+def _run_all(monitor: Monitor, slots: list[dict[str, str]], processes: Starter) -> None:
     """At most as many jobs at a time as there are slots, each in the environment of its slot."""
     waiting = list(monitor.missing)
     running: dict[int, JobProcess] = {}
@@ -59,81 +57,20 @@ def _run_all(monitor: Monitor, slots: list[dict[str, str]], command: Sequence[st
                 return
             for slot, environment in enumerate(slots):
                 if waiting and slot not in running:
-                    running[slot] = JobProcess(waiting.pop(0), command, environment)
-            time.sleep(0.1)
+                    running[slot] = JobProcess(waiting.pop(0), processes, environment)
+            time.sleep(0.05)
             for slot, process in list(running.items()):
                 if process.ended():
                     del running[slot]
                     monitor.ended(process.job, process.progress.seconds, process.reason)
     finally:
         for process in running.values():
-            process.process.terminate()
+            process.terminate()
         for process in running.values():
             process.stop()
 
 
-# -- processes ---------------------------------------------------------------------------------------------
-
-_TIE = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
-    "os.getppid() == int(sys.argv[1]) or sys.exit('its study has ended'); os.execvp(sys.argv[2], sys.argv[2:])"
-)
-"""Ends a process when its parent is killed, and then becomes the command."""
-
-
-class JobProcess:
-    """A process that runs a job, and how far it is; what it prints goes to `output.txt` in the job's directory.
-
-    On Linux it ends when this process does, even if that is killed. Elsewhere it may run to its end, which does no
-    harm: a job writes the same files however often it is run.
-    """
-
-    def __init__(self, job: Job, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self.job, self.progress = job, JobProgress(job.name)
-        self.reason = ""
-        """Why it failed, once it has ended without results."""
-        self._started, (_, self._read) = time.monotonic(), job.events()
-        self._output = job.directory / "output.txt"
-        tie = [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid())] if sys.platform.startswith("linux") else []
-        with self._output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [*tie, *command, str(job.directory)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
-            )
-
-    def ended(self) -> bool:
-        """Whether it has ended; reads its log up to now."""
-        code = self.process.poll()  # before the log is read, so that no event is missed
-        events, self._read = self.job.events(self._read)
-        for event in [{}, *events]:
-            self.progress = self.progress.after(event, time.monotonic() - self._started)
-            self.reason = failure_in(event) or self.reason
-        if code is None:
-            return False
-        self.reason = self.reason or self._how_it_ended(code)
-        if not self._output.stat().st_size:
-            self._output.unlink()
-        return True
-
-    def stop(self) -> None:
-        """End it; what it has half-written has no name yet."""
-        self.process.terminate()
-        try:
-            self.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-    def _how_it_ended(self, code: int) -> str:
-        """Its exit code, and the last line that it printed."""
-        lines = [line.strip() for line in self._output.read_text(errors="replace").split("\n")]
-        last = next((line for line in reversed(lines) if line), "")
-        how = f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
-        how = how if code else "it ended without results"
-        return f"{how}: {last}" if last else how
+# -- the machine --------------------------------------------------------------------------------------------
 
 
 def cores() -> int:
@@ -167,7 +104,7 @@ def _gpus() -> list[str]:
 
 
 @contextmanager
-def _stoppable() -> Iterator[None]:
+def stoppable() -> Iterator[None]:
     """Inside, a request to end (SIGTERM) is a KeyboardInterrupt, so that the jobs are stopped first."""
 
     def stop(number: int, frame: Any) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from multitudes.core.checks import needed
-from multitudes.data.reading import READ_AS
-from multitudes.shift.corruptions import CORRUPTIONS, EXTRA
+from multitudes.data.parsing import READ_AS
 from multitudes.training.schedules import SCHEDULES, schedule_of
 
 needed("pydantic", "study", "a study")  # says which extra has it, where the import below would not
@@ -55,10 +54,14 @@ def _sides(value: Any) -> Any:
 
 
 def _corruptions(value: Any) -> Any:
+    from multitudes.shift.corruptions import CORRUPTIONS  # here: it takes torch
+
     return list(CORRUPTIONS) if value == "all" else value
 
 
 def _corruption(name: str) -> str:
+    from multitudes.shift.corruptions import CORRUPTIONS, EXTRA
+
     if name not in CORRUPTIONS + EXTRA:
         raise ValueError(f'must be one of {", ".join(CORRUPTIONS + EXTRA)}, or the whole list "all", got {name!r}')
     return name

@@ -14,7 +14,6 @@ from multitudes.data import Data
 from multitudes.evaluation.calibrate import Calibrated
 from multitudes.storage.save import load
 from multitudes.study.job_data import data_of, device_of
-from multitudes.study.leaderboard import leaderboard
 from multitudes.study.networks import build_network, outputs_of
 from multitudes.study.store import Job, Run
 from multitudes.training.precision import check_precision
@@ -76,6 +75,8 @@ def find_job(path: str | Path) -> Job:
         return done[0]
     if not done:
         raise ValueError(f"no job of the run {str(path)!r} is done")
+    from multitudes.study.leaderboard import leaderboard  # here: one job is read without metrics
+
     best = leaderboard(run)[0]
     example = run.job(best.name, best.seeds[0]).directory
     names = ", ".join(job.name for job in done)

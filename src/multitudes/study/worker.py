@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -173,6 +174,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("directory", help="RUN/jobs/METHOD-SEED, in which is a config.json")
     parser.add_argument("--device", help="cpu, cuda or auto, in place of the configuration's")
     given = parser.parse_args(arguments)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends the process without a traceback, as SIGTERM does
     run(given.directory, given.device)
 
 

@@ -29,6 +29,7 @@ from multitudes.core.seeding import seeded
 from multitudes.core.tasks import Criterion, criterion_for
 from multitudes.training.checkpoint import Checkpoint, TrainingState, random_state, set_random_state
 from multitudes.training.diagnosis import first_bad_layer
+from multitudes.training.interruption import HeldSignals
 from multitudes.training.late_losses import Loss, Losses
 from multitudes.training.objective import Objective, size_of
 from multitudes.training.optimizers import make_optimizer
@@ -98,7 +99,7 @@ def fit(
     dataset_size: int | None = None,
     callbacks: Sequence[Callback] = (),
     checkpoint: str | Path | None = None,
-    checkpoint_minutes: float = 10.0,
+    checkpoint_seconds: float = 20.0,
     seed: int | None = None,
     accelerator: Any = None,
     progress: bool | None = None,
@@ -127,8 +128,11 @@ def fit(
         criterion: of `net.loss`; by default the task's own: cross-entropy, mean squared error, Gaussian NLL, pinball.
         dataset_size: how many examples there are, for objectives with a divergence; found out where `data` tells.
         callbacks: functions of a `Progress`, called after each step.
-        checkpoint: a file to save the training in every `checkpoint_minutes`, and at the end. Where there is one, it is
-            resumed, and ends as if it had never been interrupted (exactly so on a CPU).
+        checkpoint: a file to save the training in: after epochs (see `checkpoint_seconds`), at the end, and on Ctrl-C
+            or SIGTERM after the step at hand. Where the file is there, the training is resumed, and ends as if it had
+            never been interrupted (exactly so on a CPU).
+        checkpoint_seconds: save after an epoch that ends so many seconds or more after the last saving; within an
+            epoch after thirty times as many. Where saving is slow, it is done less often, for 5 % of the time.
         seed: of everything random in training, which then leaves torch's own random state alone.
         accelerator: a Hugging Face `Accelerator`, to train in several processes: each takes its share of the batches.
         progress: whether to show progress on stderr; by default on a terminal, after two seconds.
@@ -144,7 +148,7 @@ def fit(
     check_number("warmup", warmup, 0, below=epochs)
     check_number("momentum", momentum, 0, below=1)
     check_number("weight_decay", weight_decay, 0)
-    check_number("checkpoint_minutes", checkpoint_minutes, 0)
+    check_number("checkpoint_seconds", checkpoint_seconds, 0)
     check_seed(seed)
     if clip is not None:
         check_number("clip", clip, 0, above=True)
@@ -161,7 +165,7 @@ def fit(
     config = TrainConfig(
         factor, PRECISIONS[precision], channels_last, compile, clip, tuple(callbacks), accelerator, progress
     )
-    kept = None if checkpoint is None else Checkpoint(Path(checkpoint), 60 * checkpoint_minutes)
+    kept = None if checkpoint is None else Checkpoint(Path(checkpoint), checkpoint_seconds)
     with seeded(seed):
         return Trainer(objective, chosen, data, epochs, config, kept).run()
 
@@ -212,14 +216,20 @@ class Trainer:
         self.losses = Losses(self.optimizer)
         bar = ProgressBar(self.epochs * (self.state.batches or 0), self.config.progress, "steps")
         try:
-            while self.state.epoch < self.epochs and not self.state.stopped:
-                self._epoch(bar)
-            self._look(all_of_them=True)
+            with self._held() as self.held:
+                while self.state.epoch < self.epochs and not self.state.stopped:
+                    self._epoch(bar)
+                self._look(all_of_them=True)
+                self._save()
         finally:
             bar.clear()
             self.losses.close()
-        self._save()
         return [Epoch(**epoch) for epoch in self.state.history]
+
+    def _held(self) -> AbstractContextManager[HeldSignals | None]:
+        """Signals wait for the step at hand where there is a file to save it in, and no other process waits for it."""
+        alone = self.config.accelerator is None or self.config.accelerator.num_processes == 1
+        return HeldSignals() if self.checkpoint is not None and alone else nullcontext()
 
     def _epoch(self, bar: ProgressBar) -> None:
         state = self.state
@@ -230,9 +240,7 @@ class Trainer:
             state.seconds = time.monotonic() - start
             bar.update(state.step)
             self._call_back(loss, epoch_ended=False)
-            if self.checkpoint is not None and self.checkpoint.due:
-                self._look(all_of_them=True)
-                self._save()
+            self._keep()
             if state.stopped:
                 return
         if state.batch == 0:
@@ -243,6 +251,16 @@ class Trainer:
         state.history.append(asdict(Epoch(state.epoch + 1, mean, self.optimizer.param_groups[0]["lr"], state.seconds)))
         self._call_back(mean, epoch_ended=True)
         state.epoch, state.batch, state.total, state.seconds = state.epoch + 1, 0, 0.0, 0.0
+        self._keep(epoch_ended=True)
+
+    def _keep(self, epoch_ended: bool = False) -> None:
+        """Save the training where that is due, or where the process is asked to end, which it then does."""
+        held = self.held if self.held is not None and self.held.pending else None
+        if held or (self.checkpoint is not None and self.checkpoint.due(epoch_ended)):
+            self._look(all_of_them=True)
+            self._save()
+        if held:
+            held.deliver()
 
     def _batches(self) -> Iterator[tuple[Input, Tensor]]:
         """What is left of the current epoch, on the network's device."""

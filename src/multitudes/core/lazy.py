@@ -1,0 +1,36 @@
+"""Packages that import what they offer when it is first asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["lazy_names"]
+
+
+def lazy_names(
+    package: str, homes: Mapping[str, str], rooms: tuple[str, ...] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The `__getattr__` and `__dir__` of a package: `homes` has the names, with spaces between, of each of its modules.
+
+    >>> offer, _ = lazy_names("multitudes.core", {"checks": "check_count check_number"})
+    >>> offer("check_count")("members", 4)
+    4
+    """
+    home = {name: f"{package}.{module}" for module, names in homes.items() for name in names.split()}
+
+    def offer(name: str) -> Any:
+        if name in rooms:
+            return importlib.import_module(f"{package}.{name}")
+        if name not in home:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(home[name]), name)
+        setattr(sys.modules[package], name, found)
+        return found
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *home, *rooms})
+
+    return offer, names
