@@ -373,7 +373,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "read_as of 'a' must be number, date, category, text, dmy or mdy, got 'float'": {"read_as": {"a": "float"}},
     "read_as of 'b' cannot be date: its values are like '0'": {"read_as": {"b": "date"}},
     "read_as of 'a' cannot be number: its values are like 'red'": {"read_as": {"a": "number"}},
-    "drop and read_as must not name the same column, got 'a' in both": {"drop": ["a"], "read_as": {"a": "text"}},
+    "read_as of 'a' must be left out, since drop= leaves this column out": {"drop": ["a"], "read_as": {"a": "text"}},
     "drop must not name the target 'y', got ['y']": {"drop": ["y"]},
     "columns must leave a feature beside the target 'y' in x.csv, got none": {"drop": ["a", "b"]},
     "drop must be a list of names, got 'a'": {"drop": "a"},

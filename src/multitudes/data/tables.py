@@ -110,7 +110,7 @@ def choose_columns(source: Source, target: str, choice: Choice) -> dict[str, Col
         source.column("drop", name)
     check_read_as(choice.read_as, source.columns, source.name)
     if twice := [name for name in choice.read_as if name in choice.drop]:
-        raise ValueError(f"drop and read_as must not name the same column, got {twice[0]!r} in both")
+        raise ValueError(f"read_as of {twice[0]!r} must be left out, since drop= leaves this column out")
     names = [name for name in source.columns if name != target] if choice.columns is None else list(choice.columns)
     for argument, own in (("columns", names), ("drop", choice.drop), ("read_as", choice.read_as)):
         if target in own:
