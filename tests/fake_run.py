@@ -22,6 +22,8 @@ import multitudes.data
 from multitudes import Predictive, evaluate
 from multitudes.core.gaussian import join_gaussian
 from multitudes.data import Data, Part
+from multitudes.metrics.regression_inputs import read_forecasts
+from multitudes.study.baselines import measure_baselines
 from multitudes.study.store import Run
 from multitudes.study.toml import to_toml
 
@@ -37,6 +39,12 @@ class Fake:
     parameters: float
 
 
+COLUMNS = [
+    {"name": "id", "read_as": "id", "values": 270, "missing": 0, "dropped": "every row has another value", "note": ""},
+    {"name": "day <b>", "read_as": "date", "values": 31, "missing": 4, "dropped": "", "note": "parts of a date"},
+]
+"""How columns of a table were read that need a look."""
+
 METHODS = {
     "single": Fake(1, 0.0, 1.0, 1.0, 1.0),
     "deep": Fake(4, 1.0, 0.95, 4.1, 4.0),
@@ -49,6 +57,8 @@ METHODS = {
     "swag": Fake(16, 0.35, 0.97, 19.0, 12.0),
 }
 FEW = ("single", "deep", "packed", "mc_dropout")
+OVERCONFIDENT = 1.6
+"""What logits are multiplied by, and deviations divided by, before calibration."""
 CORRUPTIONS, SEVERITIES = ("gaussian_noise", "fog"), (1, 3, 5)
 
 
@@ -76,6 +86,9 @@ def write_run(
     spec |= {"model": {"name": "small_cnn"}, "training": {"epochs": 30, "batch_size": 64, "lr": 0.05}}
     run.spec_path.write_text(to_toml(spec), encoding="utf-8")
     about = {name: getattr(used, name) for name in ("name", "task", "fingerprint")}
+    if data is not None and data.columns:
+        about["columns"] = [{"name": name, "read_as": "number", "values": 90, "missing": 0} for name in data.columns]
+        about["columns"] += COLUMNS
     about |= {"parts": {name: len(part) for name, part in used.parts.items()}, "dropped": dict(used.dropped)}
     run.about_path.write_text(json.dumps(about))
     for number, (name, fake) in enumerate(chosen.items()):
@@ -92,8 +105,10 @@ def write_run(
             make = _classification if used.task == "classification" else _regression
             arrays, scores, sizes = make(fake, used, np.random.default_rng([number, seed]))
             np.savez_compressed(job.directory / "predictions.npz", **arrays)
-            metrics = {"scores": scores, "by_size": sizes, "costs": _costs(fake, seed), **PROVENANCE}
+            metrics = {"scores": scores, "by_size": sizes, "costs": _costs(fake), **PROVENANCE}
             (job.directory / "metrics.json").write_text(json.dumps(metrics))
+    run.times_path.write_text(json.dumps(_times(chosen)))
+    run.baselines_path.write_text(json.dumps(measure_baselines(used)))
     if landscape and used.task == "classification":
         (directory / "landscape.json").write_text(json.dumps({"plane": _plane()}))
     return directory
@@ -148,8 +163,13 @@ def _classification(fake: Fake, data: Any, generator: Any) -> tuple[dict[str, An
         logits, target, shift=shift | {"mean": shifted[SEVERITIES[1]]},
         ood={name: each.movedim(0, 1) for name, each in outside.items()},
     )  # fmt: skip
+    raw = OVERCONFIDENT * logits
+    scores |= _raw(_scores(raw, target, tasks=("scores", "calibration")))
     clean = Predictive(logits)
     arrays = {"probs": clean.probs.numpy(), "members": clean.member_probs.half().numpy(), "target": target.numpy()}
+    arrays |= {"raw/probs": Predictive(raw).probs.numpy()}
+    for prefix, predicted in (("", clean), ("raw/", Predictive(raw))):
+        arrays |= {f"{prefix}rows/{name}": each.numpy() for name, each in _rows_of_classes(predicted, target).items()}
     arrays |= {f"ood/{name}/members": each.softmax(2).half().numpy() for name, each in outside.items()}
     return arrays, scores, _by_size(logits, target, ("nll", "accuracy"))
 
@@ -160,20 +180,52 @@ def _regression(fake: Fake, data: Any, generator: Any) -> tuple[dict[str, Any], 
     own = generator.normal(0, 0.3, (fake.members, len(target)))
     members = target + data.target_std * (common + fake.wrong * fake.apart * own)
     means = torch.tensor(members)[..., None]
-    given = join_gaussian(means, torch.full_like(means, (0.25 * data.target_std) ** 2), dim=2)
-    predicted, y = Predictive(given, task="gaussian"), data.test.y[:, None]
+    variance = torch.full_like(means, (0.25 * data.target_std) ** 2)
+    given, raw = (join_gaussian(means, each, dim=2) for each in (variance, variance / OVERCONFIDENT**2))
+    predicted, before, y = *(Predictive(each, task="gaussian") for each in (given, raw)), data.test.y[:, None]
     arrays = {"mean": predicted.mean[:, 0], "std": predicted.std[:, 0], "members": members, "target": target}
-    return arrays, _scores(given, y, "gaussian"), _by_size(given, y, ("rmse",), task="gaussian")
+    arrays |= {"raw/mean": before.mean[:, 0], "raw/std": before.std[:, 0]}
+    for prefix, each in (("", predicted), ("raw/", before)):
+        rows = read_forecasts(each, y)
+        squares = (rows.mean - rows.target).square()
+        arrays |= {f"{prefix}rows/log_density": rows.log_density, f"{prefix}rows/crps": rows.crps}
+        arrays |= {f"{prefix}rows/rmse": squares}
+    scores = _scores(given, y, "gaussian") | _raw(_scores(raw, y, "gaussian"))
+    return arrays, scores, _by_size(given, y, ("rmse",), task="gaussian")
+
+
+def _rows_of_classes(predicted: Predictive, target: Tensor) -> dict[str, Tensor]:
+    """What each row adds to a score."""
+    hit = nn.functional.one_hot(target, predicted.probs.shape[1])
+    nll = -predicted.log_probs.gather(1, target[:, None])[:, 0]
+    right = (predicted.label == target).float()
+    return {"nll": nll, "accuracy": right, "brier": (predicted.probs - hit).square().sum(1)}
+
+
+def _raw(scores: dict[str, Any]) -> dict[str, Any]:
+    """Scores before calibration, as a study names them."""
+    return {f"raw/{name}": score for name, score in scores.items()}
 
 
 # -- the rest ----------------------------------------------------------------------------------------------
 
 
-def _costs(fake: Fake, seed: int) -> dict[str, float]:
-    noise = 1 + 0.02 * seed * (fake.slower > 1)
-    ratios = {"parameters": fake.parameters, "multiply_adds": fake.slower, "training_seconds": noise * fake.slower**0.8}
-    ratios |= {"inference_per_second": 1 / (fake.slower * noise), "peak_memory_bytes": fake.parameters + 0.5}
+def _costs(fake: Fake) -> dict[str, float]:
+    ratios = {"parameters": fake.parameters, "multiply_adds": fake.slower, "peak_memory_bytes": fake.parameters + 0.5}
     return {f"{name}_ratio": ratio for name, ratio in ratios.items()} | {name: 1e4 * ratios[name] for name in ratios}
+
+
+def _times(methods: Mapping[str, Fake]) -> dict[str, Any]:
+    """Times that vary by a quarter, as `costs.json` has them."""
+
+    def time(ratio: float) -> dict[str, float]:
+        wide = 1.25 if ratio != 1 else 1.0
+        return {"ratio": ratio, "low": ratio / wide, "high": ratio * wide, "seconds": 0.01 * ratio}
+
+    both = {
+        name: {"inference": time(fake.slower), "training": time(fake.slower**0.8)} for name, fake in methods.items()
+    }
+    return {"tiny": False, "batch": 256, "methods": both}
 
 
 PROVENANCE = {

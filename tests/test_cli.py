@@ -270,10 +270,15 @@ def test_a_source_is_found_in_the_folder_of_data(elsewhere: Path, monkeypatch: p
 # -- what is shown -----------------------------------------------------------------------------------------
 
 
-def test_the_leaderboard_marks_the_best_and_what_is_within_noise_of_it() -> None:
+def test_the_leaderboard_has_the_columns_of_the_page_and_marks_the_best() -> None:
     def row(name: str, accuracy: tuple[float, ...], nll: float, ratio: float) -> Row:
         values = {"accuracy": Value(accuracy, 100), "nll": Value((nll, nll))}
-        values |= {"ood/svhn/mutual_information/auroc": Value((0.9,)), "costs/parameters_ratio": Value((ratio, ratio))}
+        values |= {
+            "ood/svhn/entropy/auroc": Value((0.9, 0.9)),
+            "ece": Value((0.012, 0.012)),
+            "costs/parameters_ratio": Value((ratio, ratio)),
+        }
+        values |= {"costs/inference_time_ratio": Value((ratio,), low=0.9, high=5.0)}
         return Row(name, name, (0, 1), values)
 
     rows = [
@@ -283,15 +288,17 @@ def test_the_leaderboard_marks_the_best_and_what_is_within_noise_of_it() -> None
     ]
     out = io.StringIO()
     with redirect_stdout(out):
-        console().print(*leaderboard_tables(rows))
+        console().print(*leaderboard_tables(rows, "accuracy"))
     head, _, *body = out.getvalue().rstrip().splitlines()
-    assert re.split(r"\s{2,}", head.strip()) == ["method", "accuracy %", "NLL", "svhn AUROC %, by MI", "parameters"]
+    titles = ["method", "accuracy %", "NLL", "ECE %", "AUROC svhn %", "inference time ×", "parameters ×"]
+    assert re.split(r"\s{2,}", head.strip()) == titles
     cells = [re.split(r"\s{2,}", line.strip()) for line in body]
-    assert cells[0][:3] == ["deep", "* 91.0 ± 1.4", "* 0.2000 ± 0.0000"]
-    assert cells[1][:3] == ["packed", "~ 90.5 ± 2.1", "0.3000 ± 0.0000"]
+    assert cells[0] == ["deep", "* 91.0 ± 1.4", "* 0.200 ± 0.000", "* 1.2 ± 0.0", "* 90.0 ± 0.0", "about 4.0", "4.00"]
+    assert cells[1][:3] == ["packed", "90.5 ± 2.1", "0.300 ± 0.000"]
     assert cells[2][:2] == ["single", "50.0 ± 0.0"]
-    assert [row[-1] for row in cells] == ["4.00 x", "1.00 x", "1.00 x"]
-    assert [len(table.columns) for table in leaderboard_tables(rows, width=50)] == [3, 3], "the methods stand in each"
+    narrow = leaderboard_tables(rows, "accuracy", width=50)
+    assert [str(table.columns[0].header) for table in narrow] == ["method"] * len(narrow), "the methods stand in each"
+    assert sum(len(table.columns) - 1 for table in narrow) == 6 and len(narrow) > 1
 
 
 def test_in_a_pipe_progress_is_a_line_for_each_job_that_ends_and_one_now_and_then() -> None:

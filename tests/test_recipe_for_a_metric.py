@@ -15,8 +15,9 @@ from multitudes.evaluation.evaluate import evaluate
 from multitudes.metrics.declare import HIGHER, METRICS, NEITHER, RANKS, ZERO, Count, metric, offered
 from multitudes.metrics.inputs import Rows
 from multitudes.metrics.streaming import mean_of, total_of
-from multitudes.report.board import Column
-from multitudes.study.leaderboard import Row, Value, best, better, marks
+from multitudes.report.board import Head
+from multitudes.study.columns import column_of
+from multitudes.study.leaderboard import Row, Value, best, better, level_with_best
 from tests.predictions import raises
 
 P, Y = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.25, 0.75]]), torch.tensor([0, 1, 1])
@@ -97,8 +98,8 @@ def test_leaderboards_order_by_it_and_reports_point_where_it_says(direction, arr
     assert better("margin") is better("shift/fog/3/margin") is direction
     found = best(rows, "margin")
     assert (found and found.name) == first
-    assert [name for name, mark in marks(rows, "margin").items() if mark == "best"] == ([first] if first else [])
-    assert Column("margin", "margin").heading == f"margin{arrow}"
+    assert [row.name for row in level_with_best(rows, "margin")][:1] == ([first] if first else [])
+    assert Head.of(column_of("margin")).title == f"margin{arrow}"
 
 
 def test_a_new_module_is_all_that_it_takes(tmp_path, monkeypatch):

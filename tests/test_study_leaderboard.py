@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from multitudes.metrics.declare import Better
-from multitudes.study.leaderboard import best, better, leaderboard, marks
+from multitudes.study.leaderboard import best, better, leaderboard, level_with_best
 from multitudes.study.rows import Row, Value
 from multitudes.study.store import Run, write_atomically
 
@@ -103,22 +103,22 @@ def test_the_best_overconfidence_is_the_nearest_to_zero():
     )
     for rows in ([under, near, over], [over, near, under]):
         assert best(rows, "overconfidence") is near
-        assert marks(rows, "overconfidence") == {"u": "", "n": "best", "o": ""}
+        assert level_with_best(rows, "overconfidence") == [near]
 
 
 def test_what_is_as_far_from_zero_on_the_other_side_is_within_noise():
     below, above = row("below", overconfidence=(-0.03, -0.05)), row("above", overconfidence=(0.04, 0.06))
-    assert marks([below, above], "overconfidence") == {"below": "best", "above": "noise"}
-    assert marks([below, row("far", overconfidence=(0.5, 0.52))], "overconfidence")["far"] == ""
+    assert level_with_best([below, above], "overconfidence") == [below, above]
+    assert level_with_best([below, row("far", overconfidence=(0.5, 0.52))], "overconfidence") == [below]
 
 
 # -- the best -----------------------------------------------------------------------------------------------
 
 
-def test_marks_tell_the_best_and_what_is_level_with_it():
+def test_the_best_comes_first_and_then_what_is_level_with_it():
     rows = [row("a", nll=(0.1, 0.3)), row("b", nll=(0.1, 0.2)), row("c", nll=(5.0, 5.1)), row("d", nll=(math.inf,))]
-    assert marks(rows, "nll") == {"a": "noise", "b": "best", "c": "", "d": ""}
-    assert marks(rows, "disagreement") == dict.fromkeys("abcd", "")
+    assert [row.name for row in level_with_best(rows, "nll")] == ["b", "a"]
+    assert level_with_best(rows, "disagreement") == []
 
 
 def test_what_each_row_adds_is_read_from_the_predictions_of_all_seeds(run):

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE
 from rich.console import Console, Group
@@ -17,6 +17,9 @@ from rich.text import Text
 
 from multitudes.study.monitor import JobProgress, Snapshot
 from multitudes.study.rows import Row
+
+if TYPE_CHECKING:
+    from multitudes.study.columns import Column
 
 __all__ = ["clock", "console", "leaderboard_tables", "plural", "say", "say_dropped", "show", "table", "watching"]
 
@@ -143,52 +146,39 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]], words: int = 1) ->
     return made
 
 
-SCORES = {
-    "accuracy": "accuracy %", "nll": "NLL", "ece": "ECE", "rmse": "RMSE", "log_density": "log density", "crps": "CRPS",
-    "shift/mean/accuracy": "shifted acc. %",
-}  # fmt: skip
-COSTS = {
-    "costs/parameters_ratio": "parameters", "costs/multiply_adds_ratio": "multiply-adds",
-    "costs/training_time_ratio": "training", "costs/inference_time_ratio": "prediction",
-}  # fmt: skip
-"""Columns of the leaderboard and their titles; costs are multiples of the single network's."""
+def leaderboard_tables(rows: Sequence[Row], by: str, width: int = WIDE, tiny: bool = False) -> list[Table]:
+    """A row for each method and baseline, with the columns of the page; the best of a score has a star.
 
-
-def leaderboard_tables(rows: Sequence[Row], width: int = WIDE) -> list[Table]:
-    """A row for each method; the best of a column has a star, what is within noise of it a tilde.
-
-    Where `width` is too small for all columns, the rest of them is in further tables. Out-of-distribution inputs are
-    detected by mutual information (MI), which a single network has none of.
+    Where `width` is too small for all columns, the rest of them is in further tables.
     """
-    from multitudes.study.leaderboard import marks
+    from multitudes.study.columns import first_columns, remark
 
-    names = {name for row in rows for name in row.values}
-    ood = sorted(name for name in names if name.endswith("/mutual_information/auroc"))
-    titles = SCORES | {name: f"{name.split('/')[1]} AUROC %, by MI" for name in ood} | COSTS
-    methods = [Text("method"), *(Text(row.name) for row in rows)]
+    methods = [Text("method"), *(_name(row, remark(row, rows, by)) for row in rows)]
     groups: list[list[list[Text]]] = [[methods]]
-    for name in titles:
-        if name not in names:
-            continue
-        marked = marks(rows, name)
-        column = [Text(titles[name]), *(_cell(row, name, marked[row.name]) for row in rows)]
-        if len(groups[-1]) > 1 and sum(map(_width, [*groups[-1], column])) > width:
+    for column in first_columns(rows, by, tiny):
+        top = column.best(rows)
+        cells = [Text(column.heading), *(_cell(row, column, row is top) for row in rows)]
+        if len(groups[-1]) > 1 and sum(map(_width, [*groups[-1], cells])) > width:
             groups.append([methods])
-        groups[-1].append(column)
+        groups[-1].append(cells)
     return [table([column[0].plain for column in group], list(zip(*group, strict=True))[1:]) for group in groups]
+
+
+def _name(row: Row, remark: str) -> Text:
+    from multitudes.study.columns import in_words
+
+    return Text(f"{in_words(row)} ({remark})" if remark else row.name, style="dim" if row.baseline else "")
 
 
 def _width(column: list[Text]) -> int:
     return max(map(len, column)) + 3  # two spaces and a line between columns
 
 
-def _cell(row: Row, name: str, mark: str) -> Text:
-    if name not in row.values:
+def _cell(row: Row, column: Column, is_best: bool) -> Text:
+    value = column.of(row)
+    if value is None:
         return Text("–", style="dim")
-    value = row.values[name]
-    if name.startswith("costs/"):
-        return Text(f"{value.mean:.2f} x")
-    scale, digits = (100, 1) if name.endswith(("accuracy", "auroc")) else (1, 4)
-    spread = "" if value.spread is None else f" ± {scale * value.spread:.{digits}f}"
-    sign = {"best": "* ", "noise": "~ "}.get(mark, "")
-    return Text(f"{sign}{scale * value.mean:.{digits}f}{spread}", style="bold" if mark == "best" else "")
+    if column.is_cost:
+        return Text(column.cell(value))
+    spread = "" if value.spread is None else f" ± {column.text(value.spread, beside=value.mean)}"
+    return Text(f"{'* ' if is_best else ''}{column.cell(value)}{spread}", style="bold" if is_best else "")

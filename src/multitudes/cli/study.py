@@ -230,8 +230,9 @@ def _conclude(run: Run, failed: dict[str, str]) -> None:
     by = run.spec.get("by")
     rows = leaderboard(run, by)
     if rows:
-        answer = recommend(rows, by, tiny=bool((run.times or {}).get("tiny")))
-        show(*leaderboard_tables(rows, console().width), "")
+        tiny = bool((run.times or {}).get("tiny"))
+        answer = recommend(rows, by, tiny)
+        show(*leaderboard_tables(rows, answer.by, console().width, tiny), "")
         show(answer.headline, *map(str, answer.advice), *answer.notes, *answer.warnings, "")
     for name, reason in failed.items():
         say(f"{name} failed: {reason}")

@@ -7,164 +7,190 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from multitudes.report.results import Results, mean_spread
-from multitudes.report.style import MEASURES, REFERENCE, Style, Trace, View, axes, plotly_text
-from multitudes.study.leaderboard import best, better, marks
+from multitudes.metrics.declare import Better
+from multitudes.report.chart import Axis, Series, View
+from multitudes.report.results import Results
+from multitudes.study.columns import (
+    MORE_COSTS,
+    Column,
+    column_of,
+    costs,
+    first_columns,
+    fixed,
+    in_words,
+    more_columns,
+    remark,
+)
+from multitudes.study.leaderboard import best, better
 from multitudes.study.rows import Row
 
-__all__ = ["Cell", "cost", "standings"]
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of the leaderboard: its heading, the score or cost that it shows, and in which unit."""
-
-    title: str
-    name: str
-    unit: str = ""
-    """ "%" of fractions, "×" of ratios."""
-    inverse: bool = False
-    """Whether a speed is shown as a time."""
-
-    @property
-    def heading(self) -> str:
-        """With its unit, and an arrow to what is better."""
-        arrow = "" if self in COSTS else better(self.name).value
-        return f"{self.title} {self.unit}".strip() + (f"\u00a0{arrow}" if arrow else "")
-
-    def values(self, results: Results, method: str) -> list[float]:
-        """For each seed, as they are shown."""
-        found, scale = results.scores(method, self.name), 100 if self.unit == "%" else 1
-        return [scale / value if self.inverse else scale * value for value in found if value or not self.inverse]
-
-
-SCORES = (
-    Column("accuracy", "accuracy", "%"),
-    Column("NLL", "nll"),
-    Column("ECE", "ece", "%"),
-    Column("RMSE", "rmse"),
-    Column("log density", "log_density"),
-    Column("CRPS", "crps"),
-    Column("95 % coverage", "coverage_95", "%"),
-    Column("95 % width", "width_95"),
-    Column("shifted accuracy", "shift/mean/accuracy", "%"),
-)
-COSTS = (
-    Column("inference time", "costs/inference_time_ratio", "×"),
-    Column("training time", "costs/training_time_ratio", "×"),
-    Column("parameters", "costs/parameters_ratio", "×"),
-    Column("multiply-adds", "costs/multiply_adds_ratio", "×"),
-    Column("peak memory", "costs/peak_memory_bytes_ratio", "×"),
-)
-PARAMETERS = COSTS[2]
+__all__ = ["Cell", "Head", "Line", "answer", "cost", "score_axis", "standings", "table_of"]
 
 
 # -- the leaderboard ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
+class Head:
+    """The heading of a column, and which values come first when it is sorted: those that are better."""
+
+    title: str
+    order: str = "ascending"
+    """ "ascending", "descending" or, for what is best at zero, "zero"."""
+    sorted: bool = False
+    """Whether the table is sorted by it when the page opens."""
+
+    @classmethod
+    def of(cls, column: Column, by: str = "") -> Head:
+        """The heading of a column, with an arrow to what is better."""
+        orders = {Better.HIGHER: "descending", Better.ZERO: "zero"}
+        order = "ascending" if column.is_cost else orders.get(better(column.name), "ascending")
+        arrow = f"\u00a0{column.arrow}" if column.arrow else ""
+        return cls(column.heading + arrow, order, column.name == by)
+
+
+@dataclass(frozen=True)
 class Cell:
-    """A number of a table: mean and deviation over seeds, decimal places, and "best" or "noise" of a marked one."""
+    """A number of a table, its text, that of its deviation over seeds, and whether it is the best of its column."""
 
     value: float
-    spread: float = math.nan
-    digits: int = 1
-    mark: str = ""
+    text: str
+    spread: str = ""
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of a table: the number of its method, None for a baseline; its name, and what is to be said about it."""
+
+    method: int | None
+    name: str
+    cells: Sequence[Cell]
+    remark: str = ""
 
 
 def standings(results: Results) -> dict[str, Any]:
-    """Mean and deviation over seeds, the best of each score, and what is within noise of it."""
-    names = results.score_names()
-    ood = [name.removesuffix("/entropy/auroc")[4:] for name in names if _is_auroc(name)]
-    first = [*SCORES, *(Column(f"AUROC {each}", f"ood/{each}/entropy/auroc", "%") for each in ood), *COSTS[:3]]
-    shown = {column.name for column in first}
-    rest = [Column(name.replace("_", " "), name) for name in names if "/" not in name and name not in shown]
-    seeds = [len(row.seeds) for row in results.board]
-    tables = {"first": _board(results, first), "rest": _board(results, [*rest, *COSTS[3:]])}
-    return {**tables, "fewest_seeds": min(seeds), "most_seeds": max(seeds)}
+    """Mean and deviation over seeds, and the best of each score; rows in the order of the leaderboard."""
+    seeds = [len(row.seeds) for row in results.board if not row.baseline]
+    first, rest = first_columns(results.board, results.by, results.tiny), more_columns(results.board, results.by)
+    return {
+        "first": table_of(results, first, [Head.of(column, results.by) for column in first]),
+        "rest": table_of(results, rest, list(map(Head.of, rest))),
+        "fewest_seeds": min(seeds),
+        "most_seeds": max(seeds),
+        "tiny": results.tiny,
+    }
 
 
-def _is_auroc(name: str) -> bool:
-    return name.startswith("ood/") and name.endswith("/entropy/auroc")
+def table_of(results: Results, columns: Sequence[Column], heads: Sequence[Head]) -> dict[str, Any]:
+    """A table of rows that have a value in some column."""
+    board = [row for row in results.board if any(column.name in row.values for column in columns)]
+    cells = [_cells(board, column) for column in columns]
+    lines = [
+        Line(
+            None if row.baseline else results.methods.index(row.name),
+            in_words(row),
+            [column[at] for column in cells],
+            remark(row, results.board, results.by),
+        )
+        for at, row in enumerate(board)
+    ]
+    return {"head": list(heads), "rows": lines}
 
 
-def _board(results: Results, columns: list[Column]) -> dict[str, Any]:
-    """The columns that some method has a value of; rows in the order of the leaderboard."""
-    values = {column: {method: column.values(results, method) for method in results.methods} for column in columns}
-    shown = [column for column in columns if any(values[column].values())]
-    # A cost has its cheapest, but that is always the single network.
-    found = {column: {} if column in COSTS else marks(results.board, column.name) for column in shown}
-    rows = []
-    for row in results.board:
-        cells = [_cell(column, values[column][row.name], found[column].get(row.name, "")) for column in shown]
-        rows.append((results.methods.index(row.name), cells))
-    return {"head": [column.heading for column in shown], "rows": rows}
-
-
-def _cell(column: Column, values: list[float], mark: str) -> Cell:
-    mean, spread = mean_spread(values)
-    # The deviation of a ratio between seeds is noise of the clock, not of the method.
-    return Cell(mean, math.nan if column in COSTS else spread, 1 if column.unit else 3, mark)
+def _cells(board: Sequence[Row], column: Column) -> list[Cell]:
+    top = column.best(board)
+    cells = []
+    for row in board:
+        value = column.of(row)
+        if value is None:
+            cells.append(Cell(math.nan, "–"))
+            continue
+        # The deviation of a ratio between seeds is noise of the clock, not of the method.
+        known = value.spread is not None and math.isfinite(value.spread) and not column.is_cost
+        spread = column.text(value.spread or 0.0, beside=value.mean) if known else ""
+        cells.append(Cell(value.mean, column.cell(value), spread, row is top))
+    return cells
 
 
 # -- cost --------------------------------------------------------------------------------------------------
 
+TICKS = tuple(2.0**power for power in range(-4, 11))
+
+
+def answer(results: Results) -> View | None:
+    """The figure beside the recommendation: the score against the price, with the methods that no cheaper one beats.
+
+    Bars are what the difference from the single network may be. None where there are fewer than two methods.
+    """
+    found = results.recommendation
+    column = column_of(found.by)
+    if len(found.points) < 2:
+        return None
+    sign = 1 if better(found.by) is Better.HIGHER else -1
+    singles = {row.name: row[found.by] for row in results.board if row.method == "single"}
+    alone = next(iter(singles.values()), math.nan)
+    named = {*found.methods, *singles}
+    series = []
+    for point in found.points:
+        ends = sorted(alone + sign * gain for gain in (point.low, point.high))
+        bars = [] if point.low == point.high else ends
+        tip = f"{column.title} {column.told(point.score)}, {fixed(point.cost, 2)} × the price of the single network"
+        label = point.method if point.method in named or point.on_frontier else ""
+        series.append(_point(results, point.method, point.cost, point.score, bars, tip, label))
+    line = [(point.cost, point.score) for point in found.points if point.on_frontier]
+    return View([_frontier(line), *series], _price_axis(found.cost), score_axis(found.by))
+
 
 def cost(results: Results) -> dict[str, Any]:
-    """Quality against cost, circles sized by parameters, and the line of the methods that no cheaper one beats."""
-    scores = [name for name in ("accuracy", "nll", "rmse") if name in results.score_names()]
-    costs = [column for column in COSTS if column is not PARAMETERS]
-    views = [view for name in scores for column in costs if (view := _view(results, name, column)) is not None]
-    return {"views": views, "title": MEASURES[scores[0]][0]} if views else {}
+    """Scores against costs, and the line of the methods that no cheaper one beats."""
+    names = dict.fromkeys([results.by, "accuracy", "nll", "rmse", "log_density"])
+    columns = [*costs(results.tiny), *MORE_COSTS]
+    views = [view for name in names for column in columns if (view := _view(results, name, column)) is not None]
+    return {"views": views} if views else {}
 
 
-def _view(results: Results, score: str, column: Column) -> View | None:
-    title, form = MEASURES[score]
-    points: dict[str, tuple[float, float]] = {}
-    traces: list[Trace] = []
-    sizes = [mean_spread(PARAMETERS.values(results, method))[0] for method in results.methods]
-    for at, (method, size) in enumerate(zip(results.methods, sizes, strict=True)):
-        price, _ = mean_spread(column.values(results, method))
-        mean, spread = mean_spread(results.scores(method, score))
-        if not (math.isfinite(price) and price > 0 and math.isfinite(mean)):
-            continue
-        points[method] = (price, mean)
-        style = Style(at)
-        same = {"type": "scatter", "mode": "markers", "meta": at, "x": [price], "y": [mean]}
-        circle = {"size": [size], "sizemode": "area", "sizeref": 2 * max(sizes) / 54**2, "sizemin": 5}
-        circle |= {"color": style.colour, "symbol": "circle", "opacity": 0.22, "line": {"width": 0}}
-        hover = f"<b>%{{text}}</b><br>{title} %{{y:{form}}}<br>{column.title} × %{{x:.2f}}<br>"
-        hover += f"parameters × {size:.2f}<extra></extra>"
-        if not math.isnan(size):
-            traces.append({**same, "marker": circle, "hoverinfo": "skip"})
-        point = {"marker": style.marker(9), "error_y": style.bars([spread]), "text": [plotly_text(method)]}
-        traces.append({**same, **point, "hovertemplate": hover})
-    if len(points) < 2:
+def score_axis(name: str) -> Axis:
+    """Of a score, with a word on which values are better."""
+    column = column_of(name)
+    hint = {Better.HIGHER: " (higher is better)", Better.LOWER: " (lower is better)"}.get(better(name), "")
+    return Axis(column.title + hint, percent=column.unit == "%")
+
+
+def _price_axis(title: str) -> Axis:
+    return Axis(title, log=True, ticks=TICKS)
+
+
+def _view(results: Results, score: str, price: Column) -> View | None:
+    """None where fewer than two methods have both."""
+    known = [row for row in results.board if math.isfinite(row[score]) and row[price.name] > 0]
+    if len(known) < 2:
         return None
-    prices = [price for price, _ in points.values()]
-    ticks = [2.0**power for power in range(-4, 11)]
-    xaxis = {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
-    xaxis["range"] = [math.log10(min(prices) / 2), math.log10(max(prices) * 1.4)]
-    layout = axes(f"{column.title}, single network = 1", title, xaxis=xaxis, yaxis={"tickformat": form})
-    return View([*traces, *_front(points, results.board, score)], layout, f"{title} against {column.title}")
+    front = _front(known, score, price.name)
+    column, series = column_of(score), []
+    for row in known:
+        spread = row.values[score].spread
+        bars = [] if spread is None else [row[score] - spread, row[score] + spread]
+        paid = price.cell(row.values[price.name])
+        tip = f"{column.title} {column.told(row[score])}, {price.title} {paid} ×"
+        label = row.name if row in front else ""
+        series.append(_point(results, row.name, row[price.name], row[score], bars, tip, label))
+    line = _frontier([(row[price.name], row[score]) for row in front])
+    axis = _price_axis(f"{price.title}, × the single network's")
+    return View([line, *series], axis, score_axis(score), f"{column.title} against {price.title}")
 
 
-def _front(points: dict[str, tuple[float, float]], board: Sequence[Row], score: str) -> list[Trace]:
-    """The line of the methods that nothing cheaper is better than, with their names; none where none is known."""
-    rows = sorted((row for row in board if row.name in points), key=lambda row: points[row.name][0])
-    front = []
-    for row in rows:
-        no_dearer = [other for other in rows if points[other.name][0] <= points[row.name][0]]
-        if best(no_dearer, score) is row:
-            front.append((row.name, *points[row.name]))
-    if not front:
-        return []
-    names, x, y = zip(*front, strict=True)
-    line = {
-        "type": "scatter", "mode": "lines+markers+text", "x": list(x), "y": list(y), "hoverinfo": "skip",
-        "text": [plotly_text(name) for name in names], "cliponaxis": False,
-        "textposition": "top left" if y[-1] >= y[0] else "bottom left",
-        "marker": {"size": 12, "opacity": 0},  # unseen, it keeps the names off the symbols
-        "line": REFERENCE,
-    }  # fmt: skip
-    return [line]
+def _point(results: Results, method: str, x: float, y: float, bars: Sequence[float], tip: str, label: str) -> Series:
+    """A method as one point; `bars` are both ends of its error bar, or none."""
+    at = results.methods.index(method)
+    return Series([x], [y], at, line=False, marks=True, low=bars[:1], high=bars[1:], tips=[tip], labels=[label])
+
+
+def _frontier(points: Sequence[tuple[float, float]]) -> Series:
+    return Series([x for x, _ in points], [y for _, y in points])
+
+
+def _front(rows: Sequence[Row], score: str, price: str) -> list[Row]:
+    """The methods that nothing cheaper is better than, the cheapest first."""
+    ordered = sorted(rows, key=lambda row: row[price])
+    return [row for row in ordered if best([each for each in ordered if each[price] <= row[price]], score) is row]

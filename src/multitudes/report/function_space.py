@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from multitudes.landscape.accuracy_diversity import lower_limit, normalised, upper_limit
+from multitudes.report.chart import Axis, Series, View
+from multitudes.report.field import Field
 from multitudes.report.results import Results
-from multitudes.report.style import REFERENCE, Style, Trace, View, axes, plotly_text
 
 __all__ = ["diversity", "function_map", "loss_landscape"]
 
@@ -33,7 +34,7 @@ def _members(results: Results, method: str) -> list[Seed]:
 
 def diversity(results: Results) -> dict[str, Any]:
     """Normalised diversity of members to the first of their run, against accuracy, with Fort et al.'s limits."""
-    traces: list[Trace] = []
+    series: list[Series] = []
     references: list[float] = []
     faultless = 0
     for at, method in enumerate(results.methods if results.task == "classification" else []):
@@ -46,24 +47,18 @@ def diversity(results: Results) -> dict[str, Any]:
         if not points:
             continue
         references += [float((group[0][1] == group[0][2]).double().mean()) for group in groups]
-        names, x, y = zip(*points, strict=True)
-        hover = "<b>%{text}</b><br>accuracy %{x:.2%}<br>diversity %{y:.2f}<extra></extra>"
-        traces.append(_points(at, x, y, [f"{plotly_text(method)}, {name}" for name in names], hover))
-    if not traces:
+        _, x, y = zip(*points, strict=True)
+        tips = [f"{name}: accuracy {100 * right:.2f} %, diversity {apart:.2f}" for name, right, apart in points]
+        series.append(Series(x, y, at, line=False, marks=True, tips=tips))
+    if not series:
         return {}
     # Near an accuracy of 1 the upper limit goes to infinity; the points must stay visible.
-    top = max(max(value for trace in traces for value in trace["y"]), 0.1)
-    traces = _limits(traces, sum(references) / len(references), len(results.classes)) + traces
-    xaxis, yaxis = {"tickformat": ".1%"}, {"range": [0, 1.4 * top]}
-    layout = axes("accuracy of a member", "disagreement ÷ error", xaxis=xaxis, yaxis=yaxis)
-    return {"views": [View(traces, layout)], "faultless": faultless}
-
-
-def _points(at: int, x: Any, y: Any, text: list[str], hover: str) -> Trace:
-    """Networks of a method."""
-    marker = Style(at).marker(9, opacity=0.8)
-    trace = {"type": "scatter", "mode": "markers", "meta": at, "x": list(x), "y": list(y), "marker": marker}
-    return {**trace, "text": text, "hovertemplate": hover}
+    top = 1.4 * max(max(value for each in series for value in each.y), 0.1)
+    limits = _limits(series, sum(references) / len(references), len(results.classes))
+    view = View(
+        [*limits, *series], Axis("accuracy of a member", percent=True), Axis("disagreement ÷ error", low=0, high=top)
+    )
+    return {"views": [view], "faultless": faultless}
 
 
 Labels = tuple[str, Tensor, Tensor]
@@ -86,20 +81,19 @@ def _point(labels: Tensor, reference: Tensor, target: Tensor) -> tuple[float, fl
     return float(accuracy), float(normalised((labels != reference).double().mean(), accuracy))
 
 
-def _limits(traces: list[Trace], reference: float, classes: int) -> list[Trace]:
+def _limits(series: list[Series], reference: float, classes: int) -> list[Series]:
     """Both limits over the accuracies that are there; none for a reference that is no better than chance."""
-    seen = [value for trace in traces for value in trace["x"]]
+    seen = [value for each in series for value in each.x]
     low, high = min(seen), min(max(seen), 1 - 1e-3)
     room = max(0.1 * (high - low), 0.002)
     accuracy = torch.linspace(max(low - room, 0), min(high + room, 1 - 1e-3), 80, dtype=torch.float64)
     if reference * max(classes, 1) <= 1 or classes < 2:
         return []
-    limits = [("independent networks", upper_limit, "dash"), ("one network, perturbed", lower_limit, "dot")]
-    return [
-        {"type": "scatter", "mode": "lines", "x": accuracy.tolist(), "hoverinfo": "text", "text": name,
-         "y": normalised(limit(accuracy, reference, classes), accuracy).tolist(), "line": {**REFERENCE, "dash": dash}}
-        for name, limit, dash in limits
-    ]  # fmt: skip
+    found = []
+    for name, limit in (("independent networks", upper_limit), ("one network, perturbed", lower_limit)):
+        y = normalised(limit(accuracy, reference, classes), accuracy).tolist()
+        found.append(Series(accuracy.tolist(), y, tips=[name] * len(y)))
+    return found
 
 
 # -- the map -----------------------------------------------------------------------------------------------
@@ -111,7 +105,7 @@ def function_map(results: Results) -> dict[str, Any]:
         return {}
     each = max(1, MOST_SOLUTIONS // len(results.outcomes))
     solutions = [
-        (at, f"{plotly_text(method)}, seed {seed}, member {number}", probs[:MOST_ROWS].flatten().float())
+        (at, f"seed {seed}, member {number}", probs[:MOST_ROWS].flatten().float())
         for at, method in enumerate(results.methods)
         for seed, members, _ in _members(results, method)
         for number, probs in enumerate(members[:each])
@@ -120,13 +114,12 @@ def function_map(results: Results) -> dict[str, Any]:
     if len(solutions) < 5:
         return {}
     placed = _placed(torch.stack([vector for _, _, vector in solutions])).tolist()
-    traces = []
+    series = []
     for at in dict.fromkeys(at for at, _, _ in solutions):
         own = [(*place, text) for place, (method, text, _) in zip(placed, solutions, strict=True) if method == at]
-        x, y, texts = zip(*own, strict=True)
-        traces.append(_points(at, x, y, list(texts), "%{text}<extra></extra>"))
-    bare = {"showticklabels": False, "showgrid": False}
-    return {"views": [View(traces, axes("", "", xaxis=bare, yaxis=bare))]}
+        x, y, tips = zip(*own, strict=True)
+        series.append(Series(x, y, at, line=False, marks=True, tips=tips))
+    return {"views": [View(series, Axis(bare=True), Axis(bare=True))]}
 
 
 def _placed(vectors: Tensor) -> Any:
@@ -147,21 +140,15 @@ def loss_landscape(results: Results) -> dict[str, Any]:
     plane = results.landscape.get("plane")
     if not plane:
         return {}
+    # Far out the loss is a hundred times that of the valleys, which only a logarithm shows.
+    heights = [[math.log10(max(loss, 1e-12)) for loss in row] for row in plane["loss"]]
+    highest = max(height for row in heights for height in row if math.isfinite(height))
+    heights = [[height if math.isfinite(height) else highest for height in row] for row in heights]
     points = plane.get("points", [])
-    heights = {
-        "type": "contour", "x": plane["x"], "y": plane["y"], "colorscale": "Viridis",
-        # Far out the loss is a hundred times that of the valleys, which only a logarithm shows.
-        "z": [[math.log10(max(loss, 1e-12)) for loss in row] for row in plane["loss"]],
-        "contours": {"coloring": "heatmap"}, "line": {"width": 0.5}, "ncontours": 24,
-        "colorbar": {"title": {"text": "log10 loss"}, "thickness": 12},
-        "customdata": plane["loss"], "hovertemplate": "loss %{customdata:.3f}<extra></extra>",
-    }  # fmt: skip
-    networks = {
-        "type": "scatter", "mode": "markers+text", "x": [point["x"] for point in points],
-        "y": [point["y"] for point in points], "text": [plotly_text(point["name"]) for point in points],
-        "textposition": "top center", "textfont": {"color": "#ffffff"}, "hoverinfo": "skip",
-        "marker": {"color": "#ffffff", "line": {"color": "#000000", "width": 2}, "size": 12, "symbol": "star"},
-    }  # fmt: skip
-    layout = axes("", "", xaxis={"constrain": "domain"}, yaxis={"scaleanchor": "x", "constrain": "domain"})
+    x, y, names = ([point[key] for point in points] for key in ("x", "y", "name"))
+    tips = [f"{point['name']}: loss {float(point['loss']):.3f}" for point in points]
+    networks = Series(x, y, line=False, marks=True, tips=tips, labels=list(map(str, names)))
+    bare = Axis(bare=True)
     losses = "; ".join(f"{point['name']} {float(point['loss']):.3f}" for point in points)
-    return {"views": [View([heights, networks], layout)], "losses": losses}
+    view = View([networks], bare, bare, field=Field(plane["x"], plane["y"], heights, "log10 loss"))
+    return {"views": [view], "losses": losses}

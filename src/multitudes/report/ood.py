@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.report.board import Cell
+from multitudes.metrics.declare import Better
+from multitudes.report.board import Head, table_of
 from multitudes.report.results import Results, mean_spread
+from multitudes.study.columns import Column
+from multitudes.study.leaderboard import better
 
 __all__ = ["ood"]
 
@@ -35,11 +38,13 @@ def _table(results: Results, name: str, measure: str) -> dict[str, Any]:
     """A measure in percent, by method and criterion."""
     start, end = f"ood/{name}/", f"/{measure}"
     places = [place for place in results.score_names() if place.startswith(start) and place.endswith(end)]
-    rows = []
-    for at, method in enumerate(results.methods):
-        values = [[100 * value for value in results.scores(method, place)] for place in places]
-        rows.append((at, [Cell(*mean_spread(each)) for each in values]))
-    return {"head": [place[len(start) : -len(end)].replace("_", " ") for place in places], "rows": rows}
+    order = "descending" if better(measure) is Better.HIGHER else "ascending"
+    by = next((at for at, place in enumerate(places) if "/entropy/" in place), 0)
+    heads = [Head(place[len(start) : -len(end)].replace("_", " "), order, at == by) for at, place in enumerate(places)]
+    table = table_of(results, [Column(place, "", "%", 1) for place in places], heads)
+    sign = -1 if order == "descending" else 1
+    table["rows"].sort(key=lambda line: (math.isnan(line.cells[by].value), sign * line.cells[by].value))
+    return table
 
 
 # -- histograms --------------------------------------------------------------------------------------------

@@ -1,115 +1,136 @@
 "use strict";
-// Draws the plots, in the colours of the style sheet; sorts tables; hides and shows methods in all plots at once.
+// Highlights methods, on the whole page at once; shows what is known of a point; sorts tables; selects views of figures.
 (() => {
   const all = (selector, inside = document) => Array.from(inside.querySelectorAll(selector));
-  const coarse = matchMedia("(pointer: coarse)").matches;
-  const hidden = new Set();
-  const plots = all(".plot").map((place) => ({
-    place,
-    views: JSON.parse(place.querySelector("script").textContent),
-    shown: 0,
-    width: undefined,
-  }));
+  const number = (each) => Number(each.dataset.method);
 
-  // -- plots: colours in figures are variables of the style sheet ------------------------------------------------
+  // -- highlighting: as many methods as the page opens with, the last that were selected -------------------------
 
-  const variable = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const buttons = all(".legend button");
+  let chosen = buttons.filter((button) => button.getAttribute("aria-pressed") === "true").map(number);
+  const most = chosen.length;
 
-  function coloured(value) {
-    if (typeof value === "string") return value.startsWith("var(") ? variable(value.slice(4, -1)) : value;
-    if (Array.isArray(value)) return value.some((each) => typeof each === "object") ? value.map(coloured) : value;
-    if (value === null || typeof value !== "object") return value;
-    return Object.fromEntries(Object.entries(value).map(([key, each]) => [key, coloured(each)]));
+  function highlight() {
+    all(".m").forEach((each) => each.classList.toggle("on", chosen.includes(number(each))));
+    buttons.forEach((button) => button.setAttribute("aria-pressed", chosen.includes(number(button))));
+    all(".chart > .m.on").forEach(raise);
   }
 
-  function laidOut(layout, width) {
-    const quiet = { gridcolor: variable("--grid"), zeroline: false, linecolor: variable("--edge"), automargin: true };
-    quiet.fixedrange = coarse; // else a finger that scrolls the page would zoom the plot
-    return {
-      ...layout,
-      width,
-      autosize: width === undefined,
-      showlegend: false,
-      dragmode: coarse ? false : "zoom",
-      paper_bgcolor: "rgba(0,0,0,0)",
-      plot_bgcolor: "rgba(0,0,0,0)",
-      font: { color: variable("--ink"), family: getComputedStyle(document.body).fontFamily, size: 12 },
-      margin: { l: 50, r: 16, t: 16, b: 44 },
-      hoverlabel: { bgcolor: variable("--card"), font: { color: variable("--ink") }, align: "left" },
-      xaxis: { ...quiet, ...layout.xaxis },
-      yaxis: { ...quiet, ...layout.yaxis },
-    };
-  }
-
-  function draw(plot) {
-    const [traces, layout] = plot.views[plot.shown];
-    const data = traces.map((trace) => ({ ...coloured(trace), visible: !hidden.has(trace.meta) }));
-    const config = { responsive: true, displaylogo: false, displayModeBar: coarse ? false : "hover" };
-    return Plotly.react(plot.place, data, laidOut(coloured(layout), plot.width), config);
-  }
-
-  const drawAll = () => plots.forEach(draw);
-
-  // -- what can be chosen ------------------------------------------------------------------------------------
-
-  function choose(select) {
-    const names = select.dataset.plots.split(" ");
-    plots.filter((plot) => names.includes(plot.place.id)).forEach((plot) => {
-      plot.shown = Number(select.value);
-      draw(plot);
-    });
-  }
-
-  function show() {
-    all(".legend button").forEach((button) => button.setAttribute("aria-pressed", !hidden.has(Number(button.dataset.method))));
-    all("[data-panel]").forEach((panel) => panel.classList.toggle("off", hidden.has(Number(panel.dataset.panel))));
-    drawAll();
-  }
+  // On top of the others, but below the names.
+  const raise = (group) => group.parentNode.insertBefore(group, group.parentNode.querySelector(":scope > .label"));
 
   function toggle(method) {
-    if (!hidden.delete(method)) hidden.add(method);
-    show();
+    chosen = chosen.includes(method) ? chosen.filter((each) => each !== method) : [...chosen, method].slice(-most);
+    highlight();
   }
 
-  // -- tables ------------------------------------------------------------------------------------------------
+  // A method that is pointed at is in colour as long as it is.
+  let near;
+
+  function point(method) {
+    if (method === near) return;
+    all(".near").forEach((each) => each.classList.remove("near"));
+    near = method;
+    if (method === undefined) return;
+    all(`.m[data-method="${method}"]`).forEach((each) => each.classList.add("near"));
+    all(".chart > .m.near").forEach(raise);
+  }
+
+  // -- tips: of the point that is nearest to the pointer ------------------------------------------------------
+
+  const tip = document.getElementById("tip");
+  const names = new Map(buttons.map((button) => [number(button), button.textContent]));
+
+  function nearest(chart, event) {
+    const matrix = chart.getScreenCTM();
+    if (!matrix) return undefined;
+    const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(matrix.inverse());
+    let found;
+    all("[data-tips]", chart).forEach((group) => {
+      const points = group.querySelector("polyline").points;
+      for (let index = 0; index < points.numberOfItems; index += 1) {
+        const each = points.getItem(index);
+        const far = Math.hypot(each.x - at.x, each.y - at.y) - (group.classList.contains("on") ? 4 : 0);
+        if (far < 30 && (!found || far < found.far)) found = { far, group, index };
+      }
+    });
+    return found;
+  }
+
+  function explain(chart, event) {
+    const found = nearest(chart, event);
+    tip.hidden = !found;
+    if (!found) return point(undefined);
+    const method = found.group.dataset.method;
+    point(method === undefined ? undefined : Number(method));
+    const name = names.get(Number(method));
+    tip.replaceChildren(...(name ? [Object.assign(document.createElement("b"), { textContent: name })] : []));
+    tip.append(found.group.dataset.tips.split("\n")[found.index]);
+    const box = tip.getBoundingClientRect();
+    const left = Math.min(event.clientX + 14, document.documentElement.clientWidth - box.width - 6);
+    const above = event.clientY - box.height - 12;
+    tip.style.left = `${Math.max(left, 6)}px`;
+    tip.style.top = `${above < 4 ? event.clientY + 18 : above}px`;
+    return undefined;
+  }
+
+  function leave() {
+    tip.hidden = true;
+    point(undefined);
+  }
+
+  // -- tables: what is better comes first, and once more what is worse ----------------------------------------
 
   function sort(button) {
     const heading = button.closest("th");
     const column = heading.cellIndex;
     const body = heading.closest("table").tBodies[0];
-    const ascending = heading.getAttribute("aria-sort") !== "ascending";
+    const { order } = heading.dataset;
+    const again = heading.getAttribute("aria-sort") === (order === "zero" ? "other" : order);
     const value = (row) => row.cells[column].dataset.value;
     const rows = Array.from(body.rows);
     const known = rows.filter((row) => value(row) !== undefined);
     const numeric = known.every((row) => !Number.isNaN(Number(value(row))));
-    known.sort((a, b) => {
-      const order = numeric ? Number(value(a)) - Number(value(b)) : value(a).localeCompare(value(b));
-      return ascending ? order : -order;
-    });
+    const size = (row) => (order === "zero" ? Math.abs(value(row)) : Number(value(row)));
+    const sign = (order === "descending") === again ? 1 : -1;
+    known.sort((a, b) => sign * (numeric ? size(a) - size(b) : value(a).localeCompare(value(b))));
     body.append(...known, ...rows.filter((row) => value(row) === undefined)); // what is not known comes last
     all("th[aria-sort]", heading.parentElement).forEach((each) => each.setAttribute("aria-sort", "none"));
-    heading.setAttribute("aria-sort", ascending ? "ascending" : "descending");
+    heading.setAttribute("aria-sort", order === "zero" && !again ? "other" : sign > 0 ? "ascending" : "descending");
   }
 
-  // -- paper: light, as wide as a page, and nothing folded away ----------------------------------------------
+  // -- views, and what is folded; on paper nothing is ---------------------------------------------------------
+
+  function choose(select) {
+    select.dataset.plots.split(" ").forEach((name) => {
+      all(".view", document.getElementById(name)).forEach((view, index) => { view.hidden = index !== Number(select.value); });
+    });
+  }
+
+  function unfold(button) {
+    const open = button.getAttribute("aria-expanded") !== "true";
+    all(".fold").forEach((each) => { each.open = open; });
+    button.setAttribute("aria-expanded", open);
+    button.textContent = open ? "Fold all sections" : "Unfold all sections";
+  }
 
   let unfolded = [];
 
   function print(begins) {
-    document.documentElement.classList.toggle("printing", begins);
     if (begins) unfolded = all("details:not([open])");
     unfolded.forEach((each) => { each.open = begins; });
-    plots.forEach((plot) => {
-      plot.width = begins ? (plot.place.closest(".row") ? 320 : 660) : undefined;
-      draw(plot);
-    });
   }
 
-  all("select[data-plots]").forEach((select) => select.addEventListener("change", () => choose(select)));
-  all(".legend button").forEach((button) => button.addEventListener("click", () => toggle(Number(button.dataset.method))));
-  all("th[aria-sort] button").forEach((button) => button.addEventListener("click", () => sort(button)));
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+  const on = (selector, event, action) => all(selector).forEach((each) => each.addEventListener(event, (what) => action(each, what)));
+  buttons.forEach((button) => button.addEventListener("click", () => toggle(number(button))));
+  on(".legend button, tr[data-method], .panel", "pointerenter", (each) => point(number(each)));
+  on(".legend button, tr[data-method], .panel", "pointerleave", leave);
+  on(".chart", "pointermove", explain);
+  on(".chart", "pointerdown", explain);
+  on(".chart", "pointerleave", leave);
+  on("th[aria-sort] button", "click", sort);
+  on("select[data-plots]", "change", choose);
+  on(".unfold", "click", unfold);
   addEventListener("beforeprint", () => print(true));
   addEventListener("afterprint", () => print(false));
-  drawAll();
 })();

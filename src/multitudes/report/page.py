@@ -13,36 +13,38 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from multitudes.core.checks import needed
-from multitudes.report.board import cost, standings
+from multitudes.report.board import answer, cost, standings
+from multitudes.report.calibration import calibration, intervals
 from multitudes.report.function_space import diversity, function_map, loss_landscape
 from multitudes.report.ood import ood
 from multitudes.report.provenance import provenance
-from multitudes.report.quality import calibration, intervals, selective_prediction, shift, size
+from multitudes.report.quality import selective_prediction, shift, size
+from multitudes.report.reading import columns_read
 from multitudes.report.render import render
 from multitudes.report.results import Results, read_results
+from multitudes.report.style import HIGHLIGHTED
 from multitudes.report.uncertain_images import uncertain_images
-from multitudes.study.recommendation import recommend
 from multitudes.study.store import Run, write_atomically
 
 __all__ = ["page", "sections", "write"]
 
 SECTIONS: dict[str, tuple[str, Callable[[Results], dict[str, Any]]]] = {
-    "leaderboard": ("Leaderboard", standings),
-    "cost": ("Quality against cost", cost),
-    "calibration": ("Calibration", calibration),
-    "intervals": ("Prediction intervals", intervals),
-    "size": ("Number of members", size),
-    "selective": ("Selective prediction", selective_prediction),
-    "ood": ("Out-of-distribution detection", ood),
-    "shift": ("Corrupted inputs", shift),
-    "diversity": ("Diversity of the members", diversity),
-    "map": ("Map of function space", function_map),
-    "landscape": ("Loss landscape", loss_landscape),
-    "images": ("Most uncertain images", uncertain_images),
-    "provenance": ("Provenance", provenance),
+    "leaderboard": ("All methods", standings),
+    "cost": ("Scores against costs", cost),
+    "calibration": ("Calibration: is a confidence of 90 % right in 90 %?", calibration),
+    "intervals": ("Prediction intervals: do they contain what they should?", intervals),
+    "size": ("Members: how many are enough?", size),
+    "selective": ("Abstaining: how many errors are left among the most confident predictions?", selective_prediction),
+    "ood": ("Out-of-distribution inputs: are they noticed?", ood),
+    "shift": ("Corrupted inputs: how much worse are predictions?", shift),
+    "diversity": ("Diversity: do members make different errors?", diversity),
+    "map": ("Map of all networks, by their predictions", function_map),
+    "landscape": ("The loss between networks", loss_landscape),
+    "images": ("The most uncertain images", uncertain_images),
+    "columns": ("How the columns of the data were read", columns_read),
+    "provenance": ("How to repeat this study", provenance),
 }
-"""In their order on the page: by name, the heading and the function."""
+"""In their order on the page: by name, the heading and the function. All but the first are folded."""
 
 
 class Section(NamedTuple):
@@ -57,7 +59,7 @@ def write(run_directory: str | Path, path: str | Path | None = None) -> Path:
     """Write the page of a run, as its `report.html` or to another path, which it returns.
 
     It shows the jobs that are done, and lists those that are missing. The same run gives the same page, byte by byte.
-    Plotly is needed to write it, a browser to read it, a network for neither.
+    A browser is all that is needed to read it.
     """
     target = Run(run_directory).report_path if path is None else Path(path)
     return write_atomically(target, page(read_results(run_directory)))
@@ -75,10 +77,9 @@ def sections(results: Results) -> list[Section]:
 
 def page(results: Results) -> str:
     """The whole page, as text."""
-    scripts = [needed("plotly.offline", "plots", "a report").get_plotlyjs(), _file("page.js")]
     return render(
-        "page.html", results=results, verdict=recommend(results.board).headline, sections=sections(results),
-        css=Markup(_file("page.css")), scripts=map(Markup, scripts),
+        "page.html", results=results, methods=results.methods, answer=results.recommendation, figure=answer(results),
+        sections=sections(results), most=HIGHLIGHTED, css=Markup(_file("page.css")), script=Markup(_file("page.js")),
     )  # fmt: skip
 
 

@@ -1,88 +1,62 @@
-"""How good the predictions are: calibration, intervals, number of members, selective prediction, shift."""
+"""How good the predictions are: with more members, of the most confident ones, on corrupted inputs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import NormalDist
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from multitudes.metrics.calibration_error import reliability
 from multitudes.metrics.selective import risk_coverage
+from multitudes.report.board import score_axis
+from multitudes.report.chart import Axis, Series, View
 from multitudes.report.results import Results, mean_spread
-from multitudes.report.style import MEASURES, REFERENCE, Trace, View, axes, curve, curve_with_spread
+from multitudes.study.columns import column_of
 
-__all__ = ["calibration", "intervals", "selective_prediction", "shift", "size"]
+__all__ = ["selective_prediction", "shift", "size"]
 
-BINS = 10
 POINTS = 120
 """Of a curve that has one for each row."""
-LEVELS = [0.05 * step for step in range(1, 20)] + [0.99]
-"""Of prediction intervals."""
-
-
-def calibration(results: Results) -> dict[str, Any]:
-    """Reliability diagrams: number, accuracy, confidence and rows of each bin, over the test rows of all seeds."""
-    panels = []
-    for at, method in enumerate(results.methods):
-        pairs = results.tensors(method, "probs", "target")
-        if pairs:
-            probs, target = (torch.cat(each) for each in zip(*pairs, strict=True))
-            found = reliability(probs, target, bins=BINS)
-            columns = (found.accuracy.tolist(), found.confidence.tolist(), found.count.tolist())
-            bins = [each for each in zip(range(BINS), *columns, strict=True) if each[3]]
-            panels.append({"method": at, "bins": bins, "ece": mean_spread(results.scores(method, "ece"))[0]})
-    return {"panels": panels, "bins": BINS} if panels else {}
-
-
-def intervals(results: Results) -> dict[str, Any]:
-    """Regression: coverage and mean width of the central intervals against their level, mean over seeds."""
-    coverage, width = [], []
-    for at, method in enumerate(results.methods):
-        found = [_coverage_width(*each) for each in results.tensors(method, "mean", "std", "target")]
-        if found:
-            inside, wide = torch.stack(found).mean(0).tolist()
-            coverage.append(curve(at, method, LEVELS, inside, "intervals of %{x:.0%} contain %{y:.1%}"))
-            width.append(curve(at, method, LEVELS, wide, "intervals of %{x:.0%}: width %{y:.4g}"))
-    if not coverage:
-        return {}
-    ideal = {"type": "scatter", "mode": "lines", "x": [0, 1], "y": [0, 1], "hoverinfo": "skip", "line": REFERENCE}
-    fraction = {"tickformat": ".0%", "range": [0, 1.02]}
-    return {
-        "coverage": [View([ideal, *coverage], axes("level", "fraction inside", xaxis=fraction, yaxis=fraction))],
-        "width": [View(width, axes("level", "mean width", xaxis=fraction, yaxis={"rangemode": "tozero"}))],
-    }
-
-
-def _coverage_width(mean: Tensor, std: Tensor, target: Tensor) -> Tensor:
-    """Of the Gaussian intervals with the predicted mean and deviation `[N]`, for all levels: `[2, L]`."""
-    reach = torch.tensor([NormalDist().inv_cdf((1 + level) / 2) for level in LEVELS], dtype=torch.float64)
-    inside = ((target - mean).abs().double() <= reach[:, None] * std.double()).double().mean(1)
-    return torch.stack([inside, 2 * reach * std.double().mean()])
 
 
 def size(results: Results) -> dict[str, Any]:
     """Scores against the number of members or draws."""
     views = []
     for measure in ("nll", "accuracy", "rmse"):
-        title, form = MEASURES[measure]
-        traces = []
+        series = []
         for at, method in enumerate(results.methods):
             tables = [outcome.metrics.get("by_size") or {} for outcome in results.of(method)]
             tables = [table for table in tables if table.get(measure)]
             if tables:
                 sizes = tables[0]["sizes"]
-                columns = [_column(tables, measure, index) for index in range(len(sizes))]
-                traces.append(curve_with_spread(at, method, sizes, columns, f"%{{x}} members: {title} %{{y:{form}}}"))
+                values = [_column(tables, measure, index) for index in range(len(sizes))]
+                series.append(_over_seeds(at, sizes, values, measure, "{} members or draws"))
         # A single network is a point, from which the others start; alone it shows nothing.
-        if any(len(trace["x"]) > 1 for trace in traces):
-            ticks = sorted({each for trace in traces for each in trace["x"]})
-            exact = {"type": "log", "tickvals": ticks, "ticktext": [str(tick) for tick in ticks]}
-            views.append(View(traces, axes("members or draws", title, xaxis=exact), title))
+        if any(len(each.x) > 1 for each in series):
+            ticks = tuple(sorted({float(place) for each in series for place in each.x}))
+            views.append(
+                View(
+                    series,
+                    Axis("members or draws", log=True, ticks=ticks),
+                    score_axis(measure),
+                    column_of(measure).title,
+                )
+            )
     return {"views": views} if views else {}
+
+
+def _over_seeds(at: int, x: Sequence[float], values: Sequence[list[float]], measure: str, place: str) -> Series:
+    """The line of a method through the means over seeds, with bars for the deviation between them."""
+    column, found = column_of(measure), [mean_spread(each) for each in values]
+    tips = [
+        f"{place.format(where)}: {column.title} {column.told(mean)}"
+        + ("" if math.isnan(spread) else f" ± {column.told(spread)}")
+        for where, (mean, spread) in zip(x, found, strict=True)
+    ]
+    means = [mean for mean, _ in found]
+    low, high = [mean - spread for mean, spread in found], [mean + spread for mean, spread in found]
+    return Series(x, means, at, marks=True, low=low, high=high, tips=tips)
 
 
 def _column(tables: list[dict[str, Any]], measure: str, index: int) -> list[float]:
@@ -93,7 +67,7 @@ def _column(tables: list[dict[str, Any]], measure: str, index: int) -> list[floa
 
 def selective_prediction(results: Results) -> dict[str, Any]:
     """Risk against coverage, mean over seeds."""
-    traces = []
+    series = []
     for at, method in enumerate(results.methods):
         curves = [risk_coverage(probs, target) for probs, target in results.tensors(method, "probs", "target")]
         curves = [found for found in curves if len(found.risk) == len(curves[0].risk)]
@@ -101,17 +75,19 @@ def selective_prediction(results: Results) -> dict[str, Any]:
             rows, coverage = len(curves[0].risk), curves[0].coverage
             chosen = torch.linspace(0, rows - 1, min(rows, POINTS)).round().long()
             chosen = chosen[coverage[chosen] >= 0.05]  # of a handful of rows, the risk is noise
-            risk = torch.stack([found.risk for found in curves]).mean(0)
-            hover = "%{y:.2%} errors on %{x:.0%} of the inputs"
-            traces.append(curve(at, method, coverage[chosen].tolist(), risk[chosen].tolist(), hover))
-    if not traces:
+            risk = torch.stack([found.risk for found in curves]).mean(0)[chosen].tolist()
+            covered = coverage[chosen].tolist()
+            tips = [
+                f"{100 * y:.2f} % errors on {100 * x:.0f} % of the inputs" for x, y in zip(covered, risk, strict=True)
+            ]
+            series.append(Series(covered, risk, at, tips=tips))
+    if not series:
         return {}
     # Where no method errs there is nothing to see.
-    most = max(max(trace["y"]) for trace in traces)
-    first = min(x for trace in traces for x, y in zip(trace["x"], trace["y"], strict=True) if y >= 0.02 * most)
-    xaxis = {"tickformat": ".0%", "range": [math.floor(10 * first) / 10, 1.005], "dtick": 0.1}
-    yaxis = {"tickformat": ".2~%", "rangemode": "tozero"}
-    return {"views": [View(traces, axes("coverage: fraction predicted", "risk: error rate", xaxis=xaxis, yaxis=yaxis))]}
+    most = max(max(each.y) for each in series)
+    first = min(x for each in series for x, y in zip(each.x, each.y, strict=True) if y >= 0.02 * most)
+    x = Axis("inputs that are predicted", percent=True, low=min(math.floor(10 * first) / 10, 0.9), high=1.0)
+    return {"views": [View(series, x, Axis("errors among them (lower is better)", percent=True, low=0))]}
 
 
 def shift(results: Results) -> dict[str, Any]:
@@ -120,25 +96,29 @@ def shift(results: Results) -> dict[str, Any]:
     found = [parts for parts in names if len(parts) == 4 and parts[2].isdigit()]
     corruptions = sorted({parts[1] for parts in found}, key=lambda name: (name != "mean", name))
     severities = sorted({int(parts[2]) for parts in found})
+    ticks = tuple(float(severity) for severity in (0, *severities))
     plots = {}
-    for measure, (title, form) in MEASURES.items():
+    for measure in ("accuracy", "nll", "ece"):
         if any(parts[3] == measure for parts in found):
-            layout = axes("severity", title, xaxis={"dtick": 1}, yaxis={"tickformat": form})
             labels = ["mean of all corruptions" if name == "mean" else name.replace("_", " ") for name in corruptions]
             plots[f"plot-shift-{measure}"] = [
-                View(_severity(results, corruption, severities, measure), layout, label)
+                View(
+                    _severity(results, corruption, severities, measure),
+                    Axis("severity", ticks=ticks),
+                    score_axis(measure),
+                    label,
+                )
                 for corruption, label in zip(corruptions, labels, strict=True)
             ]
     return {"plots": plots} if plots else {}
 
 
-def _severity(results: Results, corruption: str, severities: Sequence[int], measure: str) -> list[Trace]:
+def _severity(results: Results, corruption: str, severities: Sequence[int], measure: str) -> list[Series]:
     places = {0: measure} | {severity: f"shift/{corruption}/{severity}/{measure}" for severity in severities}
-    traces = []
+    series = []
     for at, method in enumerate(results.methods):
         values = {severity: results.scores(method, place) for severity, place in places.items()}
         known = {severity: each for severity, each in values.items() if each}
         if len(known) > 1:
-            hover = f"severity %{{x}}: %{{y:{MEASURES[measure][1]}}}"
-            traces.append(curve_with_spread(at, method, list(known), list(known.values()), hover))
-    return traces
+            series.append(_over_seeds(at, list(known), list(known.values()), measure, "severity {}"))
+    return series

@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor
 
 from multitudes.core.checks import needed
+from multitudes.report.style import HIGHLIGHTED
 from multitudes.study.leaderboard import leaderboard
+from multitudes.study.recommendation import Recommendation, recommend
 from multitudes.study.rows import Row
 from multitudes.study.store import Job, Run
 
@@ -66,7 +69,7 @@ class Results:
     outcomes: tuple[Outcome, ...]
     """Of the jobs that are done, method by method."""
     board: tuple[Row, ...]
-    """A row for each method, the best first."""
+    """A row for each method and each baseline, the best first."""
     missing: Mapping[str, str] = field(default_factory=dict)
     """The jobs that are not done, and why those failed that did."""
     classes: tuple[str, ...] = ()
@@ -77,11 +80,35 @@ class Results:
     about: Mapping[str, Any] = field(default_factory=dict)
     """What is known about the data."""
     landscape: Mapping[str, Any] = field(default_factory=dict)
+    times: Mapping[str, Any] = field(default_factory=dict)
+    """What was timed when all jobs were done."""
 
     @property
+    def by(self) -> str:
+        """The score by which methods are ranked."""
+        return self.recommendation.by
+
+    @property
+    def tiny(self) -> bool:
+        """Whether networks are so small that a time is that of calling them."""
+        return bool(self.times.get("tiny"))
+
+    @cached_property
+    def recommendation(self) -> Recommendation:
+        """What to take, as the terminal says it."""
+        return recommend(self.board, self.spec.get("by"), self.tiny)
+
+    @cached_property
     def methods(self) -> list[str]:
-        """Those with a job done, in the order of the study; the position of a method is its style."""
-        return list(dict.fromkeys(outcome.method for outcome in self.outcomes))
+        """Those with a job done: first what is highlighted on the page, then the others, both with the best first.
+
+        What is recommended is highlighted, the single network, and the best of the others. The position of a method is
+        its style.
+        """
+        names = [row.name for row in self.board if not row.baseline]
+        singles = [row.name for row in self.board if row.method == "single"]
+        first = list(dict.fromkeys([*self.recommendation.methods, *singles, *names]))[:HIGHLIGHTED]
+        return sorted(names, key=lambda name: (name not in first, names.index(name)))
 
     def of(self, method: str) -> list[Outcome]:
         """The outcomes of a method, one a seed."""
@@ -142,13 +169,14 @@ def read_results(directory: str | Path) -> Results:
         name=name,
         task=about.get("task", "classification"),
         outcomes=outcomes,
-        board=tuple(row for row in leaderboard(run, run.spec.get("by")) if not row.baseline),
+        board=tuple(leaderboard(run, run.spec.get("by"))),
         missing={job.name: run.failed.get(job.name, "") for job in run.missing},
         classes=classes,
         images=images,
         spec=run.spec,
         spec_text=run.spec_path.read_text(encoding="utf-8"),
         about=about,
+        times=run.times or {},
         landscape=json.loads(landscape.read_text(encoding="utf-8")) if landscape.is_file() else {},
     )
 

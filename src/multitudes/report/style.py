@@ -1,35 +1,36 @@
-"""How methods look in all plots and tables, and the parts that plots share.
+"""How methods look in all figures and tables.
 
 A method has one colour, dash and symbol on the whole page. Colours are Okabe and Ito's, as variables of the style
 sheet, so that they follow the light and the dark theme; symbols and dashes distinguish methods where colours do not.
+The first methods are highlighted when the page opens; the others are grey until the reader selects them.
 """
 
 from __future__ import annotations
 
-import html
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from multitudes.landscape.figures import COLOURS, DASHES, SYMBOLS
-from multitudes.report.results import mean_spread
+__all__ = ["HIGHLIGHTED", "STAR", "Style"]
 
-__all__ = ["MEASURES", "REFERENCE", "Style", "Trace", "View", "axes", "curve", "curve_with_spread", "plotly_text"]
+HIGHLIGHTED = 6
+"""How many methods are in colour at once."""
 
-Trace = dict[str, Any]
-"""A trace of Plotly's; its `meta` is the number of its method."""
+COLOURS = 8
+"""The style sheet has `--c0` to `--c7`."""
 
-MEASURES = {
-    "accuracy": ("accuracy", ".1~%"),
-    "nll": ("negative log-likelihood", ".3~f"),
-    "ece": ("calibration error (ECE)", ".1~%"),
-    "rmse": ("RMSE", ".4~g"),
-    "crps": ("CRPS", ".4~g"),
-}
-"""The scores that plots show: their titles, and their number formats (d3's)."""
+DASHES = ("", "6 3", "2 2.5", "6 2.5 2 2.5", "10 3", "10 2.5 2 2.5")
 
-REFERENCE = {"color": "var(--quiet)", "dash": "dot", "width": 1.5}
-"""The `line` of what is drawn for comparison and belongs to no method."""
+STAR = "m0-6l1.6 4.2 4.4.2-3.4 2.8 1.1 4.3-3.7-2.4-3.7 2.4 1.1-4.3-3.4-2.8 4.4-.2z"
+SYMBOLS = (
+    "m-4 0a4 4 0 1 1 8 0a4 4 0 1 1-8 0z",  # a circle
+    "m-3.6-3.6h7.2v7.2h-7.2z",  # a square
+    "m0-5l5 5-5 5-5-5z",  # a diamond
+    "m-1.6-5h3.2v3.4h3.4v3.2h-3.4v3.4h-3.2v-3.4h-3.4v-3.2h3.4z",  # a cross
+    "m-3.3-4.8l3.3 3.3 3.3-3.3 1.5 1.5-3.3 3.3 3.3 3.3-1.5 1.5-3.3-3.3-3.3 3.3-1.5-1.5 3.3-3.3-3.3-3.3z",  # an x
+    "m0-5l5 9h-10z",  # a triangle
+    STAR,
+    "m-2.5-4.3h5l2.5 4.3-2.5 4.3h-5l-2.5-4.3z",  # a hexagon
+)
+"""Paths around the place where they are drawn."""
 
 
 @dataclass(frozen=True)
@@ -41,59 +42,19 @@ class Style:
     @property
     def colour(self) -> str:
         """A variable of the style sheet."""
-        return f"var(--c{self.number % len(COLOURS)})"
+        return f"var(--c{self.number % COLOURS})"
 
     @property
     def symbol(self) -> str:
-        """A symbol of Plotly's."""
-        return SYMBOLS[(self.number + self.number // len(COLOURS)) % len(SYMBOLS)]
+        """A path around the place where it is drawn."""
+        return SYMBOLS[(self.number + self.number // COLOURS) % len(SYMBOLS)]
 
     @property
     def dash(self) -> str:
-        """A dash of Plotly's."""
-        return DASHES[(self.number + self.number // len(COLOURS)) % len(DASHES)]
+        """The lengths of strokes and gaps; empty for a whole line."""
+        return DASHES[(self.number + self.number // COLOURS) % len(DASHES)]
 
-    def marker(self, size: float = 8, **more: Any) -> dict[str, Any]:
-        """The `marker` of a trace."""
-        return {"color": self.colour, "symbol": self.symbol, "size": size, **more}
-
-    def bars(self, spread: Sequence[float]) -> dict[str, Any]:
-        """The error bars of a trace."""
-        return {"type": "data", "array": list(spread), "thickness": 1, "width": 3, "color": self.colour}
-
-
-@dataclass(frozen=True)
-class View:
-    """One state of a plot: Plotly's traces and layout, and the label by which the reader selects it."""
-
-    traces: list[Trace]
-    layout: dict[str, Any]
-    label: str = ""
-
-
-def plotly_text(value: object) -> str:
-    """A name for a figure: Plotly would take `<b>` for markup."""
-    return html.escape(str(value), quote=False)
-
-
-def axes(x: str, y: str, *, xaxis: dict[str, Any] | None = None, yaxis: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A layout with the titles and further settings of both axes."""
-    return {"xaxis": {"title": {"text": x}, **(xaxis or {})}, "yaxis": {"title": {"text": y}, **(yaxis or {})}}
-
-
-def curve(at: int, method: str, x: Sequence[float], y: Sequence[float], hover: str, **more: Any) -> Trace:
-    """The line of a method; `hover` is what Plotly writes below its name."""
-    style = Style(at)
-    return {
-        "type": "scatter", "mode": "lines", "meta": at, "x": list(x), "y": list(y), "text": plotly_text(method),
-        "line": {"color": style.colour, "dash": style.dash, "width": 2},
-        "hovertemplate": f"<b>%{{text}}</b><br>{hover}<extra></extra>", **more,
-    }  # fmt: skip
-
-
-def curve_with_spread(at: int, method: str, x: Sequence[float], values: Sequence[list[float]], hover: str) -> Trace:
-    """The line of a method through the means over seeds, with bars for the deviation between them."""
-    means, spreads = zip(*map(mean_spread, values), strict=True)
-    style = Style(at)
-    marked = {"mode": "lines+markers", "marker": style.marker(), "error_y": style.bars(spreads)}
-    return curve(at, method, x, means, hover, **marked)
+    @property
+    def classes(self) -> str:
+        """Of an element that is in colour where the method is highlighted."""
+        return "m on" if self.number < HIGHLIGHTED else "m"

@@ -17,7 +17,7 @@ from multitudes.study.paired import Comparison
 from multitudes.study.rows import Row, Value
 from multitudes.study.store import Job, Run
 
-__all__ = ["BY", "Row", "Value", "best", "better", "leaderboard", "level_with_best", "marks", "score_to_rank_by"]
+__all__ = ["BY", "Row", "Value", "best", "better", "leaderboard", "level_with_best", "score_to_rank_by"]
 
 BY = {"classification": ("nll", "brier", "accuracy"), "regression": ("log_density", "crps", "rmse")}
 """The scores that methods can be ranked by, the default first: those that test rows add up to."""
@@ -144,10 +144,3 @@ def level_with_best(rows: Sequence[Row], name: str) -> list[Row]:
     comparison = Comparison(methods, name)
     differences = {row.name: comparison.difference(row, top) for row in methods if row is not top}
     return [top, *(row for row in methods if (found := differences.get(row.name)) and not found.sure())]
-
-
-def marks(rows: Sequence[Row], name: str) -> dict[str, str]:
-    """By method: "best" for the best of a score, "noise" for those that are level with it, and "" for the rest."""
-    level = level_with_best(rows, name)
-    signs = {row.name: "noise" for row in level} | {row.name: "best" for row in level[:1]}
-    return {row.name: signs.get(row.name, "") for row in rows}

@@ -16,8 +16,9 @@ from multitudes.core.multitude import Multitude
 from multitudes.core.predictive import Predictive
 from multitudes.data import Data
 from multitudes.data.splits import spread
-from multitudes.evaluation.calibrate import Calibrated, calibrate
+from multitudes.evaluation.calibrate import Calibrated, fit_calibration
 from multitudes.evaluation.evaluate import evaluate
+from multitudes.evaluation.predict import predictions
 from multitudes.evaluation.scores import Evaluation, plain_number
 from multitudes.metrics import ECE, MCE, NLL, RMSE, Accuracy, LogDensity, read_rows
 from multitudes.metrics.regression_inputs import read_forecasts
@@ -33,8 +34,8 @@ EVALUATION_SEED = 0
 """Of all jobs alike, so that they see the same shifted images."""
 FEWEST = 20
 """The fewest validation rows that a scaling is fitted to."""
-FEWEST_FOR_SETS = 200
-"""With fewer validation rows there are no conformal scores: half of them must tell sets and intervals of 99 %."""
+FEWEST_FOR_INTERVALS = 200
+"""With fewer validation rows there are no conformal scores: half of them must tell intervals of 99 %."""
 
 Options = Mapping[str, Any]
 """The table `evaluation` of a job's configuration."""
@@ -44,17 +45,47 @@ Options = Mapping[str, Any]
 
 
 def calibrated(net: Multitude, data: Data, options: Options) -> Calibrated | Multitude:
-    """The network calibrated on the validation part: a temperature, or a factor of variances, and conformal scores.
+    """The network calibrated on the validation part: a temperature, or a factor of variances and conformal scores.
 
-    It is the network itself where that is not asked for, or where there are too few rows to fit anything to.
+    A scaling is kept where it surely improves the score that it was fitted to: of few rows, the best factor is chance.
+    It is the network itself that is given back where nothing is kept, or calibration is not asked for.
     """
     rows = len(data.validation)
     if not options.get("calibrate", True) or rows < FEWEST:
         return net
-    conformal = "auto" if rows >= FEWEST_FOR_SETS else None
     part = ScaledBatches(data, data.validation.x, data.validation.y, options.get("batch_size", 256))
-    prepared = ((data.preprocess(x), y) for x, y in part)
-    return calibrate(net, prepared, conformal=conformal, seed=EVALUATION_SEED, progress=False)
+    prepare = lambda x, index: data.preprocess(x)  # noqa: E731
+    pairs = [(p.cpu(), y) for p, y in predictions(net, part, False, None, prepare, seed=EVALUATION_SEED)]
+    predictive, target = Predictive.concat(p for p, _ in pairs), torch.cat([y for _, y in pairs if y is not None])
+    scaling = "auto" if _improves(predictive, target, net.members) else None
+    conformal = "auto" if not data.classes and rows >= FEWEST_FOR_INTERVALS else None
+    if scaling is None and conformal is None:
+        return net
+    fitted = fit_calibration(
+        predictive, target, members=net.members, scaling=scaling, conformal=conformal, seed=EVALUATION_SEED
+    )
+    device = next((parameter.device for parameter in net.parameters()), torch.device("cpu"))
+    return Calibrated(net, fitted.to(device))
+
+
+def _improves(predictive: Predictive, target: Tensor, members: int) -> bool:
+    """Whether a scaling that is fitted to half of the rows surely improves the score of the other half, and back."""
+    order = torch.randperm(len(target), generator=torch.Generator().manual_seed(EVALUATION_SEED))
+    halves = order.tensor_split(2)
+    gains = []
+    for fitted_to, other in (halves, halves[::-1]):
+        fitted = fit_calibration(predictive[fitted_to], target[fitted_to], members=members, conformal=None)
+        rest = predictive[other]
+        gains.append(_log_scores(fitted(rest), target[other]) - _log_scores(rest, target[other]))
+    gain = torch.cat(gains)
+    return bool(gain.mean() > 1.645 * gain.std() / len(gain) ** 0.5)
+
+
+def _log_scores(predictive: Predictive, target: Tensor) -> Tensor:
+    """The log probability, or density, of each target, `[N]`."""
+    if predictive.task == "classification":
+        return predictive.log_probs.gather(1, target[:, None])[:, 0].double()
+    return read_forecasts(predictive, target).log_density.double()
 
 
 # -- scores ------------------------------------------------------------------------------------------------
@@ -81,12 +112,13 @@ def measured(net: Calibrated | Multitude, data: Data, options: Options) -> Measu
     # Criteria of out-of-distribution inputs are of classes.
     ood = {name: ScaledBatches(data, x, size=size) for name, x in data.ood.items()} if data.classes else {}
     growth = _Growth(options.get("sizes", (1, 2, 4, 8, 16)), data, **bins)
-    kept = _Predictions(data, growth if isinstance(net, Multitude) else None)
+    kept = _Predictions(data, None if options.get("calibrate", True) else growth)
     scores = dict(evaluate(net, test, ood=ood, watch=kept, **how).scores)
-    if isinstance(net, Calibrated):
+    if options.get("calibrate", True):
         before = _Predictions(data, growth, "raw/")
-        raw = evaluate(net.net, test, watch=before, tasks=("scores", "calibration"), **how)
-        scores |= {f"raw/{name}": score for name, score in raw.scores.items()}
+        raw = net.net if isinstance(net, Calibrated) else net
+        found = evaluate(raw, test, watch=before, tasks=("scores", "calibration"), **how)
+        scores |= {f"raw/{name}": score for name, score in found.scores.items()}
         kept.parts |= before.parts
     if options.get("shift"):
         corrupted = evaluate(

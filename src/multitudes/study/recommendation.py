@@ -12,17 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from multitudes.metrics.declare import Better
+from multitudes.study.columns import column_of, in_words, is_vague
 from multitudes.study.leaderboard import best, better, level_with_best, score_to_rank_by
 from multitudes.study.paired import Comparison, Difference
 from multitudes.study.rows import Row
 
-__all__ = ["Advice", "Point", "Recommendation", "recommend", "told"]
+__all__ = ["Advice", "Point", "Recommendation", "recommend"]
 
 NEGLIGIBLE = {"nll": 0.03, "brier": 0.03, "crps": 0.02, "rmse": 0.02, "accuracy": 0.005, "log_density": 0.03}
 """Gains that do not matter: of the single network's score, but of accuracy and log density as they are."""
 ABSOLUTE = ("accuracy", "log_density")
-TITLES = {"accuracy": "accuracy", "nll": "NLL", "brier": "Brier score", "rmse": "RMSE", "crps": "CRPS"}
-TITLES["log_density"] = "log density"
 BUDGETS = {"At the price of one network": 1.3, "At up to four times that": 4.4, "At any price": math.inf}
 """By the largest multiple of the single network's price that counts as this."""
 TIME, PRODUCTS = "costs/inference_time_ratio", "costs/multiply_adds_ratio"
@@ -87,15 +86,6 @@ def recommend(rows: Sequence[Row], by: str | None = None, tiny: bool = False) ->
         name, f"{COSTS[answer.cost]}, × the single network's", answer.headline(), answer.advice(), answer.notes(),
         answer.warnings(), answer.points(),
     )  # fmt: skip
-
-
-def told(name: str, value: float) -> str:
-    """A score in words: accuracies in percent.
-
-    >>> told("accuracy", 0.9731), told("nll", 0.0312)
-    ('97.3 %', '0.031')
-    """
-    return f"{100 * value:.1f} %" if name == "accuracy" else f"{value:.3f}" if abs(value) < 100 else f"{value:.4g}"
 
 
 class _Answer:
@@ -172,10 +162,10 @@ class _Answer:
 
     @property
     def title(self) -> str:
-        return TITLES[self.name]
+        return column_of(self.name).title
 
     def told(self, row: Row) -> str:
-        return told(self.name, row[self.name])
+        return column_of(self.name).told(row[self.name])
 
     def amount(self, value: float) -> str:
         return f"{100 * value:.2g} points" if self.name == "accuracy" else f"{value:.2g}"
@@ -248,7 +238,7 @@ class _Answer:
         found = _before_and_after(self.single, self.name)
         if found is None or self.name in ("accuracy", "rmse"):
             return None
-        budget, told_raw = "Without training again", told(self.name, self.single[raw])
+        budget, told_raw = "Without training again", column_of(self.name).told(self.single[raw])
         gain = Difference(self.sign * found.mean, found.error, found.freedom)
         if gain.mean > 0 and gain.sure():
             how = f"{self.title} {self.told(self.single)} instead of {told_raw}, {self.better_by(gain, 1)}"
@@ -285,7 +275,7 @@ class _Answer:
                 every = "Every method" if len(worse) == len(self.methods) else _some(worse)
                 verb = "is" if len(worse) in (1, len(self.methods)) else "are"
                 score = f"by {self.title} ({self.told(baseline)})"
-                found.append(f"{every} {verb} worse than {_words(baseline.name)} {score}.")
+                found.append(f"{every} {verb} worse than {in_words(baseline)} {score}.")
         return tuple(found)
 
     # -- the figure --------------------------------------------------------------------------------------
@@ -328,9 +318,7 @@ def _times(row: Row, cost: str) -> str:
     if cost not in row.values:
         return ""
     value = row.values[cost]
-    ratio = value.mean
-    vague = value.low is not None and value.high is not None and value.low <= 1 <= value.high and ratio != 1
-    return f"{'about ' if vague else ''}{ratio:.1f} ×"
+    return f"{'about ' if is_vague(value) else ''}{value.mean:.1f} ×"
 
 
 def _some(rows: Sequence[Row]) -> str:
@@ -340,10 +328,6 @@ def _some(rows: Sequence[Row]) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if names else ""
-
-
-def _words(name: str) -> str:
-    return {"chance": "chance", "constant": "a constant prediction"}.get(name, name.replace("_", " "))
 
 
 def _plural(count: int, noun: str) -> str:

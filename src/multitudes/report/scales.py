@@ -1,0 +1,120 @@
+"""Axes: from values to places of a figure, with ticks at round numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["Axis", "Scale", "fitted", "round_ticks"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What an axis shows."""
+
+    title: str = ""
+    percent: bool = False
+    """Whether values are fractions, which ticks show in percent."""
+    log: bool = False
+    ticks: tuple[float, ...] = ()
+    """Where there are ticks; without any, at round numbers."""
+    low: float | None = None
+    high: float | None = None
+    """Where it begins and ends; by default where the values do, with some room."""
+    bare: bool = False
+    """Whether its numbers mean nothing, and it has no ticks."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """An axis on a figure: from `low` at the place `start` to `high` at `end`."""
+
+    axis: Axis
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        """The place of a value."""
+        low, high, at = (self._linear(each) for each in (self.low, self.high, value))
+        return self.start + (self.end - self.start) * (at - low) / (high - low)
+
+    def _linear(self, value: float) -> float:
+        return math.log(value) if self.axis.log else value
+
+    def holds(self, value: float) -> bool:
+        """Whether the axis has a place for a value."""
+        room = 1e-9 * (self.high - self.low)
+        return math.isfinite(value) and self.low - room <= value <= self.high + room
+
+    def ticks(self, apart: float) -> list[tuple[float, str]]:
+        """Places and texts; those that are less than `apart` from the one before are left out."""
+        if self.axis.bare:
+            return []
+        if self.axis.ticks:
+            values = [value for value in self.axis.ticks if self.holds(value)]
+            found = [(self(value), self._text(value, None)) for value in values]
+        else:
+            values, decimals = _log_ticks(self.low, self.high) if self.axis.log else self._round()
+            found = [(self(value), self._text(value, decimals)) for value in values]
+        kept: list[tuple[float, str]] = []
+        for place, text in found:
+            if not kept or abs(place - kept[-1][0]) >= apart:
+                kept.append((place, text))
+        return kept
+
+    def _round(self) -> tuple[list[float], int]:
+        unit = 100 if self.axis.percent else 1
+        values, decimals = round_ticks(unit * self.low, unit * self.high)
+        return [value / unit for value in values], decimals
+
+    def _text(self, value: float, decimals: int | None) -> str:
+        value = 100 * value if self.axis.percent else value
+        text = f"{value:g}" if decimals is None else f"{value + 0.0:,.{decimals}f}"
+        return text.replace("-", "−") + (" %" if self.axis.percent else "")
+
+
+def fitted(axis: Axis, values: Iterable[float], start: float, end: float, room: float = 0.06) -> Scale:
+    """The scale on which all finite values have a place, with some room at the ends that the axis does not set.
+
+    >>> scale = fitted(Axis(low=0.0), [1.0, 5.0], 0, 100, room=0)
+    >>> scale.high, scale(2.5)
+    (5.0, 50.0)
+    """
+    known = [value for value in values if math.isfinite(value) and (value > 0 or not axis.log)]
+    low, high = min(known, default=1.0), max(known, default=2.0)
+    if axis.log:
+        extra = (high / low) ** room if high > low else 1.5
+        ends = low / extra, high * extra
+    else:
+        extra = room * (high - low) if high > low else 0.05 * abs(high) or 0.5
+        ends = low - extra, high + extra
+    low, high = (end if given is None else given for given, end in zip((axis.low, axis.high), ends, strict=True))
+    return Scale(axis, low, high if high > low else low + 1, start, end)
+
+
+def round_ticks(low: float, high: float, most: int = 6) -> tuple[list[float], int]:
+    """Round numbers within two ends, and how many decimal places they need.
+
+    >>> round_ticks(0.0, 1.0), round_ticks(-3.0, 17.0)
+    (([0.0, 0.2, 0.4, 0.6, 0.8, 1.0], 1), ([0.0, 5.0, 10.0, 15.0], 0))
+    """
+    power = math.floor(math.log10((high - low) / most))
+    steps = ((factor * 10.0**exponent, exponent) for exponent in (power, power + 1) for factor in (1, 2, 5))
+    step, exponent = next((step, at) for step, at in steps if (high - low) / step <= most)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    decimals = max(0, -exponent)
+    return [round(number * step, decimals + 1) for number in range(first, last + 1)], decimals
+
+
+def _log_ticks(low: float, high: float) -> tuple[list[float], None]:
+    """Of 1, 2 and 5 times powers of ten, as many as there is space for."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for factors in ((1, 2, 5), (1, 3), (1,)):
+        found = [factor * 10.0**power for power in powers for factor in factors]
+        found = [value for value in found if low <= value <= high]
+        if len(found) <= 8:
+            break
+    return found, None

@@ -1,0 +1,213 @@
+"""The columns of a leaderboard: which scores and costs it shows, in which order, unit and precision.
+
+One list for the terminal and for the page, so that both show the same numbers. Costs are multiples of the single
+network's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from multitudes.study.leaderboard import best, better
+from multitudes.study.rows import Row, Value
+
+__all__ = [
+    "COSTS",
+    "SCORES",
+    "Column",
+    "column_of",
+    "costs",
+    "first_columns",
+    "fixed",
+    "in_words",
+    "is_vague",
+    "more_columns",
+    "remark",
+]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: the score or cost that it shows, its title, and in which unit."""
+
+    name: str
+    title: str
+    unit: str = ""
+    """ "%" of fractions, "×" of ratios."""
+    digits: int = 3
+    """After the decimal point."""
+
+    @property
+    def heading(self) -> str:
+        """The title with its unit.
+
+        >>> Column("ece", "ECE", "%").heading, Column("coverage_95", "coverage at 95 %", "%").heading
+        ('ECE %', 'coverage at 95 %')
+        """
+        return self.title if self.title.endswith(self.unit) else f"{self.title} {self.unit}"
+
+    @property
+    def arrow(self) -> str:
+        """Points to the better values of a score; a cost has none."""
+        return "" if self.is_cost else better(self.name).value
+
+    @property
+    def is_cost(self) -> bool:
+        """Whether it is a cost, which has no best method: the cheapest is always the single network."""
+        return self.name.startswith("costs/")
+
+    def shown(self, value: float) -> float:
+        """A value in the unit of the column."""
+        return 100 * value if self.unit == "%" else value
+
+    def of(self, row: Row) -> Value | None:
+        """The values of a method in the unit of the column; None where it has none."""
+        found = row.values.get(self.name)
+        return found and replace(found, values=tuple(map(self.shown, found.values)))
+
+    def best(self, rows: Sequence[Row]) -> Row | None:
+        """The best method of a score, no baseline; None of a cost."""
+        return None if self.is_cost else best([row for row in rows if not row.baseline], self.name)
+
+    def text(self, value: float, beside: float | None = None) -> str:
+        """A value that is in the unit of the column, without the unit, with the decimal places of one `beside` it.
+
+        >>> column = Column("rmse", "RMSE")
+        >>> column.text(0.0614), column.text(6142.71), column.text(0.0614, beside=6142.71)
+        ('0.061', '6,142.7', '0.1')
+        """
+        size = abs(value if beside is None else beside)
+        return fixed(value, self.digits if size < 1000 or not math.isfinite(size) else min(self.digits, 1))
+
+    def cell(self, value: Value) -> str:
+        """The mean over seeds, with "about" where a time varies by more than it differs from the single network's.
+
+        >>> time = column_of("costs/inference_time_ratio")
+        >>> time.cell(Value((1.21,), low=0.9, high=1.4)), time.cell(Value((4.06,), low=3.9, high=4.2))
+        ('about 1.2', '4.06')
+        """
+        return f"about {fixed(value.mean, 1)}" if self.is_cost and is_vague(value) else self.text(value.mean)
+
+    def told(self, value: float) -> str:
+        """A value as it was measured, with its unit.
+
+        >>> Column("accuracy", "accuracy", "%", 1).told(0.9731), Column("nll", "NLL").told(0.0546)
+        ('97.3 %', '0.055')
+        >>> Column("costs/inference_time_ratio", "inference time", "×", 2).told(2.0)
+        '2.00 ×'
+        """
+        return f"{self.text(self.shown(value))} {self.unit}".strip()
+
+
+def is_vague(value: Value) -> bool:
+    """Whether a multiple of the single network's time varies by more than it differs from 1."""
+    return value.low is not None and value.high is not None and value.low <= 1 <= value.high and value.mean != 1
+
+
+def fixed(value: float, digits: int = 1) -> str:
+    """A number with so many decimal places, and a dash for NaN.
+
+    >>> fixed(-0.0314, 3), fixed(1234567.0, 0), fixed(float("nan")), fixed(float("inf"))
+    ('−0.031', '1,234,567', '–', '∞')
+    """
+    if math.isnan(value):
+        return "–"
+    return f"{value:,.{digits}f}".replace("-", "−").replace("inf", "∞")
+
+
+SCORES = (
+    Column("accuracy", "accuracy", "%", 1),
+    Column("nll", "NLL"),
+    Column("ece", "ECE", "%", 1),
+    Column("rmse", "RMSE"),
+    Column("log_density", "log density"),
+    Column("crps", "CRPS"),
+    Column("coverage_95", "coverage at 95 %", "%", 1),
+    Column("width_95", "width at 95 %"),
+    Column("shift/mean/accuracy", "shifted accuracy", "%", 1),
+)
+COSTS = (
+    Column("costs/inference_time_ratio", "inference time", "×", 2),
+    Column("costs/training_time_ratio", "training time", "×", 2),
+    Column("costs/multiply_adds_ratio", "multiply-adds", "×", 2),
+    Column("costs/parameters_ratio", "parameters", "×", 2),
+)
+MORE = (Column("brier", "Brier score"), Column("gaussian_ece", "Gaussian ECE", "%", 1))
+MORE_COSTS = (Column("costs/peak_memory_bytes_ratio", "peak memory", "×", 2),)
+
+FRACTIONS = ("mce", "classwise_ece", "adaptive_ece", "overconfidence", "accuracy_at_90", "disagreement", "member_error")
+"""Scores beside these that are shown in percent."""
+ABBREVIATIONS = ("aurc", "crps", "ece", "js", "mce", "nll", "rmse")
+
+
+def column_of(name: str) -> Column:
+    """The column of a score or cost, whether or not a leaderboard shows it by itself.
+
+    >>> column_of("shift/fog/3/accuracy").heading, column_of("ood/letters/entropy/auroc").heading
+    ('shift fog 3 accuracy %', 'AUROC letters %')
+    >>> column_of("adaptive_ece").heading
+    'adaptive ECE %'
+    """
+    known = {column.name: column for column in (*SCORES, *MORE, *COSTS, *MORE_COSTS)}
+    if name in known:
+        return known[name]
+    if _is_auroc(name):
+        return Column(name, f"AUROC {name.removeprefix('ood/').removesuffix('/entropy/auroc')}", "%", 1)
+    last = name.rpartition("/")[2]
+    words = name.replace("_", " ").replace("/", " ").split()
+    title = " ".join(word.upper() if word in ABBREVIATIONS else word for word in words)
+    in_percent = last in FRACTIONS or (last in known and known[last].unit == "%")
+    return Column(name, title, "%", 1) if in_percent else Column(name, title)
+
+
+def costs(tiny: bool = False) -> list[Column]:
+    """The costs; of networks so small that a time is that of calling them, multiply-adds first.
+
+    >>> [column.title for column in costs(tiny=True)][:2]
+    ['multiply-adds', 'inference time']
+    """
+    return sorted(COSTS, key=lambda column: tiny and column.name != "costs/multiply_adds_ratio")
+
+
+def first_columns(rows: Sequence[Row], by: str = "", tiny: bool = False) -> list[Column]:
+    """What the leaderboard shows, the score that ranks first: scores, the detection of OOD inputs by entropy, costs."""
+    names = _names(rows)
+    detected = [column_of(name) for name in names if _is_auroc(name)]
+    shown = [column for column in (*SCORES, *detected, *costs(tiny)) if column.name in names and column.name != by]
+    return [column_of(by), *shown] if by in names else shown
+
+
+def more_columns(rows: Sequence[Row], by: str = "") -> list[Column]:
+    """The other scores of clean test data, and the other costs."""
+    names = _names(rows)
+    first = {column.name for column in first_columns(rows, by)}
+    scores = [column_of(name) for name in names if "/" not in name and name not in first]
+    return scores + [column for column in MORE_COSTS if column.name in names]
+
+
+def remark(row: Row, rows: Sequence[Row], by: str) -> str:
+    """What stands beside the name of a row: that it is a baseline, or that it is worse than one, by a score.
+
+    Of several baselines that are better, the worst is named.
+    """
+    if row.baseline:
+        return "baseline"
+    quality = better(by).quality
+    beaten = [other for other in rows if other.baseline and quality(other[by]) > quality(row[by])]
+    return f"worse than {in_words(min(beaten, key=lambda other: quality(other[by])))}" if beaten else ""
+
+
+def in_words(row: Row) -> str:
+    """The name of a row; those of baselines are words."""
+    return {"constant": "a constant prediction"}.get(row.name, row.name.replace("_", " ")) if row.baseline else row.name
+
+
+def _is_auroc(name: str) -> bool:
+    return name.startswith("ood/") and name.endswith("/entropy/auroc")
+
+
+def _names(rows: Iterable[Row]) -> dict[str, None]:
+    """All names that some method has a value of, in order."""
+    return {name: None for row in rows for name in row.values}
