@@ -3,7 +3,7 @@
     python -m multitudes.study.ray_driver
 
 `cluster` starts it, with a JSON object on stdin. It writes the files of each job that ends to the run directory, and
-tells on stdout, a JSON object a line, how far the jobs are. Asked to end (SIGTERM), it has the jobs save their training.
+tells on stdout, a JSON object a line, how far the jobs are. When it is asked to end (SIGTERM), the jobs are too.
 """
 
 from __future__ import annotations

@@ -22,8 +22,9 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
+from multitudes.study.fork_server import end_with_parent
 from multitudes.study.monitor import JobProgress
-from multitudes.study.processes import JobProcess, Starter, starter
+from multitudes.study.processes import LINUX, JobProcess, Starter, starter
 from multitudes.study.store import Job, write_atomically
 
 __all__ = ["Board", "Result", "work"]
@@ -173,6 +174,8 @@ def _locked(folder: Path) -> Path:
         with contextlib.suppress(FileNotFoundError):
             if os.stat(folder / ".lock").st_ino == os.fstat(lock.fileno()).st_ino:
                 _LOCKS[folder] = lock
+                if LINUX:
+                    end_with_parent()  # Ray's workers may outlive their node
                 subprocess.Popen(
                     [sys.executable, "-I", "-S", "-c", _SWEEP, str(folder)], start_new_session=True,
                     stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
