@@ -23,6 +23,8 @@ from multitudes import Predictive, evaluate
 from multitudes.core.gaussian import join_gaussian
 from multitudes.data import Data, Part
 from multitudes.metrics.regression_inputs import read_forecasts
+from multitudes.report import Results
+from multitudes.report.chart import Series, View
 from multitudes.study.baselines import measure_baselines
 from multitudes.study.store import Run
 from multitudes.study.toml import to_toml
@@ -250,13 +252,24 @@ def table_data() -> Data:
     return Data("a table", *parts, columns=("a", "b", "c"))
 
 
+MARKUP = "</script><img src=x onerror=alert(1)>"
+
+
 def evil_run(directory: Path, methods: Mapping[str, Fake]) -> Path:
-    """A run on colour images whose names, and that of one method, are markup."""
-    markup = "</script><img src=x onerror=alert(1)>"
+    """A run on colour images whose names, and that of one method, are markup, as all words of its files are."""
     x = torch.randint(0, 256, (4, 60, 3, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     parts = [Part(each, torch.arange(60) % 3) for each in x[:3]]
-    data = Data("images", *parts, classes=(markup, "b", "c"), ood={f"a/{markup}": x[3]})
-    return write_run(directory, {"<script>alert(1)": METHODS["deep"], **methods}, [0, 1], data=data)
+    data = Data("images", *parts, classes=(MARKUP, "b", "c"), ood={f"a/{MARKUP}": x[3]})
+    run = Run(write_run(directory, {"<script>alert(1)": METHODS["deep"], **methods}, [0, 1], data=data))
+    plane, about, baselines = _plane(), run.about or {}, run.baselines or {}
+    for point in plane["points"]:
+        point["name"] = f"{MARKUP} {point['name']}"
+    column = {"name": MARKUP, "read_as": MARKUP, "values": MARKUP, "missing": MARKUP, "dropped": MARKUP, "note": MARKUP}
+    baselines["baselines"] = {f"{MARKUP}_{name}": own for name, own in baselines["baselines"].items()}
+    (directory / "landscape.json").write_text(json.dumps({"plane": plane}))
+    run.about_path.write_text(json.dumps({**about, "columns": [column], "dropped": {MARKUP: 1}}))
+    run.baselines_path.write_text(json.dumps(baselines))
+    return directory
 
 
 # -- reading a page ---------------------------------------------------------------------------------------
@@ -286,3 +299,13 @@ class Tags(HTMLParser):
 
     def all(self, tag: str) -> list[dict[str, str | None]]:
         return [attributes for name, attributes in self.tags if name == tag]
+
+
+def series(views: list[View], results: Results, view: int = 0) -> dict[str, Series]:
+    """The lines of a figure, by their method."""
+    return {results.methods[each.method]: each for each in views[view].series if each.method is not None}
+
+
+def kept(run: Path, method: str, seed: int, name: str = "metrics.json") -> Any:
+    path = run / "jobs" / f"{method}-{seed}" / name
+    return json.loads(path.read_text()) if name.endswith("json") else dict(np.load(path))

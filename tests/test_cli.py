@@ -293,7 +293,7 @@ def test_the_leaderboard_has_the_columns_of_the_page_and_marks_the_best() -> Non
     titles = ["method", "accuracy %", "NLL", "ECE %", "AUROC svhn %", "inference time ×", "parameters ×"]
     assert re.split(r"\s{2,}", head.strip()) == titles
     cells = [re.split(r"\s{2,}", line.strip()) for line in body]
-    assert cells[0] == ["deep", "* 91.0 ± 1.4", "* 0.200 ± 0.000", "* 1.2 ± 0.0", "* 90.0 ± 0.0", "about 4.0", "4.00"]
+    assert cells[0] == ["deep", "★ 91.0 ± 1.4", "★ 0.200 ± 0.000", "★ 1.2 ± 0.0", "★ 90.0 ± 0.0", "about 4.0", "4.00"]
     assert cells[1][:3] == ["packed", "90.5 ± 2.1", "0.300 ± 0.000"]
     assert cells[2][:2] == ["single", "50.0 ± 0.0"]
     narrow = leaderboard_tables(rows, "accuracy", width=50)

@@ -219,6 +219,25 @@ def test_a_value_that_is_missing_is_filled_in_and_told(table: Run, elsewhere: Pa
     assert "'sun' is missing in 2 rows" in ran.err
 
 
+def test_an_image_is_no_row_of_a_table(table: Run, elsewhere: Path) -> None:
+    (path,) = draw(elsewhere, torch.zeros(1, 1, 8, 8, dtype=torch.uint8))
+    told = refuses("predict", table.directory, path)
+    assert told.endswith(f"rows are read from CSV, Parquet or .npz files, as in training, got {str(path)!r}")
+
+
+@pytest.mark.parametrize("command", ["predict", "evaluate", "explain"])
+def test_a_precision_that_this_machine_cannot_compute_in_is_refused(
+    command: str, deep: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot(precision: str, device: object) -> None:
+        if precision == "bfloat16":
+            raise ValueError("precision='bfloat16' cannot be computed on this CPU")
+
+    monkeypatch.setattr("multitudes.study.trained.check_precision", cannot)
+    inputs = draw(elsewhere, torch.zeros(1, 1, 8, 8, dtype=torch.uint8)) if command == "predict" else []
+    assert "--precision 'bfloat16' cannot" in refuses(command, deep, *inputs, "--precision", "bfloat16")
+
+
 def test_what_is_no_network_is_refused(images: Run, deep: Path, elsewhere: Path) -> None:
     draw(elsewhere, torch.zeros(1, 1, 8, 8, dtype=torch.uint8))
     told = refuses("predict", images.directory, "000.png")
@@ -272,31 +291,18 @@ def test_a_table_is_scored_in_its_own_units(table: Run, elsewhere: Path) -> None
 # -- export, explain, report -------------------------------------------------------------------------------
 
 
-def test_an_exported_network_gives_the_answers_of_predict(deep: Path, digits: Data, elsewhere: Path) -> None:
-    onnxruntime = pytest.importorskip("onnxruntime")
-    ran = multitudes_says("export", deep, "--to", "model.onnx")
-    assert ran.code == 0, ran.err
-    assert ran.out.rstrip().endswith("Exported: model.onnx")
-    session = onnxruntime.InferenceSession("model.onnx", providers=["CPUExecutionProvider"])
-    about = {name: json.loads(value) for name, value in session.get_modelmeta().custom_metadata_map.items()}
-    x = digits.test.x[:5]
-    raw = x.numpy().astype("float32") / 255
-    fed = (raw - np.float32(about["mean"]).reshape(-1, 1, 1)) / np.float32(about["std"]).reshape(-1, 1, 1)
-    names = ["probs", "entropy", "mutual_information", "members"]
-    probs, entropy, information, members = session.run(names, {"x": fed})
-    assert members.shape == (2, 5, 10)
-    rows = rows_of(says("predict", deep, *draw(elsewhere, x)).out)
-    assert [about["classes"][label] for label in probs.argmax(1)] == [row["label"] for row in rows]
-    for values, name in ((probs.max(1), "confidence"), (entropy, "entropy"), (information, "mutual_information")):
-        assert values.tolist() == pytest.approx([float(row[name]) for row in rows], abs=1e-4)
-
-
 def test_explain_compares_the_networks_of_a_run_on_a_page(images: Run, elsewhere: Path) -> None:
     ran = says("explain", images.directory, "--to", "why.html", "--points", "3", "--inputs", "32")
     assert "Comparing 2 networks: deep-0, member 0; deep-0, member 1" in ran.err
     assert "plotly" in (elsewhere / "why.html").read_text(encoding="utf-8")
     assert "deep, drop_connect" in refuses("explain", images.directory, "--methods", "packed")
     assert "two networks" in refuses("explain", images.job("drop_connect", 0).directory)
+
+
+def test_explain_compares_networks_that_predict_numbers(table: Run, elsewhere: Path) -> None:
+    ran = says("explain", table.directory, "--to", "why.html", "--points", "3", "--inputs", "32")
+    assert "Comparing 2 networks: deep-0, member 0; deep-0, member 1" in ran.err
+    assert "RMS difference of means" in (elsewhere / "why.html").read_text(encoding="utf-8")
 
 
 def test_the_page_can_be_written_again(images: Run) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 import multitudes as mt
 from multitudes.landscape import explain
+from multitudes.landscape.figures import coloured
 
 torch.manual_seed(0)
 X = torch.randn(96, 4)
@@ -117,3 +118,53 @@ def test_the_page_has_every_figure_and_needs_no_network(why, tmp_path):
     page = why.save(tmp_path / "why.html").read_text()
     assert page.count("plotly-graph-div") >= 5 and "<script src=" not in page
     assert [path.name for path in tmp_path.iterdir()] == ["why.html"]
+
+
+# -- numbers -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def regression():
+    """Three members that predict a mean and a variance of the sum of the inputs, and the targets `[N, 1]`."""
+    torch.manual_seed(2)
+    net = mt.deep_ensemble(network(), 3, seed=0, task="gaussian")
+    y = X.sum(1, keepdim=True)
+    optimizer = torch.optim.Adam(net.parameters(), 0.05)
+    for _ in range(60):
+        optimizer.zero_grad()
+        net.loss(X, y).backward()
+        optimizer.step()
+    return net.eval(), y
+
+
+def test_networks_that_predict_numbers_are_compared_by_their_means_and_variances(regression):
+    net, y = regression
+    why = explain(net, (X, y), points=3, batches=1)
+    ours = [torch.distributions.Normal(*_moments(net.member(index)(X))) for index in range(3)]
+    apart = (ours[0].mean - ours[1].mean).square().mean().sqrt()
+    assert why.similarity.disagreement[0, 1] == pytest.approx(float(apart), rel=1e-5)
+    kl = torch.distributions.kl_divergence
+    both = (kl(ours[0], ours[1]) + kl(ours[1], ours[0])).mean() / 2
+    assert why.similarity.divergence[0, 1] == pytest.approx(float(both), rel=1e-4)
+    assert why.similarity.divergence[1, 1] == 0
+    losses = torch.stack([mt.gaussian_nll(net.member(index)(X), y) for index in range(3)])
+    torch.testing.assert_close(why.plane.scores.loss.float(), losses.detach())
+    assert why.diversity is None and why.map is not None
+    assert set(why.figures()) == {"similarity", "map", "plane", "spectrum"}
+
+
+def _moments(answer):
+    mean, raw = answer.detach().chunk(2, 1)
+    return mean, (F.softplus(raw) + 1e-6).sqrt()
+
+
+def test_the_colours_of_a_loss_that_is_negative_somewhere_begin_at_its_lowest():
+    shown, scale = coloured(torch.tensor([-3.0, 6.0]), "loss")
+    assert shown.tolist() == [0.0, 1.0]
+    assert scale["colorbar"]["title"] == "log10 (1 + loss - lowest)"
+    assert coloured(torch.tensor([1.0, 100.0]), "loss")[0].tolist() == [0.0, 2.0]
+
+
+def test_networks_of_two_tasks_are_not_compared(regression, trained):
+    with pytest.raises(ValueError, match="solutions must be of one task, got classification and gaussian"):
+        explain([regression[0], trained], (X, Y))

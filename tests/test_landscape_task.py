@@ -159,5 +159,8 @@ def test_where_the_classes_are_must_be_clear_to_analyses_too() -> None:
         analysis(net, (x, y))
     with pytest.raises(ValueError, match="may have their classes in dim 2 or last"):
         mt.landscape.similarity([network, copy.deepcopy(network)], x)
-    with pytest.raises(ValueError, match="solutions must classify, got a multitude of task tokens"):
+    with pytest.raises(
+        ValueError,
+        match="solutions must be of task classification, regression, gaussian, got a multitude of task tokens",
+    ):
         mt.landscape.similarity([net, net], x)

@@ -174,10 +174,10 @@ def test_what_is_no_toml_or_no_key_is_told_with_the_file_if_there_is_one(tmp_pat
 
 
 def test_methods_are_a_list_or_tables_and_one_may_come_twice(tmp_path):
-    listed = Spec.load(written(tmp_path, "methods = ['single', 'packed']")).methods
+    listed = Spec.load(written(tmp_path, "methods = ['single', 'packed']"), data="digits").methods
     assert listed["packed"].settings == METHODS["packed"].settings
     text = "[methods.packed]\nalpha = 3\n[methods.packed_8]\nmethod = 'packed'\nmembers = 8"
-    tables = Spec.load(written(tmp_path, text)).methods
+    tables = Spec.load(written(tmp_path, text), data="digits").methods
     assert [(label, each.method) for label, each in tables.items()] == [("packed", "packed"), ("packed_8", "packed")]
     assert tables["packed"].settings == {"members": 4, "alpha": 3, "gamma": 1, "layers": None}
     assert tables["packed_8"].settings == {"members": 8, "alpha": 2, "gamma": 1, "layers": None}
@@ -245,7 +245,15 @@ def test_a_default_of_training_fits_the_others(options, shape, key, value):
 )
 def test_what_the_data_cannot_have_is_told_with_its_line(tmp_path, text, shape, line, told):
     with pytest.raises(SpecError, match=rf"line {line}: {told}"):
-        Spec.load(written(tmp_path, text)).resolved(shape)
+        Spec.load(written(tmp_path, text), data="digits").resolved(shape)
+
+
+@pytest.mark.parametrize("text", ["", "seeds = 3", "[data]\ntarget = 'y'"])
+def test_a_file_must_say_what_to_learn_unless_the_command_line_does(tmp_path, text):
+    path = written(tmp_path, text)
+    with pytest.raises(SpecError, match="data.source must say what to learn, such as a file, or digits"):
+        Spec.load(path)
+    assert Spec.load(path, data="digits").data.source == "digits"
 
 
 def test_the_choices_are_those_of_training_and_data():

@@ -10,9 +10,8 @@ from typer import Argument, Option
 
 from multitudes.cli.answers import JOB
 from multitudes.cli.options import Common, words, writable
-from multitudes.cli.screen import say, show
+from multitudes.cli.screen import say, show, table
 from multitudes.core.checks import needed
-from multitudes.core.files import replacing
 from multitudes.study.store import Job, Run
 
 if TYPE_CHECKING:
@@ -68,31 +67,30 @@ def explain(
     networks = _alike(trained)
     say(f"Comparing {len(networks)} networks: {'; '.join(networks)}")
     first = trained[0]
-    x, y = (
-        first.data.normalised(first.data.test.x[:inputs]).to(first.device),
-        first.data.test.y[:inputs].to(first.device),
-    )
+    test = first.data.test
+    x, y = first.data.normalised(test.x[:inputs]), first.data.standardised(test.y[:inputs])
+    data = x.to(first.device), (y if first.data.classes else y[:, None]).to(first.device)
     with mixed_precision(first.device, common.precision):
-        why = explained(networks, (x, y), points=points, seed=common.seed or 0, folder=path / "explain")
+        why = explained(networks, data, points=points, seed=common.seed or 0, folder=path / "explain")
     show(f"Explanation: {why.save(to or path / 'explain.html')}")
 
 
 def _alike(trained: list[Trained]) -> dict[str, nn.Module]:
     """The largest group of networks with one architecture, by name; networks that draw only from a single job."""
     from multitudes.core.draws.stochastic import stochastic_layers
-    from multitudes.core.multitude import plain
+    from multitudes.core.multitude import Multitude, plain
 
     groups: dict[str, dict[str, nn.Module]] = {}
     for each in trained:
         net: Any = each.net
-        if not each.data.classes:
-            raise ValueError(f"explain is for classes, and {each.job.name} predicts numbers")
         for index in range(net.members):
             network = plain(net.member(index))
             if stochastic_layers(network) and len(trained) > 1:
                 continue
             name = each.job.name if net.members == 1 else f"{each.job.name}, member {index}"
-            groups.setdefault(_architecture(network), {})[name] = network
+            alone = Multitude(network)
+            alone.task = net.task
+            groups.setdefault(_architecture(network), {})[name] = alone
     largest = max(groups.values(), key=len, default={})
     if len(largest) < 2:
         raise ValueError("explain needs two networks of one architecture: several seeds, or members")
@@ -117,38 +115,21 @@ def export(
 ) -> None:
     """Write a trained network as one ONNX file, checked against torch by onnxruntime.
 
-    How to prepare its input is in the file's metadata, and is shown at the end.
+    Its inputs are raw: the columns of a table, one by one, or the pixels of images. Its outputs are calibrated, and
+    numbers are in their own units.
     """
     if common.precision == "bfloat16":
         raise ValueError("--precision bfloat16: an ONNX file is written in float32")
     writable(to, ".onnx")
-    from multitudes.storage.onnx import OUTPUTS, to_onnx
+    from multitudes.storage.onnx import OUTPUTS
+    from multitudes.study.exported import export as export_trained
+    from multitudes.study.exported import export_inputs
     from multitudes.study.trained import Trained
 
     trained = Trained.read(job, "cpu")
-    data = trained.data
-    example = data.normalised(data.test.x[:4])
-    with replacing(to) as unfinished:
-        to_onnx(trained.net, unfinished, example, draws=draws, seed=common.seed or 0)
-        _describe(unfinished, trained)
-    outputs = OUTPUTS["classification" if data.classes else "regression"]
-    scaled = data.kind.scaling or f"the columns {', '.join(data.columns)}"
-    show(
-        f"Input: x [batch, {', '.join(map(str, data.shape))}] float32, ({scaled} - mean) / std, as in the metadata",
-        f"Outputs: {', '.join(outputs)}"
-        + ("" if data.classes else ", to be multiplied by target_std; see the metadata"),
-        f"Exported: {to}",
-    )
-
-
-def _describe(path: Path, trained: Trained) -> None:
-    """Add to an ONNX file how its input is prepared, and the names of its classes."""
-    onnx, data = needed("onnx", "onnx", "export"), trained.data
-    about: dict[str, Any] = {"method": (trained.job.config or {}).get("method"), "data": data.name}
-    about |= {"classes": list(data.classes), "columns": list(data.columns)}
-    about |= {"mean": data.mean.flatten().tolist(), "std": data.std.flatten().tolist()}
-    about |= {"target_mean": data.target_mean, "target_std": data.target_std}
-    model = onnx.load(path)
-    own = {entry.key: entry.value for entry in model.metadata_props}  # how its outputs are to be read
-    onnx.helper.set_model_props(model, own | {name: json.dumps(value) for name, value in about.items()})
-    onnx.save(model, path)
+    export_trained(trained, to, draws=draws, seed=common.seed or 0)
+    rows = [[each.name, each.type, each.holds] for each in export_inputs(trained.data)]
+    outputs = OUTPUTS["classification" if trained.data.classes else "regression"]
+    units = "" if trained.data.classes else ", in the units of the target"
+    show(table(["input", "type", "what it holds"], rows, words=3))
+    show(f"Outputs: {', '.join(outputs)}{units}", f"Exported: {to}")

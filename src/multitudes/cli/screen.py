@@ -181,4 +181,4 @@ def _cell(row: Row, column: Column, is_best: bool) -> Text:
     if column.is_cost:
         return Text(column.cell(value))
     spread = "" if value.spread is None else f" ± {column.text(value.spread, beside=value.mean)}"
-    return Text(f"{'* ' if is_best else ''}{column.cell(value)}{spread}", style="bold" if is_best else "")
+    return Text(f"{'★ ' if is_best else ''}{column.cell(value)}{spread}", style="bold" if is_best else "")

@@ -45,7 +45,7 @@ def as_typed(sentence: str, flags: Mapping[str, str]) -> str:
     names = "|".join(sorted(map(re.escape, flags), key=len, reverse=True))
     long = "|".join(re.escape(name) for name in flags if "_" in name) or "(?!)"
     pattern = re.compile(
-        rf"(?P<quoted>{QUOTED})|(?<![\w.])(?:data|training|evaluation)\.(?P<key>{names})\b(?P<key_equals>=?)"
+        rf"(?P<quoted>{QUOTED})|^(?:data|training|evaluation)\.(?P<key>{names})\b(?P<key_equals>=?)"
         rf"|(?<![\w.-])(?P<name>{names})=(?P<true>True\b)?(?P<value>(?=[^\s.,;:)]))?"
         rf"|(?<![\w.-])(?P<long>{long})\b|^(?P<first>{names})(?= must | of | and )"
     )

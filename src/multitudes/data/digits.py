@@ -37,9 +37,9 @@ def digits() -> Data:
         drawn = rest[spread(y[rest], count, seed=0)]
         rest = rest[~torch.isin(rest, drawn)]
         parts.append(Part(x[drawn], y[drawn]))
-    test = Part(x[rest], y[rest])
+    (train, validation), test = parts, Part(x[rest], y[rest])
     classes = tuple(str(name) for name in found.target_names)
-    return Data("digits", *parts, test, classes, ood={"photographs": _photographs(test.x[:PHOTOGRAPHS])})
+    return Data("digits", train, validation, test, classes, ood={"photographs": _photographs(test.x[:PHOTOGRAPHS])})
 
 
 def _photographs(like: Tensor) -> Tensor:

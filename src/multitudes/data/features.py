@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from multitudes.data.columns import Column
+from multitudes.data.columns import MISSING, Column
 
 __all__ = ["PARTS", "Category", "Date", "Feature", "Number", "feature_of", "parts_of"]
 
@@ -46,6 +46,10 @@ class Feature:
 
     def features(self, raw: Tensor) -> Tensor:
         """The features `[n, f]`, float32."""
+        raise NotImplementedError
+
+    def restored(self, x: Tensor) -> Tensor:
+        """Values `[n]` that have these features `[n, f]`."""
         raise NotImplementedError
 
     def plain(self) -> dict[str, Any]:
@@ -81,8 +85,12 @@ class Number(Feature):
 
     def features(self, raw: Tensor) -> Tensor:
         missing = self.missing(raw)
-        values = torch.where(missing, self.fill, raw) - self.offset
+        values = _filled(raw, missing, self.fill) - torch.tensor(self.offset, dtype=raw.dtype)
         return torch.stack([values.float(), missing.float()] if self.flag else [values.float()], 1)
+
+    def restored(self, x: Tensor) -> Tensor:
+        values = x[:, 0].double() + self.offset
+        return torch.where(x[:, 1] > 0, torch.nan, values) if self.flag else values
 
 
 PARTS = ("year", "month", "day", "weekday", "hour", "days")
@@ -113,9 +121,16 @@ class Date(Feature):
 
     def features(self, raw: Tensor) -> Tensor:
         missing = self.missing(raw)
-        found = parts_of(torch.where(missing, self.fill, raw), self.start)
+        found = parts_of(_filled(raw, missing, self.fill), self.start)
         chosen = [found[part] for part in self.parts] + ([missing] if self.flag else [])
         return torch.stack([part.float() for part in chosen], 1)
+
+    def restored(self, x: Tensor) -> Tensor:
+        found = dict(zip(self.parts, x.double().unbind(1), strict=False))
+        days = found["days"] + self.start
+        if "hour" in found:  # float32 knows the days to seconds at best
+            days = (days - found["hour"] / 24).round() + found["hour"] / 24
+        return torch.where(x[:, -1] > 0, torch.nan, days) if self.flag else days
 
 
 def parts_of(days: Tensor, start: float = 0.0) -> dict[str, Tensor]:
@@ -180,9 +195,29 @@ class Category(Feature):
     def unknown(self, raw: Tensor) -> Tensor:
         return (raw == len(self.known)) & (not self.other)
 
+    @property
+    def _kept(self) -> list[int]:
+        """The numbers that have a feature."""
+        return [*range(len(self.known)), *([len(self.known)] * self.other), *([len(self.known) + 1] * self.flag)]
+
     def features(self, raw: Tensor) -> Tensor:
-        kept = [*range(len(self.known)), *([len(self.known)] * self.other), *([len(self.known) + 1] * self.flag)]
-        return (raw[:, None] == torch.tensor(kept, device=raw.device)).float()
+        return (raw[:, None] == torch.tensor(self._kept, device=raw.device)).float()
+
+    def restored(self, x: Tensor) -> Tensor:
+        return torch.where(x.amax(1) > 0, torch.tensor(self._kept)[x.argmax(1)], len(self.known))
+
+    def numbers(self) -> dict[str | None, int]:
+        """The number of each text, under None that of texts that are not known; the empty text is a missing one."""
+        known: dict[str | None, int] = {text: number for number, text in enumerate(self.known)}
+        return {None: len(self.known), **dict.fromkeys(("", *_MISSING), len(self.known) + 1), **known}
+
+
+_MISSING = [form(word) for word in sorted(MISSING - {""}) for form in (str.lower, str.upper, str.title)]
+
+
+def _filled(raw: Tensor, missing: Tensor, fill: float) -> Tensor:
+    # As a tensor: an exported network has a plain number in float32.
+    return torch.where(missing, torch.tensor(fill, dtype=raw.dtype), raw)
 
 
 def _check_read(feature: Feature, column: Column, values: Tensor) -> None:

@@ -19,7 +19,7 @@ from multitudes.data.columns import Column, Encoded
 from multitudes.data.features import Feature
 from multitudes.data.images import ImageEncoder, find_images, refit
 from multitudes.data.reading import ColumnReading
-from multitudes.data.sources import Source, open_images, open_source
+from multitudes.data.sources import Source, open_images, open_source, open_table
 from multitudes.data.tables import Choice, TableEncoder, choose_columns
 
 __all__ = ["KINDS", "Encoder", "Kind", "kind_of_inputs", "kind_of_shape", "kind_of_source", "mean_std"]
@@ -84,7 +84,7 @@ class Kind:
     """`{"model": ..., "training": ...}` of a study, in plain values."""
     arguments: Callable[[str, Shape, int, Collection[str]], dict[str, Any]]
     """What the network of a name calls what the data decide: shape, number of outputs; the last is what it takes."""
-    open: Callable[[Path], Source] = open_source
+    open: Callable[[Path], Source] = open_table
     """New inputs from a file or folder."""
     refit: Callable[[Tensor, Shape], Tensor] = _as_is
     """Inputs of another shape in this one."""

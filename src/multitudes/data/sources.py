@@ -21,7 +21,7 @@ from multitudes.data.columns import Column, from_arrow, from_cells, given
 from multitudes.data.parsing import decimal_marks
 from multitudes.data.splits import PARTS, part_named
 
-__all__ = ["SOURCES", "Source", "from_hub", "open_images", "open_source", "short_name"]
+__all__ = ["SOURCES", "Source", "from_hub", "open_images", "open_source", "open_table", "short_name"]
 
 IMAGES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 SOURCES = (
@@ -172,6 +172,13 @@ def open_images(path: Path) -> Source | None:
     else:
         folder, files = path.parent, [] if path.suffix.lower() in {*_READERS, ".npz"} else [path]
     return replace(_images(folder, files), origins=[(str(file), 1) for file in files]) if files else None
+
+
+def open_table(path: Path) -> Source:
+    """The rows of a file, or of a folder of them."""
+    if not path.is_dir() and path.suffix.lower() not in {*_READERS, ".npz"}:
+        raise ValueError(f"rows are read from CSV, Parquet or .npz files, as in training, got {str(path)!r}")
+    return open_source(path)
 
 
 def _images(folder: Path, files: Sequence[Path]) -> Source:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from multitudes.core.checks import check_count, check_seed, needed
 from multitudes.core.files import replacing
+from multitudes.core.multitude import Multitude
 from multitudes.landscape.accuracy_diversity import DiversityPlane, diversity_plane
 from multitudes.landscape.function_space import FunctionMap, Similarity, function_map, similarity
 from multitudes.landscape.hessian import HessianSpectrum, hessian_spectrum
@@ -38,7 +39,8 @@ class Explanation:
     map: FunctionMap | None
     """The networks as points, near each other where their predictions are; None for fewer than three."""
     diversity: DiversityPlane | None
-    """How much each differs from the first, against its accuracy; None where that one is no better than chance."""
+    """How much each differs from the first, against its accuracy; None where that one is no better than chance, or
+    numbers are predicted."""
     plane: Plane
     """The loss between them: on the plane through three of them, or on the line through two."""
     spectrum: HessianSpectrum
@@ -88,7 +90,8 @@ def explain(
     """Show how trained networks of one architecture differ; nothing that is given is changed.
 
     Args:
-        runs: two networks or more: by name, as a list, or the members of a multitude (see `read_solutions`).
+        runs: two networks or more: by name, as a list, or the members of a multitude (see `read_solutions`). They
+            classify, or predict numbers, where they are multitudes of task "regression" or "gaussian".
         data: `(x, y)`, or an iterable of batches, which is iterated once and cached.
         model: the network that state dicts are of, where runs are state dicts.
         points: how many points the loss plane has in each direction.
@@ -109,7 +112,7 @@ def explain(
     check_seed(seed)
     batched = with_targets(data, torch.device("cpu"))
     found = read_solutions(runs, batched, model=model, draws=draws, seed=seed)
-    networks = _different(found.networks)
+    networks = [_of_task(network, found.task) for network in _different(found.networks)]
     if len(networks) < 2:
         raise ValueError(f"runs must hold two networks or more to compare, got {len(networks)}")
     return Explanation(
@@ -137,8 +140,19 @@ def _different(networks: Iterable[nn.Module]) -> list[nn.Module]:
     return list({id(network): network for network in networks}.values())
 
 
+def _of_task(network: nn.Module, task: str) -> nn.Module:
+    """A network whose loss is that of the task."""
+    if task == "classification":
+        return network
+    net = Multitude(network)
+    net.task = task
+    return net
+
+
 def _above_chance(found: Solutions) -> bool:
-    """Whether the first solution is better than chance; else the diversity of the others has no limits."""
+    """Whether the first solution classifies better than chance; else the diversity of the others has no limits."""
+    if found.task != "classification":
+        return False
     first = found.predictive.predictions[0]
     right = (first.argmax(1) == found.classes()).double().mean()
     return bool(right > 1 / first.shape[1])

@@ -79,10 +79,16 @@ def add_points(fig: Any, x: Any, y: Any, name: str = "", colour: int = 0, symbol
 
 
 def coloured(values: Tensor, what: str) -> tuple[Tensor, dict[str, Any]]:
-    """Values as colours show them, a loss by its logarithm, and the options of the colour scale."""
-    log = what == "loss"
-    options = {"colorscale": SCALE, "reversescale": log, "colorbar": {"title": "log10 loss" if log else what}}
-    return values.clamp(min=1e-12).log10() if log else values, options
+    """Values as colours show them, and the options of the colour scale.
+
+    A loss is shown by its logarithm, one that is negative somewhere by that of `1 + loss - lowest`.
+    """
+    if what != "loss":
+        return values, {"colorscale": SCALE, "reversescale": False, "colorbar": {"title": what}}
+    above = float(values.min()) < 0
+    shown = (1 + values - values.min() if above else values.clamp(min=1e-12)).log10()
+    title = "log10 (1 + loss - lowest)" if above else "log10 loss"
+    return shown, {"colorscale": SCALE, "reversescale": True, "colorbar": {"title": title}}
 
 
 def _listed(values: Any) -> list[Any]:

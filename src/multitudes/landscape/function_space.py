@@ -9,23 +9,27 @@ theta_1 and theta_2, with `f` the label that a network predicts,
 and a map of functions, t-SNE of the softmax outputs of each solution, laid out in one vector (Fig. 2, 3 and 4). The
 finding: checkpoints of one training, and draws from subspaces around it, stay one function, however far they lie
 apart as weights; another initialisation gives another function.
+
+Networks that predict numbers have no labels: see `ValueSimilarity`. Their map is that of their means.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from multitudes.core.checks import check_number, check_seed, needed
+from multitudes.core.gaussian import split_gaussian
+from multitudes.core.predictive import Predictive
 from multitudes.landscape.figures import SCALE, add_points, figure, subplots
 from multitudes.landscape.solutions import Labelled, read_solutions
 from multitudes.metrics.divergences import pairwise_js
 from multitudes.metrics.diversity import cosine_similarity, pairwise_disagreement
 
-__all__ = ["FunctionMap", "Similarity", "function_map", "similarity"]
+__all__ = ["FunctionMap", "Similarity", "ValueSimilarity", "function_map", "similarity"]
 
 MATRICES = ("cosine", "disagreement", "divergence")
 
@@ -43,6 +47,7 @@ class Similarity(Labelled):
     """The fraction of inputs on which the labels differ."""
     divergence: Tensor
     """The Jensen-Shannon divergence of the probabilities, in nats, mean over inputs."""
+    differ: ClassVar[str] = "disagreement of labels"
 
     def mean(self, matrix: str = "disagreement", *, same_run: bool, kind: str | None = None) -> float:
         """The mean of a matrix over pairs of different solutions, both of one run or of two; NaN without such pairs.
@@ -62,16 +67,23 @@ class Similarity(Labelled):
 
     def plot(self) -> Any:
         """The cosines of the weights beside the disagreement of the functions (Fig. 3)."""
-        fig, names = (
-            subplots("Similarity of solutions", "cosine of weights", "disagreement of labels"),
-            list(self.labels),
-        )
+        fig, names = subplots("Similarity of solutions", "cosine of weights", self.differ), list(self.labels)
         for column, values in enumerate((self.cosine, self.disagreement), start=1):
             bar = {"x": 0.45 if column == 1 else 1.0, "thickness": 12}
             fig.add_heatmap(z=values.tolist(), x=names, y=names, colorscale=SCALE, colorbar=bar, row=1, col=column)
         fig.update_xaxes(showticklabels=len(self.labels) <= 12)
         fig.update_yaxes(showticklabels=False, autorange="reversed")
         return fig.update_yaxes(showticklabels=len(self.labels) <= 12, col=1)  # the rows of both are the same
+
+
+class ValueSimilarity(Similarity):
+    """How similar networks are that predict numbers.
+
+    Their disagreement is the root mean square of the difference of their means, their divergence, where they predict
+    Gaussians, the mean of the Kullback-Leibler divergences of both directions, and else NaN.
+    """
+
+    differ: ClassVar[str] = "RMS difference of means"
 
 
 def similarity(
@@ -88,14 +100,30 @@ def similarity(
     (0.0, 0.6667)
     """
     read = read_solutions(solutions, data, model=model, draws=draws, seed=seed)
+    cosines = _cosines(read.networks)
+    if read.task != "classification":
+        return ValueSimilarity(read.labels, read.runs, read.kinds, cosines, *_apart(read.predictive))
     return Similarity(
         read.labels,
         read.runs,
         read.kinds,
-        _cosines(read.networks),
+        cosines,
         pairwise_disagreement(read.predictive),
         pairwise_js(read.predictive),
     )
+
+
+def _apart(predictive: Predictive) -> tuple[Tensor, Tensor]:
+    """How far numbers lie apart, `[S, S]`: the root mean square difference of means, and the symmetric divergence."""
+    if predictive.task == "gaussian":
+        means, variances = (part.double().flatten(1) for part in split_gaussian(predictive.predictions, dim=2))
+    else:
+        means = predictive.predictions.double().flatten(1)
+        variances = torch.full_like(means, torch.nan)
+    squares = (means[:, None] - means).square()
+    ratio = variances[:, None] / variances
+    divergence = (ratio + 1 / ratio - 2 + squares / variances[:, None] + squares / variances) / 4
+    return squares.mean(2).sqrt(), divergence.mean(2)
 
 
 def _cosines(networks: tuple[nn.Module, ...]) -> Tensor:
@@ -141,7 +169,7 @@ def function_map(
     draws: int = 10,
     seed: int = 0,
 ) -> FunctionMap:
-    """t-SNE of the predicted probabilities of each solution, all inputs in one vector (Fig. 2c, 4).
+    """t-SNE of the predicted probabilities or means of each solution, all inputs in one vector (Fig. 2c, 4).
 
     `perplexity` is about how many neighbours each solution has, fewer than there are solutions: 30, or a third of
     the others where they are few. The other arguments are those of `read_solutions`.
@@ -158,5 +186,6 @@ def function_map(
     if perplexity >= len(read):
         raise ValueError(f"perplexity must be below the number of solutions, {len(read)}, got {perplexity:g}")
     tsne = manifold.TSNE(perplexity=perplexity, init="pca", random_state=seed % 2**32)
-    points = tsne.fit_transform(read.predictive.member_probs.flatten(1).numpy())  # [S, N * C * ...]
+    answers = read.predictive.member_probs if read.task == "classification" else read.predictive.member_values
+    points = tsne.fit_transform(answers.flatten(1).numpy())  # [S, N * C * ...]
     return FunctionMap(read.labels, read.runs, read.kinds, torch.from_numpy(points))

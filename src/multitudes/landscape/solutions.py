@@ -34,6 +34,9 @@ from multitudes.training.recorder import Checkpoints, Recorder, State, Trajector
 
 __all__ = ["Solutions", "last_checkpoint", "read_solutions", "subspaces", "trajectory_of"]
 
+TASKS = ("classification", "regression", "gaussian")
+"""What solutions can be compared for."""
+
 CachedInputs = list[tuple[Any, None]]
 """Batches of inputs, cached, so that all solutions see the same ones in the same order."""
 
@@ -75,14 +78,21 @@ class Solutions(Labelled):
     """S solutions: where each comes from, its network, and its predictions of the same N inputs, on the CPU."""
 
     predictive: Predictive
-    """Logits `[S, N, C, ...]`."""
+    """Logits `[S, N, C, ...]`, or what networks that predict numbers give."""
     networks: tuple[nn.Module, ...]
     """The network of each; draws that are not of weights share one."""
     target: Tensor | None = None
-    """The true classes, `[N, ...]`, where the data has them."""
+    """The true classes or numbers, `[N, ...]`, where the data has them."""
+
+    @property
+    def task(self) -> str:
+        """What the predictions are of."""
+        return self.predictive.task
 
     def classes(self) -> Tensor:
-        """The target, or an error where the data has none."""
+        """The target, or an error where the data has none, or numbers are predicted."""
+        if self.task != "classification":
+            raise ValueError(f"solutions must classify, got predictions of task {self.task}")
         if self.target is None:
             raise ValueError("data must hold the true classes, as (x, y) or batches of them, got inputs alone")
         return self.target
@@ -91,7 +101,7 @@ class Solutions(Labelled):
         """The predictions of the solutions of a kind in some runs."""
         places = self.groups()
         rows = [index for run in dict.fromkeys(runs) for index in places.get((run, kind), [])]
-        return Predictive(self.predictive.predictions[sorted(rows)])
+        return Predictive(self.predictive.predictions[sorted(rows)], self.task)
 
 
 def read_solutions(
@@ -124,13 +134,17 @@ def read_solutions(
     batches, target = _cached(data)
     rows: list[tuple[str, str, nn.Module]] = []
     predictions: list[Tensor] = []
+    tasks = sorted({task or "classification" for _, _, _, task in found})
+    if len(tasks) > 1:
+        raise ValueError(f"solutions must be of one task, got {' and '.join(tasks)}")
     for run, kind, network, task in found:
         for one, answers in _answers(network, batches, draws, seed, task):
             rows += [(run, kind, one)] * len(answers)
             predictions.append(answers)
     _check_alike(predictions)
     runs, kinds, networks = zip(*rows, strict=True)
-    return Solutions(_labels(runs, kinds), runs, kinds, Predictive(torch.cat(predictions)), networks, target)
+    predictive = Predictive(torch.cat(predictions), tasks[0])
+    return Solutions(_labels(runs, kinds), runs, kinds, predictive, networks, target)
 
 
 def _cached(data: Any) -> tuple[CachedInputs, Tensor | None]:
@@ -238,9 +252,9 @@ def _found(solutions: Any, model: nn.Module | None) -> Iterator[tuple[str, str, 
 def _alone(network: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
     """Each member by itself, what to add to the name of its run, and the task that is known of it."""
     net = network if isinstance(network, Multitude) else Multitude(network)
-    if net.task != "classification":
+    if net.task not in TASKS:
         kind = "multitude" if net is network else "network"
-        raise ValueError(f"solutions must classify, got a {kind} of task {net.task}")
+        raise ValueError(f"solutions must be of task {', '.join(TASKS)}, got a {kind} of task {net.task}")
     if isinstance(network, Multitude):
         own_run = network.independent and network.members > 1
         for index in range(network.members):

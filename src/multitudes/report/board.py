@@ -13,6 +13,7 @@ from multitudes.report.results import Results
 from multitudes.study.columns import (
     MORE_COSTS,
     Column,
+    caption,
     column_of,
     costs,
     first_columns,
@@ -71,14 +72,11 @@ class Line:
 
 def standings(results: Results) -> dict[str, Any]:
     """Mean and deviation over seeds, and the best of each score; rows in the order of the leaderboard."""
-    seeds = [len(row.seeds) for row in results.board if not row.baseline]
     first, rest = first_columns(results.board, results.by, results.tiny), more_columns(results.board, results.by)
     return {
         "first": table_of(results, first, [Head.of(column, results.by) for column in first]),
         "rest": table_of(results, rest, list(map(Head.of, rest))),
-        "fewest_seeds": min(seeds),
-        "most_seeds": max(seeds),
-        "tiny": results.tiny,
+        "caption": caption(results.board, results.tiny),
     }
 
 

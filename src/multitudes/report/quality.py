@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -120,5 +121,7 @@ def _severity(results: Results, corruption: str, severities: Sequence[int], meas
         values = {severity: results.scores(method, place) for severity, place in places.items()}
         known = {severity: each for severity, each in values.items() if each}
         if len(known) > 1:
-            series.append(_over_seeds(at, list(known), list(known.values()), measure, "severity {}"))
+            line = _over_seeds(at, list(known), list(known.values()), measure, "severity {}")
+            # There may be many corruptions: only their mean has symbols and bars.
+            series.append(line if corruption == "mean" else replace(line, marks=False, low=(), high=()))
     return series

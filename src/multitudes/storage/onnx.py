@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from multitudes.evaluation.temperature import LEAST_LOG_PROB, Temperature, Vecto
 from multitudes.storage.freeze import Frozen, freeze
 from multitudes.storage.save import check_path
 
-__all__ = ["OUTPUTS", "to_onnx"]
+__all__ = ["OUTPUTS", "Raw", "to_onnx", "write_onnx"]
 
 OUTPUTS: dict[str, dict[str, Callable[[Predictive], Tensor]]] = {
     "classification": {
@@ -48,6 +48,9 @@ OUTPUTS: dict[str, dict[str, Callable[[Predictive], Tensor]]] = {
     "regression": {"mean": lambda p: p.mean, "std": lambda p: p.std, "members": lambda p: p.member_values},
 }
 """The outputs of the file by name, `[B, ...]` and of `members` `[S, B, ...]`; those of classes, and those of values."""
+
+VALUES = ("mean", "members")
+"""The outputs that are values of their own, and no deviation."""
 
 METADATA = "multitudes"
 """The entry of the file's metadata that says how its outputs are to be read, as JSON: the task and its settings."""
@@ -74,6 +77,45 @@ def to_onnx(
     The file must give what torch gives, up to `tolerance` (relative to values above 1), on the example and on batches
     of other sizes. If it does not, or the network cannot be exported, that is an error, and there is no file.
     """
+    return write_onnx(net, check_path(path), example, draws=draws, seed=seed, tolerance=tolerance)
+
+
+@dataclass(frozen=True)
+class Raw:
+    """What a file takes in place of the network's input, and the units in which it answers.
+
+    `example` is one batch of its inputs by name, of which `prepare` makes the input of the network. Of those in
+    `texts`, which are numbers to torch, the file takes texts: `texts[name]` has the number of each, and under None that
+    of all others. Values are answered as `values * std + mean`. `about` goes to the file's metadata, by key, as JSON.
+    """
+
+    example: Mapping[str, Tensor]
+    prepare: Callable[[Mapping[str, Tensor]], Tensor]
+    texts: Mapping[str, Mapping[str | None, int]] = field(default_factory=dict)
+    mean: float = 0.0
+    std: float = 1.0
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def written(self, name: str, tensor: Tensor) -> Any:
+        """An input as the file takes it, a NumPy array: texts for their numbers."""
+        if name not in self.texts:
+            return tensor.numpy()
+        of = {number: text for text, number in self.texts[name].items() if text is not None}
+        words = [of.get(number, "\0 none of them") for number in tensor.tolist()]
+        return needed("numpy", "onnx", "an exported network").array(words, dtype=object)
+
+
+def write_onnx(
+    net: Multitude | Calibrated | nn.Module,
+    path: Path,
+    example: Input,
+    *,
+    draws: int,
+    seed: int | None,
+    tolerance: float = 1e-4,
+    raw: Raw | None = None,
+) -> Path:
+    """`to_onnx`; with `raw`, whose example becomes `example`, the file takes raw inputs and answers in their units."""
     if not isinstance(net, (Multitude, Calibrated)):
         if not isinstance(net, nn.Module) or isinstance(getattr(net, "net", None), Multitude):
             raise ValueError(
@@ -81,7 +123,6 @@ def to_onnx(
                 "export its network, stream.net"
             )
         net = Multitude(net)
-    path = check_path(path)
     check_number("tolerance", tolerance, 0, above=True)
     if not tensors_in(example) or tensors_in(example)[0].dim() == 0 or len(tensors_in(example)[0]) == 0:
         raise ValueError("example must be one batch of inputs, of one input at least")
@@ -92,10 +133,11 @@ def to_onnx(
     frozen = freeze(_with_members_apart(copied(net)).cpu(), draws, seed).eval()
     with replacing(path) as unfinished, torch.no_grad(), plain_attention():
         frozen(example)  # what is wrong with the example is said by the network itself
-        answers = _Answers(frozen, example)
+        answers = _Answers(frozen, example, raw)
         _export(answers, unfinished)
         session = _opened(runtime, unfinished)
-        for batch in (example, rows(example, torch.tensor([0])), tile(example, 3)):
+        inputs = answers.example
+        for batch in (inputs, rows(inputs, torch.tensor([0])), tile(inputs, 3)):
             _check(session, answers, batch, tolerance)
     return path
 
@@ -113,32 +155,49 @@ def _with_members_apart(net: Any) -> Any:
 
 
 class _Answers(nn.Module):
-    """A deterministic multitude with the file's outputs; its inputs are the tensors that a network is called with."""
+    """A deterministic multitude with the file's outputs; its inputs are the tensors that a network is called with, or
+    raw ones."""
 
-    def __init__(self, net: Multitude | Calibrated, example: Input) -> None:
+    def __init__(self, net: Multitude | Calibrated, example: Input, raw: Raw | None = None) -> None:
         super().__init__()
         multitude = net if isinstance(net, Multitude) else net.net
         self.calibration = None if isinstance(net, Multitude) else _exportable(net.calibration)
         self.network = _Apart(multitude)
-        self.example = example
+        self.raw = raw
+        self.example = example if raw is None else raw.example
         read = multitude.predictive_of(multitude(example), example, None if isinstance(net, Multitude) else net.task)
         self.reading: dict[str, Any] = {"task": read.task, "quantiles": read.quantiles, "next_tokens": read.next_tokens}
         self.outputs = OUTPUTS["classification" if read.task in CLASSES else "regression"]
         for module in self.modules():
             if isinstance(module, Frozen):
                 module.kept = []
-        self(*tensors_in(example))  # whose numbers are constants from here on
+        self(*tensors_in(self.example))  # whose numbers are constants from here on
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        predictive = Predictive(self.network(_called_with(self.example, tensors)), **self.reading)
+        given: Any = _called_with(self.example, tensors)
+        predictive = Predictive(self.network(given if self.raw is None else self.raw.prepare(given)), **self.reading)
         if self.calibration is not None:
             predictive = self.calibration(predictive)
-        return tuple(output(predictive) for output in self.outputs.values())
+        return tuple(self._in_units(name, output(predictive)) for name, output in self.outputs.items())
+
+    def _in_units(self, name: str, values: Tensor) -> Tensor:
+        if self.raw is None or self.reading["task"] in CLASSES:
+            return values
+        return values * self.raw.std + (self.raw.mean if name in VALUES else 0.0)
+
+    def difference(self, name: str, got: Tensor, want: Tensor) -> Tensor:
+        """How much an output differs, in the units of the network, relative to values above 1."""
+        if self.raw is None or self.reading["task"] in CLASSES:
+            return (got - want).abs() / want.abs().clamp(min=1)
+        rounded = 4 * torch.finfo(torch.float32).eps * want.abs()
+        own = (want - (self.raw.mean if name in VALUES else 0.0)).abs().clamp(min=self.raw.std)
+        return ((got - want).abs() - rounded).clamp(min=0) / own
 
     def inputs(self) -> list[str]:
         """The names of the inputs."""
         if isinstance(self.example, Mapping):
-            return [name for name, value in self.example.items() if isinstance(value, Tensor)]
+            names = [name for name, value in self.example.items() if isinstance(value, Tensor)]
+            return [f"input_{name}" if name in self.outputs else name for name in names]
         count = len(tensors_in(self.example))
         return ["x"] if count == 1 else [f"x{index}" for index in range(count)]
 
@@ -214,25 +273,49 @@ def _export(answers: _Answers, path: Path) -> None:
             )
             assert program is not None
             _tidy(program.model.graph)
-            program.model.metadata_props[METADATA] = json.dumps(answers.reading)
+            about = {METADATA: answers.reading, **(answers.raw.about if answers.raw else {})}
+            program.model.metadata_props.update({key: json.dumps(value) for key, value in about.items()})
             program.save(path, external_data=False)  # one file
+            if answers.raw is not None and answers.raw.texts:
+                names = dict(zip(answers.raw.example, answers.inputs(), strict=True))
+                _take_texts(path, {names[name]: known for name, known in answers.raw.texts.items()})
     except Exception as error:  # the exporter runs the user's own code, so anything may come
         raise ValueError(f"the network cannot be exported to ONNX: {_reason(error)}") from error
 
 
 def _tidy(graph: Any) -> None:
-    """Call the size of a batch so, and nothing else like an output; and leave out the places in the code."""
-    outputs = {value.name for value in graph.outputs}
+    """Call the size of a batch so, and nothing else like an input or output; and leave out the places in the code."""
+    taken = {value.name for value in (*graph.inputs, *graph.outputs)}
     size = str(graph.inputs[0].shape[0])
     for node in graph:
         node.metadata_props.clear()
         for value in node.outputs:
-            if value.name in outputs and value not in graph.outputs:
+            if value.name in taken and value not in graph.outputs:
                 value.name = f"{value.name}_inside"
     for value in (*graph.inputs, *(value for node in graph for value in node.outputs)):
         for dim, length in enumerate(value.shape or ()):
             if str(length) == size:
                 value.shape[dim] = "batch"
+
+
+def _take_texts(path: Path, texts: Mapping[str, Mapping[str | None, int]]) -> None:
+    """Let inputs that are numbers of texts be these texts."""
+    onnx = importlib.import_module("onnx")
+    model = onnx.load(path)
+    nodes = []
+    for value in [value for value in model.graph.input if value.name in texts]:
+        number, known = f"{value.name}_number", dict(texts[value.name])
+        for node in model.graph.node:
+            node.input[:] = [number if name == value.name else name for name in node.input]
+        value.type.tensor_type.elem_type = onnx.TensorProto.STRING
+        numbers = {"default_int64": known.pop(None), "keys_strings": list(known), "values_int64s": list(known.values())}
+        nodes.append(onnx.helper.make_node("LabelEncoder", [value.name], [number], domain="ai.onnx.ml", **numbers))
+    rest = list(model.graph.node)
+    del model.graph.node[:]
+    model.graph.node.extend([*nodes, *rest])
+    if not any(each.domain == "ai.onnx.ml" for each in model.opset_import):
+        model.opset_import.append(onnx.helper.make_opsetid("ai.onnx.ml", 2))
+    onnx.save(model, path)
 
 
 def _searchsorted(knots: Any, values: Any, **_: Any) -> Any:
@@ -280,7 +363,9 @@ def _opened(runtime: Any, path: Path) -> Any:
 def _check(session: Any, answers: _Answers, x: Input, tolerance: float) -> None:
     tensors = tensors_in(x)
     want = dict(zip(answers.outputs, answers(*tensors), strict=True))
-    feed = {name: tensor.numpy() for name, tensor in zip(answers.inputs(), tensors, strict=True)}
+    names = list(answers.example) if answers.raw else answers.inputs()
+    own = [answers.raw.written(name, x) if answers.raw else x.numpy() for name, x in zip(names, tensors, strict=True)]
+    feed = dict(zip(answers.inputs(), own, strict=True))
     try:
         got = dict(zip(want, map(torch.from_numpy, session.run(list(want), feed)), strict=True))
     except Exception as error:  # its errors have no class in common
@@ -291,7 +376,7 @@ def _check(session: Any, answers: _Answers, x: Input, tolerance: float) -> None:
                 f"the exported network is wrong: its {name} for a batch of {len(tensors[0])} have shape "
                 f"{list(got[name].shape)} instead of {list(values.shape)}"
             )
-        off = float(((got[name] - values).abs() / values.abs().clamp(min=1)).max())
+        off = float(answers.difference(name, got[name], values).max())
         if not off <= tolerance:
             raise ValueError(
                 f"the exported network is wrong: its {name} for a batch of {len(tensors[0])} differ from torch's by "

@@ -17,6 +17,7 @@ __all__ = [
     "COSTS",
     "SCORES",
     "Column",
+    "caption",
     "column_of",
     "costs",
     "first_columns",
@@ -185,6 +186,23 @@ def more_columns(rows: Sequence[Row], by: str = "") -> list[Column]:
     first = {column.name for column in first_columns(rows, by)}
     scores = [column_of(name) for name in names if "/" not in name and name not in first]
     return scores + [column for column in MORE_COSTS if column.name in names]
+
+
+def caption(rows: Sequence[Row], tiny: bool = False) -> str:
+    """What the numbers of a leaderboard are.
+
+    >>> print(caption([Row("a", "a", (0,), {}), Row("chance", "chance", (), {}, baseline=True)]))
+    Mean over one seed. ★ is the best of a score. Costs are multiples of the single network's.
+    """
+    counts = sorted({len(row.seeds) for row in rows if not row.baseline})
+    seeds = f"{counts[0]} to {counts[-1]} seeds" if len(counts) > 1 else f"{counts[0]} seeds"
+    parts = ["Mean over one seed" if counts[-1] == 1 else f"Mean over {seeds}, ± the standard deviation between them"]
+    parts += ["★ is the best of a score", "Costs are multiples of the single network's"]
+    if any(column.is_cost and is_vague(value) for row in rows for column in COSTS if (value := column.of(row))):
+        parts[-1] += "; “about” is a time that varies by more than it differs from it"
+    if tiny:
+        parts.append("The network is so small that times are mostly those of calling it: go by multiply-adds")
+    return "".join(f"{part}. " for part in parts).strip()
 
 
 def remark(row: Row, rows: Sequence[Row], by: str) -> str:

@@ -18,7 +18,8 @@
     [evaluation]
     shift = ["fog", "contrast"]
 
-What is left out has a default, which for model and training depends on the data (`multitudes.study.networks`).
+What is left out, but for the data, has a default, which for model and training depends on the data
+(`multitudes.study.networks`).
 """
 
 from __future__ import annotations
@@ -105,7 +106,11 @@ class Spec(Section):
             raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}") from error
         except ValueError as error:  # not TOML, not UTF-8, or no such scale
             raise ValueError(f"{path.name}: {str(error)[:1].lower()}{str(error)[1:]}") from error
-        return cls._checked(_merged(raw, options), path.parent, TomlText(text, path.name, scale))
+        merged, source = _merged(raw, options), TomlText(text, path.name, scale)
+        spec = cls._checked(merged, path.parent, source)
+        if "source" not in merged.get("data", {}):
+            raise SpecError([(("data",), "data.source must say what to learn, such as a file, or digits")], source)
+        return spec
 
     @classmethod
     def of(cls, **options: Any) -> Self:

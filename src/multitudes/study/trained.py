@@ -16,6 +16,7 @@ from multitudes.storage.save import load
 from multitudes.study.job_data import data_of, device_of
 from multitudes.study.networks import build_network, outputs_of
 from multitudes.study.store import Job, Run
+from multitudes.training.precision import check_precision
 
 __all__ = ["Trained", "find_job", "mixed_precision"]
 
@@ -53,7 +54,8 @@ class Trained:
 
 
 def mixed_precision(device: torch.device, precision: str | None) -> AbstractContextManager[Any]:
-    """Inside, torch computes with this precision."""
+    """Inside, torch computes with this precision; an error where this machine cannot."""
+    check_precision(precision or "float32", device)
     return torch.autocast(device.type, torch.bfloat16) if precision == "bfloat16" else nullcontext()
 
 

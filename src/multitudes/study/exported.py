@@ -1,0 +1,93 @@
+"""A trained network as an ONNX file that takes raw rows or images: its preprocessing and its units are inside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multitudes.data import Data
+from multitudes.data.features import Category, Date
+from multitudes.data.tables import TableEncoder
+from multitudes.evaluation.calibrate import Calibrated
+from multitudes.storage.onnx import OUTPUTS, Raw, write_onnx
+from multitudes.study.trained import Trained
+
+__all__ = ["ExportInput", "export", "export_inputs"]
+
+EXAMPLES = 64
+"""How many test inputs the file is compared with torch on."""
+
+TOLERANCE = 1e-3
+"""How much the file may differ from torch, in standardised units."""
+
+IMAGE = "image"
+"""The name of an input of pixels."""
+
+
+@dataclass(frozen=True)
+class ExportInput:
+    """An input of the file: its name there, its type, and what it holds."""
+
+    name: str
+    type: str
+    holds: str
+
+
+def export_inputs(data: Data) -> list[ExportInput]:
+    """The inputs of a file for networks of these data: of a table one for each column, `[batch]`; pixels of images."""
+    encoder = data.encoder
+    if not isinstance(encoder, TableEncoder):
+        return [ExportInput(IMAGE, "uint8", f"[batch, {', '.join(map(str, data.shape))}], pixels from 0 to 255")]
+    outputs = OUTPUTS["classification" if data.classes else "regression"]
+    found = []
+    for feature in encoder.features:
+        name = f"input_{feature.column}" if feature.column in outputs else feature.column
+        if isinstance(feature, Category):
+            found.append(ExportInput(name, "string", "[batch], '' where it is missing"))
+        else:
+            what = ", days since 1970-01-01 in UTC" if isinstance(feature, Date) else ""
+            found.append(ExportInput(name, "float64", f"[batch]{what}, NaN where it is missing"))
+    return found
+
+
+def export(trained: Trained, path: Path, *, draws: int = 8, seed: int = 0) -> Path:
+    """Write a trained network, on the CPU, as one ONNX file; checked by onnxruntime on raw test inputs."""
+    data = trained.data
+    x = data.test.x[:EXAMPLES]
+    raw, inputs = _raw(trained, x), data.normalised(x)
+    off = float((raw.prepare(raw.example) - inputs).abs().max())
+    if not off <= TOLERANCE:
+        raise ValueError(f"the raw inputs of {data.name} cannot be told from its features: they differ by {off:.1e}")
+    return write_onnx(trained.net, path, inputs, draws=draws, seed=seed, tolerance=TOLERANCE, raw=raw)
+
+
+def _raw(trained: Trained, x: Tensor) -> Raw:
+    data, encoder = trained.data, trained.data.encoder
+    about: dict[str, Any] = {"method": (trained.job.config or {}).get("method"), "data": data.name}
+    about |= {"classes": list(data.classes), "calibrated": isinstance(trained.net, Calibrated)}
+    about["inputs"] = {each.name: {"type": each.type, "holds": each.holds} for each in export_inputs(data)}
+    if not isinstance(encoder, TableEncoder):
+
+        def pixels(given: Mapping[str, Tensor]) -> Tensor:
+            return data.normalised(given[IMAGE])
+
+        return Raw({IMAGE: x}, pixels, mean=data.target_mean, std=data.target_std, about=about)
+    example = dict(zip((feature.column for feature in encoder.features), _restored(encoder, x), strict=True))
+
+    def features(given: Mapping[str, Tensor]) -> Tensor:
+        parts = [feature.features(given[feature.column]) for feature in encoder.features]
+        return data.normalised(torch.cat(parts, 1).reshape(-1, *data.shape))
+
+    texts = {each.column: each.numbers() for each in encoder.features if isinstance(each, Category)}
+    return Raw(example, features, texts, data.target_mean, data.target_std, about)
+
+
+def _restored(encoder: TableEncoder, x: Tensor) -> list[Tensor]:
+    """Raw columns that have these features `[N, F]`."""
+    parts = x.flatten(1).split([len(feature.names) for feature in encoder.features], 1)
+    return [feature.restored(part) for feature, part in zip(encoder.features, parts, strict=True)]
