@@ -128,6 +128,7 @@ class Campaign:
 
 
 def _is_ours(pid: int) -> bool:
+    """Whether it still runs; one that nobody has waited for has no command line."""
     try:
         return "multitudes" in Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:

@@ -20,6 +20,7 @@ from multitudes.study.planning import prepare
 from tests.ray_nodes import folders_left, kill_node, nodes
 from tests.study_cases import fake, make  # noqa: F401
 from tests.test_study_faults import first_epochs, processes, results
+from tests.test_study_stopped import is_alive
 
 
 @pytest.fixture
@@ -116,7 +117,7 @@ def test_a_cluster_without_a_place_for_a_job_is_told(make, tmp_path, two_nodes, 
 
 @pytest.mark.slow
 def test_ctrl_c_brings_the_trainings_back_and_the_study_goes_on_elsewhere(make, tmp_path, two_nodes):
-    spec = make(methods=["single", "mc_dropout"], seeds=1, epochs=400)
+    spec = make(methods=["single", "mc_dropout"], seeds=1, epochs=1500)
     run, whole = prepare(spec, tmp_path / "run"), prepare(spec, tmp_path / "whole")
 
     def stop(snapshot):
@@ -155,7 +156,7 @@ def test_a_killed_study_leaves_nothing_on_the_nodes(make, tmp_path, two_nodes, f
     study.wait()
     assert swept(60)
     started = [int(note.name.split("-")[3]) for note in notes.iterdir()]
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in started)
+    assert not any(map(is_alive, started))
 
 
 # -- data --------------------------------------------------------------------------------------------------
