@@ -23,7 +23,7 @@ from multitudes.study.store import Job, failure_in
 
 __all__ = ["GRACE", "Commands", "ForkServer", "JobProcess", "Starter", "starter", "threads", "tied"]
 
-WORKER, SERVER = ((sys.executable, "-m", f"multitudes.study.{name}") for name in ("worker", "fork_server"))
+WORKER, SERVER = ((sys.executable, "-P", "-m", f"multitudes.study.{name}") for name in ("worker", "fork_server"))
 GRACE = 10.0
 """How many seconds a job has, once it is asked to end, to save its training."""
 TRIES = 3

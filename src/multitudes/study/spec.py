@@ -25,6 +25,7 @@ What is left out, but for the data, has a default, which for model and training 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -107,6 +108,9 @@ class Spec(Section):
         except ValueError as error:  # not TOML, not UTF-8, or no such scale
             raise ValueError(f"{path.name}: {str(error)[:1].lower()}{str(error)[1:]}") from error
         merged, source = _merged(raw, options), TomlText(text, path.name, scale)
+        if options.get("model") is None and (path.parent / "jobs").is_dir() and _names_code(raw):
+            why = "code that a file in a run directory names is not run: pass --model FILE.py:FUNCTION"
+            raise SpecError([(("model", "file"), f"model.file: {why}")], source)
         spec = cls._checked(merged, path.parent, source)
         if "source" not in merged.get("data", {}):
             raise SpecError([(("data",), "data.source must say what to learn, such as a file, or digits")], source)
@@ -293,7 +297,8 @@ def _mismatch(default: Any, value: Any) -> str | None:
     for types, words in known.items():
         if isinstance(default, types):
             same = isinstance(value, types) and isinstance(value, bool) == isinstance(default, bool)
-            return None if same else words
+            finite = not isinstance(value, float) or math.isfinite(value)
+            return None if same and finite else f"{words}, and finite" if same else words
     return None
 
 
@@ -315,6 +320,10 @@ def _read_model(raw: Any, base: Path) -> list[tuple[Place, str]]:
     if isinstance(file, str) and not (base / file).is_file():
         return [(("model", "file"), f"model.file must be a Python file, got {file!r}, which does not exist")]
     return []
+
+
+def _names_code(raw: Mapping[str, Any]) -> bool:
+    return isinstance(raw.get("model"), dict) and raw["model"].get("file") is not None
 
 
 def _absolute(spec: Spec, base: Path) -> dict[str, Section]:
