@@ -2,10 +2,15 @@
 
 import signal
 
-if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the program is being imported is no traceback
 
-from multitudes.cli import main
+def main() -> None:
+    """Run the program."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until it is imported, Ctrl-C ends it without a traceback
+    from multitudes.cli import main as run
+
+    run()
+
 
 if __name__ == "__main__":
     main()
