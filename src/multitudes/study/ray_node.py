@@ -32,6 +32,9 @@ __all__ = ["Board", "Result", "work"]
 FOLDERS = "multitudes-nodes"
 """The folder of the folders, in that for temporary files."""
 
+REPORT = 0.5
+"""Seconds between two messages of a task about its progress."""
+
 _SWEEP = """
 import fcntl, os, shutil, sys, time
 if os.fork():
@@ -105,14 +108,14 @@ def work(
         for file, content in files.items():
             write_atomically(job.directory / file, content)
         process = JobProcess(job, _starter(tuple(command) if command else None), environment)
-        answer = None
+        answer, told = None, -REPORT
         try:
             while not (stopped or process.ended()):
-                if answer is None or answer.done():
+                if time.monotonic() - told >= REPORT and (answer is None or answer.done()):
                     stopped = answer is not None and answer.exception() is None and answer.result()
                     # Not waited for: Ray would give the cores of a task that waits to another one.
-                    answer = board.write.remote(process.progress).future()
-                time.sleep(0.2)
+                    answer, told = board.write.remote(process.progress).future(), time.monotonic()
+                time.sleep(0.05)
             if stopped:
                 process.stop()
         finally:
