@@ -10,12 +10,13 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from multitudes.core.checks import needed
 from multitudes.core.files import BLANK, DamagedError, check_seal, sealing
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["read_tensors", "reading_arrays", "write_arrays", "write_tensors"]
 
