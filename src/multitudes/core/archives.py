@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["read_tensors", "reading_arrays", "write_arrays", "write_tensors"]
 
 _READING = (
-    OSError, EOFError, ValueError, KeyError, TypeError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error
+    OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, MemoryError, RuntimeError,
+    zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
 """What NumPy raises for archives that are not whole, or not what they should be."""
 

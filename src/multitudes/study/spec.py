@@ -303,14 +303,21 @@ def _wrong_settings(label: str, name: Any, settings: Mapping[str, Any]) -> list[
     return wrong
 
 
+MOST = 1000
+"""Of members, checkpoints and all else that is counted: more would not fit into any memory."""
+
+
 def _mismatch(default: Any, value: Any) -> str | None:
     """What a setting must be to have the type of its default; None where it has."""
     known = {bool: "true or false", int | float: "a number", str: "a string", list | tuple: "a list"}
     for types, words in known.items():
         if isinstance(default, types):
             same = isinstance(value, types) and isinstance(value, bool) == isinstance(default, bool)
-            finite = not isinstance(value, float) or math.isfinite(value)
-            return None if same and finite else f"{words}, and finite" if same else words
+            if same and isinstance(value, int | float) and not math.isfinite(value):
+                return f"{words}, and finite"
+            if same and type(default) is int and abs(value) > MOST:
+                return f"{words}, {MOST} at most"
+            return None if same else words
     return None
 
 
