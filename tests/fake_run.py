@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 import multitudes.data
 from multitudes import Predictive, evaluate
+from multitudes.core.archives import write_arrays
+from multitudes.core.files import write_json
 from multitudes.core.gaussian import join_gaussian
 from multitudes.data import Data, Part
 from multitudes.metrics.regression_inputs import read_forecasts
@@ -86,19 +88,19 @@ def write_run(
     tables = {name: {"method": "packed", "members": fake.members} for name, fake in chosen.items()}
     spec = {"seeds": list(seeds), "device": "cpu", "methods": tables, "data": {"source": used.name}}
     spec |= {"model": {"name": "small_cnn"}, "training": {"epochs": 30, "batch_size": 64, "lr": 0.05}}
-    run.spec_path.write_text(to_toml(spec), encoding="utf-8")
+    run.write_spec(to_toml(spec))
     about = {name: getattr(used, name) for name in ("name", "task", "fingerprint")}
     if data is not None and data.columns:
         about["columns"] = [{"name": name, "read_as": "number", "values": 90, "missing": 0} for name in data.columns]
         about["columns"] += COLUMNS
     about |= {"parts": {name: len(part) for name, part in used.parts.items()}, "dropped": dict(used.dropped)}
-    run.about_path.write_text(json.dumps(about))
+    write_json(run.about_path, about)
     for number, (name, fake) in enumerate(chosen.items()):
         for seed in seeds:
             job = run.job(name, seed)
             job.directory.mkdir(parents=True)
             config = {"version": 1, "method": name, "settings": {}, "seed": seed, "data": place, "device": "cpu"}
-            (job.directory / "config.json").write_text(json.dumps(config))
+            write_json(job.directory / "config.json", config)
             if failed and job.name in failed:
                 line = {"time": 1.7e9, "event": "failed", "message": failed[job.name]}
                 (job.directory / "log.jsonl").write_text(json.dumps(line) + "\n")
@@ -106,13 +108,12 @@ def write_run(
                 continue
             make = _classification if used.task == "classification" else _regression
             arrays, scores, sizes = make(fake, used, np.random.default_rng([number, seed]))
-            np.savez_compressed(job.directory / "predictions.npz", **arrays)
-            metrics = {"scores": scores, "by_size": sizes, "costs": _costs(fake), **PROVENANCE}
-            (job.directory / "metrics.json").write_text(json.dumps(metrics))
-    run.times_path.write_text(json.dumps(_times(chosen)))
-    run.baselines_path.write_text(json.dumps(measure_baselines(used)))
+            write_arrays(job.directory / "predictions.npz", arrays)
+            job.write_metrics({"scores": scores, "by_size": sizes, "costs": _costs(fake), **PROVENANCE})
+    run.write_table("costs.json", _times(chosen), run.timed)
+    run.write_table("baselines.json", measure_baselines(used), used.fingerprint)
     if landscape and used.task == "classification":
-        (directory / "landscape.json").write_text(json.dumps({"plane": _plane()}))
+        run.write_table("landscape.json", {"plane": _plane()})
     return directory
 
 
@@ -266,9 +267,9 @@ def evil_run(directory: Path, methods: Mapping[str, Fake]) -> Path:
         point["name"] = f"{MARKUP} {point['name']}"
     column = {"name": MARKUP, "read_as": MARKUP, "values": MARKUP, "missing": MARKUP, "dropped": MARKUP, "note": MARKUP}
     baselines["baselines"] = {f"{MARKUP}_{name}": own for name, own in baselines["baselines"].items()}
-    (directory / "landscape.json").write_text(json.dumps({"plane": plane}))
-    run.about_path.write_text(json.dumps({**about, "columns": [column], "dropped": {MARKUP: 1}}))
-    run.baselines_path.write_text(json.dumps(baselines))
+    run.write_table("landscape.json", {"plane": plane})
+    write_json(run.about_path, {**about, "columns": [column], "dropped": {MARKUP: 1}})
+    run.write_table("baselines.json", baselines, data.fingerprint)
     return directory
 
 

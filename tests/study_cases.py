@@ -14,7 +14,7 @@ from multitudes.study.spec import Spec
 from multitudes.study.store import Run
 
 FAKE = """
-import json, os, sys, time, zlib
+import hashlib, json, os, sys, time, zlib
 from pathlib import Path
 
 behaviour, directory = json.loads(sys.argv[1]), Path(sys.argv[2])
@@ -27,6 +27,8 @@ def log(event, **what):
 if (directory / "metrics.json").exists():
     raise SystemExit("it was done already")
 (Path(behaviour.get("notes", directory)) / f"{directory.name}-started-{os.getpid()}-{os.getppid()}").touch()
+if "data_notes" in behaviour:
+    (Path(behaviour["data_notes"]) / str((directory / config["data"]["file"]).stat().st_ino)).touch()
 how = behaviour.get(directory.name, "well")
 log("start")
 if how == "fails":
@@ -48,7 +50,9 @@ seen = (directory / config["data"]["file"]).read_bytes() + json.dumps({**config,
 value = zlib.crc32(seen)  # what it writes depends on its configuration and its data alone
 (directory / "predictions.npz").write_bytes(str(value).encode() * 1000)
 scores = {"nll": {"value": value, "count": 1}, "threads": {"value": int(os.environ["OMP_NUM_THREADS"]), "count": 1}}
-(directory / ".metrics.json.0.unfinished").write_text(json.dumps({"scores": scores, "costs": {}}))
+text = json.dumps({"sha256": "0" * 64, "files": {}, "scores": scores, "costs": {}})
+text = text.replace("0" * 64, hashlib.sha256(text.encode()).hexdigest(), 1)  # its checksum
+(directory / ".metrics.json.0.unfinished").write_text(text)
 (directory / ".metrics.json.0.unfinished").rename(directory / "metrics.json")
 log("done")
 """

@@ -17,6 +17,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from multitudes import data as md
+from multitudes.core.archives import write_arrays
 from multitudes.data import Data, Part
 from multitudes.data.features import Category, Number
 from multitudes.data.splits import spread
@@ -170,14 +171,12 @@ def test_a_file_that_is_not_whole_is_refused(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(ValueError, match="x.mtdata' is no whole file of prepared data: "):
             md.read(path)
-    with path.open("wb") as file:
-        np.savez(file, about=np.frombuffer(json.dumps({"version": 99}).encode(), dtype="uint8"))
+    write_arrays(path, {"about": np.frombuffer(json.dumps({"version": 99}).encode(), dtype="uint8")})
     with pytest.raises(
-        ValueError, match="prepared data: its version is 99, and this program reads 3: remove it and prepare it again$"
+        ValueError, match="prepared data: its version is 99, and this program reads 3; remove it and prepare it again$"
     ):
         md.read(path)
-    with path.open("wb") as file:
-        np.savez(file, about=np.array([{"version": 2}], dtype=object))
+    write_arrays(path, {"about": np.array([{"version": 3}], dtype=object)})
     with pytest.raises(ValueError, match="x.mtdata' is no whole file of prepared data: .*pickle"):
         md.read(path)
 

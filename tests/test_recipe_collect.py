@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import multitudes as mt
+from multitudes.core.files import read_json, write_json
 from multitudes.study import costs, worker
 from multitudes.study.planning import prepare
 from multitudes.study.spec import Spec
@@ -32,11 +33,11 @@ def test_a_study_job_is_collected_with_the_commit_that_it_ran_with(
         (path,) = collect(tmp_path / "packed_cifar10", tmp_path / "results")
         return json.loads(path.read_text())
 
-    piece, metrics = collected(), json.loads((job.directory / "metrics.json").read_text())
+    piece, metrics = collected(), read_json(job.directory / "metrics.json")
     assert piece["commit"] == "0123456789" and piece["versions"] == metrics["versions"]
     assert piece["result"]["scores"]["nll"] == pytest.approx(metrics["scores"]["nll"]["value"], rel=1e-5)
     del metrics["commit"]  # jobs of earlier versions recorded none
-    (job.directory / "metrics.json").write_text(json.dumps(metrics))
+    write_json(job.directory / "metrics.json", metrics)
     assert collected()["commit"] is None
 
 

@@ -8,12 +8,15 @@ import io
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from multitudes.core.archives import write_arrays
+from multitudes.core.files import read_json
 from multitudes.report import Results, write
 from multitudes.report import function_space as function_space_module
 from multitudes.report.board import standings
@@ -24,6 +27,7 @@ from multitudes.report.page import SECTIONS, page, sections
 from multitudes.report.quality import selective_prediction, shift, size
 from multitudes.report.results import read_results
 from multitudes.report.uncertain_images import uncertain_images
+from multitudes.study.store import Job, Run
 from tests.fake_run import FEW, METHODS, Tags, evil_run, kept, series, table_data, write_run
 
 FULL = [name for name in SECTIONS if name not in ("intervals", "columns")]
@@ -99,6 +103,14 @@ def test_the_same_run_gives_the_same_page_wherever_it_is(run: Path, text: str, t
     assert path == tmp_path / "other.html" and path.read_text(encoding="utf-8") == text
 
 
+def test_no_library_of_figures_is_needed(results: Results, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("plotly", "matplotlib")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert page(results) == text
+
+
 def test_every_picture_has_a_description(tags: Tags) -> None:
     assert all(picture["alt"] for picture in tags.all("img"))
     assert len([each for each in tags.all("div") if str(each.get("class")).startswith("plot")]) == 10
@@ -153,12 +165,12 @@ def test_scores_before_and_after_calibration_stand_side_by_side(
 def test_without_calibration_nothing_is_said_of_it(run: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run, tmp_path / "copy")
     for path in copy.glob("jobs/*/metrics.json"):
-        metrics = json.loads(path.read_text())
+        metrics = Job(path.parent).metrics
         metrics["scores"] = {name: each for name, each in metrics["scores"].items() if "raw/" not in name}
-        path.write_text(json.dumps(metrics))
-    for path in copy.glob("jobs/*/predictions.npz"):
-        arrays = {name: each for name, each in np.load(path).items() if "raw/" not in name}
-        np.savez(path, **arrays)
+        arrays = Job(path.parent).predictions
+        plain = {name: each for name, each in arrays.items() if "raw/" not in name}
+        write_arrays(path.parent / "predictions.npz", plain)
+        Job(path.parent).write_metrics(metrics)
     found = drawn_sections(read_results(copy))
     assert "before" not in found["calibration"]
 
@@ -324,6 +336,9 @@ def test_without_predictions_the_page_shows_the_metrics(run: Path, tmp_path: Pat
     copy = shutil.copytree(run, tmp_path / "copy")
     for path in copy.glob("jobs/*/predictions.npz"):
         path.unlink()
+        job = Job(path.parent)
+        job.write_metrics(job.metrics)
+    Run(copy).write_table("landscape.json", read_json(copy / "landscape.json"), Run(copy).results)
     assert list(drawn_sections(read_results(copy))) == [
         "leaderboard",
         "cost",
@@ -337,11 +352,11 @@ def test_without_predictions_the_page_shows_the_metrics(run: Path, tmp_path: Pat
 def test_scores_that_are_no_numbers_are_dashes_or_infinite(run: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run, tmp_path / "copy")
     for path in copy.glob("jobs/single-*/metrics.json"):
-        metrics = json.loads(path.read_text())
+        metrics = Job(path.parent).metrics
         metrics["scores"]["ece"]["value"] = None
         metrics["scores"]["nll"]["value"] = "inf"
         metrics["by_size"]["nll"] = [None]
-        path.write_text(json.dumps(metrics))
+        Job(path.parent).write_metrics(metrics)
     results = read_results(copy)
     found = drawn_sections(results)
     assert not any(re.search(r"\bnan\b|\binf\b", each) for each in found.values())

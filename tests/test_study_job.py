@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from multitudes import data as datasets
+from multitudes.core.files import write_json
 from multitudes.core.multitude import Multitude
 from multitudes.core.predictive import Predictive
 from multitudes.data import Data, Part
@@ -52,7 +53,7 @@ def done(folder: Path, content: dict[str, Any]) -> Path:
 def written(folder: Path, content: dict[str, Any]) -> Path:
     directory = folder / "jobs" / f"{content['method']}-{content['seed']}"
     directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(content))
+    write_json(directory / "config.json", content)
     return directory
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import numpy as np
 import pytest
 
+from multitudes.core.archives import write_arrays
+from multitudes.core.files import write_json
 from multitudes.metrics.declare import Better
 from multitudes.study.leaderboard import best, better, leaderboard, level_with_best
 from multitudes.study.rows import Row, Value
@@ -23,11 +24,11 @@ def row(name, *, seeds=3, cost=1e6, examples=None, count=1000, **scores):
 
 def write_job(run, label, seed, scores, costs=None, method=None, probs=None, target=None):
     directory = run.job(label, seed).directory
-    write_atomically(directory / "config.json", json.dumps({"method": method or label}))
+    write_json(directory / "config.json", {"method": method or label})
     if probs is not None:
-        np.savez(directory / "predictions.npz", probs=probs, target=target)
+        write_arrays(directory / "predictions.npz", {"probs": probs, "target": target})
     scores = {name: {"value": value, "count": 400} for name, value in scores.items()}
-    write_atomically(directory / "metrics.json", json.dumps({"scores": scores, "costs": costs or {}}))
+    run.job(label, seed).write_metrics({"scores": scores, "costs": costs or {}})
 
 
 @pytest.fixture
@@ -126,7 +127,8 @@ def test_what_each_row_adds_is_read_from_the_predictions_of_all_seeds(run):
     every = rng.random((2, 30))
     for seed, own in enumerate(every):
         write_job(run, "single", seed, {"nll": own.mean()})
-        np.savez(run.job("single", seed).directory / "predictions.npz", **{"rows/nll": own, "raw/rows/nll": 2 * own})
+        path = run.job("single", seed).directory / "predictions.npz"
+        write_arrays(path, {"rows/nll": own, "raw/rows/nll": 2 * own})
     (found,) = leaderboard(run)
     assert np.array_equal(found.examples()["nll"], every) and np.array_equal(found.examples()["raw/nll"], 2 * every)
 
@@ -134,9 +136,9 @@ def test_what_each_row_adds_is_read_from_the_predictions_of_all_seeds(run):
 def test_baselines_and_times_are_read_with_the_methods(run):
     write_job(run, "single", 0, {"nll": 0.5, "accuracy": 0.9})
     table = {"baselines": {"chance": {"count": 4, "scores": {"nll": 0.1}, "rows": {"nll": [0.0, 0.2]}}}}
-    write_atomically(run.baselines_path, json.dumps(table))
+    run.write_table("baselines.json", table, "")
     time = {"ratio": 2.0, "low": 1.5, "high": 2.5, "seconds": 1.0}
-    write_atomically(run.times_path, json.dumps({"methods": {"single": {"inference": time, "training": time}}}))
+    run.write_table("costs.json", {"methods": {"single": {"inference": time, "training": time}}}, run.timed)
     first, second = leaderboard(run)
     assert (first.name, first.baseline, first["nll"], first.seeds) == ("chance", True, 0.1, ())
     assert first.examples()["nll"].tolist() == [[0.0, 0.2]]

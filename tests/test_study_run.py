@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 import pytest
@@ -21,7 +20,7 @@ def test_a_job_is_a_method_and_a_seed_and_says_all_in_its_configuration(run):
     assert [job.name for job in run.jobs] == ["single-0", "single-1", "packed-0", "packed-1"]
     prepared = data.read(run.data_path)
     resolved = Spec.load(run.spec_path)
-    assert json.loads((run.directory / "jobs/packed-1/config.json").read_text()) == {
+    assert run.job("packed", 1).config == {
         "version": 1,
         "method": "packed",
         "settings": {"members": 4, "alpha": 2, "gamma": 1, "layers": None},

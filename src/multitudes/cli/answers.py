@@ -23,6 +23,10 @@ __all__ = ["evaluate", "predict"]
 
 Cell = str | float | int
 JOB = "RUN/jobs/METHOD-SEED, or a run directory that train wrote."
+ModelFile = Annotated[
+    str | None,
+    Option(metavar="FILE.py[:FUNCTION]", help="Your code, if the network is of it. A run's own code is never run."),
+]
 
 
 def predict(
@@ -36,6 +40,7 @@ def predict(
     level: Annotated[float, Option(help="How much of the probability the interval of a number holds.")] = 0.95,
     draws: Annotated[int | None, Option(min=1, help="Predictions of a method that draws.")] = None,
     skip_bad: Annotated[bool, Option("--skip-bad", help="Leave out what cannot be read, and say how much.")] = False,
+    model_file: ModelFile = None,
     *,
     common: Common,
 ) -> None:
@@ -54,7 +59,7 @@ def predict(
     chosen = _format(to, form)
     if not 0 < level < 1:
         raise ValueError(f"--level must lie between 0 and 1, got {level}")
-    trained = Trained.read(job, common.device, draws)
+    trained = Trained.read(job, common.device, draws, model_file)
     data = trained.data
     found = read_inputs(inputs, data, skip_bad)
     if found.bad:
@@ -137,6 +142,7 @@ def evaluate(
         Path | None,
         Option(metavar="FOLDER", envvar="MULTITUDES_DATA", help="Where sources are looked for that are not found."),
     ] = None,
+    model_file: ModelFile = None,
     *,
     evaluation: EvaluationOptions,
     common: Common,
@@ -153,7 +159,7 @@ def evaluate(
 
     chosen = evaluation.arguments()
     writable(to, ".json")
-    trained = Trained.read(job, common.device, chosen.get("draws"))
+    trained = Trained.read(job, common.device, chosen.get("draws"), model_file)
     data = trained.data
     if source is None:
         x, y = data.test.x, data.test.y

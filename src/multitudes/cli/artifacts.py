@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from multitudes.cli.answers import JOB
+from multitudes.cli.answers import JOB, ModelFile
 from multitudes.cli.options import Common, words, writable
 from multitudes.cli.screen import say, show, table
 from multitudes.core.checks import needed
@@ -24,8 +24,6 @@ __all__ = ["explain", "export", "report"]
 
 def report(run: Annotated[Path, Argument(help="A run directory.")], *, common: Common) -> None:
     """Write a run's report.html again, from its files, whether or not all jobs are done."""
-    if not Run(run).done:
-        raise ValueError(f"no job of the run {str(run)!r} is done, so there is nothing to report")
     from multitudes.report import write
 
     show(f"Report: {write(run)}")
@@ -42,6 +40,7 @@ def explain(
     to: Annotated[Path | None, Option(metavar="FILE.html", help="By default explain.html in RUN or JOB.")] = None,
     inputs: Annotated[int, Option(min=2, help="How many test inputs to use.")] = 400,
     points: Annotated[int, Option(min=2, help="Of the loss plane, in each direction.")] = 25,
+    model_file: ModelFile = None,
     *,
     common: Common,
 ) -> None:
@@ -61,7 +60,7 @@ def explain(
     from multitudes.landscape.explanation import explain as explained
     from multitudes.study.trained import Trained, mixed_precision
 
-    trained = [Trained.read(job.directory, common.device) for job in jobs if job.label in chosen]
+    trained = [Trained.read(job.directory, common.device, None, model_file) for job in jobs if job.label in chosen]
     if not trained:
         raise ValueError(f"no job of the run {str(path)!r} is done")
     networks = _alike(trained)
@@ -82,7 +81,7 @@ def _alike(trained: list[Trained]) -> dict[str, nn.Module]:
 
     groups: dict[str, dict[str, nn.Module]] = {}
     for each in trained:
-        net: Any = each.net
+        net: Any = each.multitude
         for index in range(net.members):
             network = plain(net.member(index))
             if stochastic_layers(network) and len(trained) > 1:
@@ -110,6 +109,7 @@ def export(
     job: Annotated[Path, Argument(help=JOB)],
     to: Annotated[Path, Option(metavar="FILE.onnx", help="Where to write.")],
     draws: Annotated[int, Option(min=1, help="Of a method that draws: how many fixed draws the file has.")] = 8,
+    model_file: ModelFile = None,
     *,
     common: Common,
 ) -> None:
@@ -126,7 +126,7 @@ def export(
     from multitudes.study.exported import export_inputs
     from multitudes.study.trained import Trained
 
-    trained = Trained.read(job, "cpu")
+    trained = Trained.read(job, "cpu", None, model_file)
     export_trained(trained, to, draws=draws, seed=common.seed or 0)
     rows = [[each.name, each.type, each.holds] for each in export_inputs(trained.data)]
     outputs = OUTPUTS["classification" if trained.data.classes else "regression"]

@@ -1,16 +1,59 @@
-"""Files that are whole, or not there."""
+"""Files that are whole, or not there: written under another name first, and sealed by a checksum.
+
+A *seal* is the SHA-256 of a file with 64 zeros in place of the seal, which stands in the file itself: near the start of
+a JSON or safetensors file, in the comment at the end of a zip archive. So a file and its checksum appear in one rename.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Iterator
+import re
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
-__all__ = ["UNFINISHED", "replacing"]
+__all__ = [
+    "BLANK",
+    "UNFINISHED",
+    "DamagedError",
+    "check_seal",
+    "open_own",
+    "read_json",
+    "replacing",
+    "sealing",
+    "write_atomically",
+    "write_json",
+]
 
 UNFINISHED = ".unfinished"
 """How the names of files end that are being written, or that a killed process has left."""
+BLANK = "0" * 64
+"""What a file holds after the word sha256 until it is sealed."""
+
+NAME = "file_name"
+"""The key of a JSON file that holds its name, so that one in another's place is noticed."""
+
+_MARK = re.compile(rb'sha256[\\": ]{1,6}([0-9a-f]{64})')
+_HEAD = 512
+"""The seal is within so many bytes of the start, if it is not at the end."""
+_COMMENT = b"sha256:" + BLANK.encode()
+_SETTLED = 2.0
+"""A file must be so many seconds old for its time to tell that it has not changed since."""
+
+
+class DamagedError(ValueError):
+    """A file is not what was written: which one, and what is wrong with it."""
+
+    def __init__(self, path: str | os.PathLike[str], what: str) -> None:
+        self.path, self.what = Path(path), what
+        super().__init__(f"{str(self.path)!r} is damaged: {what}")
+
+
+# -- writing -----------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -26,6 +69,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(path)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
+    if unfinished.is_symlink():  # which would lead elsewhere
+        unfinished.unlink()
     try:
         yield unfinished
         with unfinished.open("rb") as file:
@@ -34,3 +79,142 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def sealing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Like `replacing`, and what was written is sealed: a zip archive, or a file with `sha256` and `BLANK` in it."""
+    with replacing(path) as unfinished:
+        yield unfinished
+        with unfinished.open("r+b") as file:
+            _make_room(file)
+            place = _place(file)
+            assert place is not None, "nothing in the file is left blank for its seal"
+            digest = _digest(file, place)
+            file.seek(place)
+            file.write(digest.encode())
+
+
+def write_atomically(path: str | Path, data: bytes | str) -> Path:
+    """Write a file whole or not at all, whenever the process or the machine dies; gives its path."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as unfinished:
+        unfinished.write_bytes(data.encode() if isinstance(data, str) else data)
+    return path
+
+
+def write_json(path: str | Path, table: Mapping[str, Any]) -> Path:
+    """Write a table of plain values as a sealed JSON object, which also holds the name of its file; gives its path.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     read_json(write_json(f"{folder}/a.json", {"nll": 0.5}))
+    {'nll': 0.5}
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"sha256": BLANK, NAME: path.name, **table}, indent=1, allow_nan=False) + "\n"
+    with sealing(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+    return path
+
+
+def open_own(path: Path, mode: str) -> IO[Any]:
+    """Open a file to write to it in place, unless it is a link, which may lead anywhere."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+    if path.is_symlink():
+        raise ValueError(f"{str(path)!r} is a link, which is not written to: remove it")
+    return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=opener)
+
+
+# -- checking ----------------------------------------------------------------------------------------------
+
+_CHECKED: dict[str, tuple[tuple[int, ...], str]] = {}
+"""By path, the seals of files that were found whole, and how the files were marked then."""
+
+
+def check_seal(path: str | os.PathLike[str]) -> str:
+    """The seal of a file, after the file was found to be what was sealed; else a `DamagedError`.
+
+    A file is read once in a process, unless it changes.
+    """
+    path = Path(path)
+    try:
+        if not path.is_file():
+            raise DamagedError(path, "it is missing" if not path.exists() else "it is no file")
+        stat = path.stat()
+        marks = stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+        known = _CHECKED.get(str(path))
+        if known is not None and known[0] == marks:
+            return known[1]
+        with path.open("rb") as file:
+            seal = _checked(file, path)
+    except OSError as error:
+        raise DamagedError(path, f"it cannot be read ({error.strerror})") from error
+    if time.time() - max(stat.st_mtime, stat.st_ctime) > _SETTLED:
+        _CHECKED[str(path)] = marks, seal
+    return seal
+
+
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The table that `write_json` wrote, without its seal; a `DamagedError` where it is not whole."""
+    path = Path(path)
+    check_seal(path)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise DamagedError(path, f"it cannot be read ({error})") from error
+    if not isinstance(found, dict):
+        raise DamagedError(path, f"it must be a JSON object, got {type(found).__name__}")
+    if found.pop(NAME, path.name) != path.name:
+        raise DamagedError(path, "it is another file")
+    found.pop("sha256", None)
+    return found
+
+
+def _checked(file: IO[bytes], path: Path) -> str:
+    place = _place(file)
+    if place is None:
+        raise DamagedError(path, "it has no checksum, or was written by an earlier version")
+    file.seek(place)
+    held = file.read(len(BLANK)).decode("ascii")
+    if held != _digest(file, place):
+        raise DamagedError(path, "its checksum does not fit its content")
+    return held
+
+
+def _make_room(file: IO[bytes]) -> None:
+    """Add a blank seal to a zip archive, as its comment."""
+    end = file.seek(0, os.SEEK_END)
+    file.seek(max(0, end - 22))
+    tail = file.read()
+    if tail.startswith(b"PK\5\6") and tail.endswith(b"\0\0"):  # no comment yet
+        file.seek(end - 2)
+        file.write(len(_COMMENT).to_bytes(2, "little") + _COMMENT)
+
+
+def _place(file: IO[bytes]) -> int | None:
+    """Where the seal of a file is; None where it has none."""
+    file.seek(0)
+    found = _MARK.search(file.read(_HEAD))
+    if found is not None:
+        return found.start(1)
+    end = file.seek(0, os.SEEK_END)
+    start = max(0, end - len(_COMMENT))
+    file.seek(start)
+    found = re.fullmatch(rb"sha256:([0-9a-f]{64})", file.read())
+    return None if found is None else start + found.start(1)
+
+
+def _digest(file: IO[bytes], place: int) -> str:
+    """The SHA-256 of a file with zeros for its seal."""
+    file.seek(0)
+    digest = hashlib.sha256(file.read(place) + BLANK.encode())
+    file.seek(place + len(BLANK))
+    while part := file.read(1 << 20):
+        digest.update(part)
+    return digest.hexdigest()

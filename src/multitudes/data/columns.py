@@ -150,7 +150,7 @@ def _arrow_column(column: Any, feature: Any) -> Column:
 
     known = feature.get("_type") if isinstance(feature, Mapping) else None
     kind, types = column.type, pa.types
-    if known == "ClassLabel":
+    if known == "ClassLabel" and _are_texts(feature.get("names")) and types.is_integer(kind):
         names = tuple(feature["names"])
         return Column("text", [_named(names, label) for label in column.to_pylist()], names=names)
     if types.is_struct(kind) and "bytes" in {field.name for field in kind}:
@@ -171,6 +171,10 @@ def _arrow_column(column: Any, feature: Any) -> Column:
         unit = pa.time64("us") if types.is_time(kind) else pa.duration("us")
         return Column("number", _numbers(column.cast(unit, safe=False).cast(pa.int64())) / 3600e6)
     return Column(str(kind), range(len(column)))
+
+
+def _are_texts(names: Any) -> bool:
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
 def _numbers(column: Any) -> Tensor:

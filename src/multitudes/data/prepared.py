@@ -1,22 +1,20 @@
 """Prepared data: one compact file, read with NumPy and Pillow alone.
 
-The file is a NumPy archive (`.npz`) without pickles. Of each part it holds the targets and either the pixels or
-features, or the images as they came, encoded, one after the other, and where each of them ends.
+The file is a NumPy archive (`.npz`) without pickles, sealed by a checksum. Of each part it holds the targets and either
+the pixels or features, or the images as they came, encoded, one after the other, and where each of them ends.
 """
 
 from __future__ import annotations
 
 import json
-import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from multitudes.core.checks import needed
-from multitudes.core.files import replacing
+from multitudes.core.archives import reading_arrays, write_arrays
+from multitudes.core.files import DamagedError
 from multitudes.data.features import feature_of
 from multitudes.data.images import decode
 from multitudes.data.reading import ColumnReading
@@ -33,7 +31,6 @@ def save(data: Data, path: str | Path) -> Path:
 
     Images that came encoded are kept so, where that is smaller; all else is kept as it is, compressed without loss.
     """
-    np = needed("numpy", "data", "a prepared file")
     path = Path(path)
     if not path.parent.is_dir():
         raise ValueError(f"path must lie in a folder that exists, got {str(path)!r}")
@@ -49,32 +46,28 @@ def save(data: Data, path: str | Path) -> Path:
         else:
             arrays[f"{name}.x"] = part.x
     arrays |= {f"ood.{number}": x for number, x in enumerate(data.ood.values())}
-    with replacing(path) as unfinished, unfinished.open("wb") as file:
-        np.savez_compressed(file, **{name: tensor.numpy() for name, tensor in arrays.items()})
-    return path
+    return write_arrays(path, {name: tensor.numpy() for name, tensor in arrays.items()}, "a prepared file")
 
 
 def read(path: str | Path) -> Data:
     """The data that `save` wrote."""
-    np = needed("numpy", "data", "a prepared file")
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"path must be a prepared file, got {str(path)!r}, which does not exist")
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with reading_arrays(path, "a prepared file") as arrays:
             about = json.loads(arrays["about"].tobytes())
             if about["version"] != VERSION:
-                versions = f"its version is {about['version']}, and this program reads {VERSION}"
-                raise ValueError(f"{versions}: remove it and prepare it again")
+                raise ValueError(f"its version is {about['version']}, and this program reads {VERSION}")
             train, validation, test = (_part(arrays, name, about["shape"]) for name in PARTS)
             features = tuple(map(feature_of, about["features"]))
             reading = tuple(ColumnReading(**each) for each in about["reading"])
             ood = {name: torch.from_numpy(arrays[f"ood.{number}"]) for number, name in enumerate(about["ood"])}
-    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            classes, columns, dropped = tuple(about["classes"]), tuple(about["columns"]), dict(about["dropped"])
+            return Data(str(about["name"]), train, validation, test, classes, columns, ood, dropped, features, reading)
+    except DamagedError as error:
+        reason = f"{error.what}; remove it and prepare it again"
         raise ValueError(f"{str(path)!r} is no whole file of prepared data: {reason}") from error
-    classes, columns = tuple(about["classes"]), tuple(about["columns"])
-    return Data(about["name"], train, validation, test, classes, columns, ood, about["dropped"], features, reading)
 
 
 def _part(arrays: Any, name: str, shape: list[int]) -> Part:

@@ -7,7 +7,6 @@ import io
 import json
 import re
 import warnings
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multitudes.core.archives import reading_arrays
 from multitudes.core.checks import needed
+from multitudes.core.files import DamagedError
 from multitudes.data.columns import Column, from_arrow, from_cells, given
 from multitudes.data.parsing import decimal_marks
 from multitudes.data.splits import PARTS, part_named
@@ -251,17 +252,25 @@ def _parquet(name: str, folder: Path, files: Sequence[Path]) -> Source:
     for path in files:
         try:
             tables.append(parquet.read_table(path, partitioning=None))
-        except (arrow.ArrowInvalid, OSError) as error:
+        except (arrow.ArrowException, OSError) as error:
             raise ValueError(f"{path} could not be read as Parquet: {str(error).splitlines()[0]}") from error
         _same_columns(tables[0].column_names, tables[-1].column_names, path)
     try:
         table = arrow.concat_tables(tables, promote_options="permissive")
     except (arrow.ArrowInvalid, arrow.ArrowTypeError) as error:
         raise ValueError(f"the Parquet files of {name} differ in types: {str(error).splitlines()[0]}") from error
-    known = json.loads((tables[0].schema.metadata or {}).get(b"huggingface", b"{}"))
-    columns = from_arrow(table, known.get("info", {}).get("features", {}))
+    columns = from_arrow(table, _features(tables[0].schema.metadata or {}))
     origins = [(_relative(path, folder), len(part)) for path, part in zip(files, tables, strict=True)]
     return Source(name, columns, _parts_of_files(origins), origins)
+
+
+def _features(metadata: Mapping[bytes, bytes]) -> Mapping[str, Any]:
+    """What Hugging Face says about columns in a Parquet file; nothing where it says nothing that can be read."""
+    try:
+        found = json.loads(metadata.get(b"huggingface", b"{}"))["info"]["features"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _same_columns(names: Sequence[str], others: Sequence[str], path: Path) -> None:
@@ -274,10 +283,12 @@ def _npz(path: Path, fold: int) -> Source:
     """Arrays `X` `[N, F]` and `y` `[N]`; `train_idx` and `test_idx` `[K, n]` are the rows of K splits."""
     np = needed("numpy", "data", "a .npz file")
     try:
-        arrays = dict(np.load(path, allow_pickle=False))
+        with reading_arrays(path, "a .npz file", sealed=False) as found:
+            arrays = dict(found)
         x, y = torch.from_numpy(arrays["X"]).double(), torch.from_numpy(arrays["y"])
-    except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path.name} must hold the arrays X and y, numbers both: {error}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        reason = error.what if isinstance(error, DamagedError) else error
+        raise ValueError(f"{path.name} must hold the arrays X and y, numbers both: {reason}") from error
     if x.dim() != 2 or y.shape != x.shape[:1]:
         raise ValueError(f"{path.name} must hold X [N, F] and y [N], got {list(x.shape)} and {list(y.shape)}")
     columns = {f"x{number}": Column("number", column) for number, column in enumerate(x.unbind(1))}

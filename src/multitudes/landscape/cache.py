@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from multitudes.core.files import replacing
+from multitudes.core.files import DamagedError, read_json, write_json
 from multitudes.landscape.weights import Scores
 
 __all__ = ["Cache", "fingerprint"]
@@ -71,8 +70,7 @@ class Cache:
         if self.path is None:
             return
         rows = {f"{landscape} {point}": row for (landscape, point), row in self.rows.items()}
-        with replacing(self.path) as unfinished:
-            unfinished.write_text(json.dumps({"fingerprint": self.fingerprint, "points": rows}))
+        write_json(self.path, {"fingerprint": self.fingerprint, "points": rows})
 
     def __enter__(self) -> Self:
         return self
@@ -83,7 +81,10 @@ class Cache:
     def _read(self, path: Path) -> None:
         if not path.exists():
             return
-        held = json.loads(path.read_text())
+        try:
+            held = read_json(path)
+        except DamagedError:
+            return  # its points are computed again
         if held["fingerprint"] != self.fingerprint:  # the names of files are cut short
             raise ValueError(f"folder has {path.name!r} of another call: choose another folder")
         for key, row in held["points"].items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping
@@ -14,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.core.checks import needed
+from multitudes.core.archives import reading_arrays
+from multitudes.core.files import DamagedError
 from multitudes.report.style import HIGHLIGHTED
 from multitudes.study.leaderboard import leaderboard
 from multitudes.study.recommendation import Recommendation, recommend
 from multitudes.study.rows import Row
-from multitudes.study.store import Job, Run
+from multitudes.study.store import WRITTEN_AGAIN, Job, Run
 
 __all__ = ["Outcome", "Results", "mean_spread", "read_results"]
 
@@ -46,7 +46,7 @@ class Outcome:
         """Arrays of the predictions, such as `probs [N, C]`, half precision as float32; None where one is missing."""
         if not set(names) <= set(self.array_names()):
             return None
-        with _numpy().load(self.arrays, allow_pickle=False) as arrays:
+        with reading_arrays(self.arrays, "a report") as arrays:
             found = [torch.from_numpy(arrays[name]) for name in names]
         return tuple(each.float() if each.dtype == torch.float16 else each for each in found)
 
@@ -54,7 +54,7 @@ class Outcome:
         """Of the predictions; those on out-of-distribution data are named `ood/DATA/ARRAY`."""
         if not self.arrays.is_file():
             return []
-        with _numpy().load(self.arrays, allow_pickle=False) as arrays:
+        with reading_arrays(self.arrays, "a report") as arrays:
             return list(arrays.files)
 
 
@@ -71,7 +71,7 @@ class Results:
     board: tuple[Row, ...]
     """A row for each method and each baseline, the best first."""
     missing: Mapping[str, str] = field(default_factory=dict)
-    """The jobs that are not done, and why those failed that did."""
+    """The jobs that are not done, and why: damaged, failed, or nothing where they have not been run."""
     classes: tuple[str, ...] = ()
     images: Any = None
     """The test images, uint8 `[N, C, H, W]`; None where there are none."""
@@ -134,10 +134,6 @@ class Results:
         return list(dict.fromkeys(name.removeprefix("ood/").rpartition("/")[0] for name in names))
 
 
-def _numpy() -> Any:
-    return needed("numpy", "study", "a report")
-
-
 def mean_spread(values: list[float]) -> tuple[float, float]:
     """The mean over seeds and the standard deviation between them, NaN where there is none.
 
@@ -160,24 +156,28 @@ def read_results(directory: str | Path) -> Results:
     run = Run(directory)
     outcomes = tuple(_outcome(job) for job in run.done)
     if not outcomes:
-        failed = "".join(f"; {name} failed: {reason}" for name, reason in run.failed.items())
-        raise ValueError(f"there is nothing to report in {str(run.directory)!r}: none of its jobs is done{failed}")
-    about = run.about or {}
+        reasons = [*run.damaged.values(), *(f"{name} failed: {reason}" for name, reason in run.failed.items())]
+        why = "".join(f"; {reason}" for reason in reasons[:2]) + (f"; and {len(reasons) - 2} more" * (len(reasons) > 2))
+        raise ValueError(f"there is nothing to report in {str(run.directory)!r}: none of its jobs is done{why}")
+    about = run.about
+    if about is None:
+        raise DamagedError(run.about_path, f"it is missing; {WRITTEN_AGAIN}")
+    if outcomes[0].config.get("data", {}).get("fingerprint") not in (None, about.get("fingerprint")):
+        raise DamagedError(run.about_path, f"it describes other data than those of the jobs; {WRITTEN_AGAIN}")
     name, classes, images = _data(run, outcomes[0].config)
-    landscape = run.directory / "landscape.json"
     return Results(
         name=name,
-        task=about.get("task", "classification"),
+        task=about["task"],
         outcomes=outcomes,
         board=tuple(leaderboard(run, run.spec.get("by"))),
-        missing={job.name: run.failed.get(job.name, "") for job in run.missing},
+        missing={job.name: job.why_not for job in run.missing},
         classes=classes,
         images=images,
         spec=run.spec,
         spec_text=run.spec_path.read_text(encoding="utf-8"),
         about=about,
         times=run.times or {},
-        landscape=json.loads(landscape.read_text(encoding="utf-8")) if landscape.is_file() else {},
+        landscape=run.read_table("landscape.json") or {},
     )
 
 

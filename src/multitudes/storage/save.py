@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from multitudes.core.checks import needed
-from multitudes.core.files import replacing
+from multitudes.core.archives import read_tensors, write_tensors
+from multitudes.core.files import DamagedError
 from multitudes.core.multitude import Multitude
 from multitudes.evaluation.calibrate import Calibrated, Calibration
 from multitudes.evaluation.conformal import Conformal, ConformalScore
@@ -24,7 +23,9 @@ __all__ = ["check_path", "load", "save"]
 HEADER = "multitudes"
 """The entry of the file's header that holds the structure, as JSON."""
 
-FORMAT = 3
+FORMAT = 4
+UNSEALED = 3
+"""The last format without a checksum, which is read as well."""
 CALIBRATION = "calibration/"
 """In front of the names of what a calibration was fitted to; no name of a network's tensors holds a slash."""
 
@@ -34,7 +35,8 @@ def save(net: Multitude | Calibrated, path: str | os.PathLike[str]) -> Path:
 
     The file holds the tensors under their names, and in its header the structure: every layer's class and settings,
     `task`, `draws`, `runner` and the rest, and the calibration of a calibrated network. It is written under another
-    name first, so that one that is there is either kept or replaced as a whole.
+    name first, so that one that is there is either kept or replaced as a whole, and its header holds a checksum of all
+    of it, which `load` checks.
 
     >>> import tempfile, torch
     >>> from multitudes.methods.deep_ensemble import deep_ensemble
@@ -44,7 +46,6 @@ def save(net: Multitude | Calibrated, path: str | os.PathLike[str]) -> Path:
     >>> torch.equal(loaded(torch.ones(5, 3)), net(torch.ones(5, 3)))
     True
     """
-    files = _safetensors("saving")
     if not isinstance(net, (Multitude, Calibrated)):
         raise ValueError(
             f"net must be a multitude, got {type(net).__name__}: mt.Multitude(model) is one, and a stream of "
@@ -60,9 +61,7 @@ def save(net: Multitude | Calibrated, path: str | os.PathLike[str]) -> Path:
     header["nodes"], tensors = describe(net)
     header["shapes"] = {name: list(tensor.shape) for name, tensor in tensors.items()}
     state, header["forms"] = plain_parts(tensors | fitted)
-    with replacing(path) as unfinished:
-        files.torch.save_file(state, unfinished, {HEADER: json.dumps(header)})
-    return path
+    return write_tensors(path, state, HEADER, header, "saving a multitude")
 
 
 def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Multitude | Calibrated:
@@ -73,26 +72,21 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Multit
     as it was. Its settings are those of the file, plain values in configurations, dataclasses and the like included.
     What no file can hold, such as a function, must be the same in `model`, or loading is refused.
     """
-    files = _safetensors("loading")
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"path must be a file that mt.save wrote, got {str(path)!r}, which does not exist")
+    wrong = f"path must be a file that mt.save wrote, got {str(path)!r}, which"
+    again = "take another copy of it, or save the network again"
     try:
-        with files.safe_open(path, framework="pt") as file:
-            metadata = (file.metadata() or {}).get(HEADER)
-            # Copies, in memory that torch has aligned: how it lies in the file would change products in the last bit.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except files.SafetensorError as error:
-        raise ValueError(f"path must be a file that mt.save wrote, got {str(path)!r}: {error}") from error
-    if metadata is None:
-        raise ValueError(f"path must be a file that mt.save wrote, got {str(path)!r}, whose header tells no structure")
+        tensors, header = read_tensors(path, HEADER, "loading a multitude", old=UNSEALED)
+    except DamagedError as error:
+        raise ValueError(f"{wrong} is damaged or of another kind: {error.what}; {again}") from error
+    if header.get("format") not in (FORMAT, UNSEALED):
+        raise ValueError(f"{str(path)!r} is of format {header.get('format')}, and this version reads format {FORMAT}")
     try:
-        header = json.loads(metadata)
-        if header["format"] != FORMAT:
-            raise ValueError(f"{str(path)!r} is of format {header['format']}, and this version reads format {FORMAT}")
         return _rebuilt(header, tensors, model)
-    except (json.JSONDecodeError, LookupError, TypeError, AttributeError, AssertionError) as error:
-        raise ValueError(f"path must be a file that mt.save wrote, got {str(path)!r}, which is damaged") from error
+    except (LookupError, TypeError, AttributeError, AssertionError, RecursionError) as error:
+        raise ValueError(f"{wrong} is damaged: its structure does not fit its tensors; {again}") from error
 
 
 def _rebuilt(
@@ -133,8 +127,3 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     if path.is_dir() or not path.parent.is_dir():
         raise ValueError(f"path must be a file in a folder that exists, got {str(path)!r}")
     return path
-
-
-def _safetensors(what: str) -> Any:
-    needed("safetensors.torch", "safetensors", f"{what} a multitude")
-    return needed("safetensors", "safetensors", f"{what} a multitude")

@@ -31,6 +31,7 @@ __all__ = ["describe", "rebuild"]
 
 Node = dict[str, Any]
 
+MOST_MEMBERS = 1_000_000
 _REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 
 
@@ -199,6 +200,7 @@ def rebuild(nodes: list[Node], tensors: Mapping[str, Tensor], model: nn.Module |
     modules = _modules(nodes, parameters, tensors, model)
     for node, module in zip(nodes, modules, strict=True):
         vars(module).update({key: _decoded(value, modules) for key, value in node["settings"].items()})
+        _check_members(module)
         check_held(module, node)
         if "shares" in node:
             continue
@@ -338,6 +340,13 @@ def _bare(name: str) -> nn.Module:
     module = kind.__new__(kind)
     nn.Module.__init__(module)
     return module
+
+
+def _check_members(module: nn.Module) -> None:
+    """That there are so many members as can be: a file from somebody else may say any number."""
+    members = vars(module).get("members", 1)
+    if isinstance(module, Multitude) and (type(members) is not int or not 1 <= members <= MOST_MEMBERS):
+        raise ValueError(f"the file is damaged: a network has 1 to {MOST_MEMBERS} members, and it says {members!r}")
 
 
 def _refill(registry: dict[str, Any], items: Mapping[str, Any]) -> None:

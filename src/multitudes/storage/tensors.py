@@ -64,9 +64,11 @@ def _joined(parts: Mapping[str, Tensor], forms: Mapping[str, Form]) -> dict[str,
             tensors[name] = values
         elif form["layout"] == "sparse_coo":
             indices = parts[f"{name}#indices"]
-            tensors[name] = torch.sparse_coo_tensor(indices, values, form["shape"], is_coalesced=True)
+            tensors[name] = torch.sparse_coo_tensor(
+                indices, values, form["shape"], is_coalesced=True, check_invariants=True
+            )
         else:
             inner, outer = (parts[f"{name}#{part}"] for part in _PARTS[form["layout"]][:-1])
             make: Any = torch.sparse_csr_tensor if form["layout"] == "sparse_csr" else torch.sparse_csc_tensor
-            tensors[name] = make(inner, outer, values, form["shape"])
+            tensors[name] = make(inner, outer, values, form["shape"], check_invariants=True)
     return tensors

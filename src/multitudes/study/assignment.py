@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.checks import check_seed
+from multitudes.core.files import read_json
 from multitudes.core.gaussian import gaussian_nll
 from multitudes.core.multitude import Criterion, Multitude
 from multitudes.data import Data, Loader
-from multitudes.study.job_data import data_of, device_of
+from multitudes.study.job_data import data_of, device_of, inside_run
 from multitudes.study.methods import Method, method_of, unfit
 from multitudes.study.networks import build_network, outputs_of
 
@@ -43,7 +45,7 @@ class Assignment:
         path = directory / "config.json"
         if not path.is_file():
             raise ValueError(f"directory must be that of a job, got {str(directory)!r}, which has no config.json")
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
         if config["version"] != 1:
             raise ValueError(f"version of {str(path)!r} must be 1, got {config['version']!r}")
         method = method_of(config["method"])
@@ -51,6 +53,8 @@ class Assignment:
         check_seed(config["seed"])
         where = accelerator.device if accelerator else device_of(device or config.get("device", "cpu"))
         data = data_of(config["data"], directory) if data is None else data
+        if config["model"].get("file") is not None:
+            inside_run(directory, str(config["model"]["file"]))
         if reason := unfit(method, data.shape):
             raise ValueError(reason)
         return cls(directory, config, data, method, settings, config["seed"], where, accelerator)
@@ -59,6 +63,17 @@ class Assignment:
     def leads(self) -> bool:
         """Whether this process is the one that writes."""
         return self.accelerator is None or self.accelerator.is_main_process
+
+    @property
+    def checkpoint(self) -> Path:
+        """The file that its training is kept in until it is done."""
+        return self.directory / "checkpoint.safetensors"
+
+    @property
+    def identity(self) -> str:
+        """A digest of all that its training depends on."""
+        lasting = {key: value for key, value in self.config.items() if key not in ("device", "evaluation")}
+        return hashlib.sha256(json.dumps(lasting, sort_keys=True).encode()).hexdigest()
 
     @property
     def loader(self) -> Loader:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from typing import Any
 
 from multitudes.study.baselines import measure_baselines
 from multitudes.study.job_data import data_of
 from multitudes.study.landscape import write_landscape
-from multitudes.study.store import Job, Run, write_atomically
+from multitudes.study.store import Run
 from multitudes.study.timing import measure_times
 
 __all__ = ["measure_all"]
@@ -28,28 +26,20 @@ def measure_all(run: Run, say: Say) -> None:
 
 def _write_times(run: Run, say: Say) -> None:
     """`costs.json`; where the device of the study is not here, nothing."""
-    first: dict[str, Job] = {}
-    for job in run.done:
-        first.setdefault(job.label, job)
-    of = {label: [job.name, job.metrics["seconds"]] for label, job in first.items()}
-    if (run.times or {}).get("of") == of:
+    if set((run.times or {"methods": ()})["methods"]) == set(run.timed):
         return
     try:
         found = measure_times(run, say)
     except ValueError as error:
         say(f"Times were not measured: {error}")
         return
-    _write(run.times_path, {"of": of, **(found or {})})
+    run.write_table(run.times_path.name, found or {}, run.timed)
 
 
 def _write_baselines(run: Run) -> None:
     """`baselines.json`."""
-    fingerprint = (run.about or {}).get("fingerprint")
-    if fingerprint is not None and (run.baselines or {}).get("fingerprint") == fingerprint:
+    if run.baselines is not None:
         return
     job = run.done[0]
-    _write(run.baselines_path, measure_baselines(data_of((job.config or {})["data"], job.directory)))
-
-
-def _write(path: Any, table: dict[str, Any]) -> None:
-    write_atomically(path, json.dumps(table) + "\n")
+    data = data_of((job.config or {})["data"], job.directory)
+    run.write_table(run.baselines_path.name, measure_baselines(data), data.fingerprint)

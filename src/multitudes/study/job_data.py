@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from multitudes import data as datasets
 from multitudes.data import Data
 
-__all__ = ["ScaledBatches", "data_of", "device_of"]
+__all__ = ["ScaledBatches", "data_of", "device_of", "inside_run"]
 
 
 class ScaledBatches:
@@ -36,13 +37,28 @@ class ScaledBatches:
 
 
 def data_of(config: Mapping[str, Any], directory: Path) -> Data:
-    """The data of a job, as its configuration names them; files are found from its directory."""
+    """The data of a job, as its configuration names them: the digits, or a prepared file in the run directory.
+
+    A configuration may be somebody else's, so that it cannot make this read other files, or reach the network.
+    """
     if "file" not in config:
+        if config.get("source") != "digits":
+            raise ValueError(f"the data of a job must be a prepared file or digits, got {config.get('source')!r}")
         return datasets.load(**config)
+    inside_run(directory, str(config["file"]))
     found = datasets.read(directory / config["file"])
     if config.get("fingerprint") not in (None, found.fingerprint):
         raise ValueError(f"data file {config['file']!r} is not the one that the study was made for: prepare it again")
     return found
+
+
+def inside_run(directory: Path, file: str) -> Path:
+    """The path of a file that a job's configuration names, which must lie in the run directory."""
+    run = os.path.normpath(directory.absolute().parent.parent)
+    path = os.path.normpath(directory.absolute() / file)
+    if os.path.commonpath([run, path]) != run:
+        raise ValueError(f"the configuration of {str(directory)!r} names {file!r}, a file outside of its run directory")
+    return Path(path)
 
 
 def device_of(name: str | None) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
@@ -13,7 +14,10 @@ from torch import nn
 from multitudes import models
 from multitudes.data.kinds import kind_of_shape
 
-__all__ = ["build_network", "defaults", "network_names", "outputs_of"]
+__all__ = ["build_network", "code_of", "defaults", "file_digest", "network_names", "outputs_of"]
+
+
+KEYS = ("name", "settings", "file", "sha256")
 
 
 def defaults(shape: tuple[int, ...]) -> dict[str, Any]:
@@ -41,21 +45,21 @@ def build_network(
     """A network from `{"name": "small_cnn", "settings": {...}}`, for inputs of a shape and with so many outputs.
 
     `{"file": "my_net.py", "name": "build"}` takes a function of the user's own, `build(shape, outputs, **settings)`,
-    which gives an `nn.Module`; a relative file is one relative to `directory`. Weights are drawn from torch's random
-    state.
+    which gives an `nn.Module`; a relative file is one relative to `directory`. It runs the code of that file, which
+    must have the SHA-256 that the model names, where it names one. Weights are drawn from torch's random state.
 
     >>> net = build_network({"name": "mlp", "settings": {"hidden": [8]}}, (4,), 3)
     >>> net.fc
     Linear(in_features=8, out_features=3, bias=True)
     """
     for key in model:
-        if key not in ("name", "settings", "file"):
-            raise ValueError(f"model has no key {key!r}; its keys are name, settings, file")
+        if key not in KEYS:
+            raise ValueError(f"model has no key {key!r}; its keys are {', '.join(KEYS)}")
     name, settings = model.get("name"), dict(model.get("settings") or {})
     if not isinstance(name, str):
         raise ValueError(f"model must have a name, got {name!r}")
     if model.get("file") is not None:
-        function = _users_own(Path(directory) / model["file"], name)
+        function = _users_own(Path(directory) / model["file"], name, model.get("sha256"))
         return _made(function, {"shape": shape, "outputs": outputs} | settings, f"{model['file']}:{name}")
     if name not in network_names():
         raise ValueError(f"model must be one of {', '.join(network_names())}, or FILE.py:FUNCTION, got {name!r}")
@@ -78,9 +82,26 @@ def _made(function: Callable[..., Any], arguments: dict[str, Any], what: str) ->
     return network
 
 
-def _users_own(file: Path, name: str) -> Callable[..., Any]:
+def code_of(text: str) -> tuple[str, str | None]:
+    """The file and the function of FILE.py:FUNCTION, or of FILE.py alone.
+
+    >>> code_of("nets/mine.py:build"), code_of("mine.py")
+    (('nets/mine.py', 'build'), ('mine.py', None))
+    """
+    file, _, function = text.rpartition(":")
+    return (text, None) if not file or text.endswith(".py") else (file, function)
+
+
+def file_digest(path: str | Path) -> str:
+    """The SHA-256 of a file."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def _users_own(file: Path, name: str, digest: str | None) -> Callable[..., Any]:
     if not file.is_file():
         raise ValueError(f"model: the file {str(file)!r} does not exist")
+    if digest is not None and file_digest(file) != digest:
+        raise ValueError(f"model: the file {str(file)!r} is not the one that the study was made with; it is not run")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
         raise ValueError(f"model: {str(file)!r} is not a Python file")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -11,10 +10,11 @@ from typing import Any
 
 import torch
 
+from multitudes.core.files import DamagedError, check_seal, write_json
 from multitudes.core.seeding import seeded
 from multitudes.data import Data, load, save
 from multitudes.study.methods import METHODS
-from multitudes.study.networks import build_network, outputs_of
+from multitudes.study.networks import build_network, file_digest, outputs_of
 from multitudes.study.spec import NOTHING, Spec
 from multitudes.study.store import Job, Run, write_atomically
 from multitudes.study.toml import Place
@@ -49,10 +49,12 @@ def prepare(spec: Spec, out: str | Path, *, rerun_stale: bool = False, say: Call
     with another specification. Such jobs are an error, or with `rerun_stale` their results are removed. Jobs that are
     done stay, and `run.missing` are the jobs to run. `say` gets a message before what takes long.
     """
-    run = Run(out)
-    if run.directory.exists() and not run.directory.is_dir():
-        raise ValueError(f"out must be a run directory, got {str(out)!r}, which is a file")
-    data, about = _data(spec, run, say or (lambda message: None))
+    say = say or (lambda message: None)
+    run = Run(out, code=None if spec.model.file is None else f"{spec.model.file}:{spec.model.name}")
+    _check_folders(run, spec)
+    if spec.model.file is not None:
+        say(f"The network is {spec.model.name} of {spec.model.file} (SHA-256 {file_digest(spec.model.file)[:16]}...)")
+    data, about = _data(spec, run, say)
     spec = spec.resolved(tuple(about["shape"]), about["task"])
     configs = planned(spec, about)
     stale = stale_jobs(run, configs)
@@ -62,21 +64,54 @@ def prepare(spec: Spec, out: str | Path, *, rerun_stale: bool = False, say: Call
     check_methods(spec, about, [label for label in spec.methods if any(f"{label}-{s}" in to_run for s in spec.seeds)])
     with run.locked():
         run.clean()
+        _remove_damaged(run, configs, say)
         _write_data(run, data, about, embedded=spec.data.embedded)
         if spec.model.file is not None:
             write_atomically(run.directory / _copy_name(spec.model.file), Path(spec.model.file).read_bytes())
         for name, config in configs.items():
             _write_config(run.named(name), config)
-        write_atomically(run.spec_path, spec.to_toml())
+        run.write_spec(spec.to_toml())
     return run
+
+
+def _check_folders(run: Run, spec: Spec) -> None:
+    """That what is written for the run lands in its directory."""
+    if run.directory.exists() and not run.directory.is_dir():
+        raise ValueError(f"out must be a run directory, got {str(run.directory)!r}, which is a file")
+    folders = [
+        run.directory / "jobs",
+        *(run.job(label, seed).directory for label in spec.methods for seed in spec.seeds),
+    ]
+    for folder in [*folders, *(folder / "recording" for folder in folders[1:])]:
+        if folder.is_symlink():
+            raise ValueError(f"out must be a run directory of its own, got {str(folder)!r}, which is a link: remove it")
+
+
+def _remove_damaged(run: Run, configs: Mapping[str, Config], say: Callable[[str], None]) -> None:
+    """Write configurations that are damaged or missing again, and remove results that still are not whole."""
+    for name, config in configs.items():
+        job = run.named(name)
+        if _config(job) is None and job.directory.is_dir():
+            write_json(job.directory / "config.json", config)
+        if job.damage:
+            say(f"{name} is done again: {job.damage.partition('; ')[0]}")
+            (job.directory / "metrics.json").unlink()
 
 
 def _write_config(job: Job, config: Config) -> None:
     """What a job has done with another configuration is removed; one that is done keeps its file."""
-    if job.config is None or _differences(_lasting(job.config), _lasting(config)):
+    if _differences(_lasting(_config(job) or config), _lasting(config)):
         job.clear()
-    if job.config != config and not job.done:
-        write_atomically(job.directory / "config.json", json.dumps(config, indent=1) + "\n")
+    if not job.done and _config(job) != config:
+        write_json(job.directory / "config.json", config)
+
+
+def _config(job: Job) -> Config | None:
+    """The configuration of a job; None where it is missing or damaged."""
+    try:
+        return job.config
+    except DamagedError:
+        return None
 
 
 # -- data --------------------------------------------------------------------------------------------------
@@ -85,8 +120,8 @@ def _write_config(job: Job, config: Config) -> None:
 def _data(spec: Spec, run: Run, say: Callable[[str], None]) -> tuple[Data | None, dict[str, Any]]:
     """The data, or None where they have been prepared, and what `data.json` says about them."""
     request = json.loads(json.dumps({**spec.data.model_dump(), "files": _stamps([spec.data.source, *spec.data.ood])}))
-    about = run.about
-    if about is not None and about.get("request") == request and (spec.data.embedded or run.data_path.is_file()):
+    about = _about(run, spec.data.embedded, say)
+    if about is not None and about.get("request") == request:
         return None, about
     say(f"Preparing {spec.data.source}")
     options = spec.data.model_dump()
@@ -127,14 +162,26 @@ def _stamps(sources: list[str]) -> list[list[int]]:
     return stamps
 
 
+def _about(run: Run, embedded: bool, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """What `data.json` says; None where it, or the prepared data that it describes, is missing or damaged."""
+    try:
+        about = run.about
+        if about is None or embedded:
+            return about
+        if check_seal(run.data_path) == about.get("data"):
+            return about
+        say(f"{str(run.data_path)!r} is not the file that data.json describes")
+    except DamagedError as error:
+        say(str(error))
+    return None
+
+
 def _write_data(run: Run, data: Data | None, about: dict[str, Any], embedded: bool) -> None:
     if data is None:
         return
     run.directory.mkdir(parents=True, exist_ok=True)
     run.about_path.unlink(missing_ok=True)  # it must never describe other data than those beside it
-    if not embedded:
-        save(data, run.data_path)
-    write_atomically(run.about_path, json.dumps(about, indent=1) + "\n")
+    write_json(run.about_path, about if embedded else {**about, "data": check_seal(save(data, run.data_path))})
 
 
 # -- configurations ----------------------------------------------------------------------------------------
@@ -166,14 +213,16 @@ def planned(spec: Spec, about: Mapping[str, Any]) -> dict[str, Config]:
 
 def _model(spec: Spec) -> Config:
     model = spec.model
-    file = {} if model.file is None else {"file": f"../../{_copy_name(model.file)}"}
-    return {**file, "name": model.name, "settings": dict(model.settings)}
+    own = {}
+    if model.file is not None:
+        own = {"file": f"../../{_copy_name(model.file)}", "sha256": file_digest(model.file)}
+    return {**own, "name": model.name, "settings": dict(model.settings)}
 
 
 def _copy_name(file: str) -> str:
     """The name of the copy of a user's file: with a fingerprint, so that a changed file has another name."""
     path = Path(file)
-    return f"{path.stem}-{hashlib.sha256(path.read_bytes()).hexdigest()[:8]}{path.suffix}"
+    return f"{path.stem}-{file_digest(path)[:8]}{path.suffix}"
 
 
 def _training(spec: Spec) -> Config:
@@ -184,7 +233,7 @@ def _training(spec: Spec) -> Config:
 def stale_jobs(run: Run, configs: Mapping[str, Config]) -> dict[str, list[str]]:
     """By name, what changed for the jobs that were started with another configuration, the device aside."""
     started = [(run.named(name), config) for name, config in configs.items() if run.named(name).started]
-    changes = {job.name: _differences(_lasting(job.config or {}), _lasting(config)) for job, config in started}
+    changes = {job.name: _differences(_lasting(_config(job) or config), _lasting(config)) for job, config in started}
     return {name: changed for name, changed in changes.items() if changed}
 
 
@@ -233,6 +282,9 @@ def check_methods(spec: Spec, about: Mapping[str, Any], labels: list[str]) -> No
             try:
                 net = method.build(network, torch.zeros(4, *shape), settings, 0)
                 method.times(method.train(net, _training(spec), settings)["epochs"] * batches, settings)
+            except (ArithmeticError, MemoryError, RuntimeError, TypeError) as error:
+                reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+                problems.append((("methods", label), f"methods.{label} cannot be built with {settings}: {reason}"))
             except ValueError as error:
                 key = _named(error, settings)
                 place: Place = ("methods", label, key) if key else ("methods", label)

@@ -41,11 +41,14 @@ def _unique(values: list[Any]) -> list[Any]:
     return values
 
 
+MOST_SEEDS = 10_000
+
+
 def _seeds(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int):
         return value
-    if value < 1:
-        raise ValueError(f"must be a number of seeds, 1 or more, or a list of seeds, got {value}")
+    if not 1 <= value <= MOST_SEEDS:
+        raise ValueError(f"must be a number of seeds, 1 to {MOST_SEEDS}, or a list of seeds, got {value}")
     return list(range(value))
 
 

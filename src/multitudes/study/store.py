@@ -8,8 +8,11 @@
     jobs/METHOD-SEED/    config.json, log.jsonl, model.safetensors, predictions.npz and, last, metrics.json
     report.html
 
-A file is written under another name and renamed when it is whole. A job is done when its `metrics.json` is there. All
-is JSON, TOML, safetensors and NumPy arrays, so that reading a run never runs code.
+A file is written under another name and renamed when it is whole, and holds a checksum of itself, its seal
+(`multitudes.core.files`). `metrics.json` lists the seals of the job's other files. A job is done when its
+`metrics.json` is there and all of them are whole. All is JSON, TOML, safetensors and NumPy arrays, so that reading a
+run never runs code: a network of the user's own code is built from a file in the user's hand, never from one that a
+run names.
 """
 
 from __future__ import annotations
@@ -23,19 +26,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from multitudes.core.checks import needed
-from multitudes.core.files import UNFINISHED, replacing
+from multitudes.core.archives import reading_arrays
+from multitudes.core.files import (
+    BLANK,
+    UNFINISHED,
+    DamagedError,
+    check_seal,
+    open_own,
+    read_json,
+    sealing,
+    write_atomically,
+    write_json,
+)
 
-__all__ = ["Job", "Run", "failure_in", "write_atomically"]
+__all__ = ["AGAIN", "Job", "Run", "failure_in", "write_atomically"]
 
-
-def write_atomically(path: str | Path, data: bytes | str) -> Path:
-    """Write a file whole or not at all, whenever the process or the machine dies; gives its path."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as unfinished:
-        unfinished.write_bytes(data.encode() if isinstance(data, str) else data)
-    return path
+AGAIN = "the command that made it, given once more, does this job again"
+WRITTEN_AGAIN = "the command that made the run writes it again"
+SEALED = "# sha256 "
+"""How a study.toml begins that a run has written."""
+FILES = ("config.json", "model.safetensors", "predictions.npz")
+"""What `metrics.json` names the seals of."""
 
 
 class Job:
@@ -54,8 +65,22 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """Whether its results are there."""
-        return (self.directory / "metrics.json").is_file()
+        """Whether its results are there, and whole."""
+        return (self.directory / "metrics.json").is_file() and self.damage is None
+
+    @property
+    def damage(self) -> str | None:
+        """What is wrong with its results, in a sentence; None where they are whole, or not there yet."""
+        if not (self.directory / "metrics.json").is_file():
+            return None
+        try:
+            for name, seal in self._metrics()["files"].items():
+                path = self.directory / name
+                if check_seal(path) != seal:
+                    raise DamagedError(path, "it is not the one that was written with metrics.json")
+        except DamagedError as error:
+            return f"{error}; {AGAIN}"
+        return None
 
     @property
     def started(self) -> bool:
@@ -66,12 +91,27 @@ class Job:
     def config(self) -> dict[str, Any] | None:
         """Its configuration; None before it was prepared."""
         path = self.directory / "config.json"
-        return _json(path) if path.is_file() else None
+        return read_json(path) if path.is_file() else None
 
     @property
     def metrics(self) -> dict[str, Any]:
         """Scores, costs and history."""
-        return _json(self.directory / "metrics.json")
+        metrics = self._metrics()
+        del metrics["files"]
+        return metrics
+
+    def _metrics(self) -> dict[str, Any]:
+        path = self.directory / "metrics.json"
+        metrics = read_json(path)
+        if fault := _fault(metrics):
+            raise DamagedError(path, fault)
+        return metrics
+
+    def write_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Write its results, with the seals of its other files, after which it is done."""
+        found = [self.directory / name for name in FILES]
+        files = {path.name: check_seal(path) for path in found if path.is_file()}
+        write_json(self.directory / "metrics.json", {"files": files, **metrics})
 
     @property
     def predictions(self) -> dict[str, Any]:
@@ -79,7 +119,7 @@ class Job:
         path = self.directory / "predictions.npz"
         if not path.is_file():
             return {}
-        with needed("numpy", "study", "the predictions of a job").load(path, allow_pickle=False) as arrays:
+        with reading_arrays(path, "the predictions of a job") as arrays:
             return dict(arrays)
 
     def events(self, start: int = 0) -> tuple[list[dict[str, Any]], int]:
@@ -99,6 +139,11 @@ class Job:
         events, _ = self.events()
         return failure_in(events[-1]) if events and not self.done else None
 
+    @property
+    def why_not(self) -> str:
+        """Why it has no results: damaged, or failed; empty where it has not been run, or was interrupted."""
+        return self.damage or self.failure or ""
+
     def clear(self) -> None:
         """Remove its directory, the results first, so that it never seems done."""
         (self.directory / "metrics.json").unlink(missing_ok=True)
@@ -111,16 +156,19 @@ class Job:
 class Run:
     """A run directory, and the jobs of its `study.toml`; those of an earlier one are left where they are.
 
+    `code` is the user's own file with a network, as FILE.py:FUNCTION, given by who prepares the run; it is never read
+    from the directory.
+
     >>> import tempfile
     >>> run = Run(tempfile.mkdtemp())
     >>> _ = write_atomically(run.spec_path, "seeds = [0, 1]\\n[methods.single]\\n[methods.packed]\\nmembers = 4\\n")
-    >>> _ = write_atomically(run.job("single", 0).directory / "metrics.json", "{}")
+    >>> run.job("single", 0).write_metrics({"scores": {}, "costs": {}})
     >>> run.done, len(run.missing)
     ([Job('single-0', done)], 3)
     """
 
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
+    def __init__(self, directory: str | Path, code: str | None = None) -> None:
+        self.directory, self.code = Path(directory), code
         self.spec_path = self.directory / "study.toml"
         self.data_path = self.directory / "data.mtdata"
         self.about_path = self.directory / "data.json"
@@ -141,25 +189,72 @@ class Run:
         """The specification, as TOML has it."""
         if not self.spec_path.is_file():
             raise ValueError(f"{str(self.directory)!r} is no run directory: there is no study.toml in it")
-        spec = tomllib.loads(self.spec_path.read_text(encoding="utf-8"))
+        try:
+            text = self.spec_path.read_bytes()
+            if text.startswith(SEALED.encode()):  # one that was written by hand has no seal
+                check_seal(self.spec_path)
+            spec = tomllib.loads(text.decode())
+        except DamagedError as error:
+            raise DamagedError(self.spec_path, f"{error.what}; {WRITTEN_AGAIN}") from error
+        except (ValueError, OSError, RecursionError) as error:
+            raise DamagedError(self.spec_path, f"it is no TOML ({error}); {WRITTEN_AGAIN}") from error
         if not isinstance(spec.get("methods"), dict) or not isinstance(spec.get("seeds"), list):
             raise ValueError(f"{str(self.directory)!r} is no run directory: its study.toml has not been run")
+        for name in [*spec["methods"], *map(str, spec["seeds"])]:
+            if not name or "/" in name or "\\" in name or "\0" in name or name.startswith("."):
+                raise DamagedError(self.spec_path, f"{name!r} is no name of a method or a seed; {WRITTEN_AGAIN}")
         return spec
 
     @property
     def about(self) -> dict[str, Any] | None:
         """The description of the data; None before they were prepared."""
-        return _json(self.about_path) if self.about_path.is_file() else None
+        return read_json(self.about_path) if self.about_path.is_file() else None
+
+    def write_spec(self, text: str) -> None:
+        """Write the specification."""
+        with sealing(self.spec_path) as unfinished:
+            unfinished.write_text(f"{SEALED}{BLANK}\n{text}", encoding="utf-8")
+
+    def write_table(self, name: str, table: Mapping[str, Any], of: Any = None) -> Path:
+        """Write a file of the run, and what it was made from: by default the results that are there now."""
+        return write_json(self.directory / name, {**table, "of": self.results if of is None else of})
+
+    def read_table(self, name: str, of: Any = None) -> dict[str, Any] | None:
+        """What `write_table` wrote; None where it is not there, damaged, or made from something else."""
+        try:
+            table = read_json(self.directory / name)
+        except DamagedError:
+            return None
+        return table if table.pop("of", None) == (self.results if of is None else of) else None
+
+    @property
+    def results(self) -> dict[str, str]:
+        """The seals of the results of the jobs that are done."""
+        return {job.name: check_seal(job.directory / "metrics.json") for job in self.done}
 
     @property
     def times(self) -> dict[str, Any] | None:
         """How long predicting and training take, by method (`timing.py`); None before that was measured."""
-        return _json(self.times_path) if self.times_path.is_file() else None
+        try:
+            table = read_json(self.times_path)
+        except DamagedError:
+            return None
+        of, timed = table.pop("of", {}), self.timed
+        own = {label: times for label, times in table.get("methods", {}).items() if of.get(label) == timed.get(label)}
+        return {**table, "methods": own} if own else None
+
+    @property
+    def timed(self) -> dict[str, list[str]]:
+        """Which job of each method is timed, the first that is done, with the seal of its results."""
+        first: dict[str, Job] = {}
+        for job in self.done:
+            first.setdefault(job.label, job)
+        return {label: [job.name, check_seal(job.directory / "metrics.json")] for label, job in first.items()}
 
     @property
     def baselines(self) -> dict[str, Any] | None:
         """What predicts without a network, and how well (`baselines.py`); None before that was measured."""
-        return _json(self.baselines_path) if self.baselines_path.is_file() else None
+        return self.read_table(self.baselines_path.name, (self.about or {}).get("fingerprint", ""))
 
     @property
     def jobs(self) -> list[Job]:
@@ -182,6 +277,11 @@ class Run:
         """Why jobs failed when they were last run, by name."""
         return {job.name: failure for job in self.jobs if (failure := job.failure)}
 
+    @property
+    def damaged(self) -> dict[str, str]:
+        """What is wrong with results that are not whole, by name."""
+        return {job.name: damage for job in self.jobs if (damage := job.damage)}
+
     def clean(self) -> None:
         """Remove the unfinished files of a process that was killed."""
         for path in [*self.directory.glob(f".*{UNFINISHED}"), *self.directory.glob(f"jobs/*/.*{UNFINISHED}")]:
@@ -191,7 +291,7 @@ class Run:
     def locked(self) -> Iterator[None]:
         """Inside, no other study can run here; the lock ends with the process."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        with (self.directory / ".lock").open("w") as file:
+        with open_own(self.directory / ".lock", "a") as file:
             if os.name == "posix":
                 import fcntl
 
@@ -207,14 +307,24 @@ class Run:
         return f"Run({str(self.directory)!r})"
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{str(path)!r} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{str(path)!r} must be a JSON object, got {type(found).__name__}")
-    return found
+def _fault(metrics: Mapping[str, Any]) -> str | None:
+    """What is wrong with the form of results; None where nothing is."""
+    for name in ("files", "scores", "costs"):
+        if not isinstance(metrics.get(name), dict):
+            return f"{name!r} must be a table"
+    for name, seal in metrics["files"].items():
+        if name not in FILES or not isinstance(seal, str):
+            return f"'files' names {name!r}, which is no file of a job"
+    for name, score in metrics["scores"].items():
+        if not isinstance(score, dict) or not _is_number(score.get("value")) or type(score.get("count")) is not int:
+            return f"the score {name!r} must have a value and a count"
+    wrong = [name for name, cost in metrics["costs"].items() if not _is_number(cost)]
+    return f"the cost {wrong[0]!r} must be a number" if wrong else None
+
+
+def _is_number(value: Any) -> bool:
+    """As `plain_number` writes it: NaN is null, and infinity a text."""
+    return value in (None, "inf", "-inf") or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def failure_in(event: Mapping[str, Any]) -> str | None:
@@ -226,6 +336,6 @@ def _event(line: bytes) -> dict[str, Any]:
     """A line of a log; one that was cut off when the machine died is empty."""
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return event if isinstance(event, dict) else {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ from multitudes.data import Data
 from multitudes.evaluation.calibrate import Calibrated
 from multitudes.storage.save import load
 from multitudes.study.job_data import data_of, device_of
-from multitudes.study.networks import build_network, outputs_of
+from multitudes.study.networks import build_network, code_of, file_digest, outputs_of
 from multitudes.study.store import Job, Run
 from multitudes.training.precision import check_precision
 
@@ -31,26 +33,59 @@ class Trained:
     device: torch.device
 
     @classmethod
-    def read(cls, path: str | Path, device: str | None = None, draws: int | None = None) -> Trained:
-        """From the directory of a job, or of a run that has one alone; the network is in evaluation mode."""
+    def read(
+        cls, path: str | Path, device: str | None = None, draws: int | None = None, model_file: str | None = None
+    ) -> Trained:
+        """From the directory of a job, or of a run that has one alone; the network is in evaluation mode.
+
+        No code is run that the directory names. A network of the user's own code is built from `model_file`, which is
+        FILE.py:FUNCTION, or FILE.py with the function of the training.
+        """
         where = device_of(device)
         job = find_job(path)
-        config = job.config or {}
+        config = _config(job)
         data = data_of(config["data"], job.directory)
-        model = None
-        if config["model"].get("file") is not None:  # code of the user's own, which no file of weights holds
-            outputs = outputs_of(data.task, data.outputs)
-            model = build_network(config["model"], data.shape, outputs, job.directory)
+        own = _own_code(job, config["model"], model_file)
+        model = None if own is None else build_network(own, data.shape, outputs_of(data.task, data.outputs))
         net = load(job.directory / "model.safetensors", model)
-        found = cls(job, net.to(where).eval(), data, where)
+        trained = cls(job, net.to(where).eval(), data, where)
         if draws is not None:
-            found.multitude.draws = draws
-        return found
+            trained.multitude.draws = draws
+        return trained
 
     @property
     def multitude(self) -> Multitude:
-        """The network, without its calibration."""
+        """The network without its calibration."""
         return self.net.net if isinstance(self.net, Calibrated) else self.net
+
+
+def _config(job: Job) -> dict[str, Any]:
+    config = job.config or {}
+    for key in ("data", "model"):
+        if not isinstance(config.get(key), dict):
+            raise ValueError(f"{str(job.directory / 'config.json')!r} must have a table {key!r}")
+    return config
+
+
+def _own_code(job: Job, model: Mapping[str, Any], given: str | None) -> dict[str, Any] | None:
+    """The network of the user's own code that a job has trained, from the given file; None where it has none."""
+    named = model.get("file")
+    if given is None:
+        if named is not None:
+            code = f"{model.get('name')} of {Path(str(named)).name}"
+            raise ValueError(
+                f"the network of {str(job.directory)!r} is code, {code}, which is not run unless you name it: "
+                "pass --model-file FILE.py (in Python model_file=), a file that you trust"
+            )
+        return None
+    if named is None:
+        raise ValueError(f"--model-file={given} is not needed: {str(job.directory)!r} has a network of this library")
+    file, function = code_of(given)
+    if not Path(file).is_file():
+        raise ValueError(f"--model-file must be a Python file, got {file!r}, which does not exist")
+    if model.get("sha256") not in (None, file_digest(file)):
+        warnings.warn(f"{file} is not the file that {job.name} was trained with", stacklevel=3)
+    return {"file": str(Path(file).resolve()), "name": function or model["name"], "settings": model.get("settings")}
 
 
 def mixed_precision(device: torch.device, precision: str | None) -> AbstractContextManager[Any]:
@@ -65,7 +100,7 @@ def find_job(path: str | Path) -> Job:
     if (path / "config.json").is_file():
         job = Job(path)
         if not job.done:
-            raise ValueError(f"{str(path)!r} is a job that is not done: {job.failure or 'run its study first'}")
+            raise ValueError(f"{str(path)!r} is a job that is not done: {job.why_not or 'run its study first'}")
         return job
     if not (path / "study.toml").is_file():
         raise ValueError(f"JOB must be a directory RUN/jobs/METHOD-SEED, or that of a run, got {str(path)!r}")
@@ -74,7 +109,8 @@ def find_job(path: str | Path) -> Job:
     if len(done) == 1:
         return done[0]
     if not done:
-        raise ValueError(f"no job of the run {str(path)!r} is done")
+        damaged = next((f"; {damage}" for damage in run.damaged.values()), "")
+        raise ValueError(f"no job of the run {str(path)!r} is done{damaged}")
     from multitudes.study.leaderboard import leaderboard  # here: one job is read without metrics
 
     best = leaderboard(run)[0]

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from multitudes.core.files import DamagedError, open_own, sealing
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import seeded
 from multitudes.evaluation.scores import plain_number
@@ -25,7 +26,8 @@ from multitudes.study import costs
 from multitudes.study.assignment import Assignment
 from multitudes.study.measuring import calibrated, measured
 from multitudes.study.methods import METHODS, Method
-from multitudes.study.store import write_atomically
+from multitudes.study.store import Job
+from multitudes.training.checkpoint import saved_step
 from multitudes.training.fit import Epoch, Progress, fit
 from multitudes.training.recorder import Recorder
 
@@ -43,7 +45,7 @@ def run(directory: str | Path, device: str | None = None, accelerator: Any = Non
     """
     directory = Path(directory)
     leads = accelerator is None or accelerator.is_main_process
-    if not (directory / "metrics.json").is_file():
+    if not Job(directory).done:
         log = _Log(directory / "log.jsonl" if leads else None)
         try:
             _run(Assignment.read(directory, device, accelerator), log)
@@ -71,7 +73,8 @@ def _run(job: Assignment, log: _Log) -> None:
         final = calibrated(net, job.data, job.config["evaluation"])
         found = measured(final, job.data, job.config["evaluation"])
     save(final, job.directory / "model.safetensors")
-    write_atomically(job.directory / "predictions.npz", found.predictions)
+    with sealing(job.directory / "predictions.npz") as unfinished:
+        unfinished.write_bytes(found.predictions)
     result = {
         "scores": found.scores.table(),
         "by_size": found.by_size,
@@ -82,7 +85,7 @@ def _run(job: Assignment, log: _Log) -> None:
         "commit": commit,
         "seconds": time.time() - start,
     }
-    write_atomically(job.directory / "metrics.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
+    Job(job.directory).write_metrics(result)
     log("done", seconds=result["seconds"])
 
 
@@ -116,17 +119,36 @@ class _Record:
             self.recorder.record()
 
 
+def _resumed(job: Assignment, net: Multitude, times: list[int], log: _Log) -> Recorder | None:
+    """The recorder of a job, where it records; a checkpoint or recording that is damaged is removed."""
+    recording = job.directory / "recording"
+
+    def recorder() -> Recorder | None:
+        step = saved_step(job.checkpoint, job.identity)
+        if step is None:  # from the beginning
+            shutil.rmtree(recording, ignore_errors=True)
+        if not times:
+            return None
+        found = Recorder(net, keep=len(times), folder=recording, resume=True, of=job.identity)
+        if found.count < sum(time <= (step or 0) for time in times):
+            raise DamagedError(recording, "a checkpoint is missing in it")
+        return found
+
+    try:
+        return recorder()
+    except ValueError as error:
+        log("anew", message=f"training begins anew: {_sentence(error)}")
+        job.checkpoint.unlink(missing_ok=True)
+        return recorder()
+
+
 def _trained(job: Assignment, net: Multitude, log: _Log) -> tuple[Multitude, list[Epoch]]:
     """What predicts, and what each epoch was like."""
-    loader, checkpoint = job.loader, job.directory / "checkpoint.safetensors"
+    loader = job.loader
     arguments = job.arguments(net)
     batches = len(loader) // (job.accelerator.num_processes if job.accelerator else 1)  # of this process, an epoch
     times = job.method.times(arguments["epochs"] * batches, job.settings)
-    recording = job.directory / "recording"
-    if job.leads and not checkpoint.is_file():  # from the beginning
-        shutil.rmtree(recording, ignore_errors=True)
-    records = times and job.leads
-    recorder = Recorder(net, keep=len(times), folder=recording, resume=True) if records else None
+    recorder = _resumed(job, net, times, log) if job.leads else None
     started = time.monotonic()
 
     def tell(progress: Progress) -> None:
@@ -138,8 +160,8 @@ def _trained(job: Assignment, net: Multitude, log: _Log) -> tuple[Multitude, lis
 
     callbacks = (tell,) if recorder is None else (_Record(recorder, times), tell)
     history = fit(
-        net, loader, **arguments, callbacks=callbacks, checkpoint=checkpoint, seed=job.seed, progress=False,
-        accelerator=job.accelerator,
+        net, loader, **arguments, callbacks=callbacks, checkpoint=job.checkpoint, checkpoint_of=job.identity,
+        seed=job.seed, progress=False, accelerator=job.accelerator,
     )  # fmt: skip
     if not job.leads:
         return net, history
@@ -159,7 +181,7 @@ class _Log:
     def __call__(self, event: str, **what: Any) -> None:
         if self.path is None or not self.path.parent.is_dir():
             return  # where there is no job, there is none to tell of
-        with self.path.open("a", encoding="utf-8") as file:
+        with open_own(self.path, "a") as file:
             file.write(json.dumps({"time": time.time(), "event": event, **what}) + "\n")
 
 

@@ -6,7 +6,6 @@ that a training on a CPU that goes on from it ends with the weights of one that 
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,15 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from multitudes.core.archives import read_tensors, write_tensors
 from multitudes.core.checks import needed
-from multitudes.core.files import replacing
+from multitudes.core.files import DamagedError
 from multitudes.training.recorder import check_fits
 
-__all__ = ["Checkpoint", "TrainingState", "random_state", "set_random_state"]
+__all__ = ["Checkpoint", "TrainingState", "random_state", "saved_step", "set_random_state"]
 
 Tensors = dict[str, Tensor]
 WITHIN = 30
 """How many times longer than at its end it takes within an epoch until a checkpoint is due."""
+ENTRY = "training"
+"""The entry of the file's header that holds all but the tensors."""
 
 
 @dataclass
@@ -71,9 +73,11 @@ class Checkpoint:
     path: Path
     every: float
     """The seconds from one writing to the end of an epoch after which it is written again."""
+    of: str = ""
+    """What is trained, where tensors and settings alone would not tell it from others."""
 
     def __post_init__(self) -> None:
-        self._safetensors()
+        needed("safetensors.torch", "safetensors", "checkpoint=")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.written, self.cost = time.monotonic(), 0.0
 
@@ -100,10 +104,9 @@ class Checkpoint:
                     tensors[f"optimizer/{index}/{key}"] = value
                 else:
                     numbers[f"{index}/{key}"] = value
-        header = {"training": json.dumps({"state": plain, "optimizer": numbers, "settings": settings})}
+        about = {"of": self.of, "state": plain, "optimizer": numbers, "settings": settings}
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-        with replacing(self.path) as unfinished:
-            self._safetensors().torch.save_file(copies, unfinished, header)
+        write_tensors(self.path, copies, ENTRY, about, "checkpoint=")
         self.written = time.monotonic()
         self.cost = self.written - start if self.every else 0.0
 
@@ -111,12 +114,7 @@ class Checkpoint:
         """Go on from the file, where there is one; whether there was."""
         if not self.path.exists():
             return False
-        with self._safetensors().safe_open(self.path, "pt") as file:
-            header = (file.metadata() or {}).get("training")
-            if header is None:
-                raise ValueError(f"checkpoint {str(self.path)!r} holds no training: choose another file")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        saved = json.loads(header)
+        tensors, saved = _read(self.path, self.of)
         self._check(saved["settings"], settings)
         weights = _below("net", tensors)
         check_fits(net.state_dict(), weights, f"checkpoint {str(self.path)!r}")
@@ -136,9 +134,20 @@ class Checkpoint:
                     f"{value!r}: remove the file to begin anew, or choose another"
                 )
 
-    def _safetensors(self) -> Any:
-        needed("safetensors.torch", "safetensors", "checkpoint=")
-        return needed("safetensors", "safetensors", "checkpoint=")
+
+def saved_step(path: Path, of: str = "") -> int | None:
+    """How many steps the training in a file has made; None where there is no file."""
+    return int(_read(path, of)[1]["state"]["step"]) if path.exists() else None
+
+
+def _read(path: Path, of: str) -> tuple[Tensors, dict[str, Any]]:
+    try:
+        tensors, saved = read_tensors(path, ENTRY, "checkpoint=")
+    except DamagedError as error:
+        raise ValueError(f"checkpoint {error}; remove the file to begin anew") from error
+    if saved.get("of") != of:
+        raise ValueError(f"checkpoint {str(path)!r} is of another training: remove the file to begin anew")
+    return tensors, saved
 
 
 def _load_optimizer(optimizer: Optimizer, tensors: Tensors, numbers: dict[str, Any]) -> None:

@@ -100,6 +100,7 @@ def fit(
     callbacks: Sequence[Callback] = (),
     checkpoint: str | Path | None = None,
     checkpoint_seconds: float = 20.0,
+    checkpoint_of: str = "",
     seed: int | None = None,
     accelerator: Any = None,
     progress: bool | None = None,
@@ -133,6 +134,7 @@ def fit(
             never been interrupted (exactly so on a CPU).
         checkpoint_seconds: save after an epoch that ends so many seconds or more after the last saving; within an
             epoch after thirty times as many. Where saving is slow, it is done less often, for 5 % of the time.
+        checkpoint_of: a name for what is trained; a file that was saved under another name is refused.
         seed: of everything random in training, which then leaves torch's own random state alone.
         accelerator: a Hugging Face `Accelerator`, to train in several processes: each takes its share of the batches.
         progress: whether to show progress on stderr; by default on a terminal, after two seconds.
@@ -165,7 +167,7 @@ def fit(
     config = TrainConfig(
         factor, PRECISIONS[precision], channels_last, compile, clip, tuple(callbacks), accelerator, progress
     )
-    kept = None if checkpoint is None else Checkpoint(Path(checkpoint), checkpoint_seconds)
+    kept = None if checkpoint is None else Checkpoint(Path(checkpoint), checkpoint_seconds, checkpoint_of)
     with seeded(seed):
         return Trainer(objective, chosen, data, epochs, config, kept).run()
 

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from multitudes.core.archives import read_tensors, write_tensors
 from multitudes.core.checks import check_count, needed
-from multitudes.core.files import replacing
+from multitudes.core.files import DamagedError
 
 State = dict[str, Tensor]
 """A network's parameters and buffers by name, as its state dict has them."""
@@ -100,6 +101,7 @@ class Recorder:
     Iterating gives state dicts, the oldest first. They are kept in memory, on the CPU, or as safetensors files
     in a `folder`; one that holds a recording already is continued by `resume=True`. Integer tensors are kept
     as they are, floating-point and complex ones also counted in `mean`, `variance` and `second_moment`.
+    Files hold a checksum, and `of`, what they are a recording of; a damaged one, or one of something else, is refused.
 
     >>> net = nn.Linear(1, 1)
     >>> recorder = Recorder(net, keep=2)
@@ -117,6 +119,7 @@ class Recorder:
         every: int = 1,
         folder: str | os.PathLike[str] | None = None,
         resume: bool = False,
+        of: str = "",
     ) -> None:
         if not isinstance(net, nn.Module):
             raise ValueError(f"net must be an nn.Module, got {type(net).__name__}")
@@ -129,7 +132,7 @@ class Recorder:
         """The moments of the checkpoints that are kept no more."""
         self._steps = 0
         self._kept: deque[State | Path] = deque()
-        self._disk = None if folder is None else _Disk(Path(folder))
+        self._disk = None if folder is None else _Disk(Path(folder), of)
         if self._disk is not None:
             self._take_up(self._disk, resume)
 
@@ -202,7 +205,9 @@ class Recorder:
         if resume:
             self.before = disk.read_moments()
             # Where recording was cut short, a checkpoint may have been counted in, and not been removed.
-            self._kept.extend(path for number, path in found.items() if number > self.before.count)
+            kept = {number: path for number, path in found.items() if number > self.before.count}
+            disk.check(kept, self.before.count)
+            self._kept.extend(kept.values())
             if self._kept:
                 check_fits(self.net.state_dict(), self[-1], f"folder {str(disk.folder)!r}")
         while len(self._kept) > self.keep:
@@ -221,49 +226,64 @@ def _recorded(net: nn.Module) -> State:
 
 
 def _loaded(kept: State | Path) -> State:
-    return _safetensors().load_file(kept) if isinstance(kept, Path) else kept
+    return read_tensors(kept, ENTRY, FOLDER)[0] if isinstance(kept, Path) else kept
+
+
+ENTRY, FOLDER = "recording", "recording in a folder"
 
 
 class _Disk:
     """A folder of checkpoints. Whatever is interrupted, each file in it is whole."""
 
-    def __init__(self, folder: Path) -> None:
-        _safetensors()
-        self.folder = folder
+    def __init__(self, folder: Path, of: str) -> None:
+        needed("safetensors.torch", "safetensors", FOLDER)
+        self.folder, self.of = folder, of
         folder.mkdir(parents=True, exist_ok=True)
 
     def checkpoints(self) -> dict[int, Path]:
+        """By number, those that are there."""
         paths = sorted(self.folder.glob("checkpoint-*.safetensors"))
-        return {int(path.stem.removeprefix("checkpoint-")): path for path in paths}
+        numbers = {path.stem.removeprefix("checkpoint-"): path for path in paths}
+        return {int(number): path for number, path in numbers.items() if number.isdecimal()}
+
+    def check(self, kept: Mapping[int, Path], before: int) -> None:
+        """That checkpoints are whole, of this recording, and all there from the one after the first `before` on."""
+        for expected, (number, path) in enumerate(kept.items(), before + 1):
+            if number != expected:
+                raise DamagedError(path.with_name(_name(expected)), "it is missing")
+            self._read(path, number)
 
     def write(self, number: int, state: State) -> Path:
-        return self._write(f"checkpoint-{number:08d}.safetensors", state)
+        return self._write(_name(number), state, number)
 
     def write_moments(self, moments: Moments) -> None:
         parts = {"mean": moments.mean, "squares": moments.squares}
         state = {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
-        self._write("moments.safetensors", state | {"count": torch.tensor(moments.count)})
+        self._write("moments.safetensors", state, moments.count)
 
     def read_moments(self) -> Moments:
         path = self.folder / "moments.safetensors"
         if not path.exists():
             return Moments()
-        state = _safetensors().load_file(path)
-        moments = Moments(int(state.pop("count")))
+        state, about = self._read(path)
+        moments = Moments(about["number"])
         for key, tensor in state.items():
             part, name = key.split("/", 1)
             getattr(moments, part)[name] = tensor
         return moments
 
-    def _write(self, name: str, state: State) -> Path:
-        path = self.folder / name
-        with replacing(path) as unfinished:
-            _safetensors().save_file(state, unfinished)
-        return path
+    def _write(self, name: str, state: State, number: int) -> Path:
+        return write_tensors(self.folder / name, state, ENTRY, {"of": self.of, "number": number}, FOLDER)
+
+    def _read(self, path: Path, number: int | None = None) -> tuple[State, dict[str, Any]]:
+        state, about = read_tensors(path, ENTRY, FOLDER)
+        if about.get("of") != self.of or number not in (None, about.get("number")):
+            raise DamagedError(path, "it is of another recording")
+        return state, about
 
 
-def _safetensors() -> Any:
-    return needed("safetensors.torch", "safetensors", "recording in a folder")
+def _name(number: int) -> str:
+    return f"checkpoint-{number:08d}.safetensors"
 
 
 # -- what the methods read ---------------------------------------------------------------------------------
