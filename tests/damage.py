@@ -135,8 +135,9 @@ class Campaign:
                 self._run_again(copy, file, wrong)
         except Hangs:
             wrong.append("hang")
-        except Exception:
-            wrong.append("traceback: " + traceback.format_exc())
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            wrong.append(f"traceback: {type(error).__name__}: {error} at {where.filename}:{where.lineno}")
         return f"{file} {how}", wrong
 
     def _read(self, run: Run, wrong: list[str]) -> None:

@@ -23,14 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import torch
 from PIL import Image
 from torch import nn
 
 import multitudes as mt
 from multitudes.cli.new_inputs import read_inputs
-from multitudes.core.archives import read_tensors, write_tensors
-from multitudes.data import Data, Part, load
+from multitudes.core.archives import read_tensors, reading_arrays, write_arrays, write_tensors
+from multitudes.data import Data, Part, load, save
 from multitudes.study.spec import Spec
 
 SECONDS = 20
@@ -289,12 +290,53 @@ class Networks:
         mt.load(path)
 
 
+class Parquets:
+    """Parquet files, with and without what Hugging Face writes into them."""
+
+    def write(self, path: Path, dice: Dice) -> Path:
+        table = pyarrow.table({"a": [0.5 * row for row in range(30)], "b": list("xyz" * 10), "y": [0, 1, 2] * 10})
+        if dice.random() < 0.5:
+            features = changed({"y": {"names": ["no", "yes", "so"], "_type": "ClassLabel"}, "a": {"dtype": "x"}}, dice)
+            told = dice.choice([json.dumps({"info": {"features": features}}), "{", "3", "[]", '{"info": 3}'])
+            table = table.replace_schema_metadata({"huggingface": told})
+        file = io.BytesIO()
+        pyarrow.parquet.write_table(table, file)
+        path.write_bytes(mutated(file.getvalue(), dice) if dice.random() < 0.7 else file.getvalue())
+        return path
+
+    def read(self, path: Path, dice: Dice) -> None:
+        load(path, target=dice.choice(("y", "y", "b", "a")))
+
+
+class Prepared:
+    """Prepared data with another description and a checksum that fits, or with other bytes."""
+
+    def write(self, path: Path, dice: Dice) -> Path:
+        save(_digits(), path)
+        if dice.random() < 0.3:
+            path.write_bytes(mutated(path.read_bytes(), dice))
+            return path
+        with reading_arrays(path) as found:
+            arrays = dict(found)
+        about = changed(json.loads(arrays["about"].tobytes()), dice)
+        arrays["about"] = np.frombuffer(json.dumps(about).encode(), "uint8")
+        if dice.random() < 0.3:
+            name = dice.choice(list(arrays))
+            arrays[name] = arrays[name][: dice.randrange(3)].astype(dice.choice(("u1", "i8", "f4", "f8")))
+        return write_arrays(path, arrays)
+
+    def read(self, path: Path, dice: Dice) -> None:
+        load(path)
+
+
 KINDS: dict[str, tuple[Callable[[], Any], str]] = {
     "study files": (Studies, "study.toml"),
     "CSV files": (Tables, "table.csv"),
     "NumPy archives": (Arrays, "arrays.npz"),
     "images": (Images, "image.png"),
     "safetensors headers": (Networks, "net.safetensors"),
+    "Parquet files": (Parquets, "table.parquet"),
+    "prepared files": (Prepared, "data.mtdata"),
 }
 
 

@@ -10,17 +10,19 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from multitudes.core.checks import needed
 from multitudes.core.files import BLANK, DamagedError, check_seal, sealing
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 __all__ = ["read_tensors", "reading_arrays", "write_arrays", "write_tensors"]
 
 _READING = (
-    OSError, EOFError, ValueError, KeyError, TypeError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error
+    OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, MemoryError, RuntimeError,
+    zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
 """What NumPy raises for archives that are not whole, or not what they should be."""
 

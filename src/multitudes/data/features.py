@@ -19,6 +19,8 @@ from multitudes.data.columns import MISSING, Column
 
 __all__ = ["PARTS", "Category", "Date", "Feature", "Number", "feature_of", "parts_of"]
 
+LARGEST = torch.finfo(torch.float32).max
+
 
 @dataclass(frozen=True)
 class Feature:
@@ -37,8 +39,8 @@ class Feature:
         raise NotImplementedError
 
     def missing(self, raw: Tensor) -> Tensor:
-        """Which values are missing, `[n]`."""
-        return ~raw.float().isfinite()
+        """Which values are missing, `[n]`: NaN, and numbers that are not finite in float32."""
+        return ~(raw.abs() <= LARGEST)
 
     def unknown(self, raw: Tensor) -> Tensor:
         """Which values the training rows have not, where that can be said, `[n]`."""
@@ -79,13 +81,16 @@ class Number(Feature):
         return (self.column, f"{self.column} missing") if self.flag else (self.column,)
 
     def raw(self, column: Column) -> Tensor:
-        values = column.numbers(self.mark)
+        # A comma that its own file tells of is one, whatever the training file had.
+        values = column.numbers("," if column.mark == "," else self.mark)
         _check_read(self, column, values)
         return values
 
     def features(self, raw: Tensor) -> Tensor:
         missing = self.missing(raw)
-        values = _filled(raw, missing, self.fill) - torch.tensor(self.offset, dtype=raw.dtype)
+        values = _filled(raw, missing, self.fill)
+        if self.offset:
+            values = values - torch.tensor(self.offset, dtype=raw.dtype)
         return torch.stack([values.float(), missing.float()] if self.flag else [values.float()], 1)
 
     def restored(self, x: Tensor) -> Tensor:

@@ -63,11 +63,11 @@ def read(path: str | Path) -> Data:
             features = tuple(map(feature_of, about["features"]))
             reading = tuple(ColumnReading(**each) for each in about["reading"])
             ood = {name: torch.from_numpy(arrays[f"ood.{number}"]) for number, name in enumerate(about["ood"])}
+            classes, columns, dropped = tuple(about["classes"]), tuple(about["columns"]), dict(about["dropped"])
+            return Data(str(about["name"]), train, validation, test, classes, columns, ood, dropped, features, reading)
     except DamagedError as error:
         reason = f"{error.what}; remove it and prepare it again"
         raise ValueError(f"{str(path)!r} is no whole file of prepared data: {reason}") from error
-    classes, columns = tuple(about["classes"]), tuple(about["columns"])
-    return Data(about["name"], train, validation, test, classes, columns, ood, about["dropped"], features, reading)
 
 
 def _part(arrays: Any, name: str, shape: list[int]) -> Part:

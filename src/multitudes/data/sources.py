@@ -228,7 +228,8 @@ def _csv(name: str, folder: Path, files: Sequence[Path]) -> Source:
 def _csv_lines(path: Path) -> tuple[str, list[tuple[int, list[str]]]]:
     """What separates the cells, and each row that is not empty, with the line on which it begins."""
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        content = path.read_bytes()
+        text = content.decode("utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
         header = re.sub('"[^"]*"', "", text[:65536]).partition("\n")[0]
         most = max(",;\t", key=header.count)
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=most)
@@ -251,17 +252,25 @@ def _parquet(name: str, folder: Path, files: Sequence[Path]) -> Source:
     for path in files:
         try:
             tables.append(parquet.read_table(path, partitioning=None))
-        except (arrow.ArrowInvalid, OSError) as error:
+        except (arrow.ArrowException, OSError) as error:
             raise ValueError(f"{path} could not be read as Parquet: {str(error).splitlines()[0]}") from error
         _same_columns(tables[0].column_names, tables[-1].column_names, path)
     try:
         table = arrow.concat_tables(tables, promote_options="permissive")
     except (arrow.ArrowInvalid, arrow.ArrowTypeError) as error:
         raise ValueError(f"the Parquet files of {name} differ in types: {str(error).splitlines()[0]}") from error
-    known = json.loads((tables[0].schema.metadata or {}).get(b"huggingface", b"{}"))
-    columns = from_arrow(table, known.get("info", {}).get("features", {}))
+    columns = from_arrow(table, _features(tables[0].schema.metadata or {}))
     origins = [(_relative(path, folder), len(part)) for path, part in zip(files, tables, strict=True)]
     return Source(name, columns, _parts_of_files(origins), origins)
+
+
+def _features(metadata: Mapping[bytes, bytes]) -> Mapping[str, Any]:
+    """What Hugging Face says about columns in a Parquet file; nothing where it says nothing that can be read."""
+    try:
+        found = json.loads(metadata.get(b"huggingface", b"{}"))["info"]["features"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _same_columns(names: Sequence[str], others: Sequence[str], path: Path) -> None:
@@ -297,7 +306,7 @@ def _npz(path: Path, fold: int) -> Source:
     return Source(path.name, columns, parts, [(path.name, len(x))], target="y", arrays=True)
 
 
-_READERS = {".parquet": _parquet, ".csv": _csv}
+_READERS = {".parquet": _parquet, ".csv": _csv, ".tsv": _csv}
 
 
 # -- Hugging Face ------------------------------------------------------------------------------------------

@@ -110,12 +110,15 @@ def choose_columns(source: Source, target: str, choice: Choice) -> dict[str, Col
         source.column("drop", name)
     check_read_as(choice.read_as, source.columns, source.name)
     if twice := [name for name in choice.read_as if name in choice.drop]:
-        raise ValueError(f"drop and read_as must not name the same column, got {twice[0]!r} in both")
+        raise ValueError(f"read_as of {twice[0]!r} must be left out, since drop= leaves this column out")
     names = [name for name in source.columns if name != target] if choice.columns is None else list(choice.columns)
-    if target in (*names, *choice.drop, *choice.read_as) or not names:
-        got = [*names, *choice.drop, *choice.read_as]
-        raise ValueError(f"columns must name at least one feature and not the target {target!r}, got {got}")
-    return {name: source.column("columns", name) for name in names if name not in choice.drop}
+    for argument, own in (("columns", names), ("drop", choice.drop), ("read_as", choice.read_as)):
+        if target in own:
+            raise ValueError(f"{argument} must not name the target {target!r}, got {list(own)}")
+    chosen = {name: source.column("columns", name) for name in names if name not in choice.drop}
+    if not chosen:
+        raise ValueError(f"columns must leave a feature beside the target {target!r} in {source.name}, got none")
+    return chosen
 
 
 def find_target(source: Source, target: str | None, inputs: Collection[str]) -> str:
@@ -149,6 +152,10 @@ def targets(
         if task == "regression":
             raise ValueError(f"task='regression' needs numbers to predict, but {name!r} holds texts like {values[0]!r}")
         classes = column.names or tuple(sorted(set(values)))
+        if 2 * len(classes) > len(values) > CLASSES and not column.names:
+            raise ValueError(
+                f"target={name!r} must hold classes, got {len(classes)} different texts in {len(values)} rows"
+            )
         number = {label: index for index, label in enumerate(classes)}
         y = torch.tensor([number.get(value, -1) for value in column.values])
     else:

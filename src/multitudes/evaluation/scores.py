@@ -86,10 +86,10 @@ class Evaluation(Mapping[str, float]):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Evaluation:
         """Read what `save` has written."""
-        table = json.loads(Path(path).read_text())
         try:
+            table = json.loads(Path(path).read_text())
             return cls({name: Score(_number(row["value"]), int(row["count"])) for name, row in table.items()})
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"path {str(path)!r} does not hold an evaluation: {error}") from error
 
 

@@ -192,7 +192,7 @@ def masksembles(
 ) -> SharedMembers:
     """Masksembles: fixed masks on the inputs of convolutions and linear layers, the first one's excepted.
 
-    `scale` is 1 or more: 1 gives every member every channel, larger values less overlap. `layers` selects the
+    `scale` is 1 to 1000: 1 gives every member every channel, larger values less overlap. `layers` selects the
     masked layers. From a pretrained network, their weights are scaled so that activations are as large as they
     were on `example`, one batch of inputs; where it is left out, noise of the usual sizes is tried. The same
     `seed` gives the same masks. `model`, `init` and `heads` are as in `deep_ensemble`, for the weights that all members
@@ -204,7 +204,7 @@ def masksembles(
     """
     start = starting(model, members, init, heads, example=example, seed=seed)
     model = start.network
-    check_number("scale", scale, 1)
+    check_number("scale", scale, 1, 1000)
     chosen = select_affine(model, layers)
     left: list[str] = []
     with start.seeded():

@@ -14,7 +14,7 @@ from multitudes.data import Data
 from multitudes.data.features import Category, Date
 from multitudes.data.tables import TableEncoder
 from multitudes.evaluation.calibrate import Calibrated
-from multitudes.storage.onnx import OUTPUTS, Raw, write_onnx
+from multitudes.storage.onnx import OUTPUTS, Raw, input_names, write_onnx
 from multitudes.study.trained import Trained
 
 __all__ = ["ExportInput", "export", "export_inputs"]
@@ -45,8 +45,8 @@ def export_inputs(data: Data) -> list[ExportInput]:
         return [ExportInput(IMAGE, "uint8", f"[batch, {', '.join(map(str, data.shape))}], pixels from 0 to 255")]
     outputs = OUTPUTS["classification" if data.classes else "regression"]
     found = []
-    for feature in encoder.features:
-        name = f"input_{feature.column}" if feature.column in outputs else feature.column
+    names = input_names([feature.column for feature in encoder.features], outputs)
+    for name, feature in zip(names, encoder.features, strict=True):
         if isinstance(feature, Category):
             found.append(ExportInput(name, "string", "[batch], '' where it is missing"))
         else:

@@ -282,6 +282,9 @@ def check_methods(spec: Spec, about: Mapping[str, Any], labels: list[str]) -> No
             try:
                 net = method.build(network, torch.zeros(4, *shape), settings, 0)
                 method.times(method.train(net, _training(spec), settings)["epochs"] * batches, settings)
+            except (ArithmeticError, MemoryError, RuntimeError, TypeError) as error:
+                reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+                problems.append((("methods", label), f"methods.{label} cannot be built with {settings}: {reason}"))
             except ValueError as error:
                 key = _named(error, settings)
                 place: Place = ("methods", label, key) if key else ("methods", label)
