@@ -267,9 +267,9 @@ def evil_run(directory: Path, methods: Mapping[str, Fake]) -> Path:
         point["name"] = f"{MARKUP} {point['name']}"
     column = {"name": MARKUP, "read_as": MARKUP, "values": MARKUP, "missing": MARKUP, "dropped": MARKUP, "note": MARKUP}
     baselines["baselines"] = {f"{MARKUP}_{name}": own for name, own in baselines["baselines"].items()}
-    (directory / "landscape.json").write_text(json.dumps({"plane": plane}))
-    run.about_path.write_text(json.dumps({**about, "columns": [column], "dropped": {MARKUP: 1}}))
-    run.baselines_path.write_text(json.dumps(baselines))
+    run.write_table("landscape.json", {"plane": plane})
+    write_json(run.about_path, {**about, "columns": [column], "dropped": {MARKUP: 1}})
+    run.write_table("baselines.json", baselines, data.fingerprint)
     return directory
 
 

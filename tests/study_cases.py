@@ -27,6 +27,8 @@ def log(event, **what):
 if (directory / "metrics.json").exists():
     raise SystemExit("it was done already")
 (Path(behaviour.get("notes", directory)) / f"{directory.name}-started-{os.getpid()}-{os.getppid()}").touch()
+if "data_notes" in behaviour:
+    (Path(behaviour["data_notes"]) / str((directory / config["data"]["file"]).stat().st_ino)).touch()
 how = behaviour.get(directory.name, "well")
 log("start")
 if how == "fails":

@@ -125,7 +125,7 @@ def test_compare_leaves_a_run_directory_with_a_page_and_prints_the_leaderboard(f
     assert f"{accuracy:.1f}" in row
     assert not re.search(r"[\x00-\x08\x0b-\x1f]", out + err), "no control codes in a pipe"
     assert "0 of 2 jobs done" in err and "1 of 2 jobs done" in err
-    assert err.rstrip().endswith("2 of 2 jobs done")
+    assert "\n2 of 2 jobs done\n" in err
 
 
 def test_the_same_command_again_does_nothing_and_says_the_same(copied: Path) -> None:

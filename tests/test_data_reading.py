@@ -67,6 +67,8 @@ def values(data: Data, feature: str) -> dict[int, float]:
         ("1.234", ",", 1234),
         ("2.5", ",", 2.5),
         ("+,5", ",", 0.5),
+        ("$1,200.50", ".", 1200.5),
+        ("3,5 %", ",", 3.5),
         ("1,23,4", ".", math.nan),
         ("1_000", ".", math.nan),
         ("about 5", ".", math.nan),
@@ -134,6 +136,41 @@ def test_numbers_too_close_for_float32_are_told_apart(tmp_path: Path) -> None:
     assert values(data, "time") == {row: start + row % 20 for row in range(ROWS)}
 
 
+@pytest.mark.parametrize(
+    ("value", "note"),
+    [
+        (lambda row: f"{row * 37 % 50:03}", "numbers with leading zeros are maybe codes: read them as category"),
+        (lambda row: f"202{row % 3}12{row % 28 + 1:02}", "maybe dates: read them as date"),
+        (lambda row: 1_600_000_000 + row * 40_009 % 1000, "maybe dates: read them as date"),
+    ],
+    ids=["codes", "days", "seconds"],
+)
+def test_whole_numbers_that_may_be_something_else_are_told(tmp_path: Path, value: Any, note: str) -> None:
+    data = md.load(written(tmp_path / "x.csv", a=value, b=lambda row: row % 5), target="y")
+    assert reading(data, "a").read_as == "number" and note in reading(data, "a").note
+
+
+def test_seconds_can_be_read_as_dates(tmp_path: Path) -> None:
+    path = written(tmp_path / "x.csv", t=lambda row: 1_600_000_000 + 86_400 * row, b=lambda row: row % 5)
+    data = md.load(path, target="y", read_as={"t": "date"})
+    start = datetime.datetime(2020, 9, 13, 12)
+    assert values(data, "t day") == {row: (start + datetime.timedelta(days=row)).day for row in range(ROWS)}
+
+
+def test_new_rows_may_have_another_decimal_mark(tmp_path: Path) -> None:
+    path = written(tmp_path / "x.csv", a=lambda row: row % 7 + 0.25, b=lambda row: row % 5)
+    far = tmp_path / "far.csv"
+    far.write_text("a;b\n1,25;2\n")
+    assert md.load(path, target="y", ood=far).ood["far"].tolist() == [[1.25, 2.0]]
+
+
+@pytest.mark.parametrize(("name", "encoding"), [("x.tsv", "utf-8"), ("x.csv", "utf-16")])
+def test_tables_come_from_spreadsheets_too(tmp_path: Path, name: str, encoding: str) -> None:
+    path = written(tmp_path / name, "\t", ä=lambda row: row % 7, b=lambda row: row % 5)
+    path.write_text(path.read_text(encoding="utf-8"), encoding=encoding)
+    assert md.load(path, target="y").columns == ("ä", "b")
+
+
 # -- missing values ----------------------------------------------------------------------------------------
 
 
@@ -185,6 +222,9 @@ def test_the_parts_of_dates_are_those_of_pandas() -> None:
         ("3 March 2021", "ymd", "2021-03-03"),
         ("Mar 3rd, 2021", "ymd", "2021-03-03"),
         ("20210303", "ymd", "2021-03-03"),
+        ("2021-03", "ymd", "2021-03-01"),
+        ("1600000000", "ymd", "2020-09-13 12:26:40"),
+        ("1600000000500", "ymd", "2020-09-13 12:26:40.5"),
     ],
 )
 def test_a_date_is_read_as_it_is_written(text: str, order: str, want: str) -> None:
@@ -235,6 +275,29 @@ def test_dates_that_could_be_read_two_ways_are_left_out_until_the_user_says_whic
     for order, part in (("dmy", "day"), ("mdy", "month")):
         data = md.load(path, target="y", read_as={"d": order})
         assert values(data, f"d {part}") == {row: row % 12 + 1 for row in range(ROWS)}
+
+
+def test_types_of_parquet_that_hold_times_are_read(tmp_path: Path) -> None:
+    times = [day(row) if row % 9 else None for row in range(ROWS)]
+    table = {
+        "nanoseconds": pa.array(times, pa.timestamp("ns")),
+        "elsewhere": pa.array(times, pa.timestamp("ms", tz="Europe/Berlin")),
+        "date": pa.array([time and time.date() for time in times], pa.date32()),
+        "clock": pa.array([time and time.time() for time in times], pa.time32("s")),
+        "length": pa.array([datetime.timedelta(minutes=row % 7) for row in range(ROWS)], pa.duration("us")),
+        "list": [[row] for row in range(ROWS)],
+        "y": [row / 3 for row in range(ROWS)],
+    }
+    pq.write_table(pa.table(table), tmp_path / "x.parquet")
+    data = md.load(tmp_path / "x.parquet", target="y")
+    for name, hour in (("nanoseconds", 0), ("elsewhere", 0)):
+        found = values(data, f"{name} hour")
+        assert all(found[row] == 6 + row % 3 + hour for row in range(ROWS) if row % 9)
+        assert values(data, f"{name} missing") == {row: float(row % 9 == 0) for row in range(ROWS)}
+    assert "date hour" not in data.columns
+    assert all(values(data, "clock")[row] == 6 + row % 3 for row in range(ROWS) if row % 9)
+    assert values(data, "length")[5] == pytest.approx(5 / 60)
+    assert reading(data, "list").dropped == "values of this type are not read"
 
 
 # -- categories, ids, constants ----------------------------------------------------------------------------
@@ -298,14 +361,21 @@ def test_arrays_are_features_as_they_are(tmp_path: Path) -> None:
     assert md.load(tmp_path / "x.npz").columns == ("x0", "x1", "x2")
 
 
+def test_texts_that_all_differ_are_no_classes(tmp_path: Path) -> None:
+    path = written(tmp_path / "x.csv", name=lambda row: f"n{row}", b=lambda row: row % 5)
+    with raises("target='name' must hold classes, got 60 different texts in 60 rows"):
+        md.load(path, target="name")
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "drop='size' is no column of x.csv, which has a, b, y": {"drop": ["size"]},
     "read_as='size' is no column of x.csv, which has a, b, y": {"read_as": {"size": "date"}},
     "read_as of 'a' must be number, date, category, text, dmy or mdy, got 'float'": {"read_as": {"a": "float"}},
     "read_as of 'b' cannot be date: its values are like '0'": {"read_as": {"b": "date"}},
     "read_as of 'a' cannot be number: its values are like 'red'": {"read_as": {"a": "number"}},
-    "drop and read_as must not name the same column, got 'a' in both": {"drop": ["a"], "read_as": {"a": "text"}},
-    "columns must name at least one feature and not the target 'y', got ['a', 'b', 'y']": {"drop": ["y"]},
+    "read_as of 'a' must be left out, since drop= leaves this column out": {"drop": ["a"], "read_as": {"a": "text"}},
+    "drop must not name the target 'y', got ['y']": {"drop": ["y"]},
+    "columns must leave a feature beside the target 'y' in x.csv, got none": {"drop": ["a", "b"]},
     "drop must be a list of names, got 'a'": {"drop": "a"},
 }
 

@@ -249,7 +249,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "target= must say which column of flowers.csv to predict: id, size, colour, kind": {"target": None},
     "target='sort' is no column of flowers.csv, which has id, size, colour, kind": {"target": "sort"},
     "columns='weight' is no column of flowers.csv, which has id, size, colour, kind": {"columns": ["weight"]},
-    "columns must name at least one feature and not the target 'kind', got ['kind']": {"columns": ["kind"]},
+    "columns must not name the target 'kind', got ['kind']": {"columns": ["kind"]},
     "columns must be a list of names, got 'size'": {"columns": "size"},
     "size= is not for flowers.csv, which holds rows: leave it out": {"size": 8},
     "task='regression' needs numbers to predict, but 'kind' holds texts like 'a'": {"task": "regression"},

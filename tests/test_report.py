@@ -8,6 +8,7 @@ import io
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,14 @@ def test_the_same_run_gives_the_same_page_wherever_it_is(run: Path, text: str, t
     copy = shutil.copytree(run, tmp_path / "copy")
     path = write(copy, tmp_path / "other.html")
     assert path == tmp_path / "other.html" and path.read_text(encoding="utf-8") == text
+
+
+def test_no_library_of_figures_is_needed(results: Results, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("plotly", "matplotlib")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert page(results) == text
 
 
 def test_every_picture_has_a_description(tags: Tags) -> None:

@@ -129,6 +129,8 @@ assert not heavy, heavy
         ([], 0), (["--help"], 0), (["--version"], 0), (["methods"], 0), (["compare", "--help"], 0), (["compare"], 2),
         (["data", "prepare", "--help"], 0), (["compare", "digits", "--sedes", "3"], 2), (["predict"], 2),
         (["bench", "--shape", "x"], 2), (["export", "--help"], 0),
+        (["compare", "digits", "--methods", "pakced"], 2), (["compare", "nowhere.toml"], 2),
+        (["train", "digits", "--method", "packed", "--set", "member=3"], 2),
     ],
 )  # fmt: skip
 def test_what_needs_no_torch_does_not_wait_for_it(arguments: list[str], code: int) -> None:

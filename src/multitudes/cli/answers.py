@@ -49,7 +49,7 @@ def predict(
     For classes: label, confidence, entropy (all uncertainty) and mutual_information (what more data could settle),
     both in nats. For numbers: mean, std and the interval from low to high.
     """
-    from multitudes.cli.new_inputs import read_inputs
+    from multitudes.cli.new_inputs import read_inputs, remarks
     from multitudes.cli.screen import say
     from multitudes.core.predictive import Predictive
     from multitudes.evaluation.predict import predictions
@@ -64,11 +64,8 @@ def predict(
     found = read_inputs(inputs, data, skip_bad)
     if found.bad:
         say(f"Left out {found.bad} of {found.bad + len(found.names)} inputs that cannot be used")
-    if found.unknown:
-        rows = "1 row has" if found.unknown == 1 else f"{found.unknown} rows have"
-        say(f"{rows} a category that the training data had not")
-    for name, count in found.filled.items():
-        say(f"{name!r} is missing in {count} row{'' if count == 1 else 's'}, and filled in as in training")
+    for remark in remarks(found.unknown, found.filled):
+        say(remark)
     with mixed_precision(trained.device, common.precision):
         parts = predictions(
             trained.net, ScaledBatches(data, found.x), None, trained.device, lambda x, _: data.preprocess(x),
@@ -167,9 +164,9 @@ def evaluate(
     if source is None:
         x, y = data.test.x, data.test.y
     else:
-        x, y, dropped = labelled(located(source, data_root), data, target, image, skip_bad)
-        for reason, count in dropped.items():
-            say(f"Left out {count} bad row{'' if count == 1 else 's'}: {reason}")
+        x, y, told = labelled(located(source, data_root), data, target, image, skip_bad)
+        for remark in told:
+            say(remark)
     others = _ood(trained, [located(each, data_root) for each in ood or []])
     shift = True if chosen.get("shift") == "all" else chosen.get("shift") or None
     with mixed_precision(trained.device, common.precision):

@@ -6,6 +6,7 @@ An error is one sentence on stderr and exit code 2, with `--debug` its traceback
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -37,10 +38,14 @@ data = typer.Typer(name="data", help="Prepare data.", no_args_is_help=True)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program, and end the process with its exit code."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.environ.get("GITHUB_ACTIONS") and not sys.stdout.isatty():
         os.environ["_TYPER_FORCE_DISABLE_TERMINAL"] = "1"  # else Typer writes colours into logs
     try:
         code = app(args=None if arguments is None else list(arguments), prog_name="multitudes", standalone_mode=False)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
     except Exception as error:  # wrong usage: Typer's own errors have no public class in common
         if not hasattr(error, "format_message"):
             raise

@@ -16,7 +16,7 @@ from multitudes.data.kinds import kind_of_source
 from multitudes.data.sources import open_source
 from multitudes.data.tables import find_target, targets
 
-__all__ = ["Inputs", "labelled", "read_inputs"]
+__all__ = ["Inputs", "labelled", "read_inputs", "remarks"]
 
 
 @dataclass(frozen=True)
@@ -59,18 +59,27 @@ def read_inputs(paths: Sequence[Path], data: Data, skip_bad: bool = False) -> In
     return Inputs(names, torch.cat(parts), bad, unknown, filled)
 
 
+def remarks(unknown: int, filled: Mapping[str, int]) -> list[str]:
+    """Sentences on categories that the training data had not, and on missing values."""
+    told = [f"{'1 row has' if unknown == 1 else f'{unknown} rows have'} a category that the training data had not"]
+    return told * bool(unknown) + [
+        f"{name!r} is missing in {count} row{'' if count == 1 else 's'}, and filled in as in training"
+        for name, count in filled.items()
+    ]
+
+
 def labelled(
     source: str, data: Data, target: str | None = None, image: str | None = None, skip_bad: bool = False
-) -> tuple[Tensor, Tensor, Mapping[str, int]]:
+) -> tuple[Tensor, Tensor, list[str]]:
     """Inputs like those of `data` and what is right for them, of a source's test part, or of all where it has none.
 
-    The last is how many bad rows were left out, by reason.
+    The last are sentences on bad rows that were left out, and on what was filled in.
     """
     if source == "digits" or source.lower().endswith(".mtdata"):
         other = load(source)
         if (other.kind, other.columns, other.task) != (data.kind, data.columns, data.task):
             raise ValueError(f"the data must be like those of the training, {data!r}, got {other!r}")
-        return data.kind.refit(other.test.x, data.shape), _matched(other.test.y, other.classes, data), {}
+        return data.kind.refit(other.test.x, data.shape), _matched(other.test.y, other.classes, data), []
     opened = open_source(source)
     kind, found = kind_of_source(opened, image)
     if kind is not data.kind:
@@ -87,7 +96,9 @@ def labelled(
     encoded = bad.encode(data.encoder, columns, rows)
     if not encoded.kept:
         raise ValueError(f"{opened.name} has no row that can be used")
-    return encoded.x, _matched(y[rows[encoded.kept]], classes, data), bad.counts()
+    left_out = [f"Left out {n} bad row{'' if n == 1 else 's'}: {reason}" for reason, n in bad.counts().items()]
+    told = left_out + remarks(encoded.unknown, encoded.filled)
+    return encoded.x, _matched(y[rows[encoded.kept]], classes, data), told
 
 
 def _matched(y: Tensor, classes: Sequence[str], data: Data) -> Tensor:

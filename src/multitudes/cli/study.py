@@ -69,8 +69,6 @@ def compare(
     found = data if file else source or data
     if not (file or found):
         raise ValueError(f"DATA must be given: {SOURCE}; or a study.toml")
-    from multitudes.data.sources import short_name
-
     options = _options(reading, training, evaluation, common, found)
     options["by"] = by
     if methods is not None and methods != "all":
@@ -78,6 +76,8 @@ def compare(
     spec = _rooted(_spec(file, options, seeds, common.seed, scale), reading.data_root)
     if methods == "all":
         spec = spec.model_copy(update={"methods": {}})
+    from multitudes.data.sources import short_name
+
     name = Path(file).stem if file else short_name(found or "")
     directory = out or Path("runs") / (f"{name}-{scale}" if scale else name)
     if ray is None:
@@ -108,11 +108,11 @@ def train(
 
     The folder is a run directory with one job, for evaluate, predict and export.
     """
-    from multitudes.data.sources import short_name
-
     options = _options(reading, training, evaluation, common, source)
     options["methods"] = {method: dict(map(_setting, settings or []))}
     spec = _spec(None, options, None, common.seed)
+    from multitudes.data.sources import short_name
+
     directory = out or Path("runs") / f"{short_name(source)}-{method}"
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         _train_together(spec, directory, rerun_stale)

@@ -29,25 +29,23 @@ def flags_of(command: Callable[..., None]) -> dict[str, str]:
 def as_typed(sentence: str, flags: Mapping[str, str]) -> str:
     """A sentence that names arguments of Python, with the options of a command in their place.
 
-    An argument is known by its equals sign, by the beginning of the sentence, or by an underscore; what is quoted is
-    the user's own.
+    An argument is known by its equals sign, or by the beginning of the sentence; what is quoted is the user's own.
 
     >>> flags = {"target": "--target", "skip_bad": "--skip-bad", "read_as": "--as", "epochs": "--epochs"}
     >>> as_typed("target='a=b' is no column. skip_bad=True leaves them out", flags)
     "--target 'a=b' is no column. --skip-bad leaves them out"
     >>> as_typed("target= must say what to predict", flags), as_typed("training.epochs must be 1 or more", flags)
     ('--target must say what to predict', '--epochs must be 1 or more')
-    >>> as_typed("'read_as' and read_as of target", flags)
-    "'read_as' and --as of target"
+    >>> as_typed("read_as of 'epochs' must be date; there are target, epochs", flags)
+    "--as of 'epochs' must be date; there are target, epochs"
     """
     if not flags:
         return sentence
     names = "|".join(sorted(map(re.escape, flags), key=len, reverse=True))
-    long = "|".join(re.escape(name) for name in flags if "_" in name) or "(?!)"
     pattern = re.compile(
         rf"(?P<quoted>{QUOTED})|^(?:data|training|evaluation)\.(?P<key>{names})\b(?P<key_equals>=?)"
         rf"|(?<![\w.-])(?P<name>{names})=(?P<true>True\b)?(?P<value>(?=[^\s.,;:)]))?"
-        rf"|(?<![\w.-])(?P<long>{long})\b|^(?P<first>{names})(?= must | of | and )"
+        rf"|^(?P<first>{names})(?= must | of )"
     )
 
     def typed(found: re.Match[str]) -> str:
@@ -57,6 +55,6 @@ def as_typed(sentence: str, flags: Mapping[str, str]) -> str:
             return flags[found["key"]] + (" " if found["key_equals"] else "")
         if found["name"]:
             return flags[found["name"]] + (" " if found["value"] is not None and not found["true"] else "")
-        return flags[found["long"] or found["first"]]
+        return flags[found["first"]]
 
     return pattern.sub(typed, sentence)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,14 +76,19 @@ class Column:
         """The values as numbers, with this decimal mark; NaN for what is none."""
         if self.numeric and (not self.cells or mark == self.mark):
             return self.values
-        return _tensor([math.nan if text is None else read_number(text, mark) for text in self.texts()])
+        return _tensor(_read(self.texts(), lambda text: read_number(text, mark)))
 
     def days(self, order: str) -> Tensor:
         """The values as dates in this order of day, month and year, in days since 1970; NaN for what is none."""
         if self.kind == "date":
             return self.values
-        read = {text: math.nan if text is None else read_date(text, order) for text in set(self.texts())}
-        return _tensor([read[text] for text in self.texts()])
+        return _tensor(_read(self.texts(), lambda text: read_date(text, order)))
+
+
+def _read(texts: Sequence[str | None], read: Callable[[str], float]) -> list[float]:
+    """What texts read as, each different one read once; NaN for None."""
+    found = {text: math.nan if text is None else read(text) for text in set(texts)}
+    return [found[text] for text in texts]
 
 
 def _tensor(values: list[float]) -> Tensor:
@@ -126,7 +131,7 @@ def from_cells(texts: Sequence[str | None], mark: str = ".") -> Column:
     >>> from_cells(["red", "1", None]).values
     ['red', '1', None]
     """
-    numbers = [math.nan if text is None else read_number(text, mark) for text in texts]
+    numbers = _read(texts, lambda text: read_number(text, mark))
     count = sum(text is not None for text in texts)
     read = sum(not math.isnan(number) for number in numbers)
     if read < ENOUGH * count:

@@ -7,7 +7,17 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
-__all__ = ["AMBIGUOUS", "ORDERS", "READ_AS", "date_order", "decimal_marks", "read_date", "read_number"]
+__all__ = [
+    "AMBIGUOUS",
+    "ENOUGH",
+    "ORDERS",
+    "READ_AS",
+    "date_order",
+    "decimal_marks",
+    "digits_as_dates",
+    "read_date",
+    "read_number",
+]
 
 READ_AS = ("number", "date", "category", "text", "dmy", "mdy")
 """What a column can be read as: `text` is left out, `dmy` and `mdy` are dates with the day or the month first."""
@@ -26,6 +36,9 @@ Texts = Sequence[str | None]
 
 # -- numbers -----------------------------------------------------------------------------------------------
 
+UNITS = "$€£¥% \u00a0\u202f"
+"""What may stand before or after a number."""
+
 _SIGN, _EXPONENT = r"[+-]?", r"(?:[eE][+-]?\d+)?"
 _GROUPS = {".": ", \u00a0\u202f'", ",": ". \u00a0\u202f'"}
 """What may stand between groups of three digits, by the decimal mark."""
@@ -40,15 +53,24 @@ _COMMA, _POINT = re.compile(rf"{_SIGN}\d+,\d{{3}}"), re.compile(rf"{_SIGN}\d+\.\
 
 
 def read_number(text: str, mark: str = ".") -> float:
-    """A number whose decimal mark is a point or a comma, NaN where it is none.
+    """A number whose decimal mark is a point or a comma, NaN where it is none; a sign of money or percent is left out.
 
-    >>> read_number("1,234.5"), read_number("1.234,5", ","), read_number("2.5", ","), read_number("1,2")
+    >>> read_number("1,234.5"), read_number("1.234,5 €", ","), read_number("2.5", ","), read_number("1,2")
     (1234.5, 1234.5, 2.5, nan)
     """
+    if mark == ".":
+        number = _float(text)
+        if not math.isnan(number):
+            return number
+    text = text.strip(UNITS)
     if _NUMBER[mark].fullmatch(text):
         for group in _GROUPS[mark]:
             text = text.replace(group, "")
         text = text.replace(",", ".")
+    return _float(text)
+
+
+def _float(text: str) -> float:
     try:
         return math.nan if "_" in text else float(text)  # which Python reads, and nobody writes
     except ValueError:
@@ -67,7 +89,7 @@ def decimal_marks(columns: Sequence[Texts], separator: str = ",") -> list[str]:
     ... )
     ([',', ','], ['.'], [','])
     """
-    marked = [[text for text in set(texts) if text and ("," in text or "." in text)] for texts in columns]
+    marked = [[text.strip(UNITS) for text in set(texts) if text and ("," in text or "." in text)] for texts in columns]
     sure = [_sure_mark(texts) for texts in marked]
     likely = "," if "," in sure else "."
     either = "," if separator == ";" else likely
@@ -97,7 +119,9 @@ _CLOCK = (
     r" ?(?P<half>[AaPp][Mm])? ?(?P<zone>Z|UTC|[+-]\d{2}(?::?\d{2})?)?)?"
 )
 _YEAR_FIRST = re.compile(rf"(?P<year>\d{{4}})([-/.])(?P<month>\d{{1,2}})\2(?P<day>\d{{1,2}}){_CLOCK}")
+_MONTH = re.compile(r"(?P<year>\d{4})-(?P<month>\d{2})")
 _DIGITS = re.compile(r"(?P<year>\d{4})(?P<month>\d{2})(?P<day>\d{2})")
+_SECONDS = re.compile(r"(\d{9,10})(\d{3})?")
 _YEAR_LAST = re.compile(
     rf"(?P<first>\d{{1,2}})(?:\.(?P<second_>\d{{1,2}})\.(?P<long>\d{{4}})"
     rf"|([-/])(?P<second__>\d{{1,2}})\4(?P<short>\d{{4}}|\d{{2}})){_CLOCK}"
@@ -113,6 +137,8 @@ _EPOCH = datetime.date(1970, 1, 1).toordinal()
 def read_date(text: str, order: str = "ymd") -> float:
     """The days from the beginning of 1970 to a date, with the time as a fraction; NaN where it is none.
 
+    A month is its first day; nine or more digits are seconds since 1970, or thousandths of them.
+
     >>> (
     ...     read_date("1970-01-03"),
     ...     read_date("3.1.1970 12:00", "dmy"),
@@ -123,6 +149,10 @@ def read_date(text: str, order: str = "ymd") -> float:
     """
     if found := _YEAR_FIRST.fullmatch(text) or _DIGITS.fullmatch(text):
         return _days(found.groupdict(), found["year"], found["month"], found["day"])
+    if found := _MONTH.fullmatch(text):
+        return _days({}, found["year"], found["month"], "1")
+    if found := _SECONDS.fullmatch(text):  # since 1970, or a thousand times as many
+        return (int(found[1]) + int(found[2] or 0) / 1000) / 86400
     if found := _NAMED.fullmatch(text):
         name = (found["name"] or found["name_"]).lower()[:3]
         month = str(_MONTHS.index(name) + 1) if name in _MONTHS else "0"
@@ -186,9 +216,21 @@ def date_order(texts: Texts) -> str | None:
     return "ymd" if not numbers else "mdy" if second else "dmy" if first or points else AMBIGUOUS
 
 
+def digits_as_dates(texts: Texts) -> bool:
+    """Whether whole numbers look like dates, written as 20201231 or in seconds since 1970, all after 1900.
+
+    >>> digits_as_dates(["20201231", "20210101"]), digits_as_dates(["20201331"]), digits_as_dates(["1600000000"])
+    (True, False, True)
+    """
+    given = {text for text in texts if text is not None}
+    dates = (read_date(text) for text in given if _DIGITS.fullmatch(text) or _SECONDS.fullmatch(text))
+    likely = sum(-25567 <= days <= 47482 for days in dates)  # from 1900 to 2099
+    return bool(given) and likely == len(given)
+
+
 def _dated(text: str) -> re.Match[str] | None:
     """How a text is a date, if it is one in some order."""
-    if found := _YEAR_FIRST.fullmatch(text) or _NAMED.fullmatch(text):
+    if found := _YEAR_FIRST.fullmatch(text) or _MONTH.fullmatch(text) or _NAMED.fullmatch(text):
         return None if math.isnan(read_date(text)) else found
     found = _YEAR_LAST.fullmatch(text)
     return found if found and any(not math.isnan(read_date(text, order)) for order in ("dmy", "mdy")) else None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from multitudes.data.columns import Column
 from multitudes.data.features import PARTS, Category, Date, Feature, Number, parts_of
-from multitudes.data.parsing import AMBIGUOUS, ORDERS, READ_AS, date_order, decimal_marks
+from multitudes.data.parsing import AMBIGUOUS, ORDERS, READ_AS, date_order, decimal_marks, digits_as_dates
 
 __all__ = ["ColumnReading", "check_read_as", "read_columns"]
 
@@ -158,6 +158,7 @@ class _Reader:
         self._check_varied(train.unique(), len(train) < len(self.rows))
         self._check_number_id(known)
         self._note_constant(self.values)
+        self._note_codes()
         spread, size = (train.max() - train.min()).item(), train.abs().max().item()
         offset = train.min().floor().item() if 0 < spread < 1e-5 * size else 0.0
         return Number(self.name, _median(train), len(train) < len(self.rows), mark, offset)
@@ -256,6 +257,16 @@ class _Reader:
         (most, count), *others = Counter(values).most_common(2)
         if others and count >= NEARLY * len(values):
             self.notes.append(f"nearly constant: {_short(most)!r} in {count / len(values):.1%} of the rows")
+
+    def _note_codes(self) -> None:
+        """Whole numbers that may be dates, or codes."""
+        if not self.column.whole or self.asked:
+            return
+        texts = self.column.texts()
+        if digits_as_dates(texts):
+            self.notes.append("maybe dates: read them as date")
+        if any(text is not None and re.fullmatch(r"0\d+", text) for text in texts):
+            self.notes.append("numbers with leading zeros are maybe codes: read them as category")
 
     def _note_numbers(self) -> None:
         """Where half of a column of texts are numbers."""

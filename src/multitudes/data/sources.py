@@ -228,7 +228,8 @@ def _csv(name: str, folder: Path, files: Sequence[Path]) -> Source:
 def _csv_lines(path: Path) -> tuple[str, list[tuple[int, list[str]]]]:
     """What separates the cells, and each row that is not empty, with the line on which it begins."""
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        content = path.read_bytes()
+        text = content.decode("utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
         header = re.sub('"[^"]*"', "", text[:65536]).partition("\n")[0]
         most = max(",;\t", key=header.count)
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=most)
@@ -305,7 +306,7 @@ def _npz(path: Path, fold: int) -> Source:
     return Source(path.name, columns, parts, [(path.name, len(x))], target="y", arrays=True)
 
 
-_READERS = {".parquet": _parquet, ".csv": _csv}
+_READERS = {".parquet": _parquet, ".csv": _csv, ".tsv": _csv}
 
 
 # -- Hugging Face ------------------------------------------------------------------------------------------

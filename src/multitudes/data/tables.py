@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from multitudes.data.columns import Column, Encoded
-from multitudes.data.features import Feature, Number
+from multitudes.data.features import Feature, Number, features_of
 from multitudes.data.reading import ColumnReading, check_read_as, read_columns
 from multitudes.data.sources import Source
 
@@ -83,14 +83,13 @@ class TableEncoder:
         self, columns: Mapping[str, Column], rows: Tensor, where: Callable[[int], str] | None = None
     ) -> Encoded:
         """The features of these rows, float32 `[N, F]`."""
-        unknown, filled, parts = torch.zeros(len(rows), dtype=torch.bool), {}, []
-        for feature in self.features:
-            raw = feature.raw(columns[feature.column])[rows]
-            parts.append(feature.features(raw))
-            unknown |= feature.unknown(raw)
-            if missing := int(feature.missing(raw).sum()):
+        unknown, filled = torch.zeros(len(rows), dtype=torch.bool), {}
+        raw = [feature.raw(columns[feature.column])[rows] for feature in self.features]
+        for feature, own in zip(self.features, raw, strict=True):
+            unknown |= feature.unknown(own)
+            if missing := int(feature.missing(own).sum()):
                 filled[feature.column] = missing
-        x = torch.cat(parts, 1)
+        x = features_of(self.features, raw)
         return Encoded(x, list(range(len(rows))), unknown=int(unknown.sum()), filled=filled)
 
 
@@ -110,12 +109,15 @@ def choose_columns(source: Source, target: str, choice: Choice) -> dict[str, Col
         source.column("drop", name)
     check_read_as(choice.read_as, source.columns, source.name)
     if twice := [name for name in choice.read_as if name in choice.drop]:
-        raise ValueError(f"drop and read_as must not name the same column, got {twice[0]!r} in both")
+        raise ValueError(f"read_as of {twice[0]!r} must be left out, since drop= leaves this column out")
     names = [name for name in source.columns if name != target] if choice.columns is None else list(choice.columns)
-    if target in (*names, *choice.drop, *choice.read_as) or not names:
-        got = [*names, *choice.drop, *choice.read_as]
-        raise ValueError(f"columns must name at least one feature and not the target {target!r}, got {got}")
-    return {name: source.column("columns", name) for name in names if name not in choice.drop}
+    for argument, own in (("columns", names), ("drop", choice.drop), ("read_as", choice.read_as)):
+        if target in own:
+            raise ValueError(f"{argument} must not name the target {target!r}, got {list(own)}")
+    chosen = {name: source.column("columns", name) for name in names if name not in choice.drop}
+    if not chosen:
+        raise ValueError(f"columns must leave a feature beside the target {target!r} in {source.name}, got none")
+    return chosen
 
 
 def find_target(source: Source, target: str | None, inputs: Collection[str]) -> str:
@@ -149,6 +151,10 @@ def targets(
         if task == "regression":
             raise ValueError(f"task='regression' needs numbers to predict, but {name!r} holds texts like {values[0]!r}")
         classes = column.names or tuple(sorted(set(values)))
+        if 2 * len(classes) > len(values) > CLASSES and not column.names:
+            raise ValueError(
+                f"target={name!r} must hold classes, got {len(classes)} different texts in {len(values)} rows"
+            )
         number = {label: index for index, label in enumerate(classes)}
         y = torch.tensor([number.get(value, -1) for value in column.values])
     else:

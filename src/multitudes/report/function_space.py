@@ -140,15 +140,22 @@ def loss_landscape(results: Results) -> dict[str, Any]:
     plane = results.landscape.get("plane")
     if not plane:
         return {}
-    # Far out the loss is a hundred times that of the valleys, which only a logarithm shows.
-    heights = [[math.log10(max(loss, 1e-12)) for loss in row] for row in plane["loss"]]
-    highest = max(height for row in heights for height in row if math.isfinite(height))
-    heights = [[height if math.isfinite(height) else highest for height in row] for row in heights]
     points = plane.get("points", [])
     x, y, names = ([point[key] for point in points] for key in ("x", "y", "name"))
     tips = [f"{point['name']}: loss {float(point['loss']):.3f}" for point in points]
     networks = Series(x, y, line=False, marks=True, tips=tips, labels=list(map(str, names)))
     bare = Axis(bare=True)
     losses = "; ".join(f"{point['name']} {float(point['loss']):.3f}" for point in points)
-    view = View([networks], bare, bare, field=Field(plane["x"], plane["y"], heights, "log10 loss"))
+    view = View([networks], bare, bare, field=Field(plane["x"], plane["y"], _heights(plane["loss"]), "log10 loss"))
     return {"views": [view], "losses": losses}
+
+
+def _heights(losses: list[list[float | None]]) -> list[list[float]]:
+    """Logarithms: far out the loss is a hundred times that of the valleys. One that is no number is as high as any.
+
+    >>> _heights([[0.1, 100.0], [None, float("nan")]])
+    [[-1.0, 2.0], [2.0, 2.0]]
+    """
+    known = [[None if loss is None or not math.isfinite(loss) else loss for loss in row] for row in losses]
+    highest = max((loss for row in known for loss in row if loss is not None), default=1.0)
+    return [[math.log10(max(highest if loss is None else loss, 1e-12)) for loss in row] for row in known]

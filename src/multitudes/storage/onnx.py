@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from io import StringIO
@@ -36,7 +36,7 @@ from multitudes.evaluation.temperature import LEAST_LOG_PROB, Temperature, Vecto
 from multitudes.storage.freeze import Frozen, freeze
 from multitudes.storage.save import check_path
 
-__all__ = ["OUTPUTS", "Raw", "to_onnx", "write_onnx"]
+__all__ = ["OUTPUTS", "Raw", "input_names", "to_onnx", "write_onnx"]
 
 OUTPUTS: dict[str, dict[str, Callable[[Predictive], Tensor]]] = {
     "classification": {
@@ -197,9 +197,24 @@ class _Answers(nn.Module):
         """The names of the inputs."""
         if isinstance(self.example, Mapping):
             names = [name for name, value in self.example.items() if isinstance(value, Tensor)]
-            return [f"input_{name}" if name in self.outputs else name for name in names]
+            return input_names(names, self.outputs)
         count = len(tensors_in(self.example))
         return ["x"] if count == 1 else [f"x{index}" for index in range(count)]
+
+
+def input_names(names: Sequence[str], outputs: Collection[str]) -> list[str]:
+    """Names of inputs, each once and none that of an output: with `input_` before them where that is needed.
+
+    >>> input_names(["mean", "input_mean", "size"], ["mean", "std"])
+    ['input_input_mean', 'input_mean', 'size']
+    """
+    found = []
+    for name in names:
+        own = name
+        while own in outputs or (own != name and own in names):
+            own = f"input_{own}"
+        found.append(own)
+    return found
 
 
 class _Apart(nn.Module):

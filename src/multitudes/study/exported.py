@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from multitudes.data import Data
-from multitudes.data.features import Category, Date
+from multitudes.data.features import Category, Date, features_of
 from multitudes.data.tables import TableEncoder
 from multitudes.evaluation.calibrate import Calibrated
-from multitudes.storage.onnx import OUTPUTS, Raw, write_onnx
+from multitudes.storage.onnx import OUTPUTS, Raw, input_names, write_onnx
 from multitudes.study.trained import Trained
 
 __all__ = ["ExportInput", "export", "export_inputs"]
@@ -45,8 +44,8 @@ def export_inputs(data: Data) -> list[ExportInput]:
         return [ExportInput(IMAGE, "uint8", f"[batch, {', '.join(map(str, data.shape))}], pixels from 0 to 255")]
     outputs = OUTPUTS["classification" if data.classes else "regression"]
     found = []
-    for feature in encoder.features:
-        name = f"input_{feature.column}" if feature.column in outputs else feature.column
+    names = input_names([feature.column for feature in encoder.features], outputs)
+    for name, feature in zip(names, encoder.features, strict=True):
         if isinstance(feature, Category):
             found.append(ExportInput(name, "string", "[batch], '' where it is missing"))
         else:
@@ -80,8 +79,8 @@ def _raw(trained: Trained, x: Tensor) -> Raw:
     example = dict(zip((feature.column for feature in encoder.features), _restored(encoder, x), strict=True))
 
     def features(given: Mapping[str, Tensor]) -> Tensor:
-        parts = [feature.features(given[feature.column]) for feature in encoder.features]
-        return data.normalised(torch.cat(parts, 1).reshape(-1, *data.shape))
+        x = features_of(encoder.features, [given[feature.column] for feature in encoder.features])
+        return data.normalised(x.reshape(-1, *data.shape))
 
     texts = {each.column: each.numbers() for each in encoder.features if isinstance(each, Category)}
     return Raw(example, features, texts, data.target_mean, data.target_std, about)

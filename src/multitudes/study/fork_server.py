@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["main"]
+__all__ = ["end_with_parent", "main"]
 
 PRELOADED = ("multitudes.study.worker", "safetensors.torch", "sklearn.datasets", "torch.profiler", "PIL.Image")
 """What jobs import, or some of them, as far as it is installed. It must not start a GPU, or threads that forks lose."""
@@ -45,6 +45,11 @@ def main() -> None:
             importlib.import_module(name)
     gc.freeze()  # pages that are never collected stay shared with the jobs
     _Server(0, answers).serve()
+
+
+def end_with_parent() -> None:
+    """Have Linux kill this process when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
 
 
 class _Server:

@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
-import torch
-
 from multitudes.core.checks import check_count
 from multitudes.study.monitor import Interrupted, Monitor, Outcome, Snapshot
-from multitudes.study.processes import JobProcess, Starter, starter
+from multitudes.study.processes import JobProcess, Starter, starter, threads
 from multitudes.study.store import Run
 
-__all__ = ["run_local", "stoppable", "threads"]
+__all__ = ["cores", "run_local", "stoppable"]
 
 
 def run_local(
@@ -78,11 +76,6 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def threads(count: float) -> dict[str, str]:
-    """The environment of a job that computes with so many threads, rounded down."""
-    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(max(1, int(count))))
-
-
 def _slots(device: str, workers: int | None) -> list[dict[str, str]]:
     """The environment of each worker: its threads, so that workers do not compete for cores, and its GPU.
 
@@ -97,6 +90,8 @@ def _slots(device: str, workers: int | None) -> list[dict[str, str]]:
 
 
 def _gpus() -> list[str]:
+    import torch
+
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name.strip()] if torch.cuda.device_count() else []

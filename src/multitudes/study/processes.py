@@ -21,7 +21,7 @@ from multitudes.study.fork_server import OUTPUT
 from multitudes.study.monitor import JobProgress
 from multitudes.study.store import Job, failure_in
 
-__all__ = ["Commands", "ForkServer", "JobProcess", "Starter", "starter"]
+__all__ = ["GRACE", "Commands", "ForkServer", "JobProcess", "Starter", "starter", "threads", "tied"]
 
 WORKER, SERVER = ((sys.executable, "-P", "-m", f"multitudes.study.{name}") for name in ("worker", "fork_server"))
 GRACE = 10.0
@@ -62,10 +62,15 @@ def starter(command: Sequence[str] | None = None) -> Starter:
     return ForkServer() if LINUX and command is None else Commands(command or WORKER)
 
 
-def _tied(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+def tied(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     """Start a process that ends when this one does, even if that is killed; elsewhere than on Linux it may go on."""
     tie = [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid())] if LINUX else []
     return subprocess.Popen([*tie, *command], **options)
+
+
+def threads(count: float) -> dict[str, str]:
+    """The environment of a job that computes with so many threads, rounded down."""
+    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(max(1, int(count))))
 
 
 class Commands:
@@ -78,7 +83,7 @@ class Commands:
     def start(self, directory: Path, environment: Mapping[str, str]) -> Process:
         """Run it in a process of its own."""
         with (directory / OUTPUT).open("wb") as output:
-            process = _tied(
+            process = tied(
                 [*self.command, str(directory)], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 env={**os.environ, **environment},
             )  # fmt: skip
@@ -111,7 +116,7 @@ class ForkServer:
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # it lives as long as the server
             own = {**os.environ, **environment}
             pipe = subprocess.PIPE
-            self._server = _tied(SERVER, stdin=pipe, stdout=pipe, stderr=self._errors, env=own, bufsize=0)
+            self._server = tied(SERVER, stdin=pipe, stdout=pipe, stderr=self._errors, env=own, bufsize=0)
             assert self._server.stdout is not None
             os.set_blocking(self._server.stdout.fileno(), False)
         self.count += 1

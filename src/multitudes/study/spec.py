@@ -32,9 +32,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from multitudes.data.kinds import kind_of_shape
-from multitudes.study.methods import METHODS, methods_for, unfit
-from multitudes.study.networks import defaults, network_names
+from multitudes.methods.listing import listed
 from multitudes.study.scales import at_scale
 from multitudes.study.sections import (
     DataSection,
@@ -146,6 +144,9 @@ class Spec(Section):
 
     def resolved(self, shape: tuple[int, ...], task: str = "classification") -> Self:
         """With every default filled in, for inputs of a shape, `(C, H, W)` or `(F,)`, and a task."""
+        from multitudes.study.methods import METHODS, methods_for  # here: to be read, a specification needs no torch
+        from multitudes.study.networks import defaults
+
         suggested = defaults(shape)
         given = {key: value for key, value in self.training.model_dump().items() if value is not None}
         training = {**suggested["training"], **given}
@@ -173,10 +174,15 @@ class Spec(Section):
     def _shift(self, shape: tuple[int, ...], task: str) -> list[str]:
         if self.evaluation.shift is not None:
             return self.evaluation.shift
+        from multitudes.data.kinds import kind_of_shape
+
         return SHIFT if kind_of_shape(shape).corruptible(shape) and task == "classification" else []
 
     def _check(self, shape: tuple[int, ...], task: str) -> None:
         """Whether it fits the data."""
+        from multitudes.data.kinds import kind_of_shape
+        from multitudes.study.methods import METHODS, unfit
+
         problems: list[tuple[Place, str]] = []
         training, evaluation = self.training, self.evaluation
         if training.warmup >= training.epochs:  # type: ignore[operator]
@@ -269,16 +275,22 @@ def _read_methods(raw: Any) -> tuple[Any, list[tuple[Place, str]]]:
             wrong = _wrong_settings(label, name, settings)
             problems += [((*path, key) if key else path, message) for key, message in wrong]
             if not wrong:
-                methods[label]["settings"] = METHODS[name].complete(settings)
+                methods[label]["settings"] = {**_settings()[name], **settings}
     return {label: each for label, each in methods.items() if isinstance(each["method"], str)}, problems
+
+
+def _settings() -> dict[str, Mapping[str, Any]]:
+    """The settings of every method, with their defaults."""
+    return {each.name: each.settings for each in listed()}
 
 
 def _wrong_settings(label: str, name: Any, settings: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Which keys of a method's table are wrong, and why."""
-    if not isinstance(name, str) or name not in METHODS:
+    every = _settings()
+    if not isinstance(name, str) or name not in every:
         where = f"methods.{label}.method" if label != name else "methods"
-        return [("method", f"{where} must be {_choices(METHODS)}, got {name!r}{_close(name, METHODS)}")]
-    known = METHODS[name].settings
+        return [("method", f"{where} must be {_choices(every)}, got {name!r}{_close(name, every)}")]
+    known = every[name]
     wrong = []
     for key, value in settings.items():
         if key not in known:
@@ -318,6 +330,8 @@ def _read_model(raw: Any, base: Path) -> list[tuple[Place, str]]:
         if name is None:
             alone = isinstance(raw.get("settings"), dict) and raw["settings"]
             return [(("model", "settings"), "model.settings need a model.name")] if alone else []
+        from multitudes.study.networks import network_names
+
         names = network_names()
         choices = f"{_choices(names)}, or a function of model.file"
         message = f"model.name must be {choices}, got {name!r}{_close(name, names)}"

@@ -1,0 +1,175 @@
+"""The process that gives the jobs of a study to a Ray cluster: one task for each, tried again where its worker dies.
+
+    python -m multitudes.study.ray_driver
+
+`cluster` starts it, with a JSON object on stdin. It writes the files of each job that ends to the run directory, and
+tells on stdout, a JSON object a line, how far the jobs are. When it is asked to end (SIGTERM), the jobs are too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from multitudes.core.checks import needed
+from multitudes.study.monitor import JobProgress
+from multitudes.study.processes import GRACE, threads
+from multitudes.study.ray_node import Board, Result, work
+from multitudes.study.store import Job, Run, write_atomically
+
+__all__ = ["main"]
+
+Tell = Callable[..., None]
+
+
+def main() -> None:
+    """Serve the study that stdin describes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent passes it on
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what Ray prints is no answer
+
+    def tell(**message: Any) -> None:
+        answers.write(json.dumps(message) + "\n")
+
+    request = json.loads(sys.stdin.readline())
+    tell(importing=True)
+    ray = needed("ray", "ray", "a study on a cluster")
+    tell(connecting=True)
+    try:
+        ray.init(address=request["address"], log_to_driver=False, logging_level="ERROR")
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        tell(error=f"no cluster can be reached there ({reason or type(error).__name__})")
+        return
+    tell(connected=True)
+    try:
+        _Driver(ray, request, tell).run()
+        tell(finished=True)
+    except ValueError as error:
+        tell(error=str(error))
+    ray.shutdown()
+
+
+class _Driver:
+    """The tasks of a study, from the first to the last."""
+
+    def __init__(self, ray: Any, request: Mapping[str, Any], tell: Tell) -> None:
+        self.ray, self.tell, self.patience = ray, tell, request["patience"]
+        self.stopped = self.told = False
+        signal.signal(signal.SIGTERM, self._stop)
+        self.needs = {"CPU": request["cpus"], "GPU": self._gpus(request["device"], request["gpus"])}
+        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=True
+        )
+        board = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=1)(Board)
+        self.board = board.options(scheduling_strategy=here).remote()
+        environment = threads(self.needs["CPU"]) | ({} if self.needs["GPU"] else {"CUDA_VISIBLE_DEVICES": ""})
+        given = {"max_retries": request["retries"], "num_cpus": self.needs["CPU"], "num_gpus": self.needs["GPU"]}
+        task = ray.remote(**given)(work)
+        run = Run(request["directory"])
+        shared = self._shared(run)
+        self.pending: dict[Any, Job] = {
+            task.remote(job.name, _files(job), shared, self.board, environment, request["command"]): job
+            for job in run.missing
+        }
+        self.placed = time.monotonic()
+
+    def run(self) -> None:
+        """Until all have ended."""
+        progress: dict[str, JobProgress] = {}
+        deadline = float("inf")
+        while self.pending and time.monotonic() < deadline:
+            running = [progress[job.name] for job in self.pending.values() if job.name in progress]
+            self.tell(running=[asdict(each) for each in running])
+            self._check_places(bool(running))
+            if self.stopped and not self.told:
+                deadline, self.told = time.monotonic() + GRACE + 5, True
+                self._ask_to_save(progress)
+            ready, _ = self.ray.wait(list(self.pending), num_returns=1, timeout=0.5)
+            for task in ready:
+                self._end(task, self.pending.pop(task))
+            try:
+                progress = self.ray.get(self.board.read.remote(), timeout=5)
+            except (self.ray.exceptions.RayError, TimeoutError):
+                progress = {}  # unknown; the work goes on
+        for task in self.pending:
+            self.ray.cancel(task, force=True)
+        self.tell(running=[])
+
+    def _end(self, task: Any, job: Job) -> None:
+        try:
+            result: Result = self.ray.get(task, timeout=60)
+        except (self.ray.exceptions.TaskCancelledError, TimeoutError):
+            return
+        except self.ray.exceptions.RayError as error:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            self.tell(job=job.name, seconds=0, reason=f"its task was lost: {(lines or [type(error).__name__])[0]}")
+            return
+        for name in sorted(result.files, key=lambda name: name == "metrics.json"):  # last: with it, the job is done
+            write_atomically(job.directory / name, result.files[name])
+        if not result.stopped:
+            self.tell(job=job.name, seconds=result.seconds, reason=result.reason)
+
+    # -- what tasks are given ------------------------------------------------------------------------------
+
+    def _gpus(self, device: str, gpus: float | None) -> float:
+        there = self.ray.cluster_resources().get("GPU", 0)
+        fraction = (1.0 if there and device != "cpu" else 0.0) if gpus is None else float(gpus)
+        if device == "cuda" and not (there and fraction):
+            raise ValueError(f"device='cuda' needs GPUs, got a cluster with {there:g} and gpus={fraction:g} for a job")
+        return fraction
+
+    def _shared(self, run: Run) -> dict[str, tuple[str, list[Any]]]:
+        """What jobs may need of the run directory, the data and a network of the user's own: checksum and content.
+
+        The reference to the content is in a list, so that Ray sends it to the nodes that ask for it, and not with each
+        task.
+        """
+        files = [path for path in run.directory.glob("[!.]*") if path.suffix in (".mtdata", ".py")]
+        contents = {path.name: path.read_bytes() for path in files}
+        return {
+            name: (hashlib.sha256(content).hexdigest(), [self.ray.put(content)]) for name, content in contents.items()
+        }
+
+    # -- faults --------------------------------------------------------------------------------------------
+
+    def _check_places(self, running: bool) -> None:
+        """That some node could run a job, when none does for a while."""
+        now = time.monotonic()
+        if running or any(self._fits(node) for node in self.ray.nodes()):
+            self.placed = now
+        elif now - self.placed > self.patience:
+            needs = " and ".join(f"{count:g} {name}" for name, count in self.needs.items() if count)
+            raise ValueError(f"no node of the cluster has {needs} for a job; what is done stays done")
+
+    def _fits(self, node: Mapping[str, Any]) -> bool:
+        there = node.get("Resources", {})
+        return bool(node["Alive"]) and all(there.get(name, 0) >= count for name, count in self.needs.items())
+
+    def _stop(self, *_: Any) -> None:
+        self.stopped = True
+
+    def _ask_to_save(self, progress: Mapping[str, JobProgress]) -> None:
+        """Jobs that have been started save their training and return it; the others are taken back."""
+        self.board.stop.remote()
+        for task, job in self.pending.items():
+            if job.name not in progress:
+                self.ray.cancel(task)
+
+
+def _files(job: Job) -> dict[str, bytes]:
+    """What a job begins with: its configuration, and what an earlier run has saved."""
+    found = [job.directory / "config.json", job.directory / "checkpoint.safetensors"]
+    found += (job.directory / "recording").glob("[!.]*")
+    return {str(path.relative_to(job.directory)): path.read_bytes() for path in found if path.is_file()}
+
+
+if __name__ == "__main__":
+    main()
