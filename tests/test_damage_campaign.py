@@ -1,4 +1,4 @@
-"""Hundreds of damaged files: no finished work is lost, no wrong result is used, no traceback is shown, nothing hangs."""
+"""Hundreds of damaged files: no finished work is lost, no wrong result used, no traceback shown, nothing hangs."""
 
 from __future__ import annotations
 

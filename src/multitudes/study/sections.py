@@ -170,8 +170,8 @@ class EvaluationSection(Section):
 
     shift: Corruptions | None = option(None, "Corruptions of images to test on.", metavar="A,B|all|none")
     severities: Severities = option([1, 3, 5], "Of the corruptions, from 1 to 5.", metavar="1,3,5")
-    shift_limit: Count | None = None
-    """How many images of the test part are corrupted; None is all of them."""
+    shift_limit: Count = 500
+    """How many images of the test part are corrupted, at most: of each class its share."""
     shift_draws: Count | None = None
     """How many draws are made of each of these; None is as many as of the others."""
     draws: Count = option(20, "Predictions of a method that draws.", min=1)
