@@ -43,7 +43,7 @@ def test_the_digits_are_all_of_scikit_learn_s_each_in_one_part(digits: Data) -> 
         ours += [(image.tobytes(), int(label)) for image, label in zip(back, part.y, strict=True)]
     assert sorted(ours) == known
     assert int(digits.train.x.min()) == 0 and int(digits.train.x.max()) == 255
-    assert [len(part) for part in digits.parts.values()] == [200, 400, 1197]
+    assert [len(part) for part in digits.parts.values()] == [250, 400, 1147]
     assert md.load("digits", seed=7).fingerprint == digits.fingerprint
     share = np.bincount(theirs.target) / 1797
     for part in digits.parts.values():
@@ -52,9 +52,10 @@ def test_the_digits_are_all_of_scikit_learn_s_each_in_one_part(digits: Data) -> 
 
 def test_photographs_have_the_pixels_of_the_test_digits_in_other_places(digits: Data) -> None:
     photographs = digits.ood["photographs"]
-    assert photographs.shape == digits.test.x.shape
-    assert torch.equal(photographs.flatten(1).sort().values, digits.test.x.flatten(1).sort().values)
-    assert not (photographs == digits.test.x).flatten(1).all(1).any()
+    theirs = digits.test.x[:400]
+    assert photographs.shape == theirs.shape
+    assert torch.equal(photographs.flatten(1).sort().values, theirs.flatten(1).sort().values)
+    assert not (photographs == theirs).flatten(1).all(1).any()
     assert len(photographs.flatten(1).unique(dim=0)) == 400
     with raises("target= does not change 'digits', which is prepared: leave it out"):
         md.load("digits", target="label")

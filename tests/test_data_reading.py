@@ -403,6 +403,21 @@ def test_plain_values_make_the_same_feature() -> None:
         assert feature_of(feature.plain()) == feature
 
 
+@pytest.mark.parametrize(
+    "plain",
+    [
+        {"as": "code", "column": "a"},
+        {"as": "number", "column": "a", "fill": "1"},
+        {"as": "number", "column": None},
+        {"as": "category", "column": "a", "known": [1]},
+        ["number"],
+    ],
+)
+def test_what_is_no_feature_is_refused(plain: Any) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        feature_of(plain)
+
+
 def test_only_the_training_rows_decide_what_is_known() -> None:
     column = Column("text", ["a", "b"] * 10 + ["c"] * 10)
     (feature,), _ = read_columns({"c": column}, torch.arange(20))

@@ -9,7 +9,8 @@ works on tensors alone, so that an exported network can do it too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING as MISSING_DEFAULT
+from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -277,8 +278,17 @@ _KINDS: dict[str, type[Feature]] = {kind.kind: kind for kind in (Number, Date, C
 
 
 def feature_of(plain: Mapping[str, Any]) -> Feature:
-    """The feature that `plain` gave."""
+    """The feature that `plain` gave; a `ValueError` where a value is of another type."""
+    kind = _KINDS.get(plain["as"]) if isinstance(plain, Mapping) else None
+    if kind is None:
+        raise ValueError(f"a feature must be one of {', '.join(_KINDS)}, got {plain!r}")
     own: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in plain.items() if name != "as"
     }
-    return _KINDS[plain["as"]](**own)
+    feature = kind(**own)
+    for each in fields(feature):
+        value, like = getattr(feature, each.name), "" if each.default is MISSING_DEFAULT else each.default
+        texts = not isinstance(value, tuple) or all(isinstance(text, str) for text in value)
+        if type(value) is not type(like) or not texts:
+            raise ValueError(f"{each.name} of a {kind.kind} must be {type(like).__name__}, got {value!r}")
+    return feature
