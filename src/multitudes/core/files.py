@@ -188,7 +188,8 @@ def _place_of(path: Path) -> str:
 def _checked(file: IO[bytes], path: Path) -> str:
     place = _place(file)
     if place is None:
-        raise DamagedError(path, "it has no checksum, or was written by an earlier version")
+        empty = not file.seek(0, os.SEEK_END)
+        raise DamagedError(path, "it is empty" if empty else "it has no checksum, or was written by an earlier version")
     file.seek(place)
     held = file.read(len(BLANK)).decode("ascii")
     if held != _digest(file, place):
