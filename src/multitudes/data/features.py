@@ -2,13 +2,13 @@
 
 Each class is a column as it was fitted to the training rows, in plain values: `plain` gives them, `feature_of` reads
 them back. `raw` reads the column of any source into one tensor `[n]`, in which NaN, or a number behind those of the
-categories, says that a value is missing; `features` makes the columns `[n, f]` of a network's inputs of that. It works
-on tensors alone, so that an exported network can do it too.
+categories, says that a value is missing; `features_of` makes the columns `[n, F]` of a network's inputs of them. It
+works on tensors alone, so that an exported network can do it too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from multitudes.data.columns import MISSING, Column
 
-__all__ = ["PARTS", "Category", "Date", "Feature", "Number", "feature_of", "parts_of"]
+__all__ = ["PARTS", "Category", "Date", "Feature", "Number", "feature_of", "features_of", "parts_of"]
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -46,9 +46,14 @@ class Feature:
         """Which values the training rows have not, where that can be said, `[n]`."""
         return torch.zeros(len(raw), dtype=torch.bool)
 
-    def features(self, raw: Tensor) -> Tensor:
-        """The features `[n, f]`, float32."""
+    @classmethod
+    def joint(cls, features: Sequence[Any], raw: Tensor) -> Tensor:
+        """The features of several columns `[n, k]` of this kind, one after the other, float32 `[n, f]`."""
         raise NotImplementedError
+
+    def features(self, raw: Tensor) -> Tensor:
+        """The features `[n, f]` of this column `[n]`, float32."""
+        return self.joint([self], raw[:, None])
 
     def restored(self, x: Tensor) -> Tensor:
         """Values `[n]` that have these features `[n, f]`."""
@@ -86,12 +91,12 @@ class Number(Feature):
         _check_read(self, column, values)
         return values
 
-    def features(self, raw: Tensor) -> Tensor:
-        missing = self.missing(raw)
-        values = _filled(raw, missing, self.fill)
-        if self.offset:
-            values = values - torch.tensor(self.offset, dtype=raw.dtype)
-        return torch.stack([values.float(), missing.float()] if self.flag else [values.float()], 1)
+    @classmethod
+    def joint(cls, features: Sequence[Number], raw: Tensor) -> Tensor:
+        values, missing = _filled(raw, [each.fill for each in features])
+        values = values - _row([each.offset for each in features], raw)
+        places = [[at, len(features) + at] if each.flag else [at] for at, each in enumerate(features)]
+        return _chosen([values.float(), missing.float()], places)
 
     def restored(self, x: Tensor) -> Tensor:
         values = x[:, 0].double() + self.offset
@@ -124,11 +129,14 @@ class Date(Feature):
         _check_read(self, column, days)
         return days
 
-    def features(self, raw: Tensor) -> Tensor:
-        missing = self.missing(raw)
-        found = parts_of(_filled(raw, missing, self.fill), self.start)
-        chosen = [found[part] for part in self.parts] + ([missing] if self.flag else [])
-        return torch.stack([part.float() for part in chosen], 1)
+    @classmethod
+    def joint(cls, features: Sequence[Date], raw: Tensor) -> Tensor:
+        days, missing = _filled(raw, [each.fill for each in features])
+        found = parts_of(days, _row([each.start for each in features], raw))
+        names = (*PARTS, "missing")
+        own = [(*each.parts, "missing") if each.flag else each.parts for each in features]
+        places = [[len(features) * names.index(part) + at for part in parts] for at, parts in enumerate(own)]
+        return _chosen([*(found[part].float() for part in PARTS), missing.float()], places)
 
     def restored(self, x: Tensor) -> Tensor:
         found = dict(zip(self.parts, x.double().unbind(1), strict=False))
@@ -138,8 +146,8 @@ class Date(Feature):
         return torch.where(x[:, -1] > 0, torch.nan, days) if self.flag else days
 
 
-def parts_of(days: Tensor, start: float = 0.0) -> dict[str, Tensor]:
-    """The `PARTS` of dates, given in days since the beginning of 1970, `[n]` in float64.
+def parts_of(days: Tensor, start: Tensor | float = 0.0) -> dict[str, Tensor]:
+    """The `PARTS` of dates, given in days since the beginning of 1970, in float64, each in the shape of `days`.
 
     >>> {part: value.item() for part, value in parts_of(torch.tensor([18321.75], dtype=torch.float64)).items()}
     {'year': 2020.0, 'month': 2.0, 'day': 29.0, 'weekday': 5.0, 'hour': 18.0, 'days': 18321.75}
@@ -205,8 +213,11 @@ class Category(Feature):
         """The numbers that have a feature."""
         return [*range(len(self.known)), *([len(self.known)] * self.other), *([len(self.known) + 1] * self.flag)]
 
-    def features(self, raw: Tensor) -> Tensor:
-        return (raw[:, None] == torch.tensor(self._kept, device=raw.device)).float()
+    @classmethod
+    def joint(cls, features: Sequence[Category], raw: Tensor) -> Tensor:
+        own = [(at, number) for at, each in enumerate(features) for number in each._kept]
+        at, numbers = torch.tensor(own).unbind(1)
+        return (raw.index_select(1, at) == numbers).float()
 
     def restored(self, x: Tensor) -> Tensor:
         return torch.where(x.amax(1) > 0, torch.tensor(self._kept)[x.argmax(1)], len(self.known))
@@ -220,9 +231,37 @@ class Category(Feature):
 _MISSING = [form(word) for word in sorted(MISSING - {""}) for form in (str.lower, str.upper, str.title)]
 
 
-def _filled(raw: Tensor, missing: Tensor, fill: float) -> Tensor:
+def features_of(features: Sequence[Feature], raw: Sequence[Tensor]) -> Tensor:
+    """All features `[n, F]` of columns `[n]`, in their order; those of one kind are computed together."""
+    parts: list[Tensor] = []
+    places: dict[int, list[int]] = {}
+    count = 0
+    kinds: list[type[Feature]] = [type(feature) for feature in features]
+    for kind in dict.fromkeys(kinds):
+        own = [at for at, feature in enumerate(features) if type(feature) is kind]
+        parts.append(kind.joint([features[at] for at in own], torch.stack([raw[at] for at in own], 1)))
+        for at in own:
+            places[at] = list(range(count, count + len(features[at].names)))
+            count += len(places[at])
+    return _chosen(parts, [places[at] for at in range(len(features))])
+
+
+def _chosen(parts: Sequence[Tensor], places: Sequence[Sequence[int]]) -> Tensor:
+    """The columns of all parts `[n, f]` that are at these places."""
+    every = [place for own in places for place in own]
+    whole = torch.cat(list(parts), 1)
+    return whole if every == list(range(whole.shape[1])) else whole.index_select(1, torch.tensor(every))
+
+
+def _filled(raw: Tensor, fills: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Columns `[n, k]` without what is missing, and what is."""
+    missing = ~(raw.abs() <= LARGEST)
+    return torch.where(missing, _row(fills, raw), raw), missing
+
+
+def _row(values: Sequence[float], like: Tensor) -> Tensor:
     # As a tensor: an exported network has a plain number in float32.
-    return torch.where(missing, torch.tensor(fill, dtype=raw.dtype), raw)
+    return torch.tensor(values, dtype=like.dtype)
 
 
 def _check_read(feature: Feature, column: Column, values: Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from multitudes.data.columns import Column, Encoded
-from multitudes.data.features import Feature, Number
+from multitudes.data.features import Feature, Number, features_of
 from multitudes.data.reading import ColumnReading, check_read_as, read_columns
 from multitudes.data.sources import Source
 
@@ -83,14 +83,13 @@ class TableEncoder:
         self, columns: Mapping[str, Column], rows: Tensor, where: Callable[[int], str] | None = None
     ) -> Encoded:
         """The features of these rows, float32 `[N, F]`."""
-        unknown, filled, parts = torch.zeros(len(rows), dtype=torch.bool), {}, []
-        for feature in self.features:
-            raw = feature.raw(columns[feature.column])[rows]
-            parts.append(feature.features(raw))
-            unknown |= feature.unknown(raw)
-            if missing := int(feature.missing(raw).sum()):
+        unknown, filled = torch.zeros(len(rows), dtype=torch.bool), {}
+        raw = [feature.raw(columns[feature.column])[rows] for feature in self.features]
+        for feature, own in zip(self.features, raw, strict=True):
+            unknown |= feature.unknown(own)
+            if missing := int(feature.missing(own).sum()):
                 filled[feature.column] = missing
-        x = torch.cat(parts, 1)
+        x = features_of(self.features, raw)
         return Encoded(x, list(range(len(rows))), unknown=int(unknown.sum()), filled=filled)
 
 

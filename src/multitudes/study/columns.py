@@ -80,7 +80,7 @@ class Column:
         ('0.061', '6,142.7', '0.1')
         """
         size = abs(value if beside is None else beside)
-        return fixed(value, self.digits if size < 1000 or not math.isfinite(size) else min(self.digits, 1))
+        return fixed(value, self.digits if size < 100 or not math.isfinite(size) else min(self.digits, 1))
 
     def cell(self, value: Value) -> str:
         """The mean over seeds, with "about" where a time varies by more than it differs from the single network's.

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from multitudes.data import Data
-from multitudes.data.features import Category, Date
+from multitudes.data.features import Category, Date, features_of
 from multitudes.data.tables import TableEncoder
 from multitudes.evaluation.calibrate import Calibrated
 from multitudes.storage.onnx import OUTPUTS, Raw, input_names, write_onnx
@@ -80,8 +79,8 @@ def _raw(trained: Trained, x: Tensor) -> Raw:
     example = dict(zip((feature.column for feature in encoder.features), _restored(encoder, x), strict=True))
 
     def features(given: Mapping[str, Tensor]) -> Tensor:
-        parts = [feature.features(given[feature.column]) for feature in encoder.features]
-        return data.normalised(torch.cat(parts, 1).reshape(-1, *data.shape))
+        x = features_of(encoder.features, [given[feature.column] for feature in encoder.features])
+        return data.normalised(x.reshape(-1, *data.shape))
 
     texts = {each.column: each.numbers() for each in encoder.features if isinstance(each, Category)}
     return Raw(example, features, texts, data.target_mean, data.target_std, about)

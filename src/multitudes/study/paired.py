@@ -2,13 +2,15 @@
 
 Both methods answered the same rows, so rows are compared in pairs: `var_n(mean over seeds of a - b) / N`. Trainings
 differ by chance as well: each method's seeds add `variance / seeds`. Two or three seeds tell little of a method's own
-variance, so that of all methods together is used where it is larger, with the degrees of freedom of all of them
-(Welch and Satterthwaite's for the sum of both parts). With one seed the first part is all that is known.
+variance, so it is moderated by that of the methods in the middle, as if that came from `PRIOR` further seeds (after
+Smyth, *Linear Models and Empirical Bayes Methods*, 2004). The sum of all parts has the degrees of freedom of
+Satterthwaite. With one seed the rows are all that is known.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +22,8 @@ from multitudes.study.rows import Row
 __all__ = ["Comparison", "Difference"]
 
 LEVEL = 0.95
+PRIOR = 4
+"""How many degrees of freedom the variance of the methods in the middle counts for, beside a method's own."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,8 @@ class Comparison:
 
     def __init__(self, rows: Sequence[Row], name: str) -> None:
         self.name = name
-        spreads = [(row.values[name].spread, len(row.seeds)) for row in rows if name in row.values]
-        known = [(spread**2, seeds - 1) for spread, seeds in spreads if spread is not None]
-        self.freedom = sum(freedom for _, freedom in known)
-        self.pooled = sum(variance * freedom for variance, freedom in known) / self.freedom if known else 0.0
+        found = [row.values[name] for row in rows if name in row.values]
+        self.middle = _middle([(value.spread**2, len(value.values) - 1) for value in found if value.spread is not None])
 
     def difference(self, a: Row, b: Row) -> Difference | None:
         """What `a` has more than `b`; None where nothing tells how much of that is chance."""
@@ -65,25 +67,20 @@ class Comparison:
         mean = ours - theirs
         if not math.isfinite(mean):
             return None
-        parts = [part for part in (self._of_rows(a, b), self._of_seeds(a, b)) if part is not None]
+        parts = [part for part in (self._of_rows(a, b), self._of_seeds(a), self._of_seeds(b)) if part is not None]
         if not parts:
             return None
         total = math.fsum(variance for variance, _ in parts)
         squares = math.fsum(variance**2 / freedom for variance, freedom in parts)
         return Difference(mean, math.sqrt(total), total**2 / squares if squares else 1.0)
 
-    def _of_seeds(self, a: Row, b: Row) -> tuple[float, float] | None:
-        """The variance of the difference that comes from the seeds, and its degrees of freedom."""
-        if not self.freedom:
+    def _of_seeds(self, row: Row) -> tuple[float, float] | None:
+        """The variance of a method's mean over its seeds, and its degrees of freedom; what has no seeds has none."""
+        if self.middle is None or not row.seeds:
             return None
-        return math.fsum(self._variance(row) for row in (a, b)), float(self.freedom)
-
-    def _variance(self, row: Row) -> float:
-        """Of a method's mean over its seeds; what does not depend on a seed has none."""
-        if not row.seeds:
-            return 0.0
-        spread = row.values[self.name].spread
-        return max(self.pooled, 0.0 if spread is None else spread**2) / len(row.seeds)
+        spread, own = row.values[self.name].spread, len(row.seeds) - 1
+        total = PRIOR * self.middle + (0.0 if spread is None else own * spread**2)
+        return total / (PRIOR + own) / len(row.seeds), float(PRIOR + own)
 
     def _of_rows(self, a: Row, b: Row) -> tuple[float, float] | None:
         """The variance that comes from the test rows, and its degrees of freedom."""
@@ -94,6 +91,17 @@ class Comparison:
         if self.name.rpartition("/")[2] == "rmse":  # rows are squares: a difference of roots is theirs over the sum
             each = each / max(math.sqrt(float(ours.mean())) + math.sqrt(float(theirs.mean())), 1e-300)
         return float(each.var(ddof=1)) / len(each), len(each) - 1.0
+
+
+def _middle(known: Sequence[tuple[float, int]]) -> float | None:
+    """The variance that half of the methods are below, from estimates and their degrees of freedom; None of none.
+
+    An estimate is below the truth more often than above it: half of chi-squared's values lie below its median.
+    """
+    if not known:
+        return None
+    special = needed("scipy.special", "study", "a comparison")
+    return statistics.median(variance * freedom / float(special.chdtri(freedom, 0.5)) for variance, freedom in known)
 
 
 def _rows(examples: Mapping[str, Any], name: str) -> Any:
