@@ -49,6 +49,14 @@ def specification(folder: Path) -> Spec:
     )
 
 
+CONCLUSIONS: dict[str, Callable[[Run], Any]] = {
+    "costs.json": lambda run: run.times,
+    "baselines.json": lambda run: run.baselines,
+    "landscape.json": lambda run: run.read_table("landscape.json"),
+}
+"""What is made from all jobs, and how it is read."""
+
+
 class Stopped(Exception):
     """A process that was killed."""
 
@@ -131,7 +139,7 @@ class Campaign:
         wrong: list[str] = []
         try:
             with limited(SECONDS):
-                self._read(Run(copy), wrong)
+                self._read(Run(copy), file, wrong)
                 self._run_again(copy, file, wrong)
         except Hangs:
             wrong.append("hang")
@@ -140,7 +148,7 @@ class Campaign:
             wrong.append(f"traceback: {type(error).__name__}: {error} at {where.filename}:{where.lineno}")
         return f"{file} {how}", wrong
 
-    def _read(self, run: Run, wrong: list[str]) -> None:
+    def _read(self, run: Run, file: Path, wrong: list[str]) -> None:
         """What reading commands do: right numbers, or one sentence."""
 
         def attempt(read: Callable[[], object]) -> None:
@@ -166,8 +174,9 @@ class Campaign:
         attempt(scores)
         attempt(saved)
         attempt(lambda: leaderboard(run))
-        attempt(lambda: report.write(run.directory))
-        for name in self.scores:
+        if file.suffix != ".safetensors":  # which a page is not made from
+            attempt(lambda: report.write(run.directory))
+        for name in [name for name in self.scores if name in file.parts or len(file.parts) == 1]:
             attempt(lambda name=name: answers(run.named(name)))
 
     def _run_again(self, copy: Path, file: Path, wrong: list[str]) -> None:
@@ -175,13 +184,18 @@ class Campaign:
         others = {name for name in self.scores if name not in file.parts}
         before = {name: self._time(copy, name) for name in others}
         run = self._prepared(copy)
+        waiting = others & set(self.interrupted)  # they would end as ever
         for job in run.missing:
-            run_job(job.directory)
-        self._conclude(run)
-        for name in sorted(others - set(self.interrupted)):
+            if job.name not in waiting:
+                run_job(job.directory)
+        if file.name in CONCLUSIONS:
+            self._conclude(run)
+            if any(read(run) is None for read in CONCLUSIONS.values()):
+                wrong.append("wrong result: what concerns all jobs was not measured again")
+        for name in sorted(others - waiting):
             if self._time(copy, name) != before[name]:
                 wrong.append(f"lost work: {name} was done again")
-        for job in run.jobs:
+        for job in [job for job in run.jobs if job.name not in waiting]:
             if not job.done or job.metrics["scores"] != self.scores[job.name]:
                 wrong.append(f"wrong result: {job.name} at the end")
             elif not torch.equal(self._answer(job), self.answers[job.name]):

@@ -1,4 +1,4 @@
-"""Hundreds of damaged files: no finished work is lost, no wrong result used, no traceback shown, nothing hangs."""
+"""Hundreds of damaged files: no finished work is lost, no wrong result is used, no traceback, no hang."""
 
 from __future__ import annotations
 

@@ -10,18 +10,21 @@ from typing import Any
 
 import pytest
 
+from multitudes import report
 from multitudes.core.files import read_json, write_json
 from multitudes.study.landscape import write_landscape
-from multitudes.study.local import COMMAND
 from multitudes.study.planning import prepare
+from multitudes.study.processes import WORKER
 from multitudes.study.spec import Spec
 from multitudes.study.store import Job, Run
 from multitudes.study.trained import Trained
 from multitudes.study.worker import run as run_job
 
+from .fake_run import Tags, write_run
 from .test_cli import PACKAGE
 from .test_cli_predict import refuses, says
 
+MARKUP = "</script></style><img src=x onerror=alert(2)>\"'"
 CODE = """
 from pathlib import Path
 from torch import nn
@@ -196,6 +199,9 @@ def test_links_in_a_run_directory_lead_to_no_damage(foreign: Path, elsewhere: Pa
     (run.jobs[0].directory / "log.jsonl").symlink_to(precious / "file")
     with pytest.raises(ValueError, match=r"log\.jsonl' is a link"):
         run_job(run.jobs[0].directory)
+    (run.jobs[0].directory / "output.txt").symlink_to(precious / "file")
+    with pytest.raises(ValueError, match="is a link"):
+        prepare(spec, elsewhere / "run")
     for name in ("report.html", "study.toml", "data.json"):
         (foreign / name).unlink(missing_ok=True)
         (foreign / name).symlink_to(precious / "file")
@@ -207,9 +213,35 @@ def test_files_in_the_working_folder_are_no_modules(made: tuple[Path, Path, Path
     """A job imports torch, whatever lies where its study was started."""
     for name in ("torch", "numpy", "safetensors", "json"):
         (elsewhere / f"{name}.py").write_text("raise SystemExit('a file of the working folder was run')\n")
-    command = [*COMMAND, str(Run(made[0]).jobs[0].directory)]
+    command = [*WORKER, str(Run(made[0]).jobs[0].directory)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": PACKAGE})
     assert done.returncode == 0, done.stderr
+
+
+def marked(value: Any) -> Any:
+    """Plain values with markup for every text that is none of a page's own words."""
+    if isinstance(value, dict):
+        return {key: marked(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [marked(each) for each in value]
+    return MARKUP if isinstance(value, str) and value not in ("classification", "inf") else value
+
+
+def test_no_text_of_a_run_becomes_markup_of_its_page(elsewhere: Path) -> None:
+    run = Run(write_run(elsewhere / "run", ["single", "deep"], [0, 1]))
+    about = read_json(run.about_path)
+    times, plane = run.times, run.read_table("landscape.json")
+    assert times and plane
+    for job in run.jobs:
+        kept = {"scores": job.metrics["scores"], "costs": job.metrics["costs"]}
+        job.write_metrics({**marked(job.metrics), **kept})
+    write_json(run.about_path, {**marked(about), "fingerprint": about["fingerprint"]})
+    run.write_table("costs.json", {**marked(times), "methods": times["methods"]}, run.timed)
+    run.write_table("landscape.json", marked(plane))
+    text = report.write(run.directory).read_text()
+    assert "onerror=alert(2)" in text  # as text
+    for tag, attributes in Tags(text).tags:
+        assert attributes.get("src") != "x" and not any(name.startswith("on") for name in attributes), tag
 
 
 def test_numbers_that_are_none_are_damage_and_not_shown(foreign: Path) -> None:

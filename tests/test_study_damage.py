@@ -89,8 +89,8 @@ def test_a_damaged_job_is_not_done_and_alone_is_done_again(name: str, kind: str,
     want = scores(run)
     job = run.job("packed", 0)
     DAMAGE[kind](job.directory / name)
-    if (name, kind) == ("metrics.json", "swapped"):  # whole, but of other files
-        assert job.damage and "is not the one that was written with metrics.json" in job.damage
+    if (name, kind) == ("metrics.json", "swapped"):  # whole, but another job's
+        assert job.damage and "metrics.json' is damaged: it is another file" in job.damage
     assert [each.name for each in run.done] == ["single-0", "snapshots-0"]
     assert [row.name for row in leaderboard(run)] and "packed" not in [row.name for row in leaderboard(run)]
     if (name, kind) != ("metrics.json", "deleted"):
@@ -100,7 +100,7 @@ def test_a_damaged_job_is_not_done_and_alone_is_done_again(name: str, kind: str,
         assert told in str(caught.value) or "say which" in str(caught.value)
     before = {path: path.stat().st_mtime_ns for path in run.directory.glob("jobs/s*/*")}
     run, said = prepare(folder)
-    if name == "config.json" and kind != "swapped":  # which the specification tells again
+    if name == "config.json":  # which the specification tells again
         assert job.done and not said
     for each in run.missing:
         assert each.name == "packed-0"
@@ -208,7 +208,7 @@ def test_a_damaged_training_begins_anew_and_ends_as_ever(
     run = Run(folder / "run")
     job, want = run.job("snapshots", 0), scores(run)
     other = Job(shutil.copytree(job.directory, job.directory.with_name("snapshots-1")))
-    config = read_json(other.directory / "config.json")
+    config = read_json(job.directory / "config.json")
     planning.write_json(other.directory / "config.json", {**config, "seed": 1})
     for each in (job, other):
         interrupted(each, monkeypatch, steps=6)

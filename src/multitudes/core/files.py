@@ -104,8 +104,10 @@ def write_atomically(path: str | Path, data: bytes | str) -> Path:
     return path
 
 
-def write_json(path: str | Path, table: Mapping[str, Any]) -> Path:
+def write_json(path: str | Path, table: Mapping[str, Any], place: bool = False) -> Path:
     """Write a table of plain values as a sealed JSON object, which also holds the name of its file; gives its path.
+
+    With `place` it holds that of its folder too, where files of the same name lie in several.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -114,7 +116,10 @@ def write_json(path: str | Path, table: Mapping[str, Any]) -> Path:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"sha256": BLANK, NAME: path.name, **table}, indent=1, allow_nan=False) + "\n"
+    text = (
+        json.dumps({"sha256": BLANK, NAME: _place_of(path) if place else path.name, **table}, indent=1, allow_nan=False)
+        + "\n"
+    )
     with sealing(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
     return path
@@ -170,10 +175,14 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise DamagedError(path, f"it cannot be read ({error})") from error
     if not isinstance(found, dict):
         raise DamagedError(path, f"it must be a JSON object, got {type(found).__name__}")
-    if found.pop(NAME, path.name) != path.name:
+    if found.pop(NAME, path.name) not in (path.name, _place_of(path)):
         raise DamagedError(path, "it is another file")
     found.pop("sha256", None)
     return found
+
+
+def _place_of(path: Path) -> str:
+    return f"{path.absolute().parent.name}/{path.name}"
 
 
 def _checked(file: IO[bytes], path: Path) -> str:

@@ -259,7 +259,10 @@ def _parquet(name: str, folder: Path, files: Sequence[Path]) -> Source:
         table = arrow.concat_tables(tables, promote_options="permissive")
     except (arrow.ArrowInvalid, arrow.ArrowTypeError) as error:
         raise ValueError(f"the Parquet files of {name} differ in types: {str(error).splitlines()[0]}") from error
-    columns = from_arrow(table, _features(tables[0].schema.metadata or {}))
+    try:
+        columns = from_arrow(table, _features(tables[0].schema.metadata or {}))
+    except (arrow.ArrowException, UnicodeDecodeError) as error:
+        raise ValueError(f"the texts or numbers of {name} could not be read: {error}") from error
     origins = [(_relative(path, folder), len(part)) for path, part in zip(files, tables, strict=True)]
     return Source(name, columns, _parts_of_files(origins), origins)
 

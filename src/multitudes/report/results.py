@@ -160,8 +160,9 @@ def read_results(directory: str | Path) -> Results:
         why = "".join(f"; {reason}" for reason in reasons[:2]) + (f"; and {len(reasons) - 2} more" * (len(reasons) > 2))
         raise ValueError(f"there is nothing to report in {str(run.directory)!r}: none of its jobs is done{why}")
     about = run.about
-    if about is None:
-        raise DamagedError(run.about_path, f"it is missing; {WRITTEN_AGAIN}")
+    if about is None or about.get("task") not in ("classification", "regression"):
+        what = "it is missing" if about is None else f"it names the task {about.get('task')!r}"
+        raise DamagedError(run.about_path, f"{what}; {WRITTEN_AGAIN}")
     if outcomes[0].config.get("data", {}).get("fingerprint") not in (None, about.get("fingerprint")):
         raise DamagedError(run.about_path, f"it describes other data than those of the jobs; {WRITTEN_AGAIN}")
     name, classes, images = _data(run, outcomes[0].config)

@@ -78,13 +78,11 @@ def _check_folders(run: Run, spec: Spec) -> None:
     """That what is written for the run lands in its directory."""
     if run.directory.exists() and not run.directory.is_dir():
         raise ValueError(f"out must be a run directory, got {str(run.directory)!r}, which is a file")
-    folders = [
-        run.directory / "jobs",
-        *(run.job(label, seed).directory for label in spec.methods for seed in spec.seeds),
-    ]
-    for folder in [*folders, *(folder / "recording" for folder in folders[1:])]:
-        if folder.is_symlink():
-            raise ValueError(f"out must be a run directory of its own, got {str(folder)!r}, which is a link: remove it")
+    jobs = [run.job(label, seed).directory for label in spec.methods for seed in spec.seeds]
+    written = [job / name for job in jobs for name in ("", "recording", "log.jsonl", "output.txt")]
+    for path in [run.directory / "jobs", *written]:
+        if path.is_symlink():
+            raise ValueError(f"out must be a run directory of its own, got {str(path)!r}, which is a link: remove it")
 
 
 def _remove_damaged(run: Run, configs: Mapping[str, Config], say: Callable[[str], None]) -> None:
@@ -92,7 +90,7 @@ def _remove_damaged(run: Run, configs: Mapping[str, Config], say: Callable[[str]
     for name, config in configs.items():
         job = run.named(name)
         if _config(job) is None and job.directory.is_dir():
-            write_json(job.directory / "config.json", config)
+            write_json(job.directory / "config.json", config, place=True)
         if job.damage:
             say(f"{name} is done again: {job.damage.partition('; ')[0]}")
             (job.directory / "metrics.json").unlink()
@@ -103,7 +101,7 @@ def _write_config(job: Job, config: Config) -> None:
     if _differences(_lasting(_config(job) or config), _lasting(config)):
         job.clear()
     if not job.done and _config(job) != config:
-        write_json(job.directory / "config.json", config)
+        write_json(job.directory / "config.json", config, place=True)
 
 
 def _config(job: Job) -> Config | None:

@@ -91,7 +91,13 @@ class Job:
     def config(self) -> dict[str, Any] | None:
         """Its configuration; None before it was prepared."""
         path = self.directory / "config.json"
-        return read_json(path) if path.is_file() else None
+        if not path.is_file():
+            return None
+        config = read_json(path)
+        for name in ("settings", "data", "model", "training", "evaluation"):
+            if not isinstance(config.get(name, {}), dict):
+                raise DamagedError(path, f"{name!r} must be a table")
+        return config
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -111,7 +117,7 @@ class Job:
         """Write its results, with the seals of its other files, after which it is done."""
         found = [self.directory / name for name in FILES]
         files = {path.name: check_seal(path) for path in found if path.is_file()}
-        write_json(self.directory / "metrics.json", {"files": files, **metrics})
+        write_json(self.directory / "metrics.json", {"files": files, **metrics}, place=True)
 
     @property
     def predictions(self) -> dict[str, Any]:
@@ -239,8 +245,10 @@ class Run:
             table = read_json(self.times_path)
         except DamagedError:
             return None
-        of, timed = table.pop("of", {}), self.timed
-        own = {label: times for label, times in table.get("methods", {}).items() if of.get(label) == timed.get(label)}
+        of, timed, methods = table.pop("of", None), self.timed, table.get("methods")
+        if not isinstance(of, dict) or not isinstance(methods, dict):
+            return None
+        own = {label: times for label, times in methods.items() if of.get(label) == timed.get(label)}
         return {**table, "methods": own} if own else None
 
     @property
@@ -316,7 +324,7 @@ def _fault(metrics: Mapping[str, Any]) -> str | None:
         if name not in FILES or not isinstance(seal, str):
             return f"'files' names {name!r}, which is no file of a job"
     for name, score in metrics["scores"].items():
-        if not isinstance(score, dict) or not _is_number(score.get("value")) or type(score.get("count")) is not int:
+        if not isinstance(score, dict) or not _is_number(score.get("value", "")) or type(score.get("count")) is not int:
             return f"the score {name!r} must have a value and a count"
     wrong = [name for name, cost in metrics["costs"].items() if not _is_number(cost)]
     return f"the cost {wrong[0]!r} must be a number" if wrong else None
