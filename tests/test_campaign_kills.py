@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,8 +49,12 @@ epochs = 150
 class Campaign:
     """A study that is disturbed and started again until it is done, in rounds until there were enough kills."""
 
-    def __init__(self, folder: Path, options: list[str], dice: random.Random) -> None:
+    def __init__(
+        self, folder: Path, options: list[str], dice: random.Random, elsewhere: Callable[[], list[int]] = list
+    ) -> None:
         self.folder, self.options, self.dice = folder, options, dice
+        self.elsewhere = elsewhere
+        """The processes of a study that are not below its own."""
         self.counts: Counter[str] = Counter(dict.fromkeys(("kills", *BAD), 0))
         self.spec = folder / "study.toml"
         self.spec.write_text(STUDY.format(table=write_table(folder)))
@@ -85,7 +90,7 @@ class Campaign:
             while study.poll() is None and time.monotonic() < moment:
                 time.sleep(0.05)
             seen |= set(processes(study.pid))
-            if study.poll() is None and self._kill(study, sorted(processes(study.pid))):
+            if study.poll() is None and self._kill(study, [*sorted(processes(study.pid)), *self.elsewhere()]):
                 break
         try:
             study.wait(timeout=max(1.0, deadline - time.monotonic()))
@@ -133,6 +138,13 @@ def _is_ours(pid: int) -> bool:
         return False
 
 
+def _workers() -> list[int]:
+    """The workers of Ray on this machine, and the jobs below them."""
+    below = processes(os.getpid())
+    tasks = [pid for pid, name in below.items() if name in ("ray::work", "ray::IDLE", "ray::Board")]
+    return sorted({*tasks, *(job for task in tasks for job in processes(task))})
+
+
 @pytest.mark.parametrize("place", KILLS)
 def test_kills_at_random_moments_cost_nothing_but_time(place, tmp_path):
     dice = random.Random(0)
@@ -141,7 +153,7 @@ def test_kills_at_random_moments_cost_nothing_but_time(place, tmp_path):
     else:
         pytest.importorskip("ray")
         with nodes(2) as cluster:
-            counts = Campaign(tmp_path, ["--ray", cluster.address], dice).run(KILLS[place])
+            counts = Campaign(tmp_path, ["--ray", cluster.address], dice, _workers).run(KILLS[place])
             deadline = time.monotonic() + 60
             while folders_left() and time.monotonic() < deadline:
                 time.sleep(0.5)

@@ -66,6 +66,29 @@ def test_one_who_listens_and_does_not_answer_is_given_up(make, tmp_path, monkeyp
     assert not processes(os.getpid())
 
 
+HEAD = """
+import sys
+from tests.ray_nodes import nodes
+with nodes(1) as cluster:
+    print(cluster.address, flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.slow
+def test_a_refused_token_is_told(make, tmp_path, monkeypatch):
+    pytest.importorskip("ray")
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 32}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", HEAD], env={**os.environ, **token}, **pipes) as head:
+        address = head.stdout.readline().strip()
+        for name, value in {**token, "RAY_AUTH_TOKEN": "b" * 32}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ValueError, match=r"refuses the token \(RAY_AUTH_TOKEN\)|does not answer"):
+            run_cluster(prepare(make(), tmp_path / "run"), address)
+        head.stdin.close()
+
+
 # -- losses ------------------------------------------------------------------------------------------------
 
 

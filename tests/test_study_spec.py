@@ -100,7 +100,7 @@ def test_a_filled_in_specification_reads_back_and_is_filled_in_already(tmp_path,
 # -- errors ------------------------------------------------------------------------------------------------
 
 WRONG = [
-    ("seeds = 0", 1, ["seeds", "1 or more", "0"]),
+    ("seeds = 0", 1, ["seeds", "1 to 10000", "0"]),
     ("seeds = [0, 1, 0]", 1, ["seeds", "twice"]),
     ("seeds = [0,\n -1]", 1, ["seeds[1]", "0 or more", "-1"]),
     ("\ndevice = 'gpu'", 2, ["device", "'auto', 'cpu' or 'cuda'", "'gpu'"]),

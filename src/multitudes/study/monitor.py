@@ -26,20 +26,28 @@ class JobProgress:
     """Since it was started."""
     expected: float | None = None
     """How many seconds it will take in all; None before its first epoch has ended."""
+    before: int | None = None
+    """How many epochs an earlier run of it has done; None before the first of this one has ended."""
 
     def after(self, event: Mapping[str, Any], seconds: float) -> JobProgress:
         """The progress after an event of its log, `{}` for none, so many seconds after its start.
 
         >>> event = {"event": "epoch", "epoch": 10, "epochs": 30, "loss": 0.5, "seconds": 4.0}
-        >>> JobProgress("deep-0").after(event, seconds=6.0).expected
+        >>> JobProgress("deep-0", before=0).after(event, seconds=6.0).expected
         14.0
+        >>> JobProgress("deep-0").after(event, seconds=6.0).expected  # it went on after its ninth epoch
+        86.0
         """
         known = {key: event[key] for key in ("event", "epoch", "epochs", "loss") if event.get(key) is not None}
         now = replace(self, seconds=seconds, **known)
+        if event.get("event") == "start":
+            return replace(now, before=None)
         if event.get("event") != "epoch" or not now.epoch:
             return now
+        before = now.epoch - 1 if now.before is None else now.before
         trained = event.get("seconds") or seconds  # without the start
-        return replace(now, expected=seconds + trained * (now.epochs - now.epoch) / now.epoch)
+        left = trained * (now.epochs - now.epoch) / max(1, now.epoch - before)
+        return replace(now, expected=seconds + left, before=before)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,8 @@ def main() -> None:
         ray.init(address=request["address"], log_to_driver=False, logging_level="ERROR")
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
-        tell(error=f"no cluster can be reached there ({reason or type(error).__name__})")
+        token = ", or it refuses the token (RAY_AUTH_TOKEN)" if ":" in request["address"] else ""
+        tell(error=f"no cluster can be reached there{token}: {reason or type(error).__name__}")
         return
     tell(connected=True)
     try:

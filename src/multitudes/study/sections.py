@@ -174,8 +174,8 @@ class EvaluationSection(Section):
     severities: Severities = option([1, 3, 5], "Of the corruptions, from 1 to 5.", metavar="1,3,5")
     shift_limit: Count = 500
     """How many images of the test part are corrupted, at most: of each class its share."""
-    shift_draws: Count | None = None
-    """How many draws are made of each of these; None is as many as of the others."""
+    shift_draws: Count = 10
+    """How many draws are made of each of these."""
     draws: Count = option(20, "Predictions of a method that draws.", min=1)
     calibrate: bool = True
     """Whether each network is calibrated on the validation part before it is measured."""
