@@ -12,6 +12,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from multitudes.core.checks import needed
+from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.multitude import Multitude
 from multitudes.core.predictive import Predictive
 from multitudes.data import Data
@@ -123,9 +124,10 @@ def measured(net: Calibrated | Multitude, data: Data, options: Options) -> Measu
         scores |= {f"raw/{name}": score for name, score in found.scores.items()}
         kept.parts |= before.parts
     if options.get("shift"):
+        draws = options.get("shift_draws") if stochastic_layers(net) else None  # of others there is but one
         corrupted = evaluate(
             net, _corruptible(data, options.get("shift_limit"), size), shift=options["shift"], tasks="scores",
-            severities=options.get("severities", (1, 2, 3, 4, 5)), draws=options.get("shift_draws"), **how,
+            severities=options.get("severities", (1, 2, 3, 4, 5)), draws=draws, **how,
         )  # fmt: skip
         scores |= {name: score for name, score in corrupted.scores.items() if "shift/" in name}
     return Measured(Evaluation(scores), growth.table(), kept.archive())
