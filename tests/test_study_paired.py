@@ -44,9 +44,10 @@ def test_with_neither_nothing_is_said() -> None:
     assert Comparison([one, two], "ece").difference(one, two) is None
 
 
-def test_intervals_that_hold_together_are_those_of_bonferroni() -> None:
-    found = Difference(0.0, 1.0, 12.0)
-    assert found.interval(0.95, among=8)[1] == pytest.approx(stats.t.ppf(1 - 0.05 / 16, 12))
+def test_bounds_that_hold_together_are_those_of_bonferroni() -> None:
+    found = Difference(0.5, 1.0, 12.0)
+    assert found.at_most(among=8) == pytest.approx(0.5 + stats.t.ppf(1 - 0.05 / 8, 12))
+    assert found.at_least(among=8) == pytest.approx(0.5 - stats.t.ppf(1 - 0.05 / 8, 12))
 
 
 def test_a_difference_of_roots_has_the_error_of_many_test_sets() -> None:

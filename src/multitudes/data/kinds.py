@@ -146,7 +146,7 @@ def _image_defaults(shape: Shape) -> dict[str, Any]:
     if side > 16:
         model = "medium_cnn" if square else "resnet20"
         return _defaults(model, {}, epochs=20, batch_size=128, lr=1.6e-3, augment="crop")
-    return _defaults("small_cnn" if square else "resnet20", {}, epochs=50, batch_size=32, lr=0.01)
+    return _defaults("small_cnn" if square else "resnet20", {}, epochs=35, batch_size=32, lr=0.005)
 
 
 def _image_arguments(model: str, shape: Shape, outputs: int, taken: Collection[str]) -> dict[str, Any]:

@@ -34,21 +34,32 @@ class Difference:
     error: float
     freedom: float
 
-    def interval(self, level: float = LEVEL, among: int = 1) -> tuple[float, float]:
-        """That of Student's t; with `among` such intervals, all of them hold together (Bonferroni).
+    def interval(self, level: float = LEVEL) -> tuple[float, float]:
+        """That of Student's t.
 
         >>> low, high = Difference(1.0, 0.5, freedom=9.0).interval()
         >>> round(low, 3), round(high, 3)
         (-0.131, 2.131)
         """
-        special = needed("scipy.special", "study", "a comparison")
-        reach = self.error * float(special.stdtrit(self.freedom, 1 - (1 - level) / (2 * among))) if self.error else 0.0
+        reach = self._reach((1 + level) / 2)
         return self.mean - reach, self.mean + reach
 
-    def sure(self, among: int = 1) -> bool:
+    def at_least(self, among: int = 1) -> float:
+        """The bound that the truth is above with 95 % confidence; `among` such bounds hold together (Bonferroni)."""
+        return self.mean - self._reach(1 - (1 - LEVEL) / among)
+
+    def at_most(self, among: int = 1) -> float:
+        """The bound that the truth is below, likewise."""
+        return self.mean + self._reach(1 - (1 - LEVEL) / among)
+
+    def sure(self) -> bool:
         """Whether the interval leaves no doubt which of the two is larger."""
-        low, high = self.interval(among=among)
+        low, high = self.interval()
         return low > 0 or high < 0
+
+    def _reach(self, quantile: float) -> float:
+        special = needed("scipy.special", "study", "a comparison")
+        return self.error * float(special.stdtrit(self.freedom, quantile)) if self.error else 0.0
 
 
 class Comparison:

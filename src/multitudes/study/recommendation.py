@@ -1,8 +1,8 @@
 """What to take: for each budget the method that is surely better than the single network, by one score.
 
-A method is worth its price where its gain over the single network is sure (by intervals of 95 % over seeds and test
-rows, which hold for all methods together) and large enough to matter (`NEGLIGIBLE`). The price is the time of a
-prediction, or its multiply-adds where the network is so small that the time is that of calling it.
+A method is worth its price where its gain over the single network is large enough to matter (`NEGLIGIBLE`) and sure:
+above zero with a confidence of 95 %, over seeds and test rows, for all methods of the budget together. The price is the
+time of a prediction, or its multiply-adds where the network is so small that the time is that of calling it.
 """
 
 from __future__ import annotations
@@ -113,21 +113,22 @@ class _Answer:
         scale = 1.0 if self.name in ABSOLUTE or self.single is None else abs(self.single[self.name])
         return NEGLIGIBLE[self.name] * scale
 
-    def worth(self, row: Row) -> bool:
+    def rivals(self, limit: float) -> list[Row]:
+        """The methods up to a price."""
+        return [row for row in self.others if self.price(row) <= limit]
+
+    def worth(self, row: Row, among: int) -> bool:
         """Whether a method is better than the single network, surely and enough."""
         found = self.gains.get(row.name)
-        return found is not None and found.mean >= self.negligible and found.interval(among=self.count)[0] > 0
-
-    @property
-    def count(self) -> int:
-        return max(1, len(self.others))
+        return found is not None and found.mean >= self.negligible and found.at_least(among) > 0
 
     def price(self, row: Row) -> float:
         return row[self.cost] if math.isfinite(row[self.cost]) else math.inf
 
     def pick(self, limit: float) -> Row | None:
         """The best of what is worth it up to a price; of what is level with that, the cheapest."""
-        worth = [row for row in self.others if self.price(row) <= limit and self.worth(row)]
+        rivals = self.rivals(limit)
+        worth = [row for row in rivals if self.worth(row, len(rivals))]
         top = best(worth, self.name)
         if top is None:
             return None
@@ -172,7 +173,7 @@ class _Answer:
 
     def possible(self) -> float | None:
         """The largest gain that the intervals leave room for."""
-        known = [found.interval(among=self.count)[1] for found in self.gains.values() if found]
+        known = [found.at_most(len(self.others)) for found in self.gains.values() if found]
         return max(known, default=None)
 
     def too_few(self) -> str:
@@ -218,17 +219,12 @@ class _Answer:
             return Advice(budget, before.name, f"still {before.name}; nothing dearer is surely better.")
         gain = self.gains[row.name]
         assert gain is not None
-        return Advice(
-            budget,
-            row.name,
-            f"take {row.name}: {self.title} {self.told(row)}, {self.better_by(gain)}, at {self.paid(row)}.",
-        )
+        better_by = self.better_by(gain, len(self.rivals(BUDGETS[budget])))
+        how = f"{self.title} {self.told(row)}, {better_by}, at {self.paid(row)}"
+        return Advice(budget, row.name, f"take {row.name}: {how}.")
 
-    def better_by(self, gain: Difference, among: int | None = None) -> str:
-        low, high = gain.interval(among=self.count if among is None else among)
-        points = " points" if self.name == "accuracy" else ""
-        scale = 100 if self.name == "accuracy" else 1
-        return f"better by {scale * gain.mean:.2g}{points} (95 %: {scale * low:.2g} to {scale * high:.2g})"
+    def better_by(self, gain: Difference, among: int = 1) -> str:
+        return f"better by {self.amount(gain.mean)} (surely by {self.amount(gain.at_least(among))})"
 
     def calibration(self) -> Advice | None:
         """What calibrating the single network alone brings, which needs no training."""
@@ -241,7 +237,7 @@ class _Answer:
         budget, told_raw = "Without training again", column_of(self.name).told(self.single[raw])
         gain = Difference(self.sign * found.mean, found.error, found.freedom)
         if gain.mean > 0 and gain.sure():
-            how = f"{self.title} {self.told(self.single)} instead of {told_raw}, {self.better_by(gain, 1)}"
+            how = f"{self.title} {self.told(self.single)} instead of {told_raw}, {self.better_by(gain)}"
             return Advice(budget, self.single.name, f"calibrate the single network: {how}.")
         numbers = f"{self.title} {self.told(self.single)}, before {told_raw}"
         return Advice(budget, None, f"calibrating the single network changes nothing that is sure ({numbers}).")
@@ -259,7 +255,8 @@ class _Answer:
         alone = "; a second training of each may differ by more" if self.seeds[-1] == 1 else ""
         return (
             f"By {self.title} {top.name} is the best ({self.told(top)}){beside}.",
-            f"Intervals are of 95 %, for all methods together, over {seeds} and {self.test_rows:,} test rows{alone}.",
+            f"Sure is a confidence of 95 %, for all methods of a budget together, over {seeds} and {self.test_rows:,} "
+            f"test rows{alone}.",
         )
 
     def warnings(self) -> tuple[str, ...]:
@@ -285,7 +282,7 @@ class _Answer:
         found = []
         for row in priced:
             gain = self.gains.get(row.name)
-            low, high = gain.interval(among=self.count) if gain else (0.0, 0.0)
+            low, high = gain.interval() if gain else (0.0, 0.0)
             no_dearer = [other for other in priced if self.price(other) <= self.price(row)]
             front = best(no_dearer, self.name) is row
             found.append(Point(row.name, self.price(row), row[self.name], low, high, front))
