@@ -328,7 +328,7 @@ def test_a_job_runs_without_what_plans_plots_or_talks_to_a_cluster(tmp_path: Pat
         ({"device": "cuda:7"} if not torch.cuda.is_available() else {"device": "abc"}, "device"),
         ({"settings": {"alpha": 9}, "method": "packed"}, "alpha"),
         ({"model": {"name": "small"}}, "model must be one of .*, got 'small'"),
-        ({"training": {"epochs": 1}, "method": "swag"}, "do not fit into 2 training steps"),
+        ({"training": {"epochs": 1}, "method": "swag"}, "do not fit into 4 training steps"),
         ({"evaluation": {"shift": ["rain"]}}, "rain"),
     ],
 )

@@ -13,20 +13,20 @@ from multitudes.data.types import Data, Part
 
 __all__ = ["digits"]
 
-TRAIN, VALIDATION, PHOTOGRAPHS = 400, 200, 400
+TRAIN, VALIDATION, PHOTOGRAPHS = 400, 400, 400
 """Few to train on: with a thousand, every network knows nearly all of the others, and methods hardly differ."""
 
 
 @cache
 def digits() -> Data:
-    """The 1797 digits of scikit-learn, split once and for all: 400 to train, 200 to validate, 1197 to test.
+    """The 1797 digits of scikit-learn, split once and for all: 400 to train, 400 to validate, 997 to test.
 
     The out-of-distribution inputs, "photographs", are 400 pieces of scikit-learn's two photographs. Each has the very
     pixel values of one of the test digits, the brightest where the photograph is brightest: brightness and contrast
     are a digit's, and only the shapes differ. A process reads them once: change no tensor in place.
 
     >>> digits()
-    Data('digits': 400 + 200 + 1197 images of [1, 8, 8], 10 classes, 400 photographs)
+    Data('digits': 400 + 400 + 997 images of [1, 8, 8], 10 classes, 400 photographs)
     """
     found = needed("sklearn.datasets", "data", "the digits").load_digits()
     x = (torch.from_numpy(found.images) * (255 / 16)).round().to(torch.uint8)[:, None]

@@ -48,8 +48,9 @@ Options = Mapping[str, Any]
 def calibrated(net: Multitude, data: Data, options: Options) -> Calibrated | Multitude:
     """The network calibrated on the validation part: a temperature, or a factor of variances and conformal scores.
 
-    A scaling is kept where cross-fitting shows that it helps: of classes surely, since the best temperature of few rows
-    is chance; of numbers at all, since intervals that are too narrow do more harm than ones that are too wide.
+    A scaling is kept where cross-fitting shows that it helps: of classes by more than a standard error, since the best
+    temperature of few rows is chance; of numbers at all, since intervals that are too narrow do more harm than ones that
+    are too wide.
     It is the network itself that is given back where nothing is kept, or calibration is not asked for.
     """
     rows = len(data.validation)
@@ -80,7 +81,7 @@ def _improves(predictive: Predictive, target: Tensor, members: int) -> bool:
         rest = predictive[other]
         gains.append(_log_scores(fitted(rest), target[other]) - _log_scores(rest, target[other]))
     gain = torch.cat(gains)
-    doubt = 1.645 * gain.std() / len(gain) ** 0.5 if predictive.task == "classification" else 0.0
+    doubt = gain.std() / len(gain) ** 0.5 if predictive.task == "classification" else 0.0
     return bool(gain.mean() > doubt)
 
 

@@ -48,9 +48,7 @@ def _seeds(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int):
         return value
     if not 1 <= value <= MOST_SEEDS:
-        raise ValueError(
-            f"must be a number of seeds, 1 or more and {MOST_SEEDS} at most, or a list of seeds, got {value}"
-        )
+        raise ValueError(f"must be a number of seeds, 1 to {MOST_SEEDS}, or a list of seeds, got {value}")
     return list(range(value))
 
 
