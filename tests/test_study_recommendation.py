@@ -87,6 +87,15 @@ def test_too_few_rows_are_told_as_such() -> None:
     assert not recommend(few).methods
 
 
+def test_the_best_of_many_that_is_sure_by_itself_alone_is_told_as_likely() -> None:
+    rivals = [method(f"m{index}", 0.31, spread=0.01) for index in range(12)]
+    single, better = method("single", 0.3, spread=0.01), method("better", 0.284, spread=0.01)
+    assert taken(single, better) == {ONE: "better"}
+    found = recommend([single, better, *rivals])
+    assert found.headline.startswith("better is probably worth its price: NLL 0.29")
+    assert "as the best of 13 methods that may still be chance" in found.headline and not found.methods
+
+
 def test_a_worse_method_is_never_taken() -> None:
     assert taken(SINGLE, method("worse", 0.5), method("bad", 0.6, 4.0)) == {}
 

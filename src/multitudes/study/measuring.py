@@ -49,9 +49,8 @@ def calibrated(net: Multitude, data: Data, options: Options) -> Calibrated | Mul
     """The network calibrated on the validation part: a temperature, or a factor of variances and conformal scores.
 
     A scaling is kept where cross-fitting shows that it helps: of classes by more than a standard error, since the best
-    temperature of few rows is chance; of numbers at all, since intervals that are too narrow do more harm than ones that
-    are too wide.
-    It is the network itself that is given back where nothing is kept, or calibration is not asked for.
+    temperature of few rows is chance; of numbers at all, since too narrow intervals do more harm than too wide ones. It
+    is the network itself that is given back where nothing is kept, or calibration is not asked for.
     """
     rows = len(data.validation)
     if not options.get("calibrate", True) or rows < FEWEST:

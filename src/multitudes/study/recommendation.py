@@ -135,6 +135,12 @@ class _Answer:
         level = [row for row in worth if row is top or not _sure(self.gain(top, row))]
         return min(level, key=lambda row: (round(self.price(row), 1), -self.sign * row[self.name]))
 
+    def likely(self) -> Row | None:
+        """The best method, where it is better than the single network by enough, and would surely be if it were alone."""
+        top = best(self.others, self.name)
+        found = None if top is None else self.gains.get(top.name)
+        return top if found is not None and found.mean >= self.negligible and found.at_least() > 0 else None
+
     # -- words -------------------------------------------------------------------------------------------
 
     def headline(self) -> str:
@@ -152,6 +158,11 @@ class _Answer:
         if first is not None:
             gain = f"{self.title} {self.told(first)}, where the single network has {self.told(self.single)}"
             return f"{first.name} is worth its price: {gain}, at {self.paid(first)}."
+        if (likely := self.likely()) is not None:
+            gain = f"{self.title} {self.told(likely)}, where the single network has {self.told(self.single)}"
+            many = _plural(len(self.others), "method")
+            doubt = f"as the best of {many} that may still be chance, and more seeds can tell"
+            return f"{likely.name} is probably worth its price: {gain}, at {self.paid(likely)}; {doubt}."
         reach = self.possible()
         if reach is None:
             return f"One run of each cannot tell whether any method is better than {alone}: more seeds can."
