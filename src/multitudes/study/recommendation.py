@@ -136,7 +136,7 @@ class _Answer:
         return min(level, key=lambda row: (round(self.price(row), 1), -self.sign * row[self.name]))
 
     def likely(self) -> Row | None:
-        """The best method, where it is better than the single network by enough, and would surely be if it were alone."""
+        """The best method, where it is better than the single network by enough, and surely so by itself alone."""
         top = best(self.others, self.name)
         found = None if top is None else self.gains.get(top.name)
         return top if found is not None and found.mean >= self.negligible and found.at_least() > 0 else None
