@@ -321,3 +321,11 @@ def test_a_scale_changes_what_it_names_and_nothing_else(tmp_path):
 def test_a_wrong_scale_gets_a_sentence(tmp_path, text, scale, sentence):
     with pytest.raises(ValueError, match=f"^{re.escape('study.toml' + sentence)}"):
         Spec.load(written(tmp_path, text), scale)
+
+
+def test_a_score_that_the_task_has_not_is_refused_before_anything_is_trained():
+    assert Spec.of(by="nll").resolved((4,), "regression").by == "nll"
+    with pytest.raises(SpecError, match="--by must be one of nll, brier, accuracy for classification, got 'rmse'"):
+        Spec.of(by="rmse").resolved((1, 8, 8), "classification")
+    with pytest.raises(SpecError, match="--by must be one of log_density, crps, rmse for regression, got 'accuracy'"):
+        Spec.of(by="accuracy").resolved((4,), "regression")

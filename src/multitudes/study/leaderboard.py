@@ -14,13 +14,10 @@ from typing import Any
 from multitudes.core.checks import needed
 from multitudes.metrics.declare import RANKS, Better
 from multitudes.study.paired import Comparison
-from multitudes.study.rows import Row, Value
+from multitudes.study.rows import Row, Value, known_score
 from multitudes.study.store import Job, Run
 
-__all__ = ["BY", "Row", "Value", "best", "better", "leaderboard", "level_with_best", "score_to_rank_by"]
-
-BY = {"classification": ("nll", "brier", "accuracy"), "regression": ("log_density", "crps", "rmse")}
-"""The scores that methods can be ranked by, the default first: those that test rows add up to."""
+__all__ = ["Row", "Value", "best", "better", "leaderboard", "level_with_best", "score_to_rank_by"]
 
 COST_RANKS = {
     name: Better.LOWER
@@ -68,10 +65,7 @@ def leaderboard(run: Run, by: str | None = None) -> list[Row]:
 def score_to_rank_by(rows: Sequence[Row], by: str | None) -> str:
     """The score of a name that rows have, or the default one, which is a proper score."""
     task = "regression" if any({"rmse", "log_density"} & row.values.keys() for row in rows) else "classification"
-    wanted = "log_density" if (task, by) == ("regression", "nll") else by
-    if wanted is not None and wanted not in BY[task]:
-        raise ValueError(f"--by must be one of {', '.join(BY[task])} for {task}, got {by!r}")
-    return wanted or BY[task][0]
+    return known_score(task, by)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, tuple[float, int]]:

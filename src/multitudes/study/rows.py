@@ -7,7 +7,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Row", "Value"]
+__all__ = ["BY", "Row", "Value", "known_score"]
+
+BY = {"classification": ("nll", "brier", "accuracy"), "regression": ("log_density", "crps", "rmse")}
+"""The scores that methods can be ranked by, the default first: those that test rows add up to."""
+
+
+def known_score(task: str, by: str | None) -> str:
+    """The score to rank by of a name, or the default one; NLL of numbers is the log density.
+
+    >>> known_score("classification", None), known_score("regression", "nll")
+    ('nll', 'log_density')
+    """
+    wanted = "log_density" if (task, by) == ("regression", "nll") else by
+    if wanted is not None and wanted not in BY[task]:
+        raise ValueError(f"--by must be one of {', '.join(BY[task])} for {task}, got {by!r}")
+    return wanted or BY[task][0]
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from multitudes.methods.listing import listed
+from multitudes.study.rows import known_score
 from multitudes.study.scales import at_scale
 from multitudes.study.sections import (
     DataSection,
@@ -185,6 +186,10 @@ class Spec(Section):
 
         problems: list[tuple[Place, str]] = []
         training, evaluation = self.training, self.evaluation
+        try:
+            known_score(task, self.by)
+        except ValueError as error:
+            problems.append((("by",), str(error)))
         if training.warmup >= training.epochs:  # type: ignore[operator]
             many = f"the {training.epochs} epochs, got {training.warmup:g}"
             problems.append((("training", "warmup"), f"training.warmup must be less than {many}"))
