@@ -185,6 +185,7 @@ def test_killed_and_started_again_it_ends_with_the_same_results(folder: Path, he
     assert not list(run.directory.rglob("*unfinished*"))
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_jobs_and_says_how_to_go_on(tmp_path: Path) -> None:
     (tmp_path / "study.toml").write_text(STUDY.replace("epochs = 2", "epochs = 2000"))
     process = program(tmp_path, *COMPARE)

@@ -271,7 +271,10 @@ def assert_same_mean(one: Tensor, other: Tensor, slack: float) -> None:
     assert ((one.mean(0) - other.mean(0)).abs() < 6 * error + slack).all()
 
 
-@over(slow_but_for(("cnn",), LEARNING))  # compiling takes seconds
+COMPILED_QUICKLY = [case for case in LEARNING if case.values[:2] in (("packed", "cnn"), ("mc_dropout", "cnn"))]
+
+
+@over([*COMPILED_QUICKLY, *slow_but_for((), [case for case in LEARNING if case not in COMPILED_QUICKLY])])
 def test_compiled_agrees_with_eager(method: str, network: str) -> None:
     torch.compiler.reset()
     net, (x, _) = build(method, network).eval(), NETWORKS[network].batch()

@@ -76,6 +76,7 @@ def first_epochs(job: Job) -> list[int]:
 
 
 @linux
+@pytest.mark.slow
 def test_a_worker_that_is_asked_to_end_or_killed_is_tried_again_and_goes_on_where_it_was(make, tmp_path):
     spec = make(methods=["mc_dropout"], seeds=1, epochs=300)
     run, whole = prepare(spec, tmp_path / "run"), prepare(spec, tmp_path / "whole")
