@@ -22,7 +22,7 @@ __all__ = ["Advice", "Point", "Recommendation", "recommend"]
 NEGLIGIBLE = {"nll": 0.03, "brier": 0.03, "crps": 0.02, "rmse": 0.02, "accuracy": 0.005, "log_density": 0.03}
 """Gains that do not matter: of the single network's score, but of accuracy and log density as they are."""
 ABSOLUTE = ("accuracy", "log_density")
-BUDGETS = {"At the price of one network": 1.3, "At up to four times that": 4.4, "At any price": math.inf}
+BUDGETS = {"At the price of one network": 1.3, "At up to four times the price": 4.4, "At any price": math.inf}
 """By the largest multiple of the single network's price that counts as this."""
 TIME, PRODUCTS = "costs/inference_time_ratio", "costs/multiply_adds_ratio"
 COSTS = {TIME: "time of a prediction", PRODUCTS: "multiply-adds"}

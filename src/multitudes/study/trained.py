@@ -75,7 +75,7 @@ def _own_code(job: Job, model: Mapping[str, Any], given: str | None) -> dict[str
             code = f"{model.get('name')} of {Path(str(named)).name}"
             raise ValueError(
                 f"the network of {str(job.directory)!r} is code, {code}, which is not run unless you name it: "
-                "pass --model-file FILE.py (in Python model_file=), a file that you trust"
+                "pass --model-file FILE.py, a file that you trust"
             )
         return None
     if named is None:
