@@ -102,7 +102,7 @@ def left_alone(case: Case) -> Iterator[None]:
     answer = run(case.model, case.x).detach()
     yield
     after = _image_of(case.model)
-    for key in before.keys() | after.keys():
+    for key in sorted(before.keys() | after.keys()):
         old, new = before.get(key), after.get(key)
         if isinstance(old, Tensor) and isinstance(new, Tensor):
             same(f"the given model's {key}", new, old, 0.0)
