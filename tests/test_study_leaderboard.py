@@ -13,6 +13,7 @@ from multitudes.metrics.declare import Better
 from multitudes.study.leaderboard import best, better, leaderboard, level_with_best
 from multitudes.study.rows import Row, Value
 from multitudes.study.store import Run, write_atomically
+from multitudes.study.trained import find_job
 
 
 def row(name, *, seeds=3, cost=1e6, examples=None, count=1000, **scores):
@@ -144,6 +145,16 @@ def test_baselines_and_times_are_read_with_the_methods(run):
     assert first.examples()["nll"].tolist() == [[0.0, 0.2]]
     value = second.values["costs/inference_time_ratio"]
     assert (second.name, second.baseline, value.mean, value.low, value.high) == ("single", False, 2.0, 1.5, 2.5)
+
+
+def test_of_several_jobs_the_best_is_named_and_no_baseline(run):
+    for label, nll in (("single", 0.5), ("deep", 0.4)):
+        write_job(run, label, 0, {"nll": nll, "accuracy": 0.9})
+    table = {"baselines": {"gradient_boosting": {"count": 4, "scores": {"nll": 0.1}, "rows": {}}}}
+    run.write_table("baselines.json", table, "")
+    assert leaderboard(run)[0].baseline
+    with pytest.raises(ValueError, match=r"say which, such as '.*deep-0', the best"):
+        find_job(run.directory)
 
 
 def test_the_score_to_rank_by_is_a_proper_one_unless_another_is_chosen(run):

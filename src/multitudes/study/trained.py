@@ -113,7 +113,7 @@ def find_job(path: str | Path) -> Job:
         raise ValueError(f"no job of the run {str(path)!r} is done{damaged}")
     from multitudes.study.leaderboard import leaderboard  # here: one job is read without metrics
 
-    best = leaderboard(run)[0]
+    best = next(row for row in leaderboard(run) if not row.baseline)
     example = run.job(best.name, best.seeds[0]).directory
     names = ", ".join(job.name for job in done)
     raise ValueError(f"{str(path)!r} has {len(done)} jobs ({names}): say which, such as {str(example)!r}, the best")
