@@ -115,14 +115,15 @@ def measured(net: Calibrated | Multitude, data: Data, options: Options) -> Measu
     # Criteria of out-of-distribution inputs are of classes.
     ood = {name: ScaledBatches(data, x, size=size) for name, x in data.ood.items()} if data.classes else {}
     growth = _Growth(options.get("sizes", (1, 2, 4, 8, 16)), data, **bins)
-    kept = _Predictions(data, None if options.get("calibrate", True) else growth)
+    kept = _Predictions(data, growth if isinstance(net, Multitude) else None)
     scores = dict(evaluate(net, test, ood=ood, watch=kept, **how).scores)
     if options.get("calibrate", True):
-        before = _Predictions(data, growth, "raw/")
-        raw = net.net if isinstance(net, Calibrated) else net
-        found = evaluate(raw, test, watch=before, tasks=("scores", "calibration"), **how)
-        scores |= {f"raw/{name}": score for name, score in found.scores.items()}
-        kept.parts |= before.parts
+        before, plain = kept, scores
+        if isinstance(net, Calibrated):
+            before = _Predictions(data, growth)
+            plain = dict(evaluate(net.net, test, watch=before, **how).scores)
+        scores |= {f"raw/{name}": score for name, score in plain.items() if "/" not in name}
+        kept.parts |= {f"raw/{name}": parts for name, parts in before.parts.items() if not name.endswith("members")}
     if options.get("shift"):
         draws = options.get("shift_draws") if stochastic_layers(net) else None  # of others there is but one
         corrupted = evaluate(
@@ -144,8 +145,8 @@ def _corruptible(data: Data, limit: int | None, size: int) -> ScaledBatches:
 class _Predictions:
     """Collects the predictions while they are scored, for the page and for paired tests."""
 
-    def __init__(self, data: Data, growth: _Growth | None, prefix: str = "") -> None:
-        self.data, self.growth, self.prefix = data, growth, prefix
+    def __init__(self, data: Data, growth: _Growth | None) -> None:
+        self.data, self.growth = data, growth
         self.parts: dict[str, list[Tensor]] = {}
 
     def __call__(self, ood: str | None, predicted: Predictive, target: Tensor | None) -> None:
@@ -156,10 +157,9 @@ class _Predictions:
         assert target is not None
         if self.growth is not None:
             self.growth.update(part, target.cpu())
-        if not self.prefix:
-            self._keep("members", self._members(part))
+        self._keep("members", self._members(part))
         for name, tensor in self._arrays(part, target.cpu()):
-            self._keep(f"{self.prefix}{name}", tensor)
+            self._keep(name, tensor)
 
     def _keep(self, name: str, tensor: Tensor) -> None:
         self.parts.setdefault(name, []).append(tensor)
@@ -174,10 +174,9 @@ class _Predictions:
         """Of a batch of the test part; numbers in their own units. `rows/` is what each row adds to a score."""
         data = self.data
         if data.classes:
-            right = part.log_probs.gather(1, target[:, None])[:, 0]
             hit = torch.nn.functional.one_hot(target, len(data.classes))
             yield "probs", part.probs.float()
-            yield "rows/nll", -right.float()
+            yield "rows/nll", -_log_scores(part, target).float()
             yield "rows/accuracy", (part.label == target).float()
             yield "rows/brier", (part.probs - hit).square().sum(1).float()
             return
