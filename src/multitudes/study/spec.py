@@ -24,7 +24,6 @@ What is left out, but for the data, has a default, which for model and training 
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import tomllib
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from multitudes.methods.listing import listed
+from multitudes.study.mistakes import SpecError, close, one_of, problem
 from multitudes.study.rows import known_score
 from multitudes.study.scales import at_scale
 from multitudes.study.sections import (
@@ -47,28 +47,12 @@ from multitudes.study.sections import (
 from multitudes.study.toml import Place, TomlText, to_toml
 
 # isort: split
-from pydantic import BaseModel, Field, PrivateAttr, ValidationError  # after the sections, which say what to install
+from pydantic import Field, PrivateAttr, ValidationError  # after the sections, which say what to install
 
 __all__ = ["Spec", "SpecError"]
 
 SHIFT = ["gaussian_noise", "defocus_blur", "fog", "contrast"]
 """One corruption of each family: noise, blur, weather, digital."""
-
-
-class SpecError(ValueError):
-    """What is wrong with a specification: one line for each problem, with its line in the file, if there is one.
-
-    `in_file` is whether it was read from a file, whose keys are then meant.
-    """
-
-    def __init__(self, problems: Iterable[tuple[Place, str]], source: TomlText | None = None) -> None:
-        found = [(source.line(place) if source else None, message) for place, message in problems]
-        found.sort(key=lambda each: each[0] or 0)
-        self.lines = [line for line, _ in found]
-        self.in_file = source is not None
-        start = source.name if source else ""
-        where = [f"{start}, line {line}: " if line else f"{start}: " if start else "" for line in self.lines]
-        super().__init__("\n".join(place + message for place, (_, message) in zip(where, found, strict=True)))
 
 
 class Spec(Section):
@@ -79,7 +63,7 @@ class Spec(Section):
     ([0, 1, 2], {'members': 4, 'alpha': 2, 'gamma': 1, 'layers': None})
     >>> Spec.of(methods=["packed"], epochs=0)
     Traceback (most recent call last):
-    multitudes.study.spec.SpecError: training.epochs must be 1 or more, got 0
+    multitudes.study.mistakes.SpecError: training.epochs must be 1 or more, got 0
     """
 
     data: DataSection = DataSection()
@@ -128,7 +112,7 @@ class Spec(Section):
         try:
             spec = cls.model_validate({**raw, "methods": methods})
         except ValidationError as error:
-            problems = [_problem(cls, each) for each in error.errors()] + problems
+            problems = [problem(cls, each, SECTIONS) for each in error.errors()] + problems
         if problems:
             raise SpecError(problems, source)
         spec = spec.model_copy(update=_absolute(spec, base))
@@ -294,13 +278,13 @@ def _wrong_settings(label: str, name: Any, settings: Mapping[str, Any]) -> list[
     every = _settings()
     if not isinstance(name, str) or name not in every:
         where = f"methods.{label}.method" if label != name else "methods"
-        return [("method", f"{where} must be {_choices(every)}, got {name!r}{_close(name, every)}")]
+        return [("method", f"{where} must be {one_of(every)}, got {name!r}{close(name, every)}")]
     known = every[name]
     wrong = []
     for key, value in settings.items():
         if key not in known:
             choices = f"its settings are {', '.join(known)}" if known else "it has no settings"
-            wrong.append((key, f"methods.{label}: unknown setting {key!r} of {name}{_close(key, known)}; {choices}"))
+            wrong.append((key, f"methods.{label}: unknown setting {key!r} of {name}{close(key, known)}; {choices}"))
         elif fault := _mismatch(known[key], value):
             wrong.append(
                 (key, f"methods.{label}.{key} must be {fault}, like its default {known[key]!r}, got {value!r}")
@@ -338,8 +322,8 @@ def _read_model(raw: Any, base: Path) -> list[tuple[Place, str]]:
         from multitudes.study.networks import network_names
 
         names = network_names()
-        choices = f"{_choices(names)}, or a function of model.file"
-        message = f"model.name must be {choices}, got {name!r}{_close(name, names)}"
+        choices = f"{one_of(names)}, or a function of model.file"
+        message = f"model.name must be {choices}, got {name!r}{close(name, names)}"
         return [] if name in names else [(("model", "name"), message)]
     if name is None:
         return [(("model", "file"), "model.file needs model.name, the function in it that builds the model")]
@@ -362,55 +346,3 @@ def _absolute(spec: Spec, base: Path) -> dict[str, Section]:
     data = {"source": whole(spec.data.source), "ood": [whole(source) for source in spec.data.ood]}
     file = None if spec.model.file is None else str((base / spec.model.file).resolve())
     return {"data": spec.data.model_copy(update=data), "model": spec.model.model_copy(update={"file": file})}
-
-
-# -- what is wrong -----------------------------------------------------------------------------------------
-
-_MUST = {
-    "missing": "is missing",
-    "int_type": "must be a whole number, got {input!r}",
-    "float_type": "must be a number, got {input!r}",
-    "finite_number": "must be a finite number, got {input!r}",
-    "string_type": "must be a string, got {input!r}",
-    "bool_type": "must be true or false, got {input!r}",
-    "list_type": "must be a list, got {input!r}",
-    "dict_type": "must be a table, got {input!r}",
-    "model_type": "must be a table, got {input!r}",
-    "literal_error": "must be {expected}, got {input!r}",
-    "greater_than": "must be above {gt}, got {input!r}",
-    "greater_than_equal": "must be {ge} or more, got {input!r}",
-    "less_than": "must be below {lt}, got {input!r}",
-    "less_than_equal": "must be {le} at most, got {input!r}",
-    "too_short": "must have at least {min_length} values, got {input!r}",
-    "too_long": "must have at most {max_length} values, got {input!r}",
-    "value_error": "{error}",
-}
-
-
-def _problem(kind: type[BaseModel], error: Mapping[str, Any]) -> tuple[Place, str]:
-    """The place of an error that Pydantic found, and a sentence about it."""
-    path: Place = error["loc"]
-    if error["type"] == "extra_forbidden":
-        for key in path[:-1]:
-            kind = kind.model_fields[str(key)].annotation  # type: ignore[assignment]
-        known = list(kind.model_fields)
-        owner = next((name for name, section in SECTIONS.items() if path[-1] in section.model_fields), None)
-        hint = f" (did you mean [{owner}] {path[-1]}?)" if owner else _close(path[-1], known)
-        table = f"[{'.'.join(map(str, path[:-1]))}]" if path[1:] else "the file"
-        return path, f"unknown key {_name(path)!r}{hint}; the keys of {table} are {', '.join(known)}"
-    rule = _MUST.get(error["type"], "is wrong: " + error["msg"].replace("{", "{{").replace("}", "}}"))
-    return path, f"{_name(path)} {rule.format(input=error['input'], **error.get('ctx', {}))}"
-
-
-def _name(path: Place) -> str:
-    """A path as one writes it: `evaluation.severities[1]`."""
-    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
-
-
-def _choices(names: Iterable[str]) -> str:
-    return f"one of {', '.join(names)}"
-
-
-def _close(name: Any, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(name), list(names), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
