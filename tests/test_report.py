@@ -28,24 +28,10 @@ from multitudes.report.quality import selective_prediction, shift, size
 from multitudes.report.results import read_results
 from multitudes.report.uncertain_images import uncertain_images
 from multitudes.study.store import Job, Run
-from tests.fake_run import FEW, METHODS, Tags, evil_run, kept, series, table_data, write_run
+from tests.fake_run import FEW, METHODS, Tags, evil_run, kept, series, write_run
+from tests.report_cases import regression, results, run  # noqa: F401
 
 FULL = [name for name in SECTIONS if name not in ("intervals", "columns")]
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("digits"))
-
-
-@pytest.fixture(scope="module")
-def results(run: Path) -> Results:
-    return read_results(run)
-
-
-@pytest.fixture(scope="module")
-def regression(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return read_results(write_run(tmp_path_factory.mktemp("table"), data=table_data()))
 
 
 @pytest.fixture(scope="module")

@@ -21,22 +21,8 @@ from multitudes.report.results import read_results
 from multitudes.study.leaderboard import leaderboard
 from multitudes.study.recommendation import recommend
 from multitudes.study.store import Run
-from tests.fake_run import FEW, METHODS, Tags, kept, series, table_data, write_run
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("digits"))
-
-
-@pytest.fixture(scope="module")
-def results(run: Path) -> Results:
-    return read_results(run)
-
-
-@pytest.fixture(scope="module")
-def regression(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return read_results(write_run(tmp_path_factory.mktemp("table"), data=table_data()))
+from tests.fake_run import FEW, METHODS, Tags, kept, series, write_run
+from tests.report_cases import regression, results, run  # noqa: F401
 
 
 @pytest.fixture(scope="module")
