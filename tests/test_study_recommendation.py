@@ -178,6 +178,7 @@ def test_one_run_of_each_without_rows_cannot_tell() -> None:
         for name, value in (("single", 0.3), ("packed", 0.2))
     ]
     assert recommend(rows).headline.startswith("One run of each cannot tell")
+    assert recommend(rows).notes[0] == "By NLL packed is the best (0.200)."  # and nobody knows by how much
 
 
 @pytest.mark.parametrize("by, best", [("nll", "packed"), ("accuracy", "deep")])

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from multitudes.cli.screen import console, plural, say, table
+from multitudes.cli.screen import console, say, table
+from multitudes.core.checks import plural
 
 if TYPE_CHECKING:
     from multitudes.data.reading import ColumnReading

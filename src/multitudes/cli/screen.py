@@ -15,13 +15,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from multitudes.core.checks import plural
 from multitudes.study.monitor import JobProgress, Snapshot
 from multitudes.study.rows import Row
 
 if TYPE_CHECKING:
     from multitudes.study.columns import Column
 
-__all__ = ["clock", "console", "leaderboard_tables", "plural", "say", "say_dropped", "show", "table", "watching"]
+__all__ = ["clock", "console", "leaderboard_tables", "say", "say_dropped", "show", "table", "watching"]
 
 WIDE = 1000
 """The columns of a pipe, in which nothing is cut off."""
@@ -36,15 +37,6 @@ def console(stderr: bool = False) -> Console:
 def say(message: str) -> None:
     """A line about the work, on stderr."""
     console(stderr=True).print(Text(message, style="dim"))
-
-
-def plural(count: int, noun: str) -> str:
-    """A number of things.
-
-    >>> plural(1, "job"), plural(2, "job")
-    ('1 job', '2 jobs')
-    """
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def say_dropped(dropped: Mapping[str, int], say: Callable[[str], None] = say) -> None:

@@ -11,8 +11,8 @@ from typer import Argument, Option
 
 from multitudes.cli.options import Common, DataOptions, EvaluationOptions, TrainingOptions, located, words
 from multitudes.cli.reading import say_columns
-from multitudes.cli.screen import clock, console, leaderboard_tables, plural, say, say_dropped, show, table, watching
-from multitudes.core.checks import needed
+from multitudes.cli.screen import clock, console, leaderboard_tables, say, say_dropped, show, table, watching
+from multitudes.core.checks import needed, plural
 from multitudes.study.monitor import Outcome
 from multitudes.study.store import Run
 

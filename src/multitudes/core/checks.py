@@ -54,3 +54,12 @@ def needed(module: str, extra: str, what: str) -> Any:
     except ImportError as error:
         package = module.partition(".")[0]
         raise ImportError(f"{what} needs {package}: pip install 'multitudes[{extra}]'") from error
+
+
+def plural(count: int, noun: str) -> str:
+    """A number of things.
+
+    >>> plural(1, "job"), plural(2, "job")
+    ('1 job', '2 jobs')
+    """
+    return f"{count} {noun}{'' if count == 1 else 's'}"

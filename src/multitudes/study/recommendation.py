@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from multitudes.core.checks import plural
 from multitudes.metrics.declare import Better
 from multitudes.study.columns import column_of, in_words, is_vague
 from multitudes.study.leaderboard import best, better, level_with_best, score_to_rank_by
@@ -155,14 +156,10 @@ class _Answer:
         if not self.others:
             return f"Only {alone} is done, so there is nothing to compare it with."
         first = next((row for row in self.picks.values() if row is not None), None)
-        if first is not None:
-            gain = f"{self.title} {self.told(first)}, where the single network has {self.told(self.single)}"
-            return f"{first.name} is worth its price: {gain}, at {self.paid(first)}."
-        if (likely := self.likely()) is not None:
-            gain = f"{self.title} {self.told(likely)}, where the single network has {self.told(self.single)}"
-            many = _plural(len(self.others), "method")
-            doubt = f"as the best of {many} that may still be chance, and more seeds can tell"
-            return f"{likely.name} is probably worth its price: {gain}, at {self.paid(likely)}; {doubt}."
+        if (named := first or self.likely()) is not None:
+            sure, doubt = ("worth", "") if first else ("probably worth", self.doubt())
+            gain = f"{self.title} {self.told(named)}, where the single network has {self.told(self.single)}"
+            return f"{named.name} is {sure} its price: {gain}, at {self.paid(named)}{doubt}."
         reach = self.possible()
         if reach is None:
             return f"One run of each cannot tell whether any method is better than {alone}: more seeds can."
@@ -171,6 +168,11 @@ class _Answer:
             return f"No method is worth its price here: none is better than {alone} by more than {much}."
         unseen = f"gains up to {self.amount(reach)} would go unseen"
         return f"{self.too_few()} to tell whether any method is better than {alone}: {unseen}."
+
+    def doubt(self) -> str:
+        return (
+            f"; as the best of {plural(len(self.others), 'method')} that may still be chance, and more seeds can tell"
+        )
 
     @property
     def title(self) -> str:
@@ -261,8 +263,9 @@ class _Answer:
         names = [row.name for row in level[1:]]
         others = f"{len(names)} of the other {len(self.methods) - 1} methods are" if len(names) > 3 else _listed(names)
         verb = "" if len(names) > 3 else (" are" if len(names) > 1 else " is")
-        beside = f"; {others}{verb} level with it" if names else ", ahead of all others"
-        seeds = _plural(self.seeds[0], "seed") if len(self.seeds) == 1 else f"{self.seeds[0]} to {self.seeds[-1]} seeds"
+        known = all(self.comparison.difference(row, top) for row in self.methods if row is not top)
+        beside = f"; {others}{verb} level with it" if names else ", ahead of all others" if known else ""
+        seeds = plural(self.seeds[0], "seed") if len(self.seeds) == 1 else f"{self.seeds[0]} to {self.seeds[-1]} seeds"
         alone = "; a second training of each may differ by more" if self.seeds[-1] == 1 else ""
         return (
             f"By {self.title} {top.name} is the best ({self.told(top)}){beside}.",
@@ -336,7 +339,3 @@ def _some(rows: Sequence[Row]) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if names else ""
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
