@@ -19,6 +19,7 @@ from multitudes.data import Data
 from multitudes.data.splits import spread
 from multitudes.evaluation.calibrate import Calibrated, fit_calibration
 from multitudes.evaluation.evaluate import evaluate
+from multitudes.evaluation.helpful import FEWEST, log_scores, scaling_helps
 from multitudes.evaluation.predict import predictions
 from multitudes.evaluation.scores import Evaluation, plain_number
 from multitudes.metrics import ECE, MCE, NLL, RMSE, Accuracy, LogDensity, read_rows
@@ -33,8 +34,6 @@ GROUPS = 64
 """The most groups of members or draws that the scores of a size are taken over."""
 EVALUATION_SEED = 0
 """Of all jobs alike, so that they see the same shifted images."""
-FEWEST = 20
-"""The fewest validation rows that a scaling is fitted to."""
 FEWEST_FOR_INTERVALS = 200
 """With fewer validation rows there are no conformal scores: half of them must tell intervals of 99 %."""
 
@@ -59,7 +58,7 @@ def calibrated(net: Multitude, data: Data, options: Options) -> Calibrated | Mul
     prepare = lambda x, index: data.preprocess(x)  # noqa: E731
     pairs = [(p.cpu(), y) for p, y in predictions(net, part, False, None, prepare, seed=EVALUATION_SEED)]
     predictive, target = Predictive.concat(p for p, _ in pairs), torch.cat([y for _, y in pairs if y is not None])
-    scaling = "auto" if _improves(predictive, target, net.members) else None
+    scaling = "auto" if scaling_helps(predictive, target, net.members, EVALUATION_SEED) else None
     conformal = "auto" if not data.classes and rows >= FEWEST_FOR_INTERVALS else None
     if scaling is None and conformal is None:
         return net
@@ -68,27 +67,6 @@ def calibrated(net: Multitude, data: Data, options: Options) -> Calibrated | Mul
     )
     device = next((parameter.device for parameter in net.parameters()), torch.device("cpu"))
     return Calibrated(net, fitted.to(device))
-
-
-def _improves(predictive: Predictive, target: Tensor, members: int) -> bool:
-    """Whether a scaling that is fitted to half of the rows improves the score of the other half, and back."""
-    order = torch.randperm(len(target), generator=torch.Generator().manual_seed(EVALUATION_SEED))
-    halves = order.tensor_split(2)
-    gains = []
-    for fitted_to, other in (halves, halves[::-1]):
-        fitted = fit_calibration(predictive[fitted_to], target[fitted_to], members=members, conformal=None)
-        rest = predictive[other]
-        gains.append(_log_scores(fitted(rest), target[other]) - _log_scores(rest, target[other]))
-    gain = torch.cat(gains)
-    doubt = gain.std() / len(gain) ** 0.5 if predictive.task == "classification" else 0.0
-    return bool(gain.mean() > doubt)
-
-
-def _log_scores(predictive: Predictive, target: Tensor) -> Tensor:
-    """The log probability, or density, of each target, `[N]`."""
-    if predictive.task == "classification":
-        return predictive.log_probs.gather(1, target[:, None])[:, 0].double()
-    return read_forecasts(predictive, target).log_density.double()
 
 
 # -- scores ------------------------------------------------------------------------------------------------
@@ -176,7 +154,7 @@ class _Predictions:
         if data.classes:
             hit = torch.nn.functional.one_hot(target, len(data.classes))
             yield "probs", part.probs.float()
-            yield "rows/nll", -_log_scores(part, target).float()
+            yield "rows/nll", -log_scores(part, target).float()
             yield "rows/accuracy", (part.label == target).float()
             yield "rows/brier", (part.probs - hit).square().sum(1).float()
             return
