@@ -22,7 +22,6 @@ from multitudes.core.proof import alike, first_difference, kind_of, running_stat
 from multitudes.core.settings import holding
 from multitudes.core.unreadable import unreadable
 
-
 MOST_ROWS = 4096
 """Of a table, the most rows that all members see side by side in evaluation on a CPU."""
 
@@ -79,7 +78,7 @@ class SharedMembers(Multitude):
         with holding(self._layers(), "batch", len(tensors_in(x)[0])):
             return call(self.network, x).unflatten(0, (self.members, -1))
 
-    def _layers(self) -> list[nn.Module]:
+    def _layers(self) -> list[MemberLayer]:
         return [module for module in self.network.modules() if isinstance(module, MemberLayer)]
 
     def _alone(self, index: int, x: Input) -> Tensor:

@@ -81,7 +81,7 @@ class Preprocessing(nn.Module):
 
     def _scored(self, x: Tensor) -> Tensor:
         assert self.knots is not None and self.scores is not None
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # as exported networks can do it
+        if torch.compiler.is_compiling():  # as exported networks can do it
             at = (x.unsqueeze(-1) >= self.knots).sum(-1)
         else:
             at = torch.searchsorted(self.knots, x.mT.contiguous(), right=True).mT

@@ -47,7 +47,7 @@ from multitudes.surgery.whole import WholeMemberLayer
 class RankOne(MemberLayer):
     """A layer shared by all members, with factors on its inputs (`r [M, I]`) and outputs (`s [M, O]`).
 
-    Maps the tiled batch `[M*B, I, ...]` to `[M*B, O, ...]`. On the side of the inputs alone, members share the bias too.
+    Maps the tiled batch `[M*B, I, ...]` to `[M*B, O, ...]`. With inputs' factors alone, members share the bias too.
     """
 
     def __init__(self, layer: Any, members: int, sides: str = "both") -> None:
@@ -238,7 +238,7 @@ def batch_ensemble(
     them.
 
     With `random="first"` only the factors of the first layer's inputs are drawn, and all others are one in the
-    beginning, as Gorishniy et al. do it in *TabM* (2025); `chunks` are then the widths of parts of these inputs, such as
+    beginning, as Gorishniy et al. do it in *TabM* (2025); `chunks` are the widths of parts of these inputs, such as
     embeddings, each of which has one number for all of it. `sides="inputs"` leaves out the factors of outputs and the
     members' biases. The layers that `own` selects are each member's own, with all their weights: `own=["fc"]` gives
     each member an output layer.

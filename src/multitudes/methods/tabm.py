@@ -37,8 +37,8 @@ def tabm(
     """A network for tables, `mt.models.tabular` as a rule, as one of many members (Gorishniy et al., 2025).
 
     `variant="tabm"` gives each layer factors and biases for each member, "mini" the first layer's inputs alone, and
-    "packed" each member all weights of its own but for the embeddings. Each member has an output layer of its own in all
-    three. Of a network of another class, its output layers are found by running it on `example`, as in `deep_ensemble`.
+    "packed" each member all weights of its own but for the embeddings; each member has an output layer of its own in
+    all three. Of a network of another class, its output layers are found by running it on `example`.
 
     >>> from multitudes.models import tabular
     >>> net = tabm(tabular(8, 1, hidden=(64, 64)))

@@ -32,7 +32,7 @@ FREQUENCIES, SIGMA = 48, 0.05
 class PiecewiseLinear(nn.Module):
     """Each of F numbers as a vector: a line, and a bend at every edge of its bins. `[B, F] -> [B, F * width]`.
 
-    A number is written as one value a bin: 1 in those below it, 0 in those above it, and in its own how far it has come;
+    A number is written as one value a bin: 1 in those below it, 0 in those above it, in its own how far it has come;
     the first and the last bin go on without an end. The vector is a linear map of that and of the number itself.
     """
 
