@@ -10,6 +10,7 @@ done bit by bit, or several at a time. `python -m recipes.collect OUT` takes the
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import json
 import math
@@ -146,24 +147,10 @@ def _together(fingerprints: Sequence[str]) -> str:
 # -- networks and numbers ----------------------------------------------------------------------------------
 
 
-class Standardise(nn.Module):
-    """Images in [0, 1] as a network was trained to see them, `[B, C, H, W] -> [B, C, H, W]`."""
-
-    mean: Tensor
-    std: Tensor
-
-    def __init__(self, data: Data) -> None:
-        super().__init__()
-        self.register_buffer("mean", data.mean)
-        self.register_buffer("std", data.std)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x - self.mean) / self.std
-
-
 def of_pixels(network: nn.Module, data: Data) -> nn.Module:
     """The network with its preprocessing inside: it takes images in [0, 1], and its gradient is one of pixels."""
-    return nn.Sequential(Standardise(data).to(next(network.parameters()).device), network).eval()
+    seen = copy.deepcopy(data.preprocessing).to(next(network.parameters()).device)
+    return nn.Sequential(seen, network).eval()
 
 
 def loaded(path: Path, piece: str) -> mt.Multitude:

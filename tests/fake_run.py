@@ -24,6 +24,7 @@ from multitudes.core.archives import write_arrays
 from multitudes.core.files import write_json
 from multitudes.core.gaussian import join_gaussian
 from multitudes.data import Data, Part
+from multitudes.metrics import interval_coverage, interval_width
 from multitudes.metrics.regression_inputs import read_forecasts
 from multitudes.report import Results
 from multitudes.report.chart import Series, View
@@ -193,8 +194,17 @@ def _regression(fake: Fake, data: Any, generator: Any) -> tuple[dict[str, Any], 
         squares = (rows.mean - rows.target).square()
         arrays |= {f"{prefix}rows/log_density": rows.log_density, f"{prefix}rows/crps": rows.crps}
         arrays |= {f"{prefix}rows/rmse": squares}
-    scores = _scores(given, y, "gaussian") | _raw(_scores(raw, y, "gaussian"))
+        low, high = rows.interval(0.9)
+        arrays |= {f"{prefix}low": low, f"{prefix}high": high, f"{prefix}cdf": rows.cdf}
+    scores = _scores(given, y, "gaussian") | _intervals(predicted, y)
+    scores |= _raw(_scores(raw, y, "gaussian") | _intervals(before, y))
     return arrays, scores, _by_size(given, y, ("rmse",), task="gaussian")
+
+
+def _intervals(predicted: Predictive, y: Tensor) -> dict[str, Any]:
+    """Coverage and width of intervals of 90 %."""
+    values = {"coverage_90": interval_coverage(predicted, y, 0.9), "width_90": interval_width(predicted, y, 0.9)}
+    return {name: {"value": float(value), "count": len(y)} for name, value in values.items()}
 
 
 def _rows_of_classes(predicted: Predictive, target: Tensor) -> dict[str, Tensor]:

@@ -71,9 +71,11 @@ def test_parquet_of_the_datasets_library_comes_out_as_it_went_in(tmp_path: Path)
     found(data, arrays, labels)
     assert [len(part) for part in data.parts.values()] == [28, 4, 8]
     assert [part.y.bincount(minlength=4).tolist() for part in data.parts.values()] == [[7] * 4, [1] * 4, [2] * 4]
-    assert data.mean.flatten().tolist() == pytest.approx(data.train.x.double().mean((0, 2, 3)).div(255).tolist())
+    assert data.preprocessing.mean.flatten().tolist() == pytest.approx(
+        data.train.x.double().mean((0, 2, 3)).div(255).tolist()
+    )
     std = data.train.x.numpy().astype("float64").std((0, 2, 3)) / 255
-    assert data.std.flatten().tolist() == pytest.approx(std.tolist())
+    assert data.preprocessing.std.flatten().tolist() == pytest.approx(std.tolist())
     unnamed = md.load(parquet(path, list(pixels(100, 2, 2)), [5 + row for row in range(50)] * 2))
     assert unnamed.classes == tuple(str(label) for label in range(5, 55)) and int(unnamed.train.y.max()) == 49
 

@@ -18,6 +18,7 @@ from multitudes import report
 from multitudes.data import kinds
 from multitudes.data.columns import Column, Encoded
 from multitudes.data.kinds import Kind, kind_of_shape
+from multitudes.data.preprocessing import Preprocessing
 from multitudes.data.tables import TableEncoder, choose_columns
 from multitudes.study.methods import METHODS, methods_for
 from multitudes.study.planning import prepare
@@ -42,7 +43,7 @@ SERIES = Kind(
     choose=choose_columns,
     fit=StepEncoder.fitted,
     encoder=lambda shape, names, features: StepEncoder(features),
-    moments=lambda x: (x.double().mean((0, 1)), x.double().std((0, 1), correction=0)),
+    preprocessing=lambda x, features, numbers: Preprocessing(x.mean((0, 1)), x.std((0, 1), correction=0)),
     defaults=kind_of_shape((4,)).defaults,
     arguments=lambda model, shape, outputs, taken: {"inputs": math.prod(shape), "outputs": outputs},
     named=True,

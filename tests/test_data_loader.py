@@ -62,14 +62,14 @@ def test_batches_are_preprocessed_images_and_their_classes() -> None:
     data = numbered()
     for x, y in loader(data):
         assert x.dtype == torch.float32 and y.dtype == torch.int64
-        expected = (y / 255 - data.mean.flatten()[0]) / data.std.flatten()[0]
+        expected = (y / 255 - data.preprocessing.mean.flatten()[0]) / data.preprocessing.std.flatten()[0]
         torch.testing.assert_close(x, expected[:, None, None, None].expand_as(x))
 
 
 def test_targets_of_a_regression_are_standardised() -> None:
     x = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
     part = Part(x * torch.tensor([1.0, 10.0, 0.1]) + 5, 100 + 7 * x[:, 0])
-    data = Data("line", part, part, part, columns=("a", "b", "c"))
+    data = Data("line", part, part, part, columns=("a", "b", "c"), numbers="standard")
     (inputs, targets), *_ = loader(data, batch_size=50)
     assert targets.mean().item() == pytest.approx(0, abs=1e-5) and targets.std(correction=0).item() == pytest.approx(1)
     torch.testing.assert_close(inputs[:, 0], targets, atol=1e-4, rtol=1e-4)

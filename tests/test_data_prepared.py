@@ -174,7 +174,7 @@ def test_a_file_that_is_not_whole_is_refused(tmp_path: Path) -> None:
             md.read(path)
     write_arrays(path, {"about": np.frombuffer(json.dumps({"version": 99}).encode(), dtype="uint8")})
     with pytest.raises(
-        ValueError, match="prepared data: its version is 99, and this program reads 3; remove it and prepare it again$"
+        ValueError, match="prepared data: its version is 99, and this program reads 4; remove it and prepare it again$"
     ):
         md.read(path)
     write_arrays(path, {"about": np.array([{"version": 3}], dtype=object)})
@@ -231,7 +231,7 @@ def test_scaled_images_lie_between_0_and_1_and_are_standardised(digits: Data) ->
 def test_a_channel_that_never_changes_is_not_divided() -> None:
     part = Part(torch.full((3, 2, 4, 4), 51, dtype=torch.uint8), torch.tensor([0, 1, 0]))
     data = Data("even", part, part, part, ("a", "b"))
-    assert data.std.flatten().tolist() == [1, 1]
+    assert data.preprocessing.std.flatten().tolist() == [1, 1]
     torch.testing.assert_close(data.preprocess(data.scaled(part.x)), torch.zeros(3, 2, 4, 4))
 
 

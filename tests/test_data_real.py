@@ -34,8 +34,8 @@ def test_cifar10_has_its_known_moments_and_comes_back_from_a_prepared_file(tmp_p
     assert [len(part) for part in data.parts.values()] == [45000, 5000, 10000] and data.shape == (3, 32, 32)
     assert data.train.y.bincount().tolist() == [4500] * 10 and data.test.y.bincount().tolist() == [1000] * 10
     # The published moments are those of all 50,000 training images.
-    assert data.mean.flatten().tolist() == pytest.approx([0.4914, 0.4822, 0.4465], abs=1e-3)
-    assert data.std.flatten().tolist() == pytest.approx([0.2470, 0.2435, 0.2616], abs=1e-3)
+    assert data.preprocessing.mean.flatten().tolist() == pytest.approx([0.4914, 0.4822, 0.4465], abs=1e-3)
+    assert data.preprocessing.std.flatten().tolist() == pytest.approx([0.2470, 0.2435, 0.2616], abs=1e-3)
     assert {name: len(x) for name, x in data.ood.items()} == {"svhn": 26032, "mnist": 10000}
     assert md.read(md.save(data, tmp_path / "cifar10.mtdata")).fingerprint == data.fingerprint
 
@@ -43,7 +43,7 @@ def test_cifar10_has_its_known_moments_and_comes_back_from_a_prepared_file(tmp_p
 def test_mnist_has_its_known_moments() -> None:
     data = md.load(ROOT / "mnist")
     assert [len(part) for part in data.parts.values()] == [54000, 6000, 10000] and data.shape == (1, 28, 28)
-    assert (data.mean.item(), data.std.item()) == pytest.approx((0.1307, 0.3081), abs=1e-3)
+    assert (data.preprocessing.mean.item(), data.preprocessing.std.item()) == pytest.approx((0.1307, 0.3081), abs=1e-3)
     assert data.test.y[:10].tolist() == [7, 2, 1, 0, 4, 1, 4, 9, 5, 9]
 
 

@@ -131,7 +131,7 @@ def test_a_fold_that_is_not_there_or_leaks_is_refused(tmp_path: Path, flowers: P
 
 
 def test_features_equal_scikit_learn_s_one_hot_and_scaling(flowers: Path) -> None:
-    data = md.load(flowers, **KIND)
+    data = md.load(flowers, **KIND, numbers="standard")
     assert data.columns == ("id", "size", "colour=green", "colour=red")
     numbers = data.train.x[:, 0].long().tolist()
     colours = np.array([["red", "green"][number % 2] for number in numbers])[:, None]
@@ -148,7 +148,8 @@ def test_only_the_training_part_decides_scales_and_categories(tmp_path: Path) ->
     write(tmp_path / "test.csv", "a,c,y", "-1e6,never seen,1e9")
     data = md.load(tmp_path, target="y")
     assert data.columns == ("a", "c=x0", "c=x1")
-    assert data.mean[0].item() == 9.5 and data.std[0].item() == pytest.approx(np.arange(20).std())
+    preprocessing = data.preprocessing
+    assert preprocessing.mean[0].item() == 9.5 and preprocessing.std[0].item() == pytest.approx(np.arange(20).std())
     assert data.test.x.tolist() == [[-1e6, 0.0, 0.0]]
     assert data.target_mean == pytest.approx(9.5 / 3) and data.target_std == pytest.approx(np.arange(20).std() / 3)
 
@@ -156,7 +157,7 @@ def test_only_the_training_part_decides_scales_and_categories(tmp_path: Path) ->
 def test_a_constant_column_is_centred_and_not_divided(tmp_path: Path) -> None:
     path = numbered(tmp_path / "x.csv", range(20), "a,b,y", "0.998,{row},{third}")
     data = md.load(path, target="y", columns=["a", "b"])  # which it is only read for by its name
-    assert data.std[0].item() == 1.0
+    assert data.preprocessing.std[0].item() == 1.0
     assert not data.preprocess(data.test.x)[:, 0].any()
 
 

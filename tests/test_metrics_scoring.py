@@ -196,3 +196,28 @@ def test_a_mean_of_softmaxes_that_rounds_to_more_than_1_counts_as_1():
     p = torch.tensor([[1 + 1.2e-7, 0.0]])
     assert p[0, 0] > 1
     assert metrics.nll(p, torch.tensor([0])) == 0
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_scores_that_count_classes_alike_are_scikit_learns(count):
+    rng = np.random.default_rng(count)
+    target = rng.choice(count, size=300, p=np.r_[0.9, np.full(count - 1, 0.1 / (count - 1))])
+    raw = rng.normal(size=(300, count)) + 1.5 * np.eye(count)[target]
+    probs = torch.tensor(raw).softmax(1)
+    y = torch.from_numpy(target)
+    judge = sklearn.metrics.balanced_accuracy_score(target, probs.argmax(1).numpy())
+    assert float(metrics.balanced_accuracy(probs, y)) == pytest.approx(judge)
+    streaming = metrics.BalancedAccuracy(classes=count)
+    for rows in torch.arange(300).split(70):
+        streaming.update(probs[rows], y[rows])
+    assert float(streaming.compute()) == pytest.approx(judge)
+    scores = probs[:, 1].numpy() if count == 2 else probs.numpy()
+    auroc = sklearn.metrics.roc_auc_score(target, scores, multi_class="ovr")
+    assert float(metrics.macro_auroc(probs, y)) == pytest.approx(auroc)
+
+
+def test_classes_that_no_input_has_do_not_count():
+    probs, y = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.5, 0.3], [0.3, 0.4, 0.3]]), torch.tensor([0, 1, 0])
+    assert float(metrics.balanced_accuracy(probs, y)) == 0.75
+    assert float(metrics.macro_auroc(probs, y)) == 1.0
+    assert math.isnan(float(metrics.macro_auroc(probs[:1], y[:1])))

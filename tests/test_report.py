@@ -145,7 +145,10 @@ def test_scores_before_and_after_calibration_stand_side_by_side(
     assert [view.label for view in of_numbers["coverage"]] == ["after calibration", "before calibration"]
     after, before = (series(of_numbers["width"], regression, at)["deep"].y for at in (0, 1))
     assert all(narrow < wide for narrow, wide in zip(before, after, strict=True))
-    assert [head.title for head in of_numbers["table"]["head"]][4] == "coverage at 95 % before"
+    below = series(of_numbers["quantiles"], regression)["deep"]
+    cdf = np.stack([found[0] for found in regression.tensors("deep", "cdf")])
+    assert below.y == pytest.approx([(cdf <= level).mean() for level in below.x])
+    assert [head.title for head in of_numbers["table"]["head"]][4] == "coverage at 90 % before"
 
 
 def test_without_calibration_nothing_is_said_of_it(run: Path, tmp_path: Path) -> None:
@@ -299,7 +302,7 @@ def test_regression_has_intervals_and_nothing_of_classes(regression: Results) ->
         "provenance",
     ]
     table = standings(regression)
-    heads = ["log density\u00a0↑", "RMSE\u00a0↓", "CRPS\u00a0↓", "coverage at 95 %", "width at 95 %"]
+    heads = ["log density\u00a0↑", "RMSE\u00a0↓", "CRPS\u00a0↓", "coverage at 90 %", "width at 90 %"]
     titles = [head.title for head in table["first"]["head"]]
     assert titles[:5] == heads
     assert not any(word in head for head in titles for word in ("accuracy", "ECE"))

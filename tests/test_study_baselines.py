@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 import torch
 from scipy import integrate, stats
-from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
-from sklearn.metrics import brier_score_loss, log_loss
+from sklearn.ensemble import (
+    HistGradientBoostingClassifier,
+    HistGradientBoostingRegressor,
+    RandomForestClassifier,
+    RandomForestRegressor,
+)
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.metrics import balanced_accuracy_score, brier_score_loss, log_loss, roc_auc_score
 
 from multitudes import data as datasets
 from multitudes.data import Data, Part
@@ -89,3 +95,53 @@ def test_a_class_that_training_has_not_gives_no_infinite_score() -> None:
     other = Data("table", few, data.validation, data.test, classes=data.classes, columns=data.columns)
     for own in measure_baselines(other)["baselines"].values():
         assert all(math.isfinite(score) for score in own["scores"].values())
+
+
+def test_a_forest_and_a_linear_model_are_scikit_learns_at_their_defaults() -> None:
+    data = table(3)
+    found = measure_baselines(data)["baselines"]
+    x, y, test, target = (each.numpy() for each in (data.train.x, data.train.y, data.test.x, data.test.y))
+    forest = RandomForestClassifier(random_state=0).fit(x, y)
+    assert found["random_forest"]["scores"]["accuracy"] == pytest.approx(forest.score(test, target))
+    smooth = (100 * forest.predict_proba(test) + 1 / 3) / 101
+    assert found["random_forest"]["scores"]["nll"] == pytest.approx(log_loss(target, smooth), rel=1e-6)
+    inputs = data.normalised(data.train.x).numpy()
+    linear = LogisticRegression(max_iter=1000).fit(inputs, y)
+    probs = linear.predict_proba(data.normalised(data.test.x).numpy())
+    assert found["linear"]["scores"]["nll"] == pytest.approx(log_loss(target, probs), rel=1e-6)
+    assert found["linear"]["scores"]["balanced_accuracy"] == pytest.approx(
+        balanced_accuracy_score(target, probs.argmax(1))
+    )
+    auroc = roc_auc_score(target, probs, multi_class="ovr")
+    assert found["linear"]["scores"]["macro_auroc"] == pytest.approx(auroc)
+
+
+def test_models_of_numbers_have_intervals_by_their_residuals_or_their_quantiles() -> None:
+    data = table()
+    found = measure_baselines(data)["baselines"]
+    x, y, target = data.train.x.numpy(), data.train.y.double().numpy(), data.test.y.double().numpy()
+    ridge = Ridge().fit(data.normalised(data.train.x).numpy(), y)
+    off = ridge.predict(data.normalised(data.validation.x).numpy()) - data.validation.y.numpy()
+    mean, reach = ridge.predict(data.normalised(data.test.x).numpy()), 1.6448536 * np.sqrt((off**2).mean())
+    assert found["linear"]["scores"]["width_90"] == pytest.approx(2 * reach, rel=1e-5)
+    assert found["linear"]["scores"]["coverage_90"] == pytest.approx((np.abs(mean - target) <= reach).mean())
+    forest = RandomForestRegressor(random_state=0).fit(x, y).predict(data.test.x.numpy())
+    assert found["random_forest"]["scores"]["rmse"] == pytest.approx(np.sqrt(((forest - target) ** 2).mean()))
+    low, middle, high = (
+        HistGradientBoostingRegressor(loss="quantile", quantile=level, random_state=0)
+        .fit(x, y)
+        .predict(data.test.x.numpy())
+        for level in (0.05, 0.5, 0.95)
+    )
+    scores = found["gradient_boosting_quantiles"]["scores"]
+    assert scores["coverage_90"] == pytest.approx(((low <= target) & (target <= high)).mean())
+    assert scores["width_90"] == pytest.approx(np.abs(high - low).mean())
+    assert scores["rmse"] == pytest.approx(np.sqrt(((middle - target) ** 2).mean()))
+    assert "log_density" not in scores  # three quantiles are no density
+
+
+def test_one_class_alone_in_training_is_no_error() -> None:
+    data = table(3)
+    one = Part(data.train.x[data.train.y == 1], data.train.y[data.train.y == 1])
+    found = measure_baselines(Data("one", one, data.validation, data.test, classes=data.classes, columns=data.columns))
+    assert found["baselines"]["linear"]["scores"]["accuracy"] == pytest.approx(float((data.test.y == 1).float().mean()))

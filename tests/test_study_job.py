@@ -227,12 +227,16 @@ def test_regression_is_told_in_the_units_of_its_targets(tmp_path: Path, method: 
     directory = on_plane(tmp_path, "regression", method)
     run(directory)
     kept, scores = np.load(directory / "predictions.npz"), metrics_of(directory)["scores"]
-    mean, std, target = (kept[name].astype(np.float64) for name in ("mean", "std", "target"))
+    mean, target = (kept[name].astype(np.float64) for name in ("mean", "target"))
     assert kept["members"].shape[1] == 60 and abs(mean - target).mean() < 100 < target.std()
     assert scores["rmse"]["value"] == pytest.approx(np.sqrt(((mean - target) ** 2).mean()), rel=1e-3)
     np.testing.assert_allclose(kept["members"].mean(0), mean, rtol=1e-3)
-    inside = np.abs(target - mean) < 1.959964 * std
-    assert scores["coverage_95"]["value"] == pytest.approx(inside.mean(), abs=1e-6)
+    inside = (kept["low"] <= target) & (target <= kept["high"])
+    assert scores["coverage_90"]["value"] == pytest.approx(inside.mean(), abs=1e-6)
+    assert scores["width_90"]["value"] == pytest.approx((kept["high"] - kept["low"]).mean(), rel=1e-5)
+    before = np.abs(target - kept["raw/mean"]) < 1.959964 * kept["raw/std"]
+    assert scores["raw/coverage_95"]["value"] == pytest.approx(before.mean(), abs=1e-6)
+    assert kept["raw/reach"][-2] == pytest.approx(1.959964, rel=1e-5)  # of 95 %, before intervals are conformal
     by_size = metrics_of(directory)["by_size"]
     assert by_size["rmse"][0] >= by_size["rmse"][-1] and len(by_size["nll"]) == len(by_size["sizes"])
 
@@ -241,7 +245,7 @@ def test_the_density_of_a_single_networks_targets_is_the_gaussians_in_their_unit
     directory = on_plane(tmp_path, "regression", "single")
     run(directory)
     kept = np.load(directory / "predictions.npz")
-    mean, std, target = (kept[name].astype(np.float64) for name in ("mean", "std", "target"))
+    mean, target = (kept[name].astype(np.float64) for name in ("mean", "target"))
     density = -0.5 * ((target - mean) / std) ** 2 - np.log(std) - 0.5 * np.log(2 * np.pi)
     found = metrics_of(directory)
     assert found["scores"]["log_density"]["value"] == pytest.approx(density.mean(), rel=1e-4)

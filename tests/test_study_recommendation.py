@@ -144,16 +144,51 @@ def baseline(name: str, value: float, score: str = "nll") -> Row:
 def test_what_is_worse_than_a_baseline_is_called_so() -> None:
     found = recommend([SINGLE, PACKED, method("bad", 2.5), baseline("constant", 2.3)])
     assert found.warnings == ("bad is worse than a constant prediction by NLL (2.300).",)
-    found = recommend([SINGLE, PACKED, baseline("gradient_boosting", 0.01)])
-    assert found.warnings == ("Every method is worse than gradient boosting by NLL (0.010).",)
+    found = recommend([SINGLE, PACKED, baseline("chance", 0.01)])
+    assert found.warnings == ("Every method is worse than chance by NLL (0.010).",)
+
+
+def boosting(level: float, name: str = "gradient_boosting") -> Row:
+    rows = level * COMMON
+    values = {"nll": Value((float(rows.mean()),), ROWS)}
+    return Row(name, name, (), values, lambda: {"nll": rows[None]}, baseline=True)
+
+
+def test_that_a_model_without_a_network_is_better_is_said_first() -> None:
+    found = recommend([SINGLE, PACKED, DEEP, boosting(0.1), boosting(0.15, "random_forest")])
+    told = f"{0.1 * COMMON.mean():.3f}"
+    assert found.headline.startswith(f"Gradient boosting is better here: NLL {told}, where deep, the best of the ")
+    assert found.advice[0].budget == "Of the networks" and "is worth its price" in found.advice[0].sentence
+    assert not any("gradient boosting" in warning for warning in found.warnings)
+    assert "Every method is worse than a random forest by NLL" in " ".join(found.warnings)
+
+
+def test_a_model_that_is_better_by_chance_alone_is_called_as_good() -> None:
+    noisy = method("gradient_boosting", 0.1999, seeds=1, noise=2.0)
+    rival = Row("gradient_boosting", "gradient_boosting", (), noisy.values, noisy.examples, baseline=True)
+    top = method("deep", noisy["nll"] / COMMON.mean() + 0.002, 4.0)
+    found = recommend([method("single", 0.9), top, rival])
+    assert found.headline.startswith("Gradient boosting is as good here") and "may be chance" in found.headline
+
+
+def test_a_model_that_is_better_by_the_error_alone_is_named() -> None:
+    rows = [method(name, level, accuracy=0.9) for name, level in (("single", 0.3), ("packed", 0.25))]
+    rival = boosting(0.5)
+    rival = Row(rival.name, rival.method, (), {**rival.values, "accuracy": Value((0.95,), ROWS)}, baseline=True)
+    found = recommend([*rows, rival])
+    assert found.headline.startswith("packed is worth its price")
+    assert any(
+        warning.startswith("By accuracy alone gradient boosting is better than every method: 95.0 %")
+        for warning in found.warnings
+    )
 
 
 def test_intervals_that_cover_less_than_they_say_are_named() -> None:
     rows = [
-        method(name, level, score="log_density", rmse=1.0, coverage_95=share)
-        for name, level, share in (("single", -0.3, 0.8), ("deep", -0.2, 0.83), ("packed", -0.25, 0.945))
+        method(name, level, score="log_density", rmse=1.0, coverage_90=share)
+        for name, level, share in (("single", -0.3, 0.8), ("deep", -0.2, 0.83), ("packed", -0.25, 0.895))
     ]
-    assert "Intervals of 95 % of single and deep hold only 80 to 83 % of the truth." in recommend(rows).warnings
+    assert "Intervals of 90 % of single and deep hold only 80 to 83 % of the truth." in recommend(rows).warnings
 
 
 def test_of_log_densities_the_higher_is_the_better_one() -> None:

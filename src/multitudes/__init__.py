@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # as `HOMES` says below, for those who read types
     from multitudes.methods.smoothing import head, smooth
     from multitudes.methods.snapshots import cyclic_lr, cyclic_sgmcmc, snapshots
     from multitudes.methods.subspace import subspace, swa, swag
+    from multitudes.methods.tabm import tabm
     from multitudes.methods.temporal import temporal
     from multitudes.methods.variance import variance
     from multitudes.storage.freeze import freeze
@@ -87,6 +88,7 @@ __all__ = [
     "subspace",
     "swa",
     "swag",
+    "tabm",
     "temporal",
     "to_onnx",
     "variance",
@@ -116,6 +118,7 @@ HOMES = {
     "methods.smoothing": "head smooth",
     "methods.snapshots": "cyclic_lr cyclic_sgmcmc snapshots",
     "methods.subspace": "subspace swa swag",
+    "methods.tabm": "tabm",
     "methods.temporal": "temporal",
     "methods.variance": "variance",
     "storage.freeze": "freeze",

@@ -138,7 +138,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]], words: int = 1) ->
     return made
 
 
-def leaderboard_tables(rows: Sequence[Row], by: str, width: int = WIDE, tiny: bool = False) -> list[Table]:
+def leaderboard_tables(
+    rows: Sequence[Row], by: str, width: int = WIDE, tiny: bool = False, unbalanced: bool = False
+) -> list[Table]:
     """A row for each method and baseline, with the columns of the page; the best of a score has a star.
 
     Where `width` is too small for all columns, the rest of them is in further tables.
@@ -147,7 +149,7 @@ def leaderboard_tables(rows: Sequence[Row], by: str, width: int = WIDE, tiny: bo
 
     methods = [Text("method"), *(_name(row, remark(row, rows, by)) for row in rows)]
     groups: list[list[list[Text]]] = [[methods]]
-    for column in first_columns(rows, by, tiny):
+    for column in first_columns(rows, by, tiny, unbalanced):
         top = column.best(rows)
         cells = [Text(column.heading), *(_cell(row, column, row is top) for row in rows)]
         if len(groups[-1]) > 1 and sum(map(_width, [*groups[-1], cells])) > width:

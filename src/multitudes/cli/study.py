@@ -222,6 +222,7 @@ def _time_for_seeds(run: Run, workers: int | None) -> bool:
 def _conclude(run: Run, failed: dict[str, str]) -> None:
     """Show the leaderboard, the answer, which jobs failed and where the page is."""
     from multitudes import report
+    from multitudes.study.balance import imbalance
     from multitudes.study.columns import caption
     from multitudes.study.conclusion import measure_all
     from multitudes.study.leaderboard import leaderboard
@@ -233,8 +234,11 @@ def _conclude(run: Run, failed: dict[str, str]) -> None:
     if rows:
         tiny = bool((run.times or {}).get("tiny"))
         answer = recommend(rows, by, tiny)
-        show(*leaderboard_tables(rows, answer.by, console().width, tiny), f"{caption(rows, tiny)}\n")
-        show(answer.headline, *map(str, answer.advice), *answer.notes, *answer.warnings, "")
+        uneven = imbalance(run.about or {})
+        tables = leaderboard_tables(rows, answer.by, console().width, tiny, bool(uneven))
+        show(*tables, f"{caption(rows, tiny)}\n")
+        warnings = [*answer.warnings, *([uneven] if uneven else [])]
+        show(answer.headline, *map(str, answer.advice), *answer.notes, *warnings, "")
     for name, reason in failed.items():
         say(f"{name} failed: {reason}")
     if rows:

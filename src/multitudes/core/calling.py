@@ -207,6 +207,25 @@ def split_batch(batch: Any) -> tuple[Input, Tensor | None]:
     return x, y if isinstance(y, Tensor) else None
 
 
+def weight_in(batch: Any, y: Tensor, what: str) -> Tensor | None:
+    """The weights `[B]` of a batch `(x, y, weight)`, which an error names by `what`; None where it has none."""
+    if not isinstance(batch, (tuple, list)) or len(batch) < 3 or batch[2] is None:
+        return None
+    weight = batch[2]
+    fits = isinstance(weight, Tensor) and weight.is_floating_point() and weight.shape == y.shape[:1]
+    if len(batch) > 3 or not fits:
+        got = f"{list(weight.shape)} ({weight.dtype})" if isinstance(weight, Tensor) else type(weight).__name__
+        got = f"{len(batch)} parts" if len(batch) > 3 else got
+        raise ValueError(
+            f"{what} must be (x, y), or (x, y, weight) with one floating-point number for each of the {len(y)} rows as "
+            f"its weight, got {got}"
+        )
+    if not weight.is_cuda and not bool((weight.isfinite() & (weight >= 0)).all()):  # looking would wait for a GPU
+        wrong = weight[~(weight.isfinite() & (weight >= 0))][0].item()
+        raise ValueError(f"{what} must have weights that are finite numbers, 0 or more, got {wrong:g}")
+    return weight
+
+
 def moved(x: Any, device: torch.device | str | None) -> Any:
     """An input on another device."""
     return _mapped(lambda tensor: tensor.to(device), x)

@@ -1,7 +1,8 @@
 """Mean and variance heads: one reading of their outputs, for training and for prediction.
 
 Lakshminarayanan, Pritzel & Blundell, *Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles*
-(2017), section 2.2.1.
+(2017), section 2.2.1. Seitzer, Tavakoli, Antic & Martius, *On the Pitfalls of Heteroscedastic Uncertainty Estimation
+with Probabilistic Neural Networks* (2022), for `beta_nll`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["VARIANCE_FLOOR", "at_least_float32", "gaussian_nll", "join_gaussian", "split_gaussian"]
+from multitudes.core.checks import check_number
+
+__all__ = [
+    *("VARIANCE_FLOOR", "at_least_float32", "beta_nll", "gaussian_nll", "join_gaussian", "mixture_nll", "reduced"),
+    "split_gaussian",
+]
 
 VARIANCE_FLOOR = 1e-6  # added to every predicted variance, so that no likelihood is infinite
 
@@ -46,20 +52,58 @@ def join_gaussian(mean: Tensor, variance: Tensor, dim: int = 1) -> Tensor:
     return torch.cat([mean, above + torch.log(-torch.expm1(-above))], dim)  # softplus backwards
 
 
-def gaussian_nll(prediction: Tensor, target: Tensor) -> Tensor:
+def gaussian_nll(prediction: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
     """The training criterion of `task="gaussian"`: `[B, 2D, ...]`, `[B, D, ...]` -> mean over everything.
 
     `-log N(y; mean, variance) = (log(2 pi variance) + (y - mean)^2 / variance) / 2`, where `split_gaussian`
-    reads mean and variance from the prediction.
+    reads mean and variance from the prediction. `reduction` is `"mean"`, `"sum"` or `"none"`, as of torch's own.
 
     >>> gaussian_nll(torch.tensor([[3.0, 0.0]]), torch.tensor([[4.0]]))  # variance log 2
     tensor(1.4570)
     """
     mean, variance = split_gaussian(prediction)
+    return reduced(_nll(mean, variance, target), reduction)
+
+
+def beta_nll(prediction: Tensor, target: Tensor, beta: float = 0.5, reduction: str = "mean") -> Tensor:
+    """`gaussian_nll` with each value's term times its variance to the power of `beta`, as a constant.
+
+    Seitzer et al. (2022), equation 5: `variance^beta * -log N(y; mean, variance)`, where no gradient passes through the
+    first factor. The likelihood's gradient for a mean is `(mean - y) / variance`, so that values which are badly
+    predicted, of large variance, are learned the least. With `beta=1` it is that of half the squared error, and
+    `beta=0` is `gaussian_nll`. Choose it by `functools.partial(beta_nll, beta=1.0)`.
+
+    >>> beta_nll(torch.tensor([[3.0, 0.0]]), torch.tensor([[4.0]]), beta=1.0)  # log 2 * 1.4570
+    tensor(1.0099)
+    """
+    check_number("beta", beta, 0, high=1)
+    mean, variance = split_gaussian(prediction)
+    return reduced(variance.detach() ** beta * _nll(mean, variance, target), reduction)
+
+
+def mixture_nll(predictions: Tensor, target: Tensor) -> Tensor:
+    """The negative log density of a mixture of S members' Gaussians: `[S, B, 2D, ...]`, `[B, D, ...]` -> `[B, D, ...]`.
+
+    >>> mixture_nll(torch.tensor([[[3.0, 0.0]], [[3.0, 0.0]]]), torch.tensor([[4.0]]))  # two that are the same
+    tensor([[1.4570]])
+    """
+    means, variances = split_gaussian(predictions, dim=2)
+    nll = torch.stack([_nll(mean, variance, target) for mean, variance in zip(means, variances, strict=True)])
+    return math.log(len(nll)) - (-nll).logsumexp(0)
+
+
+def _nll(mean: Tensor, variance: Tensor, target: Tensor) -> Tensor:
     if target.shape != mean.shape:
         # [B] against [B, 1] would broadcast to [B, B] and train on nonsense.
         raise ValueError(f"target must have the means' shape {list(mean.shape)}, got {list(target.shape)}")
-    return 0.5 * (torch.log(2 * math.pi * variance) + (target - mean).square() / variance).mean()
+    return 0.5 * (torch.log(2 * math.pi * variance) + (target - mean).square() / variance)
+
+
+def reduced(losses: Tensor, reduction: str) -> Tensor:
+    """The mean or the sum of all losses, or all of them, as torch's criteria name it."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    return losses if reduction == "none" else losses.mean() if reduction == "mean" else losses.sum()
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -293,8 +293,9 @@ class Members(Multitude):
         *,
         task: str | None = None,
         dataset_size: int | None = None,
+        weight: Tensor | None = None,
     ) -> Tensor:
-        options: dict[str, Any] = {"task": task or self.chosen_task, "dataset_size": dataset_size}
+        options: dict[str, Any] = {"task": task or self.chosen_task, "dataset_size": dataset_size, "weight": weight}
         if not isinstance(self.network, Multitude):
             return super().loss(x, y, criterion, **options)
         return self._sum_of(lambda network: network.loss(x, y, criterion, **options))

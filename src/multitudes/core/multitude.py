@@ -150,6 +150,7 @@ class Multitude(Tasked):
         *,
         task: str | None = None,
         dataset_size: int | None = None,
+        weight: Tensor | None = None,
     ) -> Tensor:
         """The training objective, a scalar.
 
@@ -162,14 +163,16 @@ class Multitude(Tasked):
         as it would alone; members that share weights on the mean over members. Where a member makes several
         draws, its loss is that of its averaged prediction. With `dataset_size`, the number of training examples
         N, the method's Kullback-Leibler divergence is added as `kl() / N`: the negative evidence lower bound
-        (ELBO), for one example.
+        (ELBO), for one example. With a `weight` of each row, `[B]`, or of each target, in the shape of y, a member's
+        loss is the mean of the targets' losses, each times its weight.
         """
         if not torch.compiler.is_compiling():
             self._warn_of_copies(x, y, task)
         predictions = self(x)
         by_member = predictions.unflatten(0, (self.members, -1))
         criterion = self._criterion(criterion, task, predictions, y, averages=by_member.shape[1] > 1)
-        loss = self._combine([criterion(averaged(draws, task or self.task), y) for draws in by_member])
+        together = (averaged(draws, task or self.task) for draws in by_member)
+        loss = self._combine([criterion(prediction, y, weight=weight) for prediction in together])
         return loss + self._divergence_of_one(dataset_size)
 
     def kl(self, **prior: Any) -> Tensor:

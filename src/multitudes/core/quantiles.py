@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multitudes.core.gaussian import at_least_float32
+from multitudes.core.gaussian import at_least_float32, reduced
 
 __all__ = ["check_levels", "default_levels", "mixture_quantile", "moments", "pinball", "widest_level"]
 
@@ -47,7 +47,9 @@ def check_levels(levels: Any, count: int | None = None) -> tuple[float, ...]:
     return tuple(float(each) for each in levels)
 
 
-def pinball(prediction: Tensor, target: Tensor, levels: Sequence[float] | None = None) -> Tensor:
+def pinball(
+    prediction: Tensor, target: Tensor, levels: Sequence[float] | None = None, reduction: str = "mean"
+) -> Tensor:
     """The training criterion of `task="quantiles"`: `[B, Q, ...]`, `[B, ...]` -> mean over everything.
 
     `tau (y - q)` where the quantile q of level tau is too low, and `(1 - tau) (q - y)` where it is too high.
@@ -63,7 +65,7 @@ def pinball(prediction: Tensor, target: Tensor, levels: Sequence[float] | None =
     tau = torch.tensor(levels, dtype=prediction.dtype, device=prediction.device)
     tau = tau.view(-1, *[1] * (prediction.dim() - 2))
     off = target.to(prediction.dtype).unsqueeze(1) - prediction
-    return (tau * off + F.relu(-off)).mean()
+    return reduced(tau * off + F.relu(-off), reduction)
 
 
 def widest_level(levels: Sequence[float]) -> float:

@@ -14,21 +14,28 @@ from torch import Tensor, nn
 from multitudes.core.calling import Input, call, tensors_in, tile
 from multitudes.core.compiling import uncompiled
 from multitudes.core.copying import copied
+from multitudes.core.draws.functional import to_be_kept
+from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.lending import Attributes, checkpointed, each_from_the_same
 from multitudes.core.multitude import Multitude, evaluating
 from multitudes.core.proof import alike, first_difference, kind_of, running_statistics, silent_trial, unmoved
 from multitudes.core.settings import holding
 from multitudes.core.unreadable import unreadable
 
+MOST_ROWS = 4096
+"""Of a table, the most rows that all members see side by side in evaluation on a CPU."""
+
 
 class SharedMembers(Multitude):
     """Members that share one network's weights, and run as one batch, tiled `[M*B, ...]`, member-major.
 
     Layers that tell the members apart have a `member` attribute: None when they see the tiled batch, `i` when
-    they see member `i`'s rows alone. In evaluation on a CPU the members run one after the other, which is
-    faster there than one large batch; and wherever a tiled batch is not the same computation, because a network
-    has its batch elsewhere, or lets its rows see each other. That is tried with the first input of each kind. Batch
-    norms in training take their statistics over the tiled batch, all members' together.
+    they see member `i`'s rows alone. What comes before the first of them runs once for all members: that layer is the
+    one that tiles (the way "late"). Where that is not the same computation, the input is tiled ("tiled"). In evaluation
+    on a CPU the members run one after the other ("alone"), which is faster there than one large batch, but for rows of
+    a table; and wherever a tiled batch is not the same computation, because a network has its batch elsewhere, or lets
+    its rows see each other. That is tried with the first input of each kind. Batch norms in training take their
+    statistics over the tiled batch, all members' together.
     """
 
     expands = False  # the rows of the tiled batch are the members'
@@ -41,11 +48,11 @@ class SharedMembers(Multitude):
     def forget(self) -> None:
         super().forget()
         self._written: list[Attributes] = [{} for _ in range(self.members)]
-        self._tiles: dict[Any, bool] = {}  # by mode and kind of input, and the last by mode alone
+        self._tiles: dict[Any, str] = {}  # the ways, by mode and kind of input, and the last by mode alone
 
     def _predictions(self, x: Input) -> Tensor:
-        if (self.training or any(t.is_cuda for t in tensors_in(x))) and self._may_tile(x):
-            return self._tiled(x)
+        if self._together(x) and (way := self._way(x)) != "alone":
+            return self._late(x) if way == "late" else self._tiled(x)
         if torch.compiler.is_compiling():
             return torch.stack([self._alone(index, x) for index in range(self.members)])
         with each_from_the_same(self.network, self._written) as turn:
@@ -55,11 +62,24 @@ class SharedMembers(Multitude):
         return self._alone(0, x)
 
     def _prepare(self, x: Input) -> None:
+        if self._together(x):
+            self._way(x)
+
+    def _together(self, x: Input) -> bool:
+        """Whether the members run side by side, if they can: rows of a table do in evaluation on a CPU too."""
         if self.training or any(t.is_cuda for t in tensors_in(x)):
-            self._may_tile(x)
+            return True
+        return isinstance(x, Tensor) and x.dim() == 2 and len(x) <= MOST_ROWS and x.is_floating_point()
 
     def _tiled(self, x: Input) -> Tensor:
         return call(self.network, tile(x, self.members)).unflatten(0, (self.members, -1))
+
+    def _late(self, x: Input) -> Tensor:
+        with holding(self._layers(), "batch", len(tensors_in(x)[0])):
+            return call(self.network, x).unflatten(0, (self.members, -1))
+
+    def _layers(self) -> list[MemberLayer]:
+        return [module for module in self.network.modules() if isinstance(module, MemberLayer)]
 
     def _alone(self, index: int, x: Input) -> Tensor:
         with self._as(index):
@@ -70,20 +90,26 @@ class SharedMembers(Multitude):
 
     def _as(self, index: int) -> AbstractContextManager[None]:
         """Inside, the network is member `index`."""
-        return holding([m for m in self.network.modules() if isinstance(m, MemberLayer)], "member", index)
+        return holding(self._layers(), "member", index)
 
-    def _may_tile(self, x: Input) -> bool:
-        """Whether a tiled batch gives what each member gives alone, tried once for each kind of input."""
+    def _way(self, x: Input) -> str:
+        """Which of "late", "tiled" and "alone" to run: the first that gives what each member gives alone.
+
+        It is tried once for each kind of input; a batch of one row cannot tell whether to tile late.
+        """
         if torch.compiler.is_compiling() and self.training in self._tiles:
             return self._tiles[self.training]
         return self._tried(x)
 
     @uncompiled
-    def _tried(self, x: Input) -> bool:
-        kind = kind_of(x)
+    def _tried(self, x: Input) -> str:
+        kind = kind_of(x), self._may_be_late(x)
         if (self.training, kind) not in self._tiles:
-            trouble = self._prove(x)
-            self._tiles[self.training] = self._tiles[self.training, kind] = not trouble
+            if kind[1] and not self._prove(x, self._late):
+                self._tiles[self.training] = self._tiles[self.training, kind] = "late"
+                return "late"
+            trouble = self._prove(x, self._tiled)
+            self._tiles[self.training] = self._tiles[self.training, kind] = "alone" if trouble else "tiled"
             if trouble:
                 warnings.warn(
                     f"the members' rows cannot lie side by side in one batch: {trouble}; so the members run one after "
@@ -92,12 +118,16 @@ class SharedMembers(Multitude):
                 )
         return self._tiles[self.training, kind]
 
-    def _prove(self, x: Input) -> str:
-        with running_statistics(self.network), silent_trial(self.network, x) as doubt:
-            return self._trouble(x) or doubt()
+    def _may_be_late(self, x: Input) -> bool:
+        """Not with layers that draw: each member has numbers of its own. Nor with a batch of one: it fits any other."""
+        return len(tensors_in(x)[0]) > 1 and not stochastic_layers(self.network) and not to_be_kept(self.network)
 
-    def _trouble(self, x: Input) -> str:
-        """How the tiled batch differs from the first and the last member alone; nothing where it does not."""
+    def _prove(self, x: Input, together: Callable[[Input], Tensor]) -> str:
+        with running_statistics(self.network), silent_trial(self.network, x) as doubt:
+            return self._trouble(x, together) or doubt()
+
+    def _trouble(self, x: Input, together: Callable[[Input], Tensor]) -> str:
+        """How members side by side differ from the first and the last one alone; nothing where they do not."""
         few = sorted({0, self.members - 1})
         want = []
         for index in few:
@@ -105,7 +135,7 @@ class SharedMembers(Multitude):
                 want.append(self._alone(index, x))
         try:
             with unmoved(self.network, x):
-                got = self._tiled(x)
+                got = together(x)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -114,14 +144,14 @@ class SharedMembers(Multitude):
             return ""
         layer = first_difference(
             self.network,
-            lambda: self._tiled(x),
+            lambda: together(x),
             lambda: self._alone(few[-1], x),
             partial(_own_rows, few[-1], self.members),
         )
         return f"{layer} gives something else then" if layer else "tiled, the predictions are different ones"
 
     def _member(self, index: int) -> nn.Module:
-        folded = {id(layer): layer.fold(index) for layer in self.network.modules() if isinstance(layer, MemberLayer)}
+        folded = {id(layer): layer.fold(index) for layer in self._layers()}
         return copied(self.network, folded)
 
 
@@ -142,6 +172,7 @@ class MemberLayer(nn.Module):
         self.layer = layer
         self.members = members
         self.member: int | None = None
+        self.batch: int | None = None  # where it may be the one to tile: the rows of one member
         self.axis = axis
         self.place = ""  # its name in the network
 
@@ -188,9 +219,13 @@ class MemberLayer(nn.Module):
         On a GPU one large product is faster than one for each member, and takes more memory (`benchmarks/README.md`).
         Where the layer has hooks, they see what each member's own layer sees.
         """
-        if self.layer._forward_hooks or self.layer._forward_pre_hooks:
+        if self._hooked:
             return True
         return not x.is_cuda and weight.numel() * (self.members if self.member is None else 1) < x.numel()
+
+    @property
+    def _hooked(self) -> bool:
+        return bool(self.layer._forward_hooks or self.layer._forward_pre_hooks)
 
     def _each(self, x: Tensor, own: Callable[[int, Tensor], Tensor]) -> Tensor:
         """What each member's `own` layer, a function of its number, makes of its rows."""
@@ -198,16 +233,21 @@ class MemberLayer(nn.Module):
             return own(self.member, x)
         return torch.cat([own(index, rows) for index, rows in enumerate(self._rows(x))])
 
-    def _by_member(self, function: Callable[[Tensor, Tensor], Tensor], x: Tensor, values: Tensor) -> Tensor:
-        """`function` of the rows of x `[M*B, C, ...]` and their member's own of `values [M, C]`, in x's dtype."""
+    def _by_member(self, function: Callable[..., Tensor], x: Tensor, *values: Tensor) -> Tensor:
+        """`function` of the rows of x `[M*B, C, ...]` and their member's own of each `values [M, C]`, in x's dtype."""
         shape = [1] * x.dim()
         shape[self.axis] = -1
         if self.member is not None:
-            return function(x, values[self.member].to(x.dtype).view(shape))
-        return function(self._rows(x), values.to(x.dtype).view(self.members, *shape)).flatten(0, 1)
+            return function(x, *(each[self.member].to(x.dtype).view(shape) for each in values))
+        return function(self._rows(x), *(each.to(x.dtype).view(self.members, *shape) for each in values)).flatten(0, 1)
 
     def _rows(self, x: Tensor) -> Tensor:
-        """x `[M*B, ...]` as `[M, B, ...]`; an error where its first axis cannot be that of the members' rows."""
+        """x `[M*B, ...]` as `[M, B, ...]`, and rows `[B, ...]` of all members alike, where it may be the one to tile.
+
+        An error where its first axis cannot be that of the members' rows.
+        """
+        if self.batch is not None and x.dim() > -self.axis and len(x) == self.batch:
+            return x.expand(self.members, *x.shape)
         if x.dim() <= -self.axis or x.shape[0] % self.members:
             raise ValueError(rows_missing(self.layer, self.members, x))
         return x.unflatten(0, (self.members, -1))

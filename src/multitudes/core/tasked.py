@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from multitudes.core.tasks import (
     shifted_targets,
     tasks_of,
 )
+from multitudes.core.weighting import weighted_by_row
 
 __all__ = ["Tasked"]
 
@@ -114,15 +115,17 @@ class Tasked(nn.Module):
 
     def _criterion(
         self, criterion: Criterion | None, task: str | None, predictions: Tensor, y: Tensor, averages: bool = False
-    ) -> Criterion:
-        """The criterion of the loss; an error where the targets do not fit the task or the predictions.
+    ) -> Callable[..., Tensor]:
+        """The criterion of the loss, `(prediction, y, weight=None) -> mean over the batch`.
+
+        It is an error where the targets do not fit the task or the predictions.
 
         On a GPU the values of the first targets alone are looked at, since looking waits for it.
         """
         known = task or self.known_task
         chosen = criterion_for(known, criterion, averages)
         if criterion is not None and not tasks_of(criterion):
-            return chosen  # what fits a criterion of the user's own is for it to say
+            return partial(_own_loss, chosen)  # what fits a criterion of the user's own is for it to say
         own = known or "classification"
         shifted = own == "tokens" and self.next_tokens
         reading: dict[str, Any] = {"task": own, "quantiles": self.quantiles, "next_tokens": shifted}
@@ -135,3 +138,7 @@ class Tasked(nn.Module):
         check_targets(own, predictions, y, values)
         self._targets_checked = True
         return partial(loss_of, chosen, **reading)
+
+
+def _own_loss(criterion: Criterion, prediction: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
+    return criterion(prediction, y) if weight is None else weighted_by_row(criterion, prediction, y, weight)

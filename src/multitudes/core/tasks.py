@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,12 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multitudes.core.calling import InputError
-from multitudes.core.gaussian import at_least_float32, gaussian_nll, join_gaussian, split_gaussian
+from multitudes.core.gaussian import at_least_float32, beta_nll, gaussian_nll, join_gaussian, split_gaussian
 from multitudes.core.quantiles import pinball
+from multitudes.core.weighting import spread, target_losses, unwrapped, weighted_by_row, weighted_mean
 
 __all__ = [
     *("CLASSES", "TASKS", "VALUES", "Criterion", "averaged", "by_class", "check_task", "criterion_for", "fitted_loss"),
-    *("loss_of", "one_of", "shifted_targets", "tasks_of", "without_channel"),
+    *("loss_of", "losses_of", "one_of", "shifted_targets", "tasks_of", "without_channel"),
 ]
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -49,7 +51,7 @@ _OF_TASKS: dict[tuple[str, ...], tuple[Any, ...]] = {
         *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss),
         *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss),
     ),
-    ("gaussian",): (gaussian_nll,),
+    ("gaussian",): (gaussian_nll, beta_nll),
     ("quantiles",): (pinball,),
 }
 """Criteria that are known, and the tasks that they are for."""
@@ -114,18 +116,12 @@ def tasks_of(criterion: Criterion) -> tuple[str, ...]:
 
 
 def _is_any(criterion: Criterion, known: tuple[Any, ...]) -> bool:
-    own = _unwrapped(criterion)
+    own = unwrapped(criterion)
     return any(own is one or (isinstance(one, type) and isinstance(own, one)) for one in known)
 
 
 def _name(criterion: Criterion) -> str:
-    return getattr(_unwrapped(criterion), "__name__", type(criterion).__name__)
-
-
-def _unwrapped(criterion: Any) -> Any:
-    while isinstance(criterion, partial):
-        criterion = criterion.func
-    return criterion
+    return getattr(unwrapped(criterion), "__name__", type(criterion).__name__)
 
 
 def loss_of(
@@ -135,15 +131,24 @@ def loss_of(
     task: str,
     quantiles: Sequence[float] | None = None,
     next_tokens: bool = False,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """A known criterion of a prediction `[B, ...]` of a task and its targets, whole numbers of any type among them.
 
     Where they do not fit it is a sentence. `quantiles` are the levels of `task="quantiles"`; `next_tokens` says whether
-    labels of tokens are those of the next position.
+    labels of tokens are those of the next position. With a `weight` of each row, `[B]`, or of each target, in the shape
+    of y, it is the mean of the targets' losses times their weights.
     """
+    with _fitting(prediction, y):
+        return fitted_loss(criterion, prediction, y, task, quantiles, next_tokens, weight)
+
+
+@contextmanager
+def _fitting(prediction: Tensor, y: Tensor) -> Iterator[None]:
+    """Torch's errors about targets that do not fit predictions, as a sentence."""
     try:
-        return fitted_loss(criterion, prediction, y, task, quantiles, next_tokens)
-    except torch.OutOfMemoryError:
+        yield
+    except (torch.OutOfMemoryError, InputError):
         raise
     except (RuntimeError, ValueError, IndexError) as error:
         if "CUDA error" in str(error):
@@ -159,9 +164,34 @@ def fitted_loss(
     task: str,
     quantiles: Sequence[float] | None = None,
     next_tokens: bool = False,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """`loss_of`, with torch's own errors: predictions and targets in the shapes and dtypes that its criteria take."""
-    if _unwrapped(criterion) is pinball and quantiles is not None:
+    criterion, prediction, fitted = _fitted(criterion, prediction, y, task, quantiles, next_tokens)
+    if weight is None:
+        return criterion(prediction, fitted)
+    weight = _fitted_weight(weight, y, fitted, task, next_tokens)
+    own = unwrapped(criterion)
+    if isinstance(own, nn.Module) and type(own) not in tuple(known for each in _OF_TASKS.values() for known in each):
+        return weighted_by_row(criterion, prediction, fitted, weight)  # a subclass may compute anything
+    return weighted_mean(criterion, prediction, fitted, weight)
+
+
+def losses_of(
+    task: str, prediction: Tensor, y: Tensor, quantiles: Sequence[float] | None, next_tokens: bool, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Each target's loss by the task's own criterion, and its weight, which is 0 where it is ignored; shaped alike."""
+    with _fitting(prediction, y):
+        criterion, prediction, fitted = _fitted(TASKS[task], prediction, y, task, quantiles, next_tokens)
+        losses, counts = target_losses(criterion, prediction, fitted)
+        return losses, counts * spread(_fitted_weight(weight, y, fitted, task, next_tokens), losses)
+
+
+def _fitted(
+    criterion: Criterion, prediction: Tensor, y: Tensor, task: str, quantiles: Sequence[float] | None, next_tokens: bool
+) -> tuple[Criterion, Tensor, Tensor]:
+    """A criterion, a prediction and targets as torch's criteria take them."""
+    if unwrapped(criterion) is pinball and quantiles is not None:
         criterion = partial(pinball, levels=quantiles)
     prediction, criterion = _in_one_dtype(prediction, criterion)
     y = shifted_targets(y) if next_tokens else y
@@ -174,7 +204,15 @@ def fitted_loss(
         y = y.to(torch.int64 if task in ("classification", "tokens") else prediction.dtype)
     elif task in CLASSES:
         y = y.to(prediction.dtype)
-    return criterion(prediction, y)
+    return criterion, prediction, y
+
+
+def _fitted_weight(weight: Tensor, y: Tensor, fitted: Tensor, task: str, next_tokens: bool) -> Tensor:
+    """Weights of single targets, moved as the targets were."""
+    if weight.dim() == 1 or weight.shape != y.shape:
+        return weight
+    weight = shifted_targets(weight, last=0) if next_tokens else weight
+    return weight.reshape(fitted.shape) if task == "binary" else weight
 
 
 def _in_one_dtype(prediction: Tensor, criterion: Any) -> tuple[Tensor, Any]:
@@ -193,15 +231,15 @@ def _in_one_dtype(prediction: Tensor, criterion: Any) -> tuple[Tensor, Any]:
     return prediction.to(dtype), partial(criterion.func, *criterion.args, **(criterion.keywords | converted))
 
 
-def shifted_targets(y: Tensor) -> Tensor:
-    """Labels `[B, T]` of a causal language model by the position that predicts each: the next one, and -100 at last.
+def shifted_targets(y: Tensor, last: int = -100) -> Tensor:
+    """Labels `[B, T]` of a causal language model by the position that predicts each: the next one, and `last` at last.
 
     >>> shifted_targets(torch.tensor([[3, 1, 4]]))
     tensor([[   1,    4, -100]])
     """
     if not isinstance(y, Tensor) or y.dim() < 2:
         return y  # what is wrong with it is said where it is checked
-    return torch.cat([y[:, 1:], torch.full_like(y[:, :1], -100)], 1)
+    return torch.cat([y[:, 1:], torch.full_like(y[:, :1], last)], 1)
 
 
 # -- predictions -------------------------------------------------------------------------------------------

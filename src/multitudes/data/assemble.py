@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from multitudes.core.checks import check_count, check_number, check_seed
+from multitudes.core.checks import check_choice, check_count, check_number, check_seed
 from multitudes.data.bad_rows import BadRows
 from multitudes.data.columns import Encoded
 from multitudes.data.digits import digits
 from multitudes.data.kinds import kind_of_source
 from multitudes.data.prepared import read
+from multitudes.data.preprocessing import NUMBERS
 from multitudes.data.reading import ColumnReading
 from multitudes.data.sources import SOURCES, Source, open_source, short_name
 from multitudes.data.splits import split_rows, spread
@@ -45,6 +46,7 @@ def load(
     seed: int = 0,
     limit: int | None = None,
     skip_bad: bool = False,
+    numbers: str = NUMBERS[0],
 ) -> Data:
     """Read data to train and to measure networks on.
 
@@ -72,6 +74,9 @@ def load(
     the training part, a share of `validation` and `test` of it, each class in proportion. `limit` keeps that many rows
     of each part, drawn alike.
 
+    `numbers` says how a network sees the numbers of a table: as normal scores, "quantile", or "standard", minus their
+    mean, over their deviation; both from the training part.
+
     `ood` are other sources, whose inputs (of their test part, if they have one) become out-of-distribution inputs:
     images converted to the shape of these, tables with the same columns.
 
@@ -88,9 +93,11 @@ def load(
     choice = Choice(image, _height_width(size), columns, drop, read_as or {})
     wanted = _Wanted(target, choice, split, task, fold, validation, test, seed, skip_bad)
     _check(wanted, limit)
+    check_choice("numbers", numbers, NUMBERS)
     whole = _prepared(source)
     if whole is None:
         data = _from_source(open_source(source, split, fold), short_name(source), wanted, limit)
+        data = replace(data, numbers=numbers) if data.kind.named else data
     elif useless := _given(wanted, "target", "split", "task", "fold") + _given(choice, *OPTIONS):
         raise ValueError(f"{useless[0]}= does not change {str(source)!r}, which is prepared: leave it out")
     else:

@@ -35,6 +35,11 @@ class Feature:
         """The names of the features."""
         raise NotImplementedError
 
+    @property
+    def numeric(self) -> tuple[bool, ...]:
+        """Of each feature whether it is a number; the others are zeros and ones."""
+        raise NotImplementedError
+
     def raw(self, column: Column) -> Tensor:
         """The values `[N]` of a column of a source; an error where it holds something else than in training."""
         raise NotImplementedError
@@ -86,6 +91,10 @@ class Number(Feature):
     def names(self) -> tuple[str, ...]:
         return (self.column, f"{self.column} missing") if self.flag else (self.column,)
 
+    @property
+    def numeric(self) -> tuple[bool, ...]:
+        return (True, False) if self.flag else (True,)
+
     def raw(self, column: Column) -> Tensor:
         # A comma that its own file tells of is one, whatever the training file had.
         values = column.numbers("," if column.mark == "," else self.mark)
@@ -124,6 +133,10 @@ class Date(Feature):
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(f"{self.column} {part}" for part in (*self.parts, *(("missing",) if self.flag else ())))
+
+    @property
+    def numeric(self) -> tuple[bool, ...]:
+        return (True,) * len(self.parts) + (False,) * self.flag
 
     def raw(self, column: Column) -> Tensor:
         days = column.days(self.order)
@@ -197,6 +210,10 @@ class Category(Feature):
     def names(self) -> tuple[str, ...]:
         more = [f"{self.column} {what}" for what, has in (("other", self.other), ("missing", self.flag)) if has]
         return (*(f"{self.column}={value}" for value in self.known), *more)
+
+    @property
+    def numeric(self) -> tuple[bool, ...]:
+        return (False,) * len(self.names)
 
     def raw(self, column: Column) -> Tensor:
         number: dict[str | None, int] = {category: index for index, category in enumerate(self.known)}

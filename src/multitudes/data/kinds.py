@@ -18,11 +18,12 @@ from torch import Tensor
 from multitudes.data.columns import Column, Encoded
 from multitudes.data.features import Feature
 from multitudes.data.images import ImageEncoder, find_images, refit
+from multitudes.data.preprocessing import Preprocessing
 from multitudes.data.reading import ColumnReading
 from multitudes.data.sources import Source, open_images, open_source, open_table
 from multitudes.data.tables import Choice, TableEncoder, choose_columns
 
-__all__ = ["KINDS", "Encoder", "Kind", "kind_of_inputs", "kind_of_shape", "kind_of_source", "mean_std"]
+__all__ = ["KINDS", "Encoder", "Kind", "kind_of_inputs", "kind_of_shape", "kind_of_source"]
 
 Shape = tuple[int, ...]
 """Of one input, without the batch."""
@@ -78,8 +79,8 @@ class Kind:
     """An encoder for these columns, fitted to the training rows."""
     encoder: Callable[[Shape, Sequence[str], Sequence[Feature]], Encoder]
     """The fitted one again, from the shape of the inputs, the names of their features, and what was fitted."""
-    moments: Callable[[Tensor], tuple[Tensor, Tensor]]
-    """Mean and deviation of scaled inputs, float64, in a shape that fits one input; 1 where all are equal."""
+    preprocessing: Callable[[Tensor, Sequence[Feature], str], Preprocessing]
+    """What a network sees of scaled inputs, fitted to those of the training part, as kept; how numbers are taken."""
     defaults: Callable[[Shape], dict[str, Any]]
     """`{"model": ..., "training": ...}` of a study, in plain values."""
     arguments: Callable[[str, Shape, int, Collection[str]], dict[str, Any]]
@@ -123,15 +124,15 @@ def _defaults(model: str, settings: Mapping[str, Any], **training: Any) -> dict[
 # -- images ------------------------------------------------------------------------------------------------
 
 
-def _image_moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each channel, `[C, 1, 1]`, from its histogram: no copy of the images in floating point."""
+def _image_preprocessing(x: Tensor, features: Sequence[Feature], numbers: str) -> Preprocessing:
+    """Mean and deviation of each channel, `[C, 1, 1]`, from its histogram: no copy of the images in floating point."""
     levels = torch.arange(256, dtype=torch.float64) / 255
     counts = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in x.unbind(1)]).double()
     share = counts / counts.sum(1, keepdim=True)
     mean = share @ levels
     variance = (share * (levels - mean[:, None]).square()).sum(1)
     std = torch.where((counts > 0).sum(1) == 1, 1.0, variance.sqrt())
-    return mean[:, None, None], std[:, None, None]
+    return Preprocessing(mean[:, None, None].float(), std[:, None, None].float())
 
 
 def _image_defaults(shape: Shape) -> dict[str, Any]:
@@ -168,12 +169,8 @@ def _table_arguments(model: str, shape: Shape, outputs: int, taken: Collection[s
     return {"inputs": shape[0], "outputs": outputs}
 
 
-def mean_std(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each column of `[N, F]`, in float64; a deviation of 1 where a column is constant."""
-    exact = x.double()
-    constant = x.amin(0) == x.amax(0)
-    mean = torch.where(constant, exact[0], exact.mean(0))
-    return mean, torch.where(constant, 1.0, exact.std(0, correction=0))
+def _table_preprocessing(x: Tensor, features: Sequence[Feature], numbers: str) -> Preprocessing:
+    return Preprocessing.fitted(x, [number for feature in features for number in feature.numeric], numbers)
 
 
 # -- all of them -------------------------------------------------------------------------------------------
@@ -186,7 +183,7 @@ KINDS = [
         choose=lambda source, target, choice: ImageEncoder().columns(source, choice.image),
         fit=lambda columns, rows, choice: ImageEncoder(choice.size),
         encoder=lambda shape, names, features: ImageEncoder((shape[1], shape[2]), shape[0]),
-        moments=_image_moments,
+        preprocessing=_image_preprocessing,
         defaults=_image_defaults,
         arguments=_image_arguments,
         open=lambda path: open_images(path) or open_source(path),
@@ -204,7 +201,7 @@ KINDS = [
         choose=choose_columns,
         fit=TableEncoder.fitted,
         encoder=lambda shape, names, features: TableEncoder(features) if features else TableEncoder.of_numbers(names),
-        moments=mean_std,
+        preprocessing=_table_preprocessing,
         # The network of the UCI benchmark, whose data are small.
         defaults=lambda shape: _defaults("mlp", {"hidden": [50]}, epochs=40, batch_size=32, lr=0.01, clip=10.0),
         arguments=_table_arguments,

@@ -29,7 +29,8 @@ class Loader:
     The part as a whole is moved to the device, where it takes at most half of the free memory; else each batch is.
 
     >>> part = Part(torch.tensor([[1.0], [3.0], [1.0], [3.0]]), torch.tensor([0, 1, 0, 1]))
-    >>> loader = Loader(part, Data("four", part, part, part, ("a", "b"), ("x",)), batch_size=3, shuffle=False)
+    >>> data = Data("four", part, part, part, ("a", "b"), ("x",), numbers="standard")
+    >>> loader = Loader(part, data, batch_size=3, shuffle=False)
     >>> [(x.flatten().tolist(), y.tolist()) for x, y in loader]
     [([-1.0, 1.0, -1.0], [0, 1, 0]), ([1.0], [1])]
     """

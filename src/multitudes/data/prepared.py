@@ -23,7 +23,7 @@ from multitudes.data.types import Data, Part
 
 __all__ = ["read", "save"]
 
-VERSION = 3
+VERSION = 4
 
 
 def save(data: Data, path: str | Path) -> Path:
@@ -34,7 +34,7 @@ def save(data: Data, path: str | Path) -> Path:
     path = Path(path)
     if not path.parent.is_dir():
         raise ValueError(f"path must lie in a folder that exists, got {str(path)!r}")
-    about = {name: getattr(data, name) for name in ("name", "classes", "columns", "shape")}
+    about = {name: getattr(data, name) for name in ("name", "classes", "columns", "shape", "numbers")}
     about |= {"version": VERSION, "dropped": dict(data.dropped), "ood": list(data.ood)}
     about |= {name: [each.plain() for each in getattr(data, name)] for name in ("features", "reading")}
     arrays = {"about": _bytes(json.dumps(about).encode())}
@@ -64,7 +64,10 @@ def read(path: str | Path) -> Data:
             reading = tuple(ColumnReading(**each) for each in about["reading"])
             ood = {name: torch.from_numpy(arrays[f"ood.{number}"]) for number, name in enumerate(about["ood"])}
             classes, columns, dropped = tuple(about["classes"]), tuple(about["columns"]), dict(about["dropped"])
-            return Data(str(about["name"]), train, validation, test, classes, columns, ood, dropped, features, reading)
+            return Data(
+                str(about["name"]), train, validation, test, classes, columns, ood, dropped, features, reading,
+                about["numbers"],
+            )  # fmt: skip
     except DamagedError as error:
         reason = f"{error.what}; remove it and prepare it again"
         raise ValueError(f"{str(path)!r} is no whole file of prepared data: {reason}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -11,8 +12,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from multitudes.core.checks import check_choice
 from multitudes.data.features import Feature
-from multitudes.data.kinds import Encoder, Kind, kind_of_inputs, mean_std
+from multitudes.data.kinds import Encoder, Kind, kind_of_inputs
+from multitudes.data.preprocessing import NUMBERS, Preprocessing, layout_of, mean_std
 from multitudes.data.reading import ColumnReading
 
 __all__ = ["Data", "Part"]
@@ -56,14 +59,14 @@ class Data:
     `classes` are the names of the classes, none for regression; `columns` the names of a table's features, none for
     images; `ood` out-of-distribution inputs by name, each like `x`; `dropped` how many bad rows were left out, by
     reason; `features` how the columns of a table become features, by default each as the number it is (see `encoder`);
-    `reading` how each column of the source was read.
+    `reading` how each column of the source was read; `numbers` how a network sees the numbers of a table (`NUMBERS`).
 
     >>> part = Part(torch.tensor([[1.0], [3.0]]), torch.tensor([10.0, 30.0]))
-    >>> data = Data("two points", part, part, part, columns=("a",))
+    >>> data = Data("two points", part, part, part, columns=("a",), numbers="standard")
     >>> data
     Data('two points': 2 + 2 + 2 rows of [1], regression)
-    >>> data.mean, data.std, data.preprocess(part.x).flatten()
-    (tensor([2.]), tensor([1.]), tensor([-1.,  1.]))
+    >>> data.preprocess(part.x).flatten()
+    tensor([-1.,  1.])
     >>> data.target_mean, data.target_std
     (20.0, 10.0)
     """
@@ -78,8 +81,10 @@ class Data:
     dropped: Mapping[str, int] = field(default_factory=dict)
     features: Sequence[Feature] = ()
     reading: Sequence[ColumnReading] = ()
+    numbers: str = NUMBERS[0]
 
     def __post_init__(self) -> None:
+        check_choice("numbers", self.numbers, NUMBERS)
         like = self.train.x
         inputs = {name: part.x for name, part in self.parts.items()} | dict(self.ood)
         for name, x in inputs.items():
@@ -139,14 +144,13 @@ class Data:
         return self.kind.scaled(x)
 
     def preprocess(self, x: Tensor) -> Tensor:
-        """What a network is called with: scaled inputs, minus the training part's mean, over its deviation."""
+        """What a network is called with: scaled inputs, by the `preprocessing`."""
         if not x.is_floating_point():
             raise ValueError(f"x must be scaled before it is preprocessed, got {x.dtype}: call `scaled` first")
         place = (x.device, x.dtype)
         if place not in self._placed:  # once: a copy to a GPU waits for everything that the GPU has to do
-            self._placed[place] = self.mean.to(x), self.std.to(x)
-        mean, std = self._placed[place]
-        return (x - mean) / std
+            self._placed[place] = copy.deepcopy(self.preprocessing).to(x)
+        return self._placed[place](x)
 
     def normalised(self, x: Tensor) -> Tensor:
         """Inputs like those of a part as a network is called with them: scaled and preprocessed."""
@@ -160,15 +164,18 @@ class Data:
         """Standardised numbers in the units of the targets."""
         return y * self.target_std + self.target_mean
 
-    @property
-    def mean(self) -> Tensor:
-        """Of the training part's scaled inputs, for each channel `[C, 1, 1]` or feature `[F]`."""
-        return self._moments[0]
+    @cached_property
+    def preprocessing(self) -> Preprocessing:
+        """From scaled inputs to what a network sees, fitted to the training part."""
+        return self.kind.preprocessing(self.train.x, self.encoder.features, self.numbers)
 
-    @property
-    def std(self) -> Tensor:
-        """The deviation of the training part's scaled inputs, like `mean`; 1 where they are all the same."""
-        return self._moments[1]
+    def layout(self, bins: int = 48) -> list[int | list[float]]:
+        """What the features of a table are, one column after the other, as `models.tabular` takes it.
+
+        Of a number the edges of at most so many bins of what a network sees, each with about as many training rows; of
+        features of zeros and ones how many belong together.
+        """
+        return layout_of(self.encoder.features, self.normalised(self.train.x), bins)
 
     @property
     def target_mean(self) -> float:
@@ -181,13 +188,8 @@ class Data:
         return self._target_moments[1]
 
     @cached_property
-    def _moments(self) -> tuple[Tensor, Tensor]:
-        mean, std = self.kind.moments(self.train.x)
-        return mean.float(), std.float()
-
-    @cached_property
-    def _placed(self) -> dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]]:
-        """Mean and deviation on each device that they were needed on."""
+    def _placed(self) -> dict[tuple[torch.device, torch.dtype], Preprocessing]:
+        """The preprocessing on each device that it was needed on."""
         return {}
 
     @cached_property
@@ -200,7 +202,7 @@ class Data:
     @cached_property
     def fingerprint(self) -> str:
         """A SHA-256 of everything that a result can depend on: the same data, the same fingerprint."""
-        names = [self.classes, self.columns, tuple(self.ood)]
+        names = [self.classes, self.columns, tuple(self.ood), self.numbers]
         tensors = [*(tensor for part in self.parts.values() for tensor in (part.x, part.y)), *self.ood.values()]
         shapes = [(str(tensor.dtype), list(tensor.shape)) for tensor in tensors]
         digest = hashlib.sha256(json.dumps([names, shapes]).encode())

@@ -11,6 +11,9 @@ is the weight that is scaled, and no scaled copy of the input has to be remember
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,10 +23,12 @@ from multitudes.core.checks import check_choice, check_number
 from multitudes.core.copying import copied
 from multitudes.core.multitude import evaluating
 from multitudes.core.shared import MemberLayer, SharedMembers
+from multitudes.methods.own_layers import own_layer
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.affine import (
     SEVERAL,
     AffineMap,
+    affine_layers,
     axis_of,
     kind_of,
     maps_of,
@@ -33,7 +38,8 @@ from multitudes.surgery.affine import (
     weight_of,
 )
 from multitudes.surgery.coverage import tell_reach
-from multitudes.surgery.layers import Factory, Selector, replace
+from multitudes.surgery.initialise import redraw
+from multitudes.surgery.layers import Factory, Selector, replace, select
 from multitudes.surgery.start import starting
 from multitudes.surgery.whole import WholeMemberLayer
 
@@ -41,51 +47,65 @@ from multitudes.surgery.whole import WholeMemberLayer
 class RankOne(MemberLayer):
     """A layer shared by all members, with factors on its inputs (`r [M, I]`) and outputs (`s [M, O]`).
 
-    Maps the tiled batch `[M*B, I, ...]` to `[M*B, O, ...]`.
+    Maps the tiled batch `[M*B, I, ...]` to `[M*B, O, ...]`. With inputs' factors alone, members share the bias too.
     """
 
-    def __init__(self, layer: Any, members: int) -> None:
+    def __init__(self, layer: Any, members: int, sides: str = "both") -> None:
         (affine,) = maps_of(layer)
         super().__init__(copied(layer), members, axis_of(layer))
         self.transposed, self.groups = affine.inputs == 0, affine.groups
         weight, bias = weight_of(self.layer).detach(), getattr(layer, "bias", None)
         inputs, outputs = affine.widths(weight.shape)
         self.r = nn.Parameter(weight.new_ones(members, inputs))
-        self.s = nn.Parameter(weight.new_ones(members, outputs))
-        self.biases = _repeated(bias, members)
-        self.layer.register_parameter("bias", None)
+        self.s = nn.Parameter(weight.new_ones(members, outputs)) if sides == "both" else None
+        self.biases = _repeated(bias, members) if sides == "both" else None
+        if sides == "both":
+            self.layer.register_parameter("bias", None)
 
     def factors(self) -> list[nn.Parameter]:
-        return [self.r, self.s]
+        return [self.r] if self.s is None else [self.r, self.s]
 
     def _bias(self) -> Tensor | None:
-        return None if self.biases is None else self.biases[0]
+        return super()._bias() if self.biases is None else self.biases[0]
+
+    def _bias_of(self, index: int) -> Tensor | None:
+        return getattr(self.layer, "bias", None) if self.biases is None else self.biases[index]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         weight = weight_of(self.layer)
         if self._changes_weight(x, weight):
             return self._each(x, lambda index, rows: self._own(index, rows, weight, *args, **kwargs))
+        shared = getattr(self.layer, "bias", None)
         y = run_with(
-            self.layer, self._affine(), self._by_member(torch.mul, x, self.r), weight, None, *args, **kwargs
+            self.layer, self._affine(), self._by_member(torch.mul, x, self.r), weight, shared, *args, **kwargs
         )  # fmt: skip
-        y = self._by_member(torch.mul, y, self.s)
-        return y if self.biases is None else self._by_member(torch.add, y, self.biases)
+        if self.s is None:
+            return y
+        if self.biases is None:
+            return self._by_member(torch.mul, y, self.s)
+        return self._by_member(_scaled_and_moved, y, self.s, self.biases)
 
     def _own(self, index: int, rows: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        bias = None if self.biases is None else self.biases[index]
-        return run_with(self.layer, self._affine(), rows, self._weight_of(index, weight), bias, *args, **kwargs)
+        own = self._weight_of(index, weight)
+        return run_with(self.layer, self._affine(), rows, own, self._bias_of(index), *args, **kwargs)
 
     def _affine(self) -> AffineMap:
         inputs = 0 if self.transposed else 1
         return AffineMap(inputs=inputs, outputs=1 - inputs, groups=self.groups)
 
     def _weight_of(self, index: int, weight: Tensor) -> Tensor:
-        return weight * self._affine().outer(self.r[index], self.s[index], weight.dim())
+        affine, r = self._affine(), self.r[index]
+        s = r.new_ones(affine.widths(weight.shape)[1]) if self.s is None else self.s[index]
+        return weight * affine.outer(r, s, weight.dim())
 
     def fold(self, index: int) -> nn.Module:
         with evaluating(self.layer):
             weight = self._weight_of(index, weight_of(self.layer))
         return plain_copy(self.layer, weight, _folded(self.biases, index))
+
+
+def _scaled_and_moved(y: Tensor, s: Tensor, b: Tensor) -> Tensor:
+    return torch.addcmul(b, y, s)
 
 
 class RankOneWhole(WholeMemberLayer):
@@ -137,9 +157,59 @@ def _folded(biases: nn.Parameter | None, index: int) -> nn.Parameter | None:
     return None if biases is None else nn.Parameter(biases[index].detach().clone(), biases.requires_grad)
 
 
-def rank_one(layer: nn.Module, members: int) -> RankOne | RankOneWhole:
+def rank_one(layer: nn.Module, members: int, sides: str = "both") -> RankOne | RankOneWhole:
     """A layer with factors of one for each member."""
-    return RankOneWhole(layer, members) if kind_of(layer) in SEVERAL else RankOne(layer, members)
+    if kind_of(layer) not in SEVERAL:
+        return RankOne(layer, members, sides)
+    if sides != "both":
+        raise ValueError(f"sides={sides!r} is for linear layers and convolutions, got a {type(layer).__name__}")
+    return RankOneWhole(layer, members)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """How factors are drawn: from N(`center`, `spread`), or random signs, of all layers or of the first one's inputs.
+
+    `chunks` are the widths of parts of the first layer's inputs, each with one number for all of it.
+    """
+
+    kind: str
+    spread: float
+    center: float = 1.0
+    random: str = "all"
+    chunks: Sequence[int] | None = None
+
+    def check(self, members: int) -> None:
+        check_choice("factors", self.kind, ("normal", "sign"))
+        check_choice("random", self.random, ("all", "first"))
+        check_number("spread", self.spread, 0)
+        check_number("center", self.center, -math.inf)
+        if self.kind == "normal" and self.spread == 0 and members > 1:
+            raise ValueError(
+                f"spread={self.spread!r} gives all members the same factors, so they would be one network for ever: a "
+                "larger one tells them apart"
+            )
+
+    def draw(self, layers: Sequence[RankOne | RankOneWhole], first_kept: bool) -> None:
+        """Draw the factors of layers in their order; where the first member is kept, its factors stay one."""
+        for number, layer in enumerate(layers):
+            for place, factor in enumerate(layer.factors()):
+                if self.random == "first" and (number or place):
+                    continue
+                own = factor.data[1:] if first_kept else factor.data
+                chunks = self.chunks if number == place == 0 else None
+                own.copy_(self._drawn(own) if chunks is None else self._by_chunks(own, chunks))
+
+    def _by_chunks(self, like: Tensor, chunks: Sequence[int]) -> Tensor:
+        if sum(chunks) != like.shape[1]:
+            raise ValueError(f"chunks must add up to {like.shape[1]}, the first layer's inputs, got {sum(chunks)}")
+        drawn = self._drawn(like.new_empty(len(like), len(chunks)))
+        return drawn.repeat_interleave(torch.tensor(list(chunks), device=like.device), 1)
+
+    def _drawn(self, like: Tensor) -> Tensor:
+        if self.kind == "normal":
+            return torch.empty_like(like).normal_(self.center, self.spread)
+        return torch.empty_like(like).bernoulli_(0.5).mul_(2).sub_(1)
 
 
 def batch_ensemble(
@@ -148,6 +218,11 @@ def batch_ensemble(
     *,
     factors: str = "normal",
     spread: float | None = None,
+    center: float = 1.0,
+    random: str = "all",
+    chunks: Sequence[int] | None = None,
+    sides: str = "both",
+    own: Selector = None,
     layers: Selector = None,
     init: str | None = None,
     heads: Selector = None,
@@ -156,11 +231,17 @@ def batch_ensemble(
 ) -> SharedMembers:
     """A BatchEnsemble: convolutions and linear layers get rank-one factors and a bias for each member.
 
-    The factors are drawn from N(1, `spread`) (`factors="normal"`) or are random signs (`"sign"`). From a
+    The factors are drawn from N(`center`, `spread`) (`factors="normal"`) or are random signs (`"sign"`). From a
     pretrained network, member 0 starts as that network, exactly, and the others close to it: `spread` is 0.5
     for fresh networks and 0.1 for pretrained ones unless it is given. `layers` selects the layers. `model`, `init` and
     `heads` are as in `deep_ensemble`, for the weights that all members share: frozen ones stay, with factors around
     them.
+
+    With `random="first"` only the factors of the first layer's inputs are drawn, and all others are one in the
+    beginning, as Gorishniy et al. do it in *TabM* (2025); `chunks` are the widths of parts of these inputs, such as
+    embeddings, each of which has one number for all of it. `sides="inputs"` leaves out the factors of outputs and the
+    members' biases. The layers that `own` selects are each member's own, with all their weights: `own=["fc"]` gives
+    each member an output layer.
 
     >>> net = batch_ensemble(nn.Linear(3, 2), members=4)
     >>> net(torch.ones(5, 3)).shape
@@ -168,30 +249,27 @@ def batch_ensemble(
     """
     start = starting(model, members, init, heads, seed=seed)
     model = start.network
-    check_choice("factors", factors, ("normal", "sign"))
-    if spread is None:
-        spread = 0.5 if start.fresh else 0.1
-    check_number("spread", spread, 0)
-    if factors == "normal" and spread == 0 and members > 1:
-        raise ValueError(
-            f"spread={spread!r} gives all members the same factors, so they would be one network for ever: a larger "
-            "one tells them apart"
-        )
-    chosen = select_affine(model, layers)
+    check_choice("sides", sides, ("both", "inputs"))
+    drawn = Factors(factors, (0.5 if start.fresh else 0.1) if spread is None else spread, center, random, chunks)
+    drawn.check(members)
+    apart = {} if own is None else select(model, own, affine_layers(model), "own")
+    chosen = {name: layer for name, layer in select_affine(model, layers).items() if name not in apart}
     with start.seeded():
         model = start.begin(copied(model))
-        chosen = {name: model.get_submodule(name) for name in chosen}
-        converted = {name: rank_one(layer, members) for name, layer in chosen.items()}
+        converted: dict[str, MemberLayer] = {}
+        for name in chosen:
+            converted[name] = rank_one(model.get_submodule(name), members, sides)
+        for name in apart:
+            anew = start.fresh or (start.mode == "heads" and name in start.heads)
+            converted[name] = own_layer(name, model.get_submodule(name), members, redraw if anew else lambda one: one)
         for name, layer in converted.items():
             layer.place = name
-            for factor in layer.factors():
-                own = factor.data if start.fresh else factor.data[1:]
-                if factors == "normal":
-                    own.normal_(1.0, spread)
-                else:
-                    own.bernoulli_(0.5).mul_(2).sub_(1)
+        drawn.draw(
+            [layer for layer in converted.values() if isinstance(layer, RankOne | RankOneWhole)], not start.fresh
+        )
     net = SharedMembers(replace(model, converted), members).like(start.given, task)
-    net.notes = start.noted({name: "a rank-one factor for each member" for name in converted})
+    notes = {name: "each member's own" if name in apart else "a rank-one factor for each member" for name in converted}
+    net.notes = start.noted(notes)
     tell_reach(net, model, converted, warn=layers is None)
     return net
 

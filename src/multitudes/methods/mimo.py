@@ -52,6 +52,7 @@ class Mimo(Multitude):
         *,
         task: str | None = None,
         dataset_size: int | None = None,
+        weight: Tensor | None = None,
     ) -> Tensor:
         """The mean over members of each one's loss on its own, shuffled, inputs."""
         x = _tensor(x)
@@ -62,7 +63,8 @@ class Mimo(Multitude):
             predictions = self._answers([x[order] for order in orders])
         targets = [y[order] for order in orders]
         criterion = self._criterion(criterion, task, predictions, targets[0])
-        losses = [criterion(p, target) for p, target in zip(predictions, targets, strict=True)]
+        weights = [None if weight is None else weight[order] for order in orders]
+        losses = [criterion(p, y, weight=w) for p, y, w in zip(predictions, targets, weights, strict=True)]
         return self._combine(losses) + self._divergence_of_one(dataset_size)
 
     def _orders(self, batch: int, device: torch.device) -> list[Tensor]:

@@ -62,6 +62,8 @@ class Method:
     """From what was trained, what was recorded, training inputs `[N, ...]`, settings and a seed to what predicts."""
     feature_maps: bool = False
     """Whether it needs feature maps, and so inputs of a kind that has them."""
+    tables: bool = False
+    """Whether it is for tables alone."""
 
     def complete(self, given: Settings | None = None) -> dict[str, Any]:
         """All settings: the given ones, and the defaults of the rest."""

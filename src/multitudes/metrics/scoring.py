@@ -1,4 +1,5 @@
-"""How good predictions are: accuracy, top-k accuracy, NLL, Brier score, error of the members and of the ensemble.
+"""How good predictions are: accuracy (also balanced, and top-k), AUROC, NLL, Brier score, errors of the members and of
+the ensemble.
 
 All are means over rows (inputs, or pixels), computed from float64 sums. Gneiting & Raftery, *Strictly Proper Scoring
 Rules, Prediction, and Estimation* (2007), on NLL and the Brier score.
@@ -6,13 +7,17 @@ Rules, Prediction, and Estimation* (2007), on NLL and the Brier score.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from multitudes.metrics.declare import HIGHER, LOWER, TOKENS, YES_OR_NO, Count, metric
-from multitudes.metrics.inputs import Rows
+from multitudes.metrics.declare import BY_CLASS, HIGHER, LOWER, TOKENS, YES_OR_NO, Count, metric, ranked
+from multitudes.metrics.inputs import Rows, read_rows
 from multitudes.metrics.ood import auroc
 from multitudes.metrics.streaming import mean_of, total_of
+
+__all__ = ["macro_auroc"]
 
 # Accuracy -----------------------------------------------------------------------------------------------
 
@@ -42,6 +47,46 @@ def topk_accuracy(rows: Rows, k: Count = 5) -> Tensor:
     earlier = torch.arange(rows.classes, device=own.device) < rows.target[:, None]
     ahead = (rows.probs > own) | ((rows.probs == own) & earlier)
     return total_of(ahead.sum(1) < k)
+
+
+def _mean_recall(sums: Tensor) -> Tensor:
+    """Sums `[2, C]` of right and of all rows of each class -> the mean over the classes that there are."""
+    return mean_of(sums).nanmean()
+
+
+@metric("BalancedAccuracy", _mean_recall, better=HIGHER, kind=BY_CLASS, shape=(2, "classes"), group="scores")
+def balanced_accuracy(rows: Rows) -> Tensor:
+    """The accuracy of each class's own inputs `[B, C, ...]`, mean over classes: rare ones count like frequent ones.
+
+    Classes that no input has are left out. Brodersen et al., *The Balanced Accuracy and Its Posterior Distribution*
+    (2010).
+
+    >>> p = torch.tensor([[0.7, 0.3], [0.6, 0.4], [0.5, 0.5], [0.8, 0.2]])
+    >>> float(balanced_accuracy(p, torch.tensor([0, 0, 0, 1])))  # all of the first, none of the second
+    0.5
+    """
+    one = torch.ones(len(rows), dtype=torch.float64, device=rows.target.device)
+    sums = torch.zeros(2, rows.classes, dtype=torch.float64, device=rows.target.device)
+    sums[0].index_add_(0, rows.target, rows.correct.double())
+    sums[1].index_add_(0, rows.target, one)
+    return sums
+
+
+@ranked(HIGHER)
+def macro_auroc(prediction: Any, target: Tensor) -> Tensor:
+    """The area under the ROC curve of each class against all others, mean over classes, from `[B, C, ...]`.
+
+    It is the probability that an input of a class has a higher probability of it than one of another class. Classes
+    that no input has, or all have, are left out; NaN where none is left. It needs all inputs at once, since it ranks
+    them for each class. Hand & Till, *A Simple Generalisation of the Area Under the ROC Curve* (2001), section 2.
+
+    >>> p = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.7, 0.3], [0.2, 0.8]])
+    >>> float(macro_auroc(p, torch.tensor([0, 0, 1, 1])))
+    0.75
+    """
+    rows = read_rows(prediction, target)
+    each = [auroc(rows.probs[:, label], rows.target == label) for label in range(rows.classes)]
+    return torch.stack(each).nanmean()
 
 
 # Proper scores ------------------------------------------------------------------------------------------

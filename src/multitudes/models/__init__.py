@@ -27,6 +27,7 @@ from multitudes.models.resnet import (
     wide_resnet50_2,
 )
 from multitudes.models.segmentation import UNet, unet
+from multitudes.models.tables import Tabular, tabular
 from multitudes.models.vgg import VGG, VGGLike, vgg16, vgg19, vgg_like
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "PreactResNet",
     "PyramidNet",
     "ResNet",
+    "Tabular",
     "UNet",
     "VGGLike",
     "WideResNet",
@@ -54,6 +56,7 @@ __all__ = [
     "resnet101",
     "resnext50",
     "small_cnn",
+    "tabular",
     "unet",
     "vgg16",
     "vgg19",

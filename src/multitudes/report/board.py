@@ -72,7 +72,9 @@ class Line:
 
 def standings(results: Results) -> dict[str, Any]:
     """Mean and deviation over seeds, and the best of each score; rows in the order of the leaderboard."""
-    first, rest = first_columns(results.board, results.by, results.tiny), more_columns(results.board, results.by)
+    unbalanced = bool(results.imbalance)
+    first = first_columns(results.board, results.by, results.tiny, unbalanced)
+    rest = more_columns(results.board, results.by, unbalanced)
     return {
         "first": table_of(results, first, [Head.of(column, results.by) for column in first]),
         "rest": table_of(results, rest, list(map(Head.of, rest))),

@@ -17,12 +17,13 @@ from multitudes.report.board import Head, table_of
 from multitudes.report.chart import Axis, Series, View
 from multitudes.report.results import Results, mean_spread
 from multitudes.study.columns import Column, column_of
+from multitudes.study.measuring import LEVELS
 
 __all__ = ["calibration", "intervals"]
 
 BINS = 10
-LEVELS = [0.05 * step for step in range(1, 20)] + [0.99]
-"""Of prediction intervals."""
+QUANTILES = [0.05 * step for step in range(1, 20)]
+"""Whose calibration is shown."""
 
 
 # -- classes -----------------------------------------------------------------------------------------------
@@ -78,15 +79,22 @@ def _before_after(results: Results, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def intervals(results: Results) -> dict[str, Any]:
-    """Regression: coverage and mean width of the central intervals against their level, mean over seeds."""
+    """Regression: coverage and mean width of the central intervals against their level, mean over seeds; and how often
+    values are below each predicted quantile."""
     views = {"after calibration": _views(results, ""), "before calibration": _views(results, "raw/")}
     shown = {label: pair for label, pair in views.items() if pair is not None}
     if not shown:
         return {}
     only = len(shown) == 1
+    below = Axis("values below it", percent=True, low=0, high=1)
     coverage, width = ([View(*pair[which], "" if only else label) for label, pair in shown.items()] for which in (0, 1))
-    table = _before_after(results, ("log_density", "crps", "coverage_95", "width_95"))
-    return {"coverage": coverage, "width": width, "table": table}
+    table = _before_after(results, ("log_density", "crps", "coverage_90", "width_90"))
+    quantiles = [
+        View(series, Axis("predicted quantile", percent=True, low=0, high=1), below, "" if only else label)
+        for label, prefix in (("after calibration", ""), ("before calibration", "raw/"))
+        if label in shown and len(series := _quantiles(results, prefix)) > 1
+    ]
+    return {"coverage": coverage, "width": width, "quantiles": quantiles, "table": table}
 
 
 def _views(results: Results, prefix: str) -> tuple[tuple[list[Series], Axis, Axis], ...] | None:
@@ -95,7 +103,9 @@ def _views(results: Results, prefix: str) -> tuple[tuple[list[Series], Axis, Axi
     for at, method in enumerate(results.methods):
         arrays = results.tensors(method, f"{prefix}mean", f"{prefix}std", "target")
         if arrays:
-            inside, wide = torch.stack([_coverage_width(*each) for each in arrays]).mean(0).tolist()
+            reaches = results.tensors(method, f"{prefix}reach") or [(_normal_reach(),)] * len(arrays)
+            pairs = zip(arrays, reaches, strict=True)
+            inside, wide = torch.stack([_coverage_width(*each, *reach) for each, reach in pairs]).mean(0).tolist()
             found = zip(LEVELS, inside, wide, strict=True)
             tips = [f"intervals of {level:.0%} contain {part:.1%}, width {each:.4g}" for level, part, each in found]
             coverage.append(Series(LEVELS, inside, at, tips=tips))
@@ -110,8 +120,27 @@ def _views(results: Results, prefix: str) -> tuple[tuple[list[Series], Axis, Axi
     )
 
 
-def _coverage_width(mean: Tensor, std: Tensor, target: Tensor) -> Tensor:
-    """Of the Gaussian intervals with the predicted mean and deviation `[N]`, for all levels: `[2, L]`."""
-    reach = torch.tensor([NormalDist().inv_cdf((1 + level) / 2) for level in LEVELS], dtype=torch.float64)
+def _normal_reach() -> Tensor:
+    """How many deviations the intervals of a Gaussian reach to either side, for all levels: `[L]`."""
+    return torch.tensor([NormalDist().inv_cdf((1 + level) / 2) for level in LEVELS], dtype=torch.float64)
+
+
+def _quantiles(results: Results, prefix: str) -> list[Series]:
+    """The share of values below each predicted quantile, of each method; the diagonal first."""
+    series = [Series([0, 1], [0, 1])]
+    for at, method in enumerate(results.methods):
+        if found := results.tensors(method, f"{prefix}cdf"):
+            levels = torch.tensor(QUANTILES)[:, None]
+            shares = torch.stack([(cdf <= levels).double().mean(1) for (cdf,) in found]).mean(0).tolist()
+            tips = [
+                f"{share:.1%} of values are below the quantile {level:.0%}"
+                for level, share in zip(QUANTILES, shares, strict=True)
+            ]
+            series.append(Series(QUANTILES, shares, at, tips=tips))
+    return series
+
+
+def _coverage_width(mean: Tensor, std: Tensor, target: Tensor, reach: Tensor) -> Tensor:
+    """Of intervals that reach so many `[L]` of the predicted deviations `[N]` from the mean `[N]`: `[2, L]`."""
     inside = ((target - mean).abs().double() <= reach[:, None] * std.double()).double().mean(1)
     return torch.stack([inside, 2 * reach * std.double().mean()])

@@ -16,6 +16,7 @@ from torch import Tensor
 from multitudes.core.archives import reading_arrays
 from multitudes.core.files import DamagedError
 from multitudes.report.style import HIGHLIGHTED
+from multitudes.study.balance import imbalance
 from multitudes.study.leaderboard import leaderboard
 from multitudes.study.recommendation import Recommendation, recommend
 from multitudes.study.rows import Row
@@ -92,6 +93,11 @@ class Results:
     def tiny(self) -> bool:
         """Whether networks are so small that a time is that of calling them."""
         return bool(self.times.get("tiny"))
+
+    @property
+    def imbalance(self) -> str:
+        """That classes are unbalanced, where they are."""
+        return imbalance(self.about)
 
     @cached_property
     def recommendation(self) -> Recommendation:

@@ -78,8 +78,6 @@ class MultitudeEstimator(BaseEstimator):
         if (weight < 0).any():
             at = int((weight < 0).argmax())
             raise ValueError(f"sample_weight must be 0 or more, got {weight[at]:g} in row {at}")
-        if not weight.any():
-            raise ValueError("sample_weight must have a number above zero, got zero for all rows")
         return torch.tensor(weight)
 
     def _read(self, columns: dict[str, Column], what: Callable[[Predictive], tuple[Tensor, ...]]) -> list[Any]:
@@ -155,7 +153,7 @@ class MultitudeEstimator(BaseEstimator):
         held = [(net, job[2]) for (net, _), job in zip(found, jobs, strict=True) if job[2] is not None]
         if held:
             predictive = Predictive.concat(predicted(net, own.x) for net, own in held)
-            learned = learned.calibrated(predictive, torch.cat([own.y for _, own in held]))
+            learned = learned.calibrated(predictive, torch.cat([own.y for _, own in held]), weight is None)
         self.model_ = learned
 
     def _run(self, jobs: list[Job]) -> list[tuple[Multitude, list[Epoch]]]:

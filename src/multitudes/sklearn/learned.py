@@ -16,7 +16,7 @@ from multitudes.core.checks import check_number
 from multitudes.core.multitude import Multitude
 from multitudes.core.predictive import Predictive
 from multitudes.data.columns import Column
-from multitudes.data.preprocessing import edges_of
+from multitudes.data.preprocessing import layout_of
 from multitudes.data.tables import TableEncoder
 from multitudes.evaluation.calibrate import Calibration
 from multitudes.evaluation.conformal import Conformal
@@ -72,15 +72,7 @@ class Learned:
 
     def layout(self, x: Tensor) -> list[int | list[float]]:
         """What the features of inputs `[N, F]` are, as `models.tabular` takes it."""
-        found: list[int | list[float]] = []
-        at = 0
-        for feature in self.encoder.features:
-            many = sum(feature.numeric)
-            found += [edges_of(x[:, place], 48) or 1 for place in range(at, at + many)]
-            at += len(feature.names)
-            if rest := len(feature.names) - many:
-                found.append(rest)
-        return found
+        return layout_of(self.encoder.features, x)
 
     # -- units -------------------------------------------------------------------------------------------
 
@@ -103,10 +95,13 @@ class Learned:
 
     # -- held-out rows -----------------------------------------------------------------------------------
 
-    def calibrated(self, predictive: Predictive, target: Tensor) -> Learned:
-        """The same with what predictions of held-out rows and their targets tell."""
+    def calibrated(self, predictive: Predictive, target: Tensor, alike: bool) -> Learned:
+        """The same with what predictions of held-out rows and their targets tell.
+
+        Where rows are not `alike` but have weights there is no scaling, which would undo what the weights have done.
+        """
         members = self.networks[0].members
-        scaling = helpful_scaling(predictive, target, members, SEED)
+        scaling = helpful_scaling(predictive, target, members, SEED) if alike else None
         return replace(self, scaling=scaling, conformal=Conformal.fit(predictive, target))
 
     def conformal_set(self, predictive: Predictive, level: float) -> Any:

@@ -91,7 +91,7 @@ class Assignment:
     def network(self) -> nn.Module:
         """A network as the configuration says, its weights drawn from torch's random state."""
         outputs = outputs_of(self.data.task, self.data.outputs)
-        return build_network(self.config["model"], self.data.shape, outputs, self.directory)
+        return build_network(self.config["model"], self.data.shape, outputs, self.directory, self.data.layout)
 
     def built(self, network: nn.Module, method: Method | None = None) -> Multitude:
         """A network converted by the job's method, or by another with its default settings, ready to be trained."""

@@ -1,9 +1,13 @@
-"""What predicts without a network, to compare networks with: chance, a constant, and for tables gradient boosting."""
+"""What predicts without a network, to compare networks with: chance, a constant, and for tables what a user would take
+instead of a network: gradient boosting, a random forest and a linear model, all of scikit-learn at its defaults.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -11,13 +15,40 @@ from torch import Tensor
 
 from multitudes.core.checks import needed
 from multitudes.data import Data
+from multitudes.metrics import balanced_accuracy, macro_auroc
 
 __all__ = ["measure_baselines"]
 
 MOST_ROWS = 50_000
 """Of a larger test part, what each row adds to a score is not kept."""
+MOST_FOR_FOREST = 20_000
+"""Training rows, above which no random forest is grown: it takes too long."""
+MOST_FOR_LINEAR = 200_000
+"""Training rows that a linear model is fitted to: more change nothing."""
+TREES = 100
+"""Of a random forest, scikit-learn's default."""
 TINY = 1e-12
 """The least probability, so that a class that training has not gives no infinite score."""
+LEVEL = 0.9
+"""Of the intervals that are measured."""
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """Predictions of numbers, `[N]` each, in the targets' units: means, deviations and intervals of 90 %.
+
+    Without deviations there is no density; `mean` is the median then.
+    """
+
+    mean: Tensor
+    deviation: Tensor | None
+    low: Tensor
+    high: Tensor
+
+    @classmethod
+    def gaussian(cls, mean: Tensor, deviation: Tensor) -> _Numbers:
+        reach = NormalDist().inv_cdf((1 + LEVEL) / 2) * deviation
+        return cls(mean, deviation, mean - reach, mean + reach)
 
 
 def measure_baselines(data: Data) -> dict[str, Any]:
@@ -25,83 +56,160 @@ def measure_baselines(data: Data) -> dict[str, Any]:
 
     - `chance`, of classes: all of them equally probable.
     - `constant`: the classes' shares of the training part, or the Gaussian of its targets.
-    - `gradient_boosting`, of tables: scikit-learn's histogram gradient boosting with its default settings, trained on
-      the training part; of numbers with the deviation that it has on the validation part.
+    - `gradient_boosting`, `random_forest` and `linear` (logistic or ridge regression, on inputs as a network has them),
+      of tables: scikit-learn's models with their default settings, trained on the training part; of numbers with the
+      deviation that they have on the validation part. There is no forest of more than 20,000 rows.
+    - `gradient_boosting_quantiles`, of numbers in tables: gradient boosting of the quantiles 0.05, 0.5 and 0.95, for
+      intervals of 90 %.
     """
-    makers: dict[str, Callable[[Data], Tensor | tuple[Tensor, Tensor]]] = {"constant": _constant}
+    makers: dict[str, Callable[[Data], Tensor | _Numbers]] = {"constant": _constant}
     if data.classes:
         makers = {"chance": _chance, **makers}
     if data.kind.named:
-        makers["gradient_boosting"] = _boosting
+        makers |= {"gradient_boosting": _boosting, "linear": _linear}
+        if not data.classes:
+            makers["gradient_boosting_quantiles"] = _quantiles
+        if len(data.train) <= MOST_FOR_FOREST:
+            makers["random_forest"] = _forest
     return {
         "fingerprint": data.fingerprint,
         "baselines": {name: _scored(make(data), data) for name, make in makers.items()},
     }
 
 
-# -- predictions: probabilities `[N, C]`, or means and deviations `[N]` in the targets' units --------------
+# -- predictions: probabilities `[N, C]`, or numbers ---------------------------------------------------------
 
 
 def _chance(data: Data) -> Tensor:
     return torch.full((len(data.test), len(data.classes)), 1 / len(data.classes), dtype=torch.float64)
 
 
-def _constant(data: Data) -> Tensor | tuple[Tensor, Tensor]:
+def _constant(data: Data) -> Tensor | _Numbers:
     rows, y = len(data.test), data.train.y
     if data.classes:
         counts = torch.bincount(y, minlength=len(data.classes)).double()
         return (counts / counts.sum()).expand(rows, -1)
     exact = y.double()
     deviation = exact.std(correction=0).clamp(min=1e-6 * max(1.0, float(exact.abs().max())))
-    return exact.mean().expand(rows), deviation.expand(rows)
+    return _Numbers.gaussian(exact.mean().expand(rows), deviation.expand(rows))
 
 
-def _boosting(data: Data) -> Tensor | tuple[Tensor, Tensor]:
+def _boosting(data: Data) -> Tensor | _Numbers:
     ensemble = needed("sklearn.ensemble", "study", "gradient boosting")
-    train, test = data.train, data.test.x.numpy()
     if data.classes:
-        model = ensemble.HistGradientBoostingClassifier(random_state=0).fit(train.x.numpy(), train.y.numpy())
-        probs = torch.zeros(len(test), len(data.classes), dtype=torch.float64)
-        probs[:, torch.from_numpy(model.classes_)] = torch.from_numpy(model.predict_proba(test))
+        return _probabilities(ensemble.HistGradientBoostingClassifier(random_state=0), data)
+    return _with_residuals(ensemble.HistGradientBoostingRegressor(random_state=0), data)
+
+
+def _quantiles(data: Data) -> _Numbers:
+    ensemble = needed("sklearn.ensemble", "study", "gradient boosting")
+    x, y, test = data.train.x.numpy(), data.train.y.double().numpy(), data.test.x.numpy()
+    low, middle, high = (
+        torch.from_numpy(
+            ensemble.HistGradientBoostingRegressor(loss="quantile", quantile=level, random_state=0)
+            .fit(x, y)
+            .predict(test)
+        )
+        for level in ((1 - LEVEL) / 2, 0.5, (1 + LEVEL) / 2)
+    )
+    return _Numbers(middle, None, torch.minimum(low, high), torch.maximum(low, high))
+
+
+def _forest(data: Data) -> Tensor | _Numbers:
+    ensemble = needed("sklearn.ensemble", "study", "a random forest")
+    if not data.classes:
+        return _with_residuals(ensemble.RandomForestRegressor(TREES, random_state=0), data)
+    probs = _probabilities(ensemble.RandomForestClassifier(TREES, random_state=0), data)
+    # As if one more tree knew nothing: no tree voting for a class does not make it impossible.
+    return (TREES * probs + 1 / len(data.classes)) / (TREES + 1)
+
+
+def _linear(data: Data) -> Tensor | _Numbers:
+    models = needed("sklearn.linear_model", "study", "a linear model")
+    if data.classes:
+        return _probabilities(models.LogisticRegression(max_iter=1000), data, normalised=True)
+    return _with_residuals(models.Ridge(), data, normalised=True)
+
+
+def _probabilities(model: Any, data: Data, normalised: bool = False) -> Tensor:
+    """Those of a classifier; a class that training has not has none."""
+    probs = torch.zeros(len(data.test), len(data.classes), dtype=torch.float64)
+    present = data.train.y.unique()
+    if len(present) == 1:  # scikit-learn fits nothing to one class
+        probs[:, present] = 1.0
         return probs
-    model = ensemble.HistGradientBoostingRegressor(random_state=0).fit(train.x.numpy(), train.y.double().numpy())
-    held_out = torch.from_numpy(model.predict(data.validation.x.numpy())) - data.validation.y
-    mean = torch.from_numpy(model.predict(test))
-    return mean, held_out.square().mean().sqrt().clamp(min=1e-6 * data.target_std).expand(len(test))
+    x, y = _inputs(data, data.train.x, normalised), data.train.y.numpy()
+    step = math.ceil(len(x) / MOST_FOR_LINEAR) if normalised else 1
+    model.fit(x[::step], y[::step])
+    probs[:, torch.from_numpy(model.classes_)] = torch.from_numpy(
+        model.predict_proba(_inputs(data, data.test.x, normalised))
+    ).double()
+    return probs
+
+
+def _with_residuals(model: Any, data: Data, normalised: bool = False) -> _Numbers:
+    """Means of a regressor, with the deviation that it has on the validation part."""
+    x, y = _inputs(data, data.train.x, normalised), data.train.y.double().numpy()
+    step = math.ceil(len(x) / MOST_FOR_LINEAR) if normalised else 1
+    model.fit(x[::step], y[::step])
+    held_out = torch.from_numpy(model.predict(_inputs(data, data.validation.x, normalised))) - data.validation.y
+    mean = torch.from_numpy(model.predict(_inputs(data, data.test.x, normalised))).double()
+    return _Numbers.gaussian(
+        mean, held_out.double().square().mean().sqrt().clamp(min=1e-6 * data.target_std).expand(len(mean))
+    )
+
+
+def _inputs(data: Data, x: Tensor, normalised: bool) -> Any:
+    return (data.normalised(x) if normalised else x).numpy()
 
 
 # -- scores ------------------------------------------------------------------------------------------------
 
 
-def _scored(predicted: Tensor | tuple[Tensor, Tensor], data: Data) -> dict[str, Any]:
-    rows = (
-        _of_classes(predicted, data.test.y) if isinstance(predicted, Tensor) else _of_numbers(*predicted, data.test.y)
-    )
-    scores = {name: float(values.mean()) for name, values in rows.items()}
+def _scored(predicted: Tensor | _Numbers, data: Data) -> dict[str, Any]:
+    if isinstance(predicted, Tensor):
+        rows, more = _of_classes(predicted, data.test.y)
+    else:
+        rows, more = _of_numbers(predicted, data.test.y.double())
+    scores = {name: float(values.mean()) for name, values in rows.items()} | more
     if "rmse" in scores:
         scores["rmse"] = math.sqrt(scores["rmse"])
     kept = rows if len(data.test) <= MOST_ROWS else {}
     return {
         "count": len(data.test),
-        "scores": scores,
+        "scores": {name: score for name, score in scores.items() if math.isfinite(score)},
         "rows": {name: [float(f"{value:.6g}") for value in values.tolist()] for name, values in kept.items()},
     }
 
 
-def _of_classes(probs: Tensor, target: Tensor) -> dict[str, Tensor]:
+def _of_classes(probs: Tensor, target: Tensor) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """What each row adds to a score, and scores to which no row adds by itself."""
     right = probs.gather(1, target[:, None])[:, 0]
-    return {
+    rows = {
         "nll": -right.clamp(min=TINY).log(),
         "accuracy": (probs.argmax(1) == target).double(),
         "brier": probs.square().sum(1) - 2 * right + 1,
     }
+    return rows, {
+        "balanced_accuracy": float(balanced_accuracy(probs, target)),
+        "macro_auroc": float(macro_auroc(probs, target)),
+    }
 
 
-def _of_numbers(mean: Tensor, deviation: Tensor, target: Tensor) -> dict[str, Tensor]:
-    """Of Gaussians; the continuous ranked probability score in its closed form (Gneiting and Raftery, 2007)."""
-    off = (target - mean) / deviation
+def _of_numbers(predicted: _Numbers, target: Tensor) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Likewise; the CRPS of Gaussians in its closed form (Gneiting and Raftery, 2007)."""
+    inside = (predicted.low <= target) & (target <= predicted.high)
+    more = {
+        "coverage_90": float(inside.double().mean()),
+        "width_90": float((predicted.high - predicted.low).double().mean()),
+    }
+    rows = {"rmse": (target - predicted.mean).square()}
+    if predicted.deviation is None:
+        return rows, more
+    deviation = predicted.deviation
+    off = (target - predicted.mean) / deviation
     density = -0.5 * off.square() - deviation.log() - 0.5 * math.log(2 * math.pi)
-    inside = torch.special.ndtr(off)
+    below = torch.special.ndtr(off)
     bell = (-0.5 * off.square()).exp() / math.sqrt(2 * math.pi)
-    crps = deviation * (off * (2 * inside - 1) + 2 * bell - 1 / math.sqrt(math.pi))
-    return {"log_density": density, "crps": crps, "rmse": (target - mean).square()}
+    crps = deviation * (off * (2 * below - 1) + 2 * bell - 1 / math.sqrt(math.pi))
+    return {"log_density": density, "crps": crps, **rows}, more

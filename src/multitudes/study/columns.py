@@ -44,8 +44,8 @@ class Column:
     def heading(self) -> str:
         """The title with its unit.
 
-        >>> Column("ece", "ECE", "%").heading, Column("coverage_95", "coverage at 95 %", "%").heading
-        ('ECE %', 'coverage at 95 %')
+        >>> Column("ece", "ECE", "%").heading, Column("coverage_90", "coverage at 90 %", "%").heading
+        ('ECE %', 'coverage at 90 %')
         """
         return self.title if self.title.endswith(self.unit) else f"{self.title} {self.unit}"
 
@@ -125,8 +125,8 @@ SCORES = (
     Column("rmse", "RMSE"),
     Column("log_density", "log density"),
     Column("crps", "CRPS"),
-    Column("coverage_95", "coverage at 95 %", "%", 1),
-    Column("width_95", "width at 95 %"),
+    Column("coverage_90", "coverage at 90 %", "%", 1),
+    Column("width_90", "width at 90 %"),
     Column("shift/mean/accuracy", "shifted accuracy", "%", 1),
 )
 COSTS = (
@@ -135,7 +135,15 @@ COSTS = (
     Column("costs/multiply_adds_ratio", "multiply-adds", "×", 2),
     Column("costs/parameters_ratio", "parameters", "×", 2),
 )
-MORE = (Column("brier", "Brier score"), Column("gaussian_ece", "Gaussian ECE", "%", 1))
+UNBALANCED = (Column("balanced_accuracy", "balanced accuracy", "%", 1), Column("macro_auroc", "AUROC", "%", 1))
+"""Scores that stand beside the first ones where classes are unbalanced, and else among the others."""
+MORE = (
+    Column("brier", "Brier score"),
+    Column("gaussian_ece", "Gaussian ECE", "%", 1),
+    Column("coverage_95", "coverage at 95 %", "%", 1),
+    Column("width_95", "width at 95 %"),
+    *UNBALANCED,
+)
 MORE_COSTS = (Column("costs/peak_memory_bytes_ratio", "peak memory", "×", 2),)
 
 FRACTIONS = ("mce", "classwise_ece", "adaptive_ece", "overconfidence", "accuracy_at_90", "disagreement", "member_error")
@@ -172,18 +180,24 @@ def costs(tiny: bool = False) -> list[Column]:
     return sorted(COSTS, key=lambda column: tiny and column.name != "costs/multiply_adds_ratio")
 
 
-def first_columns(rows: Sequence[Row], by: str = "", tiny: bool = False) -> list[Column]:
-    """What the leaderboard shows, the score that ranks first: scores, the detection of OOD inputs by entropy, costs."""
+def first_columns(rows: Sequence[Row], by: str = "", tiny: bool = False, unbalanced: bool = False) -> list[Column]:
+    """What the leaderboard shows, the score that ranks first: scores, the detection of OOD inputs by entropy, costs.
+
+    Of `unbalanced` classes the scores that count all classes alike are among them.
+    """
     names = _names(rows)
+    scores = (SCORES[0], *UNBALANCED, *SCORES[1:]) if unbalanced else SCORES
     detected = [column_of(name) for name in names if _is_auroc(name)]
-    shown = [column for column in (*SCORES, *detected, *costs(tiny)) if column.name in names and column.name != by]
+    shown = [column for column in (*scores, *detected, *costs(tiny)) if column.name in names and column.name != by]
     return [column_of(by), *shown] if by in names else shown
 
 
-def more_columns(rows: Sequence[Row], by: str = "") -> list[Column]:
-    """The other scores of clean test data, and the other costs."""
+def more_columns(rows: Sequence[Row], by: str = "", unbalanced: bool = False) -> list[Column]:
+    """The other scores of clean test data, and the other costs; of balanced classes none that counts them alike."""
     names = _names(rows)
-    first = {column.name for column in first_columns(rows, by)}
+    first = {column.name for column in first_columns(rows, by, unbalanced=unbalanced)}
+    if not unbalanced:
+        first |= {column.name for column in UNBALANCED}
     scores = [column_of(name) for name in names if "/" not in name and name not in first]
     return scores + [column for column in MORE_COSTS if column.name in names]
 
@@ -219,7 +233,13 @@ def remark(row: Row, rows: Sequence[Row], by: str) -> str:
 
 def in_words(row: Row) -> str:
     """The name of a row; those of baselines are words."""
-    return {"constant": "a constant prediction"}.get(row.name, row.name.replace("_", " ")) if row.baseline else row.name
+    names = {
+        "constant": "a constant prediction",
+        "linear": "a linear model",
+        "random_forest": "a random forest",
+        "gradient_boosting_quantiles": "gradient boosting of quantiles",
+    }
+    return names.get(row.name, row.name.replace("_", " ")) if row.baseline else row.name
 
 
 def _is_auroc(name: str) -> bool:

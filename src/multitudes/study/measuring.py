@@ -17,12 +17,13 @@ from multitudes.core.multitude import Multitude
 from multitudes.core.predictive import Predictive
 from multitudes.data import Data
 from multitudes.data.splits import spread
-from multitudes.evaluation.calibrate import Calibrated, fit_calibration
+from multitudes.evaluation.calibrate import Calibrated, Calibration
+from multitudes.evaluation.conformal import Conformal
 from multitudes.evaluation.evaluate import evaluate
-from multitudes.evaluation.helpful import FEWEST, log_scores, scaling_helps
+from multitudes.evaluation.helpful import FEWEST, helpful_scaling, log_scores
 from multitudes.evaluation.predict import predictions
-from multitudes.evaluation.scores import Evaluation, plain_number
-from multitudes.metrics import ECE, MCE, NLL, RMSE, Accuracy, LogDensity, read_rows
+from multitudes.evaluation.scores import Evaluation, Score, plain_number
+from multitudes.metrics import ECE, MCE, NLL, RMSE, Accuracy, LogDensity, macro_auroc, read_rows
 from multitudes.metrics.regression_inputs import read_forecasts
 from multitudes.study.job_data import ScaledBatches
 
@@ -34,8 +35,10 @@ GROUPS = 64
 """The most groups of members or draws that the scores of a size are taken over."""
 EVALUATION_SEED = 0
 """Of all jobs alike, so that they see the same shifted images."""
-FEWEST_FOR_INTERVALS = 200
-"""With fewer validation rows there are no conformal scores: half of them must tell intervals of 99 %."""
+MOST_CLASSES = 200
+"""For which each class is ranked against all others."""
+LEVELS = (*(0.05 * step for step in range(1, 20)), 0.99)
+"""Of the intervals whose reach is kept, for the page."""
 
 Options = Mapping[str, Any]
 """The table `evaluation` of a job's configuration."""
@@ -50,6 +53,10 @@ def calibrated(net: Multitude, data: Data, options: Options) -> Calibrated | Mul
     A scaling is kept where cross-fitting shows that it helps: of classes by more than a standard error, since the best
     temperature of few rows is chance; of numbers at all, since too narrow intervals do more harm than too wide ones. It
     is the network itself that is given back where nothing is kept, or calibration is not asked for.
+
+    Intervals of numbers are conformal wherever there are `FEWEST` rows. All rows are used for the factor and for the
+    scores both, and yet the guarantee holds: scores are errors over predicted deviations, so that the factor cancels in
+    the intervals.
     """
     rows = len(data.validation)
     if not options.get("calibrate", True) or rows < FEWEST:
@@ -58,13 +65,12 @@ def calibrated(net: Multitude, data: Data, options: Options) -> Calibrated | Mul
     prepare = lambda x, index: data.preprocess(x)  # noqa: E731
     pairs = [(p.cpu(), y) for p, y in predictions(net, part, False, None, prepare, seed=EVALUATION_SEED)]
     predictive, target = Predictive.concat(p for p, _ in pairs), torch.cat([y for _, y in pairs if y is not None])
-    scaling = "auto" if scaling_helps(predictive, target, net.members, EVALUATION_SEED) else None
-    conformal = "auto" if not data.classes and rows >= FEWEST_FOR_INTERVALS else None
-    if scaling is None and conformal is None:
+    fitted = helpful_scaling(predictive, target, net.members, EVALUATION_SEED)
+    if data.classes and fitted is None:
         return net
-    fitted = fit_calibration(
-        predictive, target, members=net.members, scaling=scaling, conformal=conformal, seed=EVALUATION_SEED
-    )
+    fitted = fitted or Calibration(predictive.task, None, None)
+    if not data.classes:
+        fitted = replace(fitted, conformal=Conformal.fit(fitted(predictive), target))
     device = next((parameter.device for parameter in net.parameters()), torch.device("cpu"))
     return Calibrated(net, fitted.to(device))
 
@@ -94,12 +100,12 @@ def measured(net: Calibrated | Multitude, data: Data, options: Options) -> Measu
     ood = {name: ScaledBatches(data, x, size=size) for name, x in data.ood.items()} if data.classes else {}
     growth = _Growth(options.get("sizes", (1, 2, 4, 8, 16)), data, **bins)
     kept = _Predictions(data, growth if isinstance(net, Multitude) else None)
-    scores = dict(evaluate(net, test, ood=ood, watch=kept, **how).scores)
+    scores = dict(evaluate(net, test, ood=ood, watch=kept, **how).scores) | kept.scores()
     if options.get("calibrate", True):
         before, plain = kept, scores
         if isinstance(net, Calibrated):
             before = _Predictions(data, growth)
-            plain = dict(evaluate(net.net, test, watch=before, **how).scores)
+            plain = dict(evaluate(net.net, test, watch=before, **how).scores) | before.scores()
         scores |= {f"raw/{name}": score for name, score in plain.items() if "/" not in name}
         kept.parts |= {f"raw/{name}": parts for name, parts in before.parts.items() if not name.endswith("members")}
     if options.get("shift"):
@@ -136,6 +142,8 @@ class _Predictions:
         if self.growth is not None:
             self.growth.update(part, target.cpu())
         self._keep("members", self._members(part))
+        if not self.data.classes and "reach" not in self.parts:
+            self._keep("reach", _reach(part))
         for name, tensor in self._arrays(part, target.cpu()):
             self._keep(name, tensor)
 
@@ -161,9 +169,25 @@ class _Predictions:
         forecasts = read_forecasts(part, target, scale=data.target_std)
         yield "mean", data.in_units(part.mean[:, 0])
         yield "std", part.std[:, 0] * data.target_std
+        yield "cdf", forecasts.cdf.float()
+        for name, end in zip(("low", "high"), forecasts.interval(0.9), strict=True):
+            yield name, (end + data.target_mean).float()
         yield "rows/log_density", forecasts.log_density.float()
         yield "rows/crps", forecasts.crps.float()
         yield "rows/rmse", (forecasts.mean - forecasts.target).square().float()
+
+    def scores(self) -> dict[str, Score]:
+        """Scores that need all rows at once, or intervals of another level than `evaluate` has."""
+        kept = {name: torch.cat(self.parts[name]) for name in ("probs", "low", "high") if name in self.parts}
+        y = self.data.test.y
+        if "probs" in kept and len(self.data.classes) <= MOST_CLASSES:
+            return {"macro_auroc": Score(float(macro_auroc(kept["probs"], y)), len(y))}
+        if "low" not in kept:
+            return {}
+        low, high = kept["low"], kept["high"]
+        inside = ((low <= y) & (y <= high)).double().mean()
+        width = (high.double() - low.double()).mean()
+        return {"coverage_90": Score(float(inside), len(y)), "width_90": Score(float(width), len(y))}
 
     def archive(self) -> bytes:
         """All of it as a NumPy archive."""
@@ -172,6 +196,13 @@ class _Predictions:
         np = needed("numpy", "study", "the predictions of a job")
         np.savez_compressed(file, **{name: tensor.numpy() for name, tensor in arrays.items()}, target=self.data.test.y)
         return file.getvalue()
+
+
+def _reach(predictive: Predictive) -> Tensor:
+    """How many predicted deviations the intervals of each of `LEVELS` reach to either side, `[L]`."""
+    one = predictive[torch.zeros(1, dtype=torch.int64)]
+    ends = [one.interval(level) for level in LEVELS]
+    return torch.stack([(high - low).flatten()[0].double() for low, high in ends]) / (2 * one.std.flatten()[0].double())
 
 
 class _Growth:

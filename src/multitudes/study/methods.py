@@ -21,6 +21,8 @@ def unfit(method: Method, shape: tuple[int, ...]) -> str | None:
     kind = kind_of_shape(shape)
     if method.feature_maps and not kind.feature_maps:
         return f"method {method.name!r} smooths feature maps, and the inputs are no images but {kind.describe(shape)}"
+    if method.tables and not kind.named:
+        return f"method {method.name!r} is for tables, and the inputs are {kind.describe(shape)}"
     return None
 
 

@@ -40,9 +40,15 @@ def outputs_of(task: str, outputs: int) -> int:
 
 
 def build_network(
-    model: Mapping[str, Any], shape: tuple[int, ...], outputs: int, directory: str | Path = "."
+    model: Mapping[str, Any],
+    shape: tuple[int, ...],
+    outputs: int,
+    directory: str | Path = ".",
+    layout: Callable[..., Any] | None = None,
 ) -> nn.Module:
     """A network from `{"name": "small_cnn", "settings": {...}}`, for inputs of a shape and with so many outputs.
+
+    `layout`, as of `Data`, tells a network for tables what the features are, in as many bins as its settings say.
 
     `{"file": "my_net.py", "name": "build"}` takes a function of the user's own, `build(shape, outputs, **settings)`,
     which gives an `nn.Module`; a relative file is one relative to `directory`. It runs the code of that file, which
@@ -69,6 +75,8 @@ def build_network(
         if setting not in taken:
             raise ValueError(f"model {name!r} has no setting {setting!r}; its settings are {', '.join(taken)}")
     numbers = kind_of_shape(shape).arguments(name, shape, outputs, taken)
+    if "layout" in taken and layout is not None:
+        numbers["layout"] = layout(settings.get("bins", taken["bins"].default))
     return _made(function, {key: value for key, value in numbers.items() if key in taken} | settings, name)
 
 

@@ -139,8 +139,17 @@ def _data(spec: Spec, run: Run, say: Callable[[str], None]) -> tuple[Data | None
         "ood": {name: len(x) for name, x in data.ood.items()},
         "dropped": dict(data.dropped),
         "columns": [each.plain() for each in data.reading],
+        "classes": _counts(data),
         "fingerprint": data.fingerprint,
     }
+
+
+def _counts(data: Data) -> dict[str, int]:
+    """How many training rows each class has."""
+    if not data.classes:
+        return {}
+    counts = torch.bincount(data.train.y, minlength=len(data.classes)).tolist()
+    return dict(zip(data.classes, counts, strict=True))
 
 
 def _named(error: ValueError, keys: Iterable[str]) -> str | None:

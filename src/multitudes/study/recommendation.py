@@ -16,7 +16,7 @@ from multitudes.metrics.declare import Better
 from multitudes.study.columns import column_of, in_words, is_vague
 from multitudes.study.leaderboard import best, better, level_with_best, score_to_rank_by
 from multitudes.study.paired import Comparison, Difference
-from multitudes.study.rows import Row
+from multitudes.study.rows import MODELS, Row
 
 __all__ = ["Advice", "Point", "Recommendation", "recommend"]
 
@@ -145,6 +145,35 @@ class _Answer:
     # -- words -------------------------------------------------------------------------------------------
 
     def headline(self) -> str:
+        """What is said first: that a baseline is better, where one is, and else which method is worth its price."""
+        return self.beaten() or self.worthwhile()
+
+    def beaten(self) -> str:
+        """That a model without a network is better than the best method; empty where none is."""
+        rival, top = self.rival, best(self.methods, self.name)
+        if rival is None or top is None:
+            return ""
+        gain, words = self.gain(rival, top), in_words(rival)
+        words = words[:1].upper() + words[1:]
+        scores = f"{self.title} {self.told(rival)}, where {top.name}, the best of the networks, has {self.told(top)}"
+        if gain is None or not gain.sure():
+            return f"{words} is as good here: {scores}, which may be chance."
+        return f"{words} is better here: {scores}, which is surely worse by {self.amount(gain.at_least())} or more."
+
+    @property
+    def rival(self) -> Row | None:
+        """The best of the models without a network, where it is better than every method."""
+        return self.ahead(self.name)
+
+    def ahead(self, name: str) -> Row | None:
+        """Likewise, by any score."""
+        top = best(self.methods, name)
+        rival = best([row for row in self.rows if row.baseline and row.method in MODELS], name)
+        quality = better(name).quality
+        return rival if rival and top and quality(rival[name]) > quality(top[name]) else None
+
+    def worthwhile(self) -> str:
+        """Which method is worth its price."""
         if not self.methods:
             return "No job is done yet, so there is nothing to compare."
         if self.single is None:
@@ -211,9 +240,9 @@ class _Answer:
         return f"{price or 'unknown'} the {COSTS[self.cost]}{trained}"
 
     def advice(self) -> tuple[Advice, ...]:
+        found = [Advice("Of the networks", None, self.worthwhile())] if self.beaten() else []
         if self.single is None or not self.others:
-            return ()
-        found: list[Advice] = []
+            return tuple(found)
         before: Row | None = None
         cheaper = 0.0
         for budget, limit in BUDGETS.items():
@@ -277,10 +306,21 @@ class _Answer:
         found = []
         short = [row for row in self.methods if _covers_too_little(row)]
         if short:
-            shares = sorted(row["coverage_95"] for row in short)
+            shares = sorted(row["coverage_90"] for row in short)
             held = f"{100 * shares[0]:.0f}" + (f" to {100 * shares[-1]:.0f}" if len(shares) > 1 else "")
-            found.append(f"Intervals of 95 % of {_some(short)} hold only {held} % of the truth.")
+            found.append(f"Intervals of 90 % of {_some(short)} hold only {held} % of the truth.")
+        rival = self.rival
+        for point in ("rmse", "accuracy"):
+            other = self.ahead(point) if point != self.name else None
+            if other is not None and other is not rival and (top := best(self.methods, point)):
+                told = [column_of(point).told(row[point]) for row in (other, top)]
+                found.append(
+                    f"By {column_of(point).title} alone {in_words(other)} is better than every method: {told[0]}, "
+                    f"where {top.name} has {told[1]}."
+                )
         for baseline in (row for row in self.rows if row.baseline and math.isfinite(row[self.name])):
+            if baseline is rival:
+                continue  # the headline says so
             worse = [row for row in self.methods if self.sign * (row[self.name] - baseline[self.name]) < 0]
             if worse:
                 every = "Every method" if len(worse) == len(self.methods) else _some(worse)
@@ -318,10 +358,10 @@ def _before_and_after(row: Row, name: str) -> Difference | None:
 
 
 def _covers_too_little(row: Row) -> bool:
-    if "coverage_95" not in row.values:
+    if "coverage_90" not in row.values:
         return False
-    share, count = row["coverage_95"], max(1, row.values["coverage_95"].count)
-    return share + 2 * math.sqrt(0.95 * 0.05 / count) < 0.95 and share < 0.95 - SHORTFALL
+    share, count = row["coverage_90"], max(1, row.values["coverage_90"].count)
+    return share + 2 * math.sqrt(0.9 * 0.1 / count) < 0.9 and share < 0.9 - SHORTFALL
 
 
 def _times(row: Row, cost: str) -> str:

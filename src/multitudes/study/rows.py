@@ -7,10 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["BY", "Row", "Value", "known_score"]
+__all__ = ["BY", "MODELS", "Row", "Value", "known_score"]
 
 BY = {"classification": ("nll", "brier", "accuracy"), "regression": ("log_density", "crps", "rmse")}
 """The scores that methods can be ranked by, the default first: those that test rows add up to."""
+
+MODELS = ("gradient_boosting", "gradient_boosting_quantiles", "random_forest", "linear")
+"""The baselines that are models themselves, each a choice in place of a network."""
 
 
 def known_score(task: str, by: str | None) -> str:

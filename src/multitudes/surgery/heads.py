@@ -29,10 +29,7 @@ def output_layers(network: nn.Module, heads: Selector = None, example: Input | N
     """
     if heads is not None:
         kinds = tuple({type(m) for name, m in network.named_modules() if name and any(True for _ in m.parameters())})
-        try:
-            names = [name for name in select(network, heads, kinds) if name]
-        except ValueError as error:
-            raise ValueError(str(error).replace("layers", "heads", 1)) from error
+        names = [name for name in select(network, heads, kinds, "heads") if name]
     else:
         names = _beside_base_model(network) or _found(network, example)
     _check(network, names)

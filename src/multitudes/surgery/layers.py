@@ -28,9 +28,14 @@ PRODUCTS = (*CONVOLUTIONS, *TRANSPOSED, nn.Linear)
 
 
 def select(
-    model: nn.Module, layers: Selector, kinds: tuple[type[nn.Module], ...] | Mapping[str, nn.Module]
+    model: nn.Module,
+    layers: Selector,
+    kinds: tuple[type[nn.Module], ...] | Mapping[str, nn.Module],
+    argument: str = "layers",
 ) -> dict[str, nn.Module]:
     """The layers of `model` that `layers` selects of those of some `kinds`, or of those given, by qualified name.
+
+    Errors call the selector by the name of the argument that it is.
 
     >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> list(select(model, None, (nn.Linear,)))
@@ -48,6 +53,13 @@ def select(
         raise ValueError(f"model ({type(model).__name__}) has no layer that can be converted: {has}")
     if layers is None:
         return able
+    try:
+        return _chosen(model, layers, able)
+    except ValueError as error:
+        raise ValueError(str(error).replace("layers", argument, 1)) from error
+
+
+def _chosen(model: nn.Module, layers: Selector, able: dict[str, nn.Module]) -> dict[str, nn.Module]:
     if not (callable(layers) or isinstance(layers, Iterable)):
         raise ValueError(f"layers must be None, a regular expression, a list of names or a function, got {layers!r}")
     if isinstance(layers, str):

@@ -7,7 +7,7 @@ that a training on a CPU that goes on from it ends with the weights of one that 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ WITHIN = 30
 """How many times longer than at its end it takes within an epoch until a checkpoint is due."""
 ENTRY = "training"
 """The entry of the file's header that holds all but the tensors."""
+OF_TENSORS = ("epoch_random", "best")
+"""What of a `TrainingState` is tensors by name."""
 
 
 @dataclass
@@ -45,10 +47,15 @@ class TrainingState:
     seconds: float = 0.0
     """How long the current epoch has taken so far."""
     stopped: bool = False
-    """Whether a callback has ended the training."""
+    """Whether a callback has ended the training, or patience."""
     history: list[dict[str, Any]] = field(default_factory=list)
     epoch_random: Tensors = field(default_factory=dict)
     """The random state at the beginning of the current epoch, from which the order of its batches follows."""
+    best: Tensors = field(default_factory=dict)
+    """The weights and buffers of the epoch with the best validation score so far."""
+    best_score: float | None = None
+    since_best: int = 0
+    """How many epochs have been validated since then."""
 
 
 def random_state(device: torch.device) -> Tensors:
@@ -89,13 +96,13 @@ class Checkpoint:
     def save(self, state: TrainingState, net: nn.Module, optimizer: Optimizer, settings: dict[str, Any]) -> None:
         """Write everything that the rest of the training depends on."""
         start = time.monotonic()
-        plain = asdict(state)
-        epoch_random = plain.pop("epoch_random")
+        plain = {each.name: getattr(state, each.name) for each in fields(state) if each.name not in OF_TENSORS}
         tensors = {
             **_under("net", _tensors(net.state_dict())),
             **_under("random", random_state(_device(net))),
-            **_under("epoch_random", epoch_random),
         }
+        for name in OF_TENSORS:
+            tensors |= _under(name, getattr(state, name))
         slots = optimizer.state_dict()
         numbers: dict[str, Any] = {}
         for index, values in slots["state"].items():
@@ -122,7 +129,8 @@ class Checkpoint:
         _load_optimizer(optimizer, _below("optimizer", tensors), saved["optimizer"])
         for name, value in saved["state"].items():
             setattr(state, name, value)
-        state.epoch_random = _below("epoch_random", tensors)
+        for name in OF_TENSORS:
+            setattr(state, name, _below(name, tensors))
         set_random_state(_below("random", tensors), _device(net))
         return True
 

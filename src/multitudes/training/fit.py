@@ -6,77 +6,29 @@ history = mt.fit(net, loader, epochs=75, optimizer="sgd", lr=0.05, schedule="cos
 
 from __future__ import annotations
 
-import operator
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-from itertools import islice
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
-from multitudes.core.calling import Input, moved, split_batch
-from multitudes.core.checks import check_count, check_number, check_seed
+from multitudes.core.checks import check_choice, check_count, check_number, check_seed
 from multitudes.core.multitude import Multitude
 from multitudes.core.predictor import multitude_of
-from multitudes.core.progress import ProgressBar
 from multitudes.core.seeding import seeded
 from multitudes.core.tasks import Criterion, criterion_for
-from multitudes.training.checkpoint import Checkpoint, TrainingState, random_state, set_random_state
-from multitudes.training.diagnosis import first_bad_layer
-from multitudes.training.interruption import HeldSignals
-from multitudes.training.late_losses import Loss, Losses
+from multitudes.training.checkpoint import Checkpoint
 from multitudes.training.objective import Objective, size_of
 from multitudes.training.optimizers import make_optimizer
 from multitudes.training.precision import PRECISIONS, check_precision
 from multitudes.training.schedules import Schedule, schedule_of
+from multitudes.training.trainer import Callback, Epoch, Progress, TrainConfig, Trainer
+from multitudes.training.validation import STOP_BY, Validation
 
-__all__ = ["Epoch", "Progress", "fit"]
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """What an epoch of training was like."""
-
-    epoch: int
-    """Its number, from 1."""
-    loss: float
-    """The mean loss of its batches."""
-    lr: float
-    """The learning rate of its last step."""
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where training is, which callbacks get after every step; one that returns True ends the training."""
-
-    net: nn.Module
-    epoch: int
-    """The number of the epoch, from 1."""
-    epochs: int
-    batch: int
-    """How many of the epoch's batches are done."""
-    batches: int | None
-    """How many there are, where that is known."""
-    step: int
-    """How many steps have been made since the beginning."""
-    last: Loss | float
-    lr: float
-    epoch_ended: bool
-
-    @property
-    def loss(self) -> float:
-        """The loss of the last batch, or the mean of the epoch that has ended. Asking may wait for a GPU."""
-        return float(self.last)
-
-
-Callback = Callable[[Progress], bool | None]
+__all__ = ["PRECISIONS", "Epoch", "Progress", "Trainer", "fit"]
 
 
 def fit(
@@ -97,6 +49,9 @@ def fit(
     task: str | None = None,
     criterion: Criterion | None = None,
     dataset_size: int | None = None,
+    validation: Iterable[Any] | None = None,
+    patience: int | None = None,
+    stop_by: str = "score",
     callbacks: Sequence[Callback] = (),
     checkpoint: str | Path | None = None,
     checkpoint_seconds: float = 20.0,
@@ -128,6 +83,12 @@ def fit(
             "quantiles" (see `Predictive`), which the network then predicts; by default the network's own task.
         criterion: of `net.loss`; by default the task's own: cross-entropy, mean squared error, Gaussian NLL, pinball.
         dataset_size: how many examples there are, for objectives with a divergence; found out where `data` tells.
+        validation: batches like those of `data`, which are not trained on. After each epoch all members and draws
+            together are scored on them in evaluation mode (`Epoch.validation`, lower is better): by the negative log
+            probability of classes, the negative log density of "gaussian", the mean squared error of "regression", the
+            pinball loss of "quantiles". At the end the network has the weights and buffers of the best epoch.
+        patience: end the training after so many epochs without a better score.
+        stop_by: `"score"`, or `"error"` for the root mean squared error of the mean prediction instead, of values.
         callbacks: functions of a `Progress`, called after each step.
         checkpoint: a file to save the training in: after epochs (see `checkpoint_seconds`), at the end, and on Ctrl-C
             or SIGTERM after the step at hand. Where the file is there, the training is resumed, and ends as if it had
@@ -155,6 +116,7 @@ def fit(
     if clip is not None:
         check_number("clip", clip, 0, above=True)
     _check_batches(data)
+    validated = _validation(validation, patience, stop_by)
     device = next((parameter.device for parameter in multitude.parameters()), torch.device("cpu"))
     check_precision(precision, device)
     _set_task(multitude, task)
@@ -165,220 +127,11 @@ def fit(
     if channels_last:
         multitude.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     config = TrainConfig(
-        factor, PRECISIONS[precision], channels_last, compile, clip, tuple(callbacks), accelerator, progress
+        factor, PRECISIONS[precision], channels_last, compile, clip, tuple(callbacks), accelerator, progress, validated
     )
     kept = None if checkpoint is None else Checkpoint(Path(checkpoint), checkpoint_seconds, checkpoint_of)
     with seeded(seed):
         return Trainer(objective, chosen, data, epochs, config, kept).run()
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """How to train, checked."""
-
-    schedule: Schedule
-    dtype: torch.dtype | None
-    channels_last: bool
-    compile: bool
-    clip: float | None
-    callbacks: tuple[Callback, ...]
-    accelerator: Any
-    progress: bool | None
-
-
-class Trainer:
-    """The loop of `fit`: one step after the other, from wherever a checkpoint has left off."""
-
-    def __init__(
-        self,
-        objective: Objective,
-        optimizer: Optimizer,
-        data: Iterable[Any],
-        epochs: int,
-        config: TrainConfig,
-        checkpoint: Checkpoint | None,
-    ) -> None:
-        self.net, self.objective = objective.net, objective
-        self.optimizer, self.config, self.checkpoint = optimizer, config, checkpoint
-        self.data, self.epochs = data, epochs
-        self.rates = [group["lr"] for group in optimizer.param_groups]
-        self.state = TrainingState(batches=operator.length_hint(data) or None)
-        self.device = next((parameter.device for parameter in self.net.parameters()), torch.device("cpu"))
-
-    def run(self) -> list[Epoch]:
-        """Train to the end."""
-        if self.checkpoint is not None:
-            self.checkpoint.load(self.state, self.net, self.optimizer, self._settings())
-        if self.config.compile:
-            self.objective.compile()
-        self.wrapped: nn.Module = self.objective
-        if self.config.accelerator is not None:
-            self._distribute(self.config.accelerator)
-        self.net.train()
-        self.losses = Losses(self.optimizer)
-        bar = ProgressBar(self.epochs * (self.state.batches or 0), self.config.progress, "steps")
-        try:
-            with self._held() as self.held:
-                while self.state.epoch < self.epochs and not self.state.stopped:
-                    self._epoch(bar)
-                self._look(all_of_them=True)
-                self._save()
-        finally:
-            bar.clear()
-            self.losses.close()
-        return [Epoch(**epoch) for epoch in self.state.history]
-
-    def _held(self) -> AbstractContextManager[HeldSignals | None]:
-        """Signals wait for the step at hand where there is a file to save it in, and no other process waits for it."""
-        alone = self.config.accelerator is None or self.config.accelerator.num_processes == 1
-        return HeldSignals() if self.checkpoint is not None and alone else nullcontext()
-
-    def _epoch(self, bar: ProgressBar) -> None:
-        state = self.state
-        start = time.monotonic() - state.seconds
-        for x, y in self._batches():
-            loss = self._step(x, y)
-            state.step, state.batch = state.step + 1, state.batch + 1
-            state.seconds = time.monotonic() - start
-            bar.update(state.step)
-            self._call_back(loss, epoch_ended=False)
-            self._keep()
-            if state.stopped:
-                return
-        if state.batch == 0:
-            raise ValueError(f"data must hold at least one batch in every epoch, got none in epoch {state.epoch + 1}")
-        self.state.batches = state.batch
-        self._look(all_of_them=True)
-        mean = state.total / state.batch
-        state.history.append(asdict(Epoch(state.epoch + 1, mean, self.optimizer.param_groups[0]["lr"], state.seconds)))
-        self._call_back(mean, epoch_ended=True)
-        state.epoch, state.batch, state.total, state.seconds = state.epoch + 1, 0, 0.0, 0.0
-        self._keep(epoch_ended=True)
-
-    def _keep(self, epoch_ended: bool = False) -> None:
-        """Save the training where that is due, or where the process is asked to end, which it then does."""
-        held = self.held if self.held is not None and self.held.pending else None
-        if held or (self.checkpoint is not None and self.checkpoint.due(epoch_ended)):
-            self._look(all_of_them=True)
-            self._save()
-        if held:
-            held.deliver()
-
-    def _batches(self) -> Iterator[tuple[Input, Tensor]]:
-        """What is left of the current epoch, on the network's device."""
-        state, done = self.state, self.state.batch
-        now = random_state(self.device)
-        if done:  # the order of the batches follows from the random state that the epoch began with
-            set_random_state(state.epoch_random, self.device)
-        else:
-            state.epoch_random = now
-        if hasattr(self.data, "start"):
-            self.data.start(state.epoch, done)
-            batches = iter(self.data)
-        else:
-            batches = iter(self.data)
-            for _ in range(done):
-                next(batches, None)
-        if done:
-            set_random_state(now, self.device)
-        for number, batch in enumerate(batches, done):
-            x, y = split_batch(batch)
-            if y is None:
-                raise ValueError(f"batch {number} of data must have targets, (x, y), got an input alone")
-            x = moved(x, self.device)
-            if self.config.channels_last and isinstance(x, Tensor) and x.dim() == 4:
-                x = x.to(memory_format=torch.channels_last)
-            yield x, y.to(self.device)
-
-    def _step(self, x: Input, y: Tensor) -> Loss:
-        done = (self.state.epoch + self.state.batch / (self.state.batches or self.state.batch + 1)) / self.epochs
-        factor = self.config.schedule(done)
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * factor
-        if self.config.compile and self.state.step == 0:
-            self.net._prepare(x)  # which cannot be found out while it compiles
-        with self._autocast():
-            loss = self.wrapped(x, y)
-        kept = self.losses.add(loss, (x, y), self.state.step + 1)
-        self._look()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.config.accelerator is None:
-            loss.backward()
-        else:
-            self.config.accelerator.backward(loss)
-        if self.config.clip is not None:
-            self.net.clip_grad_norm_(self.config.clip)
-        self.optimizer.step()
-        return kept
-
-    def _look(self, all_of_them: bool = False) -> None:
-        """Look at the losses that have arrived: one that is bad ends the training."""
-        for loss in self.losses.take(all_of_them):
-            if loss.bad:
-                raise FloatingPointError(self._diagnosis(loss))
-            self.state.total += float(loss)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, self.config.dtype) if self.config.dtype else nullcontext()
-
-    def _diagnosis(self, loss: Loss) -> str:
-        x, y = loss.about
-
-        def again() -> None:
-            with self._autocast():
-                self.net.loss(x, y, self.objective.criterion, dataset_size=self.objective.dataset_size)
-
-        return (
-            f"the loss is {float(loss)} at step {loss.step} (epoch {self.state.epoch + 1}) of training a "
-            f"{type(self.net).__name__}: {first_bad_layer(self.net, x, again)}; a lower lr or clip= may help"
-        )
-
-    def _call_back(self, loss: Loss | float, epoch_ended: bool) -> None:
-        state = self.state
-        progress = Progress(
-            self.net, state.epoch + 1, self.epochs, state.batch, self.state.batches, state.step, loss,
-            self.optimizer.param_groups[0]["lr"], epoch_ended,
-        )  # fmt: skip
-        for callback in self.config.callbacks:
-            if callback(progress):
-                state.stopped = True
-
-    def _save(self) -> None:
-        accelerator = self.config.accelerator
-        if self.checkpoint is not None and (accelerator is None or accelerator.is_main_process):
-            self.checkpoint.save(self.state, self.net, self.optimizer, self._settings())
-
-    def _settings(self) -> dict[str, Any]:
-        """What must not change between a checkpoint and what goes on from it."""
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it
-        return {"epochs": self.epochs, "optimizer": type(optimizer).__name__, "lr": self.rates}
-
-    def _distribute(self, accelerator: Any) -> None:
-        """Gradients are synchronised by wrapping the objective, and each process gets its share of the batches."""
-        self.device = accelerator.device
-        self.wrapped, self.optimizer = accelerator.prepare(self.objective, self.optimizer)
-        if isinstance(self.data, DataLoader):
-            self.data = accelerator.prepare(self.data)
-        else:
-            self.data = _Share(self.data, accelerator.process_index, accelerator.num_processes)
-        self.state.batches = operator.length_hint(self.data) or self.state.batches
-
-
-class _Share:
-    """Every n-th batch, as many for each process."""
-
-    def __init__(self, data: Iterable[Any], index: int, processes: int) -> None:
-        self.data, self.index, self.processes = data, index, processes
-        if hasattr(data, "start"):  # where it can, it begins at any batch of any epoch
-            self.start = lambda epoch, batch: data.start(epoch, batch * processes)
-
-    def __length_hint__(self) -> int:
-        return operator.length_hint(self.data) // self.processes
-
-    def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.data)
-        while len(together := list(islice(batches, self.processes))) == self.processes:
-            yield together[self.index]
 
 
 # -- arguments ---------------------------------------------------------------------------------------------
@@ -392,11 +145,23 @@ def _set_task(net: Multitude, task: str | None) -> None:
     net.task = task
 
 
-def _check_batches(data: Any) -> None:
+def _validation(batches: Any, patience: int | None, stop_by: str) -> Validation | None:
+    check_choice("stop_by", stop_by, STOP_BY)
+    if patience is not None:
+        check_count("patience", patience)
+        if batches is None:
+            raise ValueError(f"patience={patience} needs a score to wait for: pass validation=, batches (x, y)")
+    if batches is None:
+        return None
+    _check_batches(batches, "validation")
+    return Validation(batches, stop_by, patience)
+
+
+def _check_batches(data: Any, name: str = "data") -> None:
     """Batches to iterate, and not one of them, nor single examples."""
     if isinstance(data, (Tensor, tuple, Mapping)):
-        raise ValueError(f"data must hold batches, got one ({type(data).__name__}): pass a list of them, [(x, y)]")
+        raise ValueError(f"{name} must hold batches, got one ({type(data).__name__}): pass a list of them, [(x, y)]")
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
-        raise ValueError(f"data must come in batches, got a {type(data).__name__}: wrap it in a DataLoader")
+        raise ValueError(f"{name} must come in batches, got a {type(data).__name__}: wrap it in a DataLoader")
     if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
-        raise ValueError(f"data must be an iterable of batches, got {type(data).__name__}")
+        raise ValueError(f"{name} must be an iterable of batches, got {type(data).__name__}")

@@ -26,9 +26,14 @@ class Objective(nn.Module):
         super().__init__()
         self.net, self.criterion, self.dataset_size = net, criterion, dataset_size
 
-    def forward(self, x: Input, y: Tensor) -> Tensor:
-        """The loss of a batch, a scalar."""
-        return self.net.loss(x, y, self.criterion, dataset_size=self.dataset_size)
+    def forward(self, x: Input, y: Tensor, weight: Tensor | None = None) -> Tensor:
+        """The loss of a batch, a scalar; with the weights of its rows, where there are any."""
+        return self.loss(x, y, weight)
+
+    def loss(self, x: Input, y: Tensor, weight: Tensor | None = None) -> Tensor:
+        """The same, never compiled."""
+        options: dict[str, Any] = {} if weight is None else {"weight": weight}
+        return self.net.loss(x, y, self.criterion, dataset_size=self.dataset_size, **options)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As `nn.Module.compile`, apart from other objectives: torch makes 8 versions of a function and no more."""

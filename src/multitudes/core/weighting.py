@@ -1,0 +1,108 @@
+"""Weights of examples: a criterion's loss of each target, and how much each counts in its mean."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from multitudes.core.calling import InputError
+
+__all__ = ["spread", "target_losses", "unwrapped", "weighted_by_row", "weighted_mean"]
+
+Criterion = Callable[[Tensor, Tensor], Tensor]
+
+
+def unwrapped(criterion: Any) -> Any:
+    """The criterion of which others are partial applications."""
+    while isinstance(criterion, partial):
+        criterion = criterion.func
+    return criterion
+
+
+def target_losses(criterion: Criterion, prediction: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Each target's loss, `[B, ...]`, by a criterion with torch's `reduction`; and how much each counts, alike.
+
+    The criterion's mean is `losses.sum() / counts.sum()`: targets that are ignored count nothing, and the criterion's
+    own weights of classes count as they do there.
+
+    >>> target_losses(nn.L1Loss(), torch.tensor([[1.0], [2.0]]), torch.tensor([[0.0], [5.0]]))
+    (tensor([[1.],
+            [3.]]), tensor([[1.],
+            [1.]]))
+    """
+    losses = _unreduced(criterion)(prediction, y)
+    counts = torch.ones_like(losses)
+    if _of_classes(criterion) and not y.is_floating_point():
+        counted = y != _setting(criterion, "ignore_index", -100)
+        counts = counted.to(losses.dtype)
+        own = _setting(criterion, "weight", None)
+        if own is not None:
+            counts = counts * own.to(losses)[torch.where(counted, y, 0)]
+    return losses, counts
+
+
+def weighted_mean(criterion: Criterion, prediction: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    """A criterion with torch's `reduction`, each target's loss times its weight: `[B]`, or one for each target.
+
+    >>> two = torch.tensor([[1.0], [2.0]])
+    >>> weighted_mean(F.l1_loss, two, torch.zeros(2, 1), torch.tensor([1.0, 0.5]))  # (1 * 1 + 0.5 * 2) / 2
+    tensor(1.)
+    """
+    losses, counts = target_losses(criterion, prediction, y)
+    total = (losses * spread(weight, losses)).sum()
+    return total if _setting(criterion, "reduction", "mean") == "sum" else total / counts.sum()
+
+
+def weighted_by_row(criterion: Criterion, prediction: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    """The mean of any criterion's losses of single rows, each times its weight `[B]`.
+
+    That is what weights mean for a criterion that is a mean over rows; for any other it is an error.
+    """
+    if weight.dim() != 1:
+        raise InputError(
+            "weights of single targets need a criterion that is known, such as nn.CrossEntropyLoss(); one of your own "
+            f"can have one weight for each row, got weights of shape {list(weight.shape)}"
+        )
+    losses = torch.stack([criterion(prediction[i : i + 1], y[i : i + 1]) for i in range(len(prediction))])
+    if not torch.compiler.is_compiling():
+        with torch.no_grad():
+            whole = criterion(prediction, y)
+        if losses.dim() != 1 or not torch.allclose(losses.detach().mean(), whole, rtol=1e-3, atol=1e-5, equal_nan=True):
+            raise InputError(
+                "criterion must be a mean over the rows of a batch where these have weights, and the one that is given "
+                f"is {whole.detach().mean().item():g} where the mean of its rows is {losses.detach().mean().item():g}"
+            )
+    return (losses * weight.to(losses)).mean()
+
+
+def spread(weight: Tensor, losses: Tensor) -> Tensor:
+    """Weights `[B]` or `[B, ...]` in the shape of losses, which may have further axes."""
+    if weight.shape != losses.shape[: weight.dim()]:
+        raise InputError(f"weight must have one number for each of {losses.shape[0]} rows, got {list(weight.shape)}")
+    return weight.to(losses).view(*weight.shape, *[1] * (losses.dim() - weight.dim())).expand_as(losses)
+
+
+def _unreduced(criterion: Any) -> Criterion:
+    if isinstance(criterion, nn.Module):
+        criterion = copy.copy(criterion)
+        criterion.reduction = "none"
+        return criterion
+    return partial(criterion, reduction="none")
+
+
+def _setting(criterion: Any, name: str, default: Any) -> Any:
+    """What a criterion was set to, as a module or by `functools.partial`."""
+    if isinstance(criterion, partial):
+        return criterion.keywords.get(name, _setting(criterion.func, name, default))
+    return getattr(criterion, name, default) if isinstance(criterion, nn.Module) else default
+
+
+def _of_classes(criterion: Any) -> bool:
+    own = unwrapped(criterion)
+    return own in (F.cross_entropy, F.nll_loss) or isinstance(own, (nn.CrossEntropyLoss, nn.NLLLoss))

@@ -1,0 +1,143 @@
+"""What a network sees of its inputs: `Preprocessing`, fitted to the training part.
+
+Pixels are standardised. Numbers of a table become normal scores: a quantile transform, by which an outlier is no longer
+far away and a skewed column is spread out, as Gorishniy et al., *Revisiting Deep Learning Models for Tabular Data*
+(2021), and *TabM* (2025) do it. Zeros and ones stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.checks import check_choice
+from multitudes.data.features import Feature
+
+__all__ = ["NUMBERS", "Preprocessing", "edges_of", "layout_of", "mean_std"]
+
+NUMBERS = ("quantile", "standard")
+"""How the numbers of a table are preprocessed: as normal scores, or minus their mean, over their deviation."""
+
+ROWS_A_KNOT, FEWEST, MOST = 30, 16, 1000
+"""A knot of the quantile transform stands for this many training rows, within limits: it follows no single row."""
+
+BEYOND = 2.0
+"""By how many deviations the transform goes on, in a line, beyond the least and the largest training value."""
+
+
+class Preprocessing(nn.Module):
+    """`x [N, ...]` minus `mean`, over `std`; with knots, each feature `[N, F]` then goes through a function of its own.
+
+    That function is linear between the knots `[F, K]`, rising from one of the scores `[F, K]` to the next, and constant
+    beyond the last. A row of knots may end in infinities, which are no knots. Features whose first knot is infinite
+    have no function.
+
+    >>> x = torch.tensor([[1.0, 0.0], [2.0, 1.0], [2.0, 1.0], [50.0, 0.0]])
+    >>> scores = Preprocessing.fitted(x, [True, False])(x)
+    >>> scores[:, 0]  # of the mid-ranks 1/8, 1/2, 1/2 and 7/8
+    tensor([-1.1503,  0.0000,  0.0000,  1.1503])
+    >>> scores[:, 1]
+    tensor([0., 1., 1., 0.])
+    """
+
+    def __init__(self, mean: Tensor, std: Tensor, knots: Tensor | None = None, scores: Tensor | None = None) -> None:
+        super().__init__()
+        self.register_buffer("mean", mean)
+        self.register_buffer("std", std)
+        self.register_buffer("knots", knots)
+        self.register_buffer("scores", scores)
+
+    mean: Tensor
+    std: Tensor
+    knots: Tensor | None
+    scores: Tensor | None
+
+    @classmethod
+    def fitted(cls, x: Tensor, numeric: Sequence[bool], numbers: str = "quantile") -> Preprocessing:
+        """For features like these training rows `[N, F]`, of which some are numbers and the others zeros and ones."""
+        check_choice("numbers", numbers, NUMBERS)
+        mean, std = (values.float() for values in mean_std(x))
+        if numbers == "standard":
+            return cls(mean, std)
+        own = torch.tensor(list(numeric), dtype=torch.bool)
+        mean, std = torch.where(own, mean, 0.0), torch.where(own, std, 1.0)
+        functions = [
+            _function((x[:, at] - mean[at]) / std[at]) if own[at] else (torch.empty(0), torch.empty(0))
+            for at in range(x.shape[1])
+        ]
+        width = max(2, 1 + max(len(knots) for knots, _ in functions))  # one at least that is no knot
+        padded = torch.full((len(functions), width), torch.inf), torch.zeros(len(functions), width)
+        for at, function in enumerate(functions):
+            for row, values in zip(padded, function, strict=True):
+                row[at, : len(values)] = values
+                if len(values) and row is padded[1]:
+                    row[at, len(values) :] = values[-1]
+        return cls(mean, std, *padded)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x - self.mean) / self.std
+        return x if self.knots is None else self._scored(x)
+
+    def _scored(self, x: Tensor) -> Tensor:
+        assert self.knots is not None and self.scores is not None
+        if torch.compiler.is_compiling():  # as exported networks can do it
+            at = (x.unsqueeze(-1) >= self.knots).sum(-1)
+        else:
+            at = torch.searchsorted(self.knots, x.mT.contiguous(), right=True).mT
+        knots, scores = self.knots.mT, self.scores.mT
+        at = (at - 1).clamp(min=0)
+        low, high = knots.gather(0, at), knots.gather(0, at + 1)
+        share = ((x - low) / (high - low)).clamp(0, 1)  # 0 from the last knot on, where the next is infinite
+        first, second = scores.gather(0, at), scores.gather(0, at + 1)
+        return torch.where(knots[0].isfinite(), first + share * (second - first), x)
+
+
+def _function(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Knots and normal scores of a column `[N]` of standardised numbers: ties have the score of their middle rank."""
+    known, counts = values.unique(return_counts=True)
+    middle = (counts.double().cumsum(0) - counts.double() / 2) / len(values)
+    many = min(MOST, max(FEWEST, len(values) // ROWS_A_KNOT))
+    if len(known) > many:
+        levels = torch.linspace(0, 1, many, dtype=torch.float64) * (middle[-1] - middle[0]) + middle[0]
+        chosen = torch.searchsorted(middle, levels).clamp(max=len(known) - 1).unique()
+        known, middle = known[chosen], middle[chosen]
+    scores = torch.special.ndtri(middle).float()
+    ends = torch.tensor([-BEYOND, BEYOND])
+    return (torch.cat([known[:1] + ends[0], known, known[-1:] + ends[1]]),
+            torch.cat([scores[:1] + ends[0], scores, scores[-1:] + ends[1]]))  # fmt: skip
+
+
+def edges_of(scores: Tensor, bins: int) -> list[float]:
+    """The edges of at most so many bins, of about as many of these values `[N]` each; none where all are equal.
+
+    >>> edges_of(torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0]), 2), edges_of(torch.tensor([1.0, 1.0]), 2)
+    ([0.0, 2.0, 4.0], [])
+    """
+    ordered = scores.sort().values
+    at = torch.linspace(0, len(ordered) - 1, min(bins, max(1, len(ordered) - 1)) + 1, dtype=torch.float64)
+    edges = ordered[at.round().long()].unique()
+    return edges.tolist() if len(edges) > 1 else []
+
+
+def layout_of(features: Sequence[Feature], seen: Tensor, bins: int = 48) -> list[int | list[float]]:
+    """The layout of features (see `Data.layout`) of which a network sees these training rows `[N, F]`."""
+    found: list[int | list[float]] = []
+    at = 0
+    for feature in features:
+        many = sum(feature.numeric)
+        # A number that does not vary is as it is.
+        found += [edges_of(seen[:, place], bins) or 1 for place in range(at, at + many)]
+        at += len(feature.names)
+        if rest := len(feature.names) - many:
+            found.append(rest)
+    return found
+
+
+def mean_std(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each column of `[N, F]`, in float64; a deviation of 1 where a column is constant."""
+    exact = x.double()
+    constant = x.amin(0) == x.amax(0)
+    mean = torch.where(constant, exact[0], exact.mean(0))
+    return mean, torch.where(constant, 1.0, exact.std(0, correction=0))

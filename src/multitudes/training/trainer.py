@@ -1,0 +1,321 @@
+"""The loop of `fit`: `Trainer`, and what it tells of itself."""
+
+from __future__ import annotations
+
+import math
+import operator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from multitudes.core.calling import Input, moved, split_batch, weight_in
+from multitudes.core.progress import ProgressBar
+from multitudes.training.checkpoint import Checkpoint, TrainingState, random_state, set_random_state
+from multitudes.training.diagnosis import first_bad_layer
+from multitudes.training.interruption import HeldSignals
+from multitudes.training.late_losses import Loss, Losses
+from multitudes.training.objective import Objective
+from multitudes.training.schedules import Schedule
+from multitudes.training.validation import Validation, restore, tensors_of
+
+__all__ = ["Callback", "Epoch", "Progress", "TrainConfig", "Trainer"]
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What an epoch of training was like."""
+
+    epoch: int
+    """Its number, from 1."""
+    loss: float
+    """The mean loss of its batches."""
+    lr: float
+    """The learning rate of its last step."""
+    seconds: float
+    validation: float | None = None
+    """The score on the validation data after it, lower is better, where there are any."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where training is, which callbacks get after every step; one that returns True ends the training."""
+
+    net: nn.Module
+    epoch: int
+    """The number of the epoch, from 1."""
+    epochs: int
+    batch: int
+    """How many of the epoch's batches are done."""
+    batches: int | None
+    """How many there are, where that is known."""
+    step: int
+    """How many steps have been made since the beginning."""
+    last: Loss | float
+    lr: float
+    epoch_ended: bool
+    validation: float | None = None
+    """The score on the validation data, where there are any and the epoch has ended."""
+
+    @property
+    def loss(self) -> float:
+        """The loss of the last batch, or the mean of the epoch that has ended. Asking may wait for a GPU."""
+        return float(self.last)
+
+
+Callback = Callable[[Progress], bool | None]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How to train, checked."""
+
+    schedule: Schedule
+    dtype: torch.dtype | None
+    channels_last: bool
+    compile: bool
+    clip: float | None
+    callbacks: tuple[Callback, ...]
+    accelerator: Any
+    progress: bool | None
+    validation: Validation | None = None
+
+
+class Trainer:
+    """The loop of `fit`: one step after the other, from wherever a checkpoint has left off."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        optimizer: Optimizer,
+        data: Iterable[Any],
+        epochs: int,
+        config: TrainConfig,
+        checkpoint: Checkpoint | None,
+    ) -> None:
+        self.net, self.objective = objective.net, objective
+        self.optimizer, self.config, self.checkpoint = optimizer, config, checkpoint
+        self.data, self.epochs = data, epochs
+        self.rates = [group["lr"] for group in optimizer.param_groups]
+        self.state = TrainingState(batches=operator.length_hint(data) or None)
+        self.device = next((parameter.device for parameter in self.net.parameters()), torch.device("cpu"))
+
+    def run(self) -> list[Epoch]:
+        """Train to the end; then the network has the weights of its best epoch, where it is validated."""
+        if self.checkpoint is not None:
+            self.checkpoint.load(self.state, self.net, self.optimizer, self._settings())
+        if self.config.compile:
+            self.objective.compile()
+        self.wrapped: nn.Module = self.objective
+        if self.config.accelerator is not None:
+            self._distribute(self.config.accelerator)
+        self.net.train()
+        if self.config.validation is not None:
+            self.config.validation.check(self.net, self._on_device)
+        self.losses = Losses(self.optimizer)
+        bar = ProgressBar(self.epochs * (self.state.batches or 0), self.config.progress, "steps")
+        try:
+            with self._held() as self.held:
+                while self.state.epoch < self.epochs and not self.state.stopped:
+                    self._epoch(bar)
+                self._look(all_of_them=True)
+                self._save()
+                restore(self.net, self.state.best)
+        finally:
+            bar.clear()
+            self.losses.close()
+        return [Epoch(**epoch) for epoch in self.state.history]
+
+    def _held(self) -> AbstractContextManager[HeldSignals | None]:
+        """Signals wait for the step at hand where there is a file to save it in, and no other process waits for it."""
+        alone = self.config.accelerator is None or self.config.accelerator.num_processes == 1
+        return HeldSignals() if self.checkpoint is not None and alone else nullcontext()
+
+    def _epoch(self, bar: ProgressBar) -> None:
+        state = self.state
+        start = time.monotonic() - state.seconds
+        for x, y, weight in self._batches():
+            loss = self._step(x, y, weight)
+            state.step, state.batch = state.step + 1, state.batch + 1
+            state.seconds = time.monotonic() - start
+            bar.update(state.step)
+            self._call_back(loss)
+            self._keep()
+            if state.stopped:
+                return
+        if state.batch == 0:
+            raise ValueError(f"data must hold at least one batch in every epoch, got none in epoch {state.epoch + 1}")
+        self.state.batches = state.batch
+        self._look(all_of_them=True)
+        score = self._validate()
+        mean, rate, state.seconds = (
+            state.total / state.batch,
+            self.optimizer.param_groups[0]["lr"],
+            time.monotonic() - start,
+        )
+        state.history.append(asdict(Epoch(state.epoch + 1, mean, rate, state.seconds, score)))
+        self._call_back(mean, epoch_ended=True, validation=score)
+        state.epoch, state.batch, state.total, state.seconds = state.epoch + 1, 0, 0.0, 0.0
+        self._keep(epoch_ended=True)
+
+    def _validate(self) -> float | None:
+        """Score the network after an epoch, and copy its weights where they are the best so far."""
+        validation, state = self.config.validation, self.state
+        if validation is None:
+            return None
+        while (score := validation.score(self.net, self._on_device, self._asked_to_end)) is None:
+            self._keep()  # the epoch's last step, from which the score is computed again
+        if self.config.accelerator is not None:  # the processes must agree, and their buffers may differ
+            score = float(self.config.accelerator.gather(torch.tensor([score], device=self.device))[0])
+        state.since_best += 1
+        if not math.isnan(score) and (state.best_score is None or score < state.best_score):
+            state.best_score, state.since_best, state.best = score, 0, tensors_of(self.net)
+        if validation.patience is not None and state.since_best >= validation.patience:
+            state.stopped = True
+        return score
+
+    def _asked_to_end(self) -> bool:
+        return self.held is not None and self.held.pending
+
+    def _keep(self, epoch_ended: bool = False) -> None:
+        """Save the training where that is due, or where the process is asked to end, which it then does."""
+        held = self.held if self._asked_to_end() else None
+        if held or (self.checkpoint is not None and self.checkpoint.due(epoch_ended)):
+            self._look(all_of_them=True)
+            self._save()
+        if held:
+            held.deliver()
+
+    def _batches(self) -> Iterator[tuple[Input, Tensor, Tensor | None]]:
+        """What is left of the current epoch, on the network's device."""
+        state, done = self.state, self.state.batch
+        now = random_state(self.device)
+        if done:  # the order of the batches follows from the random state that the epoch began with
+            set_random_state(state.epoch_random, self.device)
+        else:
+            state.epoch_random = now
+        if hasattr(self.data, "start"):
+            self.data.start(state.epoch, done)
+            batches = iter(self.data)
+        else:
+            batches = iter(self.data)
+            for _ in range(done):
+                next(batches, None)
+        if done:
+            set_random_state(now, self.device)
+        for number, batch in enumerate(batches, done):
+            yield self._on_device(batch, f"batch {number} of data")
+
+    def _on_device(self, batch: Any, what: str) -> tuple[Input, Tensor, Tensor | None]:
+        """Input, targets and weights of a batch, which an error names by `what`."""
+        x, y = split_batch(batch)
+        if y is None:
+            raise ValueError(f"{what} must have targets, (x, y), got an input alone")
+        weight = weight_in(batch, y, what)
+        x = moved(x, self.device)
+        if self.config.channels_last and isinstance(x, Tensor) and x.dim() == 4:
+            x = x.to(memory_format=torch.channels_last)
+        return x, y.to(self.device), None if weight is None else weight.to(self.device)
+
+    def _step(self, x: Input, y: Tensor, weight: Tensor | None = None) -> Loss:
+        done = (self.state.epoch + self.state.batch / (self.state.batches or self.state.batch + 1)) / self.epochs
+        factor = self.config.schedule(done)
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * factor
+        if self.config.compile and self.state.step == 0:
+            self.net._prepare(x)  # which cannot be found out while it compiles
+        with self._autocast():
+            loss = self.wrapped(x, y, weight)
+        kept = self.losses.add(loss, (x, y, weight), self.state.step + 1)
+        self._look()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.config.accelerator is None:
+            loss.backward()
+        else:
+            self.config.accelerator.backward(loss)
+        if self.config.clip is not None:
+            self.net.clip_grad_norm_(self.config.clip)
+        self.optimizer.step()
+        return kept
+
+    def _look(self, all_of_them: bool = False) -> None:
+        """Look at the losses that have arrived: one that is bad ends the training."""
+        for loss in self.losses.take(all_of_them):
+            if loss.bad:
+                raise FloatingPointError(self._diagnosis(loss))
+            self.state.total += float(loss)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, self.config.dtype) if self.config.dtype else nullcontext()
+
+    def _diagnosis(self, loss: Loss) -> str:
+        def again() -> None:
+            with self._autocast():
+                self.objective.loss(*loss.about)
+
+        place = first_bad_layer(self.net, loss.about[0], again)
+        return (
+            f"the loss is {float(loss)} at step {loss.step} (epoch {self.state.epoch + 1}) of training a "
+            f"{type(self.net).__name__}: {place}; a lower lr or clip= may help"
+        )
+
+    def _call_back(self, loss: Loss | float, epoch_ended: bool = False, validation: float | None = None) -> None:
+        state = self.state
+        progress = Progress(
+            self.net, state.epoch + 1, self.epochs, state.batch, self.state.batches, state.step, loss,
+            self.optimizer.param_groups[0]["lr"], epoch_ended, validation,
+        )  # fmt: skip
+        for callback in self.config.callbacks:
+            if callback(progress):
+                state.stopped = True
+
+    def _save(self) -> None:
+        accelerator = self.config.accelerator
+        if self.checkpoint is not None and (accelerator is None or accelerator.is_main_process):
+            self.checkpoint.save(self.state, self.net, self.optimizer, self._settings())
+
+    def _settings(self) -> dict[str, Any]:
+        """What must not change between a checkpoint and what goes on from it."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it
+        validation = self.config.validation
+        return {
+            "epochs": self.epochs,
+            "optimizer": type(optimizer).__name__,
+            "lr": self.rates,
+            "stop_by": None if validation is None else validation.stop_by,
+            "patience": None if validation is None else validation.patience,
+        }
+
+    def _distribute(self, accelerator: Any) -> None:
+        """Gradients are synchronised by wrapping the objective, and each process gets its share of the batches."""
+        self.device = accelerator.device
+        self.wrapped, self.optimizer = accelerator.prepare(self.objective, self.optimizer)
+        if isinstance(self.data, DataLoader):
+            self.data = accelerator.prepare(self.data)
+        else:
+            self.data = _Share(self.data, accelerator.process_index, accelerator.num_processes)
+        self.state.batches = operator.length_hint(self.data) or self.state.batches
+
+
+class _Share:
+    """Every n-th batch, as many for each process."""
+
+    def __init__(self, data: Iterable[Any], index: int, processes: int) -> None:
+        self.data, self.index, self.processes = data, index, processes
+        if hasattr(data, "start"):  # where it can, it begins at any batch of any epoch
+            self.start = lambda epoch, batch: data.start(epoch, batch * processes)
+
+    def __length_hint__(self) -> int:
+        return operator.length_hint(self.data) // self.processes
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.data)
+        while len(together := list(islice(batches, self.processes))) == self.processes:
+            yield together[self.index]

@@ -1,0 +1,140 @@
+"""Validation: the score of all members and draws together on data that are not trained on, and the best weights.
+
+A network is scored after each epoch as it predicts: in evaluation mode, by its `Predictive`. What it is scored by is
+`scored`; the rest makes sure that scoring leaves the training as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.calling import Input, input_errors, plain_attention
+from multitudes.core.gaussian import mixture_nll
+from multitudes.core.multitude import Multitude
+from multitudes.core.predictive import Predictive
+from multitudes.core.proof import unmoved
+from multitudes.core.seeding import mixed, seeded
+from multitudes.core.targets import check_targets
+from multitudes.core.tasks import VALUES, losses_of
+from multitudes.core.weighting import spread
+
+__all__ = ["STOP_BY", "Prepare", "Validation", "restore", "scored", "tensors_of"]
+
+STOP_BY = ("score", "error")
+"""What a network is validated by: the score of its task, or the error of its mean prediction."""
+
+Prepare = Callable[[Any, str], tuple[Input, Tensor, Tensor | None]]
+"""`(batch, its name for errors) -> (x, y, weight)`, on the network's device."""
+
+
+def scored(p: Predictive, y: Tensor, weight: Tensor, stop_by: str = "score") -> tuple[Tensor, Tensor]:
+    """The score of each target, lower is better, and its weight, shaped alike; 0 where the target is ignored.
+
+    By task: the negative log of the members' mean probability of the class, or of yes or no; the negative log density
+    of the members' mixture ("gaussian"); the squared error of their mean ("regression"); the pinball loss of their mean
+    quantiles. By `"error"`, values of every task have the squared error of their mean. `weight` is `[B]`, or has y's
+    shape.
+
+    >>> p = Predictive(torch.tensor([[[0.0, 0.0]], [[0.0, 0.0]]]))
+    >>> scored(p, torch.tensor([1]), torch.ones(1))  # log 2
+    (tensor([0.6931]), tensor([1.]))
+    """
+    check_targets(p.task, p.predictions, y)
+    if p.task in VALUES and stop_by == "error":
+        if y.shape != p.mean.shape:
+            raise ValueError(f"y must have the means' shape {list(p.mean.shape)}, got {list(y.shape)}")
+        losses = (p.mean - y).square()
+    elif p.task == "gaussian":
+        losses = mixture_nll(p.predictions, y)
+    else:
+        return losses_of(p.task, p.together, y, p.quantiles, p.next_tokens, weight)
+    return losses, spread(weight, losses)
+
+
+class Validation:
+    """Batches to score a network on: in the same order, and with the same draws, each time."""
+
+    def __init__(self, batches: Iterable[Any], stop_by: str = "score", patience: int | None = None) -> None:
+        self.batches = list(batches) if isinstance(batches, Iterator) else batches
+        self.stop_by, self.patience = stop_by, patience
+
+    def check(self, net: Multitude, prepare: Prepare) -> None:
+        """An error where there is no batch, or where the first cannot be scored: before the training, not after."""
+        with seeded(0):
+            first = next(self._iterated(), None)
+        if first is None:
+            raise ValueError("validation must hold at least one batch, got none")
+        x, *_ = prepare(first, "batch 0 of validation")
+        with input_errors(x), plain_attention():
+            net.settle(x)  # what it finds out stays, and must not be undone after scoring
+        self._sums(net, [first], prepare)
+
+    def score(self, net: Multitude, prepare: Prepare, ended: Callable[[], bool] = lambda: False) -> float | None:
+        """The mean score of all targets, NaN where none counts; None where `ended` says between batches to stop.
+
+        By `"error"` it is the root of the mean of values.
+        """
+        sums = self._sums(net, self._iterated, prepare, ended)
+        if sums is None or not sums[1]:
+            return None if sums is None else math.nan
+        mean = sums[0] / sums[1]
+        return math.sqrt(mean) if self.stop_by == "error" and net.task in VALUES else mean
+
+    def _iterated(self) -> Iterator[Any]:
+        if hasattr(self.batches, "start"):
+            self.batches.start(0, 0)
+        return iter(self.batches)
+
+    def _sums(
+        self, net: Multitude, batches: Any, prepare: Prepare, ended: Callable[[], bool] = lambda: False
+    ) -> tuple[float, float] | None:
+        """The sum of the scores times weights, and of the weights."""
+        total = count = 0.0
+        with _unchanged(net), seeded(0):
+            for number, batch in enumerate(batches() if callable(batches) else batches):
+                what = f"batch {number} of validation"
+                x, y, weight = prepare(batch, what)
+                try:
+                    p = net.predict(x, net.task, seed=mixed(0, number))
+                    one = torch.ones(len(p), device=y.device) if weight is None else weight
+                    losses, weights = scored(p, y, one, self.stop_by)
+                except ValueError as error:
+                    raise ValueError(f"{what}: {error}") from error
+                total, count = total + float((losses * weights).sum()), count + float(weights.sum())
+                if ended():
+                    return None
+        return total, count
+
+
+@contextmanager
+def _unchanged(net: Multitude) -> Iterator[None]:
+    """Whatever runs inside leaves buffers, random states and what the networks' code writes as they were."""
+    written = [dict(own) for own in getattr(net, "_written", ())]
+    try:
+        with unmoved(net.network, ()):
+            yield
+    finally:
+        for own, before in zip(getattr(net, "_written", ()), written, strict=True):
+            own.clear()
+            own.update(before)
+
+
+def tensors_of(net: nn.Module) -> dict[str, Tensor]:
+    """A copy of a network's weights and buffers."""
+    return {name: value.detach().clone() for name, value in net.state_dict().items() if isinstance(value, Tensor)}
+
+
+def restore(net: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Give a network the values that `tensors_of` copied, in the tensors that it has."""
+    now = net.state_dict()
+    for name, value in tensors.items():
+        if now[name].shape != value.shape:  # a buffer that the network's own code has replaced since
+            path, _, last = name.rpartition(".")
+            net.get_submodule(path)._buffers[last] = value.to(now[name].device, copy=True)
+    net.load_state_dict(tensors, strict=False)
