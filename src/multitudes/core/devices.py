@@ -16,7 +16,7 @@ def device_of(name: str | torch.device | None) -> torch.device:
     if name in (None, "auto"):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)  # type: ignore[arg-type]
+        device = torch.device(name)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device must be auto, cpu, cuda or another name that torch knows, got {name!r}") from error
     if device.type == "cuda" and not torch.cuda.is_available():

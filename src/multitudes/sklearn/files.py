@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from torch import Tensor, nn
@@ -24,22 +24,19 @@ from multitudes.sklearn.training import made
 from multitudes.storage.save import check_path, from_parts, read_calibration, to_parts
 from multitudes.training.fit import Epoch
 
-if TYPE_CHECKING:
-    from multitudes.sklearn.base import MultitudeEstimator
-
 __all__ = ["load", "save"]
 
 ENTRY, FORMAT = "multitudes.sklearn", 1
 OWN = ("classes_", "n_features_in_", "feature_names_in_", "n_iter_", "history_")
 """What an estimator has learned beside its model."""
 
-Estimator = TypeVar("Estimator", bound="MultitudeEstimator")
+Estimator = TypeVar("Estimator")
 
 
 # -- saving ------------------------------------------------------------------------------------------------
 
 
-def save(estimator: MultitudeEstimator, path: str | os.PathLike[str]) -> Path:
+def save(estimator: Any, path: str | os.PathLike[str]) -> Path:
     """Write a fitted estimator to a file; gives its path."""
     path, model = check_path(path), estimator.model_
     parts = [to_parts(net) for net in model.networks]
@@ -62,7 +59,7 @@ def save(estimator: MultitudeEstimator, path: str | os.PathLike[str]) -> Path:
     return write_tensors(path, {name: t.contiguous() for name, t in tensors.items()}, ENTRY, about, "saving a model")
 
 
-def _params(estimator: MultitudeEstimator) -> dict[str, Any]:
+def _params(estimator: Any) -> dict[str, Any]:
     """The arguments that a file can hold; those that it cannot are None there."""
     found = {}
     for name, value in estimator.get_params(deep=False).items():
@@ -114,7 +111,7 @@ def _loaded(cls: type[Estimator], about: Mapping[str, Any], tensors: Mapping[str
         params["class_weight"] = dict(params["class_weight"])
     if isinstance(params.get("quantiles"), list):
         params["quantiles"] = tuple(params["quantiles"])
-    estimator = cls(**{**params, "module": module})
+    estimator: Any = cls(**{**params, "module": module})
     for name, value in about["own"].items():
         setattr(estimator, name, _restored(name, value))
     target = _under("target", tensors)
@@ -139,7 +136,7 @@ def _loaded(cls: type[Estimator], about: Mapping[str, Any], tensors: Mapping[str
         scaling,
         conformal,
     )
-    return estimator
+    return cast(Estimator, estimator)
 
 
 def _network(header: Mapping[str, Any], tensors: Mapping[str, Tensor], model: nn.Module | None) -> Multitude:
