@@ -125,8 +125,8 @@ def embedded(written: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def check_edges(edges: Sequence[Sequence[float]]) -> None:
     """Rising numbers, two or more of each column."""
     for at, each in enumerate(edges):
-        rising = all(low < high for low, high in zip(each, list(each)[1:], strict=False))
-        if len(each) < 2 or not rising or not all(math.isfinite(edge) for edge in each):
+        edges = torch.tensor(list(each), dtype=torch.float32)
+        if len(each) < 2 or not bool(edges.isfinite().all()) or not bool((edges.diff() > 0).all()):
             raise ValueError(f"layout: the edges of number {at} must be two or more that rise, got {list(each)}")
 
 
