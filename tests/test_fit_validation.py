@@ -364,7 +364,10 @@ def test_without_validation_there_are_no_scores():
         ({"validation": [(HELD_X, HELD_Y + 1)]}, r"batch 0 of validation: y must hold classes 0 to 2, got 3"),
         ({"validation": [(HELD_X, HELD_Y[:0])]}, r"batch 0 of validation: y must be a tensor with at least one"),
         ({"validation": [(HELD_X / 0, HELD_Y), (HELD_X * math.nan, HELD_Y)]}, r"batch 1 of validation: x holds"),
-        ({"validation": HELD, "stop_by": "accuracy"}, "stop_by must be one of score, error, got 'accuracy'"),
+        (
+            {"validation": HELD, "stop_by": "accuracy"},
+            "stop_by must be one of score, calibrated, error, got 'accuracy'",
+        ),
         ({"validation": [(HELD_X, HELD_Y, HELD_X)]}, r"batch 0 of validation must be \(x, y\), or \(x, y, weight\)"),
     ],
 )

@@ -49,6 +49,7 @@ def fit(
     task: str | None = None,
     criterion: Criterion | None = None,
     dataset_size: int | None = None,
+    average: float | None = None,
     validation: Iterable[Any] | None = None,
     patience: int | None = None,
     stop_by: str = "score",
@@ -83,12 +84,15 @@ def fit(
             "quantiles" (see `Predictive`), which the network then predicts; by default the network's own task.
         criterion: of `net.loss`; by default the task's own: cross-entropy, mean squared error, Gaussian NLL, pinball.
         dataset_size: how many examples there are, for objectives with a divergence; found out where `data` tells.
+        average: what share of a moving average of the weights is kept each step, such as 0.99. The average is what is
+            validated, and what the network ends with.
         validation: batches like those of `data`, which are not trained on. After each epoch all members and draws
             together are scored on them in evaluation mode (`Epoch.validation`, lower is better): by the negative log
             probability of classes, the negative log density of "gaussian", the mean squared error of "regression", the
             pinball loss of "quantiles". At the end the network has the weights and buffers of the best epoch.
         patience: end the training after so many epochs without a better score.
-        stop_by: `"score"`, or `"error"` for the root mean squared error of the mean prediction instead, of values.
+        stop_by: `"score"`; or `"calibrated"`, for "gaussian" the score after the best factor of all variances, which
+            `calibrate` finds later; or `"error"`, of values the root mean squared error of the mean prediction.
         callbacks: functions of a `Progress`, called after each step.
         checkpoint: a file to save the training in: after epochs (see `checkpoint_seconds`), at the end, and on Ctrl-C
             or SIGTERM after the step at hand. Where the file is there, the training is resumed, and ends as if it had
@@ -115,6 +119,8 @@ def fit(
     check_seed(seed)
     if clip is not None:
         check_number("clip", clip, 0, above=True)
+    if average is not None:
+        check_number("average", average, 0, above=True, below=1)
     _check_batches(data)
     validated = _validation(validation, patience, stop_by)
     device = next((parameter.device for parameter in multitude.parameters()), torch.device("cpu"))
@@ -127,7 +133,16 @@ def fit(
     if channels_last:
         multitude.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     config = TrainConfig(
-        factor, PRECISIONS[precision], channels_last, compile, clip, tuple(callbacks), accelerator, progress, validated
+        factor,
+        PRECISIONS[precision],
+        channels_last,
+        compile,
+        clip,
+        tuple(callbacks),
+        accelerator,
+        progress,
+        validated,
+        average,
     )
     kept = None if checkpoint is None else Checkpoint(Path(checkpoint), checkpoint_seconds, checkpoint_of)
     with seeded(seed):
