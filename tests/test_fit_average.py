@@ -1,8 +1,7 @@
-"""A moving average of weights in `fit`, and the score that Gaussians have after calibration."""
+"""A moving average of weights in `fit`."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.core.gaussian import gaussian_nll
-from multitudes.evaluation.calibrate import fit_calibration
-from multitudes.training.validation import Validation
 from tests.predictions import raises
 
 
@@ -86,30 +82,6 @@ def test_a_training_that_is_taken_up_again_has_the_same_average(steps: int, tmp_
         assert torch.equal(one, other)
     with pytest.raises(ValueError, match="is of a training with average=0.9, now it is 0.5: remove the file"):
         mt.fit(mt.Multitude(network()), batches(), checkpoint=tmp_path / "c", **(how | {"average": 0.5}))
-
-
-def test_the_calibrated_score_is_that_after_calibration() -> None:
-    torch.manual_seed(0)
-    net = mt.deep_ensemble(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)), 4, task="gaussian")
-    data = batches(2, 40)
-
-    def prepare(batch: Any, what: str) -> tuple[Tensor, Tensor, None]:
-        return *batch, None
-
-    got = Validation(data, "calibrated").score(net, prepare)
-    x, y = (torch.cat([batch[at] for batch in data]) for at in (0, 1))
-    p = net.predict(x)
-    calibrated = fit_calibration(p, y, members=4, conformal=None)(p)
-    density = torch.distributions.Normal(calibrated.mean, calibrated.variance.sqrt()).log_prob(y)
-    assert got == pytest.approx(-density.mean().item(), rel=1e-5)
-    one = mt.Multitude(nn.Linear(3, 2), 1)
-    one.task = "gaussian"
-    score = Validation(data, "score").score(one, prepare)
-    assert score == pytest.approx(gaussian_nll(one(x)[0], y).item(), rel=1e-5)
-    factor = (torch.cat([(one.predict(x).mean - y).square() / one.predict(x).variance])).mean().item()
-    assert Validation(data, "calibrated").score(one, prepare) == pytest.approx(
-        score - 0.5 * factor + 0.5 * (math.log(factor) + 1), rel=1e-5
-    )
 
 
 def test_wrong_averages_are_told() -> None:

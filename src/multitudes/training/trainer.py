@@ -20,6 +20,7 @@ from multitudes.core.calling import Input, moved, split_batch, weight_in
 from multitudes.core.progress import ProgressBar
 from multitudes.training.averaging import MovingAverage
 from multitudes.training.checkpoint import Checkpoint, TrainingState, random_state, set_random_state
+from multitudes.training.class_weights import ClassWeights
 from multitudes.training.diagnosis import first_bad_layer
 from multitudes.training.interruption import HeldSignals
 from multitudes.training.late_losses import Loss, Losses
@@ -87,6 +88,7 @@ class TrainConfig:
     accelerator: Any
     progress: bool | None
     validation: Validation | None = None
+    class_weights: ClassWeights | None = None
     average: float | None = None
 
 
@@ -233,6 +235,8 @@ class Trainer:
         x = moved(x, self.device)
         if self.config.channels_last and isinstance(x, Tensor) and x.dim() == 4:
             x = x.to(memory_format=torch.channels_last)
+        if self.config.class_weights is not None:
+            weight = self.config.class_weights.of(y, weight)
         return x, y.to(self.device), None if weight is None else weight.to(self.device)
 
     def _step(self, x: Input, y: Tensor, weight: Tensor | None = None) -> Loss:
@@ -240,6 +244,8 @@ class Trainer:
         factor = self.config.schedule(done)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
+        if self.config.class_weights is not None:
+            self.config.class_weights.check(self.net, x)
         if self.config.compile and self.state.step == 0:
             self.net._prepare(x)  # which cannot be found out while it compiles
         with self._autocast():

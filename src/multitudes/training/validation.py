@@ -24,11 +24,10 @@ from multitudes.core.targets import check_targets
 from multitudes.core.tasks import VALUES, losses_of
 from multitudes.core.weighting import spread
 
-__all__ = ["STOP_BY", "Prepare", "Validation", "restore", "scored", "tensors_of"]
+__all__ = ["STOP_BY", "Prepare", "Validation", "restore", "scored", "settle", "tensors_of", "unchanged"]
 
-STOP_BY = ("score", "calibrated", "error")
-"""What a network is validated by: the score of its task; that score as it is after calibration; or the error of its mean
-prediction."""
+STOP_BY = ("score", "error")
+"""What a network is validated by: the score of its task, or the error of its mean prediction."""
 
 Prepare = Callable[[Any, str], tuple[Input, Tensor, Tensor | None]]
 """`(batch, its name for errors) -> (x, y, weight)`, on the network's device."""
@@ -39,31 +38,23 @@ def scored(p: Predictive, y: Tensor, weight: Tensor, stop_by: str = "score") -> 
 
     By task: the negative log of the members' mean probability of the class, or of yes or no; the negative log density
     of the members' mixture ("gaussian"); the squared error of their mean ("regression"); the pinball loss of their mean
-    quantiles. By `"error"`, values of every task have the squared error of their mean. By `"calibrated"`, a Gaussian has
-    two numbers in a further axis, of which `score` makes one: the log of the mixture's variance, and the squared error
-    over it. `weight` is `[B]`, or has y's shape.
+    quantiles. By `"error"`, values of every task have the squared error of their mean. `weight` is `[B]`, or has y's
+    shape.
 
     >>> p = Predictive(torch.tensor([[[0.0, 0.0]], [[0.0, 0.0]]]))
     >>> scored(p, torch.tensor([1]), torch.ones(1))  # log 2
     (tensor([0.6931]), tensor([1.]))
     """
     check_targets(p.task, p.predictions, y)
-    if p.task in VALUES and (stop_by == "error" or of_gaussians(p.task, stop_by)):
+    if p.task in VALUES and stop_by == "error":
         if y.shape != p.mean.shape:
             raise ValueError(f"y must have the means' shape {list(p.mean.shape)}, got {list(y.shape)}")
         losses = (p.mean - y).square()
-        if stop_by != "error":
-            losses = torch.stack([p.variance.log(), losses / p.variance], -1)
     elif p.task == "gaussian":
         losses = mixture_nll(p.predictions, y)
     else:
         return losses_of(p.task, p.together, y, p.quantiles, p.next_tokens, weight)
     return losses, spread(weight, losses)
-
-
-def of_gaussians(task: str, stop_by: str) -> bool:
-    """Whether Gaussians are scored as they are after calibration."""
-    return task == "gaussian" and stop_by == "calibrated"
 
 
 class Validation:
@@ -79,26 +70,19 @@ class Validation:
             first = next(self._iterated(), None)
         if first is None:
             raise ValueError("validation must hold at least one batch, got none")
-        x, *_ = prepare(first, "batch 0 of validation")
-        with input_errors(x), plain_attention():
-            net.settle(x)  # what it finds out stays, and must not be undone after scoring
+        settle(net, prepare(first, "batch 0 of validation")[0])
         self._sums(net, [first], prepare)
 
     def score(self, net: Multitude, prepare: Prepare, ended: Callable[[], bool] = lambda: False) -> float | None:
         """The mean score of all targets, NaN where none counts; None where `ended` says between batches to stop.
 
-        By `"error"` it is the root of the mean of values. By `"calibrated"`, of Gaussians it is the negative log density
-        after all variances are multiplied by the factor that is best for these data, the mean of the squared errors over
-        the variances: what `calibrate` does afterwards cannot count here.
+        By `"error"` it is the root of the mean of values.
         """
         sums = self._sums(net, self._iterated, prepare, ended)
         if sums is None or not sums[1]:
             return None if sums is None else math.nan
-        means = [total / sums[1] for total in sums[0]]
-        if of_gaussians(net.task, self.stop_by):
-            log_variance, factor = means
-            return 0.5 * (math.log(2 * math.pi) + log_variance + math.log(max(factor, 1e-12)) + 1)
-        return math.sqrt(means[0]) if self.stop_by == "error" and net.task in VALUES else means[0]
+        mean = sums[0] / sums[1]
+        return math.sqrt(mean) if self.stop_by == "error" and net.task in VALUES else mean
 
     def _iterated(self) -> Iterator[Any]:
         if hasattr(self.batches, "start"):
@@ -107,10 +91,10 @@ class Validation:
 
     def _sums(
         self, net: Multitude, batches: Any, prepare: Prepare, ended: Callable[[], bool] = lambda: False
-    ) -> tuple[list[float], float] | None:
-        """The sums of the scores times weights, and of the weights."""
-        totals, count = [0.0, 0.0], 0.0
-        with _unchanged(net), seeded(0):
+    ) -> tuple[float, float] | None:
+        """The sum of the scores times weights, and of the weights."""
+        total = count = 0.0
+        with unchanged(net), seeded(0):
             for number, batch in enumerate(batches() if callable(batches) else batches):
                 what = f"batch {number} of validation"
                 x, y, weight = prepare(batch, what)
@@ -120,19 +104,21 @@ class Validation:
                     losses, weights = scored(p, y, one, self.stop_by)
                 except ValueError as error:
                     raise ValueError(f"{what}: {error}") from error
-                if not of_gaussians(net.task, self.stop_by):
-                    losses, weights = losses.unsqueeze(-1), weights.unsqueeze(-1)
-                sums = (losses * weights).flatten(0, -2).sum(0).tolist()
-                totals = [total + more for total, more in zip(totals, sums, strict=False)]
-                count += float(weights[..., 0].sum())
+                total, count = total + float((losses * weights).sum()), count + float(weights.sum())
                 if ended():
                     return None
-        return totals, count
+        return total, count
+
+
+def settle(net: Multitude, x: Input) -> None:
+    """Let a network find out what it must know before its first run, which stays, before it runs `unchanged`."""
+    with input_errors(x), plain_attention():
+        net.settle(x)
 
 
 @contextmanager
-def _unchanged(net: Multitude) -> Iterator[None]:
-    """Whatever runs inside leaves buffers, random states and what the networks' code writes as they were."""
+def unchanged(net: Multitude) -> Iterator[None]:
+    """Whatever runs inside leaves buffers, random states and what the network's code writes as they were."""
     written = [dict(own) for own in getattr(net, "_written", ())]
     try:
         with unmoved(net.network, ()):
