@@ -215,7 +215,9 @@ def plane(task: str) -> Data:
 def on_plane(folder: Path, task: str, method: str, **changes: Any) -> Path:
     data = plane(task)
     model = {"name": "mlp", "settings": {"hidden": [16]}}
-    content = config(method, model=model, evaluation={"shift": []}, training={"epochs": 40}, **changes)
+    content = config(
+        method, model=model, evaluation={"shift": []}, training={"epochs": 40, **changes.pop("training", {})}, **changes
+    )
     content["data"] = {"file": "../../data.mtdata", "fingerprint": data.fingerprint}
     directory = written(folder, content)
     datasets.save(data, folder / "data.mtdata")
@@ -245,7 +247,7 @@ def test_the_density_of_a_single_networks_targets_is_the_gaussians_in_their_unit
     directory = on_plane(tmp_path, "regression", "single")
     run(directory)
     kept = np.load(directory / "predictions.npz")
-    mean, target = (kept[name].astype(np.float64) for name in ("mean", "target"))
+    mean, std, target = (kept[name].astype(np.float64) for name in ("mean", "std", "target"))
     density = -0.5 * ((target - mean) / std) ** 2 - np.log(std) - 0.5 * np.log(2 * np.pi)
     found = metrics_of(directory)
     assert found["scores"]["log_density"]["value"] == pytest.approx(density.mean(), rel=1e-4)

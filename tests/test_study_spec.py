@@ -128,7 +128,7 @@ WRONG = [
     ("methods = 'single'", 1, ["methods", "'single'"]),
     ("methods = []", 1, ["methods", "[]"]),
     ("methods = ['single',\n'single']", 1, ["methods", "'single' twice"]),
-    ("methods = ['single',\n'packd']", 1, ["methods", "single, deep, packed", "did you mean packed"]),
+    ("methods = ['single',\n'packd']", 1, ["methods", "single, deep, tabm, packed", "did you mean packed"]),
     ("[methods.single]\n[methods.packed]\nmembres = 4", 3, ["methods.packed", "'membres'", "members, alpha, gamma"]),
     ("[methods.packed]\nmembers = '4'", 2, ["methods.packed.members", "a number", "'4'"]),
     ("[methods.smooth]\ngrowing = 1", 2, ["methods.smooth.growing", "true or false", "1"]),
@@ -211,7 +211,7 @@ def test_defaults_depend_on_the_data_and_what_is_given_stays():
     images, table = Spec.of(epochs=3).resolved(DIGITS), Spec.of(epochs=3).resolved(TABLE)
     assert (images.model.name, table.model.name) == ("small_cnn", "mlp")
     assert images.training.epochs == table.training.epochs == 3
-    assert set(images.methods) == set(METHODS)
+    assert set(images.methods) == set(METHODS) - {"tabm"}
     assert set(METHODS) - set(table.methods) == {"smooth", "smooth_dropout"}
     assert images.evaluation.shift and not table.evaluation.shift
     assert not Spec.of().resolved(SMALL_IMAGE).evaluation.shift
@@ -261,7 +261,7 @@ def test_the_choices_are_those_of_training_and_data():
         return {each for part in get_args(TrainingSection.model_fields[name].annotation) for each in get_args(part)}
 
     assert choices("optimizer") == set(OPTIMIZERS)
-    assert choices("precision") == set(PRECISIONS)
+    assert choices("precision") == {"auto", *PRECISIONS}
     assert choices("augment") == {"none", *AUGMENTATIONS}
 
 

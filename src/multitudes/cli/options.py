@@ -36,7 +36,9 @@ class Common(Options):
 
     heading: ClassVar[str] = "On every command"
     device: Literal["auto", "cpu", "cuda"] | None = option(None, "Where to compute; auto is a GPU where there is one.")
-    precision: Literal["float32", "bfloat16"] | None = option(None, "bfloat16 is mixed precision.")
+    precision: Literal["auto", "float32", "bfloat16"] | None = option(
+        None, "bfloat16 is mixed precision; auto is that where a GPU computes with it."
+    )
     seed: int | None = option(None, "Of all random numbers.", min=0)
     debug: bool = option(False, "Show tracebacks.")
 

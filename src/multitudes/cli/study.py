@@ -173,10 +173,11 @@ def _setting(text: str) -> tuple[str, Any]:
 
 def _check_device(spec: Spec) -> None:
     """That this machine has the device, and computes with the precision there, before anything is prepared."""
-    from multitudes.study.job_data import device_of
+    from multitudes.study.job_data import device_of, precision_on
     from multitudes.training.precision import check_precision
 
-    check_precision(spec.training.precision or "float32", device_of(spec.device))
+    device = device_of(spec.device)
+    check_precision(precision_on(spec.training.precision, device), device)
 
 
 def _prepared(spec: Spec, out: Path, rerun_stale: bool) -> Run:

@@ -70,7 +70,7 @@ def bench(
 
     from multitudes.core.seeding import seeded
     from multitudes.study.costs import Prediction, TrainingStep, multiply_adds, parameters
-    from multitudes.study.job_data import device_of
+    from multitudes.study.job_data import device_of, precision_on
     from multitudes.study.methods import method_of, methods_for
     from multitudes.study.networks import build_network
     from multitudes.study.timing import in_turns
@@ -78,7 +78,8 @@ def bench(
 
     names = methods_for(sides) if chosen == "all" else words(chosen)
     every = {name: method_of(name) for name in ["single", *names]}
-    device, precision = device_of(common.device), common.precision or "float32"
+    device = device_of(common.device)
+    precision = precision_on(common.precision, device)
     file, _, function = model_place(model).rpartition(":")
     network = {"file": file, "name": function} if file else {"name": function}
     nets: dict[str, Multitude] = {}

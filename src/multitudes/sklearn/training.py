@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +26,6 @@ __all__ = ["Recipe", "RowBatches", "Rows", "made", "threads", "trained"]
 
 EPOCHS, EPOCHS_WITHOUT_STOPPING = 500, 50
 """How many epochs there are at most where held-out rows can end the training, and how many where none can."""
-BETA = 0.5
-"""Of the loss of means and variances (Seitzer et al., 2022), by which neither is learned at the other's cost."""
 CLIP = 1.0
 """The largest norm of a gradient."""
 SETTLING = 2048
@@ -146,13 +143,13 @@ class Recipe:
     @property
     def criterion(self) -> Callable[[Tensor, Tensor], Tensor] | None:
         """What a network is trained by, where that is not the task's own criterion."""
-        return partial(beta_nll, beta=BETA) if self.task == "gaussian" else None
+        return beta_nll if self.task == "gaussian" else None
 
     def arguments(self, net: Multitude, rows: int, stops: bool) -> dict[str, Any]:
         """Those of `fit`."""
         own = {
             "epochs": self.epochs or (EPOCHS if stops else EPOCHS_WITHOUT_STOPPING), "optimizer": "adamw",
-            "lr": self.lr, "weight_decay": self.weight_decay, "schedule": "constant", "clip": CLIP,
+            "lr": self.lr, "weight_decay": self.weight_decay, "schedule": "constant", "clip": CLIP, "precision": "auto",
         }  # fmt: skip
         found = self.method.train(net, own, self.settings)
         return {**found, "criterion": self.criterion, "dataset_size": rows}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,21 @@ from torch import Tensor, nn
 
 from multitudes.core.checks import check_seed
 from multitudes.core.files import read_json
-from multitudes.core.gaussian import gaussian_nll
+from multitudes.core.gaussian import beta_nll
 from multitudes.core.multitude import Criterion, Multitude
 from multitudes.data import Data, Loader
-from multitudes.study.job_data import data_of, device_of, inside_run
+from multitudes.study.job_data import HeldOut, data_of, device_of, inside_run, precision_on
 from multitudes.study.methods import Method, method_of, unfit
 from multitudes.study.networks import build_network, outputs_of
+from multitudes.training.batch_sizes import batch_size_for
 
 __all__ = ["Assignment"]
+
+BETA = 0.5
+"""Of the loss of means and variances (Seitzer et al., 2022): 0 is the likelihood's own, 1 learns means like least
+squares."""
+APART = ("batch_size", "augment", "patience", "class_weight")
+"""Keys of the training that are no arguments of `fit` for a network by itself."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ class Assignment:
     def loader(self) -> Loader:
         """The batches to train on."""
         part, training = self.data.train, self.config["training"]
-        size = min(training["batch_size"], len(part))
+        size = min(training["batch_size"] or batch_size_for(len(part)), len(part))
         alone = len(part) % size == 1 and len(part) > 1  # a batch of one has no variance to normalise by
         return Loader(part, self.data, size, self.device, training.get("augment"), seed=self.seed, drop_last=alone)
 
@@ -109,10 +116,28 @@ class Assignment:
     def arguments(self, net: Multitude, method: Method | None = None) -> dict[str, Any]:
         """Those of `fit`, for a network of the job's method, or of another with its default settings."""
         method, settings = (self.method, self.settings) if method is None else (method, method.complete())
-        own = {k: v for k, v in self.config["training"].items() if k not in ("batch_size", "augment")}
+        training = self.config["training"]
+        own = {name: value for name, value in training.items() if name not in APART}
+        own["precision"] = precision_on(own.get("precision"), self.device)
         criterion: Criterion | None = None if self.data.classes else _gaussian
         return {**method.train(net, own, settings), "criterion": criterion, "dataset_size": len(self.data.train)}
 
+    def whole_training(self, recorded: Sequence[int]) -> dict[str, Any]:
+        """Further arguments of `fit`, which concern a training as a whole: when it ends, and what classes weigh.
+
+        It ends early, with the best weights by the validation part, where the configuration names a patience. Where
+        checkpoints are `recorded` it does not: a method that is made of them needs all its epochs.
+        """
+        training, part = self.config["training"], self.data.validation
+        found: dict[str, Any] = {}
+        if training.get("patience") is not None and not recorded:
+            held_out = HeldOut(self.data, part.x, part.y, self.device)
+            found = {"patience": training["patience"], "validation": held_out}
+        if training.get("class_weight") == "balanced":
+            counts = torch.bincount(self.data.train.y, minlength=len(self.data.classes)).double()
+            found["class_weight"] = (len(self.data.train) / (len(counts) * counts.clamp(min=1))).tolist()
+        return found
+
 
 def _gaussian(prediction: Tensor, y: Tensor) -> Tensor:
-    return gaussian_nll(prediction, y[:, None])
+    return beta_nll(prediction, y[:, None], beta=BETA)

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from multitudes import data as datasets
 from multitudes.core.devices import device_of
 from multitudes.data import Data
 
-__all__ = ["ScaledBatches", "data_of", "device_of", "inside_run"]
+__all__ = ["HeldOut", "ScaledBatches", "data_of", "device_of", "inside_run", "precision_on"]
 
 
 class ScaledBatches:
@@ -34,6 +35,21 @@ class ScaledBatches:
 
     def _target(self, y: Tensor) -> Tensor:
         return y if self.data.classes else self.data.standardised(y)[:, None]
+
+
+class HeldOut:
+    """Inputs as a network gets them and targets as it learned them, on the device, batch by batch, in their order."""
+
+    def __init__(self, data: Data, x: Tensor, y: Tensor, device: torch.device, size: int = 1024) -> None:
+        self.data, self.x, self.y, self.device, self.size = data, x, y, device, size
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.x) / self.size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for start in range(0, len(self.x), self.size):
+            x, y = (each[start : start + self.size].to(self.device) for each in (self.x, self.y))
+            yield self.data.normalised(x), y if self.data.classes else self.data.standardised(y)[:, None]
 
 
 def data_of(config: Mapping[str, Any], directory: Path) -> Data:
@@ -59,3 +75,10 @@ def inside_run(directory: Path, file: str) -> Path:
     if os.path.commonpath([run, path]) != run:
         raise ValueError(f"the configuration of {str(directory)!r} names {file!r}, a file outside of its run directory")
     return Path(path)
+
+
+def precision_on(name: str | None, device: torch.device) -> str:
+    """The precision of a name on a device; auto is bfloat16 on a GPU that computes with it."""
+    if name == "auto":
+        return "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+    return name or "float32"

@@ -18,6 +18,7 @@ from multitudes.study.networks import build_network, file_digest, outputs_of
 from multitudes.study.spec import NOTHING, Spec
 from multitudes.study.store import Job, Run, write_atomically
 from multitudes.study.toml import Place
+from multitudes.training.batch_sizes import batch_size_for
 
 __all__ = ["StaleError", "planned", "prepare", "stale_jobs"]
 
@@ -277,7 +278,8 @@ def check_methods(spec: Spec, about: Mapping[str, Any], labels: list[str]) -> No
     """Build each of these methods once, so that an error is raised now, with its line, and not after hours."""
     shape, outputs = tuple(about["shape"]), outputs_of(about["task"], about["outputs"])
     model = {key: value for key, value in spec.model.model_dump().items() if value is not None}
-    batches = math.ceil(about["parts"]["train"] / (spec.training.batch_size or 1))
+    rows = about["parts"]["train"]
+    batches = math.ceil(rows / (spec.training.batch_size or batch_size_for(rows)))
     problems: list[tuple[Place, str]] = []
     with seeded(0):
         for label in labels:

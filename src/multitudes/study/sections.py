@@ -112,6 +112,9 @@ class DataSection(Section):
     )
     split: str | None = option(None, "Has train, validation or test for each row.", metavar="COLUMN")
     task: Literal["classification", "regression"] | None = option(None, "By default, found from the target.")
+    numbers: Literal["quantile", "standard"] = option(
+        "quantile", "How a network sees the numbers of a table: as normal scores, or standardised."
+    )
     fold: Annotated[int, Field(ge=0)] = option(0, "Which split of a .npz file.", min=0)
     size: Annotated[list[Count], BeforeValidator(_sides), Field(min_length=2, max_length=2)] | None = option(
         None, "Resize images to this many pixels.", int, min=1
@@ -148,7 +151,10 @@ class TrainingSection(Section):
     """How to train: the arguments of `mt.fit`. The default of None depends on the kind of data."""
 
     epochs: Count | None = option(None, "How often to iterate over the data.")
-    batch_size: Count | None = option(None, "Inputs in a step.")
+    patience: Annotated[int, Field(ge=0)] | None = option(
+        None, "End after so many epochs without a better validation score, with the best weights; 0 for never."
+    )
+    batch_size: Annotated[int, Field(ge=0)] | None = option(None, "Inputs in a step; 0 is by the number of rows.")
     optimizer: Literal["sgd", "adam", "adamw"] | None = option(None, "What makes the steps.")
     lr: Annotated[float, Field(gt=0)] | None = option(None, "The highest learning rate.")
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
@@ -158,7 +164,11 @@ class TrainingSection(Section):
     )
     warmup: Annotated[float, Field(ge=0)] | None = option(None, "Epochs in which the learning rate rises.")
     augment: Literal["none", "standard", "crop"] | None = option(None, "Random crops, with or without flips.")
-    precision: Literal["float32", "bfloat16"] | None = None
+    class_weight: Literal["none", "balanced"] | None = option(
+        None, "balanced weighs each class by one over its number of rows."
+    )
+    precision: Literal["auto", "float32", "bfloat16"] | None = None
+    """auto is bfloat16 where a GPU computes with it."""
     channels_last: bool | None = option(None, "Lay images out channels-last.", bool)
     compile: bool | None = option(None, "Compile the training step.", bool)
     clip: Annotated[float, Field(ge=0)] | None = None

@@ -140,7 +140,7 @@ class Spec(Section):
         if "warmup" not in given and training["warmup"] >= training["epochs"]:
             training["warmup"] = 0  # too short a training for it
         for key, nothing in NOTHING.items():
-            training[key] = nothing if training[key] is None else training[key]
+            training[key] = nothing if training.get(key) is None else training[key]
         methods = self.methods
         if not methods:
             every = {name: METHODS[name].complete() for name in methods_for(shape)}
@@ -183,6 +183,8 @@ class Spec(Section):
             problems.append((("evaluation", "shift"), f"evaluation.shift needs {needs}, got {got}"))
         if training.augment != "none" and not kind_of_shape(shape).feature_maps:
             problems.append((("training", "augment"), f"training.augment={training.augment!r} is for images"))
+        if training.class_weight != "none" and task != "classification":
+            problems.append((("training", "class_weight"), f"training.class_weight is for classes, got {task}"))
         for label, each in self.methods.items():
             if reason := unfit(METHODS[each.method], shape):
                 problems.append((("methods", label), f"methods.{label}: {reason}"))
@@ -202,7 +204,7 @@ class Spec(Section):
         return to_toml({**first, "methods": methods, **whole})
 
 
-NOTHING = {"augment": "none", "clip": 0.0}
+NOTHING = {"augment": "none", "clip": 0.0, "patience": 0, "class_weight": "none"}
 """How the file says that there is none of it, since TOML has no word for that."""
 
 

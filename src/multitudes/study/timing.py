@@ -99,7 +99,7 @@ def measure_times(run: Run, say: Callable[[str], None] = lambda message: None) -
         "machine": costs.machine(some.device),
         "methods": {
             label: {
-                kind: _longer(asdict(found[label]), _epochs(jobs[label]) if kind == "training" else 1.0)
+                kind: _longer(asdict(found[label]), _epochs(jobs, label, alone) if kind == "training" else 1.0)
                 for kind, found in times.items()
             }
             for label in jobs
@@ -140,10 +140,15 @@ def _step(job: Assignment, net: Any, batch: Batch, alone: bool = False) -> costs
     return costs.TrainingStep(net, *batch, lambda net: job.arguments(net, method))
 
 
-def _epochs(job: Assignment) -> float:
-    """How many times as long the method trains as a single network does."""
-    given = job.config["training"]["epochs"]
-    return job.arguments(job.built(job.network()))["epochs"] / given
+def _epochs(jobs: Mapping[str, Assignment], label: str, alone: str) -> float:
+    """How many times as many epochs the method has trained as the single network, or as it was asked to."""
+    count = len(_history(jobs[label]))
+    given = len(_history(jobs[alone])) if alone in jobs else jobs[label].config["training"]["epochs"]
+    return count / max(given, 1)
+
+
+def _history(job: Assignment) -> list[Any]:
+    return list(Job(job.directory).metrics["history"])
 
 
 def _longer(ratio: dict[str, float], times: float) -> dict[str, float]:

@@ -15,7 +15,7 @@ from multitudes.core.multitude import Multitude
 from multitudes.data import Data
 from multitudes.evaluation.calibrate import Calibrated
 from multitudes.storage.save import load
-from multitudes.study.job_data import data_of, device_of
+from multitudes.study.job_data import data_of, device_of, precision_on
 from multitudes.study.networks import build_network, code_of, file_digest, outputs_of
 from multitudes.study.store import Job, Run
 from multitudes.training.precision import check_precision
@@ -90,7 +90,8 @@ def _own_code(job: Job, model: Mapping[str, Any], given: str | None) -> dict[str
 
 def mixed_precision(device: torch.device, precision: str | None) -> AbstractContextManager[Any]:
     """Inside, torch computes with this precision; an error where this machine cannot."""
-    check_precision(precision or "float32", device)
+    precision = precision_on(precision, device)
+    check_precision(precision, device)
     return torch.autocast(device.type, torch.bfloat16) if precision == "bfloat16" else nullcontext()
 
 

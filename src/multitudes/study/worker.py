@@ -149,8 +149,8 @@ def _trained(job: Assignment, net: Multitude, log: _Log) -> tuple[Multitude, lis
 
     callbacks = (tell,) if recorder is None else (Recording(recorder, times), tell)
     history = fit(
-        net, loader, **arguments, callbacks=callbacks, checkpoint=job.checkpoint, checkpoint_of=job.identity,
-        seed=job.seed, progress=False, accelerator=job.accelerator,
+        net, loader, **arguments, **job.whole_training(times), callbacks=callbacks, checkpoint=job.checkpoint,
+        checkpoint_of=job.identity, seed=job.seed, progress=False, accelerator=job.accelerator,
     )  # fmt: skip
     if not job.leads:
         return net, history
