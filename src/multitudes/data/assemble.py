@@ -41,7 +41,7 @@ def load(
     fold: int = 0,
     size: int | tuple[int, int] | None = None,
     ood: str | Path | Sequence[str | Path] = (),
-    validation: float = 0.1,
+    validation: float | None = None,
     test: float = 0.2,
     seed: int = 0,
     limit: int | None = None,
@@ -71,7 +71,8 @@ def load(
     median, with a feature that says so; a missing text is a category. `Data.reading` says how each column was read.
 
     Parts that the source has are used, or those which a column `split` tells. What is missing is drawn by `seed` from
-    the training part, a share of `validation` and `test` of it, each class in proportion. `limit` keeps that many rows
+    the training part, a share of `validation` and `test` of it, each class in proportion; by default 0.1 of images and
+    0.15 of the rows of a table are for validation. `limit` keeps that many rows
     of each part, drawn alike.
 
     `numbers` says how a network sees the numbers of a table: as normal scores, "quantile", or "standard", minus their
@@ -148,7 +149,7 @@ class _Wanted:
     split: str | None
     task: str | None
     fold: int
-    validation: float
+    validation: float | None
     test: float
     seed: int
     skip_bad: bool
@@ -176,7 +177,8 @@ def _from_source(source: Source, name: str, wanted: _Wanted, limit: int | None) 
     groups = y if classes else torch.zeros(len(y))
     own = {part: bad.without(rows) for part, rows in source.parts.items()}
     try:
-        rows = split_rows(own, groups, wanted.validation, wanted.test, wanted.seed)
+        validation = kind.validation if wanted.validation is None else wanted.validation
+        rows = split_rows(own, groups, validation, wanted.test, wanted.seed)
     except ValueError as error:
         raise ValueError(f"{source.name}: {error}") from error
     rows = {part: _fewer(chosen, groups[chosen], limit, wanted.seed) for part, chosen in rows.items()}
@@ -185,10 +187,10 @@ def _from_source(source: Source, name: str, wanted: _Wanted, limit: int | None) 
     encoder = kind.fit(inputs, rows["train"], choice)
     order = torch.cat(list(rows.values()))
     encoded = bad.encode(encoder, inputs, order)  # all parts at once, since they must be alike
-    train, validation, test = _parts(source, rows, encoded, y[order])
+    train, held_out, test = _parts(source, rows, encoded, y[order])
     reading = _whole_reading(source, target, classes, choice, encoder.reading)
     return Data(
-        name, train, validation, test, classes, encoder.names, dropped=bad.counts(), features=encoder.features,
+        name, train, held_out, test, classes, encoder.names, dropped=bad.counts(), features=encoder.features,
         reading=reading,
     )  # fmt: skip
 
@@ -254,9 +256,11 @@ def _height_width(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
 
 
 def _check(wanted: _Wanted, limit: int | None) -> None:
-    check_number("validation", wanted.validation, 0, above=True, below=1)
+    validation = 0.0 if wanted.validation is None else wanted.validation
+    if wanted.validation is not None:
+        check_number("validation", validation, 0, above=True, below=1)
     check_number("test", wanted.test, 0, above=True, below=1)
-    if wanted.validation + wanted.test >= 1:
+    if validation + wanted.test >= 1:
         raise ValueError(f"validation={wanted.validation} and test={wanted.test} must leave something to train on")
     check_seed(wanted.seed)
     if limit is not None:

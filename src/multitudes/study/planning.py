@@ -56,7 +56,7 @@ def prepare(spec: Spec, out: str | Path, *, rerun_stale: bool = False, say: Call
     if spec.model.file is not None:
         say(f"The network is {spec.model.name} of {spec.model.file} (SHA-256 {file_digest(spec.model.file)[:16]}...)")
     data, about = _data(spec, run, say)
-    spec = spec.resolved(tuple(about["shape"]), about["task"])
+    spec = spec.resolved(tuple(about["shape"]), about["task"], about["parts"]["train"])
     configs = planned(spec, about)
     stale = stale_jobs(run, configs)
     if stale and not rerun_stale:
@@ -197,7 +197,7 @@ def _write_data(run: Run, data: Data | None, about: dict[str, Any], embedded: bo
 
 def planned(spec: Spec, about: Mapping[str, Any]) -> dict[str, Config]:
     """The configuration of each job, by its name; `about` describes the data (`Run.about`)."""
-    spec = spec.resolved(tuple(about["shape"]), about["task"])
+    spec = spec.resolved(tuple(about["shape"]), about["task"], about["parts"]["train"])
     data = {"file": "../../data.mtdata", "fingerprint": about["fingerprint"]}
     common = {
         "data": {"source": spec.data.source} if spec.data.embedded else data,

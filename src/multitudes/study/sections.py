@@ -122,7 +122,7 @@ class DataSection(Section):
     limit: Count | None = option(None, "Keep this many rows of each part.", min=1)
     ood: list[str] = option([], "Out-of-distribution inputs; may be repeated.", list[str], metavar="SOURCE")
     skip_bad: bool = option(False, "Leave bad rows out, and report how many.")
-    validation: Fraction = 0.1
+    validation: Fraction | None = None
     test: Fraction = 0.2
     seed: Annotated[int, Field(ge=0)] = 0
 
@@ -169,6 +169,8 @@ class TrainingSection(Section):
     )
     precision: Literal["auto", "float32", "bfloat16"] | None = None
     """auto is bfloat16 where a GPU computes with it."""
+    average: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """The share of a moving average of the weights that each step keeps; 0 is none."""
     channels_last: bool | None = option(None, "Lay images out channels-last.", bool)
     compile: bool | None = option(None, "Compile the training step.", bool)
     clip: Annotated[float, Field(ge=0)] | None = None

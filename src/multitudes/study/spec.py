@@ -127,12 +127,12 @@ class Spec(Section):
         """An error that is found later, with the lines of the file that this was read from."""
         return SpecError(problems, self._source)
 
-    def resolved(self, shape: tuple[int, ...], task: str = "classification") -> Self:
-        """With every default filled in, for inputs of a shape, `(C, H, W)` or `(F,)`, and a task."""
+    def resolved(self, shape: tuple[int, ...], task: str = "classification", rows: int = 1000) -> Self:
+        """With every default filled in, for inputs of a shape, `(C, H, W)` or `(F,)`, a task, and training rows."""
         from multitudes.study.methods import METHODS, methods_for  # here: to be read, a specification needs no torch
         from multitudes.study.networks import defaults
 
-        suggested = defaults(shape)
+        suggested = defaults(shape, rows)
         given = {key: value for key, value in self.training.model_dump().items() if value is not None}
         training = {**suggested["training"], **given}
         if "lr" not in given and training["optimizer"] != suggested["training"]["optimizer"]:
@@ -204,7 +204,7 @@ class Spec(Section):
         return to_toml({**first, "methods": methods, **whole})
 
 
-NOTHING = {"augment": "none", "clip": 0.0, "patience": 0, "class_weight": "none"}
+NOTHING = {"augment": "none", "clip": 0.0, "patience": 0, "class_weight": "none", "average": 0.0}
 """How the file says that there is none of it, since TOML has no word for that."""
 
 
