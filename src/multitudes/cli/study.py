@@ -226,6 +226,8 @@ def _conclude(run: Run, failed: dict[str, str]) -> None:
     from multitudes.study.balance import imbalance
     from multitudes.study.columns import caption
     from multitudes.study.conclusion import measure_all
+    from multitudes.study.importance import NAME as IMPORTANCE
+    from multitudes.study.importance import in_a_sentence
     from multitudes.study.leaderboard import leaderboard
     from multitudes.study.recommendation import recommend
 
@@ -238,8 +240,8 @@ def _conclude(run: Run, failed: dict[str, str]) -> None:
         uneven = imbalance(run.about or {})
         tables = leaderboard_tables(rows, answer.by, console().width, tiny, bool(uneven))
         show(*tables, f"{caption(rows, tiny)}\n")
-        warnings = [*answer.warnings, *([uneven] if uneven else [])]
-        show(answer.headline, *map(str, answer.advice), *answer.notes, *warnings, "")
+        more = [line for line in (uneven, in_a_sentence(run.read_table(IMPORTANCE) or {})) if line]
+        show(answer.headline, *map(str, answer.advice), *answer.notes, *answer.warnings, *more, "")
     for name, reason in failed.items():
         say(f"{name} failed: {reason}")
     if rows:

@@ -81,6 +81,10 @@ class Results:
     about: Mapping[str, Any] = field(default_factory=dict)
     """What is known about the data."""
     landscape: Mapping[str, Any] = field(default_factory=dict)
+    importance: Mapping[str, Any] = field(default_factory=dict)
+    """Which columns matter, where that was measured."""
+    table: Any = None
+    """The `Data`, where they are a table."""
     times: Mapping[str, Any] = field(default_factory=dict)
     """What was timed when all jobs were done."""
 
@@ -171,7 +175,7 @@ def read_results(directory: str | Path) -> Results:
         raise DamagedError(run.about_path, f"{what}; {WRITTEN_AGAIN}")
     if outcomes[0].config.get("data", {}).get("fingerprint") not in (None, about.get("fingerprint")):
         raise DamagedError(run.about_path, f"it describes other data than those of the jobs; {WRITTEN_AGAIN}")
-    name, classes, images = _data(run, outcomes[0].config)
+    name, classes, images, table = _data(run, outcomes[0].config)
     return Results(
         name=name,
         task=about["task"],
@@ -180,6 +184,8 @@ def read_results(directory: str | Path) -> Results:
         missing={job.name: job.why_not for job in run.missing},
         classes=classes,
         images=images,
+        table=table,
+        importance=run.read_table("importance.json") or {},
         spec=run.spec,
         spec_text=run.spec_path.read_text(encoding="utf-8"),
         about=about,
@@ -192,8 +198,11 @@ def _outcome(job: Job) -> Outcome:
     return Outcome(job.label, job.seed, job.metrics, job.config or {}, job.directory / "predictions.npz")
 
 
-def _data(run: Run, config: Mapping[str, Any]) -> tuple[str, tuple[str, ...], Any]:
-    """The name of the data, its classes, and its test images, from the run's own file or from the embedded digits."""
+def _data(run: Run, config: Mapping[str, Any]) -> tuple[str, tuple[str, ...], Any, Any]:
+    """The name of the data, its classes, its test images, and all of it where it is a table.
+
+    They are from the run's own file, or the embedded digits.
+    """
     from multitudes import data
 
     source = str(run.spec.get("data", {}).get("source", config.get("data", {}).get("source", "")))
@@ -202,6 +211,6 @@ def _data(run: Run, config: Mapping[str, Any]) -> tuple[str, tuple[str, ...], An
     elif source == "digits":
         read = data.load("digits")
     else:
-        return Path(source).name or "data", (), None
+        return Path(source).name or "data", (), None, None
     images = read.test.x.numpy() if read.kind.pictured(read.shape) else None
-    return read.name, read.classes, images
+    return read.name, read.classes, images, read if read.kind.named else None

@@ -5,6 +5,7 @@
     data.json            a description of the data: fingerprint, kind, task and shape
     costs.json           how long predicting and training take, measured when all jobs are done
     baselines.json       what predicts without a network, and how well
+    importance.json      which columns of a table matter
     jobs/METHOD-SEED/    config.json, log.jsonl, model.safetensors, predictions.npz and, last, metrics.json
     report.html
 
