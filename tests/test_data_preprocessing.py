@@ -83,6 +83,7 @@ def test_edges_hold_about_as_many_rows_each() -> None:
     counts = torch.histogram(values, edges).hist
     assert len(edges) == 9 and counts.min() >= 120 and counts.max() <= 130
     assert edges_of(torch.tensor([1.0, 1.0, 1.0, 2.0]), 48) == [1.0, 2.0]
+    assert edges_of(torch.tensor([1.0, 1.0 + 1e-6, 1.0 + 2e-6]), 48) == []  # no more than rounding
 
 
 def test_the_layout_of_a_table_says_what_its_features_are(tmp_path: Path) -> None:

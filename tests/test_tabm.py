@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import multitudes as mt
+from multitudes.data import Data, Loader, Part
 from multitudes.methods.batch_ensemble import RankOne
 from multitudes.methods.own_layers import Own
 from multitudes.models import tabular
@@ -172,3 +173,84 @@ def test_wrong_arguments_are_told() -> None:
         mt.batch_ensemble(nn.Linear(3, 4), random="some")
     with raises("sides must be one of both, inputs, got 'outputs'"):
         mt.batch_ensemble(nn.Linear(3, 4), sides="outputs")
+
+
+# -- rows, and what runs once ------------------------------------------------------------------------------
+
+
+def test_members_with_rows_of_their_own_learn_from_their_part_of_a_batch(tmp_path: Any) -> None:
+    net = mt.tabm(tabular(3, 1, hidden=(8,), dropout=0.0), 4, rows="own", task="regression", seed=0)
+    x, y = torch.randn(22, 3), torch.randn(22, 1)
+    weight = torch.rand(22)
+    parts = [slice(5 * index, 5 * index + 5) for index in range(4)]  # two rows are left out
+    alone = [net.member(index) for index in range(4)]
+    want = torch.stack([(one(x[p]) - y[p]).square().mean() for one, p in zip(alone, parts, strict=True)]).mean()
+    torch.testing.assert_close(net.loss(x, y), want)
+    weighted = [(weight[p, None] * (one(x[p]) - y[p]).square()).mean() for one, p in zip(alone, parts, strict=True)]
+    torch.testing.assert_close(net.loss(x, y, weight=weight), torch.stack(weighted).mean())
+    shared = torch.stack([(one(x) - y).square().mean() for one in alone]).mean()
+    torch.testing.assert_close(net.eval().loss(x, y), shared)
+    mt.save(net, tmp_path / "net.safetensors")
+    assert mt.load(tmp_path / "net.safetensors").rows == "own"
+    with raises("x must have a row for each of 4 members, which have their own, got 3"):
+        net.train().loss(x[:3], y[:3])
+    with raises("rows must be one of shared, own, got 'mine'"):
+        mt.tabm(tabular(3, 1), rows="mine")
+
+
+def test_streams_of_a_loader_are_orders_of_their_own() -> None:
+    part = Part(torch.arange(10.0)[:, None], torch.arange(10.0))
+    data = Data("ten", part, part, part, columns=("a",), numbers="standard")
+    batches = [y for _, y in Loader(part, data, 4, streams=3, seed=1)]
+    assert [len(y) for y in batches] == [12, 12, 6]
+    orders = torch.cat([y.unflatten(0, (3, -1)) for y in batches], 1)
+    for order in orders:
+        torch.testing.assert_close(order.sort().values, data.standardised(part.y))
+    assert len(orders.unique(dim=0)) == 3
+
+
+class Counted(nn.Module):
+    """Counts the rows that it sees."""
+
+    seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Counted.seen += len(x)
+        return 2 * x
+
+
+def test_what_comes_before_the_first_layer_of_members_runs_once() -> None:
+    model = nn.Sequential(nn.Linear(3, 8), Counted(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    x = torch.randn(5, 3)
+    for layers in (["2", "4"], ["4"]):
+        net = mt.batch_ensemble(model, 4, layers=layers, seed=0)
+        for mode in (True, False):
+            net.train(mode)(x)
+            Counted.seen = 0
+            got = net(x)
+            assert Counted.seen == 5
+            torch.testing.assert_close(got, torch.stack([net.member(i).train(mode)(x) for i in range(4)]))
+    net = mt.batch_ensemble(model, 4, seed=0)  # nothing comes before
+    net(x)
+    Counted.seen = 0
+    net(x)
+    assert Counted.seen == 20
+
+
+class Residual(nn.Module):
+    """What is tiled meets what is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.first(x))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_networks_that_cannot_be_tiled_late_are_tiled_at_once(rows: int) -> None:
+    net = mt.batch_ensemble(Residual(), 4, layers=["second"], seed=0)
+    for count in (rows, 1, 7):  # a batch of one is no proof for others
+        x = torch.randn(count, 3)
+        torch.testing.assert_close(net(x), torch.stack([net.member(i)(x) for i in range(4)]))

@@ -182,7 +182,7 @@ def test_bfloat16_is_tried_once_and_processes_started_later_know(monkeypatch: py
     check_precision("float32", "cpu")
     monkeypatch.delenv("MULTITUDES_BFLOAT16_TRIED")
     check_precision("bfloat16", "cuda")
-    with pytest.raises(ValueError, match="precision must be one of float32, bfloat16, got 'half'"):
+    with pytest.raises(ValueError, match="precision must be one of auto, float32, bfloat16, got 'half'"):
         check_precision("half", "cpu")
 
 
@@ -334,7 +334,7 @@ def test_bad_inputs_and_weights_are_named_and_a_bad_step_changes_no_parameter():
         ({"schedule": "cosin"}, "schedule must be one of constant, cosine, cyclic, linear, multistep, got 'cosin'"),
         ({"schedule": {"name": "cyclic", "turns": 2}}, "schedule 'cyclic' has no such setting: .*turns"),
         ({"warmup": 1}, "warmup must be 0 or more and below 1, got 1"),
-        ({"precision": "half"}, "precision must be one of float32, bfloat16, got 'half'"),
+        ({"precision": "half"}, "precision must be one of auto, float32, bfloat16, got 'half'"),
         ({"clip": 0}, "clip must be above 0, got 0"),
         ({"seed": -1}, "seed must be None or a whole number, .* got -1"),
         ({"optimizer": lambda p: torch.optim.SGD(p, 1), "lr": 0.1}, "lr=0.1 is for an optimizer by name"),

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, call, tensors_in, tile
+from multitudes.core.calling import Input, InputError, call, input_errors, tensors_in, tile
+from multitudes.core.calling import rows as some_rows
 from multitudes.core.compiling import uncompiled
 from multitudes.core.copying import copied
 from multitudes.core.draws.functional import to_be_kept
@@ -20,6 +21,7 @@ from multitudes.core.lending import Attributes, checkpointed, each_from_the_same
 from multitudes.core.multitude import Multitude, evaluating
 from multitudes.core.proof import alike, first_difference, kind_of, running_statistics, silent_trial, unmoved
 from multitudes.core.settings import holding
+from multitudes.core.tasks import Criterion
 from multitudes.core.unreadable import unreadable
 
 MOST_ROWS = 4096
@@ -41,6 +43,9 @@ class SharedMembers(Multitude):
     expands = False  # the rows of the tiled batch are the members'
     found_anew = ("_draw_cache", "_written", "_tiles")
 
+    rows = "shared"
+    """Whether the members learn from the same rows of a step, or each from its own part of them, "own"."""
+
     def __init__(self, network: nn.Module, members: int) -> None:
         super().__init__(network, members)
         self.forget()
@@ -57,6 +62,36 @@ class SharedMembers(Multitude):
             return torch.stack([self._alone(index, x) for index in range(self.members)])
         with each_from_the_same(self.network, self._written) as turn:
             return torch.stack([turn(index, partial(self._alone, index, x)) for index in range(self.members)])
+
+    def loss(
+        self,
+        x: Input,
+        y: Tensor,
+        criterion: Criterion | None = None,
+        *,
+        task: str | None = None,
+        dataset_size: int | None = None,
+        weight: Tensor | None = None,
+    ) -> Tensor:
+        """As `Multitude.loss`; with `rows="own"` the batch is divided among the members, the rest of it left out."""
+        if self.rows == "shared" or not self.training:
+            return super().loss(x, y, criterion, task=task, dataset_size=dataset_size, weight=weight)
+        given = len(y)
+        used = given - given % self.members
+        if not used:
+            raise InputError(f"x must have a row for each of {self.members} members, which have their own, got {given}")
+        if self._way(x) == "alone":
+            raise InputError("rows='own' needs members that can lie side by side in one batch")
+        with input_errors(x):
+            self.settle(x)
+            predictions = call(self.network, some_rows(x, torch.arange(used, device=y.device)))
+        parts = predictions.unflatten(0, (self.members, -1))
+        targets = y[:used].unflatten(0, (self.members, -1))
+        weights = [None] * self.members if weight is None else weight[:used].unflatten(0, (self.members, -1)).unbind()
+        criterion = self._criterion(criterion, task, parts, targets[0])
+        each = zip(parts, targets, weights, strict=True)
+        losses = [criterion(part, target, weight=own) for part, target, own in each]
+        return self._combine(losses) + self._divergence_of_one(dataset_size)
 
     def _of_first(self, x: Input) -> Tensor:
         return self._alone(0, x)

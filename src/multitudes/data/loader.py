@@ -26,6 +26,9 @@ class Loader:
     batch's number, on every device alike. An epoch that was iterated to its end is followed by the next.
     `start(epoch, batch)` says where the next iteration begins, so that training can be taken up in the middle.
 
+    With `streams` of M, a batch is M batches one after the other, each of an order of its own: for members that learn
+    from different rows (`mt.batch_ensemble(rows="own")`).
+
     The part as a whole is moved to the device, where it takes at most half of the free memory; else each batch is.
 
     >>> part = Part(torch.tensor([[1.0], [3.0], [1.0], [3.0]]), torch.tensor([0, 1, 0, 1]))
@@ -45,8 +48,10 @@ class Loader:
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        streams: int = 1,
     ) -> None:
         check_count("batch_size", batch_size)
+        check_count("streams", streams)
         check_seed(seed)
         if augment is not None and augment not in AUGMENTATIONS:
             raise ValueError(f"augment must be None or one of {', '.join(AUGMENTATIONS)}, got {augment!r}")
@@ -56,6 +61,7 @@ class Loader:
             raise ValueError(f"batch_size={batch_size} leaves no whole batch of {len(part)} rows: drop_last=False")
         self.part, self.data, self.batch_size, self.device = part, data, batch_size, torch.device(device)
         self.augment, self.shuffle, self.seed, self.drop_last = augment, shuffle, seed, drop_last
+        self.streams = streams
         self.epoch, self._first = 0, 0
         fits = part.x.nbytes <= free_bytes(self.device) / 2
         self._x = part.x.to(self.device) if fits else part.x
@@ -82,21 +88,27 @@ class Loader:
         moves = None if self.augment is None else self._moves(epoch).to(self.device)
         for batch in range(first, len(self)):
             rows = slice(batch * self.batch_size, (batch + 1) * self.batch_size)
-            yield self._batch(order[rows], None if moves is None else moves[:, rows])
+            yield self._batch(order[:, rows].flatten(), None if moves is None else moves[:, :, rows].flatten(1))
         self.epoch = epoch + 1
 
     def _order(self, epoch: int) -> Tensor:
+        """The rows of an epoch, `[streams, N]`."""
         if not self.shuffle:
-            return torch.arange(len(self.part), device=self._x.device)
+            return torch.arange(len(self.part), device=self._x.device).expand(self.streams, -1)
         # Drawn on the CPU, so that every device has the same.
-        return torch.randperm(len(self.part), generator=self._generator(epoch)).to(self._x.device)
+        generator = self._generator(epoch)
+        drawn = [torch.randperm(len(self.part), generator=generator) for _ in range(self.streams)]
+        return torch.stack(drawn).to(self._x.device)
 
     def _moves(self, epoch: int) -> Tensor:
-        """How each image of the epoch is moved, batch by batch."""
+        """How each image of the epoch is moved, batch by batch, `[3, streams, N]`."""
         sizes = [len(rows) for rows in torch.arange(len(self.part)).split(self.batch_size)]
         shape, flip = self.part.x.shape[2:], self.augment == "standard"
-        drawn = [random_moves(size, shape, self._generator(epoch, batch), flip) for batch, size in enumerate(sizes)]
-        return torch.cat(drawn, 1)
+        drawn = [
+            random_moves(self.streams * size, shape, self._generator(epoch, batch), flip).unflatten(1, (-1, size))
+            for batch, size in enumerate(sizes)
+        ]
+        return torch.cat(drawn, 2)
 
     def _batch(self, rows: Tensor, moves: Tensor | None) -> tuple[Tensor, Tensor]:
         x = self._x[rows].to(self.device)

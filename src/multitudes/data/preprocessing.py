@@ -108,6 +108,10 @@ def _function(values: Tensor) -> tuple[Tensor, Tensor]:
             torch.cat([scores[:1] + ends[0], scores, scores[-1:] + ends[1]]))  # fmt: skip
 
 
+NARROWEST = 1e-4
+"""The width of the narrowest bin, in deviations: narrower ones would be noise of rounding."""
+
+
 def edges_of(scores: Tensor, bins: int) -> list[float]:
     """The edges of at most so many bins, of about as many of these values `[N]` each; none where all are equal.
 
@@ -116,8 +120,11 @@ def edges_of(scores: Tensor, bins: int) -> list[float]:
     """
     ordered = scores.sort().values
     at = torch.linspace(0, len(ordered) - 1, min(bins, max(1, len(ordered) - 1)) + 1, dtype=torch.float64)
-    edges = ordered[at.round().long()].unique()
-    return edges.tolist() if len(edges) > 1 else []
+    edges: list[float] = []
+    for edge in ordered[at.round().long()].tolist():
+        if not edges or edge - edges[-1] >= NARROWEST:
+            edges.append(edge)
+    return edges if len(edges) > 1 else []
 
 
 def mean_std(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -169,7 +169,7 @@ class Data:
         """From scaled inputs to what a network sees, fitted to the training part."""
         return self.kind.preprocessing(self.train.x, self.encoder.features, self.numbers)
 
-    def layout(self, bins: int = 48) -> list[int | list[float]]:
+    def layout(self, bins: int = 128) -> list[int | list[float]]:
         """What the features of a table are, one column after the other, as `models.tabular` takes it.
 
         Of a number the edges of at most so many bins of what a network sees, each with about as many training rows; of

@@ -223,6 +223,7 @@ def batch_ensemble(
     chunks: Sequence[int] | None = None,
     sides: str = "both",
     own: Selector = None,
+    rows: str = "shared",
     layers: Selector = None,
     init: str | None = None,
     heads: Selector = None,
@@ -241,7 +242,8 @@ def batch_ensemble(
     beginning, as Gorishniy et al. do it in *TabM* (2025); `chunks` are the widths of parts of these inputs, such as
     embeddings, each of which has one number for all of it. `sides="inputs"` leaves out the factors of outputs and the
     members' biases. The layers that `own` selects are each member's own, with all their weights: `own=["fc"]` gives
-    each member an output layer.
+    each member an output layer. With `rows="own"` members learn from different rows: `net.loss` divides a batch among
+    them, so that a step needs one `members` times as large.
 
     >>> net = batch_ensemble(nn.Linear(3, 2), members=4)
     >>> net(torch.ones(5, 3)).shape
@@ -250,6 +252,7 @@ def batch_ensemble(
     start = starting(model, members, init, heads, seed=seed)
     model = start.network
     check_choice("sides", sides, ("both", "inputs"))
+    check_choice("rows", rows, ("shared", "own"))
     drawn = Factors(factors, (0.5 if start.fresh else 0.1) if spread is None else spread, center, random, chunks)
     drawn.check(members)
     apart = {} if own is None else select(model, own, affine_layers(model), "own")
@@ -268,6 +271,7 @@ def batch_ensemble(
             [layer for layer in converted.values() if isinstance(layer, RankOne | RankOneWhole)], not start.fresh
         )
     net = SharedMembers(replace(model, converted), members).like(start.given, task)
+    net.rows = rows
     notes = {name: "each member's own" if name in apart else "a rank-one factor for each member" for name in converted}
     net.notes = start.noted(notes)
     tell_reach(net, model, converted, warn=layers is None)

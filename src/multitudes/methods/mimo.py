@@ -58,6 +58,8 @@ class Mimo(Multitude):
         x = _tensor(x)
         if len(y) != len(x):
             raise ValueError(f"y must have one target for each of the {len(x)} inputs, got {len(y)}")
+        if weight is not None and len(weight) != len(x):
+            raise ValueError(f"weight must have one number for each of the {len(x)} inputs, got {len(weight)}")
         orders = self._orders(len(x), x.device)
         with input_errors(x):
             predictions = self._answers([x[order] for order in orders])

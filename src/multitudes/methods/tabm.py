@@ -29,6 +29,7 @@ def tabm(
     members: int = 32,
     *,
     variant: str = "tabm",
+    rows: str = "shared",
     example: Input | None = None,
     init: str | None = None,
     task: str | None = None,
@@ -38,7 +39,8 @@ def tabm(
 
     `variant="tabm"` gives each layer factors and biases for each member, "mini" the first layer's inputs alone, and
     "packed" each member all weights of its own but for the embeddings; each member has an output layer of its own in
-    all three. Of a network of another class, its output layers are found by running it on `example`.
+    all three. `rows` is as of `batch_ensemble`. Of a network of another class, its output layers are found by running
+    it on `example`.
 
     >>> from multitudes.models import tabular
     >>> net = tabm(tabular(8, 1, hidden=(64, 64)))
@@ -66,6 +68,7 @@ def tabm(
         chunks=chunks,
         sides="inputs" if variant == "mini" else "both",
         own=layers if variant == "packed" else heads,
+        rows=rows,
         layers=others[:1] if variant == "mini" else others,
         init=init,
         task=task,
@@ -75,7 +78,7 @@ def tabm(
 
 ROWS = (
     Method(
-        "tabm", by(tabm), {"members": 32, "variant": "tabm"},
+        "tabm", by(tabm), {"members": 32, "variant": "tabm", "rows": "shared"},
         "Little more parameters than one network; the time of its members, side by side.",
         "Pick it for tables.",
         place=12,

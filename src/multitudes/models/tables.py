@@ -30,7 +30,7 @@ FREQUENCIES, SIGMA = 48, 0.05
 
 
 class PiecewiseLinear(nn.Module):
-    """Each of F numbers as a vector: a line, and a bend at every edge of its bins. `[B, F] -> [B, F * width]`.
+    """Each of F numbers as a vector: a line, and a bend at every edge of its bins. `[..., F] -> [..., F * width]`.
 
     A number is written as one value a bin: 1 in those below it, 0 in those above it, in its own how far it has come;
     the first and the last bin go on without an end. The vector is a linear map of that and of the number itself.
@@ -77,7 +77,7 @@ class PiecewiseLinear(nn.Module):
 class Periodic(nn.Module):
     """Each of F numbers as a vector: sines and cosines of learned frequencies, a linear map, and a rectifier.
 
-    `[B, F] -> [B, F * width]`.
+    `[..., F] -> [..., F * width]`.
     """
 
     def __init__(self, count: int, width: int, frequencies: int = FREQUENCIES, sigma: float = SIGMA) -> None:
@@ -118,15 +118,15 @@ class Categories(nn.Module):
 
 
 def embedded(written: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """A linear map of its own for each of F numbers: `[B, F, K] -> [B, F * width]`."""
-    return (torch.einsum("bfk,fkw->bfw", written, weight) + bias).flatten(-2)
+    """A linear map of its own for each of F numbers: `[..., F, K] -> [..., F * width]`."""
+    return (torch.einsum("...fk,fkw->...fw", written, weight) + bias).flatten(-2)
 
 
 def check_edges(edges: Sequence[Sequence[float]]) -> None:
     """Rising numbers, two or more of each column."""
     for at, each in enumerate(edges):
-        rising = all(low < high for low, high in zip(each, list(each)[1:], strict=False))
-        if len(each) < 2 or not rising or not all(math.isfinite(edge) for edge in each):
+        edges = torch.tensor(list(each), dtype=torch.float32)
+        if len(each) < 2 or not bool(edges.isfinite().all()) or not bool((edges.diff() > 0).all()):
             raise ValueError(f"layout: the edges of number {at} must be two or more that rise, got {list(each)}")
 
 
@@ -142,7 +142,7 @@ class Tabular(nn.Module):
         embedding: "piecewise", "periodic" or None, which leaves numbers as they are.
         width: of each embedding.
         bins: how many bins numbers have, where there is no layout.
-        hidden: units of each hidden layer.
+        hidden: units of each hidden layer; by default 512 in two, and without embeddings in three.
         dropout: the rate of the dropout after each hidden layer.
         activation: as of `MLP`.
 
@@ -156,8 +156,8 @@ class Tabular(nn.Module):
         layout: Layout | None = None,
         embedding: str | None = "piecewise",
         width: int = 16,
-        bins: int = 48,
-        hidden: Sequence[int] = (512, 512),
+        bins: int = 128,
+        hidden: Sequence[int] | None = None,
         dropout: float = 0.1,
         activation: str = "relu",
     ) -> None:
@@ -182,6 +182,7 @@ class Tabular(nn.Module):
         self.categories = nn.ModuleList(Categories(sizes[at], width) for at in many)
         each = 1 if self.embedding is None else width
         self.chunks = [each] * len(numbers) + [width] * len(many) + [sizes[at] for at in few]
+        hidden = (512,) * (3 if self.embedding is None else 2) if hidden is None else hidden
         self.mlp = MLP(sum(self.chunks), outputs, hidden, activation=activation, dropout=dropout)
 
     order: Tensor
@@ -189,10 +190,12 @@ class Tabular(nn.Module):
     """How many of the perceptron's inputs each column has, one after the other."""
 
     def forward(self, x: Tensor) -> Tensor:
-        numbers, *many, few = x.index_select(-1, self.order).split(self.sizes, -1)
+        # Several rows may come side by side, `[B, n * inputs]`, to a perceptron that was widened for them (MIMO).
+        rows = x.unflatten(-1, (-1, len(self.order))).index_select(-1, self.order)
+        numbers, *many, few = rows.split(self.sizes, -1)
         embedded = numbers if self.embedding is None else self.embedding(numbers)
         categories = [embed(part) for embed, part in zip(self.categories, many, strict=True)]
-        return self.mlp(torch.cat([embedded, *categories, few], -1))
+        return self.mlp(torch.cat([embedded, *categories, few], -1).flatten(-2))
 
 
 def _normal_layout(inputs: int, bins: int) -> Layout:
@@ -213,8 +216,8 @@ def tabular(
     layout: Layout | None = None,
     embedding: str | None = "piecewise",
     width: int = 16,
-    bins: int = 48,
-    hidden: Sequence[int] = (512, 512),
+    bins: int = 128,
+    hidden: Sequence[int] | None = None,
     dropout: float = 0.1,
     activation: str = "relu",
 ) -> Tabular:

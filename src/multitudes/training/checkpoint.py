@@ -27,7 +27,7 @@ WITHIN = 30
 """How many times longer than at its end it takes within an epoch until a checkpoint is due."""
 ENTRY = "training"
 """The entry of the file's header that holds all but the tensors."""
-OF_TENSORS = ("epoch_random", "best")
+OF_TENSORS = ("epoch_random", "best", "average")
 """What of a `TrainingState` is tensors by name."""
 
 
@@ -53,6 +53,8 @@ class TrainingState:
     """The random state at the beginning of the current epoch, from which the order of its batches follows."""
     best: Tensors = field(default_factory=dict)
     """The weights and buffers of the epoch with the best validation score so far."""
+    average: Tensors = field(default_factory=dict)
+    """The moving average of the weights, where there is one."""
     best_score: float | None = None
     since_best: int = 0
     """How many epochs have been validated since then."""

@@ -21,9 +21,10 @@ from multitudes.core.predictor import multitude_of
 from multitudes.core.seeding import seeded
 from multitudes.core.tasks import Criterion, criterion_for
 from multitudes.training.checkpoint import Checkpoint
+from multitudes.training.class_weights import class_weights_of
 from multitudes.training.objective import Objective, size_of
 from multitudes.training.optimizers import make_optimizer
-from multitudes.training.precision import PRECISIONS, check_precision
+from multitudes.training.precision import PRECISIONS, precision_dtype
 from multitudes.training.schedules import Schedule, schedule_of
 from multitudes.training.trainer import Callback, Epoch, Progress, TrainConfig, Trainer
 from multitudes.training.validation import STOP_BY, Validation
@@ -49,6 +50,8 @@ def fit(
     task: str | None = None,
     criterion: Criterion | None = None,
     dataset_size: int | None = None,
+    average: float | None = None,
+    class_weight: str | Sequence[float] | Tensor | None = None,
     validation: Iterable[Any] | None = None,
     patience: int | None = None,
     stop_by: str = "score",
@@ -64,18 +67,20 @@ def fit(
 
     Args:
         net: a multitude, or a plain network, on the device where it shall train.
-        data: an iterable of batches `(x, y)` that can be iterated once an epoch, such as a `DataLoader`.
+        data: an iterable of batches `(x, y)` that can be iterated once an epoch, such as a `DataLoader`. Of batches
+            `(x, y, weight)`, with a weight `[B]` of each row, the loss is the mean of the rows' losses times weights.
         epochs: how many times to iterate them.
         optimizer: `"sgd"` (with Nesterov momentum), `"adam"` or `"adamw"`; or an optimizer of this network, or a
             function that makes one of parameter groups.
         lr: the learning rate at its highest; by default 0.05 for SGD and 0.001 for Adam.
         momentum: of SGD.
-        weight_decay: of the named optimizers.
+        weight_decay: of the named optimizers, for every parameter, as torch's own have it.
         schedule: `"cosine"`, `"linear"`, `"multistep"`, `"cyclic"` or `"constant"`, by name or with settings
             (`{"name": "multistep", "milestones": [0.3, 0.6, 0.8], "factor": 0.2}`), or a function of the share of
             the training that is done.
         warmup: during how many epochs the rate rises to the schedule's own.
-        precision: `"float32"`, or `"bfloat16"` for automatic mixed precision.
+        precision: `"float32"`, or `"bfloat16"` for automatic mixed precision, or `"auto"`: the latter on a GPU that has
+            it, else the former. Validation is computed in float32, as predictions are.
         channels_last: whether network and images are laid out channels-last.
         compile: whether to compile the objective.
         clip: the largest norm of the gradient, for each independent member its own.
@@ -83,6 +88,10 @@ def fit(
             "quantiles" (see `Predictive`), which the network then predicts; by default the network's own task.
         criterion: of `net.loss`; by default the task's own: cross-entropy, mean squared error, Gaussian NLL, pinball.
         dataset_size: how many examples there are, for objectives with a divergence; found out where `data` tells.
+        average: what share of a moving average of the weights is kept each step, such as 0.99. The average is what is
+            validated, and what the network ends with.
+        class_weight: how much the targets of each class count: one number for each class, or `"balanced"`, by which all
+            classes count the same, `n / (classes * count)`, from one pass over `data`. Validation is weighted alike.
         validation: batches like those of `data`, which are not trained on. After each epoch all members and draws
             together are scored on them in evaluation mode (`Epoch.validation`, lower is better): by the negative log
             probability of classes, the negative log density of "gaussian", the mean squared error of "regression", the
@@ -115,10 +124,12 @@ def fit(
     check_seed(seed)
     if clip is not None:
         check_number("clip", clip, 0, above=True)
+    if average is not None:
+        check_number("average", average, 0, above=True, below=1)
     _check_batches(data)
     validated = _validation(validation, patience, stop_by)
     device = next((parameter.device for parameter in multitude.parameters()), torch.device("cpu"))
-    check_precision(precision, device)
+    dtype = precision_dtype(precision, device if accelerator is None else accelerator.device)
     _set_task(multitude, task)
     criterion_for(multitude.known_task, criterion)  # an error before the first step
     factor = schedule_of(schedule, warmup / epochs)
@@ -127,8 +138,9 @@ def fit(
     if channels_last:
         multitude.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     config = TrainConfig(
-        factor, PRECISIONS[precision], channels_last, compile, clip, tuple(callbacks), accelerator, progress, validated
-    )
+        factor, dtype, channels_last, compile, clip, tuple(callbacks), accelerator, progress, validated,
+        class_weights_of(class_weight, multitude, data), average,
+    )  # fmt: skip
     kept = None if checkpoint is None else Checkpoint(Path(checkpoint), checkpoint_seconds, checkpoint_of)
     with seeded(seed):
         return Trainer(objective, chosen, data, epochs, config, kept).run()

@@ -8,10 +8,13 @@ import sys
 
 import torch
 
-__all__ = ["PRECISIONS", "check_precision"]
+__all__ = ["AUTO", "PRECISIONS", "check_precision", "precision_dtype"]
 
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16}
 """Names of precisions, and the dtype of automatic mixed precision."""
+
+AUTO = "auto"
+"""The name of the precision that is fastest on the device: bfloat16 on a GPU that computes in it, else float32."""
 
 _TRIAL = """
 import torch
@@ -30,8 +33,8 @@ def check_precision(precision: str, device: torch.device | str) -> None:
     asked to (virtual machines that pass on AMX's flags and not AMX). So one small convolution runs in a child process
     first.
     """
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    if precision not in (AUTO, *PRECISIONS):
+        raise ValueError(f"precision must be one of {', '.join((AUTO, *PRECISIONS))}, got {precision!r}")
     if precision != "bfloat16" or torch.device(device).type != "cpu" or _TRIED in os.environ:
         return
     trial = subprocess.run([sys.executable, "-c", _TRIAL], capture_output=True, text=True, check=False)
@@ -42,3 +45,16 @@ def check_precision(precision: str, device: torch.device | str) -> None:
             "'float32', or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment, which avoids AMX"
         )
     os.environ[_TRIED] = "1"
+
+
+def precision_dtype(precision: str, device: torch.device | str) -> torch.dtype | None:
+    """The dtype of automatic mixed precision by its name, on a device that can compute in it; None for float32.
+
+    >>> precision_dtype("auto", "cpu"), precision_dtype("bfloat16", "cuda")
+    (None, torch.bfloat16)
+    """
+    check_precision(precision, device)
+    if precision != AUTO:
+        return PRECISIONS[precision]
+    on_gpu = torch.device(device).type == "cuda"
+    return torch.bfloat16 if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else None

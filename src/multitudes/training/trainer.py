@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader
 
 from multitudes.core.calling import Input, moved, split_batch, weight_in
 from multitudes.core.progress import ProgressBar
+from multitudes.training.averaging import MovingAverage
 from multitudes.training.checkpoint import Checkpoint, TrainingState, random_state, set_random_state
+from multitudes.training.class_weights import ClassWeights
 from multitudes.training.diagnosis import first_bad_layer
 from multitudes.training.interruption import HeldSignals
 from multitudes.training.late_losses import Loss, Losses
@@ -86,6 +88,8 @@ class TrainConfig:
     accelerator: Any
     progress: bool | None
     validation: Validation | None = None
+    class_weights: ClassWeights | None = None
+    average: float | None = None
 
 
 class Trainer:
@@ -117,6 +121,8 @@ class Trainer:
         if self.config.accelerator is not None:
             self._distribute(self.config.accelerator)
         self.net.train()
+        rate = self.config.average
+        self.average = None if rate is None else MovingAverage(self.net, rate, self.state.average)
         if self.config.validation is not None:
             self.config.validation.check(self.net, self._on_device)
         self.losses = Losses(self.optimizer)
@@ -127,6 +133,8 @@ class Trainer:
                     self._epoch(bar)
                 self._look(all_of_them=True)
                 self._save()
+                if self.average is not None:
+                    self.average.apply()
                 restore(self.net, self.state.best)
         finally:
             bar.clear()
@@ -170,16 +178,21 @@ class Trainer:
         validation, state = self.config.validation, self.state
         if validation is None:
             return None
-        while (score := validation.score(self.net, self._on_device, self._asked_to_end)) is None:
+        while (score := self._score(validation)) is None:
             self._keep()  # the epoch's last step, from which the score is computed again
         if self.config.accelerator is not None:  # the processes must agree, and their buffers may differ
             score = float(self.config.accelerator.gather(torch.tensor([score], device=self.device))[0])
         state.since_best += 1
         if not math.isnan(score) and (state.best_score is None or score < state.best_score):
-            state.best_score, state.since_best, state.best = score, 0, tensors_of(self.net)
+            with nullcontext() if self.average is None else self.average.used():
+                state.best_score, state.since_best, state.best = score, 0, tensors_of(self.net)
         if validation.patience is not None and state.since_best >= validation.patience:
             state.stopped = True
         return score
+
+    def _score(self, validation: Validation) -> float | None:
+        with nullcontext() if self.average is None else self.average.used():
+            return validation.score(self.net, self._on_device, self._asked_to_end)
 
     def _asked_to_end(self) -> bool:
         return self.held is not None and self.held.pending
@@ -222,6 +235,8 @@ class Trainer:
         x = moved(x, self.device)
         if self.config.channels_last and isinstance(x, Tensor) and x.dim() == 4:
             x = x.to(memory_format=torch.channels_last)
+        if self.config.class_weights is not None:
+            weight = self.config.class_weights.of(y, weight)
         return x, y.to(self.device), None if weight is None else weight.to(self.device)
 
     def _step(self, x: Input, y: Tensor, weight: Tensor | None = None) -> Loss:
@@ -229,6 +244,8 @@ class Trainer:
         factor = self.config.schedule(done)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
+        if self.config.class_weights is not None:
+            self.config.class_weights.check(self.net, x)
         if self.config.compile and self.state.step == 0:
             self.net._prepare(x)  # which cannot be found out while it compiles
         with self._autocast():
@@ -243,6 +260,8 @@ class Trainer:
         if self.config.clip is not None:
             self.net.clip_grad_norm_(self.config.clip)
         self.optimizer.step()
+        if self.average is not None:
+            self.average.update(self.state.step + 1)
         return kept
 
     def _look(self, all_of_them: bool = False) -> None:
@@ -289,6 +308,7 @@ class Trainer:
             "epochs": self.epochs,
             "optimizer": type(optimizer).__name__,
             "lr": self.rates,
+            "average": self.config.average,
             "stop_by": None if validation is None else validation.stop_by,
             "patience": None if validation is None else validation.patience,
         }

@@ -24,7 +24,7 @@ from multitudes.core.targets import check_targets
 from multitudes.core.tasks import VALUES, losses_of
 from multitudes.core.weighting import spread
 
-__all__ = ["STOP_BY", "Prepare", "Validation", "restore", "scored", "tensors_of"]
+__all__ = ["STOP_BY", "Prepare", "Validation", "restore", "scored", "settle", "tensors_of", "unchanged"]
 
 STOP_BY = ("score", "error")
 """What a network is validated by: the score of its task, or the error of its mean prediction."""
@@ -70,9 +70,7 @@ class Validation:
             first = next(self._iterated(), None)
         if first is None:
             raise ValueError("validation must hold at least one batch, got none")
-        x, *_ = prepare(first, "batch 0 of validation")
-        with input_errors(x), plain_attention():
-            net.settle(x)  # what it finds out stays, and must not be undone after scoring
+        settle(net, prepare(first, "batch 0 of validation")[0])
         self._sums(net, [first], prepare)
 
     def score(self, net: Multitude, prepare: Prepare, ended: Callable[[], bool] = lambda: False) -> float | None:
@@ -96,7 +94,7 @@ class Validation:
     ) -> tuple[float, float] | None:
         """The sum of the scores times weights, and of the weights."""
         total = count = 0.0
-        with _unchanged(net), seeded(0):
+        with unchanged(net), seeded(0):
             for number, batch in enumerate(batches() if callable(batches) else batches):
                 what = f"batch {number} of validation"
                 x, y, weight = prepare(batch, what)
@@ -112,9 +110,15 @@ class Validation:
         return total, count
 
 
+def settle(net: Multitude, x: Input) -> None:
+    """Let a network find out what it must know before its first run, which stays, before it runs `unchanged`."""
+    with input_errors(x), plain_attention():
+        net.settle(x)
+
+
 @contextmanager
-def _unchanged(net: Multitude) -> Iterator[None]:
-    """Whatever runs inside leaves buffers, random states and what the networks' code writes as they were."""
+def unchanged(net: Multitude) -> Iterator[None]:
+    """Whatever runs inside leaves buffers, random states and what the network's code writes as they were."""
     written = [dict(own) for own in getattr(net, "_written", ())]
     try:
         with unmoved(net.network, ()):

@@ -1,0 +1,58 @@
+"""A moving average of the weights, which predicts better than the weights of any one step.
+
+Polyak and Juditsky, *Acceleration of stochastic approximation by averaging* (1992); with weights that fade, as in
+Tarvainen and Valpola, *Mean teachers are better role models* (2017).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["MovingAverage"]
+
+EARLY = 10
+"""In the first steps the average forgets faster, `(1 + step) / (EARLY + step)`: it need not remember where it began."""
+
+
+class MovingAverage:
+    """The average of a network's trained parameters: each step it keeps a share `rate`, and takes the rest anew.
+
+    `kept` holds it by the parameters' names; where it is not empty, the average goes on from there.
+    """
+
+    def __init__(self, net: nn.Module, rate: float, kept: dict[str, Tensor]) -> None:
+        self.rate, self.kept = rate, kept
+        own = {name: p for name, p in net.named_parameters() if p.requires_grad and p.is_floating_point()}
+        self.parameters = list(own.values())
+        for name, parameter in own.items():
+            kept[name] = kept[name].to(parameter.device) if name in kept else parameter.detach().clone()
+        self.values = [kept[name] for name in own]
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take the weights after a step, counted from 1, into the average."""
+        rate = min(self.rate, (1 + step) / (EARLY + step))
+        torch._foreach_lerp_(self.values, [parameter.detach() for parameter in self.parameters], 1 - rate)
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Inside, the network has the average."""
+        now = [parameter.detach().clone() for parameter in self.parameters]
+        self.apply()
+        try:
+            yield
+        finally:
+            self._copy(now)
+
+    def apply(self) -> None:
+        """Give the network the average, for good."""
+        self._copy(self.values)
+
+    @torch.no_grad()
+    def _copy(self, values: list[Tensor]) -> None:
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.copy_(value)
