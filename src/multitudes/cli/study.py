@@ -144,6 +144,8 @@ def _spec(
     spec = Spec.load(file, scale, **options) if file else Spec.of(**options)
     if count is None and first is None:
         return spec
+    if count is not None and spec.data.folds:
+        raise ValueError(f"--seeds={count} must be left out with --folds={spec.data.folds}: each fold has one seed")
     first = first or 0
     return spec.model_copy(update={"seeds": list(range(first, first + (count or len(spec.seeds))))})
 

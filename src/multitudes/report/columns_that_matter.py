@@ -58,9 +58,10 @@ def unsure_rows(results: Results) -> dict[str, Any]:
     """The test rows of the largest uncertainty of the best method: what they hold, what it predicts, and the truth."""
     data = results.table
     best = next((row.name for row in results.board if not row.baseline), None)
-    if data is None or best is None:
+    outcomes = results.alike(best) if data is not None and best is not None else []
+    if not outcomes:
         return {}
-    outcome = results.of(best)[0]
+    outcome = outcomes[0]
     arrays = ("probs", "target") if data.classes else ("std", "mean", "low", "high", "target")
     found = outcome.tensors(*arrays)
     if found is None or len(found[0]) != len(data.test):

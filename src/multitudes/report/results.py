@@ -124,6 +124,16 @@ class Results:
         """The outcomes of a method, one a seed."""
         return [outcome for outcome in self.outcomes if outcome.method == method]
 
+    @property
+    def folded(self) -> bool:
+        """Whether each outcome of a method has test rows of its own."""
+        return bool(self.about.get("folds"))
+
+    def alike(self, method: str) -> list[Outcome]:
+        """The outcomes of a method on the test rows of the page's data: all, but of folds the first one's."""
+        first = self.about.get("fingerprint")
+        return [each for each in self.of(method) if not self.folded or each.config["data"].get("fingerprint") == first]
+
     def scores(self, method: str, name: str) -> list[float]:
         """A score of a method, or a cost as `costs/name`, for the seeds that have it."""
         values = [outcome.score(name) for outcome in self.of(method)]
@@ -173,7 +183,9 @@ def read_results(directory: str | Path) -> Results:
     if about is None or about.get("task") not in ("classification", "regression"):
         what = "it is missing" if about is None else f"it names the task {about.get('task')!r}"
         raise DamagedError(run.about_path, f"{what}; {WRITTEN_AGAIN}")
-    if outcomes[0].config.get("data", {}).get("fingerprint") not in (None, about.get("fingerprint")):
+    if outcomes[0].config.get("data", {}).get("fingerprint") not in (
+        None, about.get("fingerprint"), *(about.get("folds") or ()),
+    ):  # fmt: skip
         raise DamagedError(run.about_path, f"it describes other data than those of the jobs; {WRITTEN_AGAIN}")
     name, classes, images, table = _data(run, outcomes[0].config)
     return Results(

@@ -55,6 +55,10 @@ def _write_baselines(run: Run) -> None:
     """`baselines.json`."""
     if run.baselines is not None:
         return
-    job = run.done[0]
-    data = data_of((job.config or {})["data"], job.directory)
-    run.write_table(run.baselines_path.name, measure_baselines(data), data.fingerprint)
+    first = {str((job.config or {})["data"]): job for job in reversed(run.done)}
+    found = [measure_baselines(data_of((job.config or {})["data"], job.directory)) for job in reversed(first.values())]
+    folds = (run.about or {}).get("folds")
+    if not folds:
+        run.write_table(run.baselines_path.name, found[0], found[0]["fingerprint"])
+    elif [each["fingerprint"] for each in found] == folds:  # all of them have a job done
+        run.write_table(run.baselines_path.name, {"folds": [each["baselines"] for each in found]}, folds)
