@@ -18,7 +18,7 @@ from multitudes.data.columns import Column
 from multitudes.data.features import PARTS, Category, Date, Feature, Number, parts_of
 from multitudes.data.parsing import AMBIGUOUS, ORDERS, READ_AS, date_order, decimal_marks, digits_as_dates
 
-__all__ = ["ColumnReading", "check_read_as", "read_columns"]
+__all__ = ["ColumnReading", "check_read_as", "number_of", "read_columns"]
 
 FEW, RARE, MOST = 20, 10, 50
 """A column of more than `FEW` categories keeps those of `RARE` training rows or more, and at most `MOST`: all others
@@ -159,9 +159,7 @@ class _Reader:
         self._check_number_id(known)
         self._note_constant(self.values)
         self._note_codes()
-        spread, size = (train.max() - train.min()).item(), train.abs().max().item()
-        offset = train.min().floor().item() if 0 < spread < 1e-5 * size else 0.0
-        return Number(self.name, _median(train), len(train) < len(self.rows), mark, offset)
+        return number_of(self.name, values[self.rows], mark)
 
     def _check_number_id(self, known: Tensor) -> None:
         """Whole numbers that are all different are an id by their name, or where each is the last one and 1."""
@@ -276,6 +274,19 @@ class _Reader:
         if 2 * numbers >= len(different) > 0 and self.asked is None:
             share = "all" if numbers == len(different) else f"{numbers} of {len(different)}"
             self.notes.append(f"{share} different values are numbers: maybe to be read as number")
+
+
+def number_of(name: str, train: Tensor, mark: str = ".") -> Number:
+    """A number, fitted to the values `[n]` of the training rows, of which one at least is known.
+
+    >>> import torch
+    >>> number_of("a", torch.tensor([1.0, torch.nan, 5.0], dtype=torch.float64))
+    Number(column='a', fill=3.0, flag=True, mark='.', offset=0.0)
+    """
+    known = train[train.float().isfinite()]
+    spread, size = (known.max() - known.min()).item(), known.abs().max().item()
+    offset = known.min().floor().item() if 0 < spread < 1e-5 * size else 0.0
+    return Number(name, _median(known), len(known) < len(train), mark, offset)
 
 
 def _all(differ: int, values: Sequence[Any] | Tensor) -> str:

@@ -1,0 +1,193 @@
+"""One network, trained on rows of a table by a method, and stopped by its score of the rows that were held out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.calling import call
+from multitudes.core.copying import copied
+from multitudes.core.gaussian import beta_nll
+from multitudes.core.multitude import Multitude, evaluating
+from multitudes.core.seeding import mixed, seeded
+from multitudes.methods.recording import Recording
+from multitudes.methods.registry import Method
+from multitudes.models import tabular
+from multitudes.training.batch_sizes import batch_size_for
+from multitudes.training.fit import Epoch, fit
+from multitudes.training.recorder import Recorder
+
+__all__ = ["Recipe", "RowBatches", "Rows", "made", "threads", "trained"]
+
+EPOCHS, EPOCHS_WITHOUT_STOPPING = 500, 50
+"""How many epochs there are at most where held-out rows can end the training, and how many where none can."""
+CLIP = 1.0
+"""The largest norm of a gradient."""
+SETTLING = 2048
+"""The most training rows that batch-norm statistics are computed on."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows as a network sees them, `x [N, F]`, with their targets and, where they differ, weights `[N]`."""
+
+    x: Tensor
+    y: Tensor
+    weight: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, rows: Tensor) -> Rows:
+        return Rows(self.x[rows], self.y[rows], None if self.weight is None else self.weight[rows])
+
+    def to(self, device: torch.device) -> Rows:
+        """The same on a device."""
+        return Rows(self.x.to(device), self.y.to(device), None if self.weight is None else self.weight.to(device))
+
+
+class RowBatches:
+    """Batches `(x, y)` or `(x, y, weight)` of rows, in an order that the seed gives each epoch; without one, in theirs.
+
+    A last batch of a single row is left out of training, since it has no variance to normalise by.
+    """
+
+    def __init__(self, rows: Rows, size: int, seed: int | None = None) -> None:
+        self.rows, self.size, self.seed = rows, min(size, len(rows)), seed
+        self.epoch, self._first = 0, 0
+
+    def __len__(self) -> int:
+        whole, rest = divmod(len(self.rows), self.size)
+        return whole + (rest > 0 if self.seed is None or not whole else rest > 1)
+
+    def start(self, epoch: int, batch: int = 0) -> None:
+        """The next iteration is of this epoch, beginning with this batch."""
+        self.epoch, self._first = epoch, batch
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        first, self._first = self._first, 0
+        order = torch.arange(len(self.rows))
+        if self.seed is not None:
+            generator = torch.Generator().manual_seed(mixed(self.seed, self.epoch))
+            order = torch.randperm(len(self.rows), generator=generator)
+        for batch in range(first, len(self)):
+            own = self.rows[order[batch * self.size : (batch + 1) * self.size].to(self.rows.x.device)]
+            yield (own.x, own.y) if own.weight is None else (own.x, own.y, own.weight)
+        self.epoch += 1
+
+
+def made(module: Any, inputs: int, outputs: int) -> nn.Module:
+    """The user's own network for so many features: a copy of a given one, or what a class or a function makes."""
+    if isinstance(module, nn.Module):
+        return copied(module)
+    if not callable(module):
+        raise ValueError(f"module must be an nn.Module, or make one of (inputs, outputs), got {module!r}")
+    try:
+        network = module(inputs, outputs)
+    except TypeError as error:
+        raise ValueError(f"module must make a network of (inputs={inputs}, outputs={outputs}), got: {error}") from error
+    if not isinstance(network, nn.Module):
+        raise ValueError(f"module must give an nn.Module, got {type(network).__name__}")
+    return network
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a network is built and trained: the arguments of an estimator, checked."""
+
+    method: Method
+    settings: Mapping[str, Any]
+    module: Any
+    task: str
+    outputs: int
+    quantiles: tuple[float, ...] | None
+    epochs: int | None
+    patience: int | None
+    batch_size: int | str
+    lr: float
+    weight_decay: float
+    device: torch.device
+    progress: bool | None
+
+    def built(self, example: Tensor, layout: Any, seed: int) -> Multitude:
+        """The network converted by the method, for inputs like these `[B, F]`, on the device."""
+        inputs = example.shape[1]
+        own = self.module is not None
+        network = made(self.module, inputs, self.outputs) if own else tabular(inputs, self.outputs, layout)
+        self._check_outputs(network, example)
+        return self.prepared(self.method.build(network, example, self.settings, seed))
+
+    def prepared(self, net: Multitude) -> Multitude:
+        """With the task, on the device."""
+        if self.quantiles is None:
+            net.task = self.task
+        else:
+            net.quantiles = self.quantiles
+        return net.to(self.device)
+
+    def _check_outputs(self, network: nn.Module, example: Tensor) -> None:
+        with evaluating(network), torch.no_grad():
+            try:
+                shape = list(call(network, example).shape)
+            except RuntimeError as error:
+                reason = str(error).splitlines()[0]
+                raise ValueError(f"module must take rows of {example.shape[1]} features, got: {reason}") from error
+        if shape != [len(example), self.outputs]:
+            raise ValueError(f"module must give {self.outputs} outputs for each row, got predictions of shape {shape}")
+
+    @property
+    def criterion(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """What a network is trained by, where that is not the task's own criterion."""
+        return beta_nll if self.task == "gaussian" else None
+
+    def arguments(self, net: Multitude, rows: int, stops: bool) -> dict[str, Any]:
+        """Those of `fit`."""
+        own = {
+            "epochs": self.epochs or (EPOCHS if stops else EPOCHS_WITHOUT_STOPPING), "optimizer": "adamw",
+            "lr": self.lr, "weight_decay": self.weight_decay, "schedule": "constant", "clip": CLIP, "precision": "auto",
+        }  # fmt: skip
+        found = self.method.train(net, own, self.settings)
+        return {**found, "criterion": self.criterion, "dataset_size": rows}
+
+
+def trained(recipe: Recipe, train: Rows, held: Rows | None, layout: Any, seed: int) -> tuple[Multitude, list[Epoch]]:
+    """A network trained on rows, and what each epoch was like; the best one by the held-out rows, if there are any.
+
+    Methods that are made of checkpoints of a whole training, such as snapshots, are not stopped.
+    """
+    train = train.to(recipe.device)
+    size = recipe.batch_size if isinstance(recipe.batch_size, int) else batch_size_for(len(train))
+    batches = RowBatches(train, size, seed)
+    with seeded(seed):
+        net = recipe.built(train.x[:8].cpu(), layout, seed)
+        plan = recipe.arguments(net, len(train), stops=False)
+        times = recipe.method.times(plan["epochs"] * len(batches), recipe.settings)
+        stops = held is not None and recipe.patience is not None and not times
+        if stops:
+            assert held is not None
+            plan = recipe.arguments(net, len(train), stops=True)
+            plan |= {"validation": RowBatches(held.to(recipe.device), 1024), "patience": recipe.patience}
+        recorder = Recorder(net, keep=len(times)) if times else None
+        callbacks = () if recorder is None else (Recording(recorder, times),)
+        history = fit(net, batches, **plan, callbacks=callbacks, seed=seed, progress=recipe.progress)
+        net = recipe.method.finish(net, recorder, train.x[:SETTLING], recipe.settings, seed)
+    return recipe.prepared(net).eval(), history
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """So many threads of torch inside, and as many as before after; None leaves them alone."""
+    if count is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
