@@ -118,18 +118,26 @@ def of_classes(answer: Answer, y: Any) -> dict[str, float]:
     return numbers
 
 
+def measured(method: str, table: Table, y: Any, seed: int, quick: bool) -> dict[str, float]:
+    """What a method is worth on one split, and the seconds that it takes to train and to answer."""
+    start = time.time()
+    answer = METHODS[method](table, seed, quick)
+    seconds = time.time() - start
+    return (of_classes(answer, y) if table.classes else of_numbers(answer, y)) | {"seconds": seconds}
+
+
 def piece(name: str, method: str, recipe: Recipe) -> dict[str, Any]:
     """A method on every split of a table: lists of one number a split."""
-    found: list[dict[str, float]] = []
-    about: dict[str, Any] = {}
-    for number, (table, y) in enumerate(splits(name, recipe)):
-        start = time.time()
-        answer = METHODS[method](table, number, recipe.smoke)
-        seconds = time.time() - start
-        numbers = of_classes(answer, y) if table.classes else of_numbers(answer, y)
-        found.append(numbers | {"seconds": seconds})
-        about = {"rows": [len(table.y), len(y)], "features": table.x.shape[1], "classes": table.classes}
-    scores = {name: [rounded(numbers[name]) for numbers in found] for name in found[0]}
+    rows = list(splits(name, recipe))
+    found = [measured(method, table, y, seed, recipe.smoke) for seed, (table, y) in enumerate(rows)]
+    return together(name, method, rows[0], found)
+
+
+def together(name: str, method: str, first: tuple[Table, Any], found: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """The result of a piece from the numbers of each split."""
+    table, y = first
+    about = {"rows": [len(table.y), len(y)], "features": table.x.shape[1], "classes": table.classes}
+    scores = {score: [rounded(numbers[score]) for numbers in found] for score in found[0]}
     return {"table": name, "method": method, **about, "scores": scores}
 
 
