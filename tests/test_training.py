@@ -46,8 +46,8 @@ def equal(a: nn.Module, b: nn.Module) -> bool:
     ("name", "make"),
     [
         ("sgd", lambda p: torch.optim.SGD(p, 0.1, 0.9, nesterov=True, weight_decay=1e-3)),
-        ("adam", lambda p: torch.optim.Adam(p, 0.1, weight_decay=1e-3)),
-        ("adamw", lambda p: torch.optim.AdamW(p, 0.1, weight_decay=1e-3)),
+        ("adam", lambda p: torch.optim.Adam(p, 0.1, weight_decay=1e-3, fused=True)),
+        ("adamw", lambda p: torch.optim.AdamW(p, 0.1, weight_decay=1e-3, fused=True)),
     ],
 )
 def test_it_is_the_loop_that_one_would_write_by_hand(name, make):

@@ -39,9 +39,10 @@ def load(
     split: str | None = None,
     task: str | None = None,
     fold: int = 0,
+    folds: int | None = None,
     size: int | tuple[int, int] | None = None,
     ood: str | Path | Sequence[str | Path] = (),
-    validation: float = 0.1,
+    validation: float | None = None,
     test: float = 0.2,
     seed: int = 0,
     limit: int | None = None,
@@ -71,8 +72,10 @@ def load(
     median, with a feature that says so; a missing text is a category. `Data.reading` says how each column was read.
 
     Parts that the source has are used, or those which a column `split` tells. What is missing is drawn by `seed` from
-    the training part, a share of `validation` and `test` of it, each class in proportion. `limit` keeps that many rows
-    of each part, drawn alike.
+    the training part, a share of `validation` and `test` of it, each class in proportion; by default 0.1 of images and
+    0.15 of the rows of a table are for validation. `limit` keeps that many rows of each part, drawn alike. With
+    `folds=K` the test part is that of number `fold` of a cross-validation: every row is in one of K test parts. The
+    folds of a `.npz` file that has splits are these splits.
 
     `numbers` says how a network sees the numbers of a table: as normal scores, "quantile", or "standard", minus their
     mean, over their deviation; both from the training part.
@@ -91,14 +94,17 @@ def load(
         if not isinstance(given, str | Path) or not str(given):
             raise ValueError(f"a source must be {SOURCES}, got {given!r}")
     choice = Choice(image, _height_width(size), columns, drop, read_as or {})
-    wanted = _Wanted(target, choice, split, task, fold, validation, test, seed, skip_bad)
+    wanted = _Wanted(target, choice, split, task, fold, folds, validation, test, seed, skip_bad)
     _check(wanted, limit)
     check_choice("numbers", numbers, NUMBERS)
     whole = _prepared(source)
     if whole is None:
-        data = _from_source(open_source(source, split, fold), short_name(source), wanted, limit)
+        opened = open_source(source, split, fold if folds is None else 0)
+        if folds is not None and opened.arrays and "test" in opened.parts:
+            opened, wanted = open_source(source, split, fold), replace(wanted, folds=None)
+        data = _from_source(opened, short_name(source), wanted, limit)
         data = replace(data, numbers=numbers) if data.kind.named else data
-    elif useless := _given(wanted, "target", "split", "task", "fold") + _given(choice, *OPTIONS):
+    elif useless := _given(wanted, "target", "split", "task", "fold", "folds") + _given(choice, *OPTIONS):
         raise ValueError(f"{useless[0]}= does not change {str(source)!r}, which is prepared: leave it out")
     else:
         data = whole if limit is None else _limited(whole, limit, seed)
@@ -148,7 +154,8 @@ class _Wanted:
     split: str | None
     task: str | None
     fold: int
-    validation: float
+    folds: int | None
+    validation: float | None
     test: float
     seed: int
     skip_bad: bool
@@ -176,7 +183,9 @@ def _from_source(source: Source, name: str, wanted: _Wanted, limit: int | None) 
     groups = y if classes else torch.zeros(len(y))
     own = {part: bad.without(rows) for part, rows in source.parts.items()}
     try:
-        rows = split_rows(own, groups, wanted.validation, wanted.test, wanted.seed)
+        validation = kind.validation if wanted.validation is None else wanted.validation
+        fold = None if wanted.folds is None else (wanted.fold, wanted.folds)
+        rows = split_rows(own, groups, validation, wanted.test, wanted.seed, fold)
     except ValueError as error:
         raise ValueError(f"{source.name}: {error}") from error
     rows = {part: _fewer(chosen, groups[chosen], limit, wanted.seed) for part, chosen in rows.items()}
@@ -185,10 +194,10 @@ def _from_source(source: Source, name: str, wanted: _Wanted, limit: int | None) 
     encoder = kind.fit(inputs, rows["train"], choice)
     order = torch.cat(list(rows.values()))
     encoded = bad.encode(encoder, inputs, order)  # all parts at once, since they must be alike
-    train, validation, test = _parts(source, rows, encoded, y[order])
+    train, held_out, test = _parts(source, rows, encoded, y[order])
     reading = _whole_reading(source, target, classes, choice, encoder.reading)
     return Data(
-        name, train, validation, test, classes, encoder.names, dropped=bad.counts(), features=encoder.features,
+        name, train, held_out, test, classes, encoder.names, dropped=bad.counts(), features=encoder.features,
         reading=reading,
     )  # fmt: skip
 
@@ -254,9 +263,11 @@ def _height_width(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
 
 
 def _check(wanted: _Wanted, limit: int | None) -> None:
-    check_number("validation", wanted.validation, 0, above=True, below=1)
+    validation = 0.0 if wanted.validation is None else wanted.validation
+    if wanted.validation is not None:
+        check_number("validation", validation, 0, above=True, below=1)
     check_number("test", wanted.test, 0, above=True, below=1)
-    if wanted.validation + wanted.test >= 1:
+    if validation + wanted.test >= 1:
         raise ValueError(f"validation={wanted.validation} and test={wanted.test} must leave something to train on")
     check_seed(wanted.seed)
     if limit is not None:
@@ -270,3 +281,8 @@ def _check(wanted: _Wanted, limit: int | None) -> None:
         raise ValueError(f"read_as must be a mapping from names of columns, got {wanted.choice.read_as!r}")
     if isinstance(wanted.fold, bool) or not isinstance(wanted.fold, int) or wanted.fold < 0:
         raise ValueError(f"fold must be a whole number, 0 or more, got {wanted.fold!r}")
+    if wanted.folds is not None:
+        if isinstance(wanted.folds, bool) or not isinstance(wanted.folds, int) or wanted.folds < 2:
+            raise ValueError(f"folds must be None or a whole number, 2 or more, got {wanted.folds!r}")
+        if wanted.fold >= wanted.folds:
+            raise ValueError(f"fold must be one of the {wanted.folds} folds, counted from 0, got {wanted.fold}")

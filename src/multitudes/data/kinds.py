@@ -22,6 +22,7 @@ from multitudes.data.preprocessing import Preprocessing
 from multitudes.data.reading import ColumnReading
 from multitudes.data.sources import Source, open_images, open_source, open_table
 from multitudes.data.tables import Choice, TableEncoder, choose_columns
+from multitudes.training.batch_sizes import batch_size_for
 
 __all__ = ["KINDS", "Encoder", "Kind", "kind_of_inputs", "kind_of_shape", "kind_of_source"]
 
@@ -81,8 +82,8 @@ class Kind:
     """The fitted one again, from the shape of the inputs, the names of their features, and what was fitted."""
     preprocessing: Callable[[Tensor, Sequence[Feature], str], Preprocessing]
     """What a network sees of scaled inputs, fitted to those of the training part, as kept; how numbers are taken."""
-    defaults: Callable[[Shape], dict[str, Any]]
-    """`{"model": ..., "training": ...}` of a study, in plain values."""
+    defaults: Callable[[Shape, int], dict[str, Any]]
+    """`{"model": ..., "training": ...}` of a study, in plain values, for inputs of a shape and so many to train on."""
     arguments: Callable[[str, Shape, int, Collection[str]], dict[str, Any]]
     """What the network of a name calls what the data decide: shape, number of outputs; the last is what it takes."""
     open: Callable[[Path], Source] = open_table
@@ -99,6 +100,8 @@ class Kind:
     """Whether the encoder fills in what is missing, so that a row needs one value alone."""
     labelled: bool = False
     """Whether whole numbers to predict are classes, however many there are."""
+    validation: float = 0.1
+    """The share of the training rows that is held out, where nothing else is said."""
     feature_maps: bool = False
     """Whether there are feature maps, for methods that work on them, and inputs that can be moved and mirrored."""
     pictured: Callable[[Shape], bool] = lambda shape: False
@@ -135,7 +138,7 @@ def _image_preprocessing(x: Tensor, features: Sequence[Feature], numbers: str) -
     return Preprocessing(mean[:, None, None].float(), std[:, None, None].float())
 
 
-def _image_defaults(shape: Shape) -> dict[str, Any]:
+def _image_defaults(shape: Shape, rows: int) -> dict[str, Any]:
     """The small networks read square images. Others that are as small get one that pools whatever is left of them."""
     side = min(shape[1:])
     if side >= 32:
@@ -165,8 +168,21 @@ def _image_arguments(model: str, shape: Shape, outputs: int, taken: Collection[s
 
 def _table_arguments(model: str, shape: Shape, outputs: int, taken: Collection[str]) -> dict[str, Any]:
     if "inputs" not in taken:
-        raise ValueError(f"model {model!r} is for images, and the inputs are rows of {shape[0]} numbers: take mlp")
+        raise ValueError(f"model {model!r} is for images, and the inputs are rows of {shape[0]} numbers: take tabular")
     return {"inputs": shape[0], "outputs": outputs}
+
+
+MOST_EPOCHS, FEWEST_EPOCHS, ROWS_IN_ALL = 200, 20, 2_100_000
+"""Of a table, how often its rows are trained on at most: each as often as makes so many rows in all, within limits."""
+
+
+def _table_defaults(shape: Shape, rows: int) -> dict[str, Any]:
+    """What was measured to be best on validation rows (`results/README.md`, tables)."""
+    epochs = min(MOST_EPOCHS, max(FEWEST_EPOCHS, ROWS_IN_ALL // rows))
+    return _defaults(
+        "tabular", {}, epochs=epochs, batch_size=batch_size_for(rows), optimizer="adamw", lr=2e-3, weight_decay=3e-4,
+        schedule="constant", clip=1.0, patience=32, average=0.99, precision="auto",
+    )  # fmt: skip
 
 
 def _table_preprocessing(x: Tensor, features: Sequence[Feature], numbers: str) -> Preprocessing:
@@ -202,11 +218,11 @@ KINDS = [
         fit=TableEncoder.fitted,
         encoder=lambda shape, names, features: TableEncoder(features) if features else TableEncoder.of_numbers(names),
         preprocessing=_table_preprocessing,
-        # The network of the UCI benchmark, whose data are small.
-        defaults=lambda shape: _defaults("mlp", {"hidden": [50]}, epochs=40, batch_size=32, lr=0.01, clip=10.0),
+        defaults=_table_defaults,
         arguments=_table_arguments,
         named=True,
         fills=True,
+        validation=0.15,
     ),
 ]  # fmt: skip
 """A source is of the first kind that finds its inputs in it: the table, which takes any source, is the last."""

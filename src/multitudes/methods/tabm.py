@@ -78,7 +78,7 @@ def tabm(
 
 ROWS = (
     Method(
-        "tabm", by(tabm), {"members": 32, "variant": "tabm", "rows": "shared"},
+        "tabm", by(tabm), {"members": 8, "variant": "tabm", "rows": "shared"},
         "Little more parameters than one network; the time of its members, side by side.",
         "Pick it for tables.",
         place=12,

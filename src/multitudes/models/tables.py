@@ -125,8 +125,8 @@ def embedded(written: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def check_edges(edges: Sequence[Sequence[float]]) -> None:
     """Rising numbers, two or more of each column."""
     for at, each in enumerate(edges):
-        edges = torch.tensor(list(each), dtype=torch.float32)
-        if len(each) < 2 or not bool(edges.isfinite().all()) or not bool((edges.diff() > 0).all()):
+        bins = torch.tensor(list(each), dtype=torch.float32)
+        if len(each) < 2 or not bool(bins.isfinite().all()) or not bool((bins.diff() > 0).all()):
             raise ValueError(f"layout: the edges of number {at} must be two or more that rise, got {list(each)}")
 
 

@@ -27,7 +27,7 @@ __all__ = ["Assignment"]
 BETA = 0.5
 """Of the loss of means and variances (Seitzer et al., 2022): 0 is the likelihood's own, 1 learns means like least
 squares."""
-APART = ("batch_size", "augment", "patience", "class_weight")
+APART = ("batch_size", "augment", "patience", "class_weight", "average")
 """Keys of the training that are no arguments of `fit` for a network by itself."""
 
 
@@ -88,7 +88,11 @@ class Assignment:
         part, training = self.data.train, self.config["training"]
         size = min(training["batch_size"] or batch_size_for(len(part)), len(part))
         alone = len(part) % size == 1 and len(part) > 1  # a batch of one has no variance to normalise by
-        return Loader(part, self.data, size, self.device, training.get("augment"), seed=self.seed, drop_last=alone)
+        streams = self.settings["members"] if self.settings.get("rows") == "own" else 1
+        return Loader(
+            part, self.data, size, self.device, training.get("augment"), seed=self.seed, drop_last=alone,
+            streams=streams,
+        )  # fmt: skip
 
     @property
     def example(self) -> Tensor:
@@ -125,14 +129,18 @@ class Assignment:
     def whole_training(self, recorded: Sequence[int]) -> dict[str, Any]:
         """Further arguments of `fit`, which concern a training as a whole: when it ends, and what classes weigh.
 
-        It ends early, with the best weights by the validation part, where the configuration names a patience. Where
-        checkpoints are `recorded` it does not: a method that is made of them needs all its epochs.
+        It ends early, with the best weights by the validation part, where the configuration names a patience: numbers
+        by the error of their mean, which goes on falling after the density of a network that is not calibrated yet has
+        begun to. Where checkpoints are `recorded` it does not, and weights are not averaged: a method that is made of
+        them needs all its epochs as they are.
         """
         training, part = self.config["training"], self.data.validation
         found: dict[str, Any] = {}
         if training.get("patience") is not None and not recorded:
             held_out = HeldOut(self.data, part.x, part.y, self.device)
-            found = {"patience": training["patience"], "validation": held_out}
+            found = {"patience": training["patience"], "validation": held_out, "stop_by": "error"}
+        if training.get("average") is not None and not recorded:
+            found["average"] = training["average"]
         if training.get("class_weight") == "balanced":
             counts = torch.bincount(self.data.train.y, minlength=len(self.data.classes)).double()
             found["class_weight"] = (len(self.data.train) / (len(counts) * counts.clamp(min=1))).tolist()

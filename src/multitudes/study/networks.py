@@ -20,13 +20,13 @@ __all__ = ["build_network", "code_of", "defaults", "file_digest", "network_names
 KEYS = ("name", "settings", "file", "sha256")
 
 
-def defaults(shape: tuple[int, ...]) -> dict[str, Any]:
-    """`{"model": ..., "training": ...}` for inputs of a shape, all values as JSON and TOML have them.
+def defaults(shape: tuple[int, ...], rows: int = 1000) -> dict[str, Any]:
+    """`{"model": ..., "training": ...}` for inputs of a shape, and so many to train on, as JSON and TOML have them.
 
     >>> defaults((1, 8, 8))["model"]["name"], defaults((1, 8, 12))["model"]["name"], defaults((13,))["model"]["name"]
-    ('small_cnn', 'resnet20', 'mlp')
+    ('small_cnn', 'resnet20', 'tabular')
     """
-    return kind_of_shape(shape).defaults(shape)
+    return kind_of_shape(shape).defaults(shape, rows)
 
 
 def network_names() -> list[str]:

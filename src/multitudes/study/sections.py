@@ -116,13 +116,16 @@ class DataSection(Section):
         "quantile", "How a network sees the numbers of a table: as normal scores, or standardised."
     )
     fold: Annotated[int, Field(ge=0)] = option(0, "Which split of a .npz file.", min=0)
+    folds: Annotated[int, Field(ge=2, le=100)] | None = option(
+        None, "Cross-validate: every row is tested once, and each method is trained once for each fold.", min=2
+    )
     size: Annotated[list[Count], BeforeValidator(_sides), Field(min_length=2, max_length=2)] | None = option(
         None, "Resize images to this many pixels.", int, min=1
     )
     limit: Count | None = option(None, "Keep this many rows of each part.", min=1)
     ood: list[str] = option([], "Out-of-distribution inputs; may be repeated.", list[str], metavar="SOURCE")
     skip_bad: bool = option(False, "Leave bad rows out, and report how many.")
-    validation: Fraction = 0.1
+    validation: Fraction | None = None
     test: Fraction = 0.2
     seed: Annotated[int, Field(ge=0)] = 0
 
@@ -169,6 +172,8 @@ class TrainingSection(Section):
     )
     precision: Literal["auto", "float32", "bfloat16"] | None = None
     """auto is bfloat16 where a GPU computes with it."""
+    average: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """The share of a moving average of the weights that each step keeps; 0 is none."""
     channels_last: bool | None = option(None, "Lay images out channels-last.", bool)
     compile: bool | None = option(None, "Compile the training step.", bool)
     clip: Annotated[float, Field(ge=0)] | None = None

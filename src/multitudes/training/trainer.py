@@ -180,8 +180,9 @@ class Trainer:
             return None
         while (score := self._score(validation)) is None:
             self._keep()  # the epoch's last step, from which the score is computed again
-        if self.config.accelerator is not None:  # the processes must agree, and their buffers may differ
-            score = float(self.config.accelerator.gather(torch.tensor([score], device=self.device))[0])
+        accelerator = self.config.accelerator
+        if accelerator is not None and accelerator.num_processes > 1:  # whose buffers may differ; the first one decides
+            score = float(accelerator.gather(torch.tensor([score], dtype=torch.float64, device=self.device))[0])
         state.since_best += 1
         if not math.isnan(score) and (state.best_score is None or score < state.best_score):
             with nullcontext() if self.average is None else self.average.used():

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input, input_errors, plain_attention
-from multitudes.core.gaussian import mixture_nll
+from multitudes.core.gaussian import at_least_float32, mixture_nll
 from multitudes.core.multitude import Multitude
 from multitudes.core.predictive import Predictive
 from multitudes.core.proof import unmoved
 from multitudes.core.seeding import mixed, seeded
 from multitudes.core.targets import check_targets
-from multitudes.core.tasks import VALUES, losses_of
+from multitudes.core.tasks import VALUES, losses_of, shifted_targets
 from multitudes.core.weighting import spread
 
 __all__ = ["STOP_BY", "Prepare", "Validation", "restore", "scored", "settle", "tensors_of", "unchanged"]
@@ -45,7 +45,7 @@ def scored(p: Predictive, y: Tensor, weight: Tensor, stop_by: str = "score") -> 
     >>> scored(p, torch.tensor([1]), torch.ones(1))  # log 2
     (tensor([0.6931]), tensor([1.]))
     """
-    check_targets(p.task, p.predictions, y)
+    check_targets(p.task, p.predictions, shifted_targets(y) if p.next_tokens else y)
     if p.task in VALUES and stop_by == "error":
         if y.shape != p.mean.shape:
             raise ValueError(f"y must have the means' shape {list(p.mean.shape)}, got {list(y.shape)}")
@@ -53,7 +53,7 @@ def scored(p: Predictive, y: Tensor, weight: Tensor, stop_by: str = "score") -> 
     elif p.task == "gaussian":
         losses = mixture_nll(p.predictions, y)
     else:
-        return losses_of(p.task, p.together, y, p.quantiles, p.next_tokens, weight)
+        return losses_of(p.task, at_least_float32(p.together), y, p.quantiles, p.next_tokens, weight)
     return losses, spread(weight, losses)
 
 
