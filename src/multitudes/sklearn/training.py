@@ -15,19 +15,17 @@ from multitudes.core.copying import copied
 from multitudes.core.gaussian import beta_nll
 from multitudes.core.multitude import Multitude, evaluating
 from multitudes.core.seeding import mixed, seeded
+from multitudes.data.kinds import kind_of_shape
 from multitudes.methods.recording import Recording
 from multitudes.methods.registry import Method
 from multitudes.models import tabular
-from multitudes.training.batch_sizes import batch_size_for
 from multitudes.training.fit import Epoch, fit
 from multitudes.training.recorder import Recorder
 
 __all__ = ["Recipe", "RowBatches", "Rows", "made", "threads", "trained"]
 
-EPOCHS, EPOCHS_WITHOUT_STOPPING = 500, 50
-"""How many epochs there are at most where held-out rows can end the training, and how many where none can."""
-CLIP = 1.0
-"""The largest norm of a gradient."""
+APART = ("batch_size", "augment", "patience", "average")
+"""Keys of the defaults for tables that are no arguments of `fit` for a network by itself."""
 SETTLING = 2048
 """The most training rows that batch-norm statistics are computed on."""
 
@@ -145,12 +143,17 @@ class Recipe:
         """What a network is trained by, where that is not the task's own criterion."""
         return beta_nll if self.task == "gaussian" else None
 
-    def arguments(self, net: Multitude, rows: int, stops: bool) -> dict[str, Any]:
-        """Those of `fit`."""
-        own = {
-            "epochs": self.epochs or (EPOCHS if stops else EPOCHS_WITHOUT_STOPPING), "optimizer": "adamw",
-            "lr": self.lr, "weight_decay": self.weight_decay, "schedule": "constant", "clip": CLIP, "precision": "auto",
-        }  # fmt: skip
+    def training(self, inputs: int, rows: int) -> dict[str, Any]:
+        """How networks for so many features and training rows are trained: as tables are by default, and as was given."""
+        found = kind_of_shape((inputs,)).defaults((inputs,), rows)["training"]
+        given = {"epochs": self.epochs, "lr": self.lr, "weight_decay": self.weight_decay}
+        if self.batch_size != "auto":
+            given["batch_size"] = self.batch_size
+        return {**found, **{name: value for name, value in given.items() if value is not None}}
+
+    def arguments(self, net: Multitude, training: Mapping[str, Any], rows: int) -> dict[str, Any]:
+        """Those of `fit`, as the method changes them."""
+        own = {name: value for name, value in training.items() if name not in APART}
         found = self.method.train(net, own, self.settings)
         return {**found, "criterion": self.criterion, "dataset_size": rows}
 
@@ -158,21 +161,22 @@ class Recipe:
 def trained(recipe: Recipe, train: Rows, held: Rows | None, layout: Any, seed: int) -> tuple[Multitude, list[Epoch]]:
     """A network trained on rows, and what each epoch was like; the best one by the held-out rows, if there are any.
 
-    Methods that are made of checkpoints of a whole training, such as snapshots, are not stopped.
+    Methods that are made of checkpoints of a whole training, such as snapshots, are not stopped, nor averaged.
     """
     train = train.to(recipe.device)
-    size = recipe.batch_size if isinstance(recipe.batch_size, int) else batch_size_for(len(train))
-    batches = RowBatches(train, size, seed)
+    training = recipe.training(train.x.shape[1], len(train))
+    batches = RowBatches(train, training["batch_size"], seed)
     with seeded(seed):
         net = recipe.built(train.x[:8].cpu(), layout, seed)
-        plan = recipe.arguments(net, len(train), stops=False)
+        plan = recipe.arguments(net, training, len(train))
         times = recipe.method.times(plan["epochs"] * len(batches), recipe.settings)
-        stops = held is not None and recipe.patience is not None and not times
-        if stops:
-            assert held is not None
-            plan = recipe.arguments(net, len(train), stops=True)
-            plan |= {"validation": RowBatches(held.to(recipe.device), 1024), "patience": recipe.patience}
         recorder = Recorder(net, keep=len(times)) if times else None
+        if recorder is None:
+            plan["average"] = training["average"]
+        if recorder is None and held is not None and recipe.patience is not None:
+            # Numbers by the error of their mean: how sure they are is calibrated later.
+            validation = RowBatches(held.to(recipe.device), 1024)
+            plan |= {"validation": validation, "patience": recipe.patience, "stop_by": "error"}
         callbacks = () if recorder is None else (Recording(recorder, times),)
         history = fit(net, batches, **plan, callbacks=callbacks, seed=seed, progress=recipe.progress)
         net = recipe.method.finish(net, recorder, train.x[:SETTLING], recipe.settings, seed)
