@@ -26,7 +26,7 @@ class MultitudeClassifier(ClassifierMixin, MultitudeEstimator):
         module: a network, or a function or class that makes one of `(inputs, outputs)`, instead of the default for
             tables, `mt.models.tabular`. It maps features `[B, inputs]` to a logit for each class, `[B, outputs]`.
         settings: other settings of the method, by name.
-        epochs: how many epochs at most; by default 500, and 50 where nothing ends the training before.
+        epochs: how many epochs at most; by default 200, and fewer of more than 10,000 rows.
         patience: after how many epochs without a better score of the held-out rows training ends; the best weights are
             kept. None trains all epochs.
         batch_size: rows in a batch; "auto" goes by the number of rows.
@@ -61,7 +61,7 @@ class MultitudeClassifier(ClassifierMixin, MultitudeEstimator):
         module: Any = None,
         settings: Mapping[str, Any] | None = None,
         epochs: int | None = None,
-        patience: int | None = 16,
+        patience: int | None = 32,
         batch_size: int | str = "auto",
         lr: float = 2e-3,
         weight_decay: float = 3e-4,

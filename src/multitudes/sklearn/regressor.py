@@ -47,7 +47,7 @@ class MultitudeRegressor(RegressorMixin, MultitudeEstimator):
         module: Any = None,
         settings: Mapping[str, Any] | None = None,
         epochs: int | None = None,
-        patience: int | None = 16,
+        patience: int | None = 32,
         batch_size: int | str = "auto",
         lr: float = 2e-3,
         weight_decay: float = 3e-4,

@@ -15,19 +15,15 @@ from multitudes.core.copying import copied
 from multitudes.core.gaussian import beta_nll
 from multitudes.core.multitude import Multitude, evaluating
 from multitudes.core.seeding import mixed, seeded
+from multitudes.data.kinds import table_training
 from multitudes.methods.recording import Recording
 from multitudes.methods.registry import Method
 from multitudes.models import tabular
-from multitudes.training.batch_sizes import batch_size_for
 from multitudes.training.fit import Epoch, fit
 from multitudes.training.recorder import Recorder
 
 __all__ = ["Recipe", "RowBatches", "Rows", "made", "threads", "trained"]
 
-EPOCHS, EPOCHS_WITHOUT_STOPPING = 500, 50
-"""How many epochs there are at most where held-out rows can end the training, and how many where none can."""
-CLIP = 1.0
-"""The largest norm of a gradient."""
 SETTLING = 2048
 """The most training rows that batch-norm statistics are computed on."""
 
@@ -54,11 +50,12 @@ class Rows:
 class RowBatches:
     """Batches `(x, y)` or `(x, y, weight)` of rows, in an order that the seed gives each epoch; without one, in theirs.
 
-    A last batch of a single row is left out of training, since it has no variance to normalise by.
+    A last batch of a single row is left out of training, since it has no variance to normalise by. With `streams` of M,
+    a batch is M batches one after the other, each of an order of its own.
     """
 
-    def __init__(self, rows: Rows, size: int, seed: int | None = None) -> None:
-        self.rows, self.size, self.seed = rows, min(size, len(rows)), seed
+    def __init__(self, rows: Rows, size: int, seed: int | None = None, streams: int = 1) -> None:
+        self.rows, self.size, self.seed, self.streams = rows, min(size, len(rows)), seed, streams
         self.epoch, self._first = 0, 0
 
     def __len__(self) -> int:
@@ -71,12 +68,13 @@ class RowBatches:
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         first, self._first = self._first, 0
-        order = torch.arange(len(self.rows))
+        order = torch.arange(len(self.rows)).expand(self.streams, -1)
         if self.seed is not None:
             generator = torch.Generator().manual_seed(mixed(self.seed, self.epoch))
-            order = torch.randperm(len(self.rows), generator=generator)
+            order = torch.stack([torch.randperm(len(self.rows), generator=generator) for _ in order])
         for batch in range(first, len(self)):
-            own = self.rows[order[batch * self.size : (batch + 1) * self.size].to(self.rows.x.device)]
+            chosen = order[:, batch * self.size : (batch + 1) * self.size].flatten()
+            own = self.rows[chosen.to(self.rows.x.device)]
             yield (own.x, own.y) if own.weight is None else (own.x, own.y, own.weight)
         self.epoch += 1
 
@@ -145,14 +143,12 @@ class Recipe:
         """What a network is trained by, where that is not the task's own criterion."""
         return beta_nll if self.task == "gaussian" else None
 
-    def arguments(self, net: Multitude, rows: int, stops: bool) -> dict[str, Any]:
-        """Those of `fit`."""
-        own = {
-            "epochs": self.epochs or (EPOCHS if stops else EPOCHS_WITHOUT_STOPPING), "optimizer": "adamw",
-            "lr": self.lr, "weight_decay": self.weight_decay, "schedule": "constant", "clip": CLIP, "precision": "auto",
-        }  # fmt: skip
-        found = self.method.train(net, own, self.settings)
-        return {**found, "criterion": self.criterion, "dataset_size": rows}
+    def training(self, rows: int) -> dict[str, Any]:
+        """How so many rows are trained on: as studies do it, but for what was given."""
+        given: dict[str, Any] = {"epochs": self.epochs, "lr": self.lr, "weight_decay": self.weight_decay}
+        if self.batch_size != "auto":
+            given["batch_size"] = self.batch_size
+        return {**table_training(rows), **{name: value for name, value in given.items() if value is not None}}
 
 
 def trained(recipe: Recipe, train: Rows, held: Rows | None, layout: Any, seed: int) -> tuple[Multitude, list[Epoch]]:
@@ -161,21 +157,24 @@ def trained(recipe: Recipe, train: Rows, held: Rows | None, layout: Any, seed: i
     Methods that are made of checkpoints of a whole training, such as snapshots, are not stopped.
     """
     train = train.to(recipe.device)
-    size = recipe.batch_size if isinstance(recipe.batch_size, int) else batch_size_for(len(train))
-    batches = RowBatches(train, size, seed)
+    training, settings = recipe.training(len(train)), recipe.settings
+    size, average = training.pop("batch_size"), training.pop("average")
+    del training["patience"]
+    batches = RowBatches(train, size, seed, settings["members"] if settings.get("rows") == "own" else 1)
     with seeded(seed):
         net = recipe.built(train.x[:8].cpu(), layout, seed)
-        plan = recipe.arguments(net, len(train), stops=False)
-        times = recipe.method.times(plan["epochs"] * len(batches), recipe.settings)
-        stops = held is not None and recipe.patience is not None and not times
-        if stops:
-            assert held is not None
-            plan = recipe.arguments(net, len(train), stops=True)
-            plan |= {"validation": RowBatches(held.to(recipe.device), 1024), "patience": recipe.patience}
+        plan = {**recipe.method.train(net, training, settings), "criterion": recipe.criterion}
+        plan["dataset_size"] = len(train)
+        times = recipe.method.times(plan["epochs"] * len(batches), settings)
+        if not times:
+            plan["average"] = average
+            if held is not None and recipe.patience is not None:
+                held_out = RowBatches(held.to(recipe.device), 1024)
+                plan |= {"validation": held_out, "patience": recipe.patience, "stop_by": "error"}
         recorder = Recorder(net, keep=len(times)) if times else None
         callbacks = () if recorder is None else (Recording(recorder, times),)
         history = fit(net, batches, **plan, callbacks=callbacks, seed=seed, progress=recipe.progress)
-        net = recipe.method.finish(net, recorder, train.x[:SETTLING], recipe.settings, seed)
+        net = recipe.method.finish(net, recorder, train.x[:SETTLING], settings, seed)
     return recipe.prepared(net).eval(), history
 
 
