@@ -23,7 +23,7 @@ def disease() -> None:
     X, y = load_diabetes(return_X_y=True, as_frame=True, scaled=False)
     X, X_new, y, y_new = train_test_split(X, y, test_size=0.25, random_state=SEED)
     start = time.perf_counter()
-    model = MultitudeRegressor(members=16, random_state=SEED).fit(X, y)
+    model = MultitudeRegressor(random_state=SEED).fit(X, y)
     seconds = time.perf_counter() - start
     boosting = HistGradientBoostingRegressor(random_state=SEED).fit(X, y)
     low, high = model.predict_interval(X_new, LEVEL)
@@ -47,7 +47,7 @@ def tumours() -> None:
     X, y = load_breast_cancer(return_X_y=True)
     labels = np.array(["malignant", "benign"])[y]
     X, X_new, labels, new_labels = train_test_split(X, labels, test_size=0.25, random_state=SEED, stratify=labels)
-    model = MultitudeClassifier(members=16, random_state=SEED).fit(X, labels)
+    model = MultitudeClassifier(random_state=SEED).fit(X, labels)
     boosting = HistGradientBoostingClassifier(random_state=SEED).fit(X, labels)
     print(f"\nbreast cancer: {len(X)} rows to learn from")
     for name, each in (("tabm", model), ("gradient boosting", boosting)):

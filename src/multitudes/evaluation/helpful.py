@@ -27,9 +27,9 @@ def helpful_scaling(predictive: Predictive, target: Tensor, members: int, seed: 
 def scaling_helps(predictive: Predictive, target: Tensor, members: int, seed: int = 0) -> bool:
     """Whether a scaling that is fitted to half of the rows improves the log score of the other half, and back.
 
-    Of classes by more than a standard error, since the best temperature of few rows is chance, and by more than a
-    normal prior of its logarithm costs (`PRIOR`): of a few rows that are all right, the best temperature is near 0. Of
-    numbers at all, since too narrow intervals do more harm than too wide ones.
+    Of classes by more than a standard error, since the best temperature of few rows is chance, and by more than a prior
+    of its logarithm costs (`PRIOR`): of a few rows that are all right, the best temperature is near 0. Of numbers at
+    all, since too narrow intervals do more harm than too wide ones.
     """
     order = torch.randperm(len(target), generator=torch.Generator().manual_seed(seed))
     halves = order.tensor_split(2)

@@ -26,7 +26,7 @@ class MultitudeClassifier(ClassifierMixin, MultitudeEstimator):
         module: a network, or a function or class that makes one of `(inputs, outputs)`, instead of the default for
             tables, `mt.models.tabular`. It maps features `[B, inputs]` to a logit for each class, `[B, outputs]`.
         settings: other settings of the method, by name.
-        epochs: how many epochs at most; by default 200, fewer for more than 10,000 rows.
+        epochs: how many epochs at most; by default 200, and fewer of more than 10,000 rows.
         patience: after how many epochs without a better score of the held-out rows training ends; the best weights are
             kept. None trains all epochs, and the held-out rows are seen by the calibration alone.
         batch_size: rows in a batch; "auto" goes by the number of rows.

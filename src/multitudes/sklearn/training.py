@@ -15,7 +15,7 @@ from multitudes.core.copying import copied
 from multitudes.core.gaussian import beta_nll
 from multitudes.core.multitude import Multitude, evaluating
 from multitudes.core.seeding import mixed, seeded
-from multitudes.data.kinds import kind_of_shape
+from multitudes.data.kinds import table_training
 from multitudes.methods.recording import Recording
 from multitudes.methods.registry import Method
 from multitudes.models import tabular
@@ -24,8 +24,6 @@ from multitudes.training.recorder import Recorder
 
 __all__ = ["Recipe", "RowBatches", "Rows", "made", "threads", "trained"]
 
-APART = ("batch_size", "augment", "patience", "average")
-"""Keys of the defaults for tables that are no arguments of `fit` for a network by itself."""
 SETTLING = 2048
 """The most training rows that batch-norm statistics are computed on."""
 
@@ -52,11 +50,12 @@ class Rows:
 class RowBatches:
     """Batches `(x, y)` or `(x, y, weight)` of rows, in an order that the seed gives each epoch; without one, in theirs.
 
-    A last batch of a single row is left out of training, since it has no variance to normalise by.
+    A last batch of a single row is left out of training, since it has no variance to normalise by. With `streams` of M,
+    a batch is M batches one after the other, each of an order of its own.
     """
 
-    def __init__(self, rows: Rows, size: int, seed: int | None = None) -> None:
-        self.rows, self.size, self.seed = rows, min(size, len(rows)), seed
+    def __init__(self, rows: Rows, size: int, seed: int | None = None, streams: int = 1) -> None:
+        self.rows, self.size, self.seed, self.streams = rows, min(size, len(rows)), seed, streams
         self.epoch, self._first = 0, 0
 
     def __len__(self) -> int:
@@ -69,12 +68,13 @@ class RowBatches:
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         first, self._first = self._first, 0
-        order = torch.arange(len(self.rows))
+        order = torch.arange(len(self.rows)).expand(self.streams, -1)
         if self.seed is not None:
             generator = torch.Generator().manual_seed(mixed(self.seed, self.epoch))
-            order = torch.randperm(len(self.rows), generator=generator)
+            order = torch.stack([torch.randperm(len(self.rows), generator=generator) for _ in order])
         for batch in range(first, len(self)):
-            own = self.rows[order[batch * self.size : (batch + 1) * self.size].to(self.rows.x.device)]
+            chosen = order[:, batch * self.size : (batch + 1) * self.size].flatten()
+            own = self.rows[chosen.to(self.rows.x.device)]
             yield (own.x, own.y) if own.weight is None else (own.x, own.y, own.weight)
         self.epoch += 1
 
@@ -143,19 +143,12 @@ class Recipe:
         """What a network is trained by, where that is not the task's own criterion."""
         return beta_nll if self.task == "gaussian" else None
 
-    def training(self, inputs: int, rows: int) -> dict[str, Any]:
-        """How networks for so many features and training rows are trained: as tables are by default, and as was given."""
-        found = kind_of_shape((inputs,)).defaults((inputs,), rows)["training"]
-        given = {"epochs": self.epochs, "lr": self.lr, "weight_decay": self.weight_decay}
+    def training(self, rows: int) -> dict[str, Any]:
+        """How so many rows are trained on: as studies do it, but for what was given."""
+        given: dict[str, Any] = {"epochs": self.epochs, "lr": self.lr, "weight_decay": self.weight_decay}
         if self.batch_size != "auto":
             given["batch_size"] = self.batch_size
-        return {**found, **{name: value for name, value in given.items() if value is not None}}
-
-    def arguments(self, net: Multitude, training: Mapping[str, Any], rows: int) -> dict[str, Any]:
-        """Those of `fit`, as the method changes them."""
-        own = {name: value for name, value in training.items() if name not in APART}
-        found = self.method.train(net, own, self.settings)
-        return {**found, "criterion": self.criterion, "dataset_size": rows}
+        return {**table_training(rows), **{name: value for name, value in given.items() if value is not None}}
 
 
 def trained(recipe: Recipe, train: Rows, held: Rows | None, layout: Any, seed: int) -> tuple[Multitude, list[Epoch]]:
@@ -164,22 +157,24 @@ def trained(recipe: Recipe, train: Rows, held: Rows | None, layout: Any, seed: i
     Methods that are made of checkpoints of a whole training, such as snapshots, are not stopped, nor averaged.
     """
     train = train.to(recipe.device)
-    training = recipe.training(train.x.shape[1], len(train))
-    batches = RowBatches(train, training["batch_size"], seed)
+    training, settings = recipe.training(len(train)), recipe.settings
+    size, average = training.pop("batch_size"), training.pop("average")
+    del training["patience"]
+    batches = RowBatches(train, size, seed, settings["members"] if settings.get("rows") == "own" else 1)
     with seeded(seed):
         net = recipe.built(train.x[:8].cpu(), layout, seed)
-        plan = recipe.arguments(net, training, len(train))
-        times = recipe.method.times(plan["epochs"] * len(batches), recipe.settings)
+        plan = {**recipe.method.train(net, training, settings), "criterion": recipe.criterion}
+        plan["dataset_size"] = len(train)
+        times = recipe.method.times(plan["epochs"] * len(batches), settings)
+        if not times:
+            plan["average"] = average
+            if held is not None and recipe.patience is not None:
+                held_out = RowBatches(held.to(recipe.device), 1024)
+                plan |= {"validation": held_out, "patience": recipe.patience, "stop_by": "error"}
         recorder = Recorder(net, keep=len(times)) if times else None
-        if recorder is None:
-            plan["average"] = training["average"]
-        if recorder is None and held is not None and recipe.patience is not None:
-            # Numbers by the error of their mean: how sure they are is calibrated later.
-            validation = RowBatches(held.to(recipe.device), 1024)
-            plan |= {"validation": validation, "patience": recipe.patience, "stop_by": "error"}
         callbacks = () if recorder is None else (Recording(recorder, times),)
         history = fit(net, batches, **plan, callbacks=callbacks, seed=seed, progress=recipe.progress)
-        net = recipe.method.finish(net, recorder, train.x[:SETTLING], recipe.settings, seed)
+        net = recipe.method.finish(net, recorder, train.x[:SETTLING], settings, seed)
     return recipe.prepared(net).eval(), history
 
 
