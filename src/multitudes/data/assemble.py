@@ -210,10 +210,10 @@ def _whole_reading(
         return ()
     found = {each.name: each for each in reading}
     column = source.columns[target]
-    values = {value for value in (column.values.tolist() if column.numeric else column.values) if value == value}
+    values = column.values[~column.values.isnan()].unique() if column.numeric else set(column.values) - {None}
     missing = len(column.missing())
     what = "classes" if classes else "a number"
-    found[target] = ColumnReading(target, "target", len(values - {None}), missing, note=f"{what} to predict")
+    found[target] = ColumnReading(target, "target", len(values), missing, note=f"{what} to predict")
     for name in source.columns:
         reason = "it is to be dropped" if name in choice.drop else "it is not among the columns to read"
         found.setdefault(name, ColumnReading(name, "unread", 0, 0, reason))

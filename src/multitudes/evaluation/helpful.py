@@ -10,6 +10,8 @@ from multitudes.evaluation.calibrate import Calibration, fit_calibration
 
 __all__ = ["FEWEST", "helpful_scaling", "log_scores", "scaling_helps"]
 
+PRIOR = 0.5
+"""The deviation of the logarithm of temperatures, before any row has told more."""
 FEWEST = 20
 """The fewest held-out rows that anything is fitted to: of 19, none can tell an interval of 95 %."""
 
@@ -25,8 +27,9 @@ def helpful_scaling(predictive: Predictive, target: Tensor, members: int, seed: 
 def scaling_helps(predictive: Predictive, target: Tensor, members: int, seed: int = 0) -> bool:
     """Whether a scaling that is fitted to half of the rows improves the log score of the other half, and back.
 
-    Of classes by more than a standard error, since the best temperature of few rows is chance; of numbers at all, since
-    too narrow intervals do more harm than too wide ones.
+    Of classes by more than a standard error, since the best temperature of few rows is chance, and by more than a prior
+    of its logarithm costs (`PRIOR`): of a few rows that are all right, the best temperature is near 0. Of numbers at
+    all, since too narrow intervals do more harm than too wide ones.
     """
     order = torch.randperm(len(target), generator=torch.Generator().manual_seed(seed))
     halves = order.tensor_split(2)
@@ -36,8 +39,12 @@ def scaling_helps(predictive: Predictive, target: Tensor, members: int, seed: in
         rest = predictive[other]
         gains.append(log_scores(fitted(rest), target[other]) - log_scores(rest, target[other]))
     gain = torch.cat(gains)
-    doubt = gain.std() / len(gain) ** 0.5 if predictive.task == "classification" else 0.0
-    return bool(gain.mean() > doubt)
+    if predictive.task != "classification":
+        return bool(gain.mean() > 0)
+    whole = fit_calibration(predictive, target, members=members, conformal=None)
+    price = float(whole.tensors["temperature"].log().square().sum()) / (2 * PRIOR**2)
+    earned = log_scores(whole(predictive), target) - log_scores(predictive, target)
+    return bool(gain.mean() > gain.std() / len(gain) ** 0.5) and float(earned.sum()) > price
 
 
 def log_scores(predictive: Predictive, target: Tensor) -> Tensor:
