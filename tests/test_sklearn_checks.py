@@ -29,7 +29,7 @@ def checks() -> Iterator[Any]:
             yield pytest.param(own, check, marks=marks, id=f"{type(estimator).__name__}-{name}-{number}")
 
 
-@pytest.mark.parametrize(("estimator", "check"), checks())
+@pytest.mark.parametrize(("estimator", "check"), list(checks()))
 def test_all_checks_pass_but_for_one_that_cannot_apply(estimator: Any, check: Any) -> None:
     check(estimator)
 
