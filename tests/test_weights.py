@@ -212,6 +212,13 @@ def test_a_criterion_that_is_no_mean_over_rows_cannot_be_weighted():
         net.loss(X, CLASSES, weight=WEIGHT[:5])
 
 
+def test_a_criterion_of_ones_own_is_weighted_in_half_precision_too():
+    net = nn.Linear(8, 3).bfloat16()
+    x = X.bfloat16()
+    want = (WEIGHT.bfloat16() * torch.stack([Focal()(net(x)[i : i + 1], CLASSES[i : i + 1]) for i in range(12)])).mean()
+    torch.testing.assert_close(mt.Multitude(net).loss(x, CLASSES, Focal(), weight=WEIGHT), want)
+
+
 # -- classes -----------------------------------------------------------------------------------------------
 
 RARE = torch.tensor([0] * 8 + [1] * 3 + [2])
