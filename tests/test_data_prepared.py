@@ -260,3 +260,19 @@ WRONG: dict[str, Callable[[], object]] = {
 def test_parts_are_checked_and_must_fit_each_other(sentence: str) -> None:
     with raises(sentence):
         WRONG[sentence]()
+
+
+def test_processes_share_the_memory_of_a_large_table(tmp_path: Path) -> None:
+    x = torch.randn(40_000, 60)
+    part, small = Part(x, x[:, 0].clone()), Part(x[:7], x[:7, 0].clone())
+    data = Data("large", part, small, small, columns=tuple(f"x{at}" for at in range(60)))
+    path = md.save(data, tmp_path / "large.mtdata")
+    read = md.read(path)
+    assert read.fingerprint == data.fingerprint
+    assert torch.equal(read.train.x, x) and read.train.x.data_ptr() % 64 == 0
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
+    assert mapped  # the tensors lie in the file
+    read.train.x[0, 0] = 7.0  # a copy of that page, which is this process's own
+    assert md.read(path).train.x[0, 0] == x[0, 0]
+    with np.load(path) as arrays:  # it is an archive like others
+        assert np.array_equal(arrays["train.x"], x.numpy())

@@ -31,7 +31,7 @@ from multitudes.study.store import Job, Run
 from tests.fake_run import FEW, METHODS, Tags, evil_run, kept, series, write_run
 from tests.report_cases import regression, results, run  # noqa: F401
 
-FULL = [name for name in SECTIONS if name not in ("intervals", "columns")]
+FULL = [name for name in SECTIONS if name not in ("intervals", "columns", "matter", "unsure")]
 
 
 @pytest.fixture(scope="module")
@@ -298,6 +298,7 @@ def test_regression_has_intervals_and_nothing_of_classes(regression: Results) ->
         "intervals",
         "size",
         "map",
+        "unsure",
         "columns",
         "provenance",
     ]

@@ -209,7 +209,7 @@ def test_only_digits_as_they_are_come_with_the_package():
 
 def test_defaults_depend_on_the_data_and_what_is_given_stays():
     images, table = Spec.of(epochs=3).resolved(DIGITS), Spec.of(epochs=3).resolved(TABLE)
-    assert (images.model.name, table.model.name) == ("small_cnn", "mlp")
+    assert (images.model.name, table.model.name) == ("small_cnn", "tabular")
     assert images.training.epochs == table.training.epochs == 3
     assert set(images.methods) == set(METHODS) - {"tabm"}
     assert set(METHODS) - set(table.methods) == {"smooth", "smooth_dropout"}

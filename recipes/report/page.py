@@ -26,6 +26,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "variance_attacks": ("variance_attacks",),
     "ensembles_landscape": ("ensembles_landscape",),
     "camvid": ("camvid",),
+    "tables": ("tables",),
 }
 """The sections in their order, each a module of this package, and the folders of raw files that it reads."""
 

@@ -96,7 +96,7 @@ __all__ = [
 
 ROOMS = (
     *("core", "surgery", "training", "methods", "layers", "models", "metrics", "shift", "evaluation", "storage"),
-    *("landscape", "data", "study", "report"),
+    *("landscape", "data", "sklearn", "study", "report"),
 )
 HOMES = {
     "core.draws.stochastic": "Stochastic",

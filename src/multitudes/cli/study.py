@@ -144,6 +144,8 @@ def _spec(
     spec = Spec.load(file, scale, **options) if file else Spec.of(**options)
     if count is None and first is None:
         return spec
+    if count is not None and spec.data.folds:
+        raise ValueError(f"--seeds={count} must be left out with --folds={spec.data.folds}: each fold has one seed")
     first = first or 0
     return spec.model_copy(update={"seeds": list(range(first, first + (count or len(spec.seeds))))})
 
@@ -226,6 +228,8 @@ def _conclude(run: Run, failed: dict[str, str]) -> None:
     from multitudes.study.balance import imbalance
     from multitudes.study.columns import caption
     from multitudes.study.conclusion import measure_all
+    from multitudes.study.importance import NAME as IMPORTANCE
+    from multitudes.study.importance import in_a_sentence
     from multitudes.study.leaderboard import leaderboard
     from multitudes.study.recommendation import recommend
 
@@ -238,8 +242,8 @@ def _conclude(run: Run, failed: dict[str, str]) -> None:
         uneven = imbalance(run.about or {})
         tables = leaderboard_tables(rows, answer.by, console().width, tiny, bool(uneven))
         show(*tables, f"{caption(rows, tiny)}\n")
-        warnings = [*answer.warnings, *([uneven] if uneven else [])]
-        show(answer.headline, *map(str, answer.advice), *answer.notes, *warnings, "")
+        more = [line for line in (uneven, in_a_sentence(run.read_table(IMPORTANCE) or {})) if line]
+        show(answer.headline, *map(str, answer.advice), *answer.notes, *answer.warnings, *more, "")
     for name, reason in failed.items():
         say(f"{name} failed: {reason}")
     if rows:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
+import struct
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -18,7 +20,7 @@ from multitudes.core.files import BLANK, DamagedError, check_seal, sealing
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["read_tensors", "reading_arrays", "write_arrays", "write_tensors"]
+__all__ = ["mapped_array", "read_tensors", "reading_arrays", "write_arrays", "write_tensors"]
 
 _READING = (
     OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, MemoryError, RuntimeError,
@@ -30,12 +32,63 @@ _READING = (
 # -- NumPy archives ----------------------------------------------------------------------------------------
 
 
-def write_arrays(path: str | Path, arrays: Mapping[str, Any], what: str = "a file of arrays") -> Path:
-    """Write NumPy arrays to a compressed and sealed `.npz` file; gives its path."""
+def write_arrays(
+    path: str | Path, arrays: Mapping[str, Any], what: str = "a file of arrays", plain: bool = False
+) -> Path:
+    """Write NumPy arrays to a compressed and sealed `.npz` file; gives its path.
+
+    A `plain` one is not compressed, and its arrays lie in it as in memory, so that `mapped_array` needs no copy.
+    """
     np = needed("numpy", "data", what)
     with sealing(path) as unfinished, unfinished.open("wb") as file:
-        np.savez_compressed(file, **arrays)
+        if plain:
+            _write_plain(file, arrays)
+        else:
+            np.savez_compressed(file, **arrays)
     return Path(path)
+
+
+ALIGNED = 64
+"""Arrays of a plain archive begin at a multiple of so many bytes, as torch's own do."""
+_PADDING = 0x544D
+"""The id of an extra field of a zip entry that says nothing."""
+
+
+def _write_plain(file: Any, arrays: Mapping[str, Any]) -> None:
+    np, form = (needed(name, "data", "a file of arrays") for name in ("numpy", "numpy.lib.format"))
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for name, array in arrays.items():
+            array = np.ascontiguousarray(array)
+            entry = zipfile.ZipInfo(f"{name}.npy")
+            start = file.tell() + 30 + len(entry.filename.encode()) + 4  # the header of an entry, and of the field
+            entry.extra = struct.pack("<HH", _PADDING, padding := -start % ALIGNED) + bytes(padding)
+            head = io.BytesIO()
+            form.write_array_header_1_0(head, form.header_data_from_array_1_0(array))
+            entry.file_size = len(head.getvalue()) + array.nbytes
+            with archive.open(entry, "w") as target:
+                target.write(head.getvalue())
+                target.write(array.reshape(-1).view("uint8").data)
+
+
+def mapped_array(path: str | Path, name: str) -> Any:
+    """An array of a plain archive as it lies in the file, which all processes that read it share; None where it cannot.
+
+    What is written into it stays in this process.
+    """
+    np, form = (needed(each, "data", "a file of arrays") for each in ("numpy", "numpy.lib.format"))
+    with zipfile.ZipFile(path) as archive, Path(path).open("rb") as file:
+        entry = archive.getinfo(f"{name}.npy")
+        if entry.compress_type != zipfile.ZIP_STORED:
+            return None
+        file.seek(entry.header_offset + 26)
+        lengths = struct.unpack("<HH", file.read(4))
+        file.seek(sum(lengths), os.SEEK_CUR)
+        if form.read_magic(file) != (1, 0):
+            return None
+        shape, by_columns, dtype = form.read_array_header_1_0(file)
+        if by_columns or not math.prod(shape) or file.tell() % ALIGNED:
+            return None
+        return np.memmap(path, dtype, "c", file.tell(), shape)
 
 
 @contextmanager

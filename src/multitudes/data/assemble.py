@@ -39,6 +39,7 @@ def load(
     split: str | None = None,
     task: str | None = None,
     fold: int = 0,
+    folds: int | None = None,
     size: int | tuple[int, int] | None = None,
     ood: str | Path | Sequence[str | Path] = (),
     validation: float | None = None,
@@ -72,8 +73,9 @@ def load(
 
     Parts that the source has are used, or those which a column `split` tells. What is missing is drawn by `seed` from
     the training part, a share of `validation` and `test` of it, each class in proportion; by default 0.1 of images and
-    0.15 of the rows of a table are for validation. `limit` keeps that many rows
-    of each part, drawn alike.
+    0.15 of the rows of a table are for validation. `limit` keeps that many rows of each part, drawn alike. With
+    `folds=K` the test part is that of number `fold` of a cross-validation: every row is in one of K test parts. The
+    folds of a `.npz` file that has splits are these splits.
 
     `numbers` says how a network sees the numbers of a table: as normal scores, "quantile", or "standard", minus their
     mean, over their deviation; both from the training part.
@@ -92,14 +94,17 @@ def load(
         if not isinstance(given, str | Path) or not str(given):
             raise ValueError(f"a source must be {SOURCES}, got {given!r}")
     choice = Choice(image, _height_width(size), columns, drop, read_as or {})
-    wanted = _Wanted(target, choice, split, task, fold, validation, test, seed, skip_bad)
+    wanted = _Wanted(target, choice, split, task, fold, folds, validation, test, seed, skip_bad)
     _check(wanted, limit)
     check_choice("numbers", numbers, NUMBERS)
     whole = _prepared(source)
     if whole is None:
-        data = _from_source(open_source(source, split, fold), short_name(source), wanted, limit)
+        opened = open_source(source, split, fold if folds is None else 0)
+        if folds is not None and opened.arrays and "test" in opened.parts:
+            opened, wanted = open_source(source, split, fold), replace(wanted, folds=None)
+        data = _from_source(opened, short_name(source), wanted, limit)
         data = replace(data, numbers=numbers) if data.kind.named else data
-    elif useless := _given(wanted, "target", "split", "task", "fold") + _given(choice, *OPTIONS):
+    elif useless := _given(wanted, "target", "split", "task", "fold", "folds") + _given(choice, *OPTIONS):
         raise ValueError(f"{useless[0]}= does not change {str(source)!r}, which is prepared: leave it out")
     else:
         data = whole if limit is None else _limited(whole, limit, seed)
@@ -149,6 +154,7 @@ class _Wanted:
     split: str | None
     task: str | None
     fold: int
+    folds: int | None
     validation: float | None
     test: float
     seed: int
@@ -178,7 +184,8 @@ def _from_source(source: Source, name: str, wanted: _Wanted, limit: int | None) 
     own = {part: bad.without(rows) for part, rows in source.parts.items()}
     try:
         validation = kind.validation if wanted.validation is None else wanted.validation
-        rows = split_rows(own, groups, validation, wanted.test, wanted.seed)
+        fold = None if wanted.folds is None else (wanted.fold, wanted.folds)
+        rows = split_rows(own, groups, validation, wanted.test, wanted.seed, fold)
     except ValueError as error:
         raise ValueError(f"{source.name}: {error}") from error
     rows = {part: _fewer(chosen, groups[chosen], limit, wanted.seed) for part, chosen in rows.items()}
@@ -203,10 +210,10 @@ def _whole_reading(
         return ()
     found = {each.name: each for each in reading}
     column = source.columns[target]
-    values = {value for value in (column.values.tolist() if column.numeric else column.values) if value == value}
+    values = column.values[~column.values.isnan()].unique() if column.numeric else set(column.values) - {None}
     missing = len(column.missing())
     what = "classes" if classes else "a number"
-    found[target] = ColumnReading(target, "target", len(values - {None}), missing, note=f"{what} to predict")
+    found[target] = ColumnReading(target, "target", len(values), missing, note=f"{what} to predict")
     for name in source.columns:
         reason = "it is to be dropped" if name in choice.drop else "it is not among the columns to read"
         found.setdefault(name, ColumnReading(name, "unread", 0, 0, reason))
@@ -274,3 +281,8 @@ def _check(wanted: _Wanted, limit: int | None) -> None:
         raise ValueError(f"read_as must be a mapping from names of columns, got {wanted.choice.read_as!r}")
     if isinstance(wanted.fold, bool) or not isinstance(wanted.fold, int) or wanted.fold < 0:
         raise ValueError(f"fold must be a whole number, 0 or more, got {wanted.fold!r}")
+    if wanted.folds is not None:
+        if isinstance(wanted.folds, bool) or not isinstance(wanted.folds, int) or wanted.folds < 2:
+            raise ValueError(f"folds must be None or a whole number, 2 or more, got {wanted.folds!r}")
+        if wanted.fold >= wanted.folds:
+            raise ValueError(f"fold must be one of the {wanted.folds} folds, counted from 0, got {wanted.fold}")

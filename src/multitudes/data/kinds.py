@@ -24,7 +24,7 @@ from multitudes.data.sources import Source, open_images, open_source, open_table
 from multitudes.data.tables import Choice, TableEncoder, choose_columns
 from multitudes.training.batch_sizes import batch_size_for
 
-__all__ = ["KINDS", "Encoder", "Kind", "kind_of_inputs", "kind_of_shape", "kind_of_source"]
+__all__ = ["KINDS", "Encoder", "Kind", "kind_of_inputs", "kind_of_shape", "kind_of_source", "table_training"]
 
 Shape = tuple[int, ...]
 """Of one input, without the batch."""
@@ -176,13 +176,13 @@ MOST_EPOCHS, FEWEST_EPOCHS, ROWS_IN_ALL = 200, 20, 2_100_000
 """Of a table, how often its rows are trained on at most: each as often as makes so many rows in all, within limits."""
 
 
-def _table_defaults(shape: Shape, rows: int) -> dict[str, Any]:
-    """What was measured to be best on validation rows (`results/README.md`, tables)."""
-    epochs = min(MOST_EPOCHS, max(FEWEST_EPOCHS, ROWS_IN_ALL // rows))
-    return _defaults(
-        "tabular", {}, epochs=epochs, batch_size=batch_size_for(rows), optimizer="adamw", lr=2e-3, weight_decay=3e-4,
-        schedule="constant", clip=1.0, patience=32, average=0.99, precision="auto",
-    )  # fmt: skip
+def table_training(rows: int) -> dict[str, Any]:
+    """How networks for tables are trained: what was measured to be best on validation rows (`results/README.md`)."""
+    return {
+        "epochs": min(MOST_EPOCHS, max(FEWEST_EPOCHS, ROWS_IN_ALL // rows)), "batch_size": batch_size_for(rows),
+        "optimizer": "adamw", "lr": 2e-3, "weight_decay": 3e-4, "schedule": "constant", "clip": 1.0, "patience": 32,
+        "average": 0.99, "precision": "auto",
+    }  # fmt: skip
 
 
 def _table_preprocessing(x: Tensor, features: Sequence[Feature], numbers: str) -> Preprocessing:
@@ -218,7 +218,7 @@ KINDS = [
         fit=TableEncoder.fitted,
         encoder=lambda shape, names, features: TableEncoder(features) if features else TableEncoder.of_numbers(names),
         preprocessing=_table_preprocessing,
-        defaults=_table_defaults,
+        defaults=lambda shape, rows: _defaults("tabular", {}, **table_training(rows)),
         arguments=_table_arguments,
         named=True,
         fills=True,

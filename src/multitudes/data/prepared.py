@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.core.archives import reading_arrays, write_arrays
+from multitudes.core.archives import mapped_array, reading_arrays, write_arrays
 from multitudes.core.files import DamagedError
 from multitudes.data.features import feature_of
 from multitudes.data.images import decode
@@ -24,12 +24,15 @@ from multitudes.data.types import Data, Part
 __all__ = ["read", "save"]
 
 VERSION = 4
+LARGE = 8 << 20
+"""Bytes of a training part, from which a table is not compressed."""
 
 
 def save(data: Data, path: str | Path) -> Path:
     """Write data into one file, which appears under its name when it is whole; gives its path.
 
-    Images that came encoded are kept so, where that is smaller; all else is kept as it is, compressed without loss.
+    Images that came encoded are kept so, where that is smaller; all else is kept as it is, compressed without loss. A
+    large table is not compressed: processes that read it share the memory of the file.
     """
     path = Path(path)
     if not path.parent.is_dir():
@@ -46,7 +49,8 @@ def save(data: Data, path: str | Path) -> Path:
         else:
             arrays[f"{name}.x"] = part.x
     arrays |= {f"ood.{number}": x for number, x in enumerate(data.ood.values())}
-    return write_arrays(path, {name: tensor.numpy() for name, tensor in arrays.items()}, "a prepared file")
+    plain = data.kind.named and data.train.x.nbytes > LARGE
+    return write_arrays(path, {name: tensor.numpy() for name, tensor in arrays.items()}, "a prepared file", plain)
 
 
 def read(path: str | Path) -> Data:
@@ -59,7 +63,7 @@ def read(path: str | Path) -> Data:
             about = json.loads(arrays["about"].tobytes())
             if about["version"] != VERSION:
                 raise ValueError(f"its version is {about['version']}, and this program reads {VERSION}")
-            train, validation, test = (_part(arrays, name, about["shape"]) for name in PARTS)
+            train, validation, test = (_part(_Mapped(path, arrays), name, about["shape"]) for name in PARTS)
             features = tuple(map(feature_of, about["features"]))
             reading = tuple(ColumnReading(**each) for each in about["reading"])
             ood = {name: torch.from_numpy(arrays[f"ood.{number}"]) for number, name in enumerate(about["ood"])}
@@ -71,6 +75,20 @@ def read(path: str | Path) -> Data:
     except DamagedError as error:
         reason = f"{error.what}; remove it and prepare it again"
         raise ValueError(f"{str(path)!r} is no whole file of prepared data: {reason}") from error
+
+
+class _Mapped:
+    """The arrays of a file: those of a large table as they lie in it."""
+
+    def __init__(self, path: Path, arrays: Any) -> None:
+        self.path, self.arrays = path, arrays
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.arrays
+
+    def __getitem__(self, name: str) -> Any:
+        found = mapped_array(self.path, name)
+        return self.arrays[name] if found is None else found
 
 
 def _part(arrays: Any, name: str, shape: list[int]) -> Part:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.checks import check_choice
+from multitudes.data.features import Feature
 
-__all__ = ["NUMBERS", "Preprocessing", "edges_of", "mean_std"]
+__all__ = ["NUMBERS", "Preprocessing", "edges_of", "layout_of", "mean_std"]
 
 NUMBERS = ("quantile", "standard")
 """How the numbers of a table are preprocessed: as normal scores, or minus their mean, over their deviation."""
@@ -66,7 +67,7 @@ class Preprocessing(nn.Module):
             _function((x[:, at] - mean[at]) / std[at]) if own[at] else (torch.empty(0), torch.empty(0))
             for at in range(x.shape[1])
         ]
-        width = 1 + max(len(knots) for knots, _ in functions)  # one at least that is no knot
+        width = max(2, 1 + max(len(knots) for knots, _ in functions))  # one at least that is no knot
         padded = torch.full((len(functions), width), torch.inf), torch.zeros(len(functions), width)
         for at, function in enumerate(functions):
             for row, values in zip(padded, function, strict=True):
@@ -125,6 +126,20 @@ def edges_of(scores: Tensor, bins: int) -> list[float]:
         if not edges or edge - edges[-1] >= NARROWEST:
             edges.append(edge)
     return edges if len(edges) > 1 else []
+
+
+def layout_of(features: Sequence[Feature], seen: Tensor, bins: int = 128) -> list[int | list[float]]:
+    """The layout of features (see `Data.layout`) of which a network sees these training rows `[N, F]`."""
+    found: list[int | list[float]] = []
+    at = 0
+    for feature in features:
+        many = sum(feature.numeric)
+        # A number that does not vary is as it is.
+        found += [edges_of(seen[:, place], bins) or 1 for place in range(at, at + many)]
+        at += len(feature.names)
+        if rest := len(feature.names) - many:
+            found.append(rest)
+    return found
 
 
 def mean_std(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from multitudes.data.columns import Column
 from multitudes.data.features import PARTS, Category, Date, Feature, Number, parts_of
 from multitudes.data.parsing import AMBIGUOUS, ORDERS, READ_AS, date_order, decimal_marks, digits_as_dates
 
-__all__ = ["ColumnReading", "check_read_as", "read_columns"]
+__all__ = ["ColumnReading", "check_read_as", "number_of", "read_columns"]
 
 FEW, RARE, MOST = 20, 10, 50
 """A column of more than `FEW` categories keeps those of `RARE` training rows or more, and at most `MOST`: all others
@@ -107,12 +107,14 @@ class _Reader:
     def __init__(self, name: str, column: Column, rows: Tensor, asked: str | None, sure: bool) -> None:
         self.name, self.column, self.rows, self.asked, self.sure = name, column, rows, asked, sure
         self.notes: list[str] = []
-        self.values: list[Any] = []
+        self.values: list[str] = []
+        """Texts that are known; `known` and `differ` count the values that are, and those that are different."""
+        self.known = self.differ = 0
         self.count = len(column)
 
     def reading(self, read_as: str, dropped: str = "") -> ColumnReading:
-        missing = self.count - len(self.values)
-        return ColumnReading(self.name, read_as, len(set(self.values)), missing, dropped, "; ".join(self.notes))
+        missing = self.count - self.known
+        return ColumnReading(self.name, read_as, self.differ, missing, dropped, "; ".join(self.notes))
 
     def feature(self) -> Feature:
         """The column as a feature; `_Dropped` where it is left out."""
@@ -149,7 +151,8 @@ class _Reader:
         values = column.numbers(mark)
         self._check_asked(values)
         known = values[values.float().isfinite()]
-        self.values = known.tolist()
+        distinct, counts = known.unique(return_counts=True)
+        self.known, self.differ = len(known), len(distinct)
         if mark == ",":
             self.notes.append("decimal commas")
         self._note_strays(values)
@@ -157,15 +160,13 @@ class _Reader:
         train = train[train.float().isfinite()]
         self._check_varied(train.unique(), len(train) < len(self.rows))
         self._check_number_id(known)
-        self._note_constant(self.values)
+        self._note_constant(distinct[counts.argmax()].item(), int(counts.max()))
         self._note_codes()
-        spread, size = (train.max() - train.min()).item(), train.abs().max().item()
-        offset = train.min().floor().item() if 0 < spread < 1e-5 * size else 0.0
-        return Number(self.name, _median(train), len(train) < len(self.rows), mark, offset)
+        return number_of(self.name, values[self.rows], mark)
 
     def _check_number_id(self, known: Tensor) -> None:
         """Whole numbers that are all different are an id by their name, or where each is the last one and 1."""
-        differ = len(known.unique())
+        differ = self.differ
         if not self.column.whole or len(known) < FEW or differ < NEARLY_ALL * len(known):
             return
         numbered = bool((known[1:] - known[:-1] == 1).all())
@@ -185,7 +186,7 @@ class _Reader:
         counts = Counter(text for text in train if text is not None)
         self._check_varied(list(counts), None in train)
         self._note_numbers()
-        differ = len(set(self.values))
+        differ = self.differ
         if len(self.values) >= FEW and differ > NEARLY_ALL * len(self.values) and not self.sure:
             raise _Dropped("id", f"{_all(differ, self.values)} values differ")
         kept = sorted(counts)
@@ -196,7 +197,7 @@ class _Reader:
                 raise _Dropped("text", f"{differ} different texts, none of which is in {RARE} training rows")
             kept = kept or sorted(frequent[:FEW])
             self.notes.append(f"many categories: the {len(kept)} most frequent are kept, all others are one")
-        self._note_constant(self.values)
+        self._note_constant(*Counter(self.values).most_common(1)[0])
         return Category(self.name, tuple(kept), len(kept) < len(counts), None in train)
 
     # -- dates ---------------------------------------------------------------------------------------------
@@ -214,7 +215,8 @@ class _Reader:
         days = column.days(order)
         self._check_asked(days)
         self._note_strays(days)
-        self.values = days[days.isfinite()].tolist()
+        known = days[days.isfinite()]
+        self.known, self.differ = len(known), len(known.unique())
         train = days[self.rows]
         train = train[train.isfinite()]
         missing = len(train) < len(self.rows)
@@ -230,6 +232,7 @@ class _Reader:
 
     def _written(self) -> None:
         self.values = [text for text in self.column.texts() if text is not None]
+        self.known, self.differ = len(self.values), len(set(self.values))
 
     def _check_asked(self, values: Tensor) -> None:
         """What a column is to be read as, half of it must be."""
@@ -253,10 +256,10 @@ class _Reader:
             more = ", ..." if len(shown) > 3 else ""
             self.notes.append(f"{count} read as missing: {', '.join(map(repr, shown[:3]))}{more}")
 
-    def _note_constant(self, values: Sequence[Any]) -> None:
-        (most, count), *others = Counter(values).most_common(2)
-        if others and count >= NEARLY * len(values):
-            self.notes.append(f"nearly constant: {_short(most)!r} in {count / len(values):.1%} of the rows")
+    def _note_constant(self, most: Any, count: int) -> None:
+        """`most` is the value that most rows have, `count` of them."""
+        if self.differ > 1 and count >= NEARLY * self.known:
+            self.notes.append(f"nearly constant: {_short(most)!r} in {count / self.known:.1%} of the rows")
 
     def _note_codes(self) -> None:
         """Whole numbers that may be dates, or codes."""
@@ -276,6 +279,19 @@ class _Reader:
         if 2 * numbers >= len(different) > 0 and self.asked is None:
             share = "all" if numbers == len(different) else f"{numbers} of {len(different)}"
             self.notes.append(f"{share} different values are numbers: maybe to be read as number")
+
+
+def number_of(name: str, train: Tensor, mark: str = ".") -> Number:
+    """A number, fitted to the values `[n]` of the training rows, of which one at least is known.
+
+    >>> import torch
+    >>> number_of("a", torch.tensor([1.0, torch.nan, 5.0], dtype=torch.float64))
+    Number(column='a', fill=3.0, flag=True, mark='.', offset=0.0)
+    """
+    known = train[train.float().isfinite()]
+    spread, size = (known.max() - known.min()).item(), known.abs().max().item()
+    offset = known.min().floor().item() if 0 < spread < 1e-5 * size else 0.0
+    return Number(name, _median(known), len(known) < len(train), mark, offset)
 
 
 def _all(differ: int, values: Sequence[Any] | Tensor) -> str:

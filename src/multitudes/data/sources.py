@@ -20,6 +20,7 @@ from multitudes.core.checks import needed
 from multitudes.core.files import DamagedError
 from multitudes.data.columns import Column, from_arrow, from_cells, given
 from multitudes.data.parsing import decimal_marks
+from multitudes.data.quick_csv import quick_columns
 from multitudes.data.splits import PARTS, part_named
 
 __all__ = ["SOURCES", "Source", "from_hub", "open_images", "open_source", "open_table", "short_name"]
@@ -198,6 +199,10 @@ def _images(folder: Path, files: Sequence[Path]) -> Source:
 
 def _csv(name: str, folder: Path, files: Sequence[Path]) -> Source:
     """CSV files with the same header; separated by comma, semicolon or tab, whichever the header has most of."""
+    if len(files) == 1 and (quick := quick_columns(files[0])):
+        count = len(next(iter(quick.values())))
+        origins = [(_relative(files[0], folder), count)]
+        return Source(name, quick, _parts_of_files(origins), origins, lines=range(2, count + 2))
     header: list[str] = []
     rows: list[list[str]] = []
     numbers: list[int] = []
@@ -240,7 +245,7 @@ def _csv_lines(path: Path) -> tuple[str, list[tuple[int, list[str]]]]:
             start = reader.line_num + 1
         return most, found
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path.name} must be UTF-8, which byte {error.start} is not") from error
+        raise ValueError(f"{path.name} must be UTF-8, which byte {error.start} is not: save it as that") from error
     except csv.Error as error:
         raise ValueError(f"{path.name} could not be read as CSV: {error}") from error
 

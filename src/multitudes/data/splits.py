@@ -11,7 +11,7 @@ from torch import Tensor
 from multitudes.core.checks import needed
 from multitudes.core.seeding import mixed
 
-__all__ = ["PARTS", "part_named", "split_rows", "spread"]
+__all__ = ["PARTS", "fold_rows", "part_named", "split_rows", "spread"]
 
 PARTS = {
     "train": ("train", "training"),
@@ -46,12 +46,31 @@ def spread(groups: Tensor, count: int, seed: int) -> Tensor:
     return order[every].sort().values
 
 
+def fold_rows(groups: Tensor, folds: int, fold: int, seed: int) -> Tensor:
+    """The rows of one of K folds of the N rows of `groups`, in order: each row is in one, each group spread over all.
+
+    >>> rows = [fold_rows(torch.tensor([0, 1, 0, 1, 0, 1]), 3, fold, seed=0) for fold in range(3)]
+    >>> sorted(torch.cat(rows).tolist()), [int((own % 2 == 1).sum()) for own in rows]
+    ([0, 1, 2, 3, 4, 5], [1, 1, 1])
+    """
+    random = needed("numpy", "data", "a split").random.RandomState([seed % 2**32, seed >> 32])
+    order = torch.from_numpy(random.permutation(len(groups)))
+    order = order[groups[order].argsort(stable=True)]
+    return order[fold::folds].sort().values
+
+
 def split_rows(
-    own: Mapping[str, Tensor], groups: Tensor, validation: float, test: float, seed: int
+    own: Mapping[str, Tensor],
+    groups: Tensor,
+    validation: float,
+    test: float,
+    seed: int,
+    fold: tuple[int, int] | None = None,
 ) -> dict[str, Tensor]:
     """The rows of each part: a source's own parts, and what is missing drawn from its training rows.
 
-    `groups` `[N]` are the classes of all rows. Without a training part, a single part is taken for all there is.
+    `groups` `[N]` are the classes of all rows. Without a training part, a single part is taken for all there is. Of a
+    `fold` `(f, K)` of a cross-validation, that is the test part.
     """
     own = {part: rows for part, rows in own.items() if len(rows)}
     if not own:
@@ -61,7 +80,17 @@ def split_rows(
             raise ValueError(f"there is no training part, only {' and '.join(own)}")
         own = {"train": next(iter(own.values()))}
     pool, parts = own["train"], dict(own)
-    shares = {part: share for part, share in (("test", test), ("validation", validation)) if part not in own}
+    if fold is not None:
+        number, folds = fold
+        if "test" in own:
+            raise ValueError(f"folds={folds} must be left out, since there is a test part already")
+        if folds > len(pool):
+            raise ValueError(f"folds={folds} must be at most the number of rows, {len(pool)}")
+        chosen = fold_rows(groups[pool], folds, number, mixed(seed, 2))
+        rest = torch.ones(len(pool), dtype=torch.bool)
+        rest[chosen] = False
+        parts["test"], pool = pool[chosen], pool[rest]
+    shares = {part: share for part, share in (("test", test), ("validation", validation)) if part not in parts}
     counts = {part: max(1, round(share * len(pool))) for part, share in shares.items()}
     if sum(counts.values()) >= len(pool):
         raise ValueError(f"{len(pool)} rows are too few to take {' and '.join(counts)} from")

@@ -15,7 +15,7 @@ from torch import Tensor
 from multitudes.core.checks import check_choice
 from multitudes.data.features import Feature
 from multitudes.data.kinds import Encoder, Kind, kind_of_inputs
-from multitudes.data.preprocessing import NUMBERS, Preprocessing, edges_of, mean_std
+from multitudes.data.preprocessing import NUMBERS, Preprocessing, layout_of, mean_std
 from multitudes.data.reading import ColumnReading
 
 __all__ = ["Data", "Part"]
@@ -175,18 +175,7 @@ class Data:
         Of a number the edges of at most so many bins of what a network sees, each with about as many training rows; of
         features of zeros and ones how many belong together.
         """
-        seen = self.normalised(self.train.x)
-        found: list[int | list[float]] = []
-        at = 0
-        for feature in self.encoder.features:
-            many = sum(feature.numeric)
-            for place in range(at, at + many):
-                edges = edges_of(seen[:, place], bins)
-                found.append(edges or 1)  # a number that does not vary is as it is
-            at += len(feature.names)
-            if rest := len(feature.names) - many:
-                found.append(rest)
-        return found
+        return layout_of(self.encoder.features, self.normalised(self.train.x), bins)
 
     @property
     def target_mean(self) -> float:

@@ -15,7 +15,7 @@ from multitudes.core.copying import copied
 from multitudes.core.multitude import Multitude
 from multitudes.training.recorder import Recorder
 
-__all__ = ["Method", "Settings", "Training", "by", "collect", "single", "without"]
+__all__ = ["Method", "Settings", "Training", "by", "chosen", "collect", "single", "without"]
 
 Settings = Mapping[str, Any]
 Training = dict[str, Any]
@@ -106,3 +106,10 @@ def collect() -> dict[str, Method]:
     names = [found.name for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
     rows = [row for name in names for row in getattr(importlib.import_module(name), "ROWS", ())]
     return {row.name: row for row in sorted(rows, key=lambda row: (row.place, row.name))}
+
+
+def chosen(methods: Mapping[str, Method], name: str) -> Method:
+    """The method of this name, or an error that lists them."""
+    if name not in methods:
+        raise ValueError(f"method must be one of {', '.join(methods)}, got {name!r}")
+    return methods[name]

@@ -24,8 +24,8 @@ Seed = tuple[int, Tensor, Tensor]
 
 
 def _members(results: Results, method: str) -> list[Seed]:
-    """Of the seeds whose members were kept."""
-    found = [(outcome.seed, outcome.tensors("members", "target")) for outcome in results.of(method)]
+    """Of the seeds whose members were kept, on the same test rows."""
+    found = [(outcome.seed, outcome.tensors("members", "target")) for outcome in results.alike(method)]
     return [(seed, tensors[0], tensors[1]) for seed, tensors in found if tensors is not None]
 
 

@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 from multitudes.report.board import answer, cost, standings
 from multitudes.report.calibration import calibration, intervals
+from multitudes.report.columns_that_matter import important_columns, unsure_rows
 from multitudes.report.function_space import diversity, function_map, loss_landscape
 from multitudes.report.ood import ood
 from multitudes.report.provenance import provenance
@@ -40,6 +41,8 @@ SECTIONS: dict[str, tuple[str, Callable[[Results], dict[str, Any]]]] = {
     "diversity": ("Diversity: do members make different errors?", diversity),
     "map": ("Map of all networks, by their predictions", function_map),
     "landscape": ("The loss between networks", loss_landscape),
+    "matter": ("Columns: which of them matter?", important_columns),
+    "unsure": ("The rows that the best method is least sure of", unsure_rows),
     "images": ("The most uncertain images", uncertain_images),
     "columns": ("How the columns of the data were read", columns_read),
     "provenance": ("How to repeat this study", provenance),

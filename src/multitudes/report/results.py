@@ -81,6 +81,10 @@ class Results:
     about: Mapping[str, Any] = field(default_factory=dict)
     """What is known about the data."""
     landscape: Mapping[str, Any] = field(default_factory=dict)
+    importance: Mapping[str, Any] = field(default_factory=dict)
+    """Which columns matter, where that was measured."""
+    table: Any = None
+    """The `Data`, where they are a table."""
     times: Mapping[str, Any] = field(default_factory=dict)
     """What was timed when all jobs were done."""
 
@@ -119,6 +123,16 @@ class Results:
     def of(self, method: str) -> list[Outcome]:
         """The outcomes of a method, one a seed."""
         return [outcome for outcome in self.outcomes if outcome.method == method]
+
+    @property
+    def folded(self) -> bool:
+        """Whether each outcome of a method has test rows of its own."""
+        return bool(self.about.get("folds"))
+
+    def alike(self, method: str) -> list[Outcome]:
+        """The outcomes of a method on the test rows of the page's data: all, but of folds the first one's."""
+        first = self.about.get("fingerprint")
+        return [each for each in self.of(method) if not self.folded or each.config["data"].get("fingerprint") == first]
 
     def scores(self, method: str, name: str) -> list[float]:
         """A score of a method, or a cost as `costs/name`, for the seeds that have it."""
@@ -169,9 +183,11 @@ def read_results(directory: str | Path) -> Results:
     if about is None or about.get("task") not in ("classification", "regression"):
         what = "it is missing" if about is None else f"it names the task {about.get('task')!r}"
         raise DamagedError(run.about_path, f"{what}; {WRITTEN_AGAIN}")
-    if outcomes[0].config.get("data", {}).get("fingerprint") not in (None, about.get("fingerprint")):
+    if outcomes[0].config.get("data", {}).get("fingerprint") not in (
+        None, about.get("fingerprint"), *(about.get("folds") or ()),
+    ):  # fmt: skip
         raise DamagedError(run.about_path, f"it describes other data than those of the jobs; {WRITTEN_AGAIN}")
-    name, classes, images = _data(run, outcomes[0].config)
+    name, classes, images, table = _data(run, outcomes[0].config)
     return Results(
         name=name,
         task=about["task"],
@@ -180,6 +196,8 @@ def read_results(directory: str | Path) -> Results:
         missing={job.name: job.why_not for job in run.missing},
         classes=classes,
         images=images,
+        table=table,
+        importance=run.read_table("importance.json") or {},
         spec=run.spec,
         spec_text=run.spec_path.read_text(encoding="utf-8"),
         about=about,
@@ -192,8 +210,11 @@ def _outcome(job: Job) -> Outcome:
     return Outcome(job.label, job.seed, job.metrics, job.config or {}, job.directory / "predictions.npz")
 
 
-def _data(run: Run, config: Mapping[str, Any]) -> tuple[str, tuple[str, ...], Any]:
-    """The name of the data, its classes, and its test images, from the run's own file or from the embedded digits."""
+def _data(run: Run, config: Mapping[str, Any]) -> tuple[str, tuple[str, ...], Any, Any]:
+    """The name of the data, its classes, its test images, and all of it where it is a table.
+
+    They are from the run's own file, or the embedded digits.
+    """
     from multitudes import data
 
     source = str(run.spec.get("data", {}).get("source", config.get("data", {}).get("source", "")))
@@ -202,6 +223,6 @@ def _data(run: Run, config: Mapping[str, Any]) -> tuple[str, tuple[str, ...], An
     elif source == "digits":
         read = data.load("digits")
     else:
-        return Path(source).name or "data", (), None
+        return Path(source).name or "data", (), None, None
     images = read.test.x.numpy() if read.kind.pictured(read.shape) else None
-    return read.name, read.classes, images
+    return read.name, read.classes, images, read if read.kind.named else None

@@ -17,7 +17,8 @@ def uncertain_images(results: Results) -> dict[str, Any]:
     """The images of the largest mean entropy, with the class and confidence that each method predicts, of one seed."""
     found = {}
     for at, method in enumerate(results.methods):
-        pair = results.of(method)[0].tensors("probs", "target")
+        outcomes = results.alike(method)
+        pair = outcomes[0].tensors("probs", "target") if outcomes else None
         if pair is not None and results.images is not None and len(pair[0]) == len(results.images):
             found[at] = pair
     if not found:

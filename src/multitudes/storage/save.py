@@ -18,7 +18,7 @@ from multitudes.evaluation.temperature import SCALINGS
 from multitudes.storage.structure import describe, rebuild
 from multitudes.storage.tensors import plain_parts, whole_tensors
 
-__all__ = ["check_path", "load", "save"]
+__all__ = ["check_path", "from_parts", "load", "read_calibration", "save", "to_parts"]
 
 HEADER = "multitudes"
 """The entry of the file's header that holds the structure, as JSON."""
@@ -52,7 +52,13 @@ def save(net: Multitude | Calibrated, path: str | os.PathLike[str]) -> Path:
             "predictions is saved as its network, stream.net"
         )
     path = check_path(path)
-    header: dict[str, Any] = {"format": FORMAT}
+    header, state = to_parts(net)
+    return write_tensors(path, state, HEADER, {"format": FORMAT, **header}, "saving a multitude")
+
+
+def to_parts(net: Multitude | Calibrated) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What a file holds of a multitude: its structure in plain values, and its tensors by name."""
+    header: dict[str, Any] = {}
     fitted: dict[str, Tensor] = {}
     if isinstance(net, Calibrated):
         header["calibration"] = net.calibration.settings
@@ -61,7 +67,7 @@ def save(net: Multitude | Calibrated, path: str | os.PathLike[str]) -> Path:
     header["nodes"], tensors = describe(net)
     header["shapes"] = {name: list(tensor.shape) for name, tensor in tensors.items()}
     state, header["forms"] = plain_parts(tensors | fitted)
-    return write_tensors(path, state, HEADER, header, "saving a multitude")
+    return header, state
 
 
 def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Multitude | Calibrated:
@@ -84,21 +90,23 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Multit
     if header.get("format") not in (FORMAT, UNSEALED):
         raise ValueError(f"{str(path)!r} is of format {header.get('format')}, and this version reads format {FORMAT}")
     try:
-        return _rebuilt(header, tensors, model)
+        return from_parts(header, tensors, model)
     except (LookupError, TypeError, AttributeError, AssertionError, RecursionError) as error:
         raise ValueError(f"{wrong} is damaged: its structure does not fit its tensors; {again}") from error
 
 
-def _rebuilt(
-    header: Mapping[str, Any], tensors: Mapping[str, Tensor], model: nn.Module | None
+def from_parts(
+    header: Mapping[str, Any], tensors: Mapping[str, Tensor], model: nn.Module | None = None
 ) -> Multitude | Calibrated:
+    """The multitude that `to_parts` took apart; `model` is as in `load`."""
     tensors = whole_tensors(tensors, header["forms"])
     _check_shapes(header.get("shapes", {}), tensors)
     net = rebuild(header["nodes"], dict(tensors), model)
     assert isinstance(net, Multitude)
     if "calibration" not in header:
         return net
-    return Calibrated(net, _calibration(header["calibration"], tensors))
+    fitted = {name.removeprefix(CALIBRATION): t for name, t in tensors.items() if name.startswith(CALIBRATION)}
+    return Calibrated(net, read_calibration(header["calibration"], fitted))
 
 
 def _check_shapes(shapes: Mapping[str, list[int]], tensors: Mapping[str, Tensor]) -> None:
@@ -110,9 +118,9 @@ def _check_shapes(shapes: Mapping[str, list[int]], tensors: Mapping[str, Tensor]
             raise ValueError(f"the file is damaged: tensor {name!r} is {got}, and {shape} by its header")
 
 
-def _calibration(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Calibration:
-    fitted = {name.removeprefix(CALIBRATION): t for name, t in tensors.items() if name.startswith(CALIBRATION)}
-    conformal = None
+def read_calibration(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Calibration:
+    """The calibration with these `settings` and `tensors`, as its attributes of these names give them."""
+    fitted, conformal = dict(tensors), None
     if "score" in settings:
         conformal = Conformal(ConformalScore(**settings["score"]), fitted.pop("scores"), fitted.pop("shares"))
     kinds: dict[str, Any] = {kind.__name__: kind for kind in SCALINGS.values()}

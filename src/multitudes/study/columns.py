@@ -209,7 +209,8 @@ def caption(rows: Sequence[Row], tiny: bool = False) -> str:
     Mean over one seed. ★ is the best of a score. Costs are multiples of the single network's.
     """
     counts = sorted({len(row.seeds) for row in rows if not row.baseline})
-    seeds = f"{counts[0]} to {counts[-1]} seeds" if len(counts) > 1 else f"{counts[0]} seeds"
+    unit = "folds" if any(row.folds for row in rows) else "seeds"
+    seeds = f"{counts[0]} to {counts[-1]} {unit}" if len(counts) > 1 else f"{counts[0]} {unit}"
     parts = ["Mean over one seed" if counts[-1] == 1 else f"Mean over {seeds}, ± the standard deviation between them"]
     parts += ["★ is the best of a score", "Costs are multiples of the single network's"]
     if any(column.is_cost and is_vague(value) for row in rows for column in COSTS if (value := column.of(row))):

@@ -1,10 +1,11 @@
-"""What is done when all jobs are: times in turns, baselines, the loss plane; and the answer that all of it gives."""
+"""What is done when all jobs are: times in turns, baselines, the loss plane, which columns matter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from multitudes.study.baselines import measure_baselines
+from multitudes.study.importance import NAME, measure_importance
 from multitudes.study.job_data import data_of
 from multitudes.study.landscape import write_landscape
 from multitudes.study.store import Run
@@ -22,6 +23,7 @@ def measure_all(run: Run, say: Say) -> None:
     _write_times(run, say)
     _write_baselines(run)
     write_landscape(run)
+    _write_importance(run, say)
 
 
 def _write_times(run: Run, say: Say) -> None:
@@ -36,10 +38,27 @@ def _write_times(run: Run, say: Say) -> None:
     run.write_table(run.times_path.name, found or {}, run.timed)
 
 
+def _write_importance(run: Run, say: Say) -> None:
+    """`importance.json`, of tables; where a network cannot be read here, nothing."""
+    if (run.about or {}).get("kind") != "table" or run.read_table(NAME) is not None:
+        return
+    say("Measuring which columns matter")
+    try:
+        found = measure_importance(run)
+    except ValueError as error:
+        say(f"Which columns matter was not measured: {error}")
+        return
+    run.write_table(NAME, found)
+
+
 def _write_baselines(run: Run) -> None:
     """`baselines.json`."""
     if run.baselines is not None:
         return
-    job = run.done[0]
-    data = data_of((job.config or {})["data"], job.directory)
-    run.write_table(run.baselines_path.name, measure_baselines(data), data.fingerprint)
+    first = {str((job.config or {})["data"]): job for job in reversed(run.done)}
+    found = [measure_baselines(data_of((job.config or {})["data"], job.directory)) for job in reversed(first.values())]
+    folds = (run.about or {}).get("folds")
+    if not folds:
+        run.write_table(run.baselines_path.name, found[0], found[0]["fingerprint"])
+    elif [each["fingerprint"] for each in found] == folds:  # all of them have a job done
+        run.write_table(run.baselines_path.name, {"folds": [each["baselines"] for each in found]}, folds)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from multitudes import data as datasets
+from multitudes.core.devices import device_of
 from multitudes.data import Data
 
 __all__ = ["HeldOut", "ScaledBatches", "data_of", "device_of", "inside_run", "precision_on"]
@@ -74,15 +75,6 @@ def inside_run(directory: Path, file: str) -> Path:
     if os.path.commonpath([run, path]) != run:
         raise ValueError(f"the configuration of {str(directory)!r} names {file!r}, a file outside of its run directory")
     return Path(path)
-
-
-def device_of(name: str | None) -> torch.device:
-    """The device of a name; auto, or None, is a GPU where there is one."""
-    if name in (None, "auto"):
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if str(name).startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device={name!r}: there is no GPU here that torch can use")
-    return torch.device(str(name))
 
 
 def precision_on(name: str | None, device: torch.device) -> str:

@@ -58,6 +58,8 @@ def _three(run: Run) -> tuple[dict[str, nn.Module], Trained] | None:
             net = trained.multitude
             if isinstance(net, Members) and net.members > 2 and trained.data.classes:
                 return {f"{job.name}, member {index}": net.member(index) for index in range(3)}, trained
+    if run.folds:
+        return None  # single networks of other rows, and maybe of other features
     alone = [job for job in done.values() if (job.config or {})["method"] == "single"]
     single = [Trained.read(job.directory, "cpu", model_file=run.code) for job in alone[:3]]
     if len(single) < 3 or not single[0].data.classes:

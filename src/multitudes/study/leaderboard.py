@@ -49,15 +49,18 @@ def leaderboard(run: Run, by: str | None = None) -> list[Row]:
     for job in run.done:
         methods.setdefault(job.label, []).append(job)
     times = (run.times or {}).get("methods", {})
+    folds, overlap = run.folds, _overlap(run)
     for label, jobs in methods.items():
         tables = [_numbers(job.metrics) for job in jobs]
         common = [name for name in tables[0] if all(name in table for table in tables)]
         values = {name: Value(tuple(t[name][0] for t in tables), tables[0][name][1]) for name in common}
         values |= {f"costs/{kind}_time_ratio": _time(own) for kind, own in times.get(label, {}).items()}
         method = str((jobs[0].config or {}).get("method", label))
-        rows.append(Row(label, method, tuple(job.seed for job in jobs), values, _Examples(jobs)))
+        seeds = tuple(job.seed for job in jobs)
+        folded: dict[str, Any] = {"folds": seeds, "overlap": overlap} if folds else {}
+        rows.append(Row(label, method, seeds, values, _Examples(jobs, bool(folds)), **folded))
     if rows:
-        rows += _baselines(run)
+        rows += _baselines(run, folds, overlap)
     name = score_to_rank_by(rows, by)
     return sorted(rows, key=lambda row: (math.isnan(row[name]), -better(name).quality(row[name])))
 
@@ -79,22 +82,40 @@ def _time(own: Mapping[str, float]) -> Value:
     return Value((own["ratio"],), low=own["low"], high=own["high"])
 
 
-def _baselines(run: Run) -> list[Row]:
+def _overlap(run: Run) -> float:
+    """How many test rows a fold has for each row that is not tested."""
+    parts = (run.about or {}).get("parts") or {}
+    rest = parts.get("train", 0) + parts.get("validation", 0)
+    return float(parts.get("test", 0) / rest) if run.folds and rest else 0.0
+
+
+def _baselines(run: Run, folds: Sequence[int], overlap: float) -> list[Row]:
     """Of what predicts without a network."""
     np = needed("numpy", "study", "a leaderboard")
+    table = run.baselines or {}
+    tables = table.get("folds") or [table.get("baselines") or {}]
+    folded: dict[str, Any] = {"folds": tuple(folds), "overlap": overlap} if folds else {}
     rows = []
-    for name, own in ((run.baselines or {}).get("baselines") or {}).items():
-        values = {score: Value((value,), own["count"]) for score, value in own["scores"].items()}
-        examples = {score: np.asarray([values], dtype="float64") for score, values in own["rows"].items()}
-        rows.append(Row(name, name, (), values, partial(dict, examples), baseline=True))
+    for name in tables[0]:
+        own = [each[name] for each in tables if name in each]
+        if folds and len(own) != len(folds):
+            continue
+        common = [score for score in own[0]["scores"] if all(score in each["scores"] for each in own)]
+        values = {score: Value(tuple(each["scores"][score] for each in own), own[0]["count"]) for score in common}
+        kept = [score for score in own[0]["rows"] if all(score in each["rows"] for each in own)]
+        examples = {
+            score: np.asarray([[value for each in own for value in each["rows"][score]]], dtype="float64")
+            for score in kept
+        }
+        rows.append(Row(name, name, (), values, partial(dict, examples), baseline=True, **folded))
     return rows
 
 
 class _Examples:
     """Read when it is first used."""
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self.jobs = jobs
+    def __init__(self, jobs: Sequence[Job], folded: bool = False) -> None:
+        self.jobs, self.folded = jobs, folded
 
     def __call__(self) -> Mapping[str, Any]:
         return self._read
@@ -104,6 +125,8 @@ class _Examples:
         np = needed("numpy", "study", "a leaderboard")
         found = [_rows_of(job.predictions) for job in self.jobs]
         common = [name for name in found[0] if all(name in one for one in found)]
+        if self.folded:  # other rows in each: all of them are one long test part
+            return {name: np.concatenate([one[name] for one in found])[None] for name in common}
         return {name: np.stack([one[name] for one in found]) for name in common if _one_length(found, name)}
 
 

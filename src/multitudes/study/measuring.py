@@ -17,9 +17,10 @@ from multitudes.core.multitude import Multitude
 from multitudes.core.predictive import Predictive
 from multitudes.data import Data
 from multitudes.data.splits import spread
-from multitudes.evaluation.calibrate import Calibrated, Calibration, fit_calibration
+from multitudes.evaluation.calibrate import Calibrated, Calibration
 from multitudes.evaluation.conformal import Conformal
 from multitudes.evaluation.evaluate import evaluate
+from multitudes.evaluation.helpful import FEWEST, helpful_scaling, log_scores
 from multitudes.evaluation.predict import predictions
 from multitudes.evaluation.scores import Evaluation, Score, plain_number
 from multitudes.metrics import ECE, MCE, NLL, RMSE, Accuracy, LogDensity, macro_auroc, read_rows
@@ -34,8 +35,6 @@ GROUPS = 64
 """The most groups of members or draws that the scores of a size are taken over."""
 EVALUATION_SEED = 0
 """Of all jobs alike, so that they see the same shifted images."""
-FEWEST = 20
-"""The fewest validation rows that anything is fitted to: of 19, none can tell an interval of 95 %."""
 MOST_CLASSES = 200
 """For which each class is ranked against all others."""
 LEVELS = (*(0.05 * step for step in range(1, 20)), 0.99)
@@ -66,37 +65,14 @@ def calibrated(net: Multitude, data: Data, options: Options) -> Calibrated | Mul
     prepare = lambda x, index: data.preprocess(x)  # noqa: E731
     pairs = [(p.cpu(), y) for p, y in predictions(net, part, False, None, prepare, seed=EVALUATION_SEED)]
     predictive, target = Predictive.concat(p for p, _ in pairs), torch.cat([y for _, y in pairs if y is not None])
-    scaled = _improves(predictive, target, net.members)
-    if data.classes and not scaled:
+    fitted = helpful_scaling(predictive, target, net.members, EVALUATION_SEED)
+    if data.classes and fitted is None:
         return net
-    fitted = Calibration(predictive.task, None, None)
-    if scaled:
-        fitted = fit_calibration(predictive, target, members=net.members, conformal=None, seed=EVALUATION_SEED)
+    fitted = fitted or Calibration(predictive.task, None, None)
     if not data.classes:
         fitted = replace(fitted, conformal=Conformal.fit(fitted(predictive), target))
     device = next((parameter.device for parameter in net.parameters()), torch.device("cpu"))
     return Calibrated(net, fitted.to(device))
-
-
-def _improves(predictive: Predictive, target: Tensor, members: int) -> bool:
-    """Whether a scaling that is fitted to half of the rows improves the score of the other half, and back."""
-    order = torch.randperm(len(target), generator=torch.Generator().manual_seed(EVALUATION_SEED))
-    halves = order.tensor_split(2)
-    gains = []
-    for fitted_to, other in (halves, halves[::-1]):
-        fitted = fit_calibration(predictive[fitted_to], target[fitted_to], members=members, conformal=None)
-        rest = predictive[other]
-        gains.append(_log_scores(fitted(rest), target[other]) - _log_scores(rest, target[other]))
-    gain = torch.cat(gains)
-    doubt = gain.std() / len(gain) ** 0.5 if predictive.task == "classification" else 0.0
-    return bool(gain.mean() > doubt)
-
-
-def _log_scores(predictive: Predictive, target: Tensor) -> Tensor:
-    """The log probability, or density, of each target, `[N]`."""
-    if predictive.task == "classification":
-        return predictive.log_probs.gather(1, target[:, None])[:, 0].double()
-    return read_forecasts(predictive, target).log_density.double()
 
 
 # -- scores ------------------------------------------------------------------------------------------------
@@ -186,7 +162,7 @@ class _Predictions:
         if data.classes:
             hit = torch.nn.functional.one_hot(target, len(data.classes))
             yield "probs", part.probs.float()
-            yield "rows/nll", -_log_scores(part, target).float()
+            yield "rows/nll", -log_scores(part, target).float()
             yield "rows/accuracy", (part.label == target).float()
             yield "rows/brier", (part.probs - hit).square().sum(1).float()
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from multitudes.data.kinds import kind_of_shape
-from multitudes.methods.registry import Method, collect
+from multitudes.methods.registry import Method, chosen, collect
 
 __all__ = ["METHODS", "Method", "method_of", "methods_for", "unfit"]
 
@@ -13,9 +13,7 @@ METHODS = collect()
 
 def method_of(name: str) -> Method:
     """The method of this name, or an error that lists them."""
-    if name not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {name!r}")
-    return METHODS[name]
+    return chosen(METHODS, name)
 
 
 def unfit(method: Method, shape: tuple[int, ...]) -> str | None:

@@ -5,6 +5,11 @@ differ by chance as well: each method's seeds add `variance / seeds`. Two or thr
 variance, so it is moderated by that of the methods in the middle, as if that came from `PRIOR` further seeds (after
 Smyth, *Linear Models and Empirical Bayes Methods*, 2004). The sum of all parts has the degrees of freedom of
 Satterthwaite. With one seed the rows are all that is known.
+
+In a cross-validation each fold has test rows and a seed of its own, the same for both methods: folds are compared in
+pairs. Trainings of K folds share most of their rows, so that the variance of the mean difference is that of the folds'
+differences times `1 / K + test rows / training rows`, with K - 1 degrees of freedom (Nadeau & Bengio, *Inference for
+the Generalization Error*, 2003).
 """
 
 from __future__ import annotations
@@ -78,12 +83,23 @@ class Comparison:
         mean = ours - theirs
         if not math.isfinite(mean):
             return None
+        if a.folds and b.folds:
+            return self._over_folds(a, b)
         parts = [part for part in (self._of_rows(a, b), self._of_seeds(a), self._of_seeds(b)) if part is not None]
         if not parts:
             return None
         total = math.fsum(variance for variance, _ in parts)
         squares = math.fsum(variance**2 / freedom for variance, freedom in parts)
         return Difference(mean, math.sqrt(total), total**2 / squares if squares else 1.0)
+
+    def _over_folds(self, a: Row, b: Row) -> Difference | None:
+        """Of the folds that both have; None of fewer than two."""
+        ours, theirs = (dict(zip(row.folds, row.values[self.name].values, strict=True)) for row in (a, b))
+        each = [ours[fold] - theirs[fold] for fold in ours if fold in theirs]
+        if len(each) < 2:
+            return None
+        factor = 1 / len(each) + max(a.overlap, b.overlap)
+        return Difference(statistics.fmean(each), math.sqrt(statistics.variance(each) * factor), len(each) - 1.0)
 
     def _of_seeds(self, row: Row) -> tuple[float, float] | None:
         """The variance of a method's mean over its seeds, and its degrees of freedom; what has no seeds has none."""

@@ -55,7 +55,7 @@ def prepare(spec: Spec, out: str | Path, *, rerun_stale: bool = False, say: Call
     _check_folders(run, spec)
     if spec.model.file is not None:
         say(f"The network is {spec.model.name} of {spec.model.file} (SHA-256 {file_digest(spec.model.file)[:16]}...)")
-    data, about = _data(spec, run, say)
+    parts, about = _data(spec, run, say)
     spec = spec.resolved(tuple(about["shape"]), about["task"], about["parts"]["train"])
     configs = planned(spec, about)
     stale = stale_jobs(run, configs)
@@ -66,7 +66,7 @@ def prepare(spec: Spec, out: str | Path, *, rerun_stale: bool = False, say: Call
     with run.locked():
         run.clean()
         _remove_damaged(run, configs, say)
-        _write_data(run, data, about, embedded=spec.data.embedded)
+        _write_data(run, parts, about, embedded=spec.data.embedded)
         if spec.model.file is not None:
             write_atomically(run.directory / _copy_name(spec.model.file), Path(spec.model.file).read_bytes())
         for name, config in configs.items():
@@ -116,20 +116,22 @@ def _config(job: Job) -> Config | None:
 # -- data --------------------------------------------------------------------------------------------------
 
 
-def _data(spec: Spec, run: Run, say: Callable[[str], None]) -> tuple[Data | None, dict[str, Any]]:
-    """The data, or None where they have been prepared, and what `data.json` says about them."""
+def _data(spec: Spec, run: Run, say: Callable[[str], None]) -> tuple[list[Data], dict[str, Any]]:
+    """The data of each fold, or none where they have been prepared, and what `data.json` says about them."""
     request = json.loads(json.dumps({**spec.data.model_dump(), "files": _stamps([spec.data.source, *spec.data.ood])}))
     about = _about(run, spec.data.embedded, say)
     if about is not None and about.get("request") == request:
-        return None, about
+        return [], about
     say(f"Preparing {spec.data.source}")
     options = spec.data.model_dump()
-    size = options.pop("size")
+    source, size = options.pop("source"), options.pop("size")
+    options["size"] = None if size is None else tuple(size)
     try:
-        data = load(options.pop("source"), size=None if size is None else tuple(size), **options)
+        every = [load(source, **{**options, "fold": fold}) for fold in range(spec.data.folds or 0)]
+        data = every[0] if every else load(source, **options)
     except ValueError as error:
         raise spec.error([(("data", _named(error, type(spec.data).model_fields) or "source"), str(error))]) from error
-    return data, {
+    return every or [data], {
         "request": request,
         "name": data.name,
         "kind": data.kind.name,
@@ -142,6 +144,7 @@ def _data(spec: Spec, run: Run, say: Callable[[str], None]) -> tuple[Data | None
         "columns": [each.plain() for each in data.reading],
         "classes": _counts(data),
         "fingerprint": data.fingerprint,
+        "folds": [each.fingerprint for each in every],
     }
 
 
@@ -176,7 +179,8 @@ def _about(run: Run, embedded: bool, say: Callable[[str], None]) -> dict[str, An
         about = run.about
         if about is None or embedded:
             return about
-        if check_seal(run.data_path) == about.get("data"):
+        seals = [about["data"]] if isinstance(about.get("data"), str) else about.get("data") or [None]
+        if all(check_seal(run.fold_path(fold)) == seal for fold, seal in enumerate(seals)):
             return about
         say(f"{str(run.data_path)!r} is not the file that data.json describes")
     except DamagedError as error:
@@ -184,12 +188,15 @@ def _about(run: Run, embedded: bool, say: Callable[[str], None]) -> dict[str, An
     return None
 
 
-def _write_data(run: Run, data: Data | None, about: dict[str, Any], embedded: bool) -> None:
-    if data is None:
+def _write_data(run: Run, parts: list[Data], about: dict[str, Any], embedded: bool) -> None:
+    if not parts:
         return
     run.directory.mkdir(parents=True, exist_ok=True)
     run.about_path.unlink(missing_ok=True)  # it must never describe other data than those beside it
-    write_json(run.about_path, about if embedded else {**about, "data": check_seal(save(data, run.data_path))})
+    if not embedded:
+        seals = [check_seal(save(data, run.fold_path(fold))) for fold, data in enumerate(parts)]
+        about = {**about, "data": seals if about["folds"] else seals[0]}
+    write_json(run.about_path, about)
 
 
 # -- configurations ----------------------------------------------------------------------------------------
@@ -198,9 +205,7 @@ def _write_data(run: Run, data: Data | None, about: dict[str, Any], embedded: bo
 def planned(spec: Spec, about: Mapping[str, Any]) -> dict[str, Config]:
     """The configuration of each job, by its name; `about` describes the data (`Run.about`)."""
     spec = spec.resolved(tuple(about["shape"]), about["task"], about["parts"]["train"])
-    data = {"file": "../../data.mtdata", "fingerprint": about["fingerprint"]}
     common = {
-        "data": {"source": spec.data.source} if spec.data.embedded else data,
         "model": _model(spec),
         "training": _training(spec),
         "evaluation": spec.evaluation.model_dump(),
@@ -212,11 +217,21 @@ def planned(spec: Spec, about: Mapping[str, Any]) -> dict[str, Config]:
             "method": each.method,
             "settings": dict(each.settings),
             "seed": seed,
+            "data": _place(spec, about, fold),
             **common,
         }
         for label, each in spec.methods.items()
-        for seed in spec.seeds
+        for fold, seed in enumerate(spec.seeds)
     }
+
+
+def _place(spec: Spec, about: Mapping[str, Any], fold: int) -> Config:
+    """Where a job finds its data: those of the fold of this number, where there are folds."""
+    if spec.data.embedded:
+        return {"source": spec.data.source}
+    if about.get("folds") and fold:
+        return {"file": f"../../data-{fold}.mtdata", "fingerprint": about["folds"][fold]}
+    return {"file": "../../data.mtdata", "fingerprint": about["fingerprint"]}
 
 
 def _model(spec: Spec) -> Config:

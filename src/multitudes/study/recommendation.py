@@ -157,7 +157,7 @@ class _Answer:
         words = words[:1].upper() + words[1:]
         scores = f"{self.title} {self.told(rival)}, where {top.name}, the best of the networks, has {self.told(top)}"
         if gain is None or not gain.sure():
-            return f"{words} is as good here: {scores}, which may be chance."
+            return f"{words} is as good here: {scores}; the difference may be chance."
         return f"{words} is better here: {scores}, which is surely worse by {self.amount(gain.at_least())} or more."
 
     @property
@@ -199,9 +199,8 @@ class _Answer:
         return f"{self.too_few()} to tell whether any method is better than {alone}: {unseen}."
 
     def doubt(self) -> str:
-        return (
-            f"; as the best of {plural(len(self.others), 'method')} that may still be chance, and more seeds can tell"
-        )
+        among = plural(len(self.others), "method")
+        return f"; as the best of {among} that may still be chance, and more {self.unit}s can tell"
 
     @property
     def title(self) -> str:
@@ -220,7 +219,7 @@ class _Answer:
 
     def too_few(self) -> str:
         """What there is too little of."""
-        seeds = f" or seeds ({self.seeds[0]})" if self.seeds[0] > 1 else ""
+        seeds = f" or {self.unit}s ({self.seeds[0]})" if self.seeds[0] > 1 else ""
         return f"Too few test rows ({self.test_rows:,}){seeds}"
 
     @property
@@ -229,8 +228,15 @@ class _Answer:
         return sorted({len(row.seeds) for row in self.methods})
 
     @property
+    def unit(self) -> str:
+        """What a method was trained several times for."""
+        return "fold" if any(row.folds for row in self.methods) else "seed"
+
+    @property
     def test_rows(self) -> int:
-        return max((row.values[self.name].count for row in self.methods), default=0)
+        """Of all folds, where there are any."""
+        counts = ((row.values[self.name].count, max(1, len(row.folds))) for row in self.methods)
+        return max((count * folds for count, folds in counts), default=0)
 
     def paid(self, row: Row) -> str:
         """What a method costs: its price, and its training."""
@@ -294,7 +300,8 @@ class _Answer:
         verb = "" if len(names) > 3 else (" are" if len(names) > 1 else " is")
         known = all(self.comparison.difference(row, top) for row in self.methods if row is not top)
         beside = f"; {others}{verb} level with it" if names else ", ahead of all others" if known else ""
-        seeds = plural(self.seeds[0], "seed") if len(self.seeds) == 1 else f"{self.seeds[0]} to {self.seeds[-1]} seeds"
+        few, many = self.seeds[0], self.seeds[-1]
+        seeds = plural(few, self.unit) if few == many else f"{few} to {many} {self.unit}s"
         alone = "; a second training of each may differ by more" if self.seeds[-1] == 1 else ""
         return (
             f"By {self.title} {top.name} is the best ({self.told(top)}){beside}.",

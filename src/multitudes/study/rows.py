@@ -69,6 +69,10 @@ class Row:
     """What each test row adds to a score, `[seeds, N]` by name."""
     baseline: bool = False
     """Whether it predicts without a network."""
+    folds: tuple[int, ...] = ()
+    """Of a cross-validation, which fold each value is of; none where all are of the same test rows."""
+    overlap: float = 0.0
+    """Of a cross-validation, how many test rows there are for each training row."""
 
     def __getitem__(self, name: str) -> float:
         """The mean of a score or cost; NaN where there is none."""

@@ -116,6 +116,9 @@ class DataSection(Section):
         "quantile", "How a network sees the numbers of a table: as normal scores, or standardised."
     )
     fold: Annotated[int, Field(ge=0)] = option(0, "Which split of a .npz file.", min=0)
+    folds: Annotated[int, Field(ge=2, le=100)] | None = option(
+        None, "Cross-validate: every row is tested once, and each method is trained once for each fold.", min=2
+    )
     size: Annotated[list[Count], BeforeValidator(_sides), Field(min_length=2, max_length=2)] | None = option(
         None, "Resize images to this many pixels.", int, min=1
     )

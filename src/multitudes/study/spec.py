@@ -108,6 +108,8 @@ class Spec(Section):
     @classmethod
     def _checked(cls, raw: dict[str, Any], base: Path, source: TomlText | None) -> Self:
         methods, problems = _read_methods(raw.get("methods"))
+        raw, faults = _with_folds(raw)
+        problems += faults
         problems += _read_model(raw.get("model"), base)
         try:
             spec = cls.model_validate({**raw, "methods": methods})
@@ -238,6 +240,21 @@ def _merged(raw: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any
             place = merged.setdefault(owners[0], {}) if owners and name not in ("source", "seed") else merged
             place[name] = [str(each) for each in value] if name == "ood" else value
     return merged
+
+
+def _with_folds(raw: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Place, str]]]:
+    """With a seed for each fold of a cross-validation, and what is wrong with the folds."""
+    data = raw["data"] if isinstance(raw.get("data"), dict) else {}
+    folds = data.get("folds")
+    if type(folds) is not int or folds < 2:
+        return raw, []
+    if data.get("fold"):
+        return raw, [(("data", "fold"), f"data.fold must be left out with data.folds={folds}, got {data['fold']!r}")]
+    seeds = raw.get("seeds", list(range(folds)))
+    if seeds != folds and not (isinstance(seeds, list) and len(seeds) == folds):
+        rule = f"seeds must be left out with data.folds={folds}, since each fold has one seed"
+        return raw, [(("seeds",), f"{rule}, got {seeds!r}")]
+    return {**raw, "seeds": seeds}, []
 
 
 def _read_methods(raw: Any) -> tuple[Any, list[tuple[Place, str]]]:

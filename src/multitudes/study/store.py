@@ -1,10 +1,13 @@
 """The run directory of a study: its files, and what is in them.
 
     study.toml           the specification, with every default filled in
-    data.mtdata          the prepared data, unless they come with the package
+    data.mtdata          the prepared data, unless they come with the package; of a cross-validation those of its first
+                         fold, and data-1.mtdata, ... those of the others: the seeds of the study, in their order, are
+                         those of the folds, so that METHOD-SEED is a method on a fold
     data.json            a description of the data: fingerprint, kind, task and shape
     costs.json           how long predicting and training take, measured when all jobs are done
     baselines.json       what predicts without a network, and how well
+    importance.json      which columns of a table matter
     jobs/METHOD-SEED/    config.json, log.jsonl, model.safetensors, predictions.npz and, last, metrics.json
     report.html
 
@@ -182,6 +185,17 @@ class Run:
         self.baselines_path = self.directory / "baselines.json"
         self.report_path = self.directory / "report.html"
 
+    def fold_path(self, fold: int) -> Path:
+        """The prepared data of a fold; those of the first are the data of a run without folds."""
+        return self.data_path if fold == 0 else self.directory / f"data-{fold}.mtdata"
+
+    @property
+    def folds(self) -> list[int]:
+        """The seeds of a cross-validation, one for each fold, in their order; none where there are no folds."""
+        spec = self.spec
+        data = spec.get("data")
+        return list(spec["seeds"]) if isinstance(data, dict) and data.get("folds") else []
+
     def job(self, label: str, seed: int) -> Job:
         """The job of a method, by the study's name of it, and a seed; it need not exist yet."""
         return self.named(f"{label}-{seed}")
@@ -262,7 +276,8 @@ class Run:
     @property
     def baselines(self) -> dict[str, Any] | None:
         """What predicts without a network, and how well (`baselines.py`); None before that was measured."""
-        return self.read_table(self.baselines_path.name, (self.about or {}).get("fingerprint", ""))
+        about = self.about or {}
+        return self.read_table(self.baselines_path.name, about.get("folds") or about.get("fingerprint", ""))
 
     @property
     def jobs(self) -> list[Job]:

@@ -112,7 +112,8 @@ def _assignments(jobs: list[Job]) -> dict[str, Assignment]:
     found: dict[str, Assignment] = {}
     for job in jobs:
         if job.label not in found:
-            data = next((one.data for one in found.values()), None)
+            place = (job.config or {}).get("data")
+            data = next((one.data for one in found.values() if one.config["data"] == place), None)
             found[job.label] = Assignment.read(job.directory, data=data)
     return found
 

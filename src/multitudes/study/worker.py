@@ -21,6 +21,7 @@ from multitudes.core.files import DamagedError, open_own, sealing
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import seeded
 from multitudes.evaluation.scores import plain_number
+from multitudes.methods.recording import Recording
 from multitudes.storage.save import save
 from multitudes.study import costs
 from multitudes.study.assignment import Assignment
@@ -107,18 +108,6 @@ def _costs(job: Assignment, net: Multitude, single: Multitude, memory: tuple[int
 # -- training ----------------------------------------------------------------------------------------------
 
 
-class _Record:
-    """Records the network after the steps at which it is due, and each of them once, also where training resumes."""
-
-    def __init__(self, recorder: Recorder, times: list[int]) -> None:
-        self.recorder, self.times = recorder, times
-
-    def __call__(self, progress: Progress) -> None:
-        due = not progress.epoch_ended and progress.step in self.times
-        if due and self.recorder.count <= self.times.index(progress.step):
-            self.recorder.record()
-
-
 def _resumed(job: Assignment, net: Multitude, times: list[int], log: _Log) -> Recorder | None:
     """The recorder of a job, where it records; a checkpoint or recording that is damaged is removed."""
     recording = job.directory / "recording"
@@ -158,7 +147,7 @@ def _trained(job: Assignment, net: Multitude, log: _Log) -> tuple[Multitude, lis
                 "epoch", epoch=progress.epoch, epochs=progress.epochs, loss=plain_number(progress.loss), seconds=seconds
             )
 
-    callbacks = (tell,) if recorder is None else (_Record(recorder, times), tell)
+    callbacks = (tell,) if recorder is None else (Recording(recorder, times), tell)
     history = fit(
         net, loader, **arguments, **job.whole_training(times), callbacks=callbacks, checkpoint=job.checkpoint,
         checkpoint_of=job.identity, seed=job.seed, progress=False, accelerator=job.accelerator,

@@ -1,0 +1,329 @@
+"""What the page says about tables: our estimators beside gradient boosting, a random forest and the package of TabM."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from recipes.report.raw import MISSING, Claim, Raw, Section, number, table
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+NAMES = {
+    "energy": "energy",
+    "concrete": "concrete",
+    "wine-red": "wine-quality-red",
+    "power": "power-plant",
+    "kin8nm": "kin8nm",
+    "protein": "protein",
+    "diabetes": "diabetes",
+    "breast-cancer": "breast cancer",
+    "wine": "wine",
+    "iris": "iris",
+    "digits": "digits",
+}
+METHODS = {
+    "tabm": "tabm",
+    "packed": "packed",
+    "deep": "deep ensemble",
+    "single": "single",
+    "boosting": "HistGradientBoosting",
+    "forest": "RandomForest (300)",
+    "package": "`tabm` package",
+    "linear": "linear",
+    "constant": "constant",
+}
+OURS, TREES, PLAIN = "tabm", ("boosting", "forest"), ("constant", "linear", "boosting")
+"""What the claims are about; what it must not fall behind; and what its log density is compared with."""
+WITH_INTERVALS = ("tabm", "packed", "deep", "single", "boosting", "forest", "package")
+DIGITS = {"kin8nm": 4, "wine-red": 3, "energy": 3, "diabetes": 1}
+"""Decimals of errors, where two are too few or too many."""
+REACH, FARTHEST, LEAST, MOST = 8, 0.1, 0.88, 0.92
+"""On how many tables not behind, by which share at most on the others, and how often intervals may hold the target."""
+
+Scores = Mapping[str, Sequence[float]]
+
+
+def section(raw: Raw) -> Section:
+    """Errors, log densities, scores and intervals of all methods on all tables, and the verdicts."""
+    measured = [name for name in NAMES if scores_of(raw, name, OURS)]
+    parts = [
+        INTRODUCTION,
+        sizes(raw, measured),
+        "**Test RMSE in the target's units, or accuracy in %: mean ± standard error over splits**, and the verdict on "
+        "tabm against the better tree model, on the same splits",
+        beside(raw, measured, main_score, [*METHODS][:-1], verdicts=True),
+        "![Errors over those of the better tree model](tables/relative.svg)" if measured else "",
+        "**Negative log density of test targets, or log probability of classes; lower is better**",
+        beside(raw, measured, lambda name: "nll", METHODS),
+        "**CRPS, or Brier score of classes; lower is better**",
+        beside(raw, measured, lambda name: "crps" if is_regression(raw, name) else "brier", METHODS),
+        "**How often 90 % intervals hold the target, and how wide they are** (of classes: sets, and how many classes "
+        "they hold)",
+        intervals(raw, measured),
+        "**Seconds to train and predict, one split**",
+        beside(raw, measured, lambda name: "seconds", [*METHODS][:-2], error=False),
+        SECONDS,
+    ]
+    figures = {"relative": relative(raw, measured)} if measured else {}
+    text = "\n\n".join(part for part in parts if part)
+    return Section("Tables: beside gradient boosting", text, claims(raw, measured), figures)
+
+
+INTRODUCTION = """\
+Not of a paper: what our estimators (`multitudes.sklearn`) are worth beside what one would pick instead for a table. All
+have default settings and the same rows; five splits of each table. tabm is BatchEnsemble on a perceptron with embedded
+numbers (Gorishniy et al., 2025), the others are the same network by other methods. Ours hold 15 % of the training rows
+out, are stopped by their score of these and calibrated on them. Trees and linear models learn from all training rows;
+their deviation is that of errors on rows that they have not seen (held out, or out of bag), which gives them densities
+and conformal intervals. The `tabm` package is trained as in its authors' example, with the batch sizes of their paper,
+and stopped on as many held-out rows. wine-quality-red has many rows twice, in training and test part, which trees
+remember."""
+
+SECONDS = """\
+Seconds are of a shared machine: networks on one GPU that up to fifteen others use at the same time, the others on one
+core. [Benchmarks](../benchmarks/README.md) have times of steps that were measured alone."""
+
+
+# -- numbers -----------------------------------------------------------------------------------------------
+
+
+def scores_of(raw: Raw, name: str, method: str) -> Scores | None:
+    """The scores of a piece, lists of one number a split; None where it was not done."""
+    result = raw[f"{name}-{method}"]
+    return None if result is None else result["scores"]
+
+
+def is_regression(raw: Raw, name: str) -> bool:
+    """Whether the table has numbers as targets."""
+    scores = scores_of(raw, name, OURS)
+    return scores is not None and "rmse" in scores
+
+
+def main_score(name: str) -> str:
+    """By what a table is judged."""
+    return "accuracy" if name in ("breast-cancer", "wine", "iris", "digits") else "rmse"
+
+
+def losses(raw: Raw, name: str, method: str, what: str | None = None) -> list[float] | None:
+    """A score of each split, turned so that lower is better; by default the one that the table is judged by."""
+    scores, what = scores_of(raw, name, method), what or main_score(name)
+    if scores is None or what not in scores:
+        return None
+    return [-value if what == "accuracy" else value for value in scores[what]]
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean; 0 of a single value.
+
+    >>> standard_error([1.0, 3.0])
+    1.0
+    """
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+def compared(ours: Sequence[float], others: Sequence[float]) -> tuple[int, float]:
+    """-1 where ours is lower than the other on the same splits, 1 where it is higher, 0 within two standard errors; and
+    by which share of the other's mean it is higher.
+
+    >>> compared([1.0, 1.1, 0.9], [2.0, 2.1, 1.9])
+    (-1, -0.5)
+    """
+    differences = [a - b for a, b in zip(ours, others, strict=True)]
+    mean, doubt = statistics.fmean(differences), 2 * standard_error(differences)
+    way = 0 if abs(mean) <= doubt else (-1 if mean < 0 else 1)
+    return way, mean / abs(statistics.fmean(others))
+
+
+def better_tree(raw: Raw, name: str) -> str | None:
+    """The tree model with the lower mean error; None where one was not measured."""
+    found = {tree: losses(raw, name, tree) for tree in TREES}
+    known = {tree: statistics.fmean(values) for tree, values in found.items() if values}
+    return min(known, key=known.__getitem__) if len(known) == len(TREES) else None
+
+
+def against_trees(raw: Raw, name: str) -> tuple[int, float] | None:
+    """How tabm compares with the better tree model."""
+    tree, ours = better_tree(raw, name), losses(raw, name, OURS)
+    others = None if tree is None else losses(raw, name, tree)
+    return None if ours is None or others is None else compared(ours, others)
+
+
+# -- tables ------------------------------------------------------------------------------------------------
+
+
+def sizes(raw: Raw, measured: Sequence[str]) -> str:
+    """Rows, features and classes of each table."""
+    rows = []
+    for name in measured:
+        result = raw[f"{name}-{OURS}"]
+        train, test = result["rows"]
+        classes = str(result["classes"]) if result["classes"] else MISSING
+        splits = str(len(result["scores"]["seconds"]))
+        rows.append([NAMES[name], str(train), str(test), str(result["features"]), classes, splits])
+    smoke = any(raw.pieces[f"{name}-{OURS}"]["scale"] == "smoke" for name in measured)
+    note = "**This is the smoke scale, which only shows that the recipe runs.**\n\n" if smoke else ""
+    return note + table(["table", "training rows", "test rows", "features", "classes", "splits"], rows)
+
+
+def beside(
+    raw: Raw,
+    measured: Sequence[str],
+    what: Callable[[str], str],
+    methods: Sequence[str] | Mapping[str, str],
+    verdicts: bool = False,
+    error: bool = True,
+) -> str:
+    """A score of all methods on all tables."""
+    rows = []
+    for name in measured:
+        row = [NAMES[name]]
+        for method in methods:
+            scores = scores_of(raw, name, method) or {}
+            row.append(spread_of(scores.get(what(name)), what(name), name, error))
+        rows.append([*row, verdict(against_trees(raw, name))] if verdicts else row)
+    header = ["table", *(METHODS[method] for method in methods)]
+    return table([*header, "tabm is"] if verdicts else header, rows)
+
+
+def spread_of(values: Sequence[float] | None, what: str, name: str, error: bool = True) -> str:
+    """The mean over splits, and its standard error."""
+    if not values:
+        return MISSING
+    scale = 100 if what == "accuracy" else 1
+    digits = {"accuracy": 1, "seconds": 1, "nll": 3, "crps": DIGITS.get(name, 3)}.get(what, DIGITS.get(name, 2))
+    digits = 3 if what == "brier" else digits
+    mean = number(scale * statistics.fmean(values), digits)
+    return f"{mean} ± {number(scale * standard_error(values), digits)}" if error and len(values) > 1 else mean
+
+
+def verdict(found: tuple[int, float] | None) -> str:
+    """In words.
+
+    >>> verdict((1, 0.052)), verdict((0, -0.01)), verdict((-1, -0.2))
+    ('behind by 5.2 %', 'level (1.0 % ahead)', 'ahead by 20.0 %')
+    """
+    if found is None:
+        return MISSING
+    way, share = found
+    amount = f"{100 * abs(share):.1f} %"
+    if way:
+        return f"{'ahead' if way < 0 else 'behind'} by {amount}"
+    return f"level ({amount} {'ahead' if share <= 0 else 'behind'})"
+
+
+def intervals(raw: Raw, measured: Sequence[str]) -> str:
+    """Coverage in percent, and the mean width."""
+    rows = []
+    for name in measured:
+        row = [NAMES[name]]
+        for method in WITH_INTERVALS:
+            scores = scores_of(raw, name, method) or {}
+            covered, width = (scores.get(each) for each in ("coverage", "width"))
+            if not covered or not width:
+                row.append(MISSING)
+                continue
+            digits = DIGITS.get(name, 2)
+            row.append(f"{100 * statistics.fmean(covered):.1f} % ({number(statistics.fmean(width), digits)})")
+        rows.append(row)
+    return table(["table", *(METHODS[method] for method in WITH_INTERVALS)], rows)
+
+
+def relative(raw: Raw, measured: Sequence[str]) -> Figure:
+    """Errors over those of the better tree model: RMSE, or the share of accuracy that is missing."""
+    from multitudes.landscape.figures import COLOURS, figure, graph_objects
+
+    fig = figure("Errors over those of the better tree model", "", "RMSE or accuracy lost, relative")
+    for colour, method in zip(COLOURS, ("tabm", "packed", "deep", "package"), strict=False):
+        points = {}
+        for name in measured:
+            ours, tree = losses(raw, name, method), better_tree(raw, name)
+            others = None if tree is None else losses(raw, name, tree)
+            if ours and others:
+                points[NAMES[name]] = 1 + compared(ours, others)[1]
+        marker = {"color": colour, "size": 9}
+        x, y = list(points), list(points.values())
+        fig.add_trace(graph_objects().Scatter(x=x, y=y, mode="markers", name=METHODS[method], marker=marker))
+    fig.add_hline(y=1, line={"color": "grey", "width": 1})
+    return fig
+
+
+# -- claims ------------------------------------------------------------------------------------------------
+
+
+def claims(raw: Raw, measured: Sequence[str]) -> list[Claim]:
+    """What these tables shall show; measured where all eleven are, at full scale."""
+    full = all(piece["scale"] == "full" for piece in raw.pieces.values())
+    complete = full and len(measured) == len(NAMES)
+    found = {name: against_trees(raw, name) for name in measured}
+    known = {name: each for name, each in found.items() if each is not None}
+    fine = [name for name, (way, _) in known.items() if way <= 0]
+    behind = {name: share for name, (way, share) in known.items() if way > 0}
+    all_known = complete and len(known) == len(NAMES)
+    return [
+        Claim(
+            f"tabm is ahead of the better of HistGradientBoosting and RandomForest, or level with it, on at least "
+            f"{REACH} of the eleven tables.",
+            len(fine) >= REACH if all_known else None,
+            f"{len(fine)} of {len(known)}",
+        ),
+        Claim(
+            f"On no table is tabm more than {FARTHEST:.0%} behind it.".replace("%", " %"),
+            max(behind.values(), default=0.0) <= FARTHEST if all_known else None,
+            ", ".join(f"{NAMES[name]} {verdict((1, share))}" for name, share in behind.items()) or "behind on none",
+        ),
+        _beside_package(raw, measured, complete),
+        _coverage(raw, measured, complete),
+        _densities(raw, measured, complete),
+    ]
+
+
+def _beside_package(raw: Raw, measured: Sequence[str], complete: bool) -> Claim:
+    shares: list[float] = []
+    for name in measured:
+        ours, others = losses(raw, name, OURS), losses(raw, name, "package")
+        if ours and others:
+            shares += [(a - b) / abs(b) for a, b in zip(ours, others, strict=True)]
+    mean = statistics.fmean(shares) if shares else 0.0
+    doubt = 2 * standard_error(shares) if shares else 0.0
+    every = complete and all(losses(raw, name, "package") for name in NAMES)
+    return Claim(
+        "tabm is level with the `tabm` package on average over all tables and splits, or ahead of it.",
+        mean <= doubt if every else None,
+        f"errors {abs(mean):.1%} {'lower' if mean <= 0 else 'higher'} ± {doubt:.1%}".replace("%", " %"),
+    )
+
+
+def _coverage(raw: Raw, measured: Sequence[str], complete: bool) -> Claim:
+    found = {}
+    for name in measured:
+        scores = scores_of(raw, name, OURS)
+        if scores is not None and is_regression(raw, name):
+            found[name] = statistics.fmean(scores["coverage"])
+    mean = statistics.fmean(found.values()) if found else 0.0
+    told = ", ".join(f"{NAMES[name]} {100 * value:.1f}" for name, value in found.items())
+    return Claim(
+        f"90 % intervals of tabm hold {100 * LEAST:.0f} to {100 * MOST:.0f} % of the targets, on average over tables.",
+        LEAST <= mean <= MOST if complete else None,
+        f"{100 * mean:.1f} %: {told}",
+    )
+
+
+def _densities(raw: Raw, measured: Sequence[str], complete: bool) -> Claim:
+    behind, known = [], 0
+    for name in measured:
+        for other in PLAIN:
+            ours, others = losses(raw, name, OURS, "nll"), losses(raw, name, other, "nll")
+            if ours and others:
+                known += 1
+                way, _ = compared(ours, others)
+                behind += [f"{METHODS[other]} on {NAMES[name]}"] if way > 0 else []
+    return Claim(
+        "tabm's log density, or log probability of classes, is at least that of a constant, of a linear model and of "
+        "HistGradientBoosting on every table, within two standard errors.",
+        not behind if complete and known == len(NAMES) * len(PLAIN) else None,
+        f"behind {', '.join(behind)}" if behind else f"behind none of {known}",
+    )

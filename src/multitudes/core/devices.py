@@ -1,0 +1,24 @@
+"""The device that a name stands for."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["device_of"]
+
+
+def device_of(name: str | torch.device | None) -> torch.device:
+    """The device of a name; auto, or None, is a GPU where there is one.
+
+    >>> device_of("cpu")
+    device(type='cpu')
+    """
+    if name in (None, "auto"):
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be auto, cpu, cuda or another name that torch knows, got {name!r}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={name!r}: there is no GPU here that torch can use")
+    return device

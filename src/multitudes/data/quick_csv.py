@@ -1,0 +1,111 @@
+"""Large CSV files, column by column with Arrow: numbers never become Python strings.
+
+What is read is what `sources.py` reads cell by cell. Where a file is not plain (other separators, rows of another
+length, lines within cells, decimal commas) nothing is read here, and it is read there.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from multitudes.data.columns import MISSING, Column, from_cells
+from multitudes.data.parsing import decimal_marks
+
+__all__ = ["quick_columns"]
+
+LARGE = 4 << 20
+"""Bytes, from which a file is read so: smaller ones are read at once in any way."""
+PLAIN = r"^[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?$"
+"""A number that everybody reads alike."""
+CODE = r"^[+-]?0\d"
+"""Digits that are maybe no number, and so are kept as they are written."""
+
+
+def quick_columns(path: Path) -> dict[str, Column] | None:
+    """The columns of a large and plain CSV file; None of any other."""
+    if path.stat().st_size < LARGE or importlib.util.find_spec("pyarrow") is None:
+        return None
+    import pyarrow as pa
+
+    try:
+        names = _header(path)
+        table = _table(path, names) if names else None
+        return None if table is None else _columns(table)
+    except (pa.ArrowException, UnicodeDecodeError, csv.Error, OSError):
+        return None  # whoever reads it cell by cell finds out what is wrong, and where
+
+
+def _header(path: Path) -> list[str] | None:
+    """The names of the columns; None where they are not told apart, or not by commas."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        line = file.readline()
+    if '"' in line or max(",;\t", key=line.count) != ",":
+        return None
+    names = [name.strip() for name in next(csv.reader([line]))]
+    return names if len(set(names)) == len(names) else None
+
+
+def _table(path: Path, names: list[str]) -> Any:
+    """All cells as texts; None where a row is not one line."""
+    import pyarrow as pa
+    from pyarrow import csv as arrow_csv
+
+    table = arrow_csv.read_csv(
+        path,
+        read_options=arrow_csv.ReadOptions(column_names=names, skip_rows=1, block_size=1 << 24),
+        convert_options=arrow_csv.ConvertOptions(
+            column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False
+        ),
+    )
+    return table if table.num_rows == _lines(path) - 1 else None
+
+
+def _lines(path: Path) -> int:
+    count, last = 0, b"\n"
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            count, last = count + block.count(b"\n"), block[-1:]
+    return count + (last != b"\n")
+
+
+def _columns(table: Any) -> dict[str, Column] | None:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    found: dict[str, Column | None] = {}
+    texts: dict[str, list[str | None]] = {}
+    missing = pa.array(sorted(MISSING))
+    for name in table.column_names:
+        cells = pc.utf8_trim_whitespace(table[name])
+        cells = pc.if_else(pc.is_in(pc.utf8_lower(cells), value_set=missing), None, cells)
+        found[name] = _number(cells)
+        if found[name] is None:
+            texts[name] = cells.to_pylist()
+        table = table.drop_columns([name])  # what has been read needs no memory any more
+    marks = decimal_marks(list(texts.values()))
+    if "," in marks:
+        return None  # what a point means depends on all columns then
+    found |= {name: from_cells(own, mark) for (name, own), mark in zip(texts.items(), marks, strict=True)}
+    return {name: column for name, column in found.items() if column is not None}
+
+
+def _number(cells: Any) -> Column | None:
+    """A column of plain numbers; None where one of them is not."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    def every(pattern: str) -> bool:
+        return bool(pc.all(pc.match_substring_regex(cells, pattern), min_count=0).as_py())
+
+    if cells.null_count == len(cells) or not every(PLAIN):
+        return None
+    if bool(pc.any(pc.match_substring_regex(cells, CODE), min_count=0).as_py()):
+        return None
+    whole = every(r"^[+-]?\d+$")
+    values = pc.cast(pc.replace_substring_regex(cells, r"^\+", ""), pa.float64())
+    return Column("number", torch.from_numpy(values.to_numpy().copy()), whole)

@@ -1,0 +1,231 @@
+"""What both estimators share: reading a table, training on it, and what is told of the predictions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from joblib import effective_n_jobs
+from sklearn.base import BaseEstimator
+from sklearn.utils import check_random_state
+from sklearn.utils.parallel import Parallel, delayed
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+from torch import Tensor
+
+from multitudes.core.checks import check_count, check_number
+from multitudes.core.devices import device_of
+from multitudes.core.multitude import Multitude
+from multitudes.core.predictive import Predictive
+from multitudes.core.seeding import mixed
+from multitudes.data.columns import Column
+from multitudes.data.preprocessing import Preprocessing, mean_std
+from multitudes.data.splits import spread
+from multitudes.methods.registry import chosen, collect
+from multitudes.sklearn.inputs import check_names, columns_of, encoded, fitted_encoder, is_frame, of_numbers
+from multitudes.sklearn.learned import Learned, predicted
+from multitudes.sklearn.training import Recipe, Rows, threads, trained
+from multitudes.training.fit import Epoch
+
+__all__ = ["MultitudeEstimator", "Table", "folds_of"]
+
+Job = tuple[Recipe, Rows, Rows | None, Any, int]
+"""The arguments of `trained`."""
+
+
+class MultitudeEstimator(BaseEstimator):
+    """The part of both estimators that knows nothing of what is predicted."""
+
+    model_: Learned
+    history_: list[list[Epoch]]
+
+    # -- tables ------------------------------------------------------------------------------------------
+
+    def _table(self, X: Any, reset: bool) -> Table:
+        """A table as columns; its names and their number are learned with `reset`, and else checked."""
+        fewest = 2 if reset else 1
+        if is_frame(X):
+            check_names(X)
+            validate_data(self, X, reset=reset, skip_check_array=True)
+            if len(X) < fewest:
+                raise ValueError(f"X must hold {fewest} rows or more, got n_samples = {len(X)}")
+            return Table(*columns_of(X), numbers=False)
+        try:
+            values = validate_data(
+                self, X, reset=reset, dtype="numeric", ensure_all_finite="allow-nan", ensure_min_samples=fewest
+            )
+        except ValueError as error:
+            if "could not convert string" not in str(error) and "bytes/strings" not in str(error):
+                raise
+            raise ValueError(f"X must hold numbers, or be a frame with named columns, got texts: {error}") from error
+        names = getattr(self, "feature_names_in_", [f"x{at}" for at in range(values.shape[1])])
+        return Table(of_numbers(values, list(map(str, names))), {}, numbers=True)
+
+    def _columns(self, X: Any) -> dict[str, Column]:
+        """The columns of rows to predict, which must be those of `fit`."""
+        check_is_fitted(self)
+        return self._table(X, reset=False).columns
+
+    def _weights(self, sample_weight: Any, rows: int) -> Tensor | None:
+        """The weights of rows, `[N]`, None where all are the same."""
+        if sample_weight is None:
+            return None
+        weight = _check_sample_weight(sample_weight, np.empty((rows, 1)), dtype=np.float64)
+        if (weight < 0).any():
+            at = int((weight < 0).argmax())
+            raise ValueError(f"sample_weight must be 0 or more, got {weight[at]:g} in row {at}")
+        return torch.tensor(weight)
+
+    def _read(self, columns: dict[str, Column], what: Callable[[Predictive], tuple[Tensor, ...]]) -> list[Any]:
+        """Quantities of the predictions of all rows, as arrays."""
+        with threads(self._count()):
+            return self.model_.read(columns, what)
+
+    def _count(self) -> int | None:
+        return None if self.n_jobs is None else effective_n_jobs(self.n_jobs)
+
+    # -- training ----------------------------------------------------------------------------------------
+
+    def _recipe(self, task: str, outputs: int, quantiles: tuple[float, ...] | None = None) -> Recipe:
+        """The arguments, checked."""
+        given = {name: _plain(value) for name, value in self.get_params(deep=False).items()}
+        method = chosen(collect(), given["method"])
+        if method.feature_maps:
+            raise ValueError(f"method {method.name!r} smooths feature maps, and the inputs are rows of a table")
+        own = {} if given["members"] is None else {"members": given["members"]}
+        settings = method.complete({**(given["settings"] or {}), **own})
+        for name in ("epochs", "patience"):
+            if given[name] is not None:
+                check_count(name, given[name])
+        if given["batch_size"] != "auto":
+            check_count("batch_size", given["batch_size"])
+        check_number("lr", given["lr"], 0, above=True)
+        check_number("weight_decay", given["weight_decay"], 0)
+        names = ("module", "epochs", "patience", "batch_size", "lr", "weight_decay")
+        return Recipe(
+            method, settings, task=task, outputs=outputs, quantiles=quantiles, device=device_of(given["device"]),
+            progress=given["verbose"], **{name: given[name] for name in names},
+        )  # fmt: skip
+
+    def _divided(self, groups: Tensor, seed: int) -> list[tuple[Tensor, Tensor]]:
+        """The rows that train and those that are held out: once, or with `folds` for each of them.
+
+        From each group, the rows of a class, comes its share; of a class of one row, nothing is held out.
+        """
+        every, folds, share = torch.arange(len(groups)), _plain(self.folds), _plain(self.validation)
+        if folds is not None:
+            if isinstance(folds, bool) or not isinstance(folds, int) or not 2 <= folds <= len(groups):
+                raise ValueError(f"folds must be a whole number from 2 to the {len(groups)} rows, got {folds!r}")
+            return folds_of(groups, folds, seed)
+        if share is None:
+            return [(every, every[:0])]
+        check_number("validation", share, 0, above=True, below=1)
+        several = every[(groups.bincount()[groups] > 1)]
+        count = min(max(1, round(share * len(groups))), len(several) - 1)
+        held = several[spread(groups[several], count, seed)] if count > 0 else every[:0]
+        kept = torch.ones(len(groups), dtype=torch.bool)
+        kept[held] = False
+        return [(every[kept], held)]
+
+    def _learn(self, table: Table, y: Tensor, groups: Tensor, weight: Tensor | None, recipe: Recipe) -> None:
+        """Train on a table, with targets as classes `[N]` or numbers `[N, D]`."""
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        used = torch.arange(len(y)) if weight is None else weight.nonzero().flatten()
+        parts = [(used[train], used[held]) for train, held in self._divided(groups[used], seed)]
+        learned = _prepared(table, y, used if len(parts) > 1 else parts[0][0], recipe.outputs)
+        x = learned.seen(table.columns)
+        if weight is not None:
+            weight = (weight / weight[used].mean()).float()
+        rows = Rows(x, learned.standardised(y, recipe.task), weight)
+        layout = learned.layout(x[used if len(parts) > 1 else parts[0][0]])
+        jobs = [
+            (recipe, rows[train], rows[held] if len(held) else None, layout, mixed(seed, number))
+            for number, (train, held) in enumerate(parts)
+        ]
+        found = self._run(jobs)
+        self.history_ = [history for _, history in found]
+        self.n_iter_ = max(len(history) for history in self.history_)
+        learned = replace(learned, networks=tuple(net for net, _ in found))
+        held = [(net, job[2]) for net, job in zip(learned.exact, jobs, strict=True) if job[2] is not None]
+        if held:
+            predictive = Predictive.concat(predicted(net, own.x) for net, own in held)
+            learned = learned.calibrated(predictive, torch.cat([own.y for _, own in held]), weight is None)
+        self.model_ = learned
+
+    def _run(self, jobs: list[Job]) -> list[tuple[Multitude, list[Epoch]]]:
+        """Networks trained one after the other, or those of folds side by side, each with one thread."""
+        count = self._count()
+        if count is not None and count > 1 and len(jobs) > 1:
+            return list(Parallel(n_jobs=count)(delayed(_alone)(job) for job in jobs))
+        with threads(count):
+            return [trained(*job) for job in jobs]
+
+    # -- files -------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the estimator to one file, without pickle; gives its path.
+
+        The file is safetensors, sealed by a checksum, with all settings in its header. A `module` of your own, a random
+        state that is no number, and a class of your own that `settings` hold are not in it.
+        """
+        from multitudes.sklearn.files import save
+
+        check_is_fitted(self)
+        return save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], module: Any = None) -> Self:
+        """The estimator that `save` wrote; where it has a `module` of your own, pass that again: no file holds code."""
+        from multitudes.sklearn.files import load
+
+        return load(cls, path, module)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = True
+        return tags
+
+
+@dataclass(frozen=True)
+class Table:
+    """The columns of a table, what some are to be read as, and whether they are the numbers of an array."""
+
+    columns: dict[str, Column]
+    read_as: Mapping[str, str]
+    numbers: bool
+
+
+def _prepared(table: Table, y: Tensor, rows: Tensor, outputs: int) -> Learned:
+    """How rows become inputs and targets, fitted to these."""
+    encoder = fitted_encoder(table.columns, rows, table.read_as, table.numbers)
+    x = encoded(encoder, table.columns)[rows]
+    preprocessing = Preprocessing.fitted(x, [number for each in encoder.features for number in each.numeric])
+    center, scale = mean_std(y[rows]) if y.is_floating_point() else (None, None)
+    return Learned(encoder, preprocessing, (), outputs, center, scale)
+
+
+def folds_of(groups: Tensor, folds: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """So many times the rows that train and those that are left out, each left out once, from each group its share.
+
+    >>> classes = torch.tensor([0, 1, 0, 1])
+    >>> [sorted(classes[held].tolist()) for _, held in folds_of(classes, 2, seed=0)]
+    [[0, 1], [0, 1]]
+    """
+    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed))
+    order = order[groups[order].argsort(stable=True)]
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)) % folds)
+    return [((place != fold).nonzero().flatten(), (place == fold).nonzero().flatten()) for fold in range(folds)]
+
+
+def _alone(job: Job) -> tuple[Multitude, list[Epoch]]:
+    with threads(1):
+        return trained(*job)
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy, as grids have them, as Python's own."""
+    return value.item() if isinstance(value, np.generic) else value

@@ -1,0 +1,155 @@
+"""Estimators in files: one safetensors file, sealed by a checksum, with everything that is no tensor in its header."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from torch import Tensor, nn
+
+from multitudes.core.archives import read_tensors, write_tensors
+from multitudes.core.files import DamagedError
+from multitudes.core.multitude import Multitude
+from multitudes.data.features import feature_of
+from multitudes.data.preprocessing import Preprocessing
+from multitudes.data.reading import ColumnReading
+from multitudes.data.tables import TableEncoder
+from multitudes.evaluation.conformal import Conformal, ConformalScore
+from multitudes.sklearn.learned import Learned
+from multitudes.sklearn.training import made
+from multitudes.storage.save import check_path, from_parts, read_calibration, to_parts
+from multitudes.training.fit import Epoch
+
+__all__ = ["load", "save"]
+
+ENTRY, FORMAT = "multitudes.sklearn", 1
+OWN = ("classes_", "n_features_in_", "feature_names_in_", "n_iter_", "history_")
+"""What an estimator has learned beside its model."""
+
+Estimator = TypeVar("Estimator")
+
+
+# -- saving ------------------------------------------------------------------------------------------------
+
+
+def save(estimator: Any, path: str | os.PathLike[str]) -> Path:
+    """Write a fitted estimator to a file; gives its path."""
+    path, model = check_path(path), estimator.model_
+    parts = [to_parts(net) for net in model.networks]
+    tensors = {f"networks/{number}/{name}": t for number, (_, own) in enumerate(parts) for name, t in own.items()}
+    tensors |= {f"preprocessing/{name}": tensor for name, tensor in model.preprocessing.state_dict().items()}
+    tensors |= {f"target/{name}": t for name in ("center", "scale") if (t := getattr(model, name)) is not None}
+    about = {
+        "format": FORMAT, "estimator": type(estimator).__name__, "params": _params(estimator),
+        "own": {name: _plain(name, getattr(estimator, name)) for name in OWN if hasattr(estimator, name)},
+        "features": [feature.plain() for feature in model.encoder.features],
+        "reading": [reading.plain() for reading in model.encoder.reading],
+        "networks": [header for header, _ in parts], "outputs": model.outputs,
+    }  # fmt: skip
+    if model.scaling is not None:
+        about["scaling"] = model.scaling.settings
+        tensors |= {f"scaling/{name}": tensor for name, tensor in model.scaling.tensors.items()}
+    if model.conformal is not None:
+        about["score"] = asdict(model.conformal.score)
+        tensors |= {f"conformal/{name}": getattr(model.conformal, name) for name in ("scores", "shares")}
+    return write_tensors(path, {name: t.contiguous() for name, t in tensors.items()}, ENTRY, about, "saving a model")
+
+
+def _params(estimator: Any) -> dict[str, Any]:
+    """The arguments that a file can hold; those that it cannot are None there."""
+    found = {}
+    for name, value in estimator.get_params(deep=False).items():
+        if name == "class_weight" and isinstance(value, Mapping):
+            value = [[_number(key), _number(weight)] for key, weight in value.items()]
+        own = (bool, int, float, str, list, tuple, Mapping, type(None), np.generic)
+        known = isinstance(value, own) and name != "module"
+        found[name] = _number(value) if known else None
+    return found
+
+
+def _plain(name: str, value: Any) -> Any:
+    """What was learned, for JSON."""
+    if name == "history_":
+        return [[asdict(epoch) for epoch in epochs] for epochs in value]
+    if isinstance(value, np.ndarray):
+        return {"dtype": value.dtype.str if value.dtype != object else "object", "values": value.tolist()}
+    return _number(value)
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+# -- loading -----------------------------------------------------------------------------------------------
+
+
+def load(cls: type[Estimator], path: str | os.PathLike[str], module: Any = None) -> Estimator:
+    """The estimator that `save` wrote."""
+    path = Path(path)
+    wrong = f"path must be a file that {cls.__name__}.save wrote, got {str(path)!r}, which"
+    if not path.is_file():
+        raise ValueError(f"{wrong} does not exist")
+    try:
+        tensors, about = read_tensors(path, ENTRY, "loading a model")
+    except DamagedError as error:
+        raise ValueError(f"{wrong} is damaged or of another kind: {error.what}") from error
+    if about.get("format") != FORMAT or about.get("estimator") != cls.__name__:
+        raise ValueError(f"{wrong} holds a {about.get('estimator')} of format {about.get('format')}")
+    try:
+        return _loaded(cls, about, tensors, module)
+    except (LookupError, TypeError, AttributeError, AssertionError, RecursionError) as error:
+        raise ValueError(f"{wrong} is damaged: its header does not fit its tensors ({error})") from error
+
+
+def _loaded(cls: type[Estimator], about: Mapping[str, Any], tensors: Mapping[str, Tensor], module: Any) -> Estimator:
+    params = dict(about["params"])
+    if isinstance(params.get("class_weight"), list):
+        params["class_weight"] = dict(params["class_weight"])
+    if isinstance(params.get("quantiles"), list):
+        params["quantiles"] = tuple(params["quantiles"])
+    estimator: Any = cls(**{**params, "module": module})
+    for name, value in about["own"].items():
+        setattr(estimator, name, _restored(name, value))
+    target = _under("target", tensors)
+    features = tuple(map(feature_of, about["features"]))
+    encoder = TableEncoder(features, tuple(ColumnReading(**each) for each in about["reading"]))
+    preprocessing = Preprocessing(**_under("preprocessing", tensors))
+    own = None if module is None else made(module, len(encoder.names), about["outputs"])
+    networks = [
+        _network(header, _under(f"networks/{number}", tensors), own) for number, header in enumerate(about["networks"])
+    ]
+    scaling = read_calibration(about["scaling"], _under("scaling", tensors)) if "scaling" in about else None
+    conformal = (
+        Conformal(ConformalScore(**about["score"]), **_under("conformal", tensors)) if "score" in about else None
+    )
+    estimator.model_ = Learned(
+        encoder,
+        preprocessing,
+        tuple(networks),
+        about["outputs"],
+        target.get("center"),
+        target.get("scale"),
+        scaling,
+        conformal,
+    )
+    return cast(Estimator, estimator)
+
+
+def _network(header: Mapping[str, Any], tensors: Mapping[str, Tensor], model: nn.Module | None) -> Multitude:
+    net = from_parts(header, tensors, model)
+    assert isinstance(net, Multitude)
+    return net.eval()
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(f"{prefix}/"): t for name, t in tensors.items() if name.startswith(f"{prefix}/")}
+
+
+def _restored(name: str, value: Any) -> Any:
+    if name == "history_":
+        return [[Epoch(**epoch) for epoch in epochs] for epochs in value]
+    return np.array(value["values"], dtype=value["dtype"]) if isinstance(value, dict) else value

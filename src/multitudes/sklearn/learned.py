@@ -1,0 +1,167 @@
+"""What an estimator has learned: how rows become features, networks, and what held-out rows tell of their errors."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.checks import check_number
+from multitudes.core.multitude import Multitude
+from multitudes.core.predictive import Predictive
+from multitudes.data.columns import Column
+from multitudes.data.preprocessing import layout_of
+from multitudes.data.tables import TableEncoder
+from multitudes.evaluation.calibrate import Calibration
+from multitudes.evaluation.conformal import Conformal
+from multitudes.evaluation.helpful import helpful_scaling
+from multitudes.sklearn.inputs import encoded
+
+__all__ = ["Learned", "predicted", "together"]
+
+ROWS = 1024
+"""How many rows are predicted together."""
+SEED = 0
+"""Of the draws of networks that draw: the same rows get the same predictions."""
+
+
+@dataclass(frozen=True, eq=False)
+class Learned:
+    """Networks, with the encoder and the preprocessing that their inputs go through.
+
+    `outputs` is how many numbers a network predicts; `center` and `scale` `[D]` are those of the targets, None of
+    classes. `scaling` changes probabilities or variances, where that helps; `conformal` has the scores of the held-out
+    rows, by predictions that are not scaled: nothing but the end of the training has been chosen by these rows.
+    """
+
+    encoder: TableEncoder
+    preprocessing: nn.Module
+    networks: tuple[Multitude, ...]
+    outputs: int
+    center: Tensor | None = None
+    scale: Tensor | None = None
+    scaling: Calibration | None = None
+    conformal: Conformal | None = None
+
+    # -- predictions -------------------------------------------------------------------------------------
+
+    def seen(self, columns: Mapping[str, Column]) -> Tensor:
+        """What the networks see of rows, `[N, F]`."""
+        return self.preprocessing(encoded(self.encoder, columns))
+
+    def predictive(self, x: Tensor) -> Predictive:
+        """What all networks say of inputs, before any scaling, on the CPU."""
+        return together([predicted(net, x) for net in self.exact])
+
+    @cached_property
+    def exact(self) -> tuple[Multitude, ...]:
+        """The networks in float64, where they can compute in it.
+
+        In float32, rounding would tell how many rows are predicted together, and which place a row has among them.
+        """
+        return tuple(_in_float64(net, len(self.encoder.names)) for net in self.networks)
+
+    def scaled(self, predictive: Predictive) -> Predictive:
+        """The same, calibrated where that helps."""
+        return predictive if self.scaling is None else self.scaling(predictive)
+
+    def read(self, columns: Mapping[str, Column], what: Callable[[Predictive], tuple[Tensor, ...]]) -> list[Any]:
+        """Quantities of the predictions of all rows, as arrays, computed for some rows at a time."""
+        with torch.no_grad():
+            parts = [what(self.predictive(x)) for x in self.seen(columns).split(ROWS)]
+        return [torch.cat(own).double().numpy() if own[0].is_floating_point() else torch.cat(own).numpy()
+                for own in zip(*parts, strict=True)]  # fmt: skip
+
+    def layout(self, x: Tensor) -> list[int | list[float]]:
+        """What the features of inputs `[N, F]` are, as `models.tabular` takes it."""
+        return layout_of(self.encoder.features, x)
+
+    # -- units -------------------------------------------------------------------------------------------
+
+    def standardised(self, y: Tensor, task: str) -> Tensor:
+        """What networks learn: classes as they are, numbers as deviations from the mean."""
+        if self.center is None or self.scale is None:
+            return y
+        standard = ((y - self.center) / self.scale).float()
+        return standard[:, 0] if task == "quantiles" else standard
+
+    def in_units(self, values: Tensor) -> Tensor:
+        """Predicted numbers in the units of the targets, `[N]` where there is one target."""
+        assert self.center is not None and self.scale is not None
+        return _flat(_wide(values).double() * self.scale + self.center)
+
+    def spread_in_units(self, values: Tensor, power: int = 1) -> Tensor:
+        """Deviations, or with a power of 2 variances, in the units of the targets."""
+        assert self.scale is not None
+        return _flat(_wide(values).double() * self.scale**power)
+
+    # -- held-out rows -----------------------------------------------------------------------------------
+
+    def calibrated(self, predictive: Predictive, target: Tensor, alike: bool) -> Learned:
+        """The same with what predictions of held-out rows and their targets tell.
+
+        Where rows are not `alike` but have weights there is no scaling, which would undo what the weights have done.
+        """
+        members = self.networks[0].members
+        scaling = helpful_scaling(predictive, target, members, SEED) if alike else None
+        return replace(self, scaling=scaling, conformal=Conformal.fit(predictive, target))
+
+    def conformal_set(self, predictive: Predictive, level: float) -> Any:
+        """Sets or intervals that hold the target with probability `level`."""
+        assert self.conformal is not None
+        return self.conformal.set(predictive, level)
+
+    def check_level(self, level: float) -> None:
+        """A level between 0 and 1, and held-out rows to tell it by; a warning where these are too few."""
+        check_number("level", level, 0, above=True, below=1)
+        if self.conformal is None:
+            raise ValueError("sets and intervals need held-out rows: fit with validation=0.15, or with folds=5")
+        if self.conformal.threshold(level) == np.inf:
+            rows = round(float(self.conformal.shares.sum()))
+            warnings.warn(
+                f"{rows} held-out rows are too few for level={level:g}, so that nothing is excluded: use folds=5, "
+                "more rows or a lower level", UserWarning, stacklevel=3,
+            )  # fmt: skip
+
+    # -- copies ------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """On the CPU, so that other machines can have it."""
+        networks = tuple(copy.deepcopy(net).cpu() for net in self.networks)
+        return {name: value for name, value in vars(self).items() if name != "exact"} | {"networks": networks}
+
+
+def together(parts: list[Predictive]) -> Predictive:
+    """Predictions of the same inputs by several networks, as those of one that has all their members."""
+    return replace(parts[0], predictions=torch.cat([part.predictions for part in parts], 0))
+
+
+def _in_float64(net: Multitude, inputs: int) -> Multitude:
+    """A copy in float64, or the network itself where its own code needs float32."""
+    exact = copy.deepcopy(net).double()
+    try:
+        predicted(exact, torch.zeros(1, inputs))
+    except (RuntimeError, ValueError):
+        return net
+    return exact
+
+
+def predicted(net: Multitude, x: Tensor) -> Predictive:
+    """What a network says of inputs `[N, F]`, on the CPU."""
+    like = next((parameter for parameter in net.parameters()), x)
+    return net.predict(x.to(like.device, like.dtype), seed=SEED).cpu()
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values[:, None] if values.dim() == 1 else values
+
+
+def _flat(values: Tensor) -> Tensor:
+    return values[:, 0] if values.shape[1] == 1 else values

@@ -1,0 +1,160 @@
+"""`MultitudeRegressor`: numbers, their deviations, and intervals that hold the right one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import NormalDist
+from typing import Any, Self
+
+import numpy as np
+import torch
+from sklearn.base import RegressorMixin
+from sklearn.utils import check_consistent_length
+from sklearn.utils.validation import check_array
+
+from multitudes.core.predictive import Predictive
+from multitudes.core.quantiles import check_levels
+from multitudes.sklearn.base import MultitudeEstimator
+
+__all__ = ["MultitudeRegressor"]
+
+
+class MultitudeRegressor(RegressorMixin, MultitudeEstimator):
+    """A regressor of tables that predicts means and deviations, or quantiles, by many members; by default TabM.
+
+    Args:
+        quantiles: levels, such as (0.05, 0.5, 0.95): networks predict these quantiles of one target, instead of a mean
+            and a variance.
+        module: as of `MultitudeClassifier`; for D targets it must give 2 D outputs, the means and then the raw
+            variances (see `core.gaussian`), or as many as there are quantiles.
+
+    The other arguments, and what X may be, are those of `MultitudeClassifier`; y may have several columns. A network
+    learns standardised targets. Its variances are scaled to fit the held-out rows where that helps.
+
+    >>> X = np.linspace(0, 1, 80)[:, None]
+    >>> model = MultitudeRegressor("packed", epochs=30, random_state=0).fit(X, 3 * X[:, 0])
+    >>> mean, std = model.predict([[0.5]], return_std=True)
+    >>> mean.shape, std.shape
+    ((1,), (1,))
+    """
+
+    def __init__(
+        self,
+        method: str = "tabm",
+        members: int | None = None,
+        *,
+        quantiles: Sequence[float] | None = None,
+        module: Any = None,
+        settings: Mapping[str, Any] | None = None,
+        epochs: int | None = None,
+        patience: int | None = 32,
+        batch_size: int | str = "auto",
+        lr: float = 2e-3,
+        weight_decay: float = 3e-4,
+        validation: float | None = 0.15,
+        folds: int | None = None,
+        random_state: Any = None,
+        n_jobs: int | None = None,
+        device: str = "auto",
+        verbose: bool | None = None,
+    ) -> None:
+        self.method, self.members, self.quantiles = method, members, quantiles
+        self.module, self.settings = module, settings
+        self.epochs, self.patience, self.batch_size = epochs, patience, batch_size
+        self.lr, self.weight_decay, self.validation, self.folds = lr, weight_decay, validation, folds
+        self.random_state, self.n_jobs, self.device, self.verbose = random_state, n_jobs, device, verbose
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Train on rows X `[N, F]` and their targets y `[N]` or `[N, D]`, each row with its weight."""
+        table = self._table(X, reset=True)
+        target = self._targets(y)
+        check_consistent_length(next(iter(table.columns.values())).values, target)
+        weight = self._weights(sample_weight, len(target))
+        count = 1 if target.ndim == 1 else target.shape[1]
+        levels = None if self.quantiles is None else check_levels(_as_levels(self.quantiles))
+        if levels is not None and count > 1:
+            raise ValueError(f"quantiles={self.quantiles!r} are of one target, got y with {count} columns")
+        wide = torch.tensor(target.reshape(len(target), count))
+        if levels is None:
+            recipe = self._recipe("gaussian", 2 * count)
+        else:
+            recipe = self._recipe("quantiles", len(levels), levels)
+        self._learn(table, wide, torch.zeros(len(wide), dtype=torch.int64), weight, recipe)
+        return self
+
+    def _targets(self, y: Any) -> Any:
+        if y is None:
+            raise ValueError(f"{type(self).__name__} requires y to be passed, but the target y is None")
+        target = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y", estimator=self)
+        return target[:, 0] if target.ndim == 2 and target.shape[1] == 1 else target
+
+    # -- predictions -------------------------------------------------------------------------------------
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """The mean of each row, `[N]` or `[N, D]`; with `return_std` also its standard deviation."""
+        columns, model = self._columns(X), self.model_
+
+        def read(p: Predictive) -> tuple[Any, ...]:
+            p = model.scaled(p)
+            return model.in_units(p.mean), model.spread_in_units(p.std)
+
+        mean, std = self._read(columns, read)
+        return (mean, std) if return_std else mean
+
+    def predict_interval(self, X: Any, level: float = 0.9) -> tuple[Any, Any]:
+        """`(low, high)`, each like the means: the target lies between them with probability `level`.
+
+        Split conformal prediction from the held-out rows, or with `folds` from all rows, each by the network that has
+        not seen it (see `evaluation.conformal`): intervals in proportion to the predicted deviation, or those between
+        the predicted quantiles with their ends moved. Of several targets it is the mean share that is held.
+        """
+        columns, model = self._columns(X), self.model_
+        model.check_level(level)
+
+        def read(p: Predictive) -> tuple[Any, ...]:
+            low, high = model.conformal_set(p, level)
+            return model.in_units(low), model.in_units(high)
+
+        low, high = self._read(columns, read)
+        return low, high
+
+    def predict_quantiles(self, X: Any, levels: Sequence[float] = (0.05, 0.5, 0.95)) -> Any:
+        """Quantiles of the predicted distributions, `[N, Q]` or `[N, Q, D]`.
+
+        They are those of the normal distribution with the members' mean and deviation; with `quantiles`, those of the
+        members' mixture, between the least and the largest level that was learned.
+        """
+        columns, model = self._columns(X), self.model_
+        chosen = check_levels(_as_levels(levels))
+
+        def read(p: Predictive) -> tuple[Any, ...]:
+            p = model.scaled(p)
+            if p.task == "quantiles":
+                return tuple(model.in_units(p.quantile(level)) for level in chosen)
+            return tuple(model.in_units(p.mean + NormalDist().inv_cdf(level) * p.std) for level in chosen)
+
+        return np.stack(self._read(columns, read), 1)
+
+    def uncertainty(self, X: Any) -> dict[str, Any]:
+        """How unsure the prediction of each row is, as variances: `total`, `aleatoric` and `epistemic`, like the means.
+
+        The aleatoric part is the noise that the members predict, the epistemic one the variance of their means: what
+        more data could remove. They add up to the total.
+        """
+        columns, model = self._columns(X), self.model_
+
+        def read(p: Predictive) -> tuple[Any, ...]:
+            p = model.scaled(p)
+            return tuple(model.spread_in_units(v, 2) for v in (p.variance, p.aleatoric_variance, p.epistemic_variance))
+
+        return dict(zip(("total", "aleatoric", "epistemic"), self._read(columns, read), strict=True))
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+
+def _as_levels(levels: Any) -> Any:
+    """Levels as a tuple of numbers, where they came as an array or a list."""
+    return tuple(float(level) for level in levels) if np.ndim(levels) == 1 else levels

@@ -1,0 +1,124 @@
+"""Which columns of a table matter to a network: what its errors and its uncertainty become when a column is shuffled.
+
+Breiman, *Random Forests* (2001), for errors: the values of one column of the source, with all features that are made of
+them, are permuted among test rows, so that they have nothing to do with the target any more. The same permutation tells
+how much the predicted uncertainty depends on the column. Columns that tell the same stand in for each other, so that
+each of them seems to matter less.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multitudes.data import Data
+from multitudes.data.splits import spread
+from multitudes.evaluation.predict import predictions
+from multitudes.study.job_data import ScaledBatches
+from multitudes.study.leaderboard import leaderboard
+from multitudes.study.store import Run
+from multitudes.study.trained import Trained
+
+__all__ = ["NAME", "importance", "in_a_sentence", "measure_importance"]
+
+NAME = "importance.json"
+MOST_ROWS = 1000
+"""Test rows that are predicted again for each column."""
+MOST_PREDICTIONS = 50_000
+"""Rows that are predicted in all for one shuffling of every column: of many columns, fewer test rows are used."""
+FEWEST_ROWS = 100
+REPEATS = 3
+LIMIT = 15.0
+"""Seconds after which no further shuffling is begun."""
+SCORES = {"classification": ("accuracy", "entropy"), "regression": ("rmse", "std")}
+"""What is compared, by task: the error's score, and the uncertainty."""
+
+
+def measure_importance(run: Run) -> dict[str, Any]:
+    """Of the best method of a run and of the single network, each of its first job; empty where it is no table."""
+    rows = [row for row in leaderboard(run, run.spec.get("by")) if not row.baseline]
+    chosen = {row.name: row for row in (*rows[:1], *(row for row in rows if row.method == "single"))}
+    methods = {}
+    for label, row in list(chosen.items())[:2]:
+        trained = Trained.read(run.job(label, row.seeds[0]).directory, "cpu", model_file=run.code)
+        if not trained.data.kind.named or len(trained.data.encoder.features) < 2:
+            return {}
+        methods[label] = importance(trained.net, trained.data)
+        task = trained.data.task
+    return {"score": SCORES[task][0], "uncertainty": SCORES[task][1], "methods": methods} if methods else {}
+
+
+def importance(net: Any, data: Data, repeats: int = REPEATS, seed: int = 0) -> dict[str, Any]:
+    """What a network's score and uncertainty on test rows are, and by how much shuffling each column changes them.
+
+    `{"rows": n, "base": [score, uncertainty], "columns": {name: {"score": [...], "uncertainty": [...]}}}`, with a
+    number for each repeat. A column matters the more, the more accuracy falls or RMSE rises: both are positive.
+    """
+    groups = dict(_places(data))
+    count = min(len(data.test), MOST_ROWS, max(FEWEST_ROWS, MOST_PREDICTIONS // len(groups)))
+    chosen = spread(data.test.y if data.classes else torch.zeros(len(data.test)), count, seed)
+    x, y = data.test.x[chosen], data.test.y[chosen]
+    base = _measured(net, data, x, y)
+    sign = -1.0 if data.classes else 1.0
+    found: dict[str, dict[str, list[float]]] = {name: {"score": [], "uncertainty": []} for name in groups}
+    generator, started = torch.Generator().manual_seed(seed), time.monotonic()
+    for repeat in range(repeats):
+        if repeat and time.monotonic() - started > LIMIT:
+            break
+        order = torch.randperm(count, generator=generator)
+        for name, places in groups.items():
+            changed = x.clone()
+            changed[:, places] = x[order][:, places]
+            score, uncertainty = _measured(net, data, changed, y)
+            found[name]["score"].append(sign * (score - base[0]))
+            found[name]["uncertainty"].append(uncertainty - base[1])
+    order_of = sorted(found, key=lambda name: -statistics.fmean(found[name]["score"]))
+    return {"rows": count, "base": list(base), "columns": {name: found[name] for name in order_of}}
+
+
+def in_a_sentence(table: Mapping[str, Any]) -> str:
+    """The columns that matter most to the best method; empty where nothing was measured, or nothing matters.
+
+    >>> columns = {"age": {"score": [0.4, 0.6]}, "id": {"score": [-0.01, 0.0]}}
+    >>> in_a_sentence({"score": "rmse", "methods": {"packed": {"columns": columns}}})
+    'What shuffling a column costs packed most: age (RMSE +0.5).'
+    """
+    label, own = next(iter((table.get("methods") or {}).items()), ("", {"columns": {}}))
+    means = {name: statistics.fmean(each["score"]) for name, each in own["columns"].items()}
+    told = [
+        f"{name} (accuracy −{100 * mean:.2g} points" if table["score"] == "accuracy" else f"{name} (RMSE +{mean:.2g}"
+        for name, mean in list(means.items())[:3]
+        if mean > 0
+    ]
+    return f"What shuffling a column costs {label} most: {'), '.join(told)})." if told else ""
+
+
+def _places(data: Data) -> Iterator[tuple[str, list[int]]]:
+    """Of each column of the source, where its features are."""
+    start = 0
+    for feature in data.encoder.features:
+        end = start + len(feature.names)
+        yield feature.column, list(range(start, end))
+        start = end
+
+
+def _measured(net: Any, data: Data, x: Tensor, y: Tensor) -> tuple[float, float]:
+    """The score and the mean uncertainty of rows; numbers in their own units."""
+    errors, unsure = [], []
+    batches = ScaledBatches(data, x, y)
+    prepare = lambda x, index: data.preprocess(x)  # noqa: E731
+    for p, target in predictions(net, batches, False, None, prepare, seed=0):
+        assert target is not None
+        if data.classes:
+            errors.append((p.label == target).double())
+            unsure.append(p.entropy.double())
+        else:
+            errors.append(((p.mean - target)[:, 0].double() * data.target_std).square())
+            unsure.append(p.std[:, 0].double() * data.target_std)
+    score = torch.cat(errors).mean()
+    return float(score if data.classes else score.sqrt()), float(torch.cat(unsure).mean())
