@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import multitudes as mt
+from multitudes.core.gaussian import gaussian_nll
 from multitudes.methods.batch_ensemble import RankOne
 from multitudes.methods.masksembles import Masked, masks
 from tests.cases import CLASSES, NETWORKS
@@ -286,3 +287,50 @@ def test_bad_arguments_of_mimo() -> None:
         mt.mimo(grouped, 3)
     with pytest.raises(ValueError, match="its output come straight from its last layer, '0'"):
         mt.mimo(nn.Sequential(nn.Linear(6, 4), nn.Unflatten(1, (2, 2)), nn.Flatten(1, 2), nn.Softmax(-1)), 3)
+
+
+# -- the loss of all members at once -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("task", ["classification", "regression", "gaussian", "binary"])
+def test_the_loss_of_shared_members_is_the_mean_of_their_own(task: str, weighted: bool) -> None:
+    torch.manual_seed(0)
+    outputs = {"classification": 3, "gaussian": 2}.get(task, 1)
+    net = mt.batch_ensemble(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs)), 5, task=task, spread=0.5)
+    x = torch.randn(7, 4)
+    y = {"classification": torch.tensor([0, 1, 2, -100, 1, 0, 2]), "binary": torch.arange(7.0)[:, None] % 2}.get(
+        task, torch.randn(7, 1)
+    )
+    weight = torch.rand(7) if weighted else None
+    want = torch.stack([mt.Multitude(net.member(i)).loss(x, y, task=task, weight=weight) for i in range(5)]).mean()
+    got = net.loss(x, y, weight=weight)
+    torch.testing.assert_close(got, want)
+    if not weighted:  # a criterion of the user's own is called for each member
+        parameters = list(net.parameters())
+        apart = torch.autograd.grad(net.loss(x, y, own_way(task)), parameters)
+        torch.testing.assert_close(torch.autograd.grad(got, parameters), apart)
+
+
+def own_way(task: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """The task's criterion as a function of the user's own, which is called for each member."""
+    known = {
+        "classification": F.cross_entropy, "regression": F.mse_loss, "binary": F.binary_cross_entropy_with_logits,
+        "gaussian": gaussian_nll,
+    }[task]  # fmt: skip
+    return lambda prediction, y: known(prediction, y)
+
+
+def test_a_known_criterion_is_called_once_and_one_of_the_users_own_for_each_member() -> None:
+    net = mt.batch_ensemble(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)), 5, task="regression")
+    shapes: list[list[int]] = []
+
+    def largest(prediction: Tensor, y: Tensor) -> Tensor:  # no mean over rows
+        shapes.append(list(prediction.shape))
+        return (prediction - y).abs().max()
+
+    x, y = torch.randn(7, 4), torch.randn(7, 1)
+    net.loss(x, y, largest)
+    assert shapes == [[7, 1]] * 5
+    summed = net.loss(x, y, nn.MSELoss(reduction="sum"))
+    torch.testing.assert_close(summed, 7 * net.loss(x, y))

@@ -32,8 +32,8 @@ from multitudes.core.draws.stochastic import expecting, stochastic_layers
 from multitudes.core.predictive import Predictive
 from multitudes.core.proof import unmoved
 from multitudes.core.seeding import seeded
-from multitudes.core.tasked import Tasked
-from multitudes.core.tasks import Criterion, averaged
+from multitudes.core.tasked import Tasked, member_losses
+from multitudes.core.tasks import Criterion
 
 REACH = "(reach)"
 """The note that says what share of the network a method reaches."""
@@ -171,9 +171,8 @@ class Multitude(Tasked):
         predictions = self(x)
         by_member = predictions.unflatten(0, (self.members, -1))
         criterion = self._criterion(criterion, task, predictions, y, averages=by_member.shape[1] > 1)
-        together = (averaged(draws, task or self.task) for draws in by_member)
-        loss = self._combine([criterion(prediction, y, weight=weight) for prediction in together])
-        return loss + self._divergence_of_one(dataset_size)
+        losses = member_losses(criterion, by_member, y, weight, task or self.task, not self.independent)
+        return self._combine(losses) + self._divergence_of_one(dataset_size)
 
     def kl(self, **prior: Any) -> Tensor:
         """The divergence from the prior that the method's objective asks for, a scalar; 0 where it asks for none."""

@@ -17,6 +17,8 @@ from multitudes.core.quantiles import check_levels
 from multitudes.core.targets import check_class_axis, check_clear, check_targets
 from multitudes.core.tasks import (
     Criterion,
+    averaged,
+    averages_rows,
     check_task,
     criterion_for,
     fitted_loss,
@@ -26,7 +28,7 @@ from multitudes.core.tasks import (
 )
 from multitudes.core.weighting import weighted_by_row
 
-__all__ = ["Tasked"]
+__all__ = ["Tasked", "member_losses"]
 
 
 class Tasked(nn.Module):
@@ -138,6 +140,21 @@ class Tasked(nn.Module):
         check_targets(own, predictions, y, values)
         self._targets_checked = True
         return partial(loss_of, chosen, **reading)
+
+
+def member_losses(
+    criterion: Callable[..., Tensor], predictions: Tensor, y: Tensor, weight: Tensor | None, task: str, alike: bool
+) -> list[Tensor]:
+    """The losses of members' averaged draws, `[M, D, B, ...]`, by what `_criterion` gave.
+
+    Where all members count `alike`, and the criterion is known to be the mean over rows, it is one number: the mean
+    over the rows of all members, by one call instead of one for each.
+    """
+    members, draws = predictions.shape[:2]
+    if alike and draws == 1 and isinstance(criterion, partial) and averages_rows(criterion.args[0]):
+        weights = None if weight is None else weight.repeat(members, *[1] * (weight.dim() - 1))
+        return [criterion(predictions.flatten(0, 2), y.repeat(members, *[1] * (y.dim() - 1)), weight=weights)]
+    return [criterion(averaged(own, task), y, weight=weight) for own in predictions]
 
 
 def _own_loss(criterion: Criterion, prediction: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:

@@ -15,11 +15,20 @@ from torch import Tensor, nn
 from multitudes.core.calling import InputError
 from multitudes.core.gaussian import at_least_float32, beta_nll, gaussian_nll, join_gaussian, split_gaussian
 from multitudes.core.quantiles import pinball
-from multitudes.core.weighting import spread, target_losses, unwrapped, weighted_by_row, weighted_mean
+from multitudes.core.weighting import setting_of, spread, target_losses, unwrapped, weighted_by_row, weighted_mean
 
 __all__ = [
-    *("CLASSES", "TASKS", "VALUES", "Criterion", "averaged", "by_class", "check_task", "criterion_for", "fitted_loss"),
-    *("loss_of", "losses_of", "one_of", "shifted_targets", "tasks_of", "without_channel"),
+    *("CLASSES", "TASKS", "VALUES", "Criterion", "averaged", "averages_rows", "by_class", "check_task"),
+    *(
+        "criterion_for",
+        "fitted_loss",
+        "loss_of",
+        "losses_of",
+        "one_of",
+        "shifted_targets",
+        "tasks_of",
+        "without_channel",
+    ),
 ]
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -113,6 +122,18 @@ def criterion_for(task: str | None, criterion: Criterion | None, averages: bool 
 def tasks_of(criterion: Criterion) -> tuple[str, ...]:
     """The tasks that a criterion is for; none where it is not known."""
     return next((tasks for tasks, known in _OF_TASKS.items() if _is_any(criterion, known)), ())
+
+
+def averages_rows(criterion: Criterion) -> bool:
+    """Whether a criterion is known to be the mean over the rows of a batch, so that batches can be put together.
+
+    >>> averages_rows(F.mse_loss), averages_rows(nn.MSELoss(reduction="sum")), averages_rows(lambda p, y: p.max())
+    (True, False, False)
+    """
+    own = unwrapped(criterion)
+    known = [each for criteria in _OF_TASKS.values() for each in criteria]
+    whole = type(own) in known if isinstance(own, nn.Module) else own in known  # a subclass may compute anything
+    return whole and setting_of(criterion, "reduction", "mean") == "mean"
 
 
 def _is_any(criterion: Criterion, known: tuple[Any, ...]) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import InputError
 
-__all__ = ["spread", "target_losses", "unwrapped", "weighted_by_row", "weighted_mean"]
+__all__ = ["setting_of", "spread", "target_losses", "unwrapped", "weighted_by_row", "weighted_mean"]
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
@@ -39,9 +39,9 @@ def target_losses(criterion: Criterion, prediction: Tensor, y: Tensor) -> tuple[
     losses = _unreduced(criterion)(prediction, y)
     counts = torch.ones_like(losses)
     if _of_classes(criterion) and not y.is_floating_point():
-        counted = y != _setting(criterion, "ignore_index", -100)
+        counted = y != setting_of(criterion, "ignore_index", -100)
         counts = counted.to(losses.dtype)
-        own = _setting(criterion, "weight", None)
+        own = setting_of(criterion, "weight", None)
         if own is not None:
             counts = counts * own.to(losses)[torch.where(counted, y, 0)]
     return losses, counts
@@ -56,7 +56,7 @@ def weighted_mean(criterion: Criterion, prediction: Tensor, y: Tensor, weight: T
     """
     losses, counts = target_losses(criterion, prediction, y)
     total = (losses * spread(weight, losses)).sum()
-    return total if _setting(criterion, "reduction", "mean") == "sum" else total / counts.sum()
+    return total if setting_of(criterion, "reduction", "mean") == "sum" else total / counts.sum()
 
 
 def weighted_by_row(criterion: Criterion, prediction: Tensor, y: Tensor, weight: Tensor) -> Tensor:
@@ -97,10 +97,10 @@ def _unreduced(criterion: Any) -> Criterion:
     return partial(criterion, reduction="none")
 
 
-def _setting(criterion: Any, name: str, default: Any) -> Any:
+def setting_of(criterion: Any, name: str, default: Any) -> Any:
     """What a criterion was set to, as a module or by `functools.partial`."""
     if isinstance(criterion, partial):
-        return criterion.keywords.get(name, _setting(criterion.func, name, default))
+        return criterion.keywords.get(name, setting_of(criterion.func, name, default))
     return getattr(criterion, name, default) if isinstance(criterion, nn.Module) else default
 
 

@@ -150,7 +150,7 @@ class MultitudeEstimator(BaseEstimator):
         self.history_ = [history for _, history in found]
         self.n_iter_ = max(len(history) for history in self.history_)
         learned = replace(learned, networks=tuple(net for net, _ in found))
-        held = [(net, job[2]) for (net, _), job in zip(found, jobs, strict=True) if job[2] is not None]
+        held = [(net, job[2]) for net, job in zip(learned.exact, jobs, strict=True) if job[2] is not None]
         if held:
             predictive = Predictive.concat(predicted(net, own.x) for net, own in held)
             learned = learned.calibrated(predictive, torch.cat([own.y for _, own in held]), weight is None)
