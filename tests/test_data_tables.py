@@ -285,7 +285,7 @@ def test_tables_that_cannot_be_learned_are_refused(sentence: str, tmp_path: Path
 
 def test_csv_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_bytes(b"a,y\n1,\xff\n")
-    with raises("x.csv must be UTF-8, which byte 6 is not"):
+    with raises("x.csv must be UTF-8, which byte 6 is not: save it as that"):
         md.load(tmp_path / "x.csv", target="y")
     write(tmp_path / "x.csv", "a,y", "1,2")
     write(tmp_path / "z.csv", "a,b", "1,2")
