@@ -38,7 +38,12 @@ Job = tuple[Recipe, Rows, Rows | None, Any, int]
 
 
 class MultitudeEstimator(BaseEstimator):
-    """The part of both estimators that knows nothing of what is predicted."""
+    """The part of both estimators that knows nothing of what is predicted.
+
+    Of scikit-learn's checks (`check_estimator`), one cannot apply: `check_sample_weight_equivalence_on_dense_data`. A
+    row that is there twice may be held out once, and lies in two batches: a weight of two is the same on average, and
+    not to the last digit.
+    """
 
     model_: Learned
     history_: list[list[Epoch]]
