@@ -301,6 +301,11 @@ def test_bad_arguments_are_named_before_the_first_step(options, sentence):
     assert True not in steps and (not steps or "batch 1" in sentence)
 
 
+def test_validation_that_weighs_nothing_is_one_sentence():
+    with pytest.raises(ValueError, match="validation must hold at least one target that counts, got weights of 0"):
+        fit(network(), loader(), 2, validation=[(HELD_X, HELD_Y, torch.zeros(40))])
+
+
 def test_a_checkpoint_of_a_training_with_another_validation_is_refused(tmp_path):
     fit(network(), loader(), 2, checkpoint=tmp_path / "c")
     with pytest.raises(ValueError, match=r"is of a training with stop_by=None, now it is 'score'"):

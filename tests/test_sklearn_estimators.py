@@ -128,6 +128,21 @@ def test_a_module_may_be_a_class_a_function_or_a_network(module: Any) -> None:
         assert torch.equal(module.state_dict()["layers.0.weight"], given)
 
 
+class InFloat32(Wide):
+    """One whose own code computes in float32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x @ torch.eye(x.shape[1]))
+
+
+def test_predictions_do_not_depend_on_the_rows_beside_where_a_network_computes_in_float64() -> None:
+    X, y = line()
+    model = regressor(module=Wide).fit(X, y)
+    assert np.allclose(np.concatenate([model.predict(row[None]) for row in X[:20]]), model.predict(X)[:20], rtol=1e-12)
+    other = regressor(module=InFloat32, method="single", members=None).fit(X, y)
+    assert np.allclose(np.concatenate([other.predict(row[None]) for row in X[:20]]), other.predict(X)[:20], rtol=1e-4)
+
+
 def test_several_targets_are_learned_together() -> None:
     X, y = line()
     both = np.column_stack([y, -3 * X[:, 1]])

@@ -73,7 +73,8 @@ def weighted_by_row(criterion: Criterion, prediction: Tensor, y: Tensor, weight:
     if not torch.compiler.is_compiling():
         with torch.no_grad():
             whole = criterion(prediction, y)
-        if losses.dim() != 1 or not torch.allclose(losses.detach().mean(), whole, rtol=1e-3, atol=1e-5, equal_nan=True):
+        near = {"rtol": max(1e-3, torch.finfo(whole.dtype).eps ** 0.5), "atol": 1e-5, "equal_nan": True}
+        if losses.dim() != 1 or not torch.allclose(losses.detach().mean(), whole, **near):
             raise InputError(
                 "criterion must be a mean over the rows of a batch where these have weights, and the one that is given "
                 f"is {whole.detach().mean().item():g} where the mean of its rows is {losses.detach().mean().item():g}"

@@ -128,7 +128,7 @@ def edges_of(scores: Tensor, bins: int) -> list[float]:
     return edges if len(edges) > 1 else []
 
 
-def layout_of(features: Sequence[Feature], seen: Tensor, bins: int = 48) -> list[int | list[float]]:
+def layout_of(features: Sequence[Feature], seen: Tensor, bins: int = 128) -> list[int | list[float]]:
     """The layout of features (see `Data.layout`) of which a network sees these training rows `[N, F]`."""
     found: list[int | list[float]] = []
     at = 0

@@ -245,7 +245,7 @@ def _csv_lines(path: Path) -> tuple[str, list[tuple[int, list[str]]]]:
             start = reader.line_num + 1
         return most, found
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path.name} must be UTF-8, which byte {error.start} is not") from error
+        raise ValueError(f"{path.name} must be UTF-8, which byte {error.start} is not: save it as that") from error
     except csv.Error as error:
         raise ValueError(f"{path.name} could not be read as CSV: {error}") from error
 

@@ -38,7 +38,12 @@ Job = tuple[Recipe, Rows, Rows | None, Any, int]
 
 
 class MultitudeEstimator(BaseEstimator):
-    """The part of both estimators that knows nothing of what is predicted."""
+    """The part of both estimators that knows nothing of what is predicted.
+
+    Of scikit-learn's checks (`check_estimator`), one cannot apply: `check_sample_weight_equivalence_on_dense_data`. A
+    row that is there twice may be held out once, and lies in two batches: a weight of two is the same on average, and
+    not to the last digit.
+    """
 
     model_: Learned
     history_: list[list[Epoch]]
@@ -150,7 +155,7 @@ class MultitudeEstimator(BaseEstimator):
         self.history_ = [history for _, history in found]
         self.n_iter_ = max(len(history) for history in self.history_)
         learned = replace(learned, networks=tuple(net for net, _ in found))
-        held = [(net, job[2]) for (net, _), job in zip(found, jobs, strict=True) if job[2] is not None]
+        held = [(net, job[2]) for net, job in zip(learned.exact, jobs, strict=True) if job[2] is not None]
         if held:
             predictive = Predictive.concat(predicted(net, own.x) for net, own in held)
             learned = learned.calibrated(predictive, torch.cat([own.y for _, own in held]), weight is None)

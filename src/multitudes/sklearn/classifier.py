@@ -28,7 +28,7 @@ class MultitudeClassifier(ClassifierMixin, MultitudeEstimator):
         settings: other settings of the method, by name.
         epochs: how many epochs at most; by default 200, and fewer of more than 10,000 rows.
         patience: after how many epochs without a better score of the held-out rows training ends; the best weights are
-            kept. None trains all epochs.
+            kept. None trains all epochs, and the held-out rows are seen by the calibration alone.
         batch_size: rows in a batch; "auto" goes by the number of rows.
         lr, weight_decay: of AdamW.
         validation: the share of the rows that are held out, to end the training by and to calibrate on; None for none.

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,15 @@ class Learned:
 
     def predictive(self, x: Tensor) -> Predictive:
         """What all networks say of inputs, before any scaling, on the CPU."""
-        return together([predicted(net, x) for net in self.networks])
+        return together([predicted(net, x) for net in self.exact])
+
+    @cached_property
+    def exact(self) -> tuple[Multitude, ...]:
+        """The networks in float64, where they can compute in it.
+
+        In float32, rounding would tell how many rows are predicted together, and which place a row has among them.
+        """
+        return tuple(_in_float64(net, len(self.encoder.names)) for net in self.networks)
 
     def scaled(self, predictive: Predictive) -> Predictive:
         """The same, calibrated where that helps."""
@@ -126,7 +135,7 @@ class Learned:
     def __getstate__(self) -> dict[str, Any]:
         """On the CPU, so that other machines can have it."""
         networks = tuple(copy.deepcopy(net).cpu() for net in self.networks)
-        return {**vars(self), "networks": networks}
+        return {name: value for name, value in vars(self).items() if name != "exact"} | {"networks": networks}
 
 
 def together(parts: list[Predictive]) -> Predictive:
@@ -134,10 +143,20 @@ def together(parts: list[Predictive]) -> Predictive:
     return replace(parts[0], predictions=torch.cat([part.predictions for part in parts], 0))
 
 
+def _in_float64(net: Multitude, inputs: int) -> Multitude:
+    """A copy in float64, or the network itself where its own code needs float32."""
+    exact = copy.deepcopy(net).double()
+    try:
+        predicted(exact, torch.zeros(1, inputs))
+    except (RuntimeError, ValueError):
+        return net
+    return exact
+
+
 def predicted(net: Multitude, x: Tensor) -> Predictive:
     """What a network says of inputs `[N, F]`, on the CPU."""
-    device = next((parameter.device for parameter in net.parameters()), torch.device("cpu"))
-    return net.predict(x.to(device), seed=SEED).cpu()
+    like = next((parameter for parameter in net.parameters()), x)
+    return net.predict(x.to(like.device, like.dtype), seed=SEED).cpu()
 
 
 def _wide(values: Tensor) -> Tensor:

@@ -154,7 +154,7 @@ class Recipe:
 def trained(recipe: Recipe, train: Rows, held: Rows | None, layout: Any, seed: int) -> tuple[Multitude, list[Epoch]]:
     """A network trained on rows, and what each epoch was like; the best one by the held-out rows, if there are any.
 
-    Methods that are made of checkpoints of a whole training, such as snapshots, are not stopped.
+    Methods that are made of checkpoints of a whole training, such as snapshots, are not stopped, nor averaged.
     """
     train = train.to(recipe.device)
     training, settings = recipe.training(len(train)), recipe.settings

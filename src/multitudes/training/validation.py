@@ -74,13 +74,15 @@ class Validation:
         self._sums(net, [first], prepare)
 
     def score(self, net: Multitude, prepare: Prepare, ended: Callable[[], bool] = lambda: False) -> float | None:
-        """The mean score of all targets, NaN where none counts; None where `ended` says between batches to stop.
+        """The mean score of all targets; None where `ended` says between batches to stop.
 
         By `"error"` it is the root of the mean of values.
         """
         sums = self._sums(net, self._iterated, prepare, ended)
-        if sums is None or not sums[1]:
-            return None if sums is None else math.nan
+        if sums is None:
+            return None
+        if not sums[1]:
+            raise ValueError("validation must hold at least one target that counts, got weights of 0 for all")
         mean = sums[0] / sums[1]
         return math.sqrt(mean) if self.stop_by == "error" and net.task in VALUES else mean
 
