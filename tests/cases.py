@@ -116,12 +116,14 @@ NETWORKS: dict[str, Network] = {
     "group_norm": Network(group_norm_net, (3, 8, 8)),
     "separable": Network(separable_net, (3, 8, 8)),
     "transformer": Network(Transformer, (3, 8, 8)),
+    "tabular": Network(lambda: mt.models.tabular(6, CLASSES, width=4, bins=5, hidden=(12, 12), dropout=0.0), (6,)),
 }
 
 METHODS: dict[str, Callable[..., mt.Multitude]] = {
     "deep_ensemble": mt.deep_ensemble,
     "packed": mt.packed,
     "batch_ensemble": mt.batch_ensemble,
+    "tabm": mt.tabm,
     "masksembles": mt.masksembles,
     "mimo": mt.mimo,
 }
@@ -149,6 +151,6 @@ def build(method: str, model: nn.Module, network: str, members: int = 3, **optio
     """The method's multitude of a model, with the options that it has."""
     if method == "packed":
         options.setdefault("alpha", 1.0 if members == 1 else 2.0)
-    if method in ("packed", "masksembles", "mimo"):
+    if method in ("packed", "masksembles", "mimo", "tabm"):
         options.setdefault("example", NETWORKS[network].batch(2)[0])
     return METHODS[method](model, members, **options)

@@ -110,7 +110,7 @@ PREPARE = ["data", "prepare", "wine.csv", "--target", "quality", "--to", "wine.m
 ERRORS: dict[str, tuple[list[str], list[str]]] = {
     "an unknown method": (
         ["compare", "digits", "--methods", "pakced"],
-        ["single, deep, packed", "did you mean packed"],
+        ["single, deep, tabm, packed", "did you mean packed"],
     ),
     "an unknown network": (["compare", "digits", "--model", "resnet19"], ["resnet18", "'resnet19'"]),
     "no epochs": (["compare", "digits", "--epochs", "0"], ["--epochs must be 1 or more, got 0"]),

@@ -44,7 +44,9 @@ SERIES = Kind(
     fit=StepEncoder.fitted,
     encoder=lambda shape, names, features: StepEncoder(features),
     preprocessing=lambda x, features, numbers: Preprocessing(x.mean((0, 1)), x.std((0, 1), correction=0)),
-    defaults=kind_of_shape((4,)).defaults,
+    defaults=lambda shape, rows: {
+        **kind_of_shape((4,)).defaults((4,), rows), "model": {"name": "mlp", "settings": {"hidden": [50]}},
+    },
     arguments=lambda model, shape, outputs, taken: {"inputs": math.prod(shape), "outputs": outputs},
     named=True,
 )  # fmt: skip

@@ -49,7 +49,7 @@ def test_scores_are_those_of_the_metrics(net, data):
         "classwise_ece": metrics.classwise_ece(p, Y), "overconfidence": metrics.overconfidence(p, Y),
         "aurc": metrics.selective.aurc(p, Y), "accuracy_at_90": metrics.selective.accuracy_at_coverage(p, Y, 0.9),
         "member_error": metrics.member_error(p, Y), "disagreement": metrics.diversity.disagreement(p),
-        "ensemble_js": metrics.divergences.ensemble_js(p),
+        "ensemble_js": metrics.divergences.ensemble_js(p), "balanced_accuracy": metrics.balanced_accuracy(p, Y),
     }  # fmt: skip
     assert dict(result) == pytest.approx({name: float(value) for name, value in expected.items()})
     assert set(result.counts.values()) == {60}

@@ -170,7 +170,7 @@ def test_baselines_and_methods_are_compared_fold_by_fold(run: Run) -> None:
 
 def test_the_answer_and_the_page_speak_of_folds(run: Run) -> None:
     notes = " ".join(recommend(leaderboard(run)).notes)
-    assert "over 3 folds and 6" in notes and "seed" not in notes
+    assert f"over 3 folds and {ROWS} test rows" in notes and "seed" not in notes
     text = page(read_results(run.directory))
     assert "Mean over 3 folds" in text
 

@@ -26,8 +26,8 @@ def test_a_job_is_a_method_and_a_seed_and_says_all_in_its_configuration(run):
         "settings": {"members": 4, "alpha": 2, "gamma": 1, "layers": None},
         "seed": 1,
         "data": {"file": "../../data.mtdata", "fingerprint": prepared.fingerprint},
-        "model": {"name": "mlp", "settings": {"hidden": [50]}},
-        "training": {**resolved.training.model_dump(), "epochs": 3, "augment": None},
+        "model": {"name": "tabular", "settings": {}},
+        "training": {**resolved.training.model_dump(), "epochs": 3, "augment": None, "class_weight": None},
         "evaluation": resolved.evaluation.model_dump(),
         "device": "auto",
     }

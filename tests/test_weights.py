@@ -126,6 +126,16 @@ def test_the_classes_weights_of_a_criterion_count_as_they_do_there():
     torch.testing.assert_close(net.loss(X, CLASSES, total, weight=WEIGHT), want)
 
 
+@pytest.mark.parametrize("shape", [(12, 1), (12,), (1,)])
+def test_the_weights_of_rows_in_a_criterion_itself_are_those_of_each_members_rows(shape):
+    model = nn.Sequential(nn.Linear(8, 1), nn.Flatten(0 if shape == (12,) else 1))
+    net = mt.batch_ensemble(model, 3, task="binary", seed=0)
+    y = YES[:, 0].float() if shape == (12,) else YES.float()
+    criterion = nn.BCEWithLogitsLoss(weight=torch.rand(shape))
+    want = torch.stack([criterion(each, y) for each in net(X)]).mean()
+    torch.testing.assert_close(net.loss(X, y, criterion), want)
+
+
 @pytest.mark.parametrize("shifted", [False, True])
 def test_tokens_have_the_weights_of_their_rows_or_their_own(shifted):
     torch.manual_seed(0)

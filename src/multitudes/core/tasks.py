@@ -19,16 +19,8 @@ from multitudes.core.weighting import setting_of, spread, target_losses, unwrapp
 
 __all__ = [
     *("CLASSES", "TASKS", "VALUES", "Criterion", "averaged", "averages_rows", "by_class", "check_task"),
-    *(
-        "criterion_for",
-        "fitted_loss",
-        "loss_of",
-        "losses_of",
-        "one_of",
-        "shifted_targets",
-        "tasks_of",
-        "without_channel",
-    ),
+    *("criterion_for", "fitted_loss", "loss_of", "losses_of", "one_of", "shifted_targets", "tasks_of"),
+    "without_channel",
 ]
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -133,7 +125,9 @@ def averages_rows(criterion: Criterion) -> bool:
     own = unwrapped(criterion)
     known = [each for criteria in _OF_TASKS.values() for each in criteria]
     whole = type(own) in known if isinstance(own, nn.Module) else own in known  # a subclass may compute anything
-    return whole and setting_of(criterion, "reduction", "mean") == "mean"
+    of_classes = "tokens" in tasks_of(criterion)  # its own weights are of classes, others' may be of rows
+    weighs_rows = not of_classes and setting_of(criterion, "weight", None) is not None
+    return whole and not weighs_rows and setting_of(criterion, "reduction", "mean") == "mean"
 
 
 def _is_any(criterion: Criterion, known: tuple[Any, ...]) -> bool:

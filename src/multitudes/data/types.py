@@ -202,7 +202,9 @@ class Data:
     @cached_property
     def fingerprint(self) -> str:
         """A SHA-256 of everything that a result can depend on: the same data, the same fingerprint."""
-        names = [self.classes, self.columns, tuple(self.ood), self.numbers]
+        names = [self.classes, self.columns, tuple(self.ood)]
+        if self.kind.named and self.numbers != "standard":
+            names.append((self.numbers,))
         tensors = [*(tensor for part in self.parts.values() for tensor in (part.x, part.y)), *self.ood.values()]
         shapes = [(str(tensor.dtype), list(tensor.shape)) for tensor in tensors]
         digest = hashlib.sha256(json.dumps([names, shapes]).encode())

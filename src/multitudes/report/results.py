@@ -225,4 +225,4 @@ def _data(run: Run, config: Mapping[str, Any]) -> tuple[str, tuple[str, ...], An
     else:
         return Path(source).name or "data", (), None, None
     images = read.test.x.numpy() if read.kind.pictured(read.shape) else None
-    return read.name, read.classes, images, read if read.kind.named else None
+    return read.name, read.classes, images, read if read.kind.named and read.kind.dims == 1 else None

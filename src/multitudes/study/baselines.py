@@ -103,7 +103,8 @@ def _boosting(data: Data) -> Tensor | _Numbers:
 
 def _quantiles(data: Data) -> _Numbers:
     ensemble = needed("sklearn.ensemble", "study", "gradient boosting")
-    x, y, test = data.train.x.numpy(), data.train.y.double().numpy(), data.test.x.numpy()
+    x, test = (_inputs(data, part.x, normalised=False) for part in (data.train, data.test))
+    y = data.train.y.double().numpy()
     low, middle, high = (
         torch.from_numpy(
             ensemble.HistGradientBoostingRegressor(loss="quantile", quantile=level, random_state=0)
@@ -160,7 +161,7 @@ def _with_residuals(model: Any, data: Data, normalised: bool = False) -> _Number
 
 
 def _inputs(data: Data, x: Tensor, normalised: bool) -> Any:
-    return (data.normalised(x) if normalised else x).numpy()
+    return (data.normalised(x) if normalised else x).flatten(1).numpy()
 
 
 # -- scores ------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def leaderboard(run: Run, by: str | None = None) -> list[Row]:
     for label, jobs in methods.items():
         tables = [_numbers(job.metrics) for job in jobs]
         common = [name for name in tables[0] if all(name in table for table in tables)]
-        values = {name: Value(tuple(t[name][0] for t in tables), tables[0][name][1]) for name in common}
+        values = {name: _value([table[name] for table in tables], bool(folds)) for name in common}
         values |= {f"costs/{kind}_time_ratio": _time(own) for kind, own in times.get(label, {}).items()}
         method = str((jobs[0].config or {}).get("method", label))
         seeds = tuple(job.seed for job in jobs)
@@ -76,6 +76,12 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
     scores = {name: (score["value"], score["count"]) for name, score in metrics["scores"].items()}
     costs = {f"costs/{name}": (value, 0) for name, value in metrics["costs"].items()}
     return {name: (float(value), count) for name, (value, count) in (scores | costs).items() if value is not None}
+
+
+def _value(each: Sequence[tuple[float, int]], folded: bool) -> Value:
+    """From numbers and their counts, which are of other test rows where they are of folds."""
+    values, counts = zip(*each, strict=True)
+    return Value(values, sum(counts) if folded else counts[0])
 
 
 def _time(own: Mapping[str, float]) -> Value:
@@ -101,7 +107,9 @@ def _baselines(run: Run, folds: Sequence[int], overlap: float) -> list[Row]:
         if folds and len(own) != len(folds):
             continue
         common = [score for score in own[0]["scores"] if all(score in each["scores"] for each in own)]
-        values = {score: Value(tuple(each["scores"][score] for each in own), own[0]["count"]) for score in common}
+        values = {
+            score: _value([(each["scores"][score], each["count"]) for each in own], bool(folds)) for score in common
+        }
         kept = [score for score in own[0]["rows"] if all(score in each["rows"] for each in own)]
         examples = {
             score: np.asarray([[value for each in own for value in each["rows"][score]]], dtype="float64")

@@ -234,9 +234,7 @@ class _Answer:
 
     @property
     def test_rows(self) -> int:
-        """Of all folds, where there are any."""
-        counts = ((row.values[self.name].count, max(1, len(row.folds))) for row in self.methods)
-        return max((count * folds for count, folds in counts), default=0)
+        return max((row.values[self.name].count for row in self.methods), default=0)
 
     def paid(self, row: Row) -> str:
         """What a method costs: its price, and its training."""

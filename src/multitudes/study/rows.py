@@ -35,7 +35,7 @@ class Value:
     values: tuple[float, ...]
     """For each seed."""
     count: int = 0
-    """How many inputs each was computed over; 0 for costs."""
+    """How many inputs each was computed over, or all folds together; 0 for costs."""
     low: float | None = None
     high: float | None = None
     """Of a time that was measured several times, between what it lies half of the times."""
