@@ -41,7 +41,8 @@ def outside_attention(name: str, layer: nn.Module) -> bool:
 
 def before_an_activation(name: str, layer: nn.Module) -> bool:
     """One layer with an activation after it: a zero-centred layer's information is in the spread of its outputs."""
-    return name in ("body.3.0", "fc1", "4", "encoder.linear1", "layer4.0.conv2") or (name == "3" and layer.groups == 1)
+    named = ("body.3.0", "fc1", "4", "encoder.linear1", "layer4.0.conv2", "mlp.layers.0")
+    return name in named or (name == "3" and layer.groups == 1)
 
 
 def trajectory(model: nn.Module) -> list[dict[str, Tensor]]:

@@ -145,7 +145,6 @@ def _mimo(of: Case, init: str) -> mt.Multitude:
 
 SHARED = {
     "batch_ensemble": _shared(lambda of, init: mt.batch_ensemble(given(of), MEMBERS, init=init, seed=of.number)),
-    "tabm": _shared(lambda of, init: mt.tabm(given(of), MEMBERS, example=of.x, init=init, seed=of.number)),
     "masksembles": _shared(
         lambda of, init: mt.masksembles(given(of), MEMBERS, 2.0, example=of.x, init=init, seed=of.number)
     ),

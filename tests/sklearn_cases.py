@@ -10,7 +10,7 @@ from torch import nn
 import multitudes as mt
 from multitudes.sklearn import MultitudeClassifier, MultitudeRegressor
 
-EPOCHS = 15
+EPOCHS = 8
 
 
 def small(inputs: int, outputs: int) -> nn.Module:
@@ -21,7 +21,7 @@ def small(inputs: int, outputs: int) -> nn.Module:
 def quick(**changes: Any) -> dict[str, Any]:
     """The arguments of an estimator that is quick to train."""
     own = {
-        "method": "batch_ensemble", "members": 2, "module": small, "epochs": EPOCHS, "lr": 0.02, "batch_size": 64,
+        "method": "batch_ensemble", "members": 2, "module": small, "epochs": EPOCHS, "lr": 0.05, "batch_size": 64,
         "random_state": 0,
     }  # fmt: skip
     return own | changes

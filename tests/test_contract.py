@@ -82,7 +82,7 @@ def test_a_batch_of_one_works(method: str, network: str) -> None:
 @over(EVERY)
 def test_dtype_is_kept(method: str, network: str) -> None:
     x = NETWORKS[network].batch(2)[0].double()
-    options = {"example": x} if method in ("packed", "masksembles", "mimo") else {}
+    options = {"example": x} if method in ("packed", "masksembles", "mimo", "tabm") else {}
     net = build(method, network, NETWORKS[network].model().double(), **options)
     assert three(net, x).dtype == torch.float64
     assert {p.dtype for p in net.parameters()} == {torch.float64}

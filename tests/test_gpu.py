@@ -83,7 +83,7 @@ def test_the_automatic_choice_is_right_for_hard_networks(name: str) -> None:
 def test_a_network_on_the_gpu_is_converted_there(method: str, init: str) -> None:
     case = NETWORKS["separable"]
     model, x = case.model().cuda(), case.batch()[0].cuda()
-    options = {"example": x} if method in ("packed", "masksembles", "mimo") else {}
+    options = {"example": x} if method in ("packed", "masksembles", "mimo", "tabm") else {}
     if method == "deep_ensemble" and init == "pretrained":
         options["perturb"] = 0.1
     nets = [METHODS[method](model, 3, init=init, seed=0, **options) for _ in range(2)]

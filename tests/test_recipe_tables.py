@@ -192,25 +192,25 @@ def held(raw: Raw) -> list[bool | None]:
 
 def test_the_page_needs_nothing(tmp_path: Path) -> None:
     section = report.section(Raw(tmp_path / "none"))
-    assert not section.figures and [claim.holds for claim in section.claims] == [None] * 5
+    assert not section.figures and [claim.holds for claim in section.claims] == [None] * 6
 
 
 def test_claims_are_read_from_the_numbers(tmp_path: Path) -> None:
     low, middle, high = [1.0, 1.1, 0.9], [2.0, 2.1, 1.9], [3.0, 3.1, 2.9]
     others = {method: {"rmse": middle} for method in ("boosting", "forest", "package", "linear", "constant")}
-    assert held(made_up(tmp_path / "good", {"tabm": {"rmse": low}, **others})) == [True] * 5
+    assert held(made_up(tmp_path / "good", {"tabm": {"rmse": low}, **others})) == [True] * 6
     worse = {"rmse": high, "coverage": [0.8] * 3, "nll": [0.7] * 3}
     raw = made_up(tmp_path / "bad", {"tabm": worse, **others})
-    assert held(raw) == [False] * 5
+    assert held(raw) == [False] * 6
     text = report.section(raw).text
     assert "behind by 50.0 %" in text and "| concrete | 3.00 ± 0.06 |" in text and "80.0 % (1.00)" in text
     level = {"rmse": [2.0, 2.3, 1.8]}
     raw = made_up(tmp_path / "level", {"tabm": level, **others})
-    assert held(raw) == [True] * 5 and "level (1.7 % behind)" in report.section(raw).text
+    assert held(raw) == [True] * 6 and "level (1.7 % behind)" in report.section(raw).text
     assert "| breast cancer | 79.7 ± 1.5 |" in report.section(raw).text
     raw = made_up(tmp_path / "few", {"tabm": {"rmse": low}, "boosting": {"rmse": middle}})
-    assert held(raw) == [None, None, None, True, None]
-    assert held(made_up(tmp_path / "smoke", {"tabm": {"rmse": low}, **others}, "smoke")) == [None] * 5
+    assert held(raw) == [None, None, None, True, None, None]
+    assert held(made_up(tmp_path / "smoke", {"tabm": {"rmse": low}, **others}, "smoke")) == [None] * 6
     assert "smoke scale" in report.section(Raw(tmp_path / "smoke")).text
 
 

@@ -109,9 +109,9 @@ def test_an_unknown_method_is_an_error_that_lists_the_choices() -> None:
         method_of("bagging")
 
 
-def test_smoothing_needs_images() -> None:
+def test_smoothing_needs_images_and_tabm_a_table() -> None:
     assert set(NAMES) - set(methods_for((13,))) == {"smooth", "smooth_dropout"}
-    assert methods_for(SHAPE) == [name for name in NAMES if name != "tabm"]  # which is for tables
+    assert methods_for(SHAPE) == [name for name in NAMES if name != "tabm"]
     assert "no images but rows of 13" in str(unfit(METHODS["smooth"], (13,)))
 
 

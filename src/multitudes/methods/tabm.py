@@ -80,7 +80,7 @@ ROWS = (
     Method(
         "tabm", by(tabm), {"members": 8, "variant": "tabm", "rows": "shared"},
         "Little more parameters than one network; the time of its members, side by side.",
-        "Pick it for tables of numbers and categories.",
+        "Pick it first where the data are a table.",
         place=12,
         tables=True,
     ),
