@@ -165,7 +165,7 @@ def load(recipe: Recipe, file: str, count: int) -> list[Data]:
     """The standard splits of a set. Nothing is tuned, so that the validation rows belong to training."""
     found = []
     for fold in range(count):
-        data = recipe.data(f"uci/{file}.npz", fold=fold, task="regression", numbers="standard")
+        data = recipe.data(f"uci/{file}.npz", fold=fold, task="regression", numbers="standard", validation=0.1)
         parts = data.train, data.validation
         train = Part(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]))
         found.append(replace(data, train=train))

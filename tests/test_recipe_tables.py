@@ -210,6 +210,8 @@ def test_claims_are_read_from_the_numbers(tmp_path: Path) -> None:
     assert "| breast cancer | 79.7 ± 1.5 |" in report.section(raw).text
     raw = made_up(tmp_path / "few", {"tabm": {"rmse": low}, "boosting": {"rmse": middle}})
     assert held(raw) == [None, None, None, True, None, None]
+    every = ", ".join(report.NAMES.values())
+    assert f"Not measured: packed on {every}; deep ensemble on {every};" in report.section(raw).text
     assert held(made_up(tmp_path / "smoke", {"tabm": {"rmse": low}, **others}, "smoke")) == [None] * 6
     assert "smoke scale" in report.section(Raw(tmp_path / "smoke")).text
 

@@ -67,6 +67,7 @@ def section(raw: Raw) -> Section:
         "**Seconds to train and predict, one split**",
         beside(raw, measured, lambda name: "seconds", [*METHODS][:-2], error=False),
         SECONDS,
+        missing(raw, measured),
     ]
     figures = {"relative": relative(raw, measured)} if measured else {}
     text = "\n\n".join(part for part in parts if part)
@@ -230,6 +231,13 @@ def intervals(raw: Raw, measured: Sequence[str]) -> str:
             row.append(f"{100 * statistics.fmean(covered):.1f} % ({number(statistics.fmean(width), digits)})")
         rows.append(row)
     return table(["table", *(METHODS[method] for method in WITH_INTERVALS)], rows)
+
+
+def missing(raw: Raw, measured: Sequence[str]) -> str:
+    """Which methods were not measured, and on which tables."""
+    gaps = {label: [NAMES[n] for n in measured if f"{n}-{method}" not in raw] for method, label in METHODS.items()}
+    told = "; ".join(f"{label} on {', '.join(names)}" for label, names in gaps.items() if names)
+    return f"Not measured: {told}." if told else ""
 
 
 def relative(raw: Raw, measured: Sequence[str]) -> Figure:
