@@ -24,9 +24,6 @@ from multitudes.training.batch_sizes import batch_size_for
 
 __all__ = ["Assignment"]
 
-BETA = 0.5
-"""Of the loss of means and variances (Seitzer et al., 2022): 0 is the likelihood's own, 1 learns means like least
-squares."""
 APART = ("batch_size", "augment", "patience", "class_weight", "average")
 """Keys of the training that are no arguments of `fit` for a network by itself."""
 
@@ -148,4 +145,4 @@ class Assignment:
 
 
 def _gaussian(prediction: Tensor, y: Tensor) -> Tensor:
-    return beta_nll(prediction, y[:, None], beta=BETA)
+    return beta_nll(prediction, y[:, None])

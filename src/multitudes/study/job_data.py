@@ -14,6 +14,7 @@ from torch import Tensor
 from multitudes import data as datasets
 from multitudes.core.devices import device_of
 from multitudes.data import Data
+from multitudes.training.precision import AUTO, precision_dtype
 
 __all__ = ["HeldOut", "ScaledBatches", "data_of", "device_of", "inside_run", "precision_on"]
 
@@ -79,6 +80,6 @@ def inside_run(directory: Path, file: str) -> Path:
 
 def precision_on(name: str | None, device: torch.device) -> str:
     """The precision of a name on a device; auto is bfloat16 on a GPU that computes with it."""
-    if name == "auto":
-        return "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+    if name == AUTO:
+        return "float32" if precision_dtype(name, device) is None else "bfloat16"
     return name or "float32"
