@@ -134,24 +134,25 @@ class SharedMembers(Multitude):
         """
         if torch.compiler.is_compiling() and self.training in self._tiles:
             return self._tiles[self.training]
-        return self._tried(x)
+        key = self.training, kind_of(x), len(tensors_in(x)[0]) > 1
+        return self._tiles[key] if key in self._tiles else self._tried(x, key)
 
     @uncompiled
-    def _tried(self, x: Input) -> str:
-        kind = kind_of(x), self._may_be_late(x)
-        if (self.training, kind) not in self._tiles:
-            if kind[1] and not self._prove(x, self._late):
-                self._tiles[self.training] = self._tiles[self.training, kind] = "late"
-                return "late"
-            trouble = self._prove(x, self._tiled)
-            self._tiles[self.training] = self._tiles[self.training, kind] = "alone" if trouble else "tiled"
-            if trouble:
-                warnings.warn(
-                    f"the members' rows cannot lie side by side in one batch: {trouble}; so the members run one after "
-                    "the other, which is slower",
-                    stacklevel=2,
-                )
-        return self._tiles[self.training, kind]
+    def _tried(self, x: Input, key: Any) -> str:
+        self._tiles[self.training] = self._tiles[key] = self._found(x)
+        return self._tiles[key]
+
+    def _found(self, x: Input) -> str:
+        if self._may_be_late(x) and not self._prove(x, self._late):
+            return "late"
+        trouble = self._prove(x, self._tiled)
+        if trouble:
+            warnings.warn(
+                f"the members' rows cannot lie side by side in one batch: {trouble}; so the members run one after "
+                "the other, which is slower",
+                stacklevel=2,
+            )
+        return "alone" if trouble else "tiled"
 
     def _may_be_late(self, x: Input) -> bool:
         """Not with layers that draw: each member has numbers of its own. Nor with a batch of one: it fits any other."""
@@ -256,6 +257,8 @@ class MemberLayer(nn.Module):
         """
         if self._hooked:
             return True
+        if x.dim() == 2:  # one product of all rows is faster than one for each member, however many rows there are
+            return False
         return not x.is_cuda and weight.numel() * (self.members if self.member is None else 1) < x.numel()
 
     @property

@@ -24,6 +24,7 @@ from multitudes.core.copying import copied
 from multitudes.core.draws.functional import noise_to_keep, to_be_kept
 from multitudes.core.draws.stochastic import Stochastic, stochastic_layers
 from multitudes.core.multitude import Multitude, evaluating
+from multitudes.core.quick_dropout import QuickDropout
 from multitudes.methods.registry import Method, Settings, by
 from multitudes.surgery.affine import (
     SEVERAL,
@@ -174,8 +175,11 @@ CONNECTED: dict[type[nn.Module], type[DropConnect]] = {
     nn.Conv3d: DropConnectConv3d,
 }
 
-DROPOUTS: dict[type[nn.Module], bool] = {nn.Dropout: False, nn.Dropout1d: True, nn.Dropout2d: True, nn.Dropout3d: True}
-"""Torch's dropout layers, and whether they drop whole channels."""
+DROPOUTS: dict[type[nn.Module], bool] = {
+    **dict.fromkeys((nn.Dropout, QuickDropout), False),
+    **dict.fromkeys((nn.Dropout1d, nn.Dropout2d, nn.Dropout3d), True),
+}
+"""Torch's dropout layers, and ours, and whether they drop whole channels."""
 
 ACTIVATIONS = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish,

@@ -10,6 +10,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from multitudes.core.checks import check_number
+from multitudes.core.quick_dropout import QuickDropout
 from multitudes.models.blocks import check_counts, reset_he
 
 Norm = Literal["batch", "layer"]
@@ -70,7 +71,7 @@ class MLP(nn.Module):
                 layers.append(NORMS[norm](units))
             layers.append(ACTIVATIONS[activation]())
             if dropout > 0:
-                layers.append(nn.Dropout(dropout))
+                layers.append(QuickDropout(dropout))
             inputs = units
         self.flatten = nn.Flatten()
         self.layers = nn.Sequential(*layers)
@@ -95,7 +96,7 @@ def mlp(
     >>> import torch
     >>> net = mlp(64, 10, hidden=(32,), norm="batch", dropout=0.1)
     >>> [type(layer).__name__ for layer in net.layers]
-    ['Linear', 'BatchNorm1d', 'ReLU', 'Dropout']
+    ['Linear', 'BatchNorm1d', 'ReLU', 'QuickDropout']
     >>> net(torch.zeros(2, 1, 8, 8)).shape
     torch.Size([2, 10])
     """

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from multitudes.core.packing.pointwise import pointwise, worth_a_product
 from multitudes.core.packing.values import Many, Packed, Stacked, Value, as_packed, as_stacked, rank_of
+from multitudes.core.quick_dropout import QuickDropout
 
 
 def _flat(tensor: Tensor | None) -> Any:
@@ -254,7 +255,7 @@ LAYERS: dict[type, Callable[[Any, Value, int], Any]] = {
     nn.LayerNorm: layer_norm,
     nn.PReLU: prelu,
     nn.Flatten: flatten,
-    **dict.fromkeys((nn.Dropout, nn.AlphaDropout), dropout),
+    **dict.fromkeys((nn.Dropout, QuickDropout, nn.AlphaDropout), dropout),
     **dict.fromkeys((nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout), channel_dropout),
     **dict.fromkeys(
         (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh,

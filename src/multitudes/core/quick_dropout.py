@@ -1,0 +1,36 @@
+"""Dropout whose random numbers come four at a time on a CPU, where drawing them takes longer than using them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["QuickDropout"]
+
+LEVELS = 1 << 16
+"""Of the numbers that are drawn: sixteen bits each, four of them in one of torch's."""
+FEW = 1 << 14
+"""Of fewer numbers than these torch's own dropout is as fast."""
+
+
+class QuickDropout(nn.Dropout):
+    """As `nn.Dropout`, with a rate that is a multiple of 1 / 65536; two or three times as fast on a CPU.
+
+    Where somebody watches or changes torch's functions (a proof, a compiler, `vmap`), it is `nn.Dropout`.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        dropped = round(self.p * LEVELS)
+        usual = not self.training or self.inplace or not 0 < dropped < LEVELS or x.numel() < FEW
+        if usual or x.device.type != "cpu" or not x.is_floating_point() or _watched(x):
+            return super().forward(x)
+        words = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+        numbers = words.view(torch.int16)[: x.numel()].view(x.shape)
+        kept = numbers >= dropped - LEVELS // 2
+        return x * kept.to(x.dtype).mul_(LEVELS / (LEVELS - dropped))
+
+
+def _watched(x: Tensor) -> bool:
+    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return True
+    return torch._C._len_torch_function_stack() > 0 or torch._C._len_torch_dispatch_stack() > 0
