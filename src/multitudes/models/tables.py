@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -164,6 +165,7 @@ class Tabular(nn.Module):
         super().__init__()
         check_counts(inputs=inputs, outputs=outputs, width=width, bins=bins)
         check_choice("embedding", embedding, ("piecewise", "periodic", None))
+        self.inputs = inputs
         layout = _normal_layout(inputs, bins) if layout is None else list(layout)
         sizes = [1 if isinstance(each, Sequence) else check_count("layout", each) for each in layout]
         if sum(sizes) != inputs:
@@ -191,10 +193,11 @@ class Tabular(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # Several rows may come side by side, `[B, n * inputs]`, to a perceptron that was widened for them (MIMO).
-        rows = x.unflatten(-1, (-1, len(self.order))).index_select(-1, self.order)
-        numbers, *many, few = rows.split(self.sizes, -1)
+        rows = x.unflatten(-1, (-1, self.inputs)).index_select(-1, self.order)
+        ends = list(accumulate(self.sizes))
+        numbers, few = rows[..., : ends[0]], rows[..., ends[-2] :]
         embedded = numbers if self.embedding is None else self.embedding(numbers)
-        categories = [embed(part) for embed, part in zip(self.categories, many, strict=True)]
+        categories = [embed(rows[..., ends[at] : ends[at + 1]]) for at, embed in enumerate(self.categories)]
         return self.mlp(torch.cat([embedded, *categories, few], -1).flatten(-2))
 
 

@@ -42,7 +42,9 @@ def cheap_example(model: nn.Module) -> Input | None:
 def _found_example(model: nn.Module, tries: int | None = None) -> Input:
     first = next((m for m in model.modules() if type(m) in PRODUCTS), None)
     where = next(iter([*model.parameters(), *model.buffers()]), torch.zeros(0))
-    for shape in _shapes(first)[:tries]:
+    own = getattr(model, "inputs", None)  # where a network says how many numbers it takes
+    said = [(own,)] if isinstance(own, int) and not isinstance(own, bool) and own > 0 else []
+    for shape in [*said, *_shapes(first)][:tries]:
         x = torch.randn(2, *shape, device=where.device, dtype=where.dtype if where.is_floating_point() else None)
         try:
             with observing(model):
