@@ -370,7 +370,7 @@ def test_an_mlp_without_hidden_layers_is_linear() -> None:
 
 def test_a_hidden_layer_is_linear_then_norm_then_activation_then_dropout() -> None:
     net = MLP(6, 3, hidden=(5, 4), norm="layer", activation="tanh", dropout=0.2)
-    assert [type(layer).__name__ for layer in net.layers] == ["Linear", "LayerNorm", "Tanh", "Dropout"] * 2
+    assert [type(layer).__name__ for layer in net.layers] == ["Linear", "LayerNorm", "Tanh", "QuickDropout"] * 2
     assert [type(layer).__name__ for layer in mlp(6, 3, hidden=(5,)).layers] == ["Linear", "ReLU"]
 
 

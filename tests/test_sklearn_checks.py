@@ -23,10 +23,11 @@ NOT_FOR_US = {
 def checks() -> Iterator[Any]:
     """All of them, with names that are the same in every process."""
     for estimator in (classifier(), regressor()):
+        slow = [pytest.mark.slow] if isinstance(estimator, MultitudeRegressor) else []
         for number, (own, check) in enumerate(estimator_checks_generator(estimator)):
             name = getattr(check, "func", check).__name__
             marks = [pytest.mark.xfail(reason=NOT_FOR_US[name], strict=False)] if name in NOT_FOR_US else []
-            yield pytest.param(own, check, marks=marks, id=f"{type(estimator).__name__}-{name}-{number}")
+            yield pytest.param(own, check, marks=[*marks, *slow], id=f"{type(estimator).__name__}-{name}-{number}")
 
 
 @pytest.mark.parametrize(("estimator", "check"), list(checks()))
