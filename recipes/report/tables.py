@@ -82,7 +82,11 @@ out, are stopped by their score of these and calibrated on them. Trees and linea
 their deviation is that of errors on rows that they have not seen (held out, or out of bag), which gives them densities
 and conformal intervals. The `tabm` package is trained as in its authors' example, with the batch sizes of their paper,
 and stopped on as many held-out rows. wine-quality-red has many rows twice, in training and test part, which trees
-remember."""
+remember.
+
+The defaults were chosen on these tables, by validation rows of these splits, with their test errors in view; so splits
+that nobody had looked at are the better judges. On UCI's splits 5 to 9 tabm has an RMSE of 0.602 on wine-quality-red,
+where the forest has 0.582 and boosting 0.604, and 4.20 on concrete, where they have 4.98 and 4.49."""
 
 SECONDS = """\
 Seconds are of a shared machine: networks on one GPU that up to fifteen others use at the same time, the others on one
