@@ -254,3 +254,35 @@ def test_networks_that_cannot_be_tiled_late_are_tiled_at_once(rows: int) -> None
     for count in (rows, 1, 7):  # a batch of one is no proof for others
         x = torch.randn(count, 3)
         torch.testing.assert_close(net(x), torch.stack([net.member(i)(x) for i in range(4)]))
+
+
+class Masked(nn.Module):
+    """Has infinities among its buffers, as masks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf, torch.inf]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.mask.clamp(-1, 1)
+
+
+@pytest.mark.parametrize("model", [Masked(), tabular(3, 2, hidden=(8,))], ids=["masked", "tabular"])
+def test_buffers_with_infinities_are_compared(model: nn.Module) -> None:
+    x = torch.randn(5, 3)
+    net = mt.deep_ensemble(model, 3, seed=0)
+    assert "predictions" in str(mt.check(net, x))
+    net.network.get_buffer("mask" if isinstance(model, Masked) else "embedding.low")[1, ..., 0] = 7.0
+    member = net.member
+
+    def other(index: int) -> nn.Module:
+        found = member(index)
+        for buffer in found.buffers():
+            buffer.data = buffer.data.clone()
+            buffer.data[buffer.data.isinf()] = 3.0  # no longer what the members side by side have
+        return found
+
+    net.member = other  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="differs from itself alone"):
+        mt.check(net, x)

@@ -133,8 +133,8 @@ class _Proof:
             steepest = max([1.0, *(_largest(want) for name, (_, want) in pairs.items() if "gradient" in name)])
             for name, (got, want) in pairs.items():
                 # Rounding adds up on the way back, so gradients are seen beside the largest of them.
-                scale = 10 * steepest if "gradient" in name else max(1.0, _largest(want))
-                error = _largest(got - want) if got.shape == want.shape else float("nan")
+                scale = 10 * steepest if "gradient" in name else max(1.0, _largest(want[want.isfinite()]))
+                error = _apart(got, want) if got.shape == want.shape else float("nan")
                 if not error <= self.tolerance * scale:
                     raise ValueError(f"{where}: {name} by {error:.2e} (runner {self.runner!r})")
 
@@ -210,6 +210,11 @@ def _gradients(value: Tensor, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 def _largest(values: Tensor) -> float:
     return values.abs().max().item() if values.numel() else 0.0
+
+
+def _apart(got: Tensor, want: Tensor) -> float:
+    """The largest difference; infinities that are equal, as masks have them, differ by nothing."""
+    return _largest(torch.where(got == want, 0, got - want))
 
 
 def _number(buffer: Tensor) -> Tensor:
