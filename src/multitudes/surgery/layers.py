@@ -125,19 +125,26 @@ def replace(model: nn.Module, replacements: Mapping[str, nn.Module]) -> nn.Modul
     return replaced
 
 
-def _check_untied(model: nn.Module, names: Iterable[str]) -> None:
-    """A weight that two layers share would be two weights after one of them is replaced."""
+def _check_untied(model: nn.Module, replacements: Mapping[str, nn.Module]) -> None:
+    """A weight that two layers share would be two weights after one of them is replaced, or both by layers apart."""
     owners: dict[int, set[tuple[int, str]]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), set()).add((id(module), name))
-    for name in names:
+    for name in replacements:
         for parameter in model.get_submodule(name).parameters():
             if len(owners[id(parameter)]) > 1:
                 tied = sorted(owner for _, owner in owners[id(parameter)])
+                if all(owner in replacements for owner in tied) and _share([replacements[owner] for owner in tied]):
+                    continue
                 raise ValueError(
                     f"layers {' and '.join(map(repr, tied))} share a weight, so {name!r} cannot be replaced"
                 )
+
+
+def _share(layers: Sequence[nn.Module]) -> bool:
+    """Whether layers have a parameter in common."""
+    return bool(set.intersection(*[{id(parameter) for parameter in layer.parameters()} for layer in layers]))
 
 
 def plain_layer(
