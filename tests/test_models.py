@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,8 @@ from multitudes.models import (
     vgg16,
     vgg19,
     vgg_like,
+    vit,
+    vit_tiny,
     wide_resnet,
     wide_resnet28_10,
     wide_resnet50_2,
@@ -109,6 +112,9 @@ def count(net: nn.Module) -> int:
         (medium_cnn, {}, 971_146),
         (unet, {"classes": 1}, 31_037_633),
         (unet, {"classes": 2}, 31_037_698),
+        (vit, {"classes": 1000, "size": 224, "patch": 16, "width": 768, "heads": 12}, 86_567_656),
+        (vit, {"classes": 1000, "size": 224, "patch": 16}, 22_050_664),
+        (vit_tiny, {"classes": 1000, "size": 224, "patch": 16}, 5_717_416),
         (mlp, {"inputs": 100, "outputs": 100, "hidden": (100,) * 99, "output_bias": False}, 1_009_900),
     ],
 )
@@ -151,7 +157,7 @@ def test_reset_parameters_builds_the_network_anew(build: Build, shape: tuple[int
     net.reset_parameters()
     norms = {name for name, layer in net.named_modules() if "Norm" in type(layer).__name__}
     for (name, value), fresh in zip(net.state_dict().items(), build().state_dict().values(), strict=True):
-        if name.rpartition(".")[0] in norms:
+        if name.rpartition(".")[0] in norms or not fresh.any():  # biases that start at zero
             assert torch.equal(value, fresh), name
         else:
             assert 0 < value.std() < 2, name
@@ -217,6 +223,10 @@ def test_one_seed_gives_one_network() -> None:
         (lambda: unet(classes=0), r"^classes must be .* got 0"),
         (lambda: unet(classes=2, width=0), r"^width must be .* got 0"),
         (lambda: unet(classes=2, dropout=-0.1), r"^dropout must be .* got -0.1"),
+        (lambda: vit(size=30), r"^size must be a multiple of patch, got size=30 and patch=4"),
+        (lambda: vit(width=100, heads=3), r"^width must be a multiple of heads, got width=100 and heads=3"),
+        (lambda: vit(depth=0), r"^depth must be .* got 0"),
+        (lambda: vit_tiny(dropout=1.0), r"^dropout must be .* got 1.0"),
         (lambda: mlp(0, 1), r"^inputs must be .* got 0"),
         (lambda: mlp(1, 0), r"^outputs must be .* got 0"),
         (lambda: mlp(1, 1, hidden=(4, 0)), r"^hidden must be .* got \(4, 0\)"),
@@ -274,3 +284,30 @@ def test_ensembles_of_every_architecture_are_right(method: str, build: Build, sh
     if method == "deep_ensemble":
         net.runner = "packed"  # which is refused where a network cannot be traced
         assert net.eval()(x).shape == (2, *model(x).shape)
+
+
+OF_HUGGING_FACE = {
+    "vit.embeddings.cls_token": "token", "vit.embeddings.position_embeddings": "position",
+    "vit.embeddings.patch_embeddings.projection": "patch", "vit.layers": "blocks", "attention.o_proj": "attention.proj",
+    "layernorm_before": "norm1", "layernorm_after": "norm2", "mlp.": "", "vit.layernorm": "norm", "classifier": "fc",
+}  # fmt: skip
+
+
+def test_a_vision_transformer_is_that_of_hugging_face() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 96}
+    config = transformers.ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=5, layer_norm_eps=1e-5)
+    torch.manual_seed(0)
+    theirs = transformers.ViTForImageClassification(config).eval()
+    ours = vit(5, size=16, width=24, depth=2, heads=3).eval()
+    state: dict[str, Tensor] = {}
+    for name, value in theirs.state_dict().items():
+        value = value + 0.1 * torch.randn_like(value)
+        theirs.state_dict()[name].copy_(value)
+        for old, new in OF_HUGGING_FACE.items():
+            name = name.replace(old, new)
+        together = re.sub(r"\.[qkv]_proj\.", ".qkv.", name)  # queries, keys and values come in this order
+        state[together] = torch.cat([state[together], value]) if together in state else value
+    ours.load_state_dict(state)
+    x = torch.randn(3, 3, 16, 16)
+    assert torch.allclose(ours(x), theirs(x).logits, atol=1e-5)

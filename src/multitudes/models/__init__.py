@@ -29,6 +29,7 @@ from multitudes.models.resnet import (
 from multitudes.models.segmentation import UNet, unet
 from multitudes.models.tables import Tabular, tabular
 from multitudes.models.vgg import VGG, VGGLike, vgg16, vgg19, vgg_like
+from multitudes.models.vit import ViT, vit, vit_tiny
 
 __all__ = [
     "CNN",
@@ -42,6 +43,7 @@ __all__ = [
     "Tabular",
     "UNet",
     "VGGLike",
+    "ViT",
     "WideResNet",
     "lenet5",
     "medium_cnn",
@@ -61,6 +63,8 @@ __all__ = [
     "vgg16",
     "vgg19",
     "vgg_like",
+    "vit",
+    "vit_tiny",
     "wide_resnet",
     "wide_resnet28_10",
     "wide_resnet50_2",
