@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import multitudes as mt
 from multitudes.surgery.attended import Attention, HeadChoice
 from multitudes.surgery.narrow import narrowed_copy
-from multitudes.surgery.open_attention import OpenAttention
+from multitudes.surgery.opened_attention import OpenAttention
 from tests.attention_networks import ATTENTION, INPUT, Grouped, Language, Net, Own, OwnNorm, Softmax
 from tests.of_parts import Of
 

@@ -30,7 +30,7 @@ from multitudes.surgery.cuts import Cut, follows, inputs_of, is_depthwise, makes
 from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, is_frozen, select
 from multitudes.surgery.narrow_proof import standing_alone
 from multitudes.surgery.observe import example_for, executed, hooked, observing
-from multitudes.surgery.open_attention import attention_layers, close_attention, open_attention
+from multitudes.surgery.opened_attention import attention_layers, close_attention, open_attention
 from multitudes.surgery.start import starting
 from multitudes.surgery.watch import PATTERNS, Pattern, Watch, gives_output
 
