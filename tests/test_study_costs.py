@@ -62,6 +62,21 @@ def test_multiply_adds_are_those_of_all_members_and_draws(net: Multitude, want: 
     assert multiply_adds(net, torch.randn(5, 1, 8, 8)) == want
 
 
+class Positions(nn.Module):
+    """Gives a layer a parameter of its own to work on, as DeBERTa does with its positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Parameter(torch.randn(5, 3)), nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.layer(self.table).mT
+
+
+def test_multiply_adds_are_counted_where_a_layer_is_given_a_parameter() -> None:
+    assert multiply_adds(Multitude(Positions()), torch.randn(2, 4)) == 5 * 3 * 4 + 4 * 5
+
+
 @pytest.mark.parametrize("runner", ["loop", "packed", "stacked"])
 def test_multiply_adds_are_the_same_by_every_runner(runner: str) -> None:
     net = deep_ensemble(network(), 3)
