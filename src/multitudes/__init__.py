@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # as `HOMES` says below, for those who read types
     from multitudes.methods.deep_ensemble import deep_ensemble
     from multitudes.methods.dropout import drop_connect, mc_dropout
     from multitudes.methods.heads import heads
+    from multitudes.methods.laplace import laplace
     from multitudes.methods.lora import lora
     from multitudes.methods.masksembles import masksembles
     from multitudes.methods.mimo import mimo
@@ -73,6 +74,7 @@ __all__ = [
     "head",
     "heads",
     "landscape",
+    "laplace",
     "layers",
     "load",
     "lora",
@@ -116,6 +118,7 @@ HOMES = {
     "methods.deep_ensemble": "deep_ensemble",
     "methods.dropout": "drop_connect mc_dropout",
     "methods.heads": "heads",
+    "methods.laplace": "laplace",
     "methods.lora": "lora",
     "methods.masksembles": "masksembles",
     "methods.mimo": "mimo",
