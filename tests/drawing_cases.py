@@ -77,6 +77,7 @@ LEARNING: dict[str, Convert] = {
 SAMPLED: dict[str, Convert] = {
     "subspace": lambda model, x, seed: mt.subspace(model, "low_rank", trajectory(model), rank=3),
     "swag": lambda model, x, seed: mt.swag(model, trajectory(model)),
+    "laplace": lambda model, x, seed: mt.laplace(model, (x, torch.arange(len(x)))),
 }
 """Methods that sample the weights of a trained network."""
 

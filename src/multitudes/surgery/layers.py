@@ -112,7 +112,7 @@ def replace(model: nn.Module, replacements: Mapping[str, nn.Module]) -> nn.Modul
 
     A layer that the network uses in several places is replaced in all of them. Training modes are kept.
     """
-    _check_untied(model, replacements)
+    check_untied(model, replacements)
     memo: dict[int, Any] = {}
     for name, new in replacements.items():
         old = model.get_submodule(name)
@@ -125,7 +125,7 @@ def replace(model: nn.Module, replacements: Mapping[str, nn.Module]) -> nn.Modul
     return replaced
 
 
-def _check_untied(model: nn.Module, names: Iterable[str]) -> None:
+def check_untied(model: nn.Module, names: Iterable[str]) -> None:
     """A weight that two layers share would be two weights after one of them is replaced."""
     owners: dict[int, set[tuple[int, str]]] = {}
     for name, module in model.named_modules():

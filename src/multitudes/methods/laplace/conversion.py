@@ -40,8 +40,8 @@ from multitudes.methods.registry import Method, Settings, single
 from multitudes.surgery.affine import weight_of
 from multitudes.surgery.layers import Selector, check_model, replace
 
-MOST = 1e9
-"""The bytes that a curvature may take where no memory is given: a larger matrix takes minutes to decompose."""
+MOST = 256e6
+"""The bytes that a full curvature may take where neither is asked for: a larger one takes minutes to decompose."""
 
 
 # -- what predicts -----------------------------------------------------------------------------------------
@@ -174,7 +174,8 @@ def laplace(
             maximises the marginal likelihood. For `task="regression"` alone.
         draws: how many to make.
         memory: how much the curvature and its decomposition, and later the draws, may take: "2GB", or a number of
-            bytes. By default a quarter of what is free, and for the curvature at most 1 GB.
+            bytes. By default a quarter of what is free, of which "auto" takes 256 MB at most for a full covariance,
+            since a larger one takes minutes.
         task: what the predictions are of; the network's own by default.
 
     >>> model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -237,7 +238,7 @@ class _Options:
 
     def budget(self, device: torch.device) -> float:
         """How many bytes a curvature may take."""
-        return min(MOST, free_bytes(device) / 4) if self.memory is None else in_bytes(self.memory)
+        return free_bytes(device) / 4 if self.memory is None else in_bytes(self.memory)
 
 
 def _converted(model: nn.Module, batches: Batches, held_out: Batches | None, options: _Options) -> Laplace:
@@ -250,7 +251,8 @@ def _converted(model: nn.Module, batches: Batches, held_out: Batches | None, opt
     random = len(weight) // 2 if task == "gaussian" else len(weight)
     features = weight.shape[1] + (bias is not None)
     softmax = task in SOFTMAX
-    structure = structure_for(options.structure, random, features, softmax, options.budget(weight.device))
+    most = MOST if options.memory is None else math.inf
+    structure = structure_for(options.structure, random, features, softmax, options.budget(weight.device), most)
     trained = wide(weight.flatten(1))[:random].square().sum()
     trained = trained if bias is None else trained + wide(bias.detach())[:random].square().sum()
     posterior = measured(

@@ -33,9 +33,9 @@ from multitudes.core.targets import check_class_axis, check_clear, check_shape, 
 from multitudes.core.tasks import shifted_targets
 from multitudes.methods.laplace.curvature import wide
 from multitudes.methods.laplace.layers import features_of
-from multitudes.surgery.affine import AffineMap, affine_layers, kind_of, maps_of
+from multitudes.surgery.affine import AffineMap, affine_layers, has_other_hooks, kind_of, maps_of
 from multitudes.surgery.heads import final_layers
-from multitudes.surgery.layers import Selector, select
+from multitudes.surgery.layers import Selector, check_untied, select
 
 __all__ = ["OutputLayer", "Rows", "output_layer", "rows_of"]
 
@@ -98,8 +98,9 @@ def output_layer(network: nn.Module, layers: Selector, example: Input) -> Output
             f"{found.where} gives the network's output, and a Laplace posterior is for linear layers and convolutions "
             "of one pixel: layers= names another"
         )
-    if layer._forward_hooks or layer._forward_pre_hooks:
+    if has_other_hooks(layer):
         raise ValueError(f"{found.where} has forward hooks, which would be lost: remove them first")
+    check_untied(network, [names[0]])
     return found
 
 
