@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # as `HOMES` says below, for those who read types
     from multitudes.methods.batch_ensemble import batch_ensemble
     from multitudes.methods.deep_ensemble import deep_ensemble
     from multitudes.methods.dropout import drop_connect, mc_dropout
+    from multitudes.methods.heads import heads
     from multitudes.methods.laplace import laplace
     from multitudes.methods.masksembles import masksembles
     from multitudes.methods.mimo import mimo
@@ -70,6 +71,7 @@ __all__ = [
     "fuse",
     "gaussian_nll",
     "head",
+    "heads",
     "landscape",
     "laplace",
     "layers",
@@ -113,6 +115,7 @@ HOMES = {
     "methods.batch_ensemble": "batch_ensemble",
     "methods.deep_ensemble": "deep_ensemble",
     "methods.dropout": "drop_connect mc_dropout",
+    "methods.heads": "heads",
     "methods.laplace": "laplace",
     "methods.masksembles": "masksembles",
     "methods.mimo": "mimo",

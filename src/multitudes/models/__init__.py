@@ -29,7 +29,7 @@ from multitudes.models.resnet import (
 from multitudes.models.segmentation import UNet, unet
 from multitudes.models.tables import Tabular, tabular
 from multitudes.models.vgg import VGG, VGGLike, vgg16, vgg19, vgg_like
-from multitudes.models.vit import ViT, vit, vit_tiny
+from multitudes.models.vision_transformer import ViT, vit, vit_tiny
 
 __all__ = [
     "CNN",
