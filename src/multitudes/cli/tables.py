@@ -136,7 +136,7 @@ def _finished(net: Multitude, x: Tensor, y: Tensor, method: Method) -> Multitude
     settings = method.complete()
     times = method.times(1000, settings)
     if not times:
-        return method.after(net, [(x, y)], settings, 0)
+        return method.after(net, [(x, y)], None, settings, 0)
     import torch
 
     from multitudes.training.recorder import Recorder
@@ -147,7 +147,7 @@ def _finished(net: Multitude, x: Tensor, y: Tensor, method: Method) -> Multitude
             for parameter in net.parameters():
                 parameter.add_(0.01 * torch.randn_like(parameter))
         recorder.record()
-    return method.after(method.finish(net, recorder, x, settings, 0), [(x, y)], settings, 0)
+    return method.after(method.finish(net, recorder, x, settings, 0), [(x, y)], None, settings, 0)
 
 
 def _cost(cost: float, ratio: float) -> str:
