@@ -148,8 +148,8 @@ METHODS: dict[str, Callable[..., mt.Multitude]] = {
 
 INDEPENDENT = ("deep_ensemble", "packed")
 
-REFUSED = {("packed", "transformer"), ("packed", "vit"), ("packed", "hugging_face"), ("mimo", "hugging_face")}
-"""Attention ties widths together, and Hugging Face's models count the channels of images, which MIMO widens."""
+REFUSED = {("mimo", "hugging_face")}
+"""Hugging Face's models count the channels of images, which MIMO widens."""
 
 # TabM is a BatchEnsemble.
 CASES = [

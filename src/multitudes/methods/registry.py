@@ -51,7 +51,8 @@ class Method:
 
     name: str
     build: Build
-    """From a fresh network, an example `[B, ...]` of its inputs, settings and a seed to what is trained."""
+    """From a network, an example `[B, ...]` of its inputs, settings and a seed to what is trained. The network is
+    fresh, or where the settings say `init="heads"`, trained but for its output layers."""
     settings: Settings
     """Every setting, with its default."""
     costs: str

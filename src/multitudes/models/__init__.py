@@ -4,6 +4,7 @@ Imports `core` alone. A new architecture is a file here, or a function in its fa
 """
 
 from multitudes.models.cnn import CNN, medium_cnn, small_cnn
+from multitudes.models.huggingface import FromTokens
 from multitudes.models.lenet import LeNet5, lenet5
 from multitudes.models.perceptron import MLP, mlp
 from multitudes.models.preact_resnet import (
@@ -36,6 +37,7 @@ __all__ = [
     "MLP",
     "VGG",
     "CifarResNet",
+    "FromTokens",
     "LeNet5",
     "PreactResNet",
     "PyramidNet",
