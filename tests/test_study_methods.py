@@ -24,7 +24,8 @@ from multitudes.training.recorder import Recorder
 from multitudes.training.schedules import schedule_of
 
 NAMES = [
-    "single", "deep", "tabm", "packed", "heads", "batch_ensemble", "masksembles", "laplace", "mimo", "mc_dropout",
+    "single", "deep", "tabm", "packed", "heads", "batch_ensemble", "lora", "masksembles", "laplace", "mimo",
+    "mc_dropout",
     "drop_connect", "patched", "cross_patched", "variance", "smooth", "smooth_dropout", "swag", "subspace", "snapshots",
 ]  # fmt: skip
 SHAPE = (1, 8, 8)
