@@ -154,7 +154,9 @@ class Spec(Section):
         training = {**suggested["training"], **given}
         if "lr" not in given and training["optimizer"] != suggested["training"]["optimizer"]:
             training["lr"] = 0.05 if training["optimizer"] == "sgd" else 1e-3  # a rate is one of its optimizer
-        if "warmup" not in given and training["warmup"] >= training["epochs"]:
+        if "warmup" not in given and pretrained is not None:
+            training["warmup"] *= training["epochs"] / suggested["training"]["epochs"]
+        elif "warmup" not in given and training["warmup"] >= training["epochs"]:
             training["warmup"] = 0  # too short a training for it
         for key, nothing in NOTHING.items():
             training[key] = nothing if training.get(key) is None else training[key]
