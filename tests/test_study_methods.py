@@ -112,8 +112,9 @@ def test_an_unknown_method_is_an_error_that_lists_the_choices() -> None:
 
 
 def test_smoothing_needs_images_and_tabm_a_table() -> None:
-    assert set(NAMES) - set(methods_for((13,))) == {"smooth", "smooth_dropout"}
-    assert methods_for(SHAPE) == [name for name in NAMES if name != "tabm"]
+    assert set(NAMES) - set(methods_for((13,))) == {"lora", "smooth", "smooth_dropout"}
+    assert methods_for(SHAPE) == [name for name in NAMES if name not in ("tabm", "lora")]
+    assert "lora" in methods_for(SHAPE, pretrained=True)
     assert "no images but rows of 13" in str(unfit(METHODS["smooth"], (13,)))
 
 

@@ -45,10 +45,11 @@ def unfit(method: Method, shape: tuple[int, ...], kind_name: str | None = None) 
     return None
 
 
-def methods_for(shape: tuple[int, ...], kind_name: str | None = None) -> list[str]:
-    """The names of the methods for inputs of this shape, and of the kind of this name.
+def methods_for(shape: tuple[int, ...], kind_name: str | None = None, pretrained: bool = False) -> list[str]:
+    """The names of the methods for inputs of this shape, and of the kind of this name, and for such networks.
 
     >>> [name for name in METHODS if name not in methods_for((13,))]
-    ['smooth', 'smooth_dropout']
+    ['lora', 'smooth', 'smooth_dropout']
     """
-    return [name for name, method in METHODS.items() if unfit(method, shape, kind_name) is None]
+    able = {name: method for name, method in METHODS.items() if pretrained or not method.adapts}
+    return [name for name, method in able.items() if unfit(method, shape, kind_name) is None]

@@ -160,7 +160,7 @@ class Spec(Section):
             training[key] = nothing if training.get(key) is None else training[key]
         methods = self.methods
         if not methods:
-            every = {name: METHODS[name].complete() for name in methods_for(shape, kind)}
+            every = {name: METHODS[name].complete() for name in methods_for(shape, kind, bool(pretrained))}
             methods = {name: MethodSection(method=name, settings=settings) for name, settings in every.items()}
         spec = self.model_copy(
             update={

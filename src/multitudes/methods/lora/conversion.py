@@ -227,6 +227,6 @@ ROWS = (
         "lora", _build, {"members": 8, "rank": 8},
         "The parameters of one network and small adapters; the time of all members.",
         "Pick it for a network that was trained already, by whomever: it is kept as it is, and held once.",
-        place=35,
+        place=35, adapts=True,
     ),
 )  # fmt: skip
