@@ -68,7 +68,7 @@ def trained(method: Method, network: nn.Module, given: dict[str, Any] | None = N
 
     fit(net, data, **arguments, dataset_size=192, callbacks=[record], seed=0)
     finished = method.finish(net, recorder, torch.cat([x for x, _ in data]), settings, 0)
-    return method.after(finished, data, settings, 0)
+    return method.after(finished, data, None, settings, 0)
 
 
 # -- the table ---------------------------------------------------------------------------------------------
