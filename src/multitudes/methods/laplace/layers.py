@@ -75,11 +75,52 @@ class LaplaceLayer(Stochastic):
     # -- one draw ----------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.side is not None:
-            return self._closed(x)
-        if self.expects:
-            return self._product(x, self.weight, self.bias)
-        return self._product(x, *self.drawn())
+        if self.side == "deviation":
+            return self._outputs(self.variances(self._rows(x)).sqrt()).to(x.dtype)
+        mean = self._product(x, self.weight, self.bias)
+        if self.side == "probit":
+            variances = self._outputs(self.variances(self._rows(x)))
+            return (mean * torch.rsqrt(1 + PROBIT * variances)).to(mean.dtype)
+        return mean if self.expects else mean + self._outputs(self._deviation(self._rows(x))).to(mean.dtype)
+
+    def _deviation(self, rows: Tensor) -> Tensor:
+        """How far the outputs of one draw are from the mean, `[..., F] -> [..., O]`.
+
+        Of factors, rows are multiplied with each: there are fewer of them than weights.
+        """
+        if self.structure == "full":
+            return rows @ self._change().mT
+        change = self.deviations * self.normal(self.deviations.shape, like=self.deviations)
+        return rows @ change.mT if self.structure == "diag" else rows @ self.right @ change.mT @ self.left.mT
+
+    def _change(self) -> Tensor:
+        """What a draw adds to the weights and the bias, `[O, F]`."""
+        if self.structure == "full":
+            change: Tensor = self.factor @ self.normal((*self.factor.shape[:2], 1), like=self.factor)
+            return change.reshape(-1, self.weight.shape[1] + (self.bias is not None))
+        change = self.deviations * self.normal(self.deviations.shape, like=self.deviations)
+        return self.left @ change @ self.right.mT if self.structure == "kron" else change
+
+    def variances(self, rows: Tensor) -> Tensor:
+        """The variance of each random output for features `[..., F] -> [..., O]`."""
+        if self.structure == "full":
+            blocks = self.factor.reshape(-1, rows.shape[-1], self.factor.shape[-1])  # of each output
+            return torch.stack([(rows @ block).square().sum(-1) for block in blocks], -1)
+        if self.structure == "diag":
+            return rows.square() @ self.deviations.square().mT
+        return (rows @ self.right).square() @ self.deviations.square().mT @ self.left.square().mT
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """Features `[..., F]` of the layer's inputs."""
+        last = x.movedim(1, -1) if isinstance(self, nn.Conv2d) else x
+        return features_of(last, self.bias is not None, self.weight)
+
+    def _outputs(self, values: Tensor) -> Tensor:
+        """What was computed for each random output, `[..., O]`, in the form of the layer's outputs; 0 for others."""
+        values = F.pad(values, (0, len(self.weight) - values.shape[-1]))
+        return values.movedim(-1, 1) if isinstance(self, nn.Conv2d) else values
+
+    # -- plain -------------------------------------------------------------------------------------------
 
     def drawn(self) -> tuple[Tensor, Tensor | None]:
         """The weight and the bias of one draw."""
@@ -89,43 +130,6 @@ class LaplaceLayer(Stochastic):
         inputs = weight.shape[1]
         bias = None if self.bias is None else self.bias + change[:, inputs]
         return weight + change[:, :inputs].reshape(weight.shape), bias
-
-    def _change(self) -> Tensor:
-        """What a draw adds to the weights and the bias, `[O, F]`."""
-        if self.structure == "full":
-            change: Tensor = self.factor @ self.normal((*self.factor.shape[:2], 1), like=self.factor)
-            return change.reshape(-1, self._features)
-        change = self.deviations * self.normal(self.deviations.shape, like=self.deviations)
-        return self.left @ change @ self.right.mT if self.structure == "kron" else change
-
-    @property
-    def _features(self) -> int:
-        return self.weight.shape[1] + (self.bias is not None)
-
-    # -- without draws -----------------------------------------------------------------------------------
-
-    def _closed(self, x: Tensor) -> Tensor:
-        rows = x.movedim(1, -1) if isinstance(self, nn.Conv2d) else x
-        variances = self.variances(rows)
-        variances = F.pad(variances, (0, len(self.weight) - variances.shape[-1]))
-        variances = variances.movedim(-1, 1) if isinstance(self, nn.Conv2d) else variances
-        if self.side == "deviation":
-            return variances.sqrt().to(x.dtype)
-        mean = self._product(x, self.weight, self.bias)
-        return (mean * torch.rsqrt(1 + PROBIT * variances)).to(mean.dtype)
-
-    def variances(self, x: Tensor) -> Tensor:
-        """The variance of each random output for inputs `[..., I] -> [..., O]`."""
-        if self.structure == "full":
-            rows = features_of(x, self.bias is not None, self.factor)
-            blocks = self.factor.reshape(-1, self._features, self.factor.shape[-1])  # of each output
-            return torch.stack([(rows @ block).square().sum(-1) for block in blocks], -1)
-        rows = features_of(x, self.bias is not None, self.deviations)
-        if self.structure == "diag":
-            return rows.square() @ self.deviations.square().mT
-        return (rows @ self.right).square() @ self.deviations.square().mT @ self.left.square().mT
-
-    # -- plain -------------------------------------------------------------------------------------------
 
     def fold(self) -> nn.Module:
         weight, bias = self.drawn()
@@ -150,8 +154,8 @@ class LaplaceLayer(Stochastic):
 
     def _take_over(self, layer: nn.Module) -> None:
         """The trained weights, and what a user's subclass of a plain layer has beside them."""
-        kept = {key: value for key, value in vars(layer).items() if key not in vars(self) and key != "forward"}
-        vars(self).update(copy.deepcopy(kept))
+        own = {key: value for key, value in vars(layer).items() if key not in vars(self)}
+        vars(self).update(copy.deepcopy({key: value for key, value in own.items() if not isinstance(value, Tensor)}))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, structure={self.structure!r}"
