@@ -106,6 +106,12 @@ def test_missing_texts_are_named_or_left_out_and_counted(folder: Path, tmp_path:
     assert read(folder, tmp_path / "holes.csv", skip_bad=True).dropped == {"'review' is missing": 2}
 
 
+def test_a_text_may_be_as_long_as_a_book(folder: Path, tmp_path: Path) -> None:
+    rows = [*reviews(40), ("word " * 60_000, "good")]
+    data = read(folder, write_csv(tmp_path / "long.csv", rows))
+    assert "1 of 41 texts have more than 24 tokens, and are cut there" in data.reading[0].note
+
+
 def test_the_column_of_texts_is_found_or_asked_for(folder: Path, tmp_path: Path) -> None:
     rows = [(text, f"title {index}", label, index) for index, (text, label) in enumerate(reviews(60))]
     path = write_csv(tmp_path / "more.csv", rows, ("body", "title", "label", "stars"))

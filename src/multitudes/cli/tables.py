@@ -81,7 +81,7 @@ def bench(
     from multitudes.study.trained import mixed_precision
 
     network, kind = _network(model_place(model))
-    names = methods_for(sides, kind) if chosen == "all" else words(chosen)
+    names = methods_for(sides, kind, "weights" in network) if chosen == "all" else words(chosen)
     every = {name: method_of(name) for name in ["single", *names]}
     device = device_of(common.device)
     precision = precision_on(common.precision, device)

@@ -7,6 +7,7 @@ layers are always drawn anew, from torch's random state.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Mapping
@@ -102,7 +103,8 @@ class HubModel:
         if limit is None:
             return LONGEST
         if any(word in self.config["model_type"] for word in OFFSET):
-            limit -= 1 + int(self.config.get("pad_token_id") or 1)
+            padding = self.config.get("pad_token_id")
+            limit -= 1 + (padding if isinstance(padding, int) else 1)
         return limit
 
     # -- images ------------------------------------------------------------------------------------------
@@ -217,9 +219,9 @@ def build_hub_model(model: Mapping[str, Any], shape: tuple[int, ...], outputs: i
 
 
 def _built(auto: Any, config: Any, weights: Mapping[str, str] | None, name: str) -> nn.Module:
+    plain: nn.Module = auto.from_config(config, trust_remote_code=False)
     if weights is None:
-        network: nn.Module = auto.from_config(config, trust_remote_code=False)
-        return network
+        return plain
     folder = Path(weights["folder"])
     if not folder.is_dir():
         raise ValueError(f"model {name!r}: the folder of its weights, {str(folder)!r}, is not on this machine")
@@ -227,7 +229,7 @@ def _built(auto: Any, config: Any, weights: Mapping[str, str] | None, name: str)
     if not files or _digest(files) != weights["sha256"]:
         raise ValueError(f"model {name!r}: the weights in {str(folder)!r} are not those that the study was made with")
     network, told = auto.from_pretrained(
-        folder, config=config, local_files_only=True, use_safetensors=True, ignore_mismatched_sizes=True,
+        folder, config=copy.deepcopy(config), local_files_only=True, use_safetensors=True, ignore_mismatched_sizes=True,
         dtype=torch.float32, output_loading_info=True, trust_remote_code=False,
     )  # fmt: skip
     heads = output_layers(network)
@@ -237,10 +239,8 @@ def _built(auto: Any, config: Any, weights: Mapping[str, str] | None, name: str)
         raise ValueError(
             f"model {name!r}: the weights in {str(folder)!r} are of another network, which has no {missing[0]!r}"
         )
-    for own in (getattr(module, "config", None) for module in network.modules()):
-        if own is not None:
-            own._name_or_path, own.dtype = "", None  # as of a new one: saved files name no path, and fit any like it
-    return redraw(network, only=heads)
+    plain.load_state_dict(network.state_dict())
+    return redraw(plain, only=heads)
 
 
 def _check_images(name: str, config: Mapping[str, Any], shape: tuple[int, ...]) -> None:
