@@ -7,22 +7,21 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from multitudes.core.calling import Input
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.copying import copied
 from multitudes.core.member_layer import MemberLayer
-from multitudes.core.multitude import Multitude
 from multitudes.core.shared import SharedMembers
 from multitudes.methods.heads import own_parts
 from multitudes.methods.lora.layers import Lora, LoraWhole, widths_of
 from multitudes.methods.lora.peft_files import Adapter, read_adapters, with_adapters, write_adapters
-from multitudes.methods.registry import Method, Settings
+from multitudes.methods.registry import Method, by
 from multitudes.surgery.affine import SEVERAL, affine_layers, kind_of, maps_of, select_affine, weight_of
 from multitudes.surgery.coverage import kinds_left, tell_reach
 from multitudes.surgery.heads import output_layers
-from multitudes.surgery.layers import CONVOLUTIONS, PRODUCTS, Factory, Selector, check_untied, replace, select
+from multitudes.surgery.layers import CONVOLUTIONS, Factory, Selector, check_untied, replace, select
 from multitudes.surgery.start import Start, starting
 
 __all__ = ["ROWS", "LoraMembers", "lora"]
@@ -215,18 +214,11 @@ def _of_files(
 # -- the row -----------------------------------------------------------------------------------------------
 
 
-def _build(network: nn.Module, example: Tensor, settings: Settings, seed: int) -> Multitude:
-    """Of a network without linear layers but the last, the convolutions are adapted."""
-    linear = [m for m in network.modules() if type(m) is nn.Linear or (kind_of(m) is None and maps_of(m))]
-    convolutions = None if len(linear) > 1 else lambda name, layer: isinstance(layer, PRODUCTS)
-    return lora(network, **settings, layers=convolutions, example=example, seed=seed)
-
-
 ROWS = (
     Method(
-        "lora", _build, {"members": 8, "rank": 8},
+        "lora", by(lora), {"members": 8, "rank": 8},
         "The parameters of one network and small adapters; the time of all members.",
         "Pick it for a network that was trained already, by whomever: it is kept as it is, and held once.",
-        place=35,
+        place=35, pretrained=True,
     ),
 )  # fmt: skip
