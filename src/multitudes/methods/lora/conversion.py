@@ -58,9 +58,9 @@ def lora(
 ) -> LoraMembers:
     """Members that are low-rank adapters (Hu et al., 2021) of one frozen network, by default 8 of rank 8.
 
-    Every linear map but the output layer gets, for each member, `A [rank, I]`, drawn at random, and `B [O, rank]`, zero
-    in the beginning; what they add is multiplied by `alpha / rank`, which is 1 where `alpha` is not given. `layers`
-    selects other layers, convolutions too. Each member has output layers of its own, found as in `heads` or selected
+    Every linear map but the output layer, or every convolution where there is none, gets for each member `A [rank, I]`,
+    drawn at random, and `B [O, rank]`, zero in the beginning; what they add is multiplied by `alpha / rank`, which is 1
+    where `alpha` is not given. `layers` selects other layers, convolutions too. Each member has output layers of its own, found as in `heads` or selected
     by `heads`; they are drawn anew, so that members differ from the first step, or start as they are with
     `init="pretrained"`. `heads=[]` shares them, as those of language models are. All else is frozen, and its
     gradients and optimizer state are never made. The members' losses add up: each learns exactly as it would alone.
@@ -148,16 +148,14 @@ def _adapted(network: nn.Module, layers: Selector, heads: Collection[str]) -> di
     if layers is None:
         last = getattr(network, "get_output_embeddings", lambda: None)()
         untied = select_affine(network, None) if able else {}
-        wanted = {
-            name: layer
-            for name, layer in able.items()
-            if name in untied and name not in own and kind_of(layer) not in CONVOLUTIONS and layer is not last
-        }
+        free = {n: layer for n, layer in able.items() if n in untied and n not in own and layer is not last}
+        linear = {name: layer for name, layer in free.items() if kind_of(layer) not in CONVOLUTIONS}
+        wanted = linear or free  # of a network without linear layers but the last, its convolutions
         if not wanted:
             has = kinds_left(network, heads) or "nothing else"
             raise ValueError(
-                f"model ({type(network).__name__}) has no linear layer beside its output layer; it has {has}: layers= "
-                "selects others, convolutions too"
+                f"model ({type(network).__name__}) has no linear layer or convolution beside its output layer; it has "
+                f"{has}: layers= selects others"
             )
         return wanted
     chosen = {name: layer for name, layer in select(network, layers, able).items() if name not in own}
