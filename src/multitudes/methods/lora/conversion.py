@@ -60,10 +60,11 @@ def lora(
 
     Every linear map but the output layer, or every convolution where there is none, gets for each member `A [rank, I]`,
     drawn at random, and `B [O, rank]`, zero in the beginning; what they add is multiplied by `alpha / rank`, which is 1
-    where `alpha` is not given. `layers` selects other layers, convolutions too. Each member has output layers of its own, found as in `heads` or selected
-    by `heads`; they are drawn anew, so that members differ from the first step, or start as they are with
-    `init="pretrained"`. `heads=[]` shares them, as those of language models are. All else is frozen, and its
-    gradients and optimizer state are never made. The members' losses add up: each learns exactly as it would alone.
+    where `alpha` is not given. `layers` selects other layers, convolutions too. Each member has output layers of its
+    own, found as in `heads` or selected by `heads`; they are drawn anew, so that members differ from the first step, or
+    start as they are with `init="pretrained"`. `heads=[]` shares them, as those of language models are. All else is
+    frozen, and its gradients and optimizer state are never made. The members' losses add up: each learns exactly as it
+    would alone.
     `net.member(i)` is the network with the adapter merged into its weights, in plain layers.
 
     `adapters` are folders that PEFT has written, or `net.save_adapters`: each becomes a member, and the files say what
