@@ -113,6 +113,24 @@ def test_members_of_a_trained_model_share_all_but_their_heads(place: Path, tmp_p
     assert not torch.equal(one.model.classifier.weight, other.model.classifier.weight)
 
 
+def test_a_configuration_alone_starts_from_new_weights(place: Path, tmp_path: Path) -> None:
+    model = HubModel.read(f"hf:{place / 'trained' / 'config.json'}")
+    assert not model.pretrained and "weights" not in model.plain({}, 0)
+    run = prepare(spec(place, "trained/config.json"), tmp_path / "run")
+    config = json.loads((run.jobs[0].directory / "config.json").read_text())
+    assert config["training"]["lr"] == 5e-4 and "weights" not in config["model"]
+
+
+@pytest.mark.parametrize(("kind", "most"), [("bert", 32), ("roberta", 33), ("gpt2", 32)])
+def test_a_model_tells_how_many_tokens_it_takes(place: Path, kind: str, most: int) -> None:
+    """So many run, and one more does not."""
+    assert HubModel.read(f"hf:{place / kind}").longest == most
+    network = built(place / kind).eval()
+    assert network(torch.full((1, most), 4)).shape == (1, 3)
+    with pytest.raises((IndexError, RuntimeError)):
+        network(torch.full((1, most + 1), 4))
+
+
 def test_weights_that_changed_since_are_noticed(place: Path, tmp_path: Path) -> None:
     text_model(tmp_path / "model", weights=True)
     plain = HubModel.read(f"hf:{tmp_path / 'model'}").plain({}, 0)

@@ -39,11 +39,11 @@ def reading_options(spec: Spec, hub: HubModel | None) -> dict[str, Any]:
         return options
     if hub.kind == "text":
         longest = options["max_length"]
-        if longest is not None and longest > hub.longest:
+        if longest is not None and hub.longest is not None and longest > hub.longest:
             most = f"the tokens that {hub.name} takes, got {longest}"
             raise spec.error([(("data", "max_length"), f"max_length must be {hub.longest} at most, {most}")])
         options["tokenizer"] = options["tokenizer"] or str(hub.folder)
-        options["max_length"] = longest or min(LONGEST, hub.longest)
+        options["max_length"] = longest or min(LONGEST, hub.longest or LONGEST)
     else:
         options["size"] = options["size"] or hub.size
         options["pixels"] = hub.pixels
@@ -118,7 +118,7 @@ def described(spec: Spec, about: Mapping[str, Any], hub: HubModel) -> dict[str, 
         fault = f"model {hub.name!r} is for {hub.kind}s, and {about['name']} is of kind {about['kind']}"
     elif isinstance(many, int) and text.get("vocabulary", 0) > many:
         fault = f"model {hub.name!r} knows {many} tokens, and the tokenizer has {text['vocabulary']}"
-    elif hub.kind == "text" and text.get("tokens", 0) > hub.longest:
+    elif hub.longest is not None and text.get("tokens", 0) > hub.longest:
         fault = f"model {hub.name!r} takes {hub.longest} tokens, and the texts have up to {text['tokens']}"
     if not fault:
         try:

@@ -21,7 +21,6 @@ from torch import nn
 
 from multitudes.core.checks import needed
 from multitudes.data.hub import local_place, quiet
-from multitudes.data.texts import LONGEST
 from multitudes.models.huggingface import FromTokens
 from multitudes.surgery.heads import output_layers
 from multitudes.surgery.initialise import redraw
@@ -96,12 +95,12 @@ class HubModel:
         return bool(self.weights)
 
     @property
-    def longest(self) -> int:
-        """The most tokens of a text that it takes; as many as are usual, where it has no limit or a large one."""
+    def longest(self) -> int | None:
+        """The most tokens of a text that it takes; None where it has no limit."""
         limits = [self.config.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len")]
         limit = next((each for each in limits if isinstance(each, int) and each > 0), None)
         if limit is None:
-            return LONGEST
+            return None
         if any(word in self.config["model_type"] for word in OFFSET):
             padding = self.config.get("pad_token_id")
             limit -= 1 + (padding if isinstance(padding, int) else 1)
