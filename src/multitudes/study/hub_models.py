@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -189,8 +189,15 @@ def _weights(name: str, folder: Path) -> tuple[Path, ...]:
 
 def _digest(files: tuple[Path, ...]) -> str:
     """A SHA-256 of the weights."""
+    stats = [(file, file.stat()) for file in files]
+    return _digest_of(tuple((file, stat.st_size, stat.st_mtime_ns, stat.st_ino) for file, stat in stats))
+
+
+@cache
+def _digest_of(files: tuple[tuple[Path, int, int, int], ...]) -> str:
+    """Computed once in a process, while the files stay as they are: they may be large."""
     whole = hashlib.sha256()
-    for file in files:
+    for file, *_ in files:
         with file.open("rb") as content:
             whole.update(hashlib.file_digest(content, "sha256").digest())
     return whole.hexdigest()
