@@ -33,6 +33,9 @@ MOST_ROWS = 4096
 LEAST_SHARED = 0.25
 """Of the multiply-adds, the share before the first member layer from which on a CPU evaluates members side by side."""
 
+MOST_BYTES = 16e6
+"""The most that all members' input of a layer takes where batched products run side by side in evaluation on a CPU."""
+
 Way = str | Boundary
 """How members run: "late", "wide", a boundary, "tiled" or "alone" (see `SharedMembers`)."""
 
@@ -189,7 +192,8 @@ class SharedMembers(Multitude):
         together = self._together(x)
         if torch.compiler.is_compiling() and (self.training in self._tiles or not together):
             return self._tiles.get(self.training, "alone")
-        key = self.training, kind_of(x), min(_batch(x), 2), together
+        rows = min(_batch(x), 2) if together else _batch(x).bit_length()  # to run together pays for small batches
+        key = self.training, kind_of(x), rows, together
         return self._tiles[key] if key in self._tiles else self._tried(x, key, together)
 
     @uncompiled
@@ -246,12 +250,18 @@ class SharedMembers(Multitude):
         for layer in layers:
             layer.note_rows(seen, more)
         able = [name for name in seen.around(first) if seen.may_tile(name)]
-        able = [name for name in able if together or seen.before(name) >= LEAST_SHARED]
+        pays = together or self._is_small(seen, layers)
+        able = [name for name in able if pays or seen.before(name) >= LEAST_SHARED]
         if able[:1] == [first] and not unseen:
             yield "late"
         if able[:1] == [first] and all(layer.widens for layer in layers) and not stochastic_layers(self.network):
             yield "wide"
         yield from (seen.boundary(name, more) for name in able)
+
+    def _is_small(self, seen: Run, layers: list[MemberLayer]) -> bool:
+        """Whether all members' layers are batched products of little."""
+        largest = max((seen.nbytes.get(layer.place, 0) for layer in layers), default=0)
+        return all(layer.batched for layer in layers) and largest * self.members <= MOST_BYTES
 
     def _seen(self, x: Input) -> tuple[Run, Run]:
         """A run of the first member, and one with a row more; nothing where these cannot be."""

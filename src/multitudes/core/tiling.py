@@ -55,6 +55,7 @@ class Run:
     work: dict[str, int] = field(default_factory=dict)  # how much comes before the first call of each
     total: int = 0
     lengths: dict[str, dict[Slot, int]] = field(default_factory=dict)  # of the first axes
+    nbytes: dict[str, int] = field(default_factory=dict)  # of the largest tensor that each is called with
     drawing: set[str] = field(default_factory=set)  # the first modules that draw, or hold what draws
     never: bool = False  # whether something draws that is never called
 
@@ -98,7 +99,7 @@ def observed(network: nn.Module, inside: set[int], run: Callable[[], Any]) -> Ru
             recurrent[0] += 2 * positions * sum(p.numel() for p in module.parameters())
         lengths = seen.lengths.setdefault(name, {})
         for value in ({**dict(enumerate(args)), **kwargs}).items():
-            mapped(lambda slot, tensor: _note(lengths, slot, tensor), value[1], (value[0],))
+            mapped(partial(_note, seen, name, lengths), value[1], (value[0],))
 
     handles = []
     for name, module in network.named_modules():
@@ -119,7 +120,8 @@ def observed(network: nn.Module, inside: set[int], run: Callable[[], Any]) -> Ru
     return seen
 
 
-def _note(lengths: dict[Slot, int], slot: Slot, tensor: Tensor) -> None:
+def _note(seen: Run, name: str, lengths: dict[Slot, int], slot: Slot, tensor: Tensor) -> None:
+    seen.nbytes[name] = max(tensor.nbytes, seen.nbytes.get(name, 0))
     if tensor.dim():
         lengths.setdefault(slot, len(tensor))
 

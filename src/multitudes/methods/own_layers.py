@@ -50,6 +50,10 @@ class Own(MemberLayer):
         return None if self.biases is None else self.biases[0]
 
     @property
+    def batched(self) -> bool:  # type: ignore[override]
+        return kind_of(self.layer) is nn.Linear
+
+    @property
     def widens(self) -> bool:  # type: ignore[override]
         return self.groups == 1 and kind_of(self.layer) not in TRANSPOSED and not self._hooked
 
