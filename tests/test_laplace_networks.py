@@ -129,8 +129,9 @@ def test_pixels_are_rows_and_those_without_a_class_are_left_out() -> None:
     net.approximation = "probit"
     flat = mt.laplace(linear, (rows, y[1:].flatten()), approximation="probit").predict(rows).probs
     torch.testing.assert_close(net.predict(x[1:]).probs.movedim(1, -1).reshape(-1, 3), flat, rtol=1e-4, atol=1e-5)
-    frozen = mt.freeze(net, draws=4, seed=0)
+    torch.testing.assert_close(mt.freeze(net)(x), net(x), rtol=1e-4, atol=1e-5)
     net.approximation = "draws"
+    frozen = mt.freeze(net, draws=4, seed=0)
     torch.testing.assert_close(frozen.eval()(x), net(x, draws=4, seed=0), rtol=1e-4, atol=1e-5)
 
 
@@ -314,12 +315,37 @@ def test_it_is_saved_and_loaded_frozen_and_exported(task: str, structure: str, t
     assert torch.equal(same(x, seed=0), ensemble(x, seed=0))
 
 
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("members", [1, 2])
+def test_frozen_without_draws_it_predicts_the_same(members: int, structure: str, tmp_path: Path) -> None:
+    x, y = data()
+    own = model() if members == 1 else mt.fuse([model(seed=seed) for seed in range(members)])
+    net = mt.laplace(own, (x, y), structure=structure, approximation="probit")
+    frozen = mt.freeze(net)
+    assert frozen.members == members and not any(isinstance(m, LaplaceLinear) for m in frozen.network.modules())
+    torch.testing.assert_close(frozen(x), net(x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        mt.load(mt.save(frozen, tmp_path / "frozen.safetensors"))(x), net(x), rtol=1e-5, atol=1e-6
+    )
+    values = torch.randn(40, 3)
+    exact = mt.laplace(
+        mt.Multitude(model()), (x, values), task="regression", structure=structure, approximation="exact"
+    )
+    p, q = exact.predict(x), mt.freeze(exact, draws=6).predict(x)
+    assert q.members == 6
+    for quantity in ("mean", "epistemic_variance", "aleatoric_variance"):
+        torch.testing.assert_close(getattr(p, quantity), getattr(q, quantity), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("approximation", ["draws", "closed"])
 @pytest.mark.parametrize("task", ["classification", "regression"])
-def test_it_exports_to_onnx(task: str, tmp_path: Path) -> None:
+def test_it_exports_to_onnx(task: str, approximation: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     x, y = data()
     net = mt.laplace(model(), (x, y if task == "classification" else torch.randn(40, 3)), task=task)
+    if approximation == "closed":
+        net.approximation = "probit" if task == "classification" else "exact"
     assert mt.to_onnx(net, tmp_path / "net.onnx", x[:4], draws=3).is_file()
 
 

@@ -74,8 +74,8 @@ class Method:
     """Whether it needs feature maps, and so inputs of a kind that has them."""
     tables: bool = False
     """Whether it is for tables alone."""
-    adapts: bool = False
-    """Whether it keeps the weights that it is given, so that it is for networks that were trained already."""
+    pretrained: bool = False
+    """Whether it is for networks alone that were trained before."""
 
     def complete(self, given: Settings | None = None) -> dict[str, Any]:
         """All settings: the given ones, and the defaults of the rest."""

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from multitudes.core.batches import Batches
 from multitudes.core.calling import Input, InputError
 from multitudes.core.checks import check_choice, check_count, check_number
+from multitudes.core.copying import copied
 from multitudes.core.draws.memory import free_bytes, in_bytes
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
 from multitudes.core.members import Members
@@ -33,7 +34,14 @@ from multitudes.core.predictor import PredictorModule
 from multitudes.core.settings import holding
 from multitudes.core.tasks import CLASSES, check_task
 from multitudes.methods.laplace.curvature import Curvature, structure_for, wide
-from multitudes.methods.laplace.layers import STRUCTURES, LaplaceConv, LaplaceLayer, LaplaceLinear, WithNoise
+from multitudes.methods.laplace.layers import (
+    STRUCTURES,
+    LaplaceConv,
+    LaplaceLayer,
+    LaplaceLinear,
+    WithNoise,
+    WithoutDraws,
+)
 from multitudes.methods.laplace.posterior import measured
 from multitudes.methods.laplace.rows import SOFTMAX, OutputLayer, output_layer, rows_of
 from multitudes.methods.registry import Method, Settings, single
@@ -109,6 +117,15 @@ class Laplace(Multitude):
         points = [torch.cat([means + point * spread, rest], 2) for point in _points(max(2, self.draws))]
         return torch.stack(points, 1).flatten(0, 1)
 
+    def without_draws(self, points: int) -> Members | None:
+        """Networks that draw nothing and predict the same, those of values by so many points; None where it draws."""
+        if self._approximation == "draws":
+            return None
+        members = [plain(self.member(index)) for index in range(self.members)]
+        sides = [None] if self._approximation == "probit" else _points(max(2, points))
+        networks = [_without_draws(network, side) for network in members for side in sides]
+        return Members(networks, len(networks)).like(self)
+
     def _read(self, side: str, x: Input) -> Tensor:
         layers = [layer for layer in stochastic_layers(self.network) if isinstance(layer, LaplaceLayer)]
         with holding(layers, "side", side):
@@ -133,6 +150,14 @@ def _points(count: int) -> list[float]:
     points = [NormalDist().inv_cdf((index + 0.5) / count) for index in range(count)]
     scale = math.sqrt(sum(point**2 for point in points) / count)
     return [point / scale for point in points]
+
+
+def _without_draws(network: nn.Module, point: float | None) -> nn.Module:
+    layers = [layer for layer in stochastic_layers(network) if isinstance(layer, LaplaceLayer)]
+    others = [type(layer).__name__ for layer in stochastic_layers(network) if not isinstance(layer, LaplaceLayer)]
+    if others:
+        raise ValueError(f"a network with other layers that draw ({others[0]}) has no formula: set it to 'draws'")
+    return copied(network, {id(layer): WithoutDraws(copied(layer), point) for layer in layers})
 
 
 # -- conversion --------------------------------------------------------------------------------------------
