@@ -45,7 +45,7 @@ def test_the_trunk_is_kept_and_each_head_drawn_anew(network: str) -> None:
         assert not torch.allclose(weights[i], own.weight)
         assert all(not torch.allclose(weights[i], weights[j]) for j in range(i))
     if network == "hugging_face":  # its own rule
-        assert 0.5 < float(weights.std()) / model.config.initializer_range < 2
+        assert 0.5 < float(weights.std()) / model.model.config.initializer_range < 2
     else:
         bound = 1 / own.weight[0].numel() ** 0.5  # of torch's own rule
         assert bool((weights.abs() <= bound).all()) and float(weights.abs().max()) > 0.8 * bound
