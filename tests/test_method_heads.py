@@ -18,7 +18,7 @@ import multitudes as mt
 from multitudes.methods.own_layers import Own, OwnBlock
 from tests.cases import CLASSES, NETWORKS
 from tests.of_parts import Of
-from tests.shared_cases import bert, gpt2, rows_through, tokens, vit
+from tests.shared_cases import FAMILIES, bert, gpt2, rows_through, swin, tokens, vit
 
 
 def moved(net: Any) -> Any:
@@ -63,10 +63,10 @@ def test_each_head_is_the_layer_on_what_the_trunk_gives() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("model", [bert, vit, gpt2], ids=["bert", "vit", "gpt2"])
+@pytest.mark.parametrize("model", [bert, vit, gpt2, *FAMILIES])
 def test_the_trunk_of_a_hugging_face_model_runs_once(model: Callable[[], nn.Module], training: bool) -> None:
     net = mt.heads(model(), 8, seed=0).train(training)
-    x: Any = torch.randn(6, 3, 16, 16) if model is vit else tokens(6)
+    x: Any = torch.randn(6, 3, 16, 16) if model in (vit, swin) else tokens(6)
     for batch in (x, x[:1] if isinstance(x, Tensor) else {key: value[:1] for key, value in x.items()}):
         with warnings.catch_warnings():
             warnings.simplefilter("error")

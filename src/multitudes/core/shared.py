@@ -257,6 +257,8 @@ class SharedMembers(Multitude):
         if able[:1] == [first] and all(layer.widens for layer in layers) and not stochastic_layers(self.network):
             yield "wide"
         yield from (seen.boundary(name, more) for name in able)
+        if pays and not together:
+            yield "tiled"
 
     def _is_small(self, seen: Run, layers: list[MemberLayer]) -> bool:
         """Whether all members' layers are batched products of little."""

@@ -117,6 +117,7 @@ class OwnBlock(MemberLayer):
     """
 
     many_inputs = True
+    batched = True  # at least no worse than one run for each member
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__(copied(blocks[0]), len(blocks))
