@@ -23,7 +23,7 @@ from multitudes.core.multitude import Multitude, clip_each
 from multitudes.core.proof import alike, first_difference, kind_of, running_statistics, silent_trial, unmoved
 from multitudes.core.settings import holding
 from multitudes.core.tasks import Criterion
-from multitudes.core.tiling import Boundary, Run, observed, tiling
+from multitudes.core.tiling import Boundary, Run, Unseen, observed, tiling
 
 __all__ = ["MemberLayer", "SharedMembers", "Way", "rows_missing"]
 
@@ -75,6 +75,11 @@ class SharedMembers(Multitude):
 
     def _predictions(self, x: Input) -> Tensor:
         way = self._way(x)
+        if isinstance(way, Boundary):
+            try:
+                return self._side_by_side(way, x)
+            except Unseen:
+                way = self._learned(way, x)
         if way != "alone":
             return self._side_by_side(way, x)
         if torch.compiler.is_compiling():
@@ -189,12 +194,23 @@ class SharedMembers(Multitude):
 
         It is tried once for each kind of input.
         """
-        together = self._together(x)
-        if torch.compiler.is_compiling() and (self.training in self._tiles or not together):
+        if torch.compiler.is_compiling() and (self.training in self._tiles or not self._together(x)):
             return self._tiles.get(self.training, "alone")
+        key = self._key(x)
+        return self._tiles[key] if key in self._tiles else self._tried(x, key, key[-1])
+
+    def _key(self, x: Input) -> tuple[bool, Any, int, bool]:
+        together = self._together(x)
         rows = min(_batch(x), 2) if together else _batch(x).bit_length()  # to run together pays for small batches
-        key = self.training, kind_of(x), rows, together
-        return self._tiles[key] if key in self._tiles else self._tried(x, key, together)
+        return self.training, kind_of(x), rows, together
+
+    def _learned(self, before: Boundary, x: Input) -> Way:
+        """The way for an input that comes with a tensor which others of its kind did not have."""
+        key = self._key(x)
+        way = self._tried(x, key, key[-1])
+        if isinstance(way, Boundary):
+            way = self._tiles[key] = way.joined(before)
+        return way
 
     @uncompiled
     def _tried(self, x: Input, key: Any, together: bool) -> Way:
@@ -314,7 +330,7 @@ class SharedMembers(Multitude):
                 got = self._side_by_side(way, x)
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        except (RuntimeError, ValueError, IndexError, TypeError, Unseen) as error:
             return f"tiled, the network fails ({str(error).splitlines()[0]})"
         if got.shape[1:] == alone.shape[1:] and alike(got[few], alone):
             return ""
