@@ -33,7 +33,7 @@ def members_alone(net: mt.Members, x: Tensor) -> Tensor:
 
 
 CASES = [
-    pytest.param(name, init, marks=[] if name in QUICK or init == "fresh" else pytest.mark.slow)
+    pytest.param(name, init, marks=[] if (init == "fresh") != (name in QUICK) else pytest.mark.slow)
     for name in ATTENTION
     for init in ("fresh", "pretrained")
 ]

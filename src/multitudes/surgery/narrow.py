@@ -50,6 +50,9 @@ def narrow(
 ) -> nn.Module:
     """A copy of `model` with every hidden width scaled by `factor`, rounded up; inputs and outputs are kept.
 
+    Attention keeps whole heads of the size that they have, and the widths that follow from them. Hugging Face's models
+    are narrowed by their own configurations, which stay true.
+
     Hidden layers that `layers` selects (all of them by default) are split into `gamma` groups where the widths
     divide and a group keeps at least `min_channels` inputs. With `init="pretrained"` the kept channels
     keep their weights, each layer's scaled so that its outputs are as large as they were on the example; with
@@ -126,6 +129,8 @@ def _observed_copy(
     _check_reached(model, known, example)
     twins = _twins(known, order)
     counts = {n: width_of(m) for n, m in _layers_of(built).items() if n in known and makes(known[n])}
+    if counts.get(order[-1], 0) != width_of(known[order[-1]]):  # an output layer of the user's own
+        counts.pop(order[-1], None)
     found = attentions(model, example, {n: known[n] for n in order})
     seen = _Seen(model, example, known, order, found, factor, counts)
     seed, first = int(torch.randint(2**62, ())), ValueError()
@@ -138,7 +143,9 @@ def _observed_copy(
                 for name, cut in plan.cuts.items()
             }
             cuts |= {name: cuts[other] for name, other in twins.items()}
-            return apply_cuts(model, dataclasses.replace(plan, cuts=cuts, built=built), example), cuts
+            own = [name for name in order[-1:] if name not in counts]
+            plan = dataclasses.replace(plan, cuts=cuts, built=built, own=own)
+            return apply_cuts(model, plan, example), cuts
         except ValueError as error:
             first = first if first.args else error
     raise first
@@ -282,7 +289,8 @@ def _check_layers(model: nn.Module) -> None:
 
 def warn_of_whole(model: nn.Module, narrowed: nn.Module, members: int = 1) -> None:
     """Warn where most of a narrowed network's parameters stand alone and are as large as they were."""
-    whole = [n for n in standing_alone(model) if model.get_parameter(n).shape == narrowed.get_parameter(n).shape]
+    shapes = {name: parameter.shape for name, parameter in narrowed.named_parameters()}
+    whole = [name for name in standing_alone(model) if model.get_parameter(name).shape == shapes.get(name)]
     size = sum(model.get_parameter(name).numel() for name in whole)
     total = sum(p.numel() for p in narrowed.parameters())
     if size > total / 2:
