@@ -185,6 +185,13 @@ def test_kron_and_diag_are_their_definitions(task: str) -> None:
         )
 
 
+def test_classes_may_be_given_as_their_probabilities() -> None:
+    model, (x, y) = trunk(3), classes(3, 20)
+    whole, soft = (mt.laplace(model, (x, target)) for target in (y, F.one_hot(y, 3).double()))
+    torch.testing.assert_close(covariance(whole), covariance(soft))
+    torch.testing.assert_close(whole.log_marginal_likelihood, soft.log_marginal_likelihood)
+
+
 def test_the_weight_of_a_row_counts_it_so_many_times() -> None:
     model, (x, y) = trunk(3), classes(3, 20)
     weight = torch.ones(20)

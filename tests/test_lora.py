@@ -346,9 +346,9 @@ def test_bad_arguments_are_named() -> None:
         mt.lora(frozen, 2, rank=2)
     assert mt.lora(frozen, 2, rank=2, heads=[]).independent
     convolutional = NETWORKS["separable"].model()
-    with pytest.raises(ValueError, match=r"has no linear layer beside its output layer; it has .*Conv2d"):
-        mt.lora(convolutional, 2, rank=2)
-    net = mt.lora(convolutional, 2, rank=1, layers=lambda name, layer: isinstance(layer, nn.Conv2d), seed=0)
+    with pytest.raises(ValueError, match=r"has no linear layer or convolution beside its output layer; it has .*Batch"):
+        mt.lora(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)), 2, rank=2, example=torch.randn(4, 6))
+    net = mt.lora(convolutional, 2, rank=1, seed=0)  # without linear layers, convolutions are adapted
     mt.check(moved(net), NETWORKS["separable"].batch(4)[0])
 
 

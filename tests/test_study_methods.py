@@ -111,9 +111,11 @@ def test_an_unknown_method_is_an_error_that_lists_the_choices() -> None:
         method_of("bagging")
 
 
-def test_smoothing_needs_images_and_tabm_a_table() -> None:
-    assert set(NAMES) - set(methods_for((13,))) == {"smooth", "smooth_dropout"}
-    assert methods_for(SHAPE) == [name for name in NAMES if name != "tabm"]
+def test_smoothing_needs_images_tabm_a_table_and_lora_a_trained_network() -> None:
+    assert set(NAMES) - set(methods_for((13,))) == {"smooth", "smooth_dropout", "lora"}
+    assert methods_for(SHAPE) == [name for name in NAMES if name not in ("tabm", "lora")]
+    assert methods_for(SHAPE, pretrained=True) == [name for name in NAMES if name != "tabm"]
+    assert "for networks that were trained before" in str(unfit(METHODS["lora"], SHAPE))
     assert "no images but rows of 13" in str(unfit(METHODS["smooth"], (13,)))
 
 

@@ -74,6 +74,8 @@ class Method:
     """Whether it needs feature maps, and so inputs of a kind that has them."""
     tables: bool = False
     """Whether it is for tables alone."""
+    pretrained: bool = False
+    """Whether it is for networks alone that were trained before."""
 
     def complete(self, given: Settings | None = None) -> dict[str, Any]:
         """All settings: the given ones, and the defaults of the rest."""

@@ -26,7 +26,7 @@ from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.gaussian import join_gaussian
 from multitudes.core.multitude import share_registries
 
-__all__ = ["STRUCTURES", "LaplaceConv", "LaplaceLayer", "LaplaceLinear", "WithNoise", "features_of"]
+__all__ = ["STRUCTURES", "LaplaceConv", "LaplaceLayer", "LaplaceLinear", "WithNoise", "WithoutDraws", "features_of"]
 
 STRUCTURES = ("full", "kron", "diag")
 """From the richest to the smallest."""
@@ -53,7 +53,8 @@ class LaplaceLayer(Stochastic):
     weight: Tensor
     bias: Any
     side: str | None = None
-    """What a run gives instead of a draw: "probit", scaled logits, or "deviation", the outputs' standard deviations."""
+    """What a run gives instead of a draw: "probit", scaled logits; "deviation", the outputs' standard deviations; or
+    "point", the mean and so many of them as the buffer `point` says."""
 
     structure: str
     prior: Tensor
@@ -62,6 +63,7 @@ class LaplaceLayer(Stochastic):
     left: Any
     right: Any
     deviations: Any
+    point: Any
 
     def hold(self, structure: str, posterior: Mapping[str, Tensor], prior: float, evidence: float) -> None:
         """Take on a posterior: its structure, its tensors by name, and what it came from."""
@@ -78,9 +80,11 @@ class LaplaceLayer(Stochastic):
         if self.side == "deviation":
             return self._outputs(self.variances(self._rows(x)).sqrt()).to(x.dtype)
         mean = self._product(x, self.weight, self.bias)
-        if self.side == "probit":
+        if self.side is not None:
             variances = self._outputs(self.variances(self._rows(x)))
-            return (mean * torch.rsqrt(1 + PROBIT * variances)).to(mean.dtype)
+            if self.side == "probit":
+                return (mean * torch.rsqrt(1 + PROBIT * variances)).to(mean.dtype)
+            return mean + (self.point * variances.sqrt()).to(mean.dtype)
         return mean if self.expects else mean + self._outputs(self._deviation(self._rows(x))).to(mean.dtype)
 
     def _deviation(self, rows: Tensor) -> Tensor:
@@ -205,6 +209,31 @@ class LaplaceConv(LaplaceLayer, nn.Conv2d):
     def _plain(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
         outputs, inputs = weight.shape[:2]
         return nn.utils.skip_init(nn.Conv2d, inputs, outputs, 1, bias=bias is not None, device=weight.device)
+
+
+class WithoutDraws(nn.Module):
+    """A layer with a posterior that draws nothing: its logits by the probit approximation, or one point of its outputs.
+
+    It shares the layer's registries, and `point` is one of its buffers.
+    """
+
+    shares = "layer"
+    layer: LaplaceLayer
+
+    def __init__(self, layer: LaplaceLayer, point: float | None = None) -> None:
+        super().__init__()
+        share_registries(self, layer)
+        object.__setattr__(self, "layer", layer)  # not registered: the network has no layer that draws any more
+        self.training = layer.training
+        layer.side = "probit" if point is None else "point"
+        self.register_buffer("point", None if point is None else torch.tensor(point).to(layer.weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast("Tensor", self.layer(x))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WithoutDraws:
+        self.layer._apply(fn, recurse)
+        return self
 
 
 class WithNoise(nn.Module):

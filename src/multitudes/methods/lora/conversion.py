@@ -7,22 +7,21 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from multitudes.core.calling import Input
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.copying import copied
 from multitudes.core.member_layer import MemberLayer
-from multitudes.core.multitude import Multitude
 from multitudes.core.shared import SharedMembers
 from multitudes.methods.heads import own_parts
 from multitudes.methods.lora.layers import Lora, LoraWhole, widths_of
 from multitudes.methods.lora.peft_files import Adapter, read_adapters, with_adapters, write_adapters
-from multitudes.methods.registry import Method, Settings
+from multitudes.methods.registry import Method, by
 from multitudes.surgery.affine import SEVERAL, affine_layers, kind_of, maps_of, select_affine, weight_of
 from multitudes.surgery.coverage import kinds_left, tell_reach
 from multitudes.surgery.heads import output_layers
-from multitudes.surgery.layers import CONVOLUTIONS, PRODUCTS, Factory, Selector, check_untied, replace, select
+from multitudes.surgery.layers import CONVOLUTIONS, Factory, Selector, check_untied, replace, select
 from multitudes.surgery.start import Start, starting
 
 __all__ = ["ROWS", "LoraMembers", "lora"]
@@ -59,12 +58,13 @@ def lora(
 ) -> LoraMembers:
     """Members that are low-rank adapters (Hu et al., 2021) of one frozen network, by default 8 of rank 8.
 
-    Every linear map but the output layer gets, for each member, `A [rank, I]`, drawn at random, and `B [O, rank]`, zero
-    in the beginning; what they add is multiplied by `alpha / rank`, which is 1 where `alpha` is not given. `layers`
-    selects other layers, convolutions too. Each member has output layers of its own, found as in `heads` or selected
-    by `heads`; they are drawn anew, so that members differ from the first step, or start as they are with
-    `init="pretrained"`. `heads=[]` shares them, as those of language models are. All else is frozen, and its
-    gradients and optimizer state are never made. The members' losses add up: each learns exactly as it would alone.
+    Every linear map but the output layer, or every convolution where there is none, gets for each member `A [rank, I]`,
+    drawn at random, and `B [O, rank]`, zero in the beginning; what they add is multiplied by `alpha / rank`, which is 1
+    where `alpha` is not given. `layers` selects other layers, convolutions too. Each member has output layers of its
+    own, found as in `heads` or selected by `heads`; they are drawn anew, so that members differ from the first step, or
+    start as they are with `init="pretrained"`. `heads=[]` shares them, as those of language models are. All else is
+    frozen, and its gradients and optimizer state are never made. The members' losses add up: each learns exactly as it
+    would alone.
     `net.member(i)` is the network with the adapter merged into its weights, in plain layers.
 
     `adapters` are folders that PEFT has written, or `net.save_adapters`: each becomes a member, and the files say what
@@ -149,16 +149,14 @@ def _adapted(network: nn.Module, layers: Selector, heads: Collection[str]) -> di
     if layers is None:
         last = getattr(network, "get_output_embeddings", lambda: None)()
         untied = select_affine(network, None) if able else {}
-        wanted = {
-            name: layer
-            for name, layer in able.items()
-            if name in untied and name not in own and kind_of(layer) not in CONVOLUTIONS and layer is not last
-        }
+        free = {n: layer for n, layer in able.items() if n in untied and n not in own and layer is not last}
+        linear = {name: layer for name, layer in free.items() if kind_of(layer) not in CONVOLUTIONS}
+        wanted = linear or free  # of a network without linear layers but the last, its convolutions
         if not wanted:
             has = kinds_left(network, heads) or "nothing else"
             raise ValueError(
-                f"model ({type(network).__name__}) has no linear layer beside its output layer; it has {has}: layers= "
-                "selects others, convolutions too"
+                f"model ({type(network).__name__}) has no linear layer or convolution beside its output layer; it has "
+                f"{has}: layers= selects others"
             )
         return wanted
     chosen = {name: layer for name, layer in select(network, layers, able).items() if name not in own}
@@ -215,18 +213,11 @@ def _of_files(
 # -- the row -----------------------------------------------------------------------------------------------
 
 
-def _build(network: nn.Module, example: Tensor, settings: Settings, seed: int) -> Multitude:
-    """Of a network without linear layers but the last, the convolutions are adapted."""
-    linear = [m for m in network.modules() if type(m) is nn.Linear or (kind_of(m) is None and maps_of(m))]
-    convolutions = None if len(linear) > 1 else lambda name, layer: isinstance(layer, PRODUCTS)
-    return lora(network, **settings, layers=convolutions, example=example, seed=seed)
-
-
 ROWS = (
     Method(
-        "lora", _build, {"members": 8, "rank": 8},
+        "lora", by(lora), {"members": 8, "rank": 8},
         "The parameters of one network and small adapters; the time of all members.",
         "Pick it for a network that was trained already, by whomever: it is kept as it is, and held once.",
-        place=35,
+        place=35, pretrained=True,
     ),
 )  # fmt: skip
