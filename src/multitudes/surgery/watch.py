@@ -89,7 +89,8 @@ class Watch(Inside):
         if not self.inside or not self.inside[-1][0]:
             return f"the network's own forward ({type(self.inside[0][1]).__name__})" if self.inside else "the network"
         name, module = self.inside[-1]
-        return f"layer {name!r} ({type(module).__name__})"
+        kind = nn.MultiheadAttention if isinstance(module, nn.MultiheadAttention) else type(module)
+        return f"layer {name!r} ({kind.__name__})"
 
     def see(self, name: str, layer: Any, x: Tensor, y: Tensor) -> Tensor:
         """Note what a layer keeps, and let its dropped channels be NaN."""
