@@ -65,8 +65,11 @@ def _narrow_heads(config: Any, small: Any, factor: float) -> dict[int, int]:
         return _narrow_stages(config, small, factor, list(heads), first)
     if isinstance(widths, (list, tuple)):
         return _narrow_each(config, small, factor, list(widths), heads)
-    if not isinstance(width, int) or not isinstance(heads, int):
+    if not isinstance(width, int):
         return {}
+    if not isinstance(heads, int):
+        small.hidden_size = _scaled(width, factor)
+        return {width: small.hidden_size}
     size = getattr(config, "head_dim", None) or width // heads
     shared = getattr(config, "num_key_value_heads", None) or heads
     kept, kept_shared = _kept_heads(heads, shared, factor)
