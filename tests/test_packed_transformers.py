@@ -201,6 +201,18 @@ def test_a_model_that_was_changed_by_hand_is_narrowed_by_observation() -> None:
     )
 
 
+@pytest.mark.filterwarnings("default")
+def test_a_configuration_that_cannot_tell_the_widths_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a configuration has no names for its widths, layers are narrowed by observation, and it stays as it was."""
+    model, x = build("convnext")
+    monkeypatch.setattr("multitudes.surgery.narrow_config.narrowed_config", lambda config, factor: config)
+    with pytest.warns(
+        UserWarning, match="the configuration of ConvNextForImageClassification cannot tell the narrowed"
+    ):
+        small = mt.narrow(model, 0.5, example=x, init="pretrained")
+    assert parameters(small) < 0.4 * parameters(model)
+
+
 def test_an_output_layer_of_ones_own_stays_whole() -> None:
     """Seven classes where the configuration tells of five: whoever sets a classifier often leaves that as it is."""
     model, x = build("vit")

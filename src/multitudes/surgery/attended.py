@@ -211,7 +211,7 @@ class HeadChoice:
             return ""
         kept, heads = self.kept(attention)[0], attention.heads
         exact = heads * self.factor
-        rounded = f", rounded up from {exact:g}" if heads != len(kept) > exact + 1e-9 else ""
+        rounded = f", rounded up from {exact:.3g}" if name not in self.whole and len(kept) > exact + 1e-9 else ""
         return f"{heads} heads -> {len(kept)}{rounded}"
 
     def inside(self, place: str) -> dict[int, Tensor]:

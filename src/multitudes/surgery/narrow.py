@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from multitudes.surgery.applying import Plan, apply_cuts
 from multitudes.surgery.attended import Attention, HeadChoice, attentions
 from multitudes.surgery.cuts import Cut, follows, inputs_of, is_depthwise, makes, norm_groups, width_of
 from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, is_frozen, select
-from multitudes.surgery.narrow_config import narrower_models
+from multitudes.surgery.narrow_config import narrower_models, untrue_configs
 from multitudes.surgery.narrow_proof import runs_like, standing_alone
 from multitudes.surgery.observe import example_for, executed, hooked, observing
 from multitudes.surgery.opened_attention import attention_layers, close_attention, open_attention
@@ -95,25 +96,58 @@ def narrowed_copy(
     Channels are chosen at random, from torch's random state; where that does not work out, in patterns. Where weights
     are `redrawn` after, a Hugging Face model whose channels cannot be followed is the one that its configuration gives.
     """
-    grouped = _selected(model, layers)
     opened = open_attention(model)
     built = narrower_models(opened, factor)
+    observed = partial(
+        _observed_copy, opened, grouped=_selected(model, layers), factor=factor, gamma=gamma, min_channels=min_channels,
+        example=example,
+    )  # fmt: skip
     try:
-        narrowed, cuts = _observed_copy(opened, built, grouped, factor, gamma, min_channels, example)
-        return _closed(narrowed, model, example), cuts
+        narrowed, cuts = observed(built)
+        closed: nn.Module | None = _closed(narrowed, model, example)
     except ValueError:
-        if not redrawn or gamma > 1 or "" not in built or not runs_like(built[""], model, example):
+        if redrawn and gamma == 1 and "" in built and runs_like(built[""], model, example):
+            return built[""], _widths(model, built[""])
+        if not built:
             raise
-    known = {n: m for n, m in model.named_modules() if makes(m)}
-    pairs = {name: (inputs_of(m), width_of(m)) for name, m in built[""].named_modules() if name in known}
-    return built[""], {
-        n: Cut(torch.arange(i), torch.arange(o), 1, f"{i} -> {o}, gamma 1") for n, (i, o) in pairs.items()
+        try:
+            narrowed, cuts = observed({})
+            closed = _closed(narrowed, model, example)
+        except ValueError:
+            closed = None
+        if closed is None:
+            raise
+        built = {}
+    assert closed is not None
+    if factor < 1 and not built:
+        _warn_of_configs(closed, model)
+    return closed, cuts
+
+
+def _widths(model: nn.Module, narrow: nn.Module) -> dict[str, Cut]:
+    """The widths of a narrower network's layers, as cuts."""
+    pairs = {name: (inputs_of(m), width_of(m)) for name, m in narrow.named_modules() if makes(m)}
+    known = {name for name, m in model.named_modules() if makes(m)}
+    return {
+        name: Cut(torch.arange(inputs), torch.arange(width), 1, f"{inputs} -> {width}, gamma 1")
+        for name, (inputs, width) in pairs.items()
+        if name in known
     }
+
+
+def _warn_of_configs(narrowed: nn.Module, model: nn.Module) -> None:
+    if (wrong := untrue_configs(narrowed)) and not untrue_configs(model):
+        warnings.warn(
+            f"the configuration of {', '.join(wrong)} cannot tell the narrowed widths: members predict and are saved "
+            "by mt.save, but save_pretrained gives what from_pretrained does not load",
+            stacklevel=4,
+        )
 
 
 def _observed_copy(
     model: nn.Module,
     built: dict[str, nn.Module],
+    *,
     grouped: set[str],
     factor: float,
     gamma: int,
