@@ -1,0 +1,224 @@
+"""The stacked runner: a network's own code, run once for all members under vmap.
+
+Inside `at_once` a stacked tensor `[M, ...]` looks like one member's, and whatever Python does with it, it does for all
+members. That is right whatever the code is, and open-ended forwards need no trace. A few functions vmap does badly: a
+bias is added by a slow kernel, a table of embeddings is copied, and attention is not told that gradients will be asked
+for. So these are put in other words: one product for each member into one result, one norm for each member, and one
+attention over members and batch. While it compiles, products and norms are left alone, since a compiler fuses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C import _functorch
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch._functorch.vmap import (  # type: ignore[attr-defined]  # as torch.vmap has them, in every version
+    _add_batch_dim,
+    _remove_batch_dim,
+    vmap_increment_nesting,
+)
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["AtOnce", "at_once", "products"]
+
+ONE_BY_ONE_ABOVE = 2**22
+"""Numbers in a product with a bias above which each member's is a call of its own. Such a call adds the bias as it
+writes, which one call for all members does not; on an H200 it takes a third of the time (see benchmarks/README.md)."""
+
+
+class AtOnce:
+    """All members' tensors, and one member's, inside of which there are all."""
+
+    def __init__(self, count: int, level: int) -> None:
+        self.count = count
+        self.level = level
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """`[M, ...]` as a tensor `[...]` that each member has its own of."""
+        return _add_batch_dim(tensor, 0, self.level)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """The tensors of all members, `[M, ...]`; what they share is expanded."""
+        return _remove_batch_dim(tensor, self.level, self.count, 0)
+
+    def outside(self) -> AbstractContextManager[Any]:
+        """Inside, whole tensors are computed with, and random numbers are drawn for all of them."""
+        return nullcontext() if torch.compiler.is_compiling() else temporarily_pop_interpreter_stack()
+
+
+@contextmanager
+def at_once(count: int) -> Iterator[AtOnce]:
+    """Inside, code runs for all members at once, each drawing its own random numbers."""
+    with vmap_increment_nesting(count, "different") as level:
+        members = AtOnce(count, level)
+        with _OtherWords(members):
+            yield members
+
+
+class _OtherWords(TorchFunctionMode):
+    def __init__(self, members: AtOnce) -> None:
+        super().__init__()
+        self.members = members
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        rule = _RULES.get(function)
+        if rule is not None:
+            result = rule(self.members, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if function is Tensor.unflatten:  # by which the compiler would find its way to `super()`, and stop
+            return args[0].unflatten(*args[1:], **kwargs)
+        return function(*args, **kwargs)
+
+
+# -- products ----------------------------------------------------------------------------------------------
+
+
+def products(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Each member's linear layer: `[M, N, I]` by `[M, O, I]`, plus `[M, O]`, is `[M, N, O]`."""
+    kind = rows.device.type
+    if torch.is_autocast_enabled(kind) and rows.dtype != torch.float64:
+        rows, weight = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (rows, weight))
+    if bias is None:
+        return torch.bmm(rows, weight.mT)
+    bias = bias.to(rows.dtype)
+    if torch.compiler.is_compiling():  # which fuses the sum with what comes after it
+        return torch.bmm(rows, weight.mT) + bias.unsqueeze(1)
+    small = rows.shape[0] * rows.shape[1] * weight.shape[1] <= ONE_BY_ONE_ABOVE
+    if small or any(map(_functorch.is_functorch_wrapped_tensor, (rows, weight, bias))):
+        return torch.baddbmm(bias.unsqueeze(1), rows, weight.mT)
+    return _Products.apply(rows, weight, bias)
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        result = rows.new_empty(*rows.shape[:2], weight.shape[1])
+        for own_bias, own_rows, own_weight, own in zip(bias, rows, weight.mT, result, strict=True):
+            torch.addmm(own_bias, own_rows, own_weight, out=own)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        (gradient,), (of_rows, of_weight, of_bias) = gradients, ctx.needs_input_grad
+        return (
+            torch.bmm(gradient, weight) if of_rows else None,
+            torch.bmm(gradient.mT, rows) if of_weight else None,
+            gradient.sum(1) if of_bias else None,
+        )
+
+
+# -- rules: rule(members, *args, **kwargs), as the function, or NotImplemented ----------------------------------
+
+
+def _linear(members: AtOnce, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    if torch.compiler.is_compiling() or not _functorch.is_batchedtensor(weight) or input.dim() < 2:
+        return NotImplemented
+    x, weight, bias = members.whole(input), members.whole(weight), None if bias is None else members.whole(bias)
+    with members.outside():
+        return members.own(products(x.flatten(1, -2), weight, bias).unflatten(1, x.shape[1:-1]))
+
+
+def _addmm(members: AtOnce, input: Tensor, mat1: Tensor, mat2: Tensor, **scales: Any) -> Any:
+    """A linear layer with its weight the other way round."""
+    if scales or input.dim() != 1 or not _functorch.is_batchedtensor(mat2):
+        return NotImplemented
+    return _linear(members, mat1, mat2.mT, input)
+
+
+def _layer_norm(
+    members: AtOnce,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Any:
+    if torch.compiler.is_compiling() or weight is None or not _functorch.is_batchedtensor(weight):
+        return NotImplemented
+    tensors = [members.whole(tensor) for tensor in (input, weight, bias) if tensor is not None]
+    with members.outside():
+        own = zip(*(tensor.unbind() for tensor in tensors), strict=True)  # whose gradients are stacked once
+        norm: Callable[..., Tensor] = partial(F.layer_norm, eps=eps)
+        return members.own(torch.stack([norm(x, normalized_shape, *affine) for x, *affine in own]))
+
+
+def _embedding(
+    members: AtOnce,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """One table of all members' rows. An index beyond a table's end is beyond the last member's too, and an error."""
+    if not _functorch.is_batchedtensor(weight) or max_norm is not None or sparse:
+        return NotImplemented
+    table, index = members.whole(weight), members.whole(input)
+    rows = table.shape[1]
+    with members.outside():
+        first = torch.arange(members.count, device=index.device) * rows
+        shifted = index + first.view(-1, *[1] * (index.dim() - 1))
+        result = F.embedding(shifted, table.flatten(0, 1), scale_grad_by_freq=scale_grad_by_freq)
+        if padding_idx is not None:  # a row without gradients
+            result = torch.where((index == padding_idx % rows).unsqueeze(-1), result.detach(), result)
+        return members.own(result)
+
+
+def _attention(
+    members: AtOnce,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Members are more rows of the batch."""
+    attend: Callable[..., Tensor] = partial(
+        F.scaled_dot_product_attention, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    rank = query.dim()
+    drawn = dropout_p > 0 and torch.compiler.is_compiling()  # then vmap has to draw the members' own numbers
+    if drawn or rank < 3 or key.dim() != rank or value.dim() != rank:
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):  # which need not know of gradients
+            return attend(query, key, value, attn_mask)
+    tensors = [members.whole(tensor) for tensor in (query, key, value)]
+    batch = torch.broadcast_shapes(*(tensor.shape[:2] for tensor in tensors))
+    mask = None
+    if attn_mask is not None and (_functorch.is_batchedtensor(attn_mask) or attn_mask.dim() == rank):
+        mask, attn_mask = members.whole(attn_mask), None
+    with members.outside():
+        if mask is not None:
+            attn_mask = _folded(mask.reshape(len(mask), *[1] * (rank + 1 - mask.dim()), *mask.shape[1:]), batch)
+        folded = [_folded(tensor, batch) for tensor in tensors]
+        return members.own(attend(*folded, attn_mask).unflatten(0, batch))
+
+
+def _folded(tensor: Tensor, batch: Sequence[int]) -> Tensor:
+    """`[M, B, ...] -> [M*B, ...]`"""
+    return tensor.expand(*batch, *tensor.shape[2:]).flatten(0, 1)
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear,
+    torch.addmm: _addmm,
+    F.layer_norm: _layer_norm,
+    F.embedding: _embedding,
+    F.scaled_dot_product_attention: _attention,
+}
