@@ -5,6 +5,7 @@ WORKERS ?= 2
 VENV    := .venv
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
 # Some virtual machines announce AMX and die of an illegal instruction when oneDNN uses it for bfloat16 on the CPU. This
 # keeps oneDNN to what comes before AMX, unless the caller has chosen something else.
@@ -23,9 +24,10 @@ help: ## list the targets
 env: $(STAMP) ## create .venv with the package and its tools, at the tested versions
 
 # The stamp comes last, so that an install that was cut short is taken up again.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt tests/judges.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[dev]"
+	$(INSTALL) -e ".[dev]"
+	$(INSTALL) --no-deps -r tests/judges.txt
 	@touch $@
 
 test: env ## run the test suite, without the slow tests

@@ -39,9 +39,12 @@ def outside_attention(name: str, layer: nn.Module) -> bool:
     return "encoder" not in name and not name.endswith(("fc2", "head", "fc"))
 
 
+MLP_OF_HF = "model.vit.layers.0.mlp.fc1"
+
+
 def before_an_activation(name: str, layer: nn.Module) -> bool:
     """One layer with an activation after it: a zero-centred layer's information is in the spread of its outputs."""
-    named = ("body.3.0", "fc1", "4", "encoder.linear1", "layer4.0.conv2", "mlp.layers.0")
+    named = ("body.3.0", "fc1", "4", "encoder.linear1", "layer4.0.conv2", "mlp.layers.0", "blocks.0.fc1", MLP_OF_HF)
     return name in named or (name == "3" and layer.groups == 1)
 
 

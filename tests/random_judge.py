@@ -284,8 +284,10 @@ def _judge_shared_training(net: mt.Multitude, case: Case, when: str) -> None:
     loss = net.loss(case.x, case.y, task=case.task)
     loss.backward()
     _restore(net, state)
-    same(f"loss {when}", loss, _mean_loss(net, case))
-    same(f"slope of the loss {when}", *_slopes(net, case, state), 1e-5)
+    each = net.members if net.independent else 1  # losses of members that learn apart are added
+    same(f"loss {when}", loss / each, _mean_loss(net, case))
+    got, want = _slopes(net, case, state)
+    same(f"slope of the loss {when}", got / each, want, 1e-5)
 
 
 def _slopes(net: mt.Multitude, case: Case, state: list[tuple[nn.Module, str, Any]]) -> tuple[Tensor, Tensor]:

@@ -149,6 +149,12 @@ SHARED = {
         lambda of, init: mt.masksembles(given(of), MEMBERS, 2.0, example=of.x, init=init, seed=of.number)
     ),
     "mimo": _shared(_mimo),
+    "heads": _shared(
+        lambda of, init: mt.heads(
+            given(of), MEMBERS, init="fresh" if init == "fresh" else None, example=of.x, seed=of.number
+        )
+    ),
+    "lora": _shared(lambda of, init: mt.lora(given(of), MEMBERS, 2, example=of.x, seed=of.number)),
 }
 
 
@@ -364,6 +370,19 @@ def smooth(make: Make, runner: str) -> None:
         _ = run(mt.smooth(given(quiet), example=quiet.x).train(), quiet.x)
 
 
+def laplace(make: Make, runner: str) -> None:
+    """Draws around the network's own prediction; of values, means of a network that tells their noise as well."""
+    quiet = _with_open_gates(make(noise=()))
+    with left_alone(quiet), torch.no_grad():
+        _judge_draws(mt.laplace(given(quiet), [(quiet.x, quiet.y)], task=quiet.task, prior=1.0), quiet)
+        net = mt.laplace(given(quiet), [(quiet.x, quiet.y)], task=quiet.task, prior=1 / VANISHING**2)
+        want = run(quiet.model.eval(), quiet.x)
+        for what, drawn in (("draw", net(quiet.x, draws=3, seed=1)), ("expectation", net(quiet.x, draws=0))):
+            for index, draw in enumerate(drawn):
+                own = draw.chunk(2, 1)[0] if quiet.task == "regression" else draw
+                same(f"{what} {index}", own, want, 1e-6)
+
+
 def _drop_connect(of: Case, vanishing: bool) -> mt.Multitude:
     return mt.drop_connect(given(of), VANISHING if vanishing else 0.2)
 
@@ -382,6 +401,7 @@ CHECKS: dict[str, Check] = {
     "swag": subspaces(_swag),
     "subspace": subspaces(_subspace),
     "smooth": smooth,
+    "laplace": laplace,
 }
 INDEPENDENT = ("fuse", "deep_ensemble", "packed", "snapshots")
 ROWS = [(m, r) for m in CHECKS for r in (RUNNERS if m in INDEPENDENT else ("",))]

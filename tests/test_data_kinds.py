@@ -38,7 +38,7 @@ class StepEncoder(TableEncoder):
 
 SERIES = Kind(
     "series", "series", torch.float32, 2, "float32 series [N, T, F]",
-    find=lambda source, image: [] if "t0" in source.columns else None,
+    find=lambda source, choice, target: [] if "t0" in source.columns else None,
     options=("columns",),
     choose=choose_columns,
     fit=StepEncoder.fitted,
@@ -77,7 +77,7 @@ def test_a_new_kind_of_data_is_one_row(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_is_of_no_kind_is_refused() -> None:
-    forms = "uint8 images [N, C, H, W] or float32 features [N, F]"
+    forms = "uint8 images [N, C, H, W] or int32 tokens [N, T] or float32 features [N, F]"
     with raises(f"shape must be that of one of {forms}, got [2, 3]"):
         kind_of_shape((2, 3))
     with raises(f"x must be {forms}, got torch.uint8 [1, 4, 4]"):

@@ -20,6 +20,7 @@ from multitudes.models import (
     ResNet,
     UNet,
     VGGLike,
+    ViT,
     lenet5,
     medium_cnn,
     mlp,
@@ -71,6 +72,7 @@ TINY: dict[str, tuple[Build, tuple[int, ...]]] = {
     "mlp-batch": (lambda: mlp(12, 7, hidden=(9, 8), norm="batch", bias=False, output_bias=False), (12,)),
     "mlp-layer": (lambda: mlp(12, 7, hidden=(9, 8), norm="layer", activation="gelu"), (12,)),
     "linear": (lambda: mlp(12, 7, hidden=()), (12,)),
+    "vit": (lambda: ViT(7, 1, 12, patch=3, width=12, depth=2, heads=3, expansion=2, dropout=0.1), (1, 12, 12)),
 }
 every_network = pytest.mark.parametrize(("build", "shape"), TINY.values(), ids=TINY)
 

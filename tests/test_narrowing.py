@@ -172,13 +172,6 @@ def test_patterns_choose_the_same_of_each_part_and_whole_blocks(parts: int, bloc
 # -- reasons -----------------------------------------------------------------------------------------------
 
 
-def attention() -> nn.Module:
-    return Of(
-        lambda net, x: net.last(F.scaled_dot_product_attention(*net.first(x).chunk(3, -1))),
-        first=nn.Linear(6, 12), last=nn.Linear(4, 2),
-    )  # fmt: skip
-
-
 REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "softmax": (
         lambda: nn.Sequential(nn.Linear(6, 8), nn.Softmax(-1), nn.Linear(8, 2)), (6,),
@@ -189,7 +182,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
                    body=nn.Linear(6, 8), head=nn.Linear(8, 2)), (6,),
         r"reach layer 'head' are mixed on their way by mean in the network's own forward \(Of\)",
     ),
-    "attention": (attention, (5, 6), r"the network's own forward \(Of\) is attention, which ties its widths together"),
     "decides": (
         lambda: Of(lambda net, x: net.head(net.body(x)) * (2.0 if net.body(x).sum().item() > 0 else 1.0),
                    body=nn.Linear(6, 8), head=nn.Linear(8, 2)), (6,),
@@ -244,7 +236,7 @@ def test_a_network_of_parameters_that_stand_alone_is_warned_of() -> None:
 # -- Hugging Face ------------------------------------------------------------------------------------------
 
 
-def test_mobile_networks_are_packed_and_transformers_refused_for_their_attention() -> None:
+def test_mobile_networks_are_packed() -> None:
     transformers = pytest.importorskip("transformers")
     x = {"pixel_values": torch.randn(2, 3, 32, 32)}
     mobile = transformers.MobileNetV1ForImageClassification(
@@ -253,9 +245,3 @@ def test_mobile_networks_are_packed_and_transformers_refused_for_their_attention
     net = mt.packed(mobile, 2, 1, example=x).eval()
     mt.check(net, x)
     assert sum(p.numel() for p in net.parameters()) < 0.6 * sum(p.numel() for p in mobile.parameters())
-    config = transformers.ViTConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=32, patch_size=16,
-    )  # fmt: skip
-    vit = transformers.ViTForImageClassification(config)
-    with pytest.raises(ValueError, match=r"layer 'vit.*attention' \(.*Attention\) is attention"):
-        mt.packed(vit, 2, 1, example=x)

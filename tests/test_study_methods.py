@@ -24,8 +24,8 @@ from multitudes.training.recorder import Recorder
 from multitudes.training.schedules import schedule_of
 
 NAMES = [
-    "single", "deep", "tabm", "packed", "batch_ensemble", "masksembles", "mimo", "mc_dropout", "drop_connect",
-    "patched", "cross_patched", "variance", "smooth", "smooth_dropout", "swag", "subspace", "snapshots",
+    "single", "deep", "tabm", "packed", "heads", "batch_ensemble", "masksembles", "laplace", "mimo", "mc_dropout",
+    "drop_connect", "patched", "cross_patched", "variance", "smooth", "smooth_dropout", "swag", "subspace", "snapshots",
 ]  # fmt: skip
 SHAPE = (1, 8, 8)
 
@@ -66,7 +66,8 @@ def trained(method: Method, network: nn.Module, given: dict[str, Any] | None = N
             recorder.record()
 
     fit(net, data, **arguments, dataset_size=192, callbacks=[record], seed=0)
-    return method.finish(net, recorder, torch.cat([x for x, _ in data]), settings, 0)
+    finished = method.finish(net, recorder, torch.cat([x for x, _ in data]), settings, 0)
+    return method.after(finished, data, settings, 0)
 
 
 # -- the table ---------------------------------------------------------------------------------------------

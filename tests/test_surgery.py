@@ -74,9 +74,11 @@ def test_layers_that_share_a_weight_are_named() -> None:
     tied = Of(lambda net, x: net.back(net.there(x)), there=nn.Linear(8, 8), back=nn.Linear(8, 8))
     tied.back.weight = tied.there.weight
 
-    for method in (mt.packed, mt.batch_ensemble, mt.masksembles, mt.mimo):
+    for method in (lambda model, members: mt.packed(model, members, 1), mt.batch_ensemble, mt.masksembles, mt.mimo):
         with pytest.raises(ValueError, match="layers 'back' and 'there' share a weight"):
             method(tied, 2)
+    whole = mt.packed(tied, 2, 2).member(0)
+    assert whole.back.weight is whole.there.weight
 
 
 # -- replace and redraw ------------------------------------------------------------------------------------
@@ -254,18 +256,10 @@ def test_networks_that_fix_a_width_are_refused() -> None:
         lambda net, x: net.fc(F.adaptive_avg_pool2d(net.conv(x), 2).view(-1, 16 * 4)),
         conv=nn.Conv2d(3, 16, 1), fc=nn.Linear(16 * 4, 2),
     )  # fmt: skip
-    attention = Of(
-        lambda net, x: net.last(F.scaled_dot_product_attention(*net.first(x).chunk(3, -1))),
-        first=nn.Linear(6, 12), last=nn.Linear(4, 2),
-    )  # fmt: skip
     small = mt.narrow(fixed_width, 0.5, init="pretrained", example=x)  # the scale stands beside channels, and is cut
     assert small.scale.shape == (8, 1, 1)
     with pytest.raises(ValueError, match="fixes a hidden width"):
         mt.narrow(fixed_view, 0.5, example=x)
-    with pytest.raises(ValueError, match="'encoder.self_attn' is a MultiheadAttention, which cannot be narrowed"):
-        mt.packed(NETWORKS["transformer"].model(), 2, 1)
-    with pytest.raises(ValueError, match="is attention, which ties its widths together"):
-        mt.narrow(attention, 0.5, example=torch.zeros(2, 5, 6))
     with pytest.raises(ValueError, match="reach layer '2' are mixed"):
         mt.narrow(nn.Sequential(nn.Linear(4, 8), nn.Softmax(-1), nn.Linear(8, 2)), 0.5)
 

@@ -27,6 +27,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "ensembles_landscape": ("ensembles_landscape",),
     "camvid": ("camvid",),
     "tables": ("tables",),
+    "vit_cifar10": ("vit_cifar10",),
 }
 """The sections in their order, each a module of this package, and the folders of raw files that it reads."""
 

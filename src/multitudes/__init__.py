@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # as `HOMES` says below, for those who read types
     from multitudes.methods.batch_ensemble import batch_ensemble
     from multitudes.methods.deep_ensemble import deep_ensemble
     from multitudes.methods.dropout import drop_connect, mc_dropout
+    from multitudes.methods.heads import heads
+    from multitudes.methods.laplace import laplace
     from multitudes.methods.masksembles import masksembles
     from multitudes.methods.mimo import mimo
     from multitudes.methods.packed import packed
@@ -69,7 +71,9 @@ __all__ = [
     "fuse",
     "gaussian_nll",
     "head",
+    "heads",
     "landscape",
+    "laplace",
     "layers",
     "load",
     "masksembles",
@@ -111,6 +115,8 @@ HOMES = {
     "methods.batch_ensemble": "batch_ensemble",
     "methods.deep_ensemble": "deep_ensemble",
     "methods.dropout": "drop_connect mc_dropout",
+    "methods.heads": "heads",
+    "methods.laplace": "laplace",
     "methods.masksembles": "masksembles",
     "methods.mimo": "mimo",
     "methods.packed": "packed",

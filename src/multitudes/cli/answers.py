@@ -31,7 +31,12 @@ ModelFile = Annotated[
 
 def predict(
     job: Annotated[Path, Argument(help=JOB)],
-    inputs: Annotated[list[Path], Argument(help="Image files or folders of them, or CSV or Parquet files.")],
+    inputs: Annotated[
+        list[Path] | None, Argument(help="Image files or folders of them, or CSV or Parquet files.")
+    ] = None,
+    text: Annotated[
+        list[str] | None, Option(metavar="TEXT", help="A text itself, of a network of texts; may be repeated.")
+    ] = None,
     to: Annotated[Path | None, Option(metavar="FILE", help="Where to write, .csv or .json; by default stdout.")] = None,
     form: Annotated[
         Literal["csv", "json"] | None, Option("--format", help="Told by the name of --to, else csv.")
@@ -59,12 +64,14 @@ def predict(
     chosen = _format(to, form)
     if not 0 < level < 1:
         raise ValueError(f"--level must lie between 0 and 1, got {level}")
+    if not inputs and not text:
+        raise ValueError("INPUTS must be given: image files or folders of them, CSV or Parquet files, or --text TEXT")
     trained = Trained.read(job, common.device, draws, model_file)
     data = trained.data
-    found = read_inputs(inputs, data, skip_bad)
+    found = read_inputs(inputs or [], data, skip_bad, text or [])
     if found.bad:
         say(f"Left out {found.bad} of {found.bad + len(found.names)} inputs that cannot be used")
-    for remark in remarks(found.unknown, found.filled):
+    for remark in (*remarks(found.unknown, found.filled), *found.notes):
         say(remark)
     with mixed_precision(trained.device, common.precision):
         parts = predictions(

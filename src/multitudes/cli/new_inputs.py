@@ -12,9 +12,10 @@ from torch import Tensor
 
 from multitudes.data import Data, load
 from multitudes.data.bad_rows import BadRows
-from multitudes.data.kinds import kind_of_source
-from multitudes.data.sources import open_source
-from multitudes.data.tables import find_target, targets
+from multitudes.data.columns import Column
+from multitudes.data.kinds import Kind, kind_of_source
+from multitudes.data.sources import Source, open_source
+from multitudes.data.tables import Choice, find_target, targets
 
 __all__ = ["Inputs", "labelled", "read_inputs", "remarks"]
 
@@ -24,7 +25,7 @@ class Inputs:
     """Inputs `[N, ...]` like those that a network was trained on, each with a name.
 
     `bad` is how many could not be read, `unknown` how many have a category that the training data have not, `filled`
-    how many values were missing and filled in, by column.
+    how many values were missing and filled in, by column, `notes` what else to look at.
     """
 
     names: list[str]
@@ -32,31 +33,53 @@ class Inputs:
     bad: int
     unknown: int
     filled: Mapping[str, int]
+    notes: Sequence[str] = ()
 
 
-def read_inputs(paths: Sequence[Path], data: Data, skip_bad: bool = False) -> Inputs:
-    """Image files and folders of them, or tables, whichever `data` is; what cannot be read is an error, or left out."""
+def read_inputs(paths: Sequence[Path], data: Data, skip_bad: bool = False, texts: Sequence[str] = ()) -> Inputs:
+    """Image files and folders of them, or tables, whichever `data` is; what cannot be read is an error, or left out.
+
+    `texts` are inputs themselves, where `data` are texts.
+    """
     names: list[str] = []
     filled: Counter[str] = Counter()
-    parts, bad, unknown = [], 0, 0
+    parts, notes, bad, unknown = [], [], 0, 0
+    sources = [(Path("text"), _as_source(texts, data))] if texts else []
     for path in paths:
         if not path.exists():
             raise ValueError(f"the file or folder {str(path)!r} does not exist")
-        source = data.kind.open(path)
+        sources.append((path, data.kind.open(path)))
+    for path, source in sources:
         faults = BadRows(source, skip_bad)
         columns = data.encoder.columns(source)
         faults.check(columns, data.kind.fills)
         rows = faults.without(torch.arange(len(source)))
         encoded = faults.encode(data.encoder, columns, rows)
         for row in rows[encoded.kept].tolist():
-            place = source.place(row) if len(paths) == 1 else f"{path} {source.place(row)}"
+            place = source.place(row) if len(sources) == 1 else f"{path} {source.place(row)}"
             names.append(source.where(row) if source.files else place)
         parts.append(encoded.x)
         bad, unknown = bad + len(faults.rows), unknown + encoded.unknown
         filled.update(encoded.filled)
+        notes += list(encoded.notes.values())
     if not names:
         raise ValueError(f"there is no input to predict in {', '.join(map(str, paths))}")
-    return Inputs(names, torch.cat(parts), bad, unknown, filled)
+    return Inputs(names, torch.cat(parts), bad, unknown, filled, notes)
+
+
+def _as_source(texts: Sequence[str], data: Data) -> Source:
+    if not data.kind.written:
+        raise ValueError(f"text={texts[0]!r} is for networks of texts, and this one was trained on {data.kind.inputs}")
+    column = data.encoder.features[0].column
+    rows = torch.arange(len(texts))
+    return Source("the texts", {column: Column("text", list(texts))}, {"train": rows}, [("text", len(texts))])
+
+
+def _kind(source: Source, data: Data, image: str | None, target: str | None) -> tuple[Kind, list[str]]:
+    """The kind of a source like the data of a training, and the columns of it that can only be inputs."""
+    if data.kind.written:
+        return data.kind, list(data.encoder.columns(source))
+    return kind_of_source(source, Choice(image=image), target)
 
 
 def remarks(unknown: int, filled: Mapping[str, int]) -> list[str]:
@@ -81,7 +104,7 @@ def labelled(
             raise ValueError(f"the data must be like those of the training, {data!r}, got {other!r}")
         return data.kind.refit(other.test.x, data.shape), _matched(other.test.y, other.classes, data), []
     opened = open_source(source)
-    kind, found = kind_of_source(opened, image)
+    kind, found = _kind(opened, data, image, target)
     if kind is not data.kind:
         raise ValueError(f"{opened.name} must hold {data.kind.inputs}, like the data of the training")
     name = find_target(opened, target, found)
@@ -97,7 +120,7 @@ def labelled(
     if not encoded.kept:
         raise ValueError(f"{opened.name} has no row that can be used")
     left_out = [f"Left out {n} bad row{'' if n == 1 else 's'}: {reason}" for reason, n in bad.counts().items()]
-    told = left_out + remarks(encoded.unknown, encoded.filled)
+    told = left_out + remarks(encoded.unknown, encoded.filled) + list(encoded.notes.values())
     return encoded.x, _matched(y[rows[encoded.kept]], classes, data), told
 
 

@@ -64,7 +64,9 @@ class TrainingOptions(TrainingSection, Options):
     """How to train."""
 
     heading: ClassVar[str] = "Training"
-    model: str | None = option(None, "One of multitudes.models, or FILE.py:FUNCTION.", metavar="NAME")
+    model: str | None = option(
+        None, "One of multitudes.models, FILE.py:FUNCTION, or a Hugging Face model, hf:FOLDER.", metavar="NAME"
+    )
 
 
 class EvaluationOptions(EvaluationSection, Options):
@@ -110,7 +112,10 @@ def writable(to: Path | None, *suffixes: str) -> None:
 
 
 def model_place(model: str) -> str:
-    """A model by its name, or as FILE.py:FUNCTION with the whole path of the file."""
+    """A model by its name, or as FILE.py:FUNCTION or hf:FOLDER with the whole path of the file or folder."""
+    if model.startswith("hf:"):
+        place = Path(model.removeprefix("hf:")).expanduser()
+        return f"hf:{place.resolve()}" if place.exists() else model
     file, _, function = model.rpartition(":")
     return f"{Path(file).resolve()}:{function}" if file else function
 

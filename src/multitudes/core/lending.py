@@ -6,7 +6,7 @@ A network's own code may write as it runs: a buffer is assigned (`self.mean = ..
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -130,14 +130,16 @@ def checkpointed(again: Callable[[], AbstractContextManager[Any]] | None) -> Ite
 
 @contextmanager
 def each_from_the_same(
-    network: nn.Module, attributes: Sequence[Attributes]
+    network: nn.Module, attributes: Sequence[Attributes], own: Collection[str] = ()
 ) -> Iterator[Callable[[int, Callable[[], Any]], Any]]:
     """Inside, `turn(index, run)` runs members that share a network's buffers, each from the same state of them.
 
-    After, a buffer that their runs have moved is the mean of what they made of it, or the last, of whole numbers. What
-    the network's code writes beside tensors is each member's own.
+    After, a buffer that their runs have moved is the mean of what they made of it, or the last, of whole numbers; those
+    that are named by `own` hold each member's part, and stay as they were moved. What the network's code writes beside
+    tensors is each member's own.
     """
-    before = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in network.named_buffers()}
+    shared = {name: buffer for name, buffer in network.named_buffers() if name not in own}
+    before = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in shared.items()}
     made: dict[str, list[Tensor]] = {}
 
     def turn(index: int, run: Callable[[], Any]) -> Any:

@@ -33,7 +33,7 @@ from multitudes.core.lending import (
     standing,
     written_attributes,
 )
-from multitudes.core.multitude import Multitude, plain
+from multitudes.core.multitude import Multitude, clip_each, plain
 from multitudes.core.packing import CannotPack, Plan, trace
 from multitudes.core.proof import alike, kind_of, silent_trial, unmoved
 from multitudes.core.stacking import stackable, stacked_copy, with_tensors
@@ -335,14 +335,7 @@ class Members(Multitude):
 
         A norm over all parameters at once would tie the members together.
         """
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        if not gradients:
-            return torch.zeros(self.members)
-        norms = torch.stack([g.reshape(self.members, -1).norm(dim=1) for g in gradients]).norm(dim=0)
-        scale = (max_norm / (norms + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
-            gradient.mul_(scale.view(-1, *[1] * (gradient.dim() - 1)))
-        return norms
+        return clip_each(self.parameters(), self.members, max_norm)
 
     def to(self, *args: Any, **kwargs: Any) -> Members:
         """As `nn.Module.to`; a memory format is that of the members' own weights."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
@@ -38,7 +38,7 @@ from multitudes.core.tasks import Criterion
 REACH = "(reach)"
 """The note that says what share of the network a method reaches."""
 
-__all__ = ["REACH", "Criterion", "Divergence", "Multitude", "evaluating", "plain", "share_registries"]
+__all__ = ["REACH", "Criterion", "Divergence", "Multitude", "clip_each", "evaluating", "plain", "share_registries"]
 
 
 def share_registries(sharer: nn.Module, network: nn.Module) -> None:
@@ -330,7 +330,7 @@ class Multitude(Tasked):
             f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {count:>{widths[2]}}  {note}".rstrip()
             for name, kind, count, note in rows
         ]
-        reach = "reaches 100 % of the parameters" if self.independent else self.notes.get(REACH)
+        reach = self.notes.get(REACH, "reaches 100 % of the parameters" if self.independent else None)
         return "\n".join(lines if reach is None else [*lines, reach])
 
     def parameter_groups(self, lr: float, **own: float | Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -375,6 +375,18 @@ class Multitude(Tasked):
             raise ValueError(f"criterion must give one number, the batch's mean, got shape {list(losses[0].shape)}")
         total = torch.stack(losses)
         return total.sum() if self.independent else total.mean()
+
+
+def clip_each(parameters: Iterable[Tensor], members: int, max_norm: float) -> Tensor:
+    """Scale each member's gradient, of parameters `[M, ...]`, to at most `max_norm`; the norms, `[M]`."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.zeros(members)
+    norms = torch.stack([g.reshape(members, -1).norm(dim=1) for g in gradients]).norm(dim=0)
+    scale = (max_norm / (norms + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale.view(-1, *[1] * (gradient.dim() - 1)))
+    return norms
 
 
 @contextmanager

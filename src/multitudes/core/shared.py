@@ -1,10 +1,10 @@
-"""Members that share one network's weights, and the layers that tell them apart."""
+"""Members that share one network's weights, and how they run."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,14 +18,23 @@ from multitudes.core.copying import copied
 from multitudes.core.draws.functional import to_be_kept
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.lending import Attributes, checkpointed, each_from_the_same
-from multitudes.core.multitude import Multitude, evaluating
+from multitudes.core.member_layer import MemberLayer, rows_missing
+from multitudes.core.multitude import Multitude, clip_each
 from multitudes.core.proof import alike, first_difference, kind_of, running_statistics, silent_trial, unmoved
 from multitudes.core.settings import holding
 from multitudes.core.tasks import Criterion
-from multitudes.core.unreadable import unreadable
+from multitudes.core.tiling import Boundary, Run, observed, tiling
+
+__all__ = ["MemberLayer", "SharedMembers", "Way", "rows_missing"]
 
 MOST_ROWS = 4096
 """Of a table, the most rows that all members see side by side in evaluation on a CPU."""
+
+LEAST_SHARED = 0.25
+"""Of the multiply-adds, the share before the first member layer from which on a CPU evaluates members side by side."""
+
+Way = str | Boundary
+"""How members run: "late", "wide", a boundary, "tiled" or "alone" (see `SharedMembers`)."""
 
 
 class SharedMembers(Multitude):
@@ -33,9 +42,12 @@ class SharedMembers(Multitude):
 
     Layers that tell the members apart have a `member` attribute: None when they see the tiled batch, `i` when
     they see member `i`'s rows alone. What comes before the first of them runs once for all members: that layer is the
-    one that tiles (the way "late"). Where that is not the same computation, the input is tiled ("tiled"). In evaluation
-    on a CPU the members run one after the other ("alone"), which is faster there than one large batch, but for rows of
-    a table; and wherever a tiled batch is not the same computation, because a network has its batch elsewhere, or lets
+    one that tiles (the way "late"), or a module that it lies in, with all that are called after it (a `Boundary`),
+    since what is tiled must not meet what is not, as in a residual addition. Output layers may have all members'
+    channels side by side instead ("wide"), for code after them that counts rows. Where none of these is the same
+    computation, the input is tiled ("tiled"). In evaluation on a CPU the members run one after the other ("alone"),
+    which is faster there than one large batch, but for rows of a table, and where enough comes before the first member
+    layer; and wherever a tiled batch is not the same computation, because a network has its batch elsewhere, or lets
     its rows see each other. That is tried with the first input of each kind. Batch norms in training take their
     statistics over the tiled batch, all members' together.
     """
@@ -46,6 +58,9 @@ class SharedMembers(Multitude):
     rows = "shared"
     """Whether the members learn from the same rows of a step, or each from its own part of them, "own"."""
 
+    own_losses = False
+    """Whether losses add up where nothing that is trained is shared, so that each member learns as it would alone."""
+
     def __init__(self, network: nn.Module, members: int) -> None:
         super().__init__(network, members)
         self.forget()
@@ -53,15 +68,40 @@ class SharedMembers(Multitude):
     def forget(self) -> None:
         super().forget()
         self._written: list[Attributes] = [{} for _ in range(self.members)]
-        self._tiles: dict[Any, str] = {}  # the ways, by mode and kind of input, and the last by mode alone
+        self._tiles: dict[Any, Way] = {}  # the ways, by mode and kind of input, and the last by mode alone
 
     def _predictions(self, x: Input) -> Tensor:
-        if self._together(x) and (way := self._way(x)) != "alone":
-            return self._late(x) if way == "late" else self._tiled(x)
+        way = self._way(x)
+        if way != "alone":
+            return self._side_by_side(way, x)
         if torch.compiler.is_compiling():
             return torch.stack([self._alone(index, x) for index in range(self.members)])
-        with each_from_the_same(self.network, self._written) as turn:
+        with each_from_the_same(self.network, self._written, self._own_buffers()) as turn:
             return torch.stack([turn(index, partial(self._alone, index, x)) for index in range(self.members)])
+
+    @property
+    def independent(self) -> bool:  # type: ignore[override]
+        """With `own_losses`, whether nothing that is trained is shared, as where the trunk is frozen."""
+        if not self.own_losses:
+            return False
+        own = self._own_names()
+        trained = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
+        return bool(trained) and all(name in own for name in trained)
+
+    def _own_names(self) -> set[str]:
+        """The names of the parameters that are each member's own, `[M, ...]`."""
+        layers = [(name, m) for name, m in self.network.named_modules() if isinstance(m, MemberLayer)]
+        return {f"{name}.{own}" if name else own for name, layer in layers for own in layer.own_parameters()}
+
+    def _own_buffers(self) -> set[str]:
+        layers = [(name, m) for name, m in self.network.named_modules() if isinstance(m, MemberLayer)]
+        return {f"{name}.{own}" if name else own for name, layer in layers for own in layer._buffers}
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradient to at most `max_norm`; each member's own where nothing that is trained is shared."""
+        if not self.independent:
+            return super().clip_grad_norm_(max_norm)
+        return clip_each(self.parameters(), self.members, max_norm)
 
     def loss(
         self,
@@ -97,21 +137,35 @@ class SharedMembers(Multitude):
         return self._alone(0, x)
 
     def _prepare(self, x: Input) -> None:
-        if self._together(x):
-            self._way(x)
+        self._way(x)
+
+    # -- ways to run -------------------------------------------------------------------------------------
 
     def _together(self, x: Input) -> bool:
-        """Whether the members run side by side, if they can: rows of a table do in evaluation on a CPU too."""
+        """Whether members run side by side whatever they share: not in evaluation on a CPU, but for rows of a table."""
         if self.training or any(t.is_cuda for t in tensors_in(x)):
             return True
         return isinstance(x, Tensor) and x.dim() == 2 and len(x) <= MOST_ROWS and x.is_floating_point()
 
-    def _tiled(self, x: Input) -> Tensor:
-        return call(self.network, tile(x, self.members)).unflatten(0, (self.members, -1))
+    def _side_by_side(self, way: Way, x: Input) -> Tensor:
+        if torch.compiler.is_compiling():
+            with self._running(way, x):
+                answer = call(self.network, tile(x, self.members) if way == "tiled" else x)
+        else:
+            with self._running(way, x), checkpointed(lambda: self._running(way, x)):
+                answer = call(self.network, tile(x, self.members) if way == "tiled" else x)
+        if way != "wide":
+            return answer.unflatten(0, (self.members, -1))
+        axis = self._layers()[0].axis % answer.dim()
+        return answer.unflatten(axis, (self.members, -1)).movedim(axis, 0)
 
-    def _late(self, x: Input) -> Tensor:
-        with holding(self._layers(), "batch", len(tensors_in(x)[0])):
-            return call(self.network, x).unflatten(0, (self.members, -1))
+    def _running(self, way: Way, x: Input) -> AbstractContextManager[None]:
+        """Inside, the batch is tiled where this way does it."""
+        if isinstance(way, Boundary):
+            return tiling(self.network, way, _batch(x), self.members)
+        if way == "wide":
+            return holding(self._layers(), "wide", True)
+        return holding(self._layers() if way == "late" else (), "batch", _batch(x))
 
     def _layers(self) -> list[MemberLayer]:
         return [module for module in self.network.modules() if isinstance(module, MemberLayer)]
@@ -127,60 +181,136 @@ class SharedMembers(Multitude):
         """Inside, the network is member `index`."""
         return holding(self._layers(), "member", index)
 
-    def _way(self, x: Input) -> str:
-        """Which of "late", "tiled" and "alone" to run: the first that gives what each member gives alone.
+    def _way(self, x: Input) -> Way:
+        """How to run: the first way, of those that compute the least, that gives what each member gives alone.
 
-        It is tried once for each kind of input; a batch of one row cannot tell whether to tile late.
+        It is tried once for each kind of input.
         """
-        if torch.compiler.is_compiling() and self.training in self._tiles:
-            return self._tiles[self.training]
-        key = self.training, kind_of(x), len(tensors_in(x)[0]) > 1
-        return self._tiles[key] if key in self._tiles else self._tried(x, key)
+        together = self._together(x)
+        if torch.compiler.is_compiling() and (self.training in self._tiles or not together):
+            return self._tiles.get(self.training, "alone")
+        key = self.training, kind_of(x), min(_batch(x), 2), together
+        return self._tiles[key] if key in self._tiles else self._tried(x, key, together)
 
     @uncompiled
-    def _tried(self, x: Input, key: Any) -> str:
-        self._tiles[self.training] = self._tiles[key] = self._found(x)
-        return self._tiles[key]
+    def _tried(self, x: Input, key: Any, together: bool) -> Way:
+        if not _batch(x):
+            return "tiled" if together else "alone"
+        twice = torch.zeros(2, dtype=torch.int64, device=tensors_in(x)[0].device)
+        way = self._found(x if _batch(x) > 1 else some_rows(x, twice), together)  # of one row, all lengths are alike
+        if _batch(x) == 1 and way != "alone" and self._prove(x, way):
+            way = "alone" if way == "tiled" or not together else self._found(x, together, late=False)
+        self._tiles[key] = way
+        # A compiler can follow no boundary, which is set by hooks.
+        in_graphs = way if not isinstance(way, Boundary) else "tiled" if not self._prove(x, "tiled") else "alone"
+        self._tiles[self.training] = in_graphs
+        return way
 
-    def _found(self, x: Input) -> str:
-        if self._may_be_late(x) and not self._prove(x, self._late):
-            return "late"
-        trouble = self._prove(x, self._tiled)
-        if trouble:
+    def _found(self, x: Input, together: bool, late: bool = True) -> Way:
+        """The first way that is the same computation; a warning where members should run side by side and cannot."""
+        trouble = ""
+        with self._trial(x) as (want, doubt):
+            for way in self._ways(x, together, late):
+                trouble = self._trouble(x, way, want) or doubt()
+                if not trouble:
+                    return way
+        if together:
             warnings.warn(
                 f"the members' rows cannot lie side by side in one batch: {trouble}; so the members run one after "
                 "the other, which is slower",
                 stacklevel=2,
             )
-        return "alone" if trouble else "tiled"
+        return "alone"
 
-    def _may_be_late(self, x: Input) -> bool:
-        """Not with layers that draw: each member has numbers of its own. Nor with a batch of one: it fits any other."""
-        return len(tensors_in(x)[0]) > 1 and not stochastic_layers(self.network) and not to_be_kept(self.network)
+    def _ways(self, x: Input, together: bool, late: bool) -> Iterator[Way]:
+        """What may be tried, those that compute the least first; with `together`, the whole batch tiled as the last."""
+        if late and not to_be_kept(self.network):
+            yield from self._late_ways(x, together)
+        if together:
+            yield "tiled"
 
-    def _prove(self, x: Input, together: Callable[[Input], Tensor]) -> str:
+    def _late_ways(self, x: Input, together: bool) -> Iterator[Way]:
+        """The ways that run what comes before the first member layer once.
+
+        Not where something draws before: each member has numbers of its own. Where members would else run one after the
+        other, enough must come before.
+        """
+        layers = self._layers()
+        unseen = together and not stochastic_layers(self.network) and not any(layer.many_inputs for layer in layers)
+        if unseen:
+            yield "late"
+        seen, more = self._seen(x)
+        first = next((name for name in seen.order if isinstance(self.network.get_submodule(name), MemberLayer)), None)
+        if first is None:
+            return
+        for layer in layers:
+            layer.note_rows(seen, more)
+        able = [name for name in seen.around(first) if seen.may_tile(name)]
+        able = [name for name in able if together or seen.before(name) >= LEAST_SHARED]
+        if able[:1] == [first] and not unseen:
+            yield "late"
+        if able[:1] == [first] and all(layer.widens for layer in layers) and not stochastic_layers(self.network):
+            yield "wide"
+        yield from (seen.boundary(name, more) for name in able)
+
+    def _seen(self, x: Input) -> tuple[Run, Run]:
+        """A run of the first member, and one with a row more; nothing where these cannot be."""
+        inside = {id(module) for layer in self._layers() for module in layer.modules() if module is not layer}
+        index = torch.arange(_batch(x) + 1, device=tensors_in(x)[0].device) % _batch(x)
+        runs = []
+        for rows in (x, some_rows(x, index)):
+            try:
+                with unmoved(self.network, x):
+                    runs.append(observed(self.network, inside, partial(self._alone, 0, rows)))
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, ValueError, IndexError, TypeError):
+                return Run(), Run()
+        return (runs[0], runs[1]) if runs[0].order == runs[1].order else (Run(), Run())
+
+    # -- proofs ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _trial(self, x: Input) -> Iterator[tuple[Callable[[], Tensor], Callable[[], str]]]:
+        """Inside, nothing is left of what runs; gives what the first and the last member give alone, and the doubts."""
+        found: list[Tensor] = []
+
+        def want() -> Tensor:
+            if not found:
+                with_each = []
+                for index in self._few():
+                    with unmoved(self.network, x):
+                        with_each.append(self._alone(index, x))
+                found.append(torch.stack(with_each))
+            return found[0]
+
         with running_statistics(self.network), silent_trial(self.network, x) as doubt:
-            return self._trouble(x, together) or doubt()
+            yield want, doubt
 
-    def _trouble(self, x: Input, together: Callable[[Input], Tensor]) -> str:
+    def _few(self) -> list[int]:
+        return sorted({0, self.members - 1})
+
+    def _prove(self, x: Input, way: Way) -> str:
+        with self._trial(x) as (want, doubt):
+            return self._trouble(x, way, want) or doubt()
+
+    def _trouble(self, x: Input, way: Way, want: Callable[[], Tensor]) -> str:
         """How members side by side differ from the first and the last one alone; nothing where they do not."""
-        few = sorted({0, self.members - 1})
-        want = []
-        for index in few:
-            with unmoved(self.network, x):
-                want.append(self._alone(index, x))
+        few, alone = self._few(), want()
         try:
             with unmoved(self.network, x):
-                got = together(x)
+                got = self._side_by_side(way, x)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             return f"tiled, the network fails ({str(error).splitlines()[0]})"
-        if got.shape[1:] == want[0].shape and alike(got[few], torch.stack(want)):
+        if got.shape[1:] == alone.shape[1:] and alike(got[few], alone):
             return ""
+        if way != "tiled":
+            return "another way is tried"
         layer = first_difference(
             self.network,
-            lambda: together(x),
+            lambda: self._side_by_side(way, x),
             lambda: self._alone(few[-1], x),
             partial(_own_rows, few[-1], self.members),
         )
@@ -191,109 +321,10 @@ class SharedMembers(Multitude):
         return copied(self.network, folded)
 
 
+def _batch(x: Input) -> int:
+    return len(tensors_in(x)[0])
+
+
 def _own_rows(index: int, members: int, tiled: Tensor) -> Tensor | None:
     """A member's rows of a tiled tensor; None where they cannot be told."""
     return tiled.unflatten(0, (members, -1))[index] if tiled.dim() and tiled.shape[0] % members == 0 else None
-
-
-class MemberLayer(nn.Module):
-    """A user's layer that treats the rows of each member in its own way (see `SharedMembers`)."""
-
-    wraps = "layer"
-    """The child that is the user's own layer, whose place it takes."""
-
-    def __init__(self, layer: nn.Module, members: int, axis: int = -1) -> None:
-        """`axis` is that of channels in x, counted from the last."""
-        super().__init__()
-        self.layer = layer
-        self.members = members
-        self.member: int | None = None
-        self.batch: int | None = None  # where it may be the one to tile: the rows of one member
-        self.axis = axis
-        self.place = ""  # its name in the network
-
-    def __getattr__(self, name: str) -> Any:
-        """The layer's plain settings (`stride`, `in_features`), which networks may ask for; never its tensors."""
-        special = name == "layer" or name.startswith("__")  # as `__deepcopy__` of parametrised layers
-        if not special and "layer" in self.__dict__.get("_modules", {}):
-            setting = getattr(self.layer, name, None)
-            if setting is not None and not isinstance(setting, Tensor):
-                return setting
-        return super().__getattr__(name)
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight's shape, dtype and device, for networks that ask; to compute with it is an error."""
-        with evaluating(self.layer), torch.no_grad():  # in training, what computes a weight may move its buffers
-            return self._asked("weight", self.layer.weight)
-
-    @property
-    def bias(self) -> Tensor | None:
-        """As `weight`; None where the layer has none."""
-        bias = self._bias()
-        return self._asked("bias", bias) if isinstance(bias, Tensor) else bias
-
-    def _bias(self) -> Any:
-        return getattr(self.layer, "bias", None)
-
-    def _asked(self, name: str, tensor: Any) -> Tensor:
-        kind = type(self.layer).__name__
-        place = f"layer {self.place!r} ({kind})" if self.place else f"a {kind}"
-        return unreadable(
-            tensor,
-            f"the network computes with the {name} of {place} instead of calling the layer, so that its members could "
-            "not be told apart: leave it out by layers=",
-        )
-
-    def fold(self, index: int) -> nn.Module:
-        """The plain layer that member `index` sees."""
-        raise NotImplementedError
-
-    def _changes_weight(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether it is faster to change the weight for each member than to change x: on a CPU, if it is smaller.
-
-        On a GPU one large product is faster than one for each member, and takes more memory (`benchmarks/README.md`).
-        Where the layer has hooks, they see what each member's own layer sees.
-        """
-        if self._hooked:
-            return True
-        if x.dim() == 2:  # one product of all rows is faster than one for each member, however many rows there are
-            return False
-        return not x.is_cuda and weight.numel() * (self.members if self.member is None else 1) < x.numel()
-
-    @property
-    def _hooked(self) -> bool:
-        return bool(self.layer._forward_hooks or self.layer._forward_pre_hooks)
-
-    def _each(self, x: Tensor, own: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """What each member's `own` layer, a function of its number, makes of its rows."""
-        if self.member is not None:
-            return own(self.member, x)
-        return torch.cat([own(index, rows) for index, rows in enumerate(self._rows(x))])
-
-    def _by_member(self, function: Callable[..., Tensor], x: Tensor, *values: Tensor) -> Tensor:
-        """`function` of the rows of x `[M*B, C, ...]` and their member's own of each `values [M, C]`, in x's dtype."""
-        shape = [1] * x.dim()
-        shape[self.axis] = -1
-        if self.member is not None:
-            return function(x, *(each[self.member].to(x.dtype).view(shape) for each in values))
-        return function(self._rows(x), *(each.to(x.dtype).view(self.members, *shape) for each in values)).flatten(0, 1)
-
-    def _rows(self, x: Tensor) -> Tensor:
-        """x `[M*B, ...]` as `[M, B, ...]`, and rows `[B, ...]` of all members alike, where it may be the one to tile.
-
-        An error where its first axis cannot be that of the members' rows.
-        """
-        if self.batch is not None and x.dim() > -self.axis and len(x) == self.batch:
-            return x.expand(self.members, *x.shape)
-        if x.dim() <= -self.axis or x.shape[0] % self.members:
-            raise ValueError(rows_missing(self.layer, self.members, x))
-        return x.unflatten(0, (self.members, -1))
-
-
-def rows_missing(layer: nn.Module, members: int, x: Tensor) -> str:
-    """What is said where an input cannot be the tiled batch."""
-    return (
-        f"a {type(layer).__name__} that tells {members} members apart got an input of shape {list(x.shape)}, whose "
-        "first axis does not hold the rows of each member one after the other"
-    )

@@ -48,6 +48,10 @@ def load(
     limit: int | None = None,
     skip_bad: bool = False,
     numbers: str = NUMBERS[0],
+    text: str | None = None,
+    tokenizer: str | None = None,
+    max_length: int | None = None,
+    pixels: tuple[Sequence[float], Sequence[float]] | None = None,
 ) -> Data:
     """Read data to train and to measure networks on.
 
@@ -61,9 +65,11 @@ def load(
 
     Where there is a column of images, `image`, or else the only one, these are the inputs, and `target` is the label,
     which is found by its type or name; images are decoded, all of them in memory, 1 byte a value, and resized to
-    `size` (a number, or height and width), if that is given. All else is a table: `target` must be said, and `columns`
-    are the features, or else all other columns but those of `drop`. Texts, booleans and few whole numbers are predicted
-    as classes, all other numbers by regression (see `targets`), unless `task` says otherwise.
+    `size` (a number, or height and width), if that is given. With a `tokenizer`, a Hugging Face folder or a name in the
+    hub's local cache, the inputs are texts: those of the column `text`, or of the only one that holds texts, as the
+    numbers of their tokens, `max_length` of them at most, by default 256. All else is a table: `target` must be said,
+    and `columns` are the features, or else all other columns but those of `drop`. Texts, booleans and few whole numbers
+    are predicted as classes, all other numbers by regression (see `targets`), unless `task` says otherwise.
 
     A column of a table is read as numbers, dates (year, month, day, weekday, hour, and a running number of days) or
     categories (a feature each; many, and rare ones, are one), whichever its values are, or as `read_as` says:
@@ -78,7 +84,8 @@ def load(
     folds of a `.npz` file that has splits are these splits.
 
     `numbers` says how a network sees the numbers of a table: as normal scores, "quantile", or "standard", minus their
-    mean, over their deviation; both from the training part.
+    mean, over their deviation; both from the training part. `pixels` are the mean and deviation of each channel of
+    images, from 0 to 1, in place of those of the training part.
 
     `ood` are other sources, whose inputs (of their test part, if they have one) become out-of-distribution inputs:
     images converted to the shape of these, tables with the same columns.
@@ -93,7 +100,10 @@ def load(
     for given in (source, *others):
         if not isinstance(given, str | Path) or not str(given):
             raise ValueError(f"a source must be {SOURCES}, got {given!r}")
-    choice = Choice(image, _height_width(size), columns, drop, read_as or {})
+    if text is not None and tokenizer is None:
+        raise ValueError(f"tokenizer= must say what makes tokens of the texts in {text!r}: a Hugging Face folder")
+    sides = _height_width(size)
+    choice = Choice(image, sides, columns, drop, read_as or {}, text, tokenizer, max_length, pixels)
     wanted = _Wanted(target, choice, split, task, fold, folds, validation, test, seed, skip_bad)
     _check(wanted, limit)
     check_choice("numbers", numbers, NUMBERS)
@@ -168,9 +178,11 @@ def _given(what: object, *names: str) -> list[str]:
 
 def _from_source(source: Source, name: str, wanted: _Wanted, limit: int | None) -> Data:
     choice = wanted.choice
-    kind, found = kind_of_source(source, choice.image)
+    kind, found = kind_of_source(source, choice, wanted.target or source.target)
     target = find_target(source, wanted.target, found)
     for option in _given(choice, *OPTIONS):
+        if option == "tokenizer" and option not in kind.options:
+            raise ValueError(f"tokenizer= is for texts, and {source.name} holds {kind.inputs}: leave it out")
         if option not in kind.options:
             raise ValueError(f"{option}= is not for {source.name}, which holds {kind.inputs}: leave it out")
     inputs = kind.choose(source, target, choice)
@@ -195,11 +207,16 @@ def _from_source(source: Source, name: str, wanted: _Wanted, limit: int | None) 
     order = torch.cat(list(rows.values()))
     encoded = bad.encode(encoder, inputs, order)  # all parts at once, since they must be alike
     train, held_out, test = _parts(source, rows, encoded, y[order])
-    reading = _whole_reading(source, target, classes, choice, encoder.reading)
+    noted = [_with_note(each, encoded.notes.get(each.name, "")) for each in encoder.reading]
+    reading = _whole_reading(source, target, classes, choice, noted)
     return Data(
         name, train, held_out, test, classes, encoder.names, dropped=bad.counts(), features=encoder.features,
         reading=reading,
     )  # fmt: skip
+
+
+def _with_note(reading: ColumnReading, note: str) -> ColumnReading:
+    return replace(reading, note="; ".join(filter(None, [reading.note, note])))
 
 
 def _whole_reading(

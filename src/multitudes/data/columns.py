@@ -105,9 +105,9 @@ def _written(value: float, names: tuple[str, ...]) -> str | None:
 class Encoded:
     """Rows of a source as inputs, `[n, ...]`: which of the rows they are, and why the others cannot be used.
 
-    `bad` says "what is wrong (how it was found)"; `files` are the encoded images that `x` is the pixels of, if any;
+    `bad` says "what is wrong (how it was found)"; `files` are the encoded images or texts that `x` is made of, if any;
     `unknown` is how many rows have a category that the training part has not; `filled` how many values were missing and
-    filled in, by column.
+    filled in, by column; `notes` what else to look at, by column.
     """
 
     x: Tensor
@@ -116,6 +116,7 @@ class Encoded:
     files: tuple[bytes, ...] = ()
     unknown: int = 0
     filled: Mapping[str, int] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
 
 
 def given(cells: Sequence[str]) -> list[str | None]:

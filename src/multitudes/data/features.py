@@ -1,4 +1,4 @@
-"""How one column of a table becomes features: a number, a date or a category.
+"""How one column of a table becomes features: a number, a date or a category; what is kept of texts and images.
 
 Each class is a column as it was fitted to the training rows, in plain values: `plain` gives them, `feature_of` reads
 them back. `raw` reads the column of any source into one tensor `[n]`, in which NaN, or a number behind those of the
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from multitudes.data.columns import MISSING, Column
 
-__all__ = ["PARTS", "Category", "Date", "Feature", "Number", "feature_of", "features_of", "parts_of"]
+__all__ = ["PARTS", "Category", "Date", "Feature", "Number", "Pixels", "Text", "feature_of", "features_of", "parts_of"]
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -249,6 +249,28 @@ class Category(Feature):
 _MISSING = [form(word) for word in sorted(MISSING - {""}) for form in (str.lower, str.upper, str.title)]
 
 
+@dataclass(frozen=True)
+class Text(Feature):
+    """A column of texts, which a tokenizer makes token numbers of (see `texts.TextEncoder`)."""
+
+    kind: ClassVar[str] = "text"
+    tokenizer: str = ""
+    """All of it, as the `tokenizers` library writes it."""
+    longest: int = 1
+    """The most tokens of a text: what is behind them is cut."""
+    empty: int = 0
+    """The token of a text that has none."""
+
+
+@dataclass(frozen=True)
+class Pixels(Feature):
+    """A column of images, whose channels have another mean and deviation than their own: those of a trained network."""
+
+    kind: ClassVar[str] = "pixels"
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+
 def features_of(features: Sequence[Feature], raw: Sequence[Tensor]) -> Tensor:
     """All features `[n, F]` of columns `[n]`, in their order; those of one kind are computed together."""
     parts: list[Tensor] = []
@@ -291,7 +313,7 @@ def _check_read(feature: Feature, column: Column, values: Tensor) -> None:
         raise ValueError(f"must hold {feature.kind}s, as in training, got {column.texts()[index]!r}")
 
 
-_KINDS: dict[str, type[Feature]] = {kind.kind: kind for kind in (Number, Date, Category)}
+_KINDS: dict[str, type[Feature]] = {kind.kind: kind for kind in (Number, Date, Category, Text, Pixels)}
 
 
 def feature_of(plain: Mapping[str, Any]) -> Feature:
@@ -305,7 +327,8 @@ def feature_of(plain: Mapping[str, Any]) -> Feature:
     feature = kind(**own)
     for each in fields(feature):
         value, like = getattr(feature, each.name), "" if each.default is MISSING_DEFAULT else each.default
-        texts = not isinstance(value, tuple) or all(isinstance(text, str) for text in value)
+        inside = float if kind is Pixels else str
+        texts = not isinstance(value, tuple) or all(type(each) is inside for each in value)
         if type(value) is not type(like) or not texts:
             raise ValueError(f"{each.name} of a {kind.kind} must be {type(like).__name__}, got {value!r}")
     return feature

@@ -13,18 +13,28 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from multitudes.data.columns import Column, Encoded
-from multitudes.data.features import Feature
+from multitudes.data.features import Feature, Pixels, Text
 from multitudes.data.images import ImageEncoder, find_images, refit
 from multitudes.data.preprocessing import Preprocessing
 from multitudes.data.reading import ColumnReading
 from multitudes.data.sources import Source, open_images, open_source, open_table
 from multitudes.data.tables import Choice, TableEncoder, choose_columns
+from multitudes.data.texts import CutToLongest, TextEncoder, find_texts
 from multitudes.training.batch_sizes import batch_size_for
 
-__all__ = ["KINDS", "Encoder", "Kind", "kind_of_inputs", "kind_of_shape", "kind_of_source", "table_training"]
+__all__ = [
+    "KINDS",
+    "Encoder",
+    "Kind",
+    "kind_of_inputs",
+    "kind_of_shape",
+    "kind_of_source",
+    "table_training",
+    "transformer_training",
+]
 
 Shape = tuple[int, ...]
 """Of one input, without the batch."""
@@ -67,11 +77,12 @@ class Kind:
     dtype: torch.dtype
     """Of inputs as they are kept."""
     dims: int
-    """How many dimensions one input has: no two kinds have as many."""
+    """How many dimensions one input has; no two kinds have as many and the same dtype."""
     form: str
     """What a part's `x` must be, for errors."""
-    find: Callable[[Source, str | None], list[str] | None]
-    """The columns of a source that can only be inputs, none where that is open; None where it is of another kind."""
+    find: Callable[[Source, Choice, str | None], list[str] | None]
+    """The columns of a source that can only be inputs, none where that is open; None where it is of another kind. The
+    last argument is the target, where it was given."""
     options: Collection[str]
     """The arguments of `load` that are for this kind alone."""
     choose: Callable[[Source, str, Choice], dict[str, Column]]
@@ -80,7 +91,7 @@ class Kind:
     """An encoder for these columns, fitted to the training rows."""
     encoder: Callable[[Shape, Sequence[str], Sequence[Feature]], Encoder]
     """The fitted one again, from the shape of the inputs, the names of their features, and what was fitted."""
-    preprocessing: Callable[[Tensor, Sequence[Feature], str], Preprocessing]
+    preprocessing: Callable[[Tensor, Sequence[Feature], str], nn.Module]
     """What a network sees of scaled inputs, fitted to those of the training part, as kept; how numbers are taken."""
     defaults: Callable[[Shape, int], dict[str, Any]]
     """`{"model": ..., "training": ...}` of a study, in plain values, for inputs of a shape and so many to train on."""
@@ -106,10 +117,20 @@ class Kind:
     """Whether there are feature maps, for methods that work on them, and inputs that can be moved and mirrored."""
     pictured: Callable[[Shape], bool] = lambda shape: False
     """Whether a page can show the inputs as pictures."""
+    decoded: bool = False
+    """Whether inputs are decoded from files, which are kept in their place."""
+    written: bool = False
+    """Whether a page can show the inputs as texts."""
+    by_shape: bool = True
+    """Whether the shape of an input tells its kind."""
 
     def describe(self, shape: Shape) -> str:
         """Such as "rows of 13"."""
-        return f"{self.inputs} of {' x '.join(map(str, shape))}"
+        return f"{self.inputs} of {' x '.join(map(str, shape))}{' tokens at most' if self.written else ''}"
+
+    def blank(self, shape: Shape, count: int = 4) -> Tensor:
+        """So many inputs of a shape with nothing in them, as a network sees them, on the CPU."""
+        return self.scaled(torch.zeros(count, *shape, dtype=self.dtype))
 
     def corruptible(self, shape: Shape) -> bool:
         """Whether the corruptions of `mt.shift` are for inputs of this shape."""
@@ -128,7 +149,12 @@ def _defaults(model: str, settings: Mapping[str, Any], **training: Any) -> dict[
 
 
 def _image_preprocessing(x: Tensor, features: Sequence[Feature], numbers: str) -> Preprocessing:
-    """Mean and deviation of each channel, `[C, 1, 1]`, from its histogram: no copy of the images in floating point."""
+    """Mean and deviation of each channel, `[C, 1, 1]`: from its histogram, without a copy of the images in floating
+    point, or those of a trained network."""
+    for given in features:
+        if isinstance(given, Pixels):
+            mean, std = (torch.tensor(values)[:, None, None] for values in (given.mean, given.std))
+            return Preprocessing(mean, std)
     levels = torch.arange(256, dtype=torch.float64) / 255
     counts = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in x.unbind(1)]).double()
     share = counts / counts.sum(1, keepdim=True)
@@ -136,6 +162,13 @@ def _image_preprocessing(x: Tensor, features: Sequence[Feature], numbers: str) -
     variance = (share * (levels - mean[:, None]).square()).sum(1)
     std = torch.where((counts > 0).sum(1) == 1, 1.0, variance.sqrt())
     return Preprocessing(mean[:, None, None].float(), std[:, None, None].float())
+
+
+def _fitted_images(columns: Mapping[str, Column], rows: Tensor, choice: Choice) -> ImageEncoder:
+    if choice.pixels is None:
+        return ImageEncoder(choice.size)
+    mean, std = (tuple(map(float, values)) for values in choice.pixels)
+    return ImageEncoder(choice.size, len(mean), features=(Pixels(next(iter(columns)), mean, std),))
 
 
 def _image_defaults(shape: Shape, rows: int) -> dict[str, Any]:
@@ -189,16 +222,45 @@ def _table_preprocessing(x: Tensor, features: Sequence[Feature], numbers: str) -
     return Preprocessing.fitted(x, [number for feature in features for number in feature.numeric], numbers)
 
 
+# -- texts -------------------------------------------------------------------------------------------------
+
+
+def _texts(source: Source, target: str, choice: Choice) -> dict[str, Column]:
+    return {name: source.columns[name] for name in find_texts(source, choice, target) or ()}
+
+
+def _text_encoder(shape: Shape, names: Sequence[str], features: Sequence[Feature]) -> TextEncoder:
+    text = next((feature for feature in features if isinstance(feature, Text)), None)
+    return TextEncoder(text or Text("text", longest=shape[0]))
+
+
+def _text_arguments(model: str, shape: Shape, outputs: int, taken: Collection[str]) -> dict[str, Any]:
+    raise ValueError(f"model {model!r} is not for texts: take a Hugging Face model, hf:FOLDER")
+
+
+PRETRAINED_EPOCHS, MOST_TEXT_EPOCHS, TEXTS_IN_ALL = 4, 30, 100_000
+"""How often a transformer sees each input: a trained one a few times, another as often as makes so many in all."""
+
+
+def transformer_training(rows: int, pretrained: bool) -> dict[str, Any]:
+    """How a Hugging Face model is trained: fine-tuned with a small rate, or from new weights with a larger one."""
+    epochs = PRETRAINED_EPOCHS if pretrained else min(MOST_TEXT_EPOCHS, max(PRETRAINED_EPOCHS, TEXTS_IN_ALL // rows))
+    return {
+        "epochs": epochs, "batch_size": 32, "optimizer": "adamw", "lr": 5e-5 if pretrained else 5e-4,
+        "weight_decay": 0.01, "schedule": "cosine", "warmup": epochs / 10, "clip": 1.0, "precision": "auto",
+    }  # fmt: skip
+
+
 # -- all of them -------------------------------------------------------------------------------------------
 
 KINDS = [
     Kind(
         "image", "images", torch.uint8, 3, "uint8 images [N, C, H, W]",
-        find=find_images,
-        options=("image", "size"),
+        find=lambda source, choice, target: find_images(source, choice.image),
+        options=("image", "size", "pixels"),
         choose=lambda source, target, choice: ImageEncoder().columns(source, choice.image),
-        fit=lambda columns, rows, choice: ImageEncoder(choice.size),
-        encoder=lambda shape, names, features: ImageEncoder((shape[1], shape[2]), shape[0]),
+        fit=_fitted_images,
+        encoder=lambda shape, names, features: ImageEncoder((shape[1], shape[2]), shape[0], features=features),
         preprocessing=_image_preprocessing,
         defaults=_image_defaults,
         arguments=_image_arguments,
@@ -209,10 +271,24 @@ KINDS = [
         labelled=True,
         feature_maps=True,
         pictured=lambda shape: shape[0] in (1, 3),
+        decoded=True,
+    ),
+    Kind(
+        "text", "texts", torch.int32, 1, "int32 tokens [N, T]",
+        find=find_texts,
+        options=("text", "tokenizer", "max_length"),
+        choose=_texts,
+        fit=TextEncoder.fitted,
+        encoder=_text_encoder,
+        preprocessing=lambda x, features, numbers: CutToLongest(),
+        defaults=lambda shape, rows: _defaults("", {}, **transformer_training(rows, pretrained=False)),
+        arguments=_text_arguments,
+        written=True,
+        by_shape=False,
     ),
     Kind(
         "table", "rows", torch.float32, 1, "float32 features [N, F]",
-        find=lambda source, image: [],
+        find=lambda source, choice, target: [],
         options=("columns", "drop", "read_as"),
         choose=choose_columns,
         fit=TableEncoder.fitted,
@@ -228,13 +304,14 @@ KINDS = [
 """A source is of the first kind that finds its inputs in it: the table, which takes any source, is the last."""
 
 
-def kind_of_shape(shape: Shape) -> Kind:
-    """The kind of data whose inputs have such a shape, `(C, H, W)` or `(F,)`.
+def kind_of_shape(shape: Shape, name: str | None = None) -> Kind:
+    """The kind of data of a name, or whose inputs have such a shape, `(C, H, W)` or `(F,)`.
 
     >>> kind_of_shape((3, 32, 32)).name, kind_of_shape((13,)).name
     ('image', 'table')
     """
-    return _only("shape must be that of one of", list(shape), [kind for kind in KINDS if kind.dims == len(shape)])
+    fitting = [kind for kind in KINDS if kind.dims == len(shape) and (kind.name == name if name else kind.by_shape)]
+    return _only("shape must be that of one of", list(shape), fitting)
 
 
 def kind_of_inputs(x: Tensor) -> Kind:
@@ -249,7 +326,7 @@ def _only(must: str, got: object, fitting: list[Kind]) -> Kind:
     return fitting[0]
 
 
-def kind_of_source(source: Source, image: str | None) -> tuple[Kind, list[str]]:
+def kind_of_source(source: Source, choice: Choice, target: str | None = None) -> tuple[Kind, list[str]]:
     """The kind of a source, and the columns that can only be inputs."""
-    found = ((kind, kind.find(source, image)) for kind in KINDS)
+    found = ((kind, kind.find(source, choice, target)) for kind in KINDS)
     return next((kind, names) for kind, names in found if names is not None)

@@ -1,7 +1,8 @@
 """Prepared data: one compact file, read with NumPy and Pillow alone.
 
 The file is a NumPy archive (`.npz`) without pickles, sealed by a checksum. Of each part it holds the targets and either
-the pixels or features, or the images as they came, encoded, one after the other, and where each of them ends.
+the pixels, features or tokens, or the images as they came, encoded, one after the other, and where each of them ends.
+Of texts it holds those of the test part as well, for pages, and their tokenizer.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def save(data: Data, path: str | Path) -> Path:
     """Write data into one file, which appears under its name when it is whole; gives its path.
 
     Images that came encoded are kept so, where that is smaller; all else is kept as it is, compressed without loss. A
-    large table is not compressed: processes that read it share the memory of the file.
+    large table is not compressed, nor are many texts: processes that read it share the memory of the file.
     """
     path = Path(path)
     if not path.parent.is_dir():
@@ -43,13 +44,14 @@ def save(data: Data, path: str | Path) -> Path:
     arrays = {"about": _bytes(json.dumps(about).encode())}
     for name, part in data.parts.items():
         arrays[f"{name}.y"] = part.y
-        if 0 < sum(map(len, part.files)) < part.x.nbytes:
+        smaller = data.kind.decoded and 0 < sum(map(len, part.files)) < part.x.nbytes
+        if smaller or (data.kind.written and part.files and name == "test"):
             arrays[f"{name}.files"] = _bytes(b"".join(part.files))
             arrays[f"{name}.ends"] = torch.tensor([len(file) for file in part.files]).cumsum(0)
-        else:
+        if not smaller:
             arrays[f"{name}.x"] = part.x
     arrays |= {f"ood.{number}": x for number, x in enumerate(data.ood.values())}
-    plain = data.kind.named and data.train.x.nbytes > LARGE
+    plain = (data.kind.named or data.kind.written) and data.train.x.nbytes > LARGE
     return write_arrays(path, {name: tensor.numpy() for name, tensor in arrays.items()}, "a prepared file", plain)
 
 
@@ -93,10 +95,12 @@ class _Mapped:
 
 def _part(arrays: Any, name: str, shape: list[int]) -> Part:
     y = torch.from_numpy(arrays[f"{name}.y"])
+    files: tuple[bytes, ...] = ()
+    if f"{name}.files" in arrays:
+        whole, ends = arrays[f"{name}.files"].tobytes(), arrays[f"{name}.ends"].tolist()
+        files = tuple(whole[start:end] for start, end in zip([0, *ends], ends, strict=False))
     if f"{name}.x" in arrays:
-        return Part(torch.from_numpy(arrays[f"{name}.x"]), y)
-    whole, ends = arrays[f"{name}.files"].tobytes(), arrays[f"{name}.ends"].tolist()
-    files = tuple(whole[start:end] for start, end in zip([0, *ends], ends, strict=False))
+        return Part(torch.from_numpy(arrays[f"{name}.x"]), y, files)
     channels, height, width = shape
     decoded = decode(files, lambda row: f"{name} image {row}", (height, width), channels)
     if decoded.bad:

@@ -28,6 +28,10 @@ class Choice:
     columns: Sequence[str] | None = None
     drop: Sequence[str] = ()
     read_as: Mapping[str, str] = field(default_factory=dict)
+    text: str | None = None
+    tokenizer: str | None = None
+    max_length: int | None = None
+    pixels: tuple[Sequence[float], Sequence[float]] | None = None
 
 
 @dataclass(frozen=True)

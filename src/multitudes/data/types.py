@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from multitudes.core.checks import check_choice
 from multitudes.data.features import Feature
 from multitudes.data.kinds import Encoder, Kind, kind_of_inputs
-from multitudes.data.preprocessing import NUMBERS, Preprocessing, layout_of, mean_std
+from multitudes.data.preprocessing import NUMBERS, layout_of, mean_std
 from multitudes.data.reading import ColumnReading
 
 __all__ = ["Data", "Part"]
@@ -25,9 +25,10 @@ __all__ = ["Data", "Part"]
 class Part:
     """One part of a data set, N inputs and what is right for them, on the CPU.
 
-    `x` are images, uint8 `[N, C, H, W]`, or the features of a table, float32 `[N, F]`, as they are: not standardised.
-    `y` are classes, int64 `[N]`, or the numbers of a regression, float32 `[N]`, in their own units. `files` are the
-    encoded images, where they are known and decode to `x`; a prepared file keeps them instead of the pixels.
+    `x` are images, uint8 `[N, C, H, W]`, the features of a table, float32 `[N, F]`, as they are: not standardised, or
+    the tokens of texts, int32 `[N, T]`, with -1 behind the end of each. `y` are classes, int64 `[N]`, or the numbers of
+    a regression, float32 `[N]`, in their own units. `files` are the encoded images, where they are known and decode to
+    `x`; a prepared file keeps them instead of the pixels. Of texts they are the texts themselves.
     """
 
     x: Tensor
@@ -140,17 +141,21 @@ class Data:
     # -- what a network sees -----------------------------------------------------------------------------
 
     def scaled(self, x: Tensor) -> Tensor:
-        """Inputs like those of a part as floating-point numbers: images in [0, 1], tables as they are."""
+        """Inputs like those of a part as floating-point numbers: images in [0, 1], tables as they are; tokens stay."""
         return self.kind.scaled(x)
 
     def preprocess(self, x: Tensor) -> Tensor:
-        """What a network is called with: scaled inputs, by the `preprocessing`."""
+        """What a network is called with: scaled inputs, by the `preprocessing`; tokens are cut to the longest text."""
+        if self.kind.written:
+            cut: Tensor = self.preprocessing(x)
+            return cut
         if not x.is_floating_point():
             raise ValueError(f"x must be scaled before it is preprocessed, got {x.dtype}: call `scaled` first")
         place = (x.device, x.dtype)
         if place not in self._placed:  # once: a copy to a GPU waits for everything that the GPU has to do
             self._placed[place] = copy.deepcopy(self.preprocessing).to(x)
-        return self._placed[place](x)
+        seen: Tensor = self._placed[place](x)
+        return seen
 
     def normalised(self, x: Tensor) -> Tensor:
         """Inputs like those of a part as a network is called with them: scaled and preprocessed."""
@@ -165,7 +170,7 @@ class Data:
         return y * self.target_std + self.target_mean
 
     @cached_property
-    def preprocessing(self) -> Preprocessing:
+    def preprocessing(self) -> nn.Module:
         """From scaled inputs to what a network sees, fitted to the training part."""
         return self.kind.preprocessing(self.train.x, self.encoder.features, self.numbers)
 
@@ -188,7 +193,7 @@ class Data:
         return self._target_moments[1]
 
     @cached_property
-    def _placed(self) -> dict[tuple[torch.device, torch.dtype], Preprocessing]:
+    def _placed(self) -> dict[tuple[torch.device, torch.dtype], nn.Module]:
         """The preprocessing on each device that it was needed on."""
         return {}
 
@@ -205,6 +210,8 @@ class Data:
         names = [self.classes, self.columns, tuple(self.ood)]
         if self.kind.named and self.numbers != "standard":
             names.append((self.numbers,))
+        if not self.kind.named and self.features:
+            names.append(tuple(json.dumps(each.plain()) for each in self.features))
         tensors = [*(tensor for part in self.parts.values() for tensor in (part.x, part.y)), *self.ood.values()]
         shapes = [(str(tensor.dtype), list(tensor.shape)) for tensor in tensors]
         digest = hashlib.sha256(json.dumps([names, shapes]).encode())

@@ -233,7 +233,7 @@ def _keep_scale(model: nn.Module, net: SharedMembers, x: Input, names: list[str]
     """Scale the masked layers' weights by all members at once, or by the first where a batch cannot hold them all."""
     kept = {name: None for name in names}
     with evaluating(net):
-        trouble = net._prove(x, net._tiled)
+        trouble = net._prove(x, "tiled")
     if not trouble:
         keep_scale(model, net.network, x, tile(x, net.members), kept)
         return

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
 
 from multitudes.core.copying import copied
+from multitudes.core.lending import checkpointed, lent
+from multitudes.core.member_layer import MemberLayer, rows_missing
 from multitudes.core.multitude import evaluating
-from multitudes.core.shared import MemberLayer
+from multitudes.core.tiling import Run, Slot, mapped
 from multitudes.surgery.affine import SEVERAL, AffineMap, axis_of, kind_of, maps_of, plain_copy, run_with, weight_of
+from multitudes.surgery.layers import TRANSPOSED
 
-__all__ = ["Own", "own_layer"]
+__all__ = ["Own", "OwnBlock", "own_copies", "own_layer"]
 
 Drawn = Callable[[nn.Module], nn.Module]
 """Gives a copy of a layer the weights that it starts from."""
@@ -44,7 +49,13 @@ class Own(MemberLayer):
     def _bias(self) -> Tensor | None:
         return None if self.biases is None else self.biases[0]
 
+    @property
+    def widens(self) -> bool:  # type: ignore[override]
+        return self.groups == 1 and kind_of(self.layer) not in TRANSPOSED and not self._hooked
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.wide and self.member is None:
+            return self._side_by_side(x, *args, **kwargs)
         if kind_of(self.layer) is nn.Linear and self.member is None and not self._hooked:
             return self._product(x)
         return self._each(x, lambda index, rows: self._own(index, rows, *args, **kwargs))
@@ -55,6 +66,14 @@ class Own(MemberLayer):
         y = torch.bmm(rows.flatten(1, -2), self.weights.mT)
         y = y if self.biases is None else y + self.biases.unsqueeze(1)
         return y.view(*rows.shape[:-1], -1).flatten(0, 1)
+
+    def _side_by_side(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """One product, whose channels are all members', `[B, ..., M*O]`."""
+        inputs = 0 if self.transposed else 1
+        weight = torch.cat(self.weights.unbind(), 1 - inputs)
+        bias = None if self.biases is None else self.biases.flatten()
+        affine = AffineMap(inputs=inputs, outputs=1 - inputs)
+        return run_with(self.layer, affine, x, weight, bias, *args, **kwargs)
 
     def _own(self, index: int, rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         inputs = 0 if self.transposed else 1
@@ -78,6 +97,153 @@ def own_layer(place: str, layer: nn.Module, members: int, drawn: Drawn) -> Own:
         raise ValueError(f"own: layer {place!r} ({kind}) has several maps; own= is for linear layers and convolutions")
     with evaluating(layer):
         return Own([drawn(copied(layer)) for _ in range(members)])
+
+
+class OwnBlock(MemberLayer):
+    """A whole block, of whatever layers, whose parameters and buffers `[M, ...]` are each member's own.
+
+    It runs once for each member, on the member's rows of each argument that holds rows, with the member's tensors: a
+    batch norm inside has statistics for each member.
+    """
+
+    many_inputs = True
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__(copied(blocks[0]), len(blocks))
+        self.places: dict[str, str] = {}  # of every tensor of the block, the name that its stack has here
+        self.row_slots: list[list[int | str]] | None = None  # the arguments that hold rows, once a run has shown them
+        named: dict[int, str] = {}
+        for path, first in self.layer.named_modules():
+            alike = [block.get_submodule(path) for block in blocks]
+            for registry in ("_parameters", "_buffers"):
+                for name, tensor in getattr(first, registry).items():
+                    if tensor is None:
+                        continue
+                    place = f"{path}.{name}" if path else name
+                    if id(tensor) not in named:
+                        named[id(tensor)] = own = self._free(place.replace(".", "_"))
+                        self._stack(own, place, [getattr(each, registry)[name] for each in alike], first, name)
+                    self.places[place] = named[id(tensor)]
+        for place in self.places:
+            path, _, name = place.rpartition(".")
+            module = self.layer.get_submodule(path)
+            (module._parameters if name in module._parameters else module._buffers)[name] = None
+
+    def _free(self, name: str) -> str:
+        while name in self._parameters or name in self._buffers or hasattr(type(self), name) or name in vars(self):
+            name += "_"
+        return name
+
+    def _stack(self, own: str, place: str, tensors: list[Tensor], owner: nn.Module, name: str) -> None:
+        if any(t.layout is not torch.strided or t.is_quantized or t.shape != tensors[0].shape for t in tensors):
+            raise ValueError(
+                f"layer {place!r} holds a tensor that members cannot have of their own: it is no dense one"
+            )
+        if isinstance(tensors[0], nn.Parameter):
+            self.register_parameter(own, nn.Parameter(_stacked(tensors), tensors[0].requires_grad))
+        else:
+            self.register_buffer(own, _stacked(tensors), name not in owner._non_persistent_buffers_set)
+
+    def own_parameters(self) -> list[str]:
+        return list(self._parameters)
+
+    def note_rows(self, seen: Run, more: Run) -> None:
+        lengths, others = seen.lengths.get(self.place, {}), more.lengths.get(self.place, {})
+        found = [list(slot) for slot, length in lengths.items() if others.get(slot, length) != length]
+        known = self.row_slots or []
+        self.row_slots = [*known, *(slot for slot in found if slot not in known)] or None
+
+    def _stacks(self) -> dict[str, Tensor]:
+        tensors = [*self._parameters.items(), *self._buffers.items()]
+        return {name: tensor for name, tensor in tensors if tensor is not None}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.member is not None:
+            return self._run(self.member, args, kwargs)
+        rows = [self._rows_of(index, args, kwargs) for index in range(self.members)]
+        unbound = {own: tensor.unbind() for own, tensor in self._stacks().items()}
+        return _joined([self._run(index, *given, unbound) for index, given in enumerate(rows)])
+
+    def _rows_of(self, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Member `index`'s part of the arguments."""
+        given = dict(enumerate(args)) | kwargs
+        first: list[int] = []
+        mapped(
+            lambda slot, tensor: first.append(len(tensor)) if tensor.dim() and self._holds_rows(slot) else None, given
+        )
+        if not first:
+            raise ValueError(rows_missing(self.layer, self.members, torch.zeros(())))
+        total = first[0] if self.batch is None else self.batch * self.members
+
+        def own(slot: Slot, tensor: Tensor) -> Tensor:
+            if not tensor.dim() or not self._holds_rows(slot) or len(tensor) != total:
+                return tensor
+            if total % self.members:
+                raise ValueError(rows_missing(self.layer, self.members, tensor))
+            return tensor.chunk(self.members)[index] if total else tensor
+
+        part = mapped(own, given)
+        return tuple(part[number] for number in range(len(args))), {key: part[key] for key in kwargs}
+
+    def _holds_rows(self, slot: Slot) -> bool:
+        return self.row_slots is None or list(slot) in self.row_slots
+
+    def _run(self, index: int, args: Any, kwargs: Any, unbound: Mapping[str, Any] | None = None) -> Any:
+        stacks: Mapping[str, Any] = self._stacks() if unbound is None else unbound
+        tensors = {place: stacks[own][index] for place, own in self.places.items()}
+        if torch.compiler.is_compiling():
+            return functional_call(self.layer, tensors, args, kwargs, tie_weights=False)
+        with checkpointed(lambda: lent(self.layer, tensors)), lent(self.layer, tensors) as written:
+            answer = self.layer(*args, **kwargs)
+        for place, buffer in written.items():
+            if place in self.places:
+                with torch.no_grad():
+                    self._stacks()[self.places[place]][index] = buffer
+        return answer
+
+    def __getattr__(self, name: str) -> Any:
+        """The block's settings; of its own tensors the shapes, for no member has their values."""
+        places = self.__dict__.get("places", {})
+        if name in places and "layer" in self.__dict__.get("_modules", {}):
+            stacks = self._stacks()
+            if places[name] in stacks and name not in stacks:
+                return self._asked(name, stacks[places[name]][0])
+        return super().__getattr__(name)
+
+    def fold(self, index: int) -> nn.Module:
+        plain = copied(self.layer)
+        made: dict[str, Any] = {}
+        for place, own in self.places.items():
+            stack = self._stacks()[own]
+            if own not in made:
+                tensor = stack[index].detach().clone()
+                made[own] = nn.Parameter(tensor, stack.requires_grad) if own in self._parameters else tensor
+            path, _, name = place.rpartition(".")
+            module = plain.get_submodule(path)
+            (module._parameters if name in module._parameters else module._buffers)[name] = made[own]
+        return plain
+
+
+def _joined(answers: list[Any]) -> Any:
+    """What the members' runs of a block answered, one after the other."""
+
+    def join(*parts: Any) -> Any:
+        if not isinstance(parts[0], Tensor):
+            return parts[0]
+        if not parts[0].dim():
+            raise ValueError(
+                "a block of each member's own answers with a number for all rows, of which there are several"
+            )
+        return torch.cat(parts)
+
+    return tree_map(join, answers[0], *answers[1:])
+
+
+def own_copies(copies: list[nn.Module]) -> Own | OwnBlock:
+    """Each member's own copy of a layer or block as one layer."""
+    with evaluating(copies[0]):
+        alone = kind_of(copies[0]) not in SEVERAL and len(maps_of(copies[0])) == 1
+    return Own(copies) if alone else OwnBlock(copies)
 
 
 def _stacked(tensors: list[Any]) -> Tensor:

@@ -21,9 +21,8 @@ from multitudes.core.checks import check_count, check_number
 from multitudes.core.copying import copied
 from multitudes.core.members import Members
 from multitudes.methods.registry import Method, by
-from multitudes.surgery.cuts import Cut
 from multitudes.surgery.layers import Factory, Selector
-from multitudes.surgery.narrow import narrowed_copy, rescaled, warn_of_whole
+from multitudes.surgery.narrow import narrowed_copy, rescaled, told, warn_of_whole
 from multitudes.surgery.observe import example_for
 from multitudes.surgery.start import starting
 
@@ -66,7 +65,7 @@ def packed(
     alpha = min(2, members) if alpha is None else alpha
     check_number("alpha", alpha, 0, high=members, above=True)
     check_count("gamma", gamma)
-    notes: dict[str, Cut] = {}
+    notes: dict[str, str] = {}
 
     def networks() -> Iterator[nn.Module]:
         x = example_for(start.network, example)
@@ -74,7 +73,7 @@ def packed(
             whole = start.another()
             if index == 0 or not start.redraws:
                 network, cuts = narrowed_copy(whole, alpha / members, gamma, min_channels, layers, x)
-                notes.update(cuts)
+                notes.update(told(cuts, network))
             if index == 0 and alpha < members:
                 warn_of_whole(whole, network, members)
             yield start.begin(copied(network) if start.redraws else rescaled(network, whole, cuts, x))
@@ -82,7 +81,7 @@ def packed(
     with start.seeded():
         ways_out = "init='heads' draws the output layers anew, or a smaller alpha gives each its own channels"
         net = Members(start.apart(networks(), ways_out), members).like(start.given, task)
-    net.notes = start.noted({name: cut.note for name, cut in notes.items()})
+    net.notes = start.noted(notes)
     net.notes["total"] = f"alpha {alpha:g}, gamma {gamma}"
     return net
 

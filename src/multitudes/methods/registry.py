@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,10 @@ def _never(steps: int, settings: Settings) -> list[int]:
     return []
 
 
+def _as_finished(net: Multitude, batches: Iterable[Any], settings: Settings, seed: int) -> Multitude:
+    return net
+
+
 def _as_trained(net: Multitude, recorder: Recorder | None, x: Tensor, settings: Settings, seed: int) -> Multitude:
     return net
 
@@ -45,7 +49,8 @@ class Method:
 
     name: str
     build: Build
-    """From a fresh network, an example `[B, ...]` of its inputs, settings and a seed to what is trained."""
+    """From a network, an example `[B, ...]` of its inputs, settings and a seed to what is trained. The network is
+    fresh, or where the settings say `init="heads"`, trained but for its output layers."""
     settings: Settings
     """Every setting, with its default."""
     costs: str
@@ -60,6 +65,8 @@ class Method:
     """Of a training of so many steps, those after which the network is recorded."""
     finish: Callable[[Multitude, Recorder | None, Tensor, Settings, int], Multitude] = _as_trained
     """From what was trained, what was recorded, training inputs `[N, ...]`, settings and a seed to what predicts."""
+    after: Callable[[Multitude, Iterable[Any], Settings, int], Multitude] = _as_finished
+    """From what is finished, and all training data as batches `(x, y)`, settings and a seed to what predicts."""
     feature_maps: bool = False
     """Whether it needs feature maps, and so inputs of a kind that has them."""
     tables: bool = False

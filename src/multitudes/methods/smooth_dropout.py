@@ -6,12 +6,12 @@ from torch import Tensor, nn
 
 from multitudes.core.multitude import Multitude
 from multitudes.methods import dropout, smoothing
-from multitudes.methods.registry import Method, Settings, without
+from multitudes.methods.registry import Method, Settings
 
 
 def _build(network: nn.Module, example: Tensor, settings: Settings, seed: int) -> Multitude:
     own = {name: settings[name] for name in dropout.SETTINGS}
-    smoothed = smoothing.smooth(network, **without(settings, *own), example=example)
+    smoothed = smoothing.smooth(network, **{name: settings[name] for name in smoothing.SETTINGS}, example=example)
     return dropout.kept_on_or_inserted(smoothed, example, own, seed)
 
 

@@ -4,6 +4,7 @@ Imports `core` alone. A new architecture is a file here, or a function in its fa
 """
 
 from multitudes.models.cnn import CNN, medium_cnn, small_cnn
+from multitudes.models.huggingface import FromTokens
 from multitudes.models.lenet import LeNet5, lenet5
 from multitudes.models.perceptron import MLP, mlp
 from multitudes.models.preact_resnet import (
@@ -29,13 +30,14 @@ from multitudes.models.resnet import (
 from multitudes.models.segmentation import UNet, unet
 from multitudes.models.tables import Tabular, tabular
 from multitudes.models.vgg import VGG, VGGLike, vgg16, vgg19, vgg_like
-from multitudes.models.vit import ViT, vit, vit_tiny
+from multitudes.models.vision_transformer import ViT, vit, vit_tiny
 
 __all__ = [
     "CNN",
     "MLP",
     "VGG",
     "CifarResNet",
+    "FromTokens",
     "LeNet5",
     "PreactResNet",
     "PyramidNet",

@@ -18,7 +18,7 @@ from multitudes.core.gaussian import beta_nll
 from multitudes.core.multitude import Criterion, Multitude
 from multitudes.data import Data, Loader
 from multitudes.study.job_data import HeldOut, data_of, device_of, inside_run, precision_on
-from multitudes.study.methods import Method, method_of, unfit
+from multitudes.study.methods import Method, build, method_of, unfit
 from multitudes.study.networks import build_network, outputs_of
 from multitudes.training.batch_sizes import batch_size_for
 
@@ -59,7 +59,7 @@ class Assignment:
         data = data_of(config["data"], directory) if data is None else data
         if config["model"].get("file") is not None:
             inside_run(directory, str(config["model"]["file"]))
-        if reason := unfit(method, data.shape):
+        if reason := unfit(method, data.shape, data.kind.name):
             raise ValueError(reason)
         return cls(directory, config, data, method, settings, config["seed"], where, accelerator)
 
@@ -96,15 +96,17 @@ class Assignment:
         """A few inputs as a network gets them, on the CPU."""
         return self.data.normalised(self.data.train.x[:8])
 
-    def network(self) -> nn.Module:
-        """A network as the configuration says, its weights drawn from torch's random state."""
+    def network(self, with_weights: bool = True) -> nn.Module:
+        """A network as the configuration says, its weights drawn from torch's random state, or those that it names."""
         outputs = outputs_of(self.data.task, self.data.outputs)
-        return build_network(self.config["model"], self.data.shape, outputs, self.directory, self.data.layout)
+        data = self.data
+        model = {key: value for key, value in self.config["model"].items() if with_weights or key != "weights"}
+        return build_network(model, data.shape, outputs, self.directory, data.layout, data.kind.name)
 
     def built(self, network: nn.Module, method: Method | None = None) -> Multitude:
         """A network converted by the job's method, or by another with its default settings, ready to be trained."""
         method, settings = (self.method, self.settings) if method is None else (method, method.complete())
-        return self.prepared(method.build(network, self.example, settings, self.seed))
+        return self.prepared(build(method, network, self.example, settings, self.seed, self.config["model"]))
 
     def prepared(self, net: Multitude) -> Multitude:
         """On the device and laid out as for training, with the task of the data and the draws of the evaluation."""

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from multitudes.core.multitude import Multitude
 from multitudes.data.kinds import kind_of_shape
 from multitudes.methods.registry import Method, chosen, collect
 
-__all__ = ["METHODS", "Method", "method_of", "methods_for", "unfit"]
+__all__ = ["METHODS", "Method", "build", "method_of", "methods_for", "unfit"]
 
 METHODS = collect()
 """The methods by name, the single network first."""
@@ -16,9 +22,22 @@ def method_of(name: str) -> Method:
     return chosen(METHODS, name)
 
 
-def unfit(method: Method, shape: tuple[int, ...]) -> str | None:
-    """Why a method is not for inputs of this shape; None where it is."""
-    kind = kind_of_shape(shape)
+def build(
+    method: Method,
+    network: nn.Module,
+    example: Tensor,
+    settings: Mapping[str, Any],
+    seed: int,
+    model: Mapping[str, Any],
+) -> Multitude:
+    """A network converted by a method; one that starts from trained weights keeps all but its output layers."""
+    start = {"init": "heads"} if model.get("weights") else {}
+    return method.build(network, example, {**settings, **start}, seed)
+
+
+def unfit(method: Method, shape: tuple[int, ...], kind_name: str | None = None) -> str | None:
+    """Why a method is not for inputs of this shape, and of the kind of this name; None where it is."""
+    kind = kind_of_shape(shape, kind_name)
     if method.feature_maps and not kind.feature_maps:
         return f"method {method.name!r} smooths feature maps, and the inputs are no images but {kind.describe(shape)}"
     if method.tables and not kind.named:
@@ -26,10 +45,10 @@ def unfit(method: Method, shape: tuple[int, ...]) -> str | None:
     return None
 
 
-def methods_for(shape: tuple[int, ...]) -> list[str]:
-    """The names of the methods for inputs of this shape.
+def methods_for(shape: tuple[int, ...], kind_name: str | None = None) -> list[str]:
+    """The names of the methods for inputs of this shape, and of the kind of this name.
 
     >>> [name for name in METHODS if name not in methods_for((13,))]
     ['smooth', 'smooth_dropout']
     """
-    return [name for name, method in METHODS.items() if unfit(method, shape) is None]
+    return [name for name, method in METHODS.items() if unfit(method, shape, kind_name) is None]

@@ -12,21 +12,29 @@ from typing import Any
 from torch import nn
 
 from multitudes import models
-from multitudes.data.kinds import kind_of_shape
+from multitudes.data.kinds import kind_of_shape, transformer_training
+from multitudes.study.hub_models import build_hub_model, is_hub
 
 __all__ = ["build_network", "code_of", "defaults", "file_digest", "network_names", "outputs_of"]
 
 
-KEYS = ("name", "settings", "file", "sha256")
+KEYS = ("name", "settings", "file", "sha256", "config", "kind", "weights")
 
 
-def defaults(shape: tuple[int, ...], rows: int = 1000) -> dict[str, Any]:
+def defaults(
+    shape: tuple[int, ...], rows: int = 1000, kind: str | None = None, pretrained: bool | None = None
+) -> dict[str, Any]:
     """`{"model": ..., "training": ...}` for inputs of a shape, and so many to train on, as JSON and TOML have them.
+
+    `pretrained` is that of a Hugging Face model, and None for any other network.
 
     >>> defaults((1, 8, 8))["model"]["name"], defaults((1, 8, 12))["model"]["name"], defaults((13,))["model"]["name"]
     ('small_cnn', 'resnet20', 'tabular')
     """
-    return kind_of_shape(shape).defaults(shape, rows)
+    suggested = kind_of_shape(shape, kind).defaults(shape, rows)
+    if pretrained is not None:
+        suggested["training"] |= transformer_training(rows, pretrained)
+    return suggested
 
 
 def network_names() -> list[str]:
@@ -45,8 +53,12 @@ def build_network(
     outputs: int,
     directory: str | Path = ".",
     layout: Callable[..., Any] | None = None,
+    kind: str | None = None,
 ) -> nn.Module:
     """A network from `{"name": "small_cnn", "settings": {...}}`, for inputs of a shape and with so many outputs.
+
+    `kind` is the name of the kind of data, where the shape does not tell it. A Hugging Face model is described by all
+    that `HubModel.plain` gives.
 
     `layout`, as of `Data`, tells a network for tables what the features are, in as many bins as its settings say.
 
@@ -67,14 +79,18 @@ def build_network(
     if model.get("file") is not None:
         function = _users_own(Path(directory) / model["file"], name, model.get("sha256"))
         return _made(function, {"shape": shape, "outputs": outputs} | settings, f"{model['file']}:{name}")
+    if is_hub(name):
+        return build_hub_model(model, shape, outputs)
     if name not in network_names():
-        raise ValueError(f"model must be one of {', '.join(network_names())}, or FILE.py:FUNCTION, got {name!r}")
+        raise ValueError(
+            f"model must be one of {', '.join(network_names())}, FILE.py:FUNCTION or hf:FOLDER, got {name!r}"
+        )
     function = getattr(models, name)
     taken = inspect.signature(function).parameters
     for setting in settings:
         if setting not in taken:
             raise ValueError(f"model {name!r} has no setting {setting!r}; its settings are {', '.join(taken)}")
-    numbers = kind_of_shape(shape).arguments(name, shape, outputs, taken)
+    numbers = kind_of_shape(shape, kind).arguments(name, shape, outputs, taken)
     if "layout" in taken and layout is not None:
         numbers["layout"] = layout(settings.get("bins", taken["bins"].default))
     return _made(function, {key: value for key, value in numbers.items() if key in taken} | settings, name)

@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from multitudes.core.files import DamagedError, check_seal, write_json
 from multitudes.core.seeding import seeded
 from multitudes.data import Data, load, save
-from multitudes.study.methods import METHODS
+from multitudes.data.kinds import Kind, kind_of_shape
+from multitudes.study.hub_data import described, hub_model, misfit, reading_options, resolved, what_inputs_are
+from multitudes.study.hub_models import HubModel
+from multitudes.study.methods import METHODS, build
 from multitudes.study.networks import build_network, file_digest, outputs_of
 from multitudes.study.spec import NOTHING, Spec
 from multitudes.study.store import Job, Run, write_atomically
@@ -23,6 +27,8 @@ from multitudes.training.batch_sizes import batch_size_for
 __all__ = ["StaleError", "planned", "prepare", "stale_jobs"]
 
 VERSION = 1
+SHORT = 16
+"""Tokens of the texts that methods are tried on."""
 
 Config = dict[str, Any]
 
@@ -55,14 +61,19 @@ def prepare(spec: Spec, out: str | Path, *, rerun_stale: bool = False, say: Call
     _check_folders(run, spec)
     if spec.model.file is not None:
         say(f"The network is {spec.model.name} of {spec.model.file} (SHA-256 {file_digest(spec.model.file)[:16]}...)")
-    parts, about = _data(spec, run, say)
-    spec = spec.resolved(tuple(about["shape"]), about["task"], about["parts"]["train"])
-    configs = planned(spec, about)
+    hub = hub_model(spec)
+    parts, about = _data(spec, run, say, hub)
+    every, spec = not spec.methods, resolved(spec, about, hub)
+    if every and hub is not None:
+        spec = _without_unfit(spec, about, hub, say)
+    configs = planned(spec, about, hub)
     stale = stale_jobs(run, configs)
     if stale and not rerun_stale:
         raise StaleError(run, stale)
     to_run = [name for name in configs if name in stale or not run.named(name).done]
-    check_methods(spec, about, [label for label in spec.methods if any(f"{label}-{s}" in to_run for s in spec.seeds)])
+    check_methods(
+        spec, about, [label for label in spec.methods if any(f"{label}-{s}" in to_run for s in spec.seeds)], hub
+    )
     with run.locked():
         run.clean()
         _remove_damaged(run, configs, say)
@@ -116,20 +127,24 @@ def _config(job: Job) -> Config | None:
 # -- data --------------------------------------------------------------------------------------------------
 
 
-def _data(spec: Spec, run: Run, say: Callable[[str], None]) -> tuple[list[Data], dict[str, Any]]:
+def _data(
+    spec: Spec, run: Run, say: Callable[[str], None], hub: HubModel | None = None
+) -> tuple[list[Data], dict[str, Any]]:
     """The data of each fold, or none where they have been prepared, and what `data.json` says about them."""
-    request = json.loads(json.dumps({**spec.data.model_dump(), "files": _stamps([spec.data.source, *spec.data.ood])}))
+    options = reading_options(spec, hub)
+    asked = {**spec.data.model_dump(), "files": _stamps([spec.data.source, *spec.data.ood])}
+    request = json.loads(json.dumps(asked | ({} if hub is None else {"of_model": options})))
     about = _about(run, spec.data.embedded, say)
     if about is not None and about.get("request") == request:
         return [], about
     say(f"Preparing {spec.data.source}")
-    options = spec.data.model_dump()
-    source, size = options.pop("source"), options.pop("size")
-    options["size"] = None if size is None else tuple(size)
+    source = options.pop("source")
     try:
         every = [load(source, **{**options, "fold": fold}) for fold in range(spec.data.folds or 0)]
         data = every[0] if every else load(source, **options)
     except ValueError as error:
+        if hub is not None and (why := misfit(spec, hub, error)):
+            raise spec.error([(("model", "name"), why)]) from error
         raise spec.error([(("data", _named(error, type(spec.data).model_fields) or "source"), str(error))]) from error
     return every or [data], {
         "request": request,
@@ -145,6 +160,7 @@ def _data(spec: Spec, run: Run, say: Callable[[str], None]) -> tuple[list[Data],
         "classes": _counts(data),
         "fingerprint": data.fingerprint,
         "folds": [each.fingerprint for each in every],
+        **what_inputs_are(data),
     }
 
 
@@ -202,11 +218,14 @@ def _write_data(run: Run, parts: list[Data], about: dict[str, Any], embedded: bo
 # -- configurations ----------------------------------------------------------------------------------------
 
 
-def planned(spec: Spec, about: Mapping[str, Any]) -> dict[str, Config]:
-    """The configuration of each job, by its name; `about` describes the data (`Run.about`)."""
-    spec = spec.resolved(tuple(about["shape"]), about["task"], about["parts"]["train"])
+def planned(spec: Spec, about: Mapping[str, Any], hub: HubModel | None = None) -> dict[str, Config]:
+    """The configuration of each job, by its name.
+
+    `about` describes the data (`Run.about`), `hub` the model, where it is one of Hugging Face.
+    """
+    spec = resolved(spec, about, hub)
     common = {
-        "model": _model(spec),
+        "model": _model(spec) if hub is None else described(spec, about, hub),
         "training": _training(spec),
         "evaluation": spec.evaluation.model_dump(),
         "device": spec.device,
@@ -289,22 +308,41 @@ def _short(value: Any) -> str:
 # -- checks ------------------------------------------------------------------------------------------------
 
 
-def check_methods(spec: Spec, about: Mapping[str, Any], labels: list[str]) -> None:
+def check_methods(spec: Spec, about: Mapping[str, Any], labels: list[str], hub: HubModel | None = None) -> None:
     """Build each of these methods once, so that an error is raised now, with its line, and not after hours."""
+    if problems := _unbuildable(spec, about, labels, hub):
+        raise spec.error(problems)
+
+
+def _without_unfit(spec: Spec, about: Mapping[str, Any], hub: HubModel, say: Callable[[str], None]) -> Spec:
+    """Without those of all methods that cannot be built of a model that is not for all of them; `say` tells why."""
+    unfit = {str(place[1]): message for place, message in _unbuildable(spec, about, list(spec.methods), hub)}
+    for label, message in unfit.items():
+        say(f"{label} is left out: {message.removeprefix(f'methods.{label}').lstrip(': ')}")
+    return spec.model_copy(update={"methods": {name: each for name, each in spec.methods.items() if name not in unfit}})
+
+
+def _unbuildable(
+    spec: Spec, about: Mapping[str, Any], labels: list[str], hub: HubModel | None = None
+) -> list[tuple[Place, str]]:
+    """Which of these methods cannot be built, by their place in the specification, and why."""
     shape, outputs = tuple(about["shape"]), outputs_of(about["task"], about["outputs"])
+    kind = kind_of_shape(shape, about.get("kind"))
     model = {key: value for key, value in spec.model.model_dump().items() if value is not None}
+    if hub is not None:
+        model = described(spec, about, hub)
     rows = about["parts"]["train"]
     batches = math.ceil(rows / (spec.training.batch_size or batch_size_for(rows)))
     problems: list[tuple[Place, str]] = []
     with seeded(0):
         for label in labels:
             try:
-                network = build_network(model, shape, outputs)
+                network = build_network(model, shape, outputs, kind=kind.name)
             except ValueError as error:
                 raise spec.error([(("model", "name"), str(error))]) from error
             method, settings = METHODS[spec.methods[label].method], spec.methods[label].settings
             try:
-                net = method.build(network, torch.zeros(4, *shape), settings, 0)
+                net = build(method, network, _blank(kind, shape), settings, 0, model)
                 method.times(method.train(net, _training(spec), settings)["epochs"] * batches, settings)
             except (ArithmeticError, MemoryError, RuntimeError, TypeError) as error:
                 reason = next(iter(str(error).splitlines()), "") or type(error).__name__
@@ -313,5 +351,9 @@ def check_methods(spec: Spec, about: Mapping[str, Any], labels: list[str]) -> No
                 key = _named(error, settings)
                 place: Place = ("methods", label, key) if key else ("methods", label)
                 problems.append((place, f"methods.{label}: {error}"))
-    if problems:
-        raise spec.error(problems)
+    return problems
+
+
+def _blank(kind: Kind, shape: tuple[int, ...]) -> Tensor:
+    """A few inputs without anything in them; texts are short."""
+    return kind.blank((min(shape[0], SHORT),) if kind.written else shape)

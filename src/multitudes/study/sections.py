@@ -101,6 +101,13 @@ class DataSection(Section):
     source: str = "digits"
     target: str | None = option(None, "What to predict.", metavar="COLUMN")
     image: str | None = option(None, "The images, where there are several.", metavar="COLUMN")
+    text: str | None = option(
+        None, "The texts, where there are several columns of them.", flags=("--text-column",), metavar="COLUMN"
+    )
+    tokenizer: str | None = option(
+        None, "What makes tokens of texts: a Hugging Face folder; by default the model's.", metavar="FOLDER|NAME"
+    )
+    max_length: Count | None = option(None, "The most tokens of a text; by default 256, or the model's.", min=1)
     columns: list[str] | None = option(None, "The features of a table.", metavar="A,B,...")
     drop: list[str] = option([], "Leave this column out; may be repeated.", list[str], metavar="COLUMN")
     read_as: dict[str, str] = option(
@@ -136,7 +143,8 @@ class DataSection(Section):
 
 
 class ModelSection(Section):
-    """The network: one of `multitudes.models`, or a function `build(shape, outputs, **settings)` of a file."""
+    """The network: one of `multitudes.models`, a function `build(shape, outputs, **settings)` of a file, or a Hugging
+    Face model, `hf:FOLDER`, whose settings are those of its configuration."""
 
     name: str | None = None
     file: str | None = None

@@ -108,6 +108,8 @@ class Spec(Section):
     @classmethod
     def _checked(cls, raw: dict[str, Any], base: Path, source: TomlText | None) -> Self:
         methods, problems = _read_methods(raw.get("methods"))
+        if isinstance(raw.get("model"), str):
+            raw = {**raw, "model": {"name": raw["model"]}}
         raw, faults = _with_folds(raw)
         problems += faults
         problems += _read_model(raw.get("model"), base)
@@ -129,12 +131,25 @@ class Spec(Section):
         """An error that is found later, with the lines of the file that this was read from."""
         return SpecError(problems, self._source)
 
-    def resolved(self, shape: tuple[int, ...], task: str = "classification", rows: int = 1000) -> Self:
-        """With every default filled in, for inputs of a shape, `(C, H, W)` or `(F,)`, a task, and training rows."""
+    def resolved(
+        self,
+        shape: tuple[int, ...],
+        task: str = "classification",
+        rows: int = 1000,
+        kind: str | None = None,
+        pretrained: bool | None = None,
+    ) -> Self:
+        """With every default filled in, for inputs of a shape, `(C, H, W)` or `(F,)`, a task, and training rows.
+
+        `kind` is the name of the kind of data, where the shape does not tell it; `pretrained` is that of a Hugging Face
+        model.
+        """
         from multitudes.study.methods import METHODS, methods_for  # here: to be read, a specification needs no torch
         from multitudes.study.networks import defaults
 
-        suggested = defaults(shape, rows)
+        suggested = defaults(shape, rows, kind, pretrained)
+        if not (self.model.name or suggested["model"]["name"]):
+            raise self.error([(("model",), "model must be a Hugging Face model, hf:FOLDER, for texts; got none")])
         given = {key: value for key, value in self.training.model_dump().items() if value is not None}
         training = {**suggested["training"], **given}
         if "lr" not in given and training["optimizer"] != suggested["training"]["optimizer"]:
@@ -145,27 +160,27 @@ class Spec(Section):
             training[key] = nothing if training.get(key) is None else training[key]
         methods = self.methods
         if not methods:
-            every = {name: METHODS[name].complete() for name in methods_for(shape)}
+            every = {name: METHODS[name].complete() for name in methods_for(shape, kind)}
             methods = {name: MethodSection(method=name, settings=settings) for name, settings in every.items()}
         spec = self.model_copy(
             update={
                 "model": self.model if self.model.name else ModelSection(**suggested["model"]),
                 "methods": methods,
                 "training": TrainingSection(**training),
-                "evaluation": self.evaluation.model_copy(update={"shift": self._shift(shape, task)}),
+                "evaluation": self.evaluation.model_copy(update={"shift": self._shift(shape, task, kind)}),
             }
         )
-        spec._check(shape, task)
+        spec._check(shape, task, kind)
         return spec
 
-    def _shift(self, shape: tuple[int, ...], task: str) -> list[str]:
+    def _shift(self, shape: tuple[int, ...], task: str, kind: str | None) -> list[str]:
         if self.evaluation.shift is not None:
             return self.evaluation.shift
         from multitudes.data.kinds import kind_of_shape
 
-        return SHIFT if kind_of_shape(shape).corruptible(shape) and task == "classification" else []
+        return SHIFT if kind_of_shape(shape, kind).corruptible(shape) and task == "classification" else []
 
-    def _check(self, shape: tuple[int, ...], task: str) -> None:
+    def _check(self, shape: tuple[int, ...], task: str, kind: str | None) -> None:
         """Whether it fits the data."""
         from multitudes.data.kinds import kind_of_shape
         from multitudes.study.methods import METHODS, unfit
@@ -179,16 +194,16 @@ class Spec(Section):
         if training.warmup >= training.epochs:  # type: ignore[operator]
             many = f"the {training.epochs} epochs, got {training.warmup:g}"
             problems.append((("training", "warmup"), f"training.warmup must be less than {many}"))
-        if evaluation.shift and not (kind_of_shape(shape).corruptible(shape) and task == "classification"):
+        if evaluation.shift and not (kind_of_shape(shape, kind).corruptible(shape) and task == "classification"):
             needs = "images of 1 or 3 channels, 8 or more pixels a side, and classes"
             got = f"inputs {list(shape)} and {task}"
             problems.append((("evaluation", "shift"), f"evaluation.shift needs {needs}, got {got}"))
-        if training.augment != "none" and not kind_of_shape(shape).feature_maps:
+        if training.augment != "none" and not kind_of_shape(shape, kind).feature_maps:
             problems.append((("training", "augment"), f"training.augment={training.augment!r} is for images"))
         if training.class_weight != "none" and task != "classification":
             problems.append((("training", "class_weight"), f"training.class_weight is for classes, got {task}"))
         for label, each in self.methods.items():
-            if reason := unfit(METHODS[each.method], shape):
+            if reason := unfit(METHODS[each.method], shape, kind):
                 problems.append((("methods", label), f"methods.{label}: {reason}"))
         if problems:
             raise self.error(problems)
@@ -206,6 +221,8 @@ class Spec(Section):
         return to_toml({**first, "methods": methods, **whole})
 
 
+HUB = "hf:"
+"""Before the folder or the name of a Hugging Face model."""
 NOTHING = {"augment": "none", "clip": 0.0, "patience": 0, "class_weight": "none", "average": 0.0}
 """How the file says that there is none of it, since TOML has no word for that."""
 
@@ -233,7 +250,7 @@ def _merged(raw: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any
         elif name == "data":
             merged.setdefault("data", {})["source"] = str(value)
         elif name == "model":
-            file, _, function = str(value).rpartition(":")
+            file, _, function = ("", "", value) if str(value).startswith(HUB) else str(value).rpartition(":")
             merged["model"] = {"file": file, "name": function} if file else {"name": value}
         else:
             owners = [section for section in OPTIONS if name in SECTIONS[section].model_fields]
@@ -338,10 +355,12 @@ def _read_model(raw: Any, base: Path) -> list[tuple[Place, str]]:
         if name is None:
             alone = isinstance(raw.get("settings"), dict) and raw["settings"]
             return [(("model", "settings"), "model.settings need a model.name")] if alone else []
+        if name.startswith(HUB):
+            return []
         from multitudes.study.networks import network_names
 
         names = network_names()
-        choices = f"{one_of(names)}, or a function of model.file"
+        choices = f"{one_of(names)}, a function of model.file, or hf:FOLDER"
         message = f"model.name must be {choices}, got {name!r}{close(name, names)}"
         return [] if name in names else [(("model", "name"), message)]
     if name is None:
@@ -363,5 +382,11 @@ def _absolute(spec: Spec, base: Path) -> dict[str, Section]:
         return source if known else str((base / source).resolve())
 
     data = {"source": whole(spec.data.source), "ood": [whole(source) for source in spec.data.ood]}
+    if spec.data.tokenizer is not None:
+        data["tokenizer"] = whole(spec.data.tokenizer)
     file = None if spec.model.file is None else str((base / spec.model.file).resolve())
-    return {"data": spec.data.model_copy(update=data), "model": spec.model.model_copy(update={"file": file})}
+    name = spec.model.name
+    if name is not None and name.startswith(HUB):
+        name = HUB + whole(name.removeprefix(HUB))
+    model = spec.model.model_copy(update={"file": file, "name": name})
+    return {"data": spec.data.model_copy(update=data), "model": model}

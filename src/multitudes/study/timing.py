@@ -119,7 +119,7 @@ def _assignments(jobs: list[Job]) -> dict[str, Assignment]:
 
 
 def _trained(job: Assignment) -> Any:
-    net = load(job.directory / "model.safetensors", job.network())
+    net = load(job.directory / "model.safetensors", job.network(with_weights=False))
     inner = net.net if isinstance(net, Calibrated) else net
     job.prepared(inner)
     return net.to(job.device).eval()

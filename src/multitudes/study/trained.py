@@ -15,6 +15,7 @@ from multitudes.core.multitude import Multitude
 from multitudes.data import Data
 from multitudes.evaluation.calibrate import Calibrated
 from multitudes.storage.save import load
+from multitudes.study.hub_models import is_hub
 from multitudes.study.job_data import data_of, device_of, precision_on
 from multitudes.study.networks import build_network, code_of, file_digest, outputs_of
 from multitudes.study.store import Job, Run
@@ -46,6 +47,8 @@ class Trained:
         config = _config(job)
         data = data_of(config["data"], job.directory)
         own = _own_code(job, config["model"], model_file)
+        if is_hub(config["model"].get("name")):  # its weights are in the job's file
+            own = {key: value for key, value in config["model"].items() if key != "weights"}
         model = None if own is None else build_network(own, data.shape, outputs_of(data.task, data.outputs))
         net = load(job.directory / "model.safetensors", model)
         trained = cls(job, net.to(where).eval(), data, where)

@@ -25,6 +25,7 @@ from multitudes.methods.recording import Recording
 from multitudes.storage.save import save
 from multitudes.study import costs
 from multitudes.study.assignment import Assignment
+from multitudes.study.job_data import HeldOut
 from multitudes.study.measuring import calibrated, measured
 from multitudes.study.methods import METHODS, Method
 from multitudes.study.store import Job
@@ -155,7 +156,10 @@ def _trained(job: Assignment, net: Multitude, log: _Log) -> tuple[Multitude, lis
     if not job.leads:
         return net, history
     x = job.data.normalised(job.data.train.x[:SETTLING]).to(job.device)
-    return job.prepared(job.method.finish(net, recorder, x, job.settings, job.seed)), history
+    finished = job.method.finish(net, recorder, x, job.settings, job.seed)
+    train = job.data.train
+    whole = HeldOut(job.data, train.x, train.y, job.device)
+    return job.prepared(job.method.after(finished, whole, job.settings, job.seed)), history
 
 
 # -- writing -----------------------------------------------------------------------------------------------

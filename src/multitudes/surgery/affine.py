@@ -27,6 +27,8 @@ __all__ = [
     "AffineMap",
     "affine_layers",
     "axis_of",
+    "computes",
+    "is_changed",
     "kind_of",
     "maps_of",
     "plain_copy",
@@ -87,7 +89,7 @@ def maps_of(layer: nn.Module) -> tuple[AffineMap, ...]:
         return _observed(layer)
     _check_shaped(layer)
     if kind in SEVERAL:
-        return () if _changed(layer) else _several(layer, kind)
+        return () if is_changed(layer) else _several(layer, kind)
     if not _weight_is_known(layer):
         return ()
     inputs = 0 if kind in TRANSPOSED else 1
@@ -112,7 +114,7 @@ def _several(layer: Any, kind: type[nn.Module]) -> tuple[AffineMap, ...]:
     return tuple(AffineMap(name, name.replace("weight_", "bias_") if "_hr_" not in name else None) for name in names)
 
 
-def _changed(layer: nn.Module) -> bool:
+def is_changed(layer: nn.Module) -> bool:
     """Whether one of a layer's tensors is computed from others."""
     return any(parametrize.is_parametrized(module) or _weight_hooks(module) for module in layer.modules())
 
@@ -155,13 +157,13 @@ def _observed(layer: nn.Module) -> tuple[AffineMap, ...]:
         return ()
     for inputs in (0, 1):
         found = AffineMap(inputs=inputs, outputs=1 - inputs)
-        if (bias is None or len(bias) == weight.shape[1 - inputs]) and _computes(layer, found):
+        if (bias is None or len(bias) == weight.shape[1 - inputs]) and computes(layer, found):
             return (found,)
     return ()
 
 
 @torch.no_grad()
-def _computes(layer: nn.Module, affine: AffineMap) -> bool:
+def computes(layer: nn.Module, affine: AffineMap) -> bool:
     """Whether a layer computes a map, in training and in evaluation."""
     probe: Any = copied(layer)
     generator = torch.Generator().manual_seed(0)

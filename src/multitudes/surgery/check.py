@@ -143,8 +143,9 @@ class _Proof:
         for poisoned in range(self.net.members):
 
             def poison(net: Multitude, poisoned: int = poisoned) -> None:
-                for parameter in net.parameters():
-                    if parameter.is_floating_point() or parameter.is_complex():
+                own = net._own_names() if isinstance(net, SharedMembers) else None
+                for name, parameter in net.named_parameters():
+                    if (own is None or name in own) and (parameter.is_floating_point() or parameter.is_complex()):
                         parameter.data[poisoned] = torch.nan
 
             after = self.together(False, poison).predictions

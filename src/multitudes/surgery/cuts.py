@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from multitudes.core.copying import copied
 from multitudes.surgery.affine import is_computed, kind_of
+from multitudes.surgery.foreign import channel_axis, cut_affine, cut_channels, foreign_map
 from multitudes.surgery.layers import CONVOLUTIONS, PRODUCTS, TRANSPOSED
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-FOLLOWING: tuple[type[nn.Module], ...] = (*BATCH_NORMS, *INSTANCE_NORMS, nn.GroupNorm, nn.LayerNorm, nn.PReLU)
+LAST_NORMS = (nn.LayerNorm, nn.RMSNorm)
+FOLLOWING: tuple[type[nn.Module], ...] = (*BATCH_NORMS, *INSTANCE_NORMS, nn.GroupNorm, *LAST_NORMS, nn.PReLU)
 """Layers whose outputs are their inputs' channels."""
 
 
@@ -57,18 +59,22 @@ def width_of(layer: Any) -> int:
     """The number of channels that a layer makes."""
     if isinstance(layer, nn.Embedding):
         return layer.embedding_dim
+    if (affine := foreign_map(layer)) is not None:
+        return affine.widths(layer.weight.shape)[1]
     return int(layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels)
 
 
 def makes(layer: nn.Module) -> bool:
     """Whether a layer makes channels of its own, in a way that is known and can be cut."""
     kind = kind_of(layer)
-    return (kind in PRODUCTS and not is_computed(layer)) or _inherits(layer, (nn.Embedding,))
+    if kind in PRODUCTS:
+        return not is_computed(layer)
+    return _inherits(layer, (nn.Embedding,)) or foreign_map(layer) is not None
 
 
 def follows(layer: nn.Module) -> bool:
     """Whether a layer's outputs are its inputs' channels."""
-    return _inherits(layer, FOLLOWING)
+    return _inherits(layer, FOLLOWING) or channel_axis(layer) is not None
 
 
 def _inherits(layer: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
@@ -78,20 +84,26 @@ def _inherits(layer: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
 
 def input_axis(layer: nn.Module) -> int:
     """The axis of channels in what a layer sees."""
-    if isinstance(layer, nn.Linear):
-        return -1
-    return -len(layer.normalized_shape) if isinstance(layer, nn.LayerNorm) else 1
+    if (axis := channel_axis(layer)) is not None:
+        return axis
+    if isinstance(layer, LAST_NORMS):
+        return -len(layer.normalized_shape)
+    return -1 if isinstance(layer, nn.Linear) or foreign_map(layer) is not None else 1
 
 
 def output_axis(layer: nn.Module) -> int:
     """The axis of channels in what a layer makes."""
-    return -1 if isinstance(layer, nn.Linear | nn.Embedding) else 1
+    return -1 if isinstance(layer, nn.Linear | nn.Embedding) or foreign_map(layer) is not None else 1
 
 
 def inputs_of(layer: Any) -> int:
     """The number of channels that a layer reads."""
-    if isinstance(layer, nn.LayerNorm):
+    if channel_axis(layer) is not None:
+        return next(len(parameter) for parameter in layer.parameters())
+    if isinstance(layer, LAST_NORMS):
         return int(layer.normalized_shape[0])
+    if (affine := foreign_map(layer)) is not None:
+        return affine.widths(layer.weight.shape)[0]
     names = ("in_features", "in_channels", "num_features", "num_channels", "num_embeddings", "num_parameters")
     return next(int(getattr(layer, name)) for name in names if hasattr(layer, name))
 
@@ -104,8 +116,12 @@ def is_depthwise(layer: Any) -> bool:
 def cut_layer(layer: Any, cut: Cut, name: str) -> nn.Module:
     """A smaller layer of the same class, with the kept channels' weights."""
     inputs, outputs = len(cut.inputs), len(cut.outputs)
+    if channel_axis(layer) is not None:
+        return cut_channels(layer, cut.inputs, name)
+    if foreign_map(layer) is not None:
+        return cut_affine(layer, cut.inputs, cut.outputs, name)
     small = copied(layer)
-    if isinstance(layer, nn.LayerNorm):
+    if isinstance(layer, LAST_NORMS):
         small.normalized_shape = (inputs, *layer.normalized_shape[1:])
         return _indexed(small, cut.inputs)
     if isinstance(layer, nn.PReLU):

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from multitudes.core.calling import Input, split_call
+from multitudes.core.calling import Input, prediction_in, split_call
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.multitude import evaluating
 from multitudes.surgery.layers import Selector, select
 from multitudes.surgery.observe import example_for
 
-__all__ = ["output_layers"]
+__all__ = ["final_layers", "output_layers"]
 
 _NAMES = ("classifier", "score", "lm_head", "fc", "head", "heads")
 """What networks call the child that gives their output."""
@@ -37,7 +37,10 @@ def output_layers(network: nn.Module, heads: Selector = None, example: Input | N
 
 
 def _beside_base_model(network: nn.Module) -> list[str]:
-    """The children with weights beside a Hugging Face model's base model."""
+    """The children with weights beside a Hugging Face model's base model, also of a network that only wraps it."""
+    children = [name for name, child in network.named_children() if any(True for _ in child.parameters())]
+    if not hasattr(type(network), "base_model_prefix") and len(children) == 1 and not network._parameters:
+        return [f"{children[0]}.{name}" for name in _beside_base_model(network.get_submodule(children[0]))]
     base = getattr(network, str(getattr(network, "base_model_prefix", "")), None)
     if not isinstance(base, nn.Module) or base is network:
         return []
@@ -58,8 +61,13 @@ def _found(network: nn.Module, example: Input | None) -> list[str]:
         ) from error
 
 
-def _observed(network: nn.Module, example: Input) -> list[str]:
-    """The layers whose weights reach the output without another layer between.
+def final_layers(network: nn.Module, example: Input) -> list[str]:
+    """The names of the layers whose weights reach a network's prediction without another layer between."""
+    return _observed(network, example, lambda answer: _outputs(prediction_in(answer, network)))
+
+
+def _observed(network: nn.Module, example: Input, read: Callable[[Any], Tensor | None] | None = None) -> list[str]:
+    """The layers whose weights reach the output, or what `read` gives of it, without another layer between.
 
     What a layer with weights is called with is cut off from what made it, so that the gradient of the network's output
     reaches the last ones alone.
@@ -83,7 +91,7 @@ def _observed(network: nn.Module, example: Input) -> list[str]:
             parameter.requires_grad_()
         with evaluating(network), expecting(network), torch.enable_grad():
             args, kwargs = split_call(network, example)
-            outputs = _outputs(network(*args, **kwargs))
+            outputs = (read or _outputs)(network(*args, **kwargs))
         gradients = (
             torch.autograd.grad(outputs, [p for _, p in weights], allow_unused=True) if outputs is not None else ()
         )

@@ -112,7 +112,7 @@ def replace(model: nn.Module, replacements: Mapping[str, nn.Module]) -> nn.Modul
 
     A layer that the network uses in several places is replaced in all of them. Training modes are kept.
     """
-    _check_untied(model, replacements)
+    check_untied(model, replacements, replacements)
     memo: dict[int, Any] = {}
     for name, new in replacements.items():
         old = model.get_submodule(name)
@@ -125,8 +125,12 @@ def replace(model: nn.Module, replacements: Mapping[str, nn.Module]) -> nn.Modul
     return replaced
 
 
-def _check_untied(model: nn.Module, names: Iterable[str]) -> None:
-    """A weight that two layers share would be two weights after one of them is replaced."""
+def check_untied(model: nn.Module, names: Iterable[str], new: Mapping[str, nn.Module] | None = None) -> None:
+    """A weight that two layers share would be two weights after one of them is replaced, or both by layers apart.
+
+    `new` are the layers that take their places, where they are known.
+    """
+    new = new or {}
     owners: dict[int, set[tuple[int, str]]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -135,9 +139,16 @@ def _check_untied(model: nn.Module, names: Iterable[str]) -> None:
         for parameter in model.get_submodule(name).parameters():
             if len(owners[id(parameter)]) > 1:
                 tied = sorted(owner for _, owner in owners[id(parameter)])
+                if all(owner in new for owner in tied) and _share([new[owner] for owner in tied]):
+                    continue
                 raise ValueError(
                     f"layers {' and '.join(map(repr, tied))} share a weight, so {name!r} cannot be replaced"
                 )
+
+
+def _share(layers: Sequence[nn.Module]) -> bool:
+    """Whether layers have a parameter in common."""
+    return bool(set.intersection(*[{id(parameter) for parameter in layer.parameters()} for layer in layers]))
 
 
 def plain_layer(

@@ -9,23 +9,28 @@ surviving inputs are those that are not NaN. One run on an example gives every l
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, call
+from multitudes.core.calling import Input, call, plain_attention
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.multitude import Multitude
-from multitudes.core.proof import unmoved
+from multitudes.core.proof import alike, unmoved
 from multitudes.surgery.activation_size import keep_scale
 from multitudes.surgery.affine import is_computed, kind_of
-from multitudes.surgery.cuts import Cut, cut_layer, follows, inputs_of, is_depthwise, makes, norm_groups, width_of
-from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, is_frozen, replace, select
-from multitudes.surgery.narrow_proof import prove, standing_alone
+from multitudes.surgery.applying import Plan, apply_cuts
+from multitudes.surgery.attended import Attention, HeadChoice, attentions
+from multitudes.surgery.cuts import Cut, follows, inputs_of, is_depthwise, makes, norm_groups, width_of
+from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, is_frozen, select
+from multitudes.surgery.narrow_proof import standing_alone
 from multitudes.surgery.observe import example_for, executed, hooked, observing
+from multitudes.surgery.opened_attention import attention_layers, close_attention, open_attention
 from multitudes.surgery.start import starting
 from multitudes.surgery.watch import PATTERNS, Pattern, Watch, gives_output
 
@@ -84,62 +89,99 @@ def narrowed_copy(
 
     Channels are chosen at random, from torch's random state; where that does not work out, in patterns.
     """
-    _check_layers(model)
-    known = {name: module for name, module in model.named_modules() if makes(module) or follows(module)}
-    products = {name: module for name, module in known.items() if kind_of(module) in PRODUCTS}
-    grouped = set(select(model, layers, products))
-    order = executed(model, example, [name for name, module in known.items() if makes(module)])
+    grouped = _selected(model, layers)
+    opened = open_attention(model)
+    _check_layers(opened)
+    known = {name: module for name, module in opened.named_modules() if makes(module) or follows(module)}
+    order = executed(opened, example, [name for name, module in known.items() if makes(module)])
     if not order:
         raise ValueError(f"model ({type(model).__name__}) has no layer that can be narrowed")
-    _check_reached(model, known, example)
+    _check_reached(opened, known, example)
     idle = [name for name, module in known.items() if makes(module) and name not in order]
     if idle:
         raise ValueError(
             f"layer {idle[0]!r} does not run on the example in evaluation, so its widths cannot be seen: pass an "
             "example on which it runs, or take it out; deep_ensemble keeps it whole"
         )
+    seen = _Seen(opened, example, known, order, attentions(opened, example, {n: known[n] for n in order}), factor)
     seed, first = int(torch.randint(2**62, ())), ValueError()
-    for pattern in PATTERNS:
+    for pattern, heads_first in seen.ways():
         try:
-            kept, whole = _observed(model, factor, known, order, example, pattern, seed)
+            plan, whole = seen.plan(pattern, heads_first, seed)
             split = grouped - whole
             cuts = {
-                name: _grouped(known[name], cut, factor, gamma if name in split else 1, min_channels)
-                for name, cut in kept.items()
+                name: _grouped(known[name], cut, factor, gamma if name in split else 1, min_channels, plan.heads, name)
+                for name, cut in plan.cuts.items()
             }
-            return apply_cuts(model, cuts, example), cuts
+            narrowed = apply_cuts(opened, dataclasses.replace(plan, cuts=cuts), example)
+            return _closed(narrowed, model, example), cuts
         except ValueError as error:
             first = first if first.args else error
     raise first
 
 
-def _observed(
-    model: nn.Module,
-    factor: float,
-    known: dict[str, nn.Module],
-    order: list[str],
-    example: Input,
-    pattern: Pattern,
-    seed: int,
-) -> tuple[dict[str, Cut], set[str]]:
-    """Every layer's cut, and the layers that are not split into groups: the first, frozen ones, those that give the
-    output."""
+def _selected(model: nn.Module, layers: Selector) -> set[str]:
+    """The layers that may be split into groups."""
+    known = {name: m for name, m in model.named_modules() if kind_of(m) in PRODUCTS and makes(m)}
+    inside = {f"{name}.out_proj" for name in attention_layers(model)}
+    try:
+        return set(select(model, layers, known)) - inside
+    except ValueError:
+        if layers is None:
+            return set()
+        raise
 
-    def watched(whole: set[str]) -> tuple[Watch, Tensor]:
-        watch = Watch(factor, whole, torch.Generator().manual_seed(seed), pattern)
-        return watch, watch.run(model, example, known)
 
-    with observing(model):
-        whole = {order[-1]} | {name for name in order if is_frozen(known[name])}
-        watch, output = watched(whole)
-        if bool(output.isnan().any()):  # several layers give the output
-            whole |= {name for name in order if gives_output(model, name, example, known)}
-            watch, _ = watched(whole)
-        if frozen := _cut_frozen(model, watch.cuts):  # what it reads must be whole as well
-            before = executed(model, example, known)
-            whole |= set(before[: before.index(frozen[-1])])
-            watch, _ = watched(whole)
-    return watch.cuts, whole | {order[0]}
+def _closed(narrowed: nn.Module, model: nn.Module, example: Input) -> nn.Module:
+    """The narrowed network with torch's own attention again, which must give the same."""
+    closed = close_attention(narrowed, model)
+    if closed is not narrowed:
+        with observing(closed, narrowed), plain_attention():
+            if not alike(call(closed, example)[None], call(narrowed, example)[None]):
+                raise ValueError(f"model ({type(model).__name__}) gives another output with narrower attention")
+    return closed
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What was observed of a network: its layers, the order in which they run, and its attentions."""
+
+    model: nn.Module
+    example: Input
+    known: dict[str, nn.Module]
+    order: list[str]
+    attentions: list[Attention]
+    factor: float
+
+    def ways(self) -> list[tuple[Pattern, bool]]:
+        """The ways to choose channels, the likeliest first."""
+        if not self.attentions:
+            return [(pattern, False) for pattern in PATTERNS]
+        return [(pattern, heads_first) for pattern in PATTERNS for heads_first in (False, True)]
+
+    def plan(self, pattern: Pattern, heads_first: bool, seed: int) -> tuple[Plan, set[str]]:
+        """Every layer's cut, and the layers that are not split into groups: the first, frozen ones, those that give the
+        output."""
+
+        def watched(whole: set[str]) -> tuple[Watch, Tensor]:
+            generator = torch.Generator().manual_seed(seed)
+            widths = {name: width_of(self.known[name]) for name in self.order}
+            heads = HeadChoice(self.attentions, widths, self.factor, generator, None, whole, heads_first)
+            watch = Watch(self.factor, whole, generator, pattern, heads)
+            return watch, watch.run(self.model, self.example, self.known)
+
+        with observing(self.model):
+            whole = {self.order[-1]} | {name for name in self.order if is_frozen(self.known[name])}
+            watch, output = watched(whole)
+            if bool(output.isnan().any()):  # several layers give the output
+                whole |= {n for n in self.order if gives_output(self.model, n, self.example, self.known)}
+                watch, _ = watched(whole)
+            if frozen := _cut_frozen(self.model, watch.cuts):  # what it reads must be whole as well
+                before = executed(self.model, self.example, self.known)
+                whole |= set(before[: before.index(frozen[-1])])
+                watch, _ = watched(whole)
+        assert watch.heads is not None
+        return Plan(watch.cuts, watch.heads), whole | {self.order[0]}
 
 
 def _cut_frozen(model: nn.Module, cuts: dict[str, Cut]) -> list[str]:
@@ -183,58 +225,6 @@ def _check_layers(model: nn.Module) -> None:
             raise ValueError(f"{kind}, which cannot be narrowed; deep_ensemble keeps it whole")
 
 
-def apply_cuts(model: nn.Module, cuts: dict[str, Cut], example: Input) -> nn.Module:
-    """The narrowed copy, with the kept channels' weights; proven on the example.
-
-    Parameters that stand alone are kept whole where that fits, and else cut where they are as wide as a cut layer.
-    """
-    first: ValueError | None = None
-    fitting = _fitting_axes(model, cuts)
-    layers = {name: model.get_submodule(name) for name in cuts if not is_frozen(model.get_submodule(name))}
-    for along in ({}, fitting) if fitting else ({},):
-        narrowed = replace(model, {name: cut_layer(layer, cuts[name], name) for name, layer in layers.items()})
-        _cut_parameters(narrowed, along, cuts, model)
-        try:
-            prove(model, narrowed, cuts, example)
-            return narrowed
-        except ValueError as error:
-            first = first or error
-    assert first is not None
-    raise first
-
-
-def _fitting_axes(model: nn.Module, cuts: dict[str, Cut]) -> dict[str, int]:
-    """Of the parameters that stand alone, the last axis that is as long as some cut layer is wide."""
-    widths = _cut_widths(model, cuts)
-    axes: dict[str, int] = {}
-    for name in standing_alone(model):
-        parameter = model.get_parameter(name)
-        fitting = [axis for axis, size in enumerate(parameter.shape) if size in widths]
-        if fitting and parameter.requires_grad:
-            axes[name] = fitting[-1]
-    return axes
-
-
-def _cut_widths(model: nn.Module, cuts: dict[str, Cut]) -> dict[int, Tensor]:
-    """The channels that layers of each width keep."""
-    made = {name: model.get_submodule(name) for name in cuts}
-    return {
-        width_of(layer): cuts[name].outputs
-        for name, layer in made.items()
-        if makes(layer) and not is_depthwise(layer) and len(cuts[name].outputs) < width_of(layer)
-    }
-
-
-def _cut_parameters(narrowed: nn.Module, along: dict[str, int], cuts: dict[str, Cut], model: nn.Module) -> None:
-    widths = _cut_widths(model, cuts)
-    for name, axis in along.items():
-        path, _, own = name.rpartition(".")
-        whole = model.get_parameter(name)
-        kept = widths[whole.shape[axis]].to(whole.device)
-        small = nn.Parameter(whole.data.index_select(axis, kept).clone(), whole.requires_grad)
-        narrowed.get_submodule(path).register_parameter(own, small)
-
-
 def warn_of_whole(model: nn.Module, narrowed: nn.Module, members: int = 1) -> None:
     """Warn where most of a narrowed network's parameters stand alone and are as large as they were."""
     whole = [n for n in standing_alone(model) if model.get_parameter(n).shape == narrowed.get_parameter(n).shape]
@@ -250,14 +240,25 @@ def warn_of_whole(model: nn.Module, narrowed: nn.Module, members: int = 1) -> No
         )
 
 
+def told(cuts: dict[str, Cut], network: nn.Module) -> dict[str, str]:
+    """What became of layers, by their names in the narrowed network: torch's attention has its queries' heads."""
+    there = dict(network.named_modules())
+    notes = {name.removesuffix(".q_proj"): cut.note for name, cut in cuts.items() if name not in there}
+    return {n: text for n, text in notes.items() if n in there} | {n: c.note for n, c in cuts.items() if n in there}
+
+
 def rescaled(narrowed: nn.Module, model: nn.Module, cuts: dict[str, Cut], example: Input) -> nn.Module:
     """The narrowed network with its weights scaled so that activations are as large as the model's."""
-    products = {name: cut.outputs for name, cut in cuts.items() if kind_of(model.get_submodule(name)) in PRODUCTS}
-    keep_scale(model, narrowed, example, example, products)
-    return narrowed
+    opened, whole = open_attention(narrowed), open_attention(model)
+    layers = {name: whole.get_submodule(name) for name in cuts}
+    tables = {id(p) for m in layers.values() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    alone = {n: m for n, m in layers.items() if not any(id(p) in tables for p in m.parameters())}
+    products = {name: cuts[name].outputs for name, layer in alone.items() if makes(layer)}
+    keep_scale(whole, opened, example, example, products)
+    return close_attention(opened, narrowed)
 
 
-def _grouped(layer: Any, cut: Cut, factor: float, gamma: int, min_channels: int) -> Cut:
+def _grouped(layer: Any, cut: Cut, factor: float, gamma: int, min_channels: int, heads: HeadChoice, name: str) -> Cut:
     """The cut with the largest gamma, up to the wanted one, that the layer's widths allow."""
     if follows(layer):
         regrouped = isinstance(layer, nn.GroupNorm) and len(cut.inputs) % layer.num_groups
@@ -272,5 +273,6 @@ def _grouped(layer: Any, cut: Cut, factor: float, gamma: int, min_channels: int)
         and len(cut.inputs) // (own * g) >= min_channels)
     )  # fmt: skip
     rounded = f", rounded up from {exact:g}" if width != len(cut.outputs) > exact + 1e-9 else ""
-    note = f"{len(cut.inputs)} -> {len(cut.outputs)}, gamma {used}{rounded}"
+    bound = f", {told}" if (told := heads.note(name, width)) else ""
+    note = f"{len(cut.inputs)} -> {len(cut.outputs)}{bound}, gamma {used}{'' if bound else rounded}"
     return Cut(cut.inputs, cut.outputs, used, note)

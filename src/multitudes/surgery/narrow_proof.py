@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, call
+from multitudes.core.calling import Input, call, plain_attention
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.noise import STILL, Redrawn
 from multitudes.core.proof import alike, running_statistics, unmoved
@@ -17,19 +17,32 @@ from multitudes.core.settings import holding
 from multitudes.surgery.cuts import Cut, follows, input_axis, makes, output_axis
 from multitudes.surgery.observe import hooked, observing
 
-__all__ = ["prove", "standing_alone"]
+__all__ = ["Along", "prove", "standing_alone"]
+
+Along = Mapping[str, tuple[tuple[int, Tensor], ...]]
+"""Of parameters that stand alone, by name: which axes are cut, and the entries that are kept along them."""
 
 
-def prove(model: nn.Module, narrowed: nn.Module, cuts: dict[str, Cut], example: Input) -> None:
+def prove(
+    model: nn.Module,
+    narrowed: nn.Module,
+    cuts: Mapping[str, Cut],
+    example: Input,
+    along: Along | None = None,
+    sharpened: Collection[str] = (),
+) -> None:
     """Compare a narrowed network with the model on an example, or raise an error that names the layer.
 
     The model runs at its full width, but each of its layers is the narrowed one, which sees the kept channels and gives
     its outputs to their places; all other channels are NaN. So what the model's own code does to channels between
-    layers must come to the same in both: every layer's input is compared, and the output. Layers' constants are moved
-    meanwhile, since a norm that starts at zero would hide what is behind it.
+    layers must come to the same in both: every layer's input is compared, and the output. Constants are moved
+    meanwhile, since a norm that starts at zero would hide what is behind it; `along` says how those of parameters that
+    stand alone were cut. Outputs of layers that are `sharpened` are made large: attention by small queries and keys is
+    a mean, in which nobody could tell one head from another.
     """
-    with observing(model, narrowed), _moved_constants(narrowed, cuts):
-        wanted, want = _at_full_width(model, narrowed, cuts, example)
+    moved = _moved_constants(model, narrowed, cuts, along or {}, sharpened)
+    with observing(model, narrowed), plain_attention(), moved:
+        wanted, want = _at_full_width(model, narrowed, cuts, example, sharpened)
         got: list[tuple[str, Tensor]] = []
 
         def see(name: str, _: nn.Module, args: Any, __: Tensor) -> None:
@@ -41,6 +54,7 @@ def prove(model: nn.Module, narrowed: nn.Module, cuts: dict[str, Cut], example: 
         except (RuntimeError, ValueError, IndexError) as error:
             raise ValueError(_unfit(model, str(error).splitlines()[0])) from error
     for (name, x), (other, y) in zip(got, wanted, strict=False):
+        y = y if x.shape == y.shape else _of_kept_heads(y)
         if name != other or x.shape != y.shape or not _equal(x, y):
             raise ValueError(
                 f"model ({type(model).__name__}) cannot be narrowed, since what its forward does before layer {name!r} "
@@ -82,8 +96,16 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return bool(other.isfinite().all()) and alike(one[None], other[None])
 
 
+def _of_kept_heads(x: Tensor) -> Tensor:
+    """What a layer sees of the heads that are kept, where it is applied to each: the others are NaN throughout."""
+    for axis in range(x.dim() - 1):
+        there = ~x.isnan().movedim(axis, 0).flatten(1).all(1)
+        x = x.index_select(axis, there.nonzero()[:, 0])
+    return x
+
+
 def _at_full_width(
-    model: nn.Module, narrowed: nn.Module, cuts: dict[str, Cut], example: Input
+    model: nn.Module, narrowed: nn.Module, cuts: Mapping[str, Cut], example: Input, sharpened: Collection[str]
 ) -> tuple[list[tuple[str, Tensor]], Tensor]:
     """What each layer sees of its kept channels, in the order in which they run, and the output."""
     seen: list[tuple[str, Tensor]] = []
@@ -93,6 +115,8 @@ def _at_full_width(
         if not isinstance(layer, nn.Embedding):
             x = x.index_select(input_axis(layer), cut.inputs.to(x.device))
         seen.append((name, x))
+        if name in sharpened and all(name != before for before, _ in seen[:-1]):
+            _sharpen(narrowed.get_submodule(name), x)
         small = narrowed.get_submodule(name)(x, *args[1:])
         axis = input_axis(layer) if follows(layer) else output_axis(layer)
         return torch.full_like(y, torch.nan).index_copy_(axis, cut.outputs.to(y.device), small.to(y.dtype))
@@ -101,22 +125,54 @@ def _at_full_width(
         return seen, call(model, example)
 
 
+def _sharpen(layer: nn.Module, x: Tensor) -> None:
+    """Scale a layer's parameters so that its outputs are about as large as those of trained queries."""
+    size = layer(x).nan_to_num().float().square().mean().sqrt()
+    if size > 0:
+        for parameter in layer.parameters():
+            parameter.data = parameter.data * (3 / size).to(parameter.dtype)
+
+
 @contextmanager
-def _moved_constants(narrowed: nn.Module, cuts: dict[str, Cut]) -> Iterator[None]:
-    """Inside, no parameter of a layer is the same number throughout."""
+def _moved_constants(
+    model: nn.Module, narrowed: nn.Module, cuts: Mapping[str, Cut], along: Along, sharpened: Collection[str]
+) -> Iterator[None]:
+    """Inside, no parameter of a layer is the same number throughout, and none that stands alone; those are moved in
+    both networks."""
     before: list[tuple[nn.Parameter, Tensor]] = []
     generator = torch.Generator().manual_seed(0)
-    for name in cuts:
-        for parameter in narrowed.get_submodule(name).parameters():
-            values = parameter.data
-            if values.is_floating_point() and values.numel() and bool((values == values.flatten()[0]).all()):
-                before.append((parameter, values))
-                parameter.data = torch.rand(values.shape, generator=generator).to(values) / len(values)
+    for parameter in [p for name in sharpened for p in narrowed.get_submodule(name).parameters()]:
+        before.append((parameter, parameter.data))
+
+    def move(parameter: nn.Parameter, values: Tensor) -> None:
+        before.append((parameter, parameter.data))
+        parameter.data = values
+
+    for parameter in [p for name in cuts for p in narrowed.get_submodule(name).parameters()]:
+        if _is_constant(parameter.data):
+            move(parameter, _random(parameter.data, generator))
+    for name in standing_alone(model):
+        parameter, small = model.get_parameter(name), narrowed.get_parameter(name)
+        if _is_constant(parameter.data):
+            values = _random(parameter.data, generator)
+            move(parameter, values)
+            for axis, kept in along.get(name, ()):
+                values = values.index_select(axis, kept.to(values.device))
+            if values.shape == small.shape:
+                move(small, values)
     try:
         yield
     finally:
-        for parameter, values in before:
+        for parameter, values in reversed(before):
             parameter.data = values
+
+
+def _is_constant(values: Tensor) -> bool:
+    return values.is_floating_point() and values.numel() > 0 and bool((values == values.flatten()[0]).all())
+
+
+def _random(values: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.rand(values.shape, generator=generator).to(values) / max(1, len(values) if values.dim() else 1)
 
 
 def standing_alone(model: nn.Module) -> list[str]:

@@ -16,7 +16,7 @@ from multitudes.core.proof import unmoved
 from multitudes.core.seeding import seeded
 from multitudes.surgery.layers import PRODUCTS
 
-__all__ = ["cheap_example", "example_for", "executed", "hooked", "observing"]
+__all__ = ["call_order", "cheap_example", "example_for", "executed", "hooked", "observing"]
 
 _SIDES = (32, 28, 224, 64, 16, 8, 96, 128, 48, 256, 299, 384, 512, 12, 20, 24, 40, 56, 80, 100, 112, 160, 192)
 _LENGTHS = (128, 64, 32, 256, 512, 1000, 1024, 16, 8, 100, 96, 48, 2048, 4096, 16000)
@@ -103,3 +103,20 @@ def executed(model: nn.Module, example: Input, kinds: Collection[type[nn.Module]
     with hooked(model, kinds, lambda name, *_: order.append(name)), observing(model), input_errors(example):
         call(model, example)
     return list(dict.fromkeys(order))
+
+
+def call_order(model: nn.Module, example: Input) -> list[str]:
+    """The names of all modules that a forward calls, each time, in the order in which it enters them."""
+    order: list[str] = []
+    handles = [
+        module.register_forward_pre_hook(lambda *_, name=name: order.append(name))
+        for name, module in model.named_modules()
+        if name
+    ]
+    try:
+        with observing(model), input_errors(example):
+            call(model, example)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return order

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from multitudes.core.calling import Input, call
-from multitudes.surgery.cuts import Cut, follows, input_axis, is_depthwise, makes, output_axis, width_of
+from multitudes.core.calling import Input, call, plain_attention
+from multitudes.surgery.attended import HeadChoice, Inside, Pattern, choose
+from multitudes.surgery.cuts import (
+    Cut,
+    follows,
+    input_axis,
+    inputs_of,
+    is_depthwise,
+    makes,
+    output_axis,
+    width_of,
+)
 from multitudes.surgery.observe import hooked
 
 __all__ = ["PATTERNS", "Pattern", "Watch", "choose", "gives_output"]
 
-Pattern = tuple[int, int]
 PATTERNS: tuple[Pattern, ...] = ((1, 1), (2, 1), (4, 1), (3, 1), (1, 4))
 """Ways to choose channels: any; the same of each half, as gated units need it, of each quarter or third; or those that
 lie together, as a shuffle of pixels needs them."""
@@ -27,42 +33,37 @@ lie together, as a shuffle of pixels needs them."""
 _LOOKS = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__}
 
 
-class Watch(TorchFunctionMode):
+class Watch(Inside):
     """One run in which each layer's dropped channels are NaN; layers in `last` keep all of theirs.
 
-    A channel that is NaN anywhere is dropped. Elsewhere it may have been padded, or masked, with numbers.
+    A channel that is NaN anywhere is dropped. Elsewhere it may have been padded, or masked, with numbers. `heads`
+    chooses where attention binds channels together, and `counts` gives wanted widths, where they are known.
     """
 
-    def __init__(self, factor: float, last: set[str], generator: torch.Generator, pattern: Pattern = (1, 1)) -> None:
+    def __init__(
+        self,
+        factor: float,
+        last: set[str],
+        generator: torch.Generator,
+        pattern: Pattern = (1, 1),
+        heads: HeadChoice | None = None,
+        counts: Mapping[str, int] | None = None,
+    ) -> None:
         super().__init__()
         self.factor, self.last, self.generator, self.pattern = factor, last, generator, pattern
+        self.heads, self.counts = heads, counts or {}
         self.cuts: dict[str, Cut] = {}
-        self.chosen: dict[int, Tensor] = {}  # one choice a width, so that channels that are added agree
-        self.inside: list[tuple[str, nn.Module]] = []  # the modules that are running, outermost first
+        self.chosen: dict[tuple[int, int], Tensor] = {}  # one choice a width, so that channels that are added agree
         self.mixer = ""  # what made all channels NaN of some, and where
 
     def run(self, model: nn.Module, example: Input, names: Collection[str]) -> Tensor:
-        with self._entered(model), self, hooked(model, names, lambda n, m, args, y: self.see(n, m, args[0], y)):
+        def see(name: str, layer: nn.Module, args: Any, y: Tensor) -> Tensor:
+            return self.see(name, layer, args[0], y)
+
+        with self.entered(model), plain_attention(), self, hooked(model, names, see):
             return call(model, example)
 
-    @contextmanager
-    def _entered(self, model: nn.Module) -> Iterator[None]:
-        handles = []
-        for name, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(lambda m, _, name=name: self.inside.append((name, m))))
-            handles.append(module.register_forward_hook(lambda *_: self.inside.pop() and None))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is F.scaled_dot_product_attention:
-            raise ValueError(
-                f"{self._place()} is attention, which ties its widths together, so it cannot be narrowed; "
-                "deep_ensemble keeps it whole"
-            )
         if function in _LOOKS and args[0].is_floating_point() and bool(args[0].isnan().any()):
             raise ValueError(
                 f"{self._place()} decides by the values of channels ({function.__name__.strip('_')}), so the network "
@@ -97,10 +98,16 @@ class Watch(TorchFunctionMode):
 
     def _see(self, name: str, layer: Any, x: Tensor, y: Tensor) -> Tensor:
         embedding = isinstance(layer, nn.Embedding)
-        inputs = torch.arange(layer.num_embeddings) if embedding else self._kept(x, input_axis(layer), name)
-        if follows(layer):
+        dropped: Any = None if embedding else x.isnan().movedim(input_axis(layer), 0)
+        if self._is_of_each_head(layer, dropped):
+            whole = torch.arange(inputs_of(layer))
+            cut = Cut(whole, whole if follows(layer) else torch.arange(width_of(layer)))
+            out = torch.where(dropped[0].unsqueeze(-1), torch.nan, 0.0).to(y).expand_as(y)
+        elif follows(layer):
+            inputs = self._kept(dropped, name)
             cut, out = Cut(inputs, inputs), torch.where(x.isnan(), torch.nan, 0.0).to(y)
         else:
+            inputs = torch.arange(layer.num_embeddings) if embedding else self._kept(dropped, name)
             outputs = self._outputs(name, layer, inputs)
             cut, out = Cut(inputs, outputs), torch.full_like(y, torch.nan)
             out.index_fill_(output_axis(layer), outputs.to(y.device), 0.0)
@@ -109,6 +116,12 @@ class Watch(TorchFunctionMode):
             raise ValueError(f"layer {name!r} is used in several places that see different channels")
         return out
 
+    def _is_of_each_head(self, layer: nn.Module, dropped: Any) -> bool:
+        """Whether all of a layer's channels are there in some places, and dropped in others, as those of heads are."""
+        if dropped is None or self.heads is None or not self.heads.found or input_axis(layer) != -1:
+            return False
+        return bool(dropped.any()) and not bool(dropped.all()) and bool((dropped == dropped[:1]).all())
+
     def _outputs(self, name: str, layer: Any, inputs: Tensor) -> Tensor:
         width = width_of(layer)
         if is_depthwise(layer):
@@ -116,13 +129,15 @@ class Watch(TorchFunctionMode):
             return (inputs.unsqueeze(1) * each + torch.arange(each)).flatten()
         if name in self.last:
             return torch.arange(width)
-        if width not in self.chosen:
-            count = math.ceil(round(width * self.factor, 9))
-            self.chosen[width] = choose(width, count, self.generator, self.pattern)
-        return self.chosen[width]
+        if self.heads is not None and (bound := self.heads.outputs(name, width)) is not None:
+            return bound
+        count = self.counts.get(name, math.ceil(round(width * self.factor, 9)))
+        if (width, count) not in self.chosen:
+            self.chosen[width, count] = choose(width, count, self.generator, self.pattern)
+        return self.chosen[width, count]
 
-    def _kept(self, x: Tensor, axis: int, name: str) -> Tensor:
-        dropped = x.isnan().movedim(axis, 0).flatten(1).any(1)
+    def _kept(self, mask: Any, name: str) -> Tensor:
+        dropped = mask.flatten(1).any(1)
         if bool(dropped.all()):
             by = f" by {self.mixer}" if self.mixer else ""
             raise ValueError(
@@ -140,19 +155,5 @@ def gives_output(model: nn.Module, name: str, example: Input, names: Collection[
             return torch.where(args[0].isnan(), torch.nan, 0.0).to(y)
         return torch.full_like(y, torch.nan if other == name else 0.0)
 
-    with hooked(model, names, mark):
+    with plain_attention(), hooked(model, names, mark):
         return bool(call(model, example).isnan().any())
-
-
-def choose(width: int, count: int, generator: torch.Generator | None = None, pattern: Pattern = (1, 1)) -> Tensor:
-    """`count` of `width` channels, one at random from each of equal stretches, sorted.
-
-    Stretches keep the choice even, so that each group of a grouped layer loses the same share. A `pattern` of parts and
-    block chooses the same of each of so many equal parts, and whole blocks of neighbours, where the widths divide.
-    """
-    parts, block = pattern if not (width % math.prod(pattern) or count % math.prod(pattern)) else (1, 1)
-    positions, own = width // parts // block, count // parts // block
-    edges = torch.arange(own + 1) * positions // own
-    chosen = edges[:-1] + (torch.rand(own, generator=generator) * (edges[1:] - edges[:-1])).long()
-    blocks = (chosen.unsqueeze(1) * block + torch.arange(block)).flatten()
-    return (torch.arange(parts).unsqueeze(1) * (width // parts) + blocks).flatten()

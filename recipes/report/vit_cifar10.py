@@ -1,0 +1,115 @@
+"""What the page says about a vision transformer: what each method's price buys on CIFAR-10."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from recipes.report.raw import MISSING, Claim, Raw, Section, number, percent, spread, table
+
+METHODS = {
+    "single": "single network",
+    "laplace": "Laplace on its last layer",
+    "heads": "eight heads",
+    "packed": "Packed-(2, 4, 1)",
+    "deep": "deep ensemble of four",
+    "mixture": "Laplace on the deep ensemble",
+}
+COLUMNS = {
+    "accuracy %": ("accuracy", 100, 2),
+    "NLL": ("nll", 1, 3),
+    "Brier": ("brier", 1, 3),
+    "ECE": ("ece", 1, 3),
+    "AUROC %, max. probability": ("ood/svhn/max_probability/auroc", 100, 1),
+    "AUROC %, entropy": ("ood/svhn/entropy/auroc", 100, 1),
+}
+"""Of each column: the score, by what it is multiplied, and how many digits are told."""
+PRICES = ("single", "laplace", "heads", "packed", "deep")
+
+Scores = dict[str, list[float]]
+
+
+def section(raw: Raw) -> Section:
+    """Scores and prices of all methods, and the verdicts."""
+    found = {method: scores for method in METHODS if (scores := scores_of(raw, method))}
+    about = {name: MISSING for name in ("depth", "images", "epochs", "batch")} | (raw["deep"] or {})
+    text = f"""Not of a paper: the methods on a transformer that is trained from scratch. The network is a ViT-S/4 of
+{about["depth"]} blocks (width 384, six heads, patches of 4 x 4), trained on {about["images"]} images of CIFAR-10 for
+{about["epochs"]} epochs in batches of {about["batch"]} by AdamW, with random crops and flips, in mixed precision. SVHN
+is what is foreign. The members of the deep ensemble are the single networks: mean and deviation are over these four.
+Laplace approximations are made of them by one pass over the training images, with 32 draws; the others are one run.
+
+{quality(found)}
+
+What it costs, as multiples of the single network, not compiled, in one process in turns, {_batch(raw)} images at once:
+
+{prices(raw)}
+"""
+    return Section("A vision transformer on CIFAR-10", text, claims(found))
+
+
+def scores_of(raw: Raw, method: str) -> Scores | None:
+    """Lists of one number a seed; None where it was not measured."""
+    result = raw["laplace" if method == "mixture" else method]
+    if result is None:
+        return None
+    scores: dict[str, Any] = result["mixture" if method == "mixture" else "scores"]
+    return {name: value if isinstance(value, list) else [value] for name, value in scores.items()}
+
+
+def quality(found: dict[str, Scores]) -> str:
+    """A row for each method."""
+    rows = [
+        [METHODS[method], *(spread(scores[name], digits, factor) for name, factor, digits in COLUMNS.values())]
+        for method, scores in found.items()
+    ]
+    return table(["method", *COLUMNS], rows)
+
+
+def prices(raw: Raw) -> str:
+    """Parameters, multiply-adds and times, beside the single network's."""
+    costs = raw["costs"]
+    if costs is None:
+        return MISSING
+
+    def ratio(what: str, method: str) -> str:
+        own = costs[what].get(method)
+        if own is None:
+            return MISSING
+        return number(own["ratio"] if isinstance(own, dict) else own / costs[what]["single"], 2)
+
+    kinds = {"parameters": "parameters", "mult-adds": "multiply_adds", "training": "training", "inference": "inference"}
+    rows = [[METHODS[method], *(ratio(what, method) for what in kinds.values())] for method in PRICES]
+    return table(["method", *kinds], rows)
+
+
+def _batch(raw: Raw) -> str:
+    return MISSING if raw["costs"] is None else str(raw["costs"]["batch"])
+
+
+def claims(found: dict[str, Scores]) -> list[Claim]:
+    """What the methods promise of any network."""
+    mean = {method: {name: statistics.fmean(values) for name, values in own.items()} for method, own in found.items()}
+
+    def told(name: str, say: Any, *methods: str) -> str:
+        return ", ".join(f"{METHODS[method]} {say(mean[method][name])}" for method in methods)
+
+    wanted = {
+        "Packed-(2, 4, 1) is ahead of the single ViT in accuracy and NLL": ("packed", "single"),
+        "The deep ensemble of ViTs is ahead of the single one in accuracy, NLL and ECE": ("deep", "single"),
+        "Laplace on the last layer of a ViT lowers its NLL and keeps its accuracy within 0.2 points": (
+            "laplace",
+            "single",
+        ),
+    }
+    results = []
+    for text, (one, other) in wanted.items():
+        if one not in mean or other not in mean:
+            results.append(Claim(text, None))
+            continue
+        a, b = mean[one], mean[other]
+        right = a["accuracy"] > b["accuracy"] if one != "laplace" else a["accuracy"] > b["accuracy"] - 0.002
+        holds = right and a["nll"] < b["nll"] and (one != "deep" or a["ece"] < b["ece"])
+        numbers = f"accuracy %: {told('accuracy', percent, one, other)}; NLL: {told('nll', number, one, other)}"
+        results.append(Claim(text, holds, numbers))
+    return results

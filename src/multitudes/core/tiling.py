@@ -1,0 +1,152 @@
+"""Where the batch of members that share weights is tiled: as late as it can be.
+
+One run of a network, alone, shows in which order its modules are called, with which tensors, and how much work comes
+before each. A second run, with one row more, shows which of these tensors have the batch as their first axis. A
+`Boundary` is a module that tiles what it is given, and with it all modules that are called after it: so what a block of
+a transformer is given, hidden states and masks, is tiled on the way into the block, and the residual addition inside it
+meets nothing that is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from multitudes.core.draws.stochastic import Stochastic
+
+__all__ = ["Boundary", "Run", "Slot", "mapped", "observed", "tiling"]
+
+Slot = tuple[int | str, ...]
+"""Where a tensor lies in the arguments of a call: `(0,)` or `("mask",)`, and inside of tuples and dicts further on."""
+
+
+def mapped(function: Callable[[Slot, Tensor], Any], value: Any, at: Slot = ()) -> Any:
+    """A function of every tensor in arguments or answers, and of its place."""
+    if isinstance(value, Tensor):
+        return function(at, value)
+    if type(value) is dict:
+        return {key: mapped(function, held, (*at, key)) for key, held in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(mapped(function, held, (*at, number)) for number, held in enumerate(value))
+    return value
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The modules that tile, by name, and which of their arguments."""
+
+    slots: Mapping[str, frozenset[Slot]]
+
+    def __str__(self) -> str:
+        return next(iter(self.slots))
+
+
+@dataclass
+class Run:
+    """One run of a network: its modules in the order of their first calls, and what each was called with."""
+
+    order: list[str] = field(default_factory=list)
+    work: dict[str, int] = field(default_factory=dict)  # how much comes before the first call of each
+    total: int = 0
+    lengths: dict[str, dict[Slot, int]] = field(default_factory=dict)  # of the first axes
+    drawing: set[str] = field(default_factory=set)  # the first modules that draw, or hold what draws
+    never: bool = False  # whether something draws that is never called
+
+    def before(self, name: str) -> float:
+        """The share of the multiply-adds that comes before a module."""
+        return self.work[name] / self.total if self.total else 0.0
+
+    def may_tile(self, name: str) -> bool:
+        """Whether nothing draws before a module: members have random numbers of their own."""
+        return not self.never and all(self.order.index(each) >= self.order.index(name) for each in self.drawing)
+
+    def around(self, name: str) -> list[str]:
+        """A module and those that it lies in, innermost first, but for the network itself."""
+        parts = name.split(".")
+        names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+        return [each for each in names if each in self.work]
+
+    def boundary(self, name: str, other: Run) -> Boundary:
+        """A module as the one that tiles, by this run and one with another number of rows."""
+        slots: dict[str, frozenset[Slot]] = {}
+        for each in self.order[self.order.index(name) :]:
+            if any(each.startswith(f"{outer}.") for outer in slots):
+                continue
+            mine, theirs = self.lengths[each], other.lengths.get(each, {})
+            slots[each] = frozenset(slot for slot, length in mine.items() if theirs.get(slot, length) != length)
+        return Boundary(slots)
+
+
+def observed(network: nn.Module, inside: set[int], run: Callable[[], Any]) -> Run:
+    """See a network run; the modules of `inside`, by their `id`, count as the ones that hold them."""
+    seen = Run()
+    counter = FlopCounterMode(display=False)
+    recurrent = [0]
+
+    def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if name not in seen.work:
+            seen.order.append(name)
+            seen.work[name] = counter.get_total_flops() + recurrent[0]
+        if isinstance(module, nn.RNNBase) and args:  # which the counter leaves out
+            positions = args[0].numel() // module.input_size if isinstance(args[0], Tensor) else 0
+            recurrent[0] += 2 * positions * sum(p.numel() for p in module.parameters())
+        lengths = seen.lengths.setdefault(name, {})
+        for value in ({**dict(enumerate(args)), **kwargs}).items():
+            mapped(lambda slot, tensor: _note(lengths, slot, tensor), value[1], (value[0],))
+
+    handles = []
+    for name, module in network.named_modules():
+        if name and id(module) not in inside:
+            handles.append(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
+    try:
+        with counter:
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    seen.total = counter.get_total_flops() + recurrent[0]
+    for name, module in network.named_modules():
+        if isinstance(module, Stochastic):
+            holder = next((each for each in seen.around(name) if each in seen.work), None) if name else None
+            seen.never = seen.never or holder is None
+            seen.drawing |= set() if holder is None else {holder}
+    return seen
+
+
+def _note(lengths: dict[Slot, int], slot: Slot, tensor: Tensor) -> None:
+    if tensor.dim():
+        lengths.setdefault(slot, len(tensor))
+
+
+@contextmanager
+def tiling(network: nn.Module, boundary: Boundary, batch: int, members: int) -> Iterator[None]:
+    """Inside, the modules of a boundary tile what they are given: rows `[B, ...]` become `[M*B, ...]`."""
+    done: dict[int, tuple[Tensor, Tensor]] = {}  # a mask that many blocks are given is tiled once
+
+    def tiled(slots: frozenset[Slot], slot: Slot, tensor: Tensor) -> Tensor:
+        if slot not in slots or not tensor.dim() or len(tensor) != batch:
+            return tensor
+        if id(tensor) not in done:
+            done[id(tensor)] = tensor, tensor.repeat(members, *[1] * (tensor.dim() - 1))
+        return done[id(tensor)][1]
+
+    def enter(slots: frozenset[Slot], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        own = partial(tiled, slots)
+        given = tuple(mapped(own, value, (number,)) for number, value in enumerate(args))
+        return given, {key: mapped(own, value, (key,)) for key, value in kwargs.items()}
+
+    handles = [
+        network.get_submodule(name).register_forward_pre_hook(partial(enter, slots), with_kwargs=True)
+        for name, slots in boundary.slots.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

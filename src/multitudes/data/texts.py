@@ -1,0 +1,187 @@
+"""Texts into token numbers, by a Hugging Face tokenizer, which is kept with the data.
+
+An input is int32 `[T]`: the numbers of a text's tokens, and -1 behind its end. T is the most tokens that a text may
+have; batches are cut to their longest text (`CutToLongest`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.checks import check_count, needed, plural
+from multitudes.data.columns import Column, Encoded
+from multitudes.data.features import Feature, Text
+from multitudes.data.hub import local_place, quiet
+from multitudes.data.reading import ColumnReading
+from multitudes.data.sources import Source
+from multitudes.data.tables import Choice
+
+__all__ = ["LONGEST", "PADDING", "CutToLongest", "TextEncoder", "find_texts", "read_tokenizer"]
+
+LONGEST = 256
+"""The most tokens of a text, where nothing else is said."""
+PADDING = -1
+"""Behind the end of a text: no token has this number."""
+MULTIPLE = 8
+"""Batches are cut to a multiple of so many tokens, so that few lengths differ."""
+FILES = ("tokenizer.json", "vocab.*", "*.model", "*.spm", "*.tiktoken", "tekken.json")
+"""Those that tokens are in."""
+NAMES = ("text", "sentence")
+"""What a column of texts is called, where there are several."""
+LABELS = ("label", "labels", "class", "target")
+"""What a column to predict is called, where none is named."""
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """Texts of a column as token numbers."""
+
+    text: Text
+    reading: Sequence[ColumnReading] = ()
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def fitted(cls, columns: Mapping[str, Column], rows: Tensor, choice: Choice) -> TextEncoder:
+        """For this one column, by the tokenizer that was chosen; the training rows teach it nothing."""
+        ((name, column),) = columns.items()
+        if choice.tokenizer is None:
+            raise ValueError(f"tokenizer= must say what makes tokens of the texts in {name!r}: a Hugging Face folder")
+        text = read_tokenizer(choice.tokenizer, choice.max_length or LONGEST)
+        counts = Counter(value for value in column.values if value is not None)
+        twice = sum(count > 1 for count in counts.values())
+        note = f"{plural(twice, 'text')} more than once" if twice else ""
+        read = ColumnReading(name, "text", len(counts), len(column) - counts.total(), note=note)
+        return cls(replace(text, column=name), (read,))
+
+    @property
+    def features(self) -> Sequence[Feature]:
+        """The column, with its tokenizer."""
+        return (self.text,)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens there are: one more than the largest number."""
+        return 1 + int(max(self._tokenizer.get_vocab().values(), default=-1))
+
+    def columns(self, source: Source, image: str | None = None) -> dict[str, Column]:
+        """The column of texts of a source, under its name in training."""
+        name = self.text.column
+        if name not in source.columns:
+            has = ", ".join(source.columns)
+            raise ValueError(f"{source.name} must have the column {name!r}, as in training; it has {has}")
+        column = source.columns[name]
+        if column.numeric and column.cells:  # a file without types, in which the texts look like numbers
+            column = Column("text", column.cells)
+        if column.kind != "text":
+            raise ValueError(f"column {name!r} of {source.name} must hold texts, as in training, got {column.kind}s")
+        return {name: column}
+
+    def __call__(
+        self, columns: Mapping[str, Column], rows: Tensor, where: Callable[[int], str] | None = None
+    ) -> Encoded:
+        """The token numbers of these rows, int32 `[n, T]`, and the texts themselves."""
+        (column,) = columns.values()
+        texts: list[str] = column.take(rows)
+        x, cut = self.tokens(texts)
+        note = f"{cut} of {len(texts)} texts have more than {self.text.longest} tokens, and are cut there"
+        files = tuple(text.encode(errors="replace") for text in texts)
+        return Encoded(x, list(range(len(texts))), files=files, notes={self.text.column: note} if cut else {})
+
+    def tokens(self, texts: Sequence[str]) -> tuple[Tensor, int]:
+        """The token numbers of texts, int32 `[n, T]`, and how many of the texts were cut."""
+        x = torch.full((len(texts), self.text.longest), PADDING, dtype=torch.int32)
+        cut = 0
+        for row, found in enumerate(self._tokenizer.encode_batch([_valid(text) for text in texts])):
+            ids = found.ids or [self.text.empty]
+            x[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+            cut += bool(found.overflowing)
+        return x, cut
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        library = needed("tokenizers", "huggingface", "a text")
+        try:
+            return library.Tokenizer.from_str(self.text.tokenizer)
+        except Exception as error:  # whatever the library finds wrong, it raises as it is
+            raise ValueError(f"the tokenizer of {self.text.column!r} cannot be read: {error}") from error
+
+
+def _valid(text: str) -> str:
+    """Without halves of characters, which no tokenizer takes."""
+    return text.encode(errors="replace").decode()
+
+
+def read_tokenizer(place: str | Path, longest: int) -> Text:
+    """The tokenizer of a Hugging Face folder, or of a name in the hub's local cache, for so many tokens at most.
+
+    Only what the `tokenizers` library reads is taken, from files that hold no code.
+    """
+    check_count("max_length", longest)
+    folder = local_place(str(place), "tokenizer")
+    folder = folder.parent if folder.is_file() else folder
+    if not any(found for pattern in FILES for found in folder.glob(pattern)):  # transformers would make an empty one
+        raise ValueError(f"tokenizer: {str(folder)!r} holds no tokenizer: there is no tokenizer.json in it")
+    transformers = needed("transformers", "huggingface", "a tokenizer")
+    try:
+        with quiet():
+            found = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises nearly anything where files are missing
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"tokenizer: {str(folder)!r} holds no tokenizer that can be read: {reason}") from error
+    backend = getattr(found, "backend_tokenizer", None)
+    if backend is None:
+        kind = type(found).__name__
+        raise ValueError(f"tokenizer: {str(folder)!r} must hold a fast tokenizer (tokenizer.json), got a {kind}")
+    added = found.num_special_tokens_to_add()
+    if longest <= added:
+        raise ValueError(f"max_length must be above {added}, the tokens that the tokenizer adds, got {longest}")
+    copy = needed("tokenizers", "huggingface", "a text").Tokenizer.from_str(backend.to_str())
+    copy.no_padding()
+    copy.enable_truncation(longest)
+    special = [found.bos_token_id, found.eos_token_id, found.cls_token_id, found.pad_token_id, found.unk_token_id]
+    empty = next((number for number in special if number is not None), None)
+    if empty is None:
+        raise ValueError(f"tokenizer: {str(folder)!r} must have a token for the beginning, end or padding, got none")
+    return Text("", copy.to_str(), longest, empty)
+
+
+def find_texts(source: Source, choice: Choice, target: str | None) -> list[str] | None:
+    """The column of texts: the given one, the only one, or one that is called so; None where none is asked for."""
+    if choice.text is not None:
+        column = source.column("text", choice.text)
+        if column.kind != "text":
+            raise ValueError(f"text={choice.text!r} must be a column of texts, got one of kind {column.kind}")
+        if choice.text == target:
+            raise ValueError(f"text must not name the target {target!r}")
+        return [choice.text]
+    if choice.tokenizer is None:
+        return None
+    without = (target,) if target else LABELS
+    found = [name for name, column in source.columns.items() if column.kind == "text" and name not in without]
+    named = [name for name in NAMES if name in found]
+    if not found:
+        has = ", ".join(source.columns)
+        raise ValueError(f"text= must be a column of texts, and {source.name} has none: its columns are {has}")
+    if len(found) == 1 or named:
+        return named[:1] or found
+    raise ValueError(f"text= must say which column of {source.name} holds the texts: {', '.join(found)}")
+
+
+class CutToLongest(nn.Module):
+    """Token numbers `[B, T]` without what is behind the end of all of them, but for a few.
+
+    >>> CutToLongest()(torch.tensor([[5, 6, *[-1] * 30], [7, *[-1] * 31]])).shape
+    torch.Size([2, 8])
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        longest = int((x >= 0).sum(1).max()) if len(x) else 0
+        return x[:, : max(MULTIPLE, -(-longest // MULTIPLE) * MULTIPLE)]

@@ -1,0 +1,167 @@
+"""Many heads on one trunk: each member has its own output layers, and all share what comes before them.
+
+Lee et al., *Why M heads are better than one: training a diverse ensemble of deep networks*, 2015. Member i's network is
+`h_i(t(x))`: the trunk t runs once for all members, in training and in evaluation, and the heads h_i are drawn apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import nn
+
+from multitudes.core.calling import Input
+from multitudes.core.copying import copied
+from multitudes.core.draws.stochastic import stochastic_layers
+from multitudes.core.member_layer import MemberLayer
+from multitudes.core.shared import SharedMembers
+from multitudes.methods.own_layers import own_copies
+from multitudes.methods.registry import Method, by
+from multitudes.surgery.heads import output_layers
+from multitudes.surgery.initialise import redraw
+from multitudes.surgery.layers import Factory, Selector, check_untied, replace
+from multitudes.surgery.observe import call_order, example_for
+from multitudes.surgery.start import Start, starting
+
+__all__ = ["heads", "own_parts"]
+
+
+def heads(
+    model: nn.Module | Factory,
+    members: int = 8,
+    *,
+    layers: Selector = None,
+    from_layer: str | None = None,
+    example: Input | None = None,
+    init: str | None = None,
+    task: str | None = None,
+    seed: int | None = None,
+) -> SharedMembers:
+    """Many heads on one trunk: each member has output layers of its own, for the time of one network (Lee et al.).
+
+    The output layers are found by running the network on `example`; a Hugging Face model's are those beside its base
+    model. `layers` selects others, whole blocks as well, and `from_layer` everything that runs from that layer on, in
+    the order in which `example` shows it. Norms in a block are each member's own, with their statistics; parameters
+    that belong to no layer of their own, as class tokens, stay shared.
+
+    The trunk keeps its weights, and each member's layers are drawn anew by their own rules. With `init="fresh"` the
+    trunk is drawn anew as well; with `init="pretrained"` nothing is, which is for one member. What is frozen stays so.
+    The loss is the mean over members; where the whole trunk is frozen, the members' losses add up instead, and each
+    learns exactly as it would alone. In training, dropout before the heads has one mask for all members.
+
+    >>> net = heads(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), members=8)
+    >>> net(torch.ones(5, 3)).shape
+    torch.Size([8, 5, 2])
+    """
+    start = starting(model, members, init, example=example, seed=seed)
+    names = _chosen(start.network, layers, from_layer, example)
+    check_untied(start.network, names)
+    with start.seeded():
+        network = copied(start.network)
+        network = start.begin(network) if init == "fresh" else network
+        converted = own_parts(network, names, members, drawn=init != "pretrained")
+    if members > 1 and not _differ(converted) and not stochastic_layers(network):
+        raise ValueError(
+            start.same("init=None draws each member's layers anew")
+            if init == "pretrained"
+            else f"no rule draws {_listed(names)} anew, so all members would be the same network, and stay so: layers= "
+            "selects others"
+        )
+    net = SharedMembers(replace(network, converted), members).like(start.given, task)
+    net.own_losses = True
+    net.notes = _noted(start, names, init)
+    return net
+
+
+def _noted(start: Start, names: Collection[str], init: str | None) -> dict[str, str]:
+    drawn = "" if init == "pretrained" else ", drawn anew"
+    notes = {name: f"each member's own{drawn}" for name in names}
+    return start.noted(notes) if init == "fresh" else notes
+
+
+def own_parts(network: nn.Module, names: Collection[str], members: int, drawn: bool) -> dict[str, MemberLayer]:
+    """Layers and blocks for each member, by name, drawn anew by the rules of the network that they lie in, or as they
+    are."""
+    work = copied(network) if drawn else network
+    copies: dict[str, list[nn.Module]] = {name: [] for name in names}
+    for _ in range(members):
+        if drawn:
+            redraw(work, only=names)
+        for name, own in copies.items():
+            own.append(copied(work.get_submodule(name)))
+    converted: dict[str, MemberLayer] = {}
+    for name, own in copies.items():
+        converted[name] = own_copies(own)
+        converted[name].place = name
+    return converted
+
+
+def _differ(converted: Mapping[str, MemberLayer]) -> bool:
+    """Whether the first two members have something that is not the same."""
+    stacks = [p for layer in converted.values() for p in layer.parameters(recurse=False)]
+    return any(not torch.equal(stack[0], stack[1]) for stack in stacks)
+
+
+# -- which layers ------------------------------------------------------------------------------------------
+
+
+def _chosen(network: nn.Module, layers: Selector, from_layer: str | None, example: Input | None) -> list[str]:
+    """The names of the layers and blocks that are each member's own, none inside another."""
+    if layers is not None and from_layer is not None:
+        raise ValueError(f"layers={layers!r} and from_layer={from_layer!r} say the same thing: give one of them")
+    if from_layer is not None:
+        return _from_on(network, from_layer, example)
+    try:
+        names = output_layers(network, layers, example)
+    except ValueError as error:
+        raise ValueError(str(error).replace("heads", "layers", 1).replace("heads=", "layers=")) from error
+    return [name for name in names if not any(name != other and name.startswith(f"{other}.") for other in names)]
+
+
+def _from_on(network: nn.Module, from_layer: str, example: Input | None) -> list[str]:
+    """Everything with tensors that runs from a layer on."""
+    modules = dict(network.named_modules())
+    if from_layer not in modules or not from_layer:
+        there = ", ".join(name for name in modules if name)
+        raise ValueError(f"from_layer: no layer is named {from_layer!r}; there are: {there}")
+    calls = call_order(network, example_for(network, example))
+    if from_layer not in calls:
+        raise ValueError(f"from_layer={from_layer!r} never runs, on the example at least")
+    begin = calls.index(from_layer)
+    before, after = set(calls[:begin]), set(calls[begin:])
+    names: list[str] = []
+
+    def walk(name: str) -> None:
+        module = modules[name]
+        inside = from_layer == name or from_layer.startswith(f"{name}.") or not name
+        called = name in before or name in after
+        if from_layer != name and (inside or not called):
+            for child in module._modules:
+                if (path := f"{name}.{child}" if name else child) in modules:
+                    walk(path)
+        elif name in after and any(True for _ in [*module.parameters(), *module.buffers()]):
+            if name in before:
+                raise ValueError(f"layer {name!r} runs before from_layer={from_layer!r} and after, so it is shared")
+            names.append(name)
+
+    walk("")
+    if not any(p.requires_grad for name in names for p in modules[name].parameters()):
+        raise ValueError(
+            f"from_layer={from_layer!r}: {_listed(names)} must have weights that are trained, and have none"
+        )
+    return names
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(map(repr, names)) or "what runs from there on"
+
+
+ROWS = (
+    Method(
+        "heads", by(heads), {"members": 8},
+        "Little more than one network: the output layer of each member.",
+        "Pick it when the time of one forward is all there is, or the trunk is somebody else's.",
+        place=25,
+    ),
+)  # fmt: skip

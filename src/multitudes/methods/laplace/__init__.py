@@ -1,0 +1,6 @@
+"""Last-layer Laplace: its layers, its curvature and its prior, its conversion, and its row for studies."""
+
+from multitudes.methods.laplace.conversion import ROWS, Laplace, LaplaceMembers, laplace
+from multitudes.methods.laplace.layers import LaplaceConv, LaplaceLayer, LaplaceLinear, WithNoise
+
+__all__ = ["ROWS", "Laplace", "LaplaceConv", "LaplaceLayer", "LaplaceLinear", "LaplaceMembers", "WithNoise", "laplace"]

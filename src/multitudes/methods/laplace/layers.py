@@ -1,0 +1,234 @@
+"""Output layers whose weights have a Gaussian posterior, and networks that tell the noise of their targets.
+
+A weight matrix with its bias as a last column, `W [O, F]`, has mean `W*`, the trained one, and the covariance S:
+
+    full     S = L L^T                                          W = W* + L eps
+    kron     S = (Q_G x Q_A) diag(s^2) (Q_G x Q_A)^T            W = W* + Q_G (s * eps) Q_A^T
+    diag     S = diag(s^2)                                      W = W* + s * eps
+
+Where a likelihood treats outputs apart, as all but the softmax's do, the full covariance has a block for each output:
+`L [K, R, R]` with K blocks of R rows, `K R = O F`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from multitudes.core.calling import call
+from multitudes.core.draws.stochastic import Stochastic
+from multitudes.core.gaussian import join_gaussian
+from multitudes.core.multitude import share_registries
+
+__all__ = ["STRUCTURES", "LaplaceConv", "LaplaceLayer", "LaplaceLinear", "WithNoise", "features_of"]
+
+STRUCTURES = ("full", "kron", "diag")
+"""From the richest to the smallest."""
+
+PROBIT = math.pi / 8
+
+
+def features_of(x: Tensor, bias: bool, like: Tensor) -> Tensor:
+    """A layer's inputs `[..., I]`, and with a bias a last one of ones `[..., I + 1]`, in the dtype of `like`."""
+    x = x.to(like.dtype)
+    return F.pad(x, (0, 1), value=1.0) if bias else x
+
+
+class LaplaceLayer(Stochastic):
+    """An output layer with a posterior: each draw has weights of its own, which serve the whole batch.
+
+    `weight` and `bias` are the trained ones, the expectation. The posterior's tensors are buffers: `factor`, or `left`,
+    `right` and `deviations`, or `deviations` alone. The first outputs are random, as many as the posterior is of; the
+    variances of a Gaussian head are not. `prior` and `evidence` are the prior precision and the logarithm of the
+    marginal likelihood.
+    """
+
+    noise = "weights"
+    weight: Tensor
+    bias: Any
+    side: str | None = None
+    """What a run gives instead of a draw: "probit", scaled logits, or "deviation", the outputs' standard deviations."""
+
+    structure: str
+    prior: Tensor
+    evidence: Tensor
+    factor: Any
+    left: Any
+    right: Any
+    deviations: Any
+
+    def hold(self, structure: str, posterior: Mapping[str, Tensor], prior: float, evidence: float) -> None:
+        """Take on a posterior: its structure, its tensors by name, and what it came from."""
+        self.structure = structure
+        for name in ("factor", "left", "right", "deviations"):
+            own = posterior.get(name)
+            self.register_buffer(name, None if own is None else own.to(self.weight).contiguous())
+        for name, value in (("prior", prior), ("evidence", evidence)):
+            self.register_buffer(name, torch.tensor(value, device=self.weight.device))
+
+    # -- one draw ----------------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.side is not None:
+            return self._closed(x)
+        if self.expects:
+            return self._product(x, self.weight, self.bias)
+        return self._product(x, *self.drawn())
+
+    def drawn(self) -> tuple[Tensor, Tensor | None]:
+        """The weight and the bias of one draw."""
+        weight = self.weight
+        change = self._change().to(weight)
+        change = F.pad(change, (0, 0, 0, len(weight) - len(change)))  # outputs that are not random
+        inputs = weight.shape[1]
+        bias = None if self.bias is None else self.bias + change[:, inputs]
+        return weight + change[:, :inputs].reshape(weight.shape), bias
+
+    def _change(self) -> Tensor:
+        """What a draw adds to the weights and the bias, `[O, F]`."""
+        if self.structure == "full":
+            change: Tensor = self.factor @ self.normal((*self.factor.shape[:2], 1), like=self.factor)
+            return change.reshape(-1, self._features)
+        change = self.deviations * self.normal(self.deviations.shape, like=self.deviations)
+        return self.left @ change @ self.right.mT if self.structure == "kron" else change
+
+    @property
+    def _features(self) -> int:
+        return self.weight.shape[1] + (self.bias is not None)
+
+    # -- without draws -----------------------------------------------------------------------------------
+
+    def _closed(self, x: Tensor) -> Tensor:
+        rows = x.movedim(1, -1) if isinstance(self, nn.Conv2d) else x
+        variances = self.variances(rows)
+        variances = F.pad(variances, (0, len(self.weight) - variances.shape[-1]))
+        variances = variances.movedim(-1, 1) if isinstance(self, nn.Conv2d) else variances
+        if self.side == "deviation":
+            return variances.sqrt().to(x.dtype)
+        mean = self._product(x, self.weight, self.bias)
+        return (mean * torch.rsqrt(1 + PROBIT * variances)).to(mean.dtype)
+
+    def variances(self, x: Tensor) -> Tensor:
+        """The variance of each random output for inputs `[..., I] -> [..., O]`."""
+        if self.structure == "full":
+            rows = features_of(x, self.bias is not None, self.factor)
+            blocks = self.factor.reshape(-1, self._features, self.factor.shape[-1])  # of each output
+            return torch.stack([(rows @ block).square().sum(-1) for block in blocks], -1)
+        rows = features_of(x, self.bias is not None, self.deviations)
+        if self.structure == "diag":
+            return rows.square() @ self.deviations.square().mT
+        return (rows @ self.right).square() @ self.deviations.square().mT @ self.left.square().mT
+
+    # -- plain -------------------------------------------------------------------------------------------
+
+    def fold(self) -> nn.Module:
+        weight, bias = self.drawn()
+        plain: Any = self._plain(weight, bias)
+        plain.weight = nn.Parameter(weight.detach().clone(), self.weight.requires_grad)
+        plain.bias = None if bias is None else nn.Parameter(bias.detach().clone(), self.bias.requires_grad)
+        return cast("nn.Module", plain.train(self.training))
+
+    def _plain(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
+        """A plain layer for these weights."""
+        raise NotImplementedError
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The plain layer's output with these weights."""
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """Fresh weights have no posterior."""
+        if hasattr(self, "structure"):  # else the plain layer's constructor asks
+            raise ValueError("weights with a Laplace posterior cannot be initialised anew: convert the network again")
+        super().reset_parameters()  # type: ignore[misc]  # the plain layer's, which each class puts behind this one
+
+    def _take_over(self, layer: nn.Module) -> None:
+        """The trained weights, and what a user's subclass of a plain layer has beside them."""
+        kept = {key: value for key, value in vars(layer).items() if key not in vars(self) and key != "forward"}
+        vars(self).update(copy.deepcopy(kept))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, structure={self.structure!r}"
+
+
+class LaplaceLinear(LaplaceLayer, nn.Linear):
+    """A linear layer, `[B, ..., I] -> [B, ..., O]`, with a posterior of its weights."""
+
+    @classmethod
+    def of(cls, layer: nn.Module, weight: Tensor, bias: nn.Parameter | None, trained: bool) -> LaplaceLinear:
+        """From a layer that computes `x W^T + b`, whatever its class."""
+        outputs, inputs = weight.shape
+        made: LaplaceLinear = nn.utils.skip_init(
+            cls, inputs, outputs, bias is not None, device=weight.device, dtype=weight.dtype
+        )
+        made.weight = nn.Parameter(weight.detach().clone(), trained)
+        made.bias = copy.deepcopy(bias)
+        made._take_over(layer)
+        return made
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def _plain(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
+        outputs, inputs = weight.shape
+        return nn.utils.skip_init(nn.Linear, inputs, outputs, bias is not None, device=weight.device)
+
+
+class LaplaceConv(LaplaceLayer, nn.Conv2d):
+    """A convolution of one pixel, `[B, I, H, W] -> [B, O, H, W]`, with a posterior of its weights."""
+
+    @classmethod
+    def of(cls, layer: nn.Module, weight: Tensor, bias: nn.Parameter | None, trained: bool) -> LaplaceConv:
+        """From a convolution of one pixel."""
+        outputs, inputs = weight.shape[:2]
+        made: LaplaceConv = nn.utils.skip_init(
+            cls, inputs, outputs, 1, bias=bias is not None, device=weight.device, dtype=weight.dtype
+        )
+        made.weight = nn.Parameter(weight.detach().clone(), trained)
+        made.bias = copy.deepcopy(bias)
+        made._take_over(layer)
+        return made
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.conv2d(x, weight, bias)
+
+    def _plain(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
+        outputs, inputs = weight.shape[:2]
+        return nn.utils.skip_init(nn.Conv2d, inputs, outputs, 1, bias=bias is not None, device=weight.device)
+
+
+class WithNoise(nn.Module):
+    """A network that predicts values, and tells the variance of their noise: `[B]` or `[B, D, ...] -> [B, 2D, ...]`.
+
+    Its predictions are those of `task="gaussian"`. It shares the registries of its `network`, with one buffer more,
+    `target_noise`: one variance `[]`, or one for each output `[D]`.
+    """
+
+    shares = "network"
+    network: nn.Module
+    target_noise: Tensor
+
+    def __init__(self, network: nn.Module, noise: Tensor) -> None:
+        super().__init__()
+        share_registries(self, network)
+        object.__setattr__(self, "network", network)  # not registered, which would put a name in front
+        self.training = network.training
+        self.register_buffer("target_noise", noise)
+        # Networks that are fused must be alike, and `network` is not looked into.
+        self.kind = type(network).__name__
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.network.training = self.training
+        mean = call(self.network, kwargs or args)
+        mean = mean.unsqueeze(1) if mean.dim() == 1 else mean
+        return join_gaussian(mean, self.target_noise.to(mean.dtype).expand_as(mean))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WithNoise:
+        self.network._apply(fn, recurse)
+        return self

@@ -1,0 +1,301 @@
+"""What an output layer sees and gives, row by row, and which prediction and which target each of its outputs is.
+
+The curvature is that of a likelihood of the layer's outputs, so a network must predict with these: all of them in their
+order, some of them (the last token of a text), or their `log_softmax`. That is observed: in a run the layer's outputs
+are numbered, and the numbers are looked up in the predictions. What changes outputs, such as a scale, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from multitudes.core.batches import Batches
+from multitudes.core.calling import (
+    Input,
+    InputError,
+    call,
+    input_errors,
+    moved,
+    plain_attention,
+    split_batch,
+    weight_in,
+)
+from multitudes.core.draws.stochastic import Stochastic, expecting
+from multitudes.core.gaussian import split_gaussian
+from multitudes.core.multitude import Multitude, evaluating
+from multitudes.core.targets import check_class_axis, check_clear, check_shape, check_targets
+from multitudes.core.tasks import shifted_targets
+from multitudes.methods.laplace.curvature import wide
+from multitudes.methods.laplace.layers import features_of
+from multitudes.surgery.affine import AffineMap, affine_layers, kind_of, maps_of
+from multitudes.surgery.heads import final_layers
+from multitudes.surgery.layers import Selector, select
+
+__all__ = ["OutputLayer", "Rows", "output_layer", "rows_of"]
+
+SOFTMAX = ("classification", "tokens")
+
+
+# -- the layer ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """The layer that gives a network's predictions."""
+
+    name: str
+    layer: Any
+    affine: AffineMap
+
+    @property
+    def where(self) -> str:
+        """Its name and class, for errors."""
+        kind = type(self.layer).__name__
+        return f"layer {self.name!r} ({kind})" if self.name else f"the network itself ({kind})"
+
+    @property
+    def dense(self) -> bool:
+        """Whether it is a convolution, with channels in dim 1."""
+        return kind_of(self.layer) is nn.Conv2d
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether it adds a bias."""
+        return getattr(self.layer, "bias", None) is not None
+
+    def last(self, values: Tensor) -> Tensor:
+        """Its inputs or outputs with their channels last."""
+        return values.movedim(1, -1) if self.dense else values
+
+
+def output_layer(network: nn.Module, layers: Selector, example: Input) -> OutputLayer:
+    """The layer that `layers` selects, or the one after which no other layer with weights comes."""
+    if layers is not None:
+        names = list(select(network, layers, affine_layers(network)))
+    elif maps_of(network) or isinstance(network, Stochastic):
+        names = [""]
+    else:
+        with input_errors(example), plain_attention():
+            names = final_layers(network, example)
+    if len(names) != 1:
+        raise ValueError(
+            f"layers must select the one layer whose outputs are the predictions, got {', '.join(map(repr, names))}: "
+            f"pass layers=[{names[0]!r}], or another of them"
+        )
+    layer: Any = network.get_submodule(names[0])
+    maps = maps_of(layer)
+    found = OutputLayer(names[0], layer, maps[0] if maps else AffineMap())
+    if isinstance(layer, Stochastic):
+        raise ValueError(f"{found.where} draws its weights already, so that it can have no Laplace posterior")
+    if len(maps) != 1 or not _is_linear(layer):
+        raise ValueError(
+            f"{found.where} gives the network's output, and a Laplace posterior is for linear layers and convolutions "
+            "of one pixel: layers= names another"
+        )
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        raise ValueError(f"{found.where} has forward hooks, which would be lost: remove them first")
+    return found
+
+
+def _is_linear(layer: Any) -> bool:
+    kind = kind_of(layer)
+    if kind in (None, nn.Linear):
+        return True
+    settings = (("kernel_size", 1), ("stride", 1), ("padding", 0))
+    return (
+        kind is nn.Conv2d
+        and layer.groups == 1
+        and all(getattr(layer, name) in (value, (value, value)) for name, value in settings)
+    )
+
+
+# -- rows --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows that a layer has seen of one batch, those that no target belongs to left out."""
+
+    phi: Tensor
+    """Features `[R, F]`, with ones for a bias."""
+    outputs: Tensor
+    """The layer's outputs `[R, O]`, in float64."""
+    target: Tensor
+    """With a softmax classes `[R]` or their probabilities `[R, O]`; of a Gaussian head `[R, O / 2]`; else `[R, O]`."""
+    weight: Tensor
+    """That of each target, `[R, O]`, or of all of a row, `[R, 1]`; 0 where an output has none."""
+    by_output: bool = True
+    """Whether each output of the layer is one of the predictions `[B]` or `[B, O]`."""
+
+
+def rows_of(network: nn.Module, output: OutputLayer, batches: Batches, reader: Multitude) -> Iterator[Rows]:
+    """The rows of all batches; `reader` knows the task."""
+    observer = _Observer(network, output, reader)
+    device = next(iter([*network.parameters(), *network.buffers()]), torch.zeros(0)).device
+    with evaluating(network), expecting(network), torch.no_grad(), plain_attention():
+        for index, batch in enumerate(batches.batches):
+            try:
+                x, y = split_batch(batch)
+                if y is None or not len(y):
+                    raise ValueError("a Laplace posterior needs targets: pass (x, y), or batches of inputs and targets")
+                weight = weight_in(batch, y, "a batch")
+                weight = torch.ones(len(y)) if weight is None else weight
+                found = observer.rows(moved(x, device), y.to(device), wide(weight.to(device)))
+            except ValueError as error:
+                raise ValueError(f"batch {index} of data: {error}") from error
+            if len(found.phi):
+                yield found
+
+
+class _Observer:
+    """Runs a network on batches, and knows from the first one how its predictions follow from the layer's outputs."""
+
+    def __init__(self, network: nn.Module, output: OutputLayer, reader: Multitude) -> None:
+        self.network, self.output, self.reader = network, output, reader
+        self.way = ""  # "whole": all outputs in their order; "log_softmax"; "chosen": some of them
+
+    def rows(self, x: Input, y: Tensor, weight: Tensor) -> Rows:
+        """The rows of a batch; `weight [B]` is that of each input."""
+        task = self.reader.task
+        with input_errors(x):
+            seen, outputs, prediction = self._run(x)
+        y = shifted_targets(y) if task == "tokens" and self.reader.next_tokens else y
+        self._check(x, y, seen, prediction)
+        numbers = self._numbers(x, outputs, prediction)
+        phi = features_of(self.output.last(seen), self.output.has_bias, seen).flatten(0, -2)
+        own = wide(self.output.last(outputs)).flatten(0, -2)
+        if task in SOFTMAX or task == "gaussian":
+            return self._grouped(phi, own, numbers, y, weight)
+        weight = weight.view(-1, *[1] * (prediction.dim() - 1)).expand_as(prediction)
+        found = self._apart(phi, own, numbers, y, weight)
+        return replace(found, by_output=prediction.dim() < 3 and prediction[:1].numel() == own.shape[1])
+
+    def _run(self, x: Input, instead: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """What the layer is given and gives, and the prediction; with other outputs `instead` of its own."""
+        seen: list[tuple[Tensor, Tensor]] = []
+
+        def look(layer: nn.Module, args: Any, y: Tensor) -> Tensor | None:
+            seen.append((args[0], y))
+            return instead
+
+        handle = self.output.layer.register_forward_hook(look)
+        try:
+            prediction = call(self.network, x)
+        finally:
+            handle.remove()
+        if len(seen) != 1:
+            raise InputError(f"{self.output.where} runs {len(seen)} times for an input, and must run once")
+        return *seen[0], prediction
+
+    def _check(self, x: Input, y: Tensor, seen: Tensor, prediction: Tensor) -> None:
+        """What targets must be for predictions, and features for a curvature."""
+        task = self.reader.task
+        if self.reader.known_task is None:
+            check_class_axis(prediction[None], x)
+            check_clear(prediction[None], y)
+        check_shape(prediction[None].shape, task)
+        check_targets(task, prediction[None], y)
+        if task == "gaussian":
+            mean = split_gaussian(prediction)[0]
+            if y.shape != mean.shape:
+                raise ValueError(f"y must have the means' shape {list(mean.shape)}, got {list(y.shape)}")
+        if task in SOFTMAX and not y.is_floating_point() and y.shape != _without_classes(prediction, task).shape:
+            want = list(_without_classes(prediction, task).shape)
+            raise ValueError(f"y must hold one class for each prediction, {want}, got shape {list(y.shape)}")
+        if y.is_floating_point() and not bool(y.isfinite().all()):
+            raise ValueError("y must hold finite numbers, got NaN or infinity")
+        if not bool(seen.isfinite().all()):
+            raise ValueError(f"the inputs of {self.output.where} must be finite, got NaN or infinity")
+
+    # -- which output is which prediction ----------------------------------------------------------------
+
+    def _numbers(self, x: Input, outputs: Tensor, prediction: Tensor) -> Tensor:
+        """Which of the layer's outputs, counted with channels last, each number of the prediction is."""
+        last = self.output.last(outputs)
+        counted = torch.arange(last.numel(), device=last.device).view(last.shape)
+        counted = counted.movedim(-1, 1) if self.output.dense else counted
+        if not self.way:
+            self.way = self._found_way(x, outputs, prediction, counted)
+        numbers = None
+        if self.way == "chosen":
+            numbers = self._looked_up(x, counted, prediction)
+        elif counted.numel() == prediction.numel():
+            numbers = counted.reshape(prediction.shape)
+        if numbers is None or not self._same(last, numbers, prediction):
+            raise ValueError(
+                f"the predictions are not the outputs of {self.output.where}, but something that is made of them, and "
+                "a Laplace posterior is that of a likelihood of these outputs: let the network end with that layer"
+            )
+        return numbers
+
+    def _found_way(self, x: Input, outputs: Tensor, prediction: Tensor, counted: Tensor) -> str:
+        numbers = self._looked_up(x, counted, prediction)
+        if numbers is None:
+            return "log_softmax" if self.reader.task in SOFTMAX and outputs.shape == prediction.shape else "chosen"
+        whole = counted.numel() == prediction.numel()
+        return "whole" if whole and torch.equal(numbers, counted.reshape(prediction.shape)) else "chosen"
+
+    def _looked_up(self, x: Input, counted: Tensor, prediction: Tensor) -> Tensor | None:
+        """The numbers of the outputs that a prediction consists of; None where it is made of anything else."""
+        marks = wide((counted + 1) * (1 - 2 * (counted % 2)))  # of both signs: what depends on the sign is noticed
+        found = wide(self._run(x, marks)[2])
+        if found.shape != prediction.shape or not bool(found.isfinite().all()):
+            return None
+        numbers = found.abs().round().long() - 1
+        if not bool(((numbers >= 0) & (numbers < counted.numel())).all()):
+            return None
+        marks = self._in_order(marks)
+        return numbers if torch.equal(marks[numbers], found) else None
+
+    def _in_order(self, values: Tensor) -> Tensor:
+        return self.output.last(values).flatten()
+
+    def _same(self, last: Tensor, numbers: Tensor, prediction: Tensor) -> bool:
+        if self.way == "log_softmax":
+            given = F.log_softmax(wide(last), -1).flatten()[numbers]
+            return torch.allclose(given, wide(prediction), rtol=1e-3, atol=1e-3)
+        return torch.equal(wide(last).flatten()[numbers], wide(prediction))
+
+    # -- rows of it --------------------------------------------------------------------------------------
+
+    def _grouped(self, phi: Tensor, outputs: Tensor, numbers: Tensor, y: Tensor, weight: Tensor) -> Rows:
+        """Of predictions that are all outputs of a row together."""
+        task, width = self.reader.task, outputs.shape[1]
+        numbers = (numbers if task == "tokens" else numbers.movedim(1, -1)).flatten(0, -2)
+        order = torch.arange(width, device=numbers.device)
+        first = numbers[:, :1]
+        if numbers.shape[1] != width or not torch.equal(numbers - first, order.expand_as(numbers)):
+            raise ValueError(
+                f"each prediction must be one row of the {width} outputs of {self.output.where}, in their order, and "
+                f"these are {numbers.shape[1]} in another order"
+            )
+        which = first[:, 0] // width
+        weight = weight.repeat_interleave(len(which) // len(weight))
+        if task in SOFTMAX and not y.is_floating_point():
+            y = y.flatten().long()
+            kept = y != -100
+            which, y, weight = which[kept], y[kept], weight[kept]
+        else:
+            y = wide(y if task == "tokens" else y.movedim(1, -1)).flatten(0, -2)
+        return Rows(phi[which], outputs[which], y, weight[:, None])
+
+    def _apart(self, phi: Tensor, outputs: Tensor, numbers: Tensor, y: Tensor, weight: Tensor) -> Rows:
+        """Of predictions each of which is an output by itself."""
+        numbers = numbers.flatten()
+        if len(numbers.unique()) != len(numbers):
+            raise ValueError(f"an output of {self.output.where} is in the predictions more than once")
+        target, weights = torch.zeros_like(outputs).flatten(), torch.zeros_like(outputs).flatten()
+        target[numbers], weights[numbers] = wide(y).flatten(), weight.flatten()
+        target, weights = target.view_as(outputs), weights.view_as(outputs)
+        kept = weights.any(1)
+        return Rows(phi[kept], outputs[kept], target[kept], weights[kept])
+
+
+def _without_classes(prediction: Tensor, task: str) -> Tensor:
+    return prediction.select(-1 if task == "tokens" else 1, 0)

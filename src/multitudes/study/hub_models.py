@@ -1,0 +1,232 @@
+"""Hugging Face models as networks of a study: `hf:FOLDER`, `hf:FOLDER/config.json`, or `hf:NAME` of the local cache.
+
+A model is built by transformers from its configuration, which the jobs keep, and where its folder has weights, from
+those: in safetensors alone, since other files hold code. Nothing is downloaded, and no code of a folder is run. Output
+layers are always drawn anew, from torch's random state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from multitudes.core.checks import needed
+from multitudes.data.hub import local_place, quiet
+from multitudes.data.texts import LONGEST
+from multitudes.models.huggingface import FromTokens
+from multitudes.surgery.heads import output_layers
+from multitudes.surgery.initialise import redraw
+
+__all__ = ["PREFIX", "HubModel", "build_hub_model", "is_hub"]
+
+PREFIX = "hf:"
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+UNREAD = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
+"""Files of weights that are not read."""
+AUTO = {"text": "AutoModelForSequenceClassification", "image": "AutoModelForImageClassification"}
+MAPPINGS = {
+    "text": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "image": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+}
+OFFSET = ("roberta", "camembert", "xmod", "longformer", "data2vec-text", "ibert", "mpnet", "esm")
+"""Whose positions are counted from the padding's number on, by a word in the type of the model."""
+PIXEL = 1 / 255
+
+
+def is_hub(name: str | None) -> bool:
+    """Whether a model's name is that of a Hugging Face model."""
+    return isinstance(name, str) and name.startswith(PREFIX)
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """What a name stands for: its configuration, and where its weights are, if it has any."""
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any]
+    weights: tuple[Path, ...]
+
+    @classmethod
+    def read(cls, name: str) -> HubModel:
+        """The model of a name; a sentence where there is none."""
+        place = local_place(name.removeprefix(PREFIX), "model")
+        file = place / "config.json" if place.is_dir() else place
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"model {name!r} must have a config.json, which {str(file)!r} is not: {error}") from error
+        if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+            raise ValueError(f"model {name!r} must be one of transformers: its config.json names no model_type")
+        found = cls(name, file.parent, config, _weights(name, place) if place.is_dir() else ())
+        found.kind  # noqa: B018  # now: a sentence where it is none for texts or images
+        return found
+
+    @cached_property
+    def kind(self) -> str:
+        """The kind of data that it is for: text or image."""
+        auto = needed("transformers.models.auto.modeling_auto", "huggingface", f"the model {self.name!r}")
+        known = self.config["model_type"]
+        found = [kind for kind, mapping in MAPPINGS.items() if known in getattr(auto, mapping)]
+        if not found:
+            code = ", whose code is in its folder, which is not run" if "auto_map" in self.config else ""
+            raise ValueError(
+                f"model {self.name!r} is a {known}{code}: transformers has no such model for classes of texts or images"
+            )
+        return found[0]
+
+    @property
+    def pretrained(self) -> bool:
+        """Whether it starts from weights."""
+        return bool(self.weights)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a text that it takes; as many as are usual, where it has no limit or a large one."""
+        limits = [self.config.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len")]
+        limit = next((each for each in limits if isinstance(each, int) and each > 0), None)
+        if limit is None:
+            return LONGEST
+        if any(word in self.config["model_type"] for word in OFFSET):
+            limit -= 1 + int(self.config.get("pad_token_id") or 1)
+        return limit
+
+    # -- images ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _preprocessor(self) -> dict[str, Any]:
+        """How its images were prepared, where that is said and is what a study can do."""
+        file = self.folder / "preprocessor_config.json"
+        try:
+            found = json.loads(file.read_text(encoding="utf-8")) if self.pretrained and file.is_file() else {}
+        except (OSError, ValueError) as error:
+            raise ValueError(f"model {self.name!r}: {str(file)!r} cannot be read: {error}") from error
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """Height and width of its images, where they are told."""
+        own = _sides(self.config.get("image_size"))
+        return own or _sides(self._preprocessor.get("crop_size")) or _sides(self._preprocessor.get("size"))
+
+    @property
+    def pixels(self) -> tuple[list[float], list[float]] | None:
+        """The mean and the deviation of each channel that its weights were trained with, of pixels from 0 to 1."""
+        how = self._preprocessor
+        mean, std = how.get("image_mean"), how.get("image_std")
+        usual = how.get("do_normalize", True) and abs(how.get("rescale_factor", PIXEL) - PIXEL) < 1e-6
+        if not (usual and how.get("do_rescale", True) and isinstance(mean, list) and isinstance(std, list)):
+            return None
+        return (mean, std) if len(mean) == len(std) == self.config.get("num_channels", len(mean)) else None
+
+    # -- for jobs ----------------------------------------------------------------------------------------
+
+    def plain(self, settings: Mapping[str, Any], padding: int | None) -> dict[str, Any]:
+        """All that a job needs to build it, for JSON; `padding` fills texts where it has no number for that."""
+        own = {key: value for key, value in self.config.items() if key not in ("id2label", "label2id", "num_labels")}
+        for key, value in settings.items():
+            if key not in own:
+                raise ValueError(f"model {self.name!r} has no setting {key!r}; its settings are {', '.join(own)}")
+            own[key] = value
+        if padding is not None and not _is_token(own.get("pad_token_id"), own.get("vocab_size")):
+            own["pad_token_id"] = padding
+        found: dict[str, Any] = {"name": self.name, "settings": dict(settings), "config": own, "kind": self.kind}
+        if self.weights:
+            found["weights"] = {"folder": str(self.folder), "sha256": _digest(self.weights)}
+        return found
+
+
+def _sides(value: Any) -> tuple[int, int] | None:
+    if isinstance(value, Mapping):
+        value = value.get("shortest_edge") or [value.get("height"), value.get("width")]
+    sides = [value, value] if isinstance(value, int) else value
+    whole = isinstance(sides, list | tuple) and len(sides) == 2 and all(type(side) is int for side in sides)
+    return (sides[0], sides[1]) if whole else None
+
+
+def _is_token(number: Any, vocabulary: Any) -> bool:
+    return type(number) is int and 0 <= number < (vocabulary if type(vocabulary) is int else number + 1)
+
+
+def _weights(name: str, folder: Path) -> tuple[Path, ...]:
+    """The files of weights of a folder, none where it has none; an error where they are not in safetensors."""
+    if any((folder / file).is_file() for file in WEIGHTS):
+        return tuple(sorted(folder.glob("*.safetensors")))
+    if unread := sorted(
+        path.name for pattern in UNREAD for path in folder.glob(pattern) if path.name != "training_args.bin"
+    ):
+        raise ValueError(
+            f"model {name!r} has its weights in {unread[0]}, a kind of file that can run code: save them as "
+            "safetensors, model.save_pretrained(FOLDER)"
+        )
+    return ()
+
+
+def _digest(files: tuple[Path, ...]) -> str:
+    """A SHA-256 of the weights."""
+    whole = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as content:
+            whole.update(hashlib.file_digest(content, "sha256").digest())
+    return whole.hexdigest()
+
+
+# -- networks ----------------------------------------------------------------------------------------------
+
+
+def build_hub_model(model: Mapping[str, Any], shape: tuple[int, ...], outputs: int) -> nn.Module:
+    """The network that `HubModel.plain` describes, in training mode: with its weights where these are named."""
+    name, kind, config = model["name"], model["kind"], dict(model["config"])
+    transformers = needed("transformers", "huggingface", f"the model {name!r}")
+    if kind == "image":
+        _check_images(name, config, shape)
+    try:
+        made = transformers.CONFIG_MAPPING[config["model_type"]].from_dict({**config, "num_labels": outputs})
+        made.problem_type, made.use_cache = None, False
+        with quiet():
+            network = _built(getattr(transformers, AUTO[kind]), made, model.get("weights"), name)
+    except (KeyError, TypeError, RuntimeError, AttributeError, ImportError, AssertionError) as error:
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise ValueError(f"model {name!r} cannot be built from its config.json: {reason}") from error
+    network.train()
+    return FromTokens(network, int(made.pad_token_id or 0)) if kind == "text" else network
+
+
+def _built(auto: Any, config: Any, weights: Mapping[str, str] | None, name: str) -> nn.Module:
+    if weights is None:
+        network: nn.Module = auto.from_config(config, trust_remote_code=False)
+        return network
+    folder = Path(weights["folder"])
+    files = _weights(name, folder) if folder.is_dir() else ()
+    if not files or _digest(files) != weights["sha256"]:
+        raise ValueError(f"model {name!r}: the weights in {str(folder)!r} are not those that the study was made with")
+    network, told = auto.from_pretrained(
+        folder, config=config, local_files_only=True, use_safetensors=True, ignore_mismatched_sizes=True,
+        dtype=torch.float32, output_loading_info=True, trust_remote_code=False,
+    )  # fmt: skip
+    heads = output_layers(network)
+    others = [key for key, _ in network.named_parameters() if not any(key.startswith(f"{head}.") for head in heads)]
+    missing = [key for key in others if key in set(told["missing_keys"])]
+    if 2 * len(missing) > len(others):
+        raise ValueError(
+            f"model {name!r}: the weights in {str(folder)!r} are of another network, which has no {missing[0]!r}"
+        )
+    config._name_or_path = ""  # a path of this machine, which no file should hold
+    return redraw(network, only=heads)
+
+
+def _check_images(name: str, config: Mapping[str, Any], shape: tuple[int, ...]) -> None:
+    channels, *sides = shape
+    wanted, size = config.get("num_channels", channels), _sides(config.get("image_size"))
+    if wanted != channels or (size is not None and size != tuple(sides)):
+        told = f"{wanted} channels" + (f" and {size[0]} x {size[1]} pixels" if size else "")
+        got = f"{channels} x {sides[0]} x {sides[1]}"
+        raise ValueError(f"model {name!r} is for images of {told}, got {got}: change its config.json, or size= of data")

@@ -1,0 +1,114 @@
+"""Cuts, applied: the narrowed copy of a network, with what else of it counts channels or heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.calling import Input
+from multitudes.surgery.attended import HeadChoice
+from multitudes.surgery.attributes import ADJUSTMENTS, adjust
+from multitudes.surgery.cuts import Cut, cut_layer, is_depthwise, makes, width_of
+from multitudes.surgery.layers import is_frozen, replace
+from multitudes.surgery.narrow_proof import Along, prove, standing_alone
+
+__all__ = ["Plan", "apply_cuts"]
+
+_ADJUSTMENTS = ("names", "none", "heads", "values")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is kept of a network: every layer's cut, by name, and the heads of its attentions.
+
+    `built` are the narrower Hugging Face models in it, which their own configurations have given, by name.
+    """
+
+    cuts: dict[str, Cut]
+    heads: HeadChoice
+    built: Mapping[str, nn.Module] = field(default_factory=dict)
+
+
+def apply_cuts(model: nn.Module, plan: Plan, example: Input) -> nn.Module:
+    """The narrowed copy, with the kept channels' weights; proven on the example.
+
+    Parameters that stand alone are kept whole where that fits, and else cut where they are as wide as a cut layer, or
+    have a number for each head. Attributes that count channels or heads are changed where that is needed.
+    """
+    first: ValueError | None = None
+    layers = {name: model.get_submodule(name) for name in plan.cuts if not is_frozen(model.get_submodule(name))}
+    for along in _along(model, plan):
+        for adjusted in _ADJUSTMENTS if plan.heads.found else ADJUSTMENTS:
+            narrowed = replace(model, _cut_layers(layers, plan.cuts))
+            _cut_parameters(narrowed, along)
+            if not adjust(narrowed, plan.cuts, plan.heads, adjusted, model) and adjusted != "none":
+                continue
+            try:
+                prove(model, narrowed, plan.cuts, example, along, plan.heads.sources)
+                return narrowed
+            except ValueError as error:
+                first = first or error
+    assert first is not None
+    raise first
+
+
+def _cut_layers(layers: Mapping[str, nn.Module], cuts: Mapping[str, Cut]) -> dict[str, nn.Module]:
+    """The smaller layers; those that shared a weight share it, where both keep the same of it."""
+    small = {name: cut_layer(layer, cuts[name], name) for name, layer in layers.items()}
+    first: dict[int, nn.Parameter] = {}
+    for name, layer in layers.items():
+        for own, parameter in layer._parameters.items():
+            if parameter is not None:
+                mine: Any = small[name]._parameters[own]
+                shared = first.setdefault(id(parameter), mine)
+                if shared is not mine and shared.shape == mine.shape and torch.equal(shared, mine):
+                    small[name].register_parameter(own, shared)
+    return small
+
+
+def _along(model: nn.Module, plan: Plan) -> Iterator[Along]:
+    """Ways to cut the parameters that stand alone: which of their axes keep which of their entries."""
+    yield {}
+    widths = _cut_widths(model, plan.cuts)
+    by_width: dict[str, tuple[tuple[int, Tensor], ...]] = {}
+    by_heads: dict[str, tuple[tuple[int, Tensor], ...]] = {}
+    for name in standing_alone(model):
+        parameter = model.get_parameter(name)
+        if not parameter.requires_grad:
+            continue
+        fitting = [axis for axis, size in enumerate(parameter.shape) if size in widths]
+        if fitting:
+            by_width[name] = ((fitting[-1], widths[parameter.shape[fitting[-1]]]),)
+        heads = {h: kept for h, kept in plan.heads.inside(name.rpartition(".")[0]).items() if len(kept) < h}
+        fitting = [axis for axis, size in enumerate(parameter.shape) if size in heads]
+        if fitting:
+            by_heads[name] = ((fitting[-1], heads[parameter.shape[fitting[-1]]]),)
+    if by_width:
+        yield by_width
+    if by_heads:
+        yield by_width | by_heads
+
+
+def _cut_widths(model: nn.Module, cuts: Mapping[str, Cut]) -> dict[int, Tensor]:
+    """The channels that layers of each width keep."""
+    made = {name: model.get_submodule(name) for name in cuts}
+    return {
+        width_of(layer): cuts[name].outputs
+        for name, layer in made.items()
+        if makes(layer) and not is_depthwise(layer) and len(cuts[name].outputs) < width_of(layer)
+    }
+
+
+def _cut_parameters(narrowed: nn.Module, along: Along) -> None:
+    for name, cuts in along.items():
+        path, _, own = name.rpartition(".")
+        parameter: Any = narrowed.get_parameter(name)
+        values = parameter.data
+        for axis, kept in cuts:
+            values = values.index_select(axis, kept.to(values.device))
+        small = nn.Parameter(values.clone(), parameter.requires_grad)
+        narrowed.get_submodule(path).register_parameter(own, small)

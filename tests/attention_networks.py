@@ -1,0 +1,207 @@
+"""Networks with attention, as people write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+INPUT = (5, 6)
+
+
+class Fused(nn.Module):
+    """One layer for queries, keys and values, taken apart in one of the usual ways."""
+
+    def __init__(self, dim: int = 32, heads: int = 4, way: str = "chunk") -> None:
+        super().__init__()
+        self.heads, self.way, self.dim = heads, way, dim
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        y, each = self.qkv(x), width // self.heads
+        if self.way == "chunk":
+            q, k, v = (t.view(rows, length, self.heads, -1).transpose(1, 2) for t in y.chunk(3, -1))
+        elif self.way == "split":
+            q, k, v = (t.view(rows, length, self.heads, each).transpose(1, 2) for t in y.split(self.dim, dim=2))
+        elif self.way == "reshape":
+            q, k, v = y.reshape(rows, length, 3, self.heads, each).permute(2, 0, 3, 1, 4).unbind(0)
+        else:
+            q, k, v = y.reshape(rows, length, self.heads, 3, each).permute(3, 0, 2, 1, 4).unbind(0)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(y.transpose(1, 2).reshape(rows, length, width))
+
+
+class Softmax(nn.Module):
+    """A softmax of products, heads in an axis of their own or in the batch, by `matmul`, `bmm` or `einsum`."""
+
+    def __init__(self, dim: int = 32, heads: int = 4, way: str = "matmul", inner: int | None = None) -> None:
+        super().__init__()
+        inner = inner or dim
+        self.num_heads, self.head_dim, self.way = heads, inner // heads, way
+        self.q, self.k, self.v = (nn.Linear(dim, inner) for _ in range(3))
+        self.out = nn.Linear(inner, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).view(*x.shape[:2], self.num_heads, self.head_dim) for f in (self.q, self.k, self.v))
+        if self.way == "einsum":
+            scores = torch.einsum("bthd,bshd->bhts", q, k) * self.head_dim**-0.5
+            return self.out(torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v).reshape(*x.shape[:2], -1))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        if self.way == "bmm":
+            q, k, v = (t.reshape(-1, x.shape[1], self.head_dim) for t in (q, k, v))
+            y = torch.bmm(F.softmax(torch.bmm(q, k.mT) * self.head_dim**-0.5, -1), v)
+            y = y.view(len(x), self.num_heads, x.shape[1], self.head_dim)
+        else:
+            y = (q @ k.mT * self.head_dim**-0.5).softmax(-1) @ v
+        return self.out(y.transpose(1, 2).reshape(*x.shape[:2], -1))
+
+
+class OwnNorm(nn.Module):
+    """A norm that holds a power of its width."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.scale, self.gain = dim**0.5, nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=-1) * self.scale * self.gain
+
+
+class Grouped(nn.Module):
+    """Query heads in groups that share keys and values, and a norm of each head's queries."""
+
+    def __init__(self, dim: int = 32, heads: int = 4, shared: int = 2) -> None:
+        super().__init__()
+        self.n_head, self.n_kv_head, self.head_dim, self.n_rep = heads, shared, dim // heads, heads // shared
+        self.wq, self.wo = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.wk, self.wv = (nn.Linear(dim, shared * self.head_dim, bias=False) for _ in range(2))
+        self.norm = OwnNorm(self.head_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.norm(self.wq(x).view(*x.shape[:2], self.n_head, self.head_dim)).transpose(1, 2)
+        k, v = (f(x).view(*x.shape[:2], self.n_kv_head, self.head_dim).transpose(1, 2) for f in (self.wk, self.wv))
+        k, v = (t.repeat_interleave(self.n_rep, 1) for t in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(y.transpose(1, 2).reshape(*x.shape[:2], -1))
+
+
+class Own(nn.Module):
+    """Torch's attention of a sequence with itself."""
+
+    def __init__(self, dim: int = 32, heads: int = 4, **options: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(dim, heads, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.attention.batch_first else x.transpose(0, 1)
+        y: Tensor = self.attention(x, x, x)[0]
+        return y if self.attention.batch_first else y.transpose(0, 1)
+
+
+class Block(nn.Module):
+    def __init__(self, attention: nn.Module, dim: int = 32, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.one, self.two, self.attention = norm(dim), norm(dim), attention
+        self.mlp = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.one(x))
+        return x + self.mlp(self.two(x))
+
+
+class Net(nn.Module):
+    """Blocks over an embedded sequence with positions."""
+
+    def __init__(
+        self, build: Callable[[], nn.Module], dim: int = 32, norm: Callable[[int], nn.Module] = nn.LayerNorm
+    ) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Linear(6, dim), nn.Parameter(torch.randn(1, 5, dim) * 0.02)
+        self.blocks = nn.Sequential(*[Block(build(), dim, norm) for _ in range(2)])
+        self.norm, self.head = norm(dim), nn.Linear(dim, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.embed(x) + self.position)).mean(1))
+
+
+class Translator(nn.Module):
+    """Torch's encoder and decoder, with masks."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.read, self.write, self.head = nn.Linear(6, 32), nn.Linear(6, 32), nn.Linear(32, 3)
+        encoder = nn.TransformerEncoderLayer(32, 4, 64, **options)
+        self.encoder = nn.TransformerEncoder(encoder, 2, enable_nested_tensor=False)
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(32, 4, 64, **options), 2)
+        self.batch_first = options.get("batch_first", False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        source, target = self.read(x), self.write(x)
+        if not self.batch_first:
+            source, target = source.transpose(0, 1), target.transpose(0, 1)
+        mask = nn.Transformer.generate_square_subsequent_mask(5)
+        padding = torch.zeros(len(x), 5, dtype=torch.bool)
+        padding[:, 4] = True
+        memory = self.encoder(source, src_key_padding_mask=padding)
+        y = self.decoder(target, memory, tgt_mask=mask, tgt_is_causal=True, memory_key_padding_mask=padding)
+        return self.head((y if self.batch_first else y.transpose(0, 1)).mean(1))
+
+
+class Cross(nn.Module):
+    """Attention to a memory of another width, with learned extra keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.memory, self.head = nn.Linear(6, 32), nn.Linear(6, 20), nn.Linear(32, 3)
+        options: dict[str, Any] = {"add_bias_kv": True, "add_zero_attn": True, "batch_first": True}
+        self.attention = nn.MultiheadAttention(32, 4, kdim=20, vdim=20, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, memory = self.read(x), self.memory(x)
+        return self.head((y + self.attention(y, memory, memory, need_weights=False)[0]).mean(1))
+
+
+class Language(nn.Module):
+    """A language model whose head shares the embedding's weight."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(50, 32), nn.Embedding(8, 32)
+        self.block, self.norm, self.head = Block(Fused(way="split")), nn.LayerNorm(32), nn.Linear(32, 50, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        return self.head(self.norm(self.block(x)))
+
+
+ATTENTION: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
+    "chunk": (lambda: Net(Fused), {"blocks.1.attention.heads": 2, "blocks.1.attention.qkv.out_features": 48}),
+    "split": (lambda: Net(lambda: Fused(way="split")), {"blocks.0.attention.heads": 2, "blocks.0.attention.dim": 16}),
+    "reshape": (lambda: Net(lambda: Fused(way="reshape")), {"blocks.0.attention.heads": 2}),
+    "heads_first": (lambda: Net(lambda: Fused(way="heads")), {"blocks.0.attention.heads": 2}),
+    "one_head": (lambda: Net(lambda: Fused(heads=1)), {"blocks.0.attention.heads": 1, "embed.out_features": 32}),
+    "softmax": (lambda: Net(Softmax), {"blocks.0.attention.num_heads": 2, "blocks.0.attention.head_dim": 8}),
+    "bmm": (lambda: Net(lambda: Softmax(way="bmm")), {"blocks.1.attention.num_heads": 2}),
+    "einsum": (lambda: Net(lambda: Softmax(way="einsum")), {"blocks.0.attention.num_heads": 2}),
+    "wide": (lambda: Net(lambda: Softmax(inner=64)), {"blocks.0.attention.q.out_features": 32}),
+    "small": (lambda: Net(lambda: Softmax(inner=16)), {"blocks.0.attention.q.out_features": 8}),
+    "three_heads": (
+        lambda: Net(lambda: Softmax(48, 3), 48), {"blocks.0.attention.num_heads": 2, "embed.out_features": 32},
+    ),
+    "grouped": (lambda: Net(Grouped), {"blocks.0.attention.n_head": 2, "blocks.0.attention.n_kv_head": 1}),
+    "own_norm": (lambda: Net(Grouped, norm=OwnNorm), {"blocks.0.attention.wk.out_features": 8}),
+    "rms_norm": (lambda: Net(Grouped, norm=nn.RMSNorm), {"blocks.0.attention.wq.out_features": 16}),
+    "torch": (lambda: Net(lambda: Own(batch_first=True)), {"blocks.0.attention.attention.num_heads": 2}),
+    "length_first": (lambda: Net(Own), {"blocks.0.attention.attention.embed_dim": 16}),
+    "no_bias": (lambda: Net(lambda: Own(bias=False)), {"blocks.0.attention.attention.head_dim": 8}),
+    "translator": (lambda: Translator(batch_first=True), {"decoder.layers.1.multihead_attn.num_heads": 2}),
+    "norm_first": (lambda: Translator(norm_first=True), {"encoder.layers.0.self_attn.num_heads": 2}),
+    "cross": (Cross, {"attention.num_heads": 2, "attention.kdim": 10, "attention.embed_dim": 16}),
+}  # fmt: skip
+"""How a network is built, and what of it is what in a member of half its width."""

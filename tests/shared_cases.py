@@ -1,0 +1,66 @@
+"""Small transformers, and how many rows go through a part of a network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import multitudes as mt
+
+__all__ = ["bert", "gpt2", "rows_through", "tokens", "vit"]
+
+
+def bert() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, num_labels=3,
+        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertForSequenceClassification(config).eval()
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=16, num_labels=3, pad_token_id=0, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPT2ForSequenceClassification(config).eval()
+
+
+def vit() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(
+        image_size=16, patch_size=8, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.ViTForImageClassification(config).eval()
+
+
+def tokens(rows: int, length: int = 7) -> dict[str, Tensor]:
+    """Ids and a mask, of which some rows are shorter."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 50, (rows, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, length // 2 :] = 0
+    return {"input_ids": ids.where(mask == 1, 0), "attention_mask": mask}
+
+
+def rows_through(net: mt.Multitude, name: str, x: Any) -> int:
+    """How many rows a module is called with in one forward of a network, which has seen such an input before."""
+    net(x)
+    counted = [0]
+
+    def count(module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = [value for value in [*args, *kwargs.values()] if isinstance(value, Tensor)]
+        counted[0] += len(given[0])
+
+    handle = net.network.get_submodule(name).register_forward_pre_hook(count, with_kwargs=True)
+    try:
+        net(x)
+    finally:
+        handle.remove()
+    return counted[0]
