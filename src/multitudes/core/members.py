@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.at_once import AtOnce, at_once
-from multitudes.core.calling import Input, InputError, call, plain_attention, slots, tensors_in
+from multitudes.core.calling import Input, InputError, call, slots, tensors_in
 from multitudes.core.compiling import uncompiled
 from multitudes.core.devices import milliseconds
 from multitudes.core.divergences import Divergence
@@ -221,7 +221,7 @@ class Members(Multitude):
     def _as_all(self, members: AtOnce, state: dict[str, Tensor], attributes: Attributes) -> Iterator[Written]:
         """Inside, the network is all members at once; `attributes` has what its code writes, which none may."""
         if torch.compiler.is_compiling():
-            with plain_attention(), lent(self.network, state) as written:
+            with lent(self.network, state) as written:
                 yield written
             return
         with (
