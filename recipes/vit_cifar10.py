@@ -46,7 +46,7 @@ class Scale:
 
 def scale_of(recipe: Recipe) -> Scale:
     """At full scale all of CIFAR-10, for smoke a small network and a few steps."""
-    return Scale(24, 2, 4, 2, 50, 0, 200) if recipe.smoke else Scale(384, 6, 6, 80, 512, 5, None)
+    return Scale(24, 2, 4, 2, 50, 0, 200) if recipe.smoke else Scale(384, 6, 6, 50, 512, 5, None)
 
 
 def model(scale: Scale) -> mt.models.ViT:

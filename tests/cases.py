@@ -144,9 +144,13 @@ METHODS: dict[str, Callable[..., mt.Multitude]] = {
     "tabm": mt.tabm,
     "masksembles": mt.masksembles,
     "mimo": mt.mimo,
+    "heads": mt.heads,
 }
 
 INDEPENDENT = ("deep_ensemble", "packed")
+
+SEEING = ("packed", "masksembles", "mimo", "tabm", "heads")
+"""Methods that run the network on an example."""
 
 REFUSED = {("mimo", "hugging_face")}
 """Hugging Face's models count the channels of images, which MIMO widens."""
@@ -172,6 +176,6 @@ def build(method: str, model: nn.Module, network: str, members: int = 3, **optio
     """The method's multitude of a model, with the options that it has."""
     if method == "packed":
         options.setdefault("alpha", 1.0 if members == 1 else 2.0)
-    if method in ("packed", "masksembles", "mimo", "tabm"):
+    if method in SEEING:
         options.setdefault("example", NETWORKS[network].batch(2)[0])
     return METHODS[method](model, members, **options)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.core.draws.stochastic import Stochastic
-from tests.cases import NETWORKS
+from tests.cases import CLASSES, NETWORKS
 
 Convert = Callable[[nn.Module, Tensor, int], mt.Multitude]
 """`(model, example, seed) -> multitude`."""
@@ -77,6 +77,7 @@ LEARNING: dict[str, Convert] = {
 SAMPLED: dict[str, Convert] = {
     "subspace": lambda model, x, seed: mt.subspace(model, "low_rank", trajectory(model), rank=3),
     "swag": lambda model, x, seed: mt.swag(model, trajectory(model)),
+    "laplace": lambda model, x, seed: mt.laplace(model, (x, torch.arange(len(x)) % CLASSES), prior=1.0),
 }
 """Methods that sample the weights of a trained network."""
 

@@ -71,7 +71,7 @@ def test_a_new_kind_of_data_is_one_row(tmp_path: Path, monkeypatch: pytest.Monke
     told = multitudes_says("predict", run.jobs[0].directory, tmp_path / "walks.csv", "--device", "cpu").out
     labels = [line.split(",")[1] for line in told.splitlines()[1:]]
     assert sum(label == row[-1] for label, row in zip(labels, rows, strict=True)) > 90
-    assert set(METHODS) - set(methods_for(data.shape)) == {"smooth", "smooth_dropout"}
+    assert set(METHODS) - set(methods_for(data.shape)) == {"smooth", "smooth_dropout", "lora"}
     with raises("training.augment='crop' is for images"):
         Spec.of(augment="crop").resolved(data.shape)
 

@@ -17,7 +17,7 @@ from multitudes.storage.freeze import Frozen, scrambled
 from tests import cases, drawing_cases
 from tests.drawing_cases import CASES, NETWORKS
 
-DRAWS_WEIGHTS = ("drop_connect", "patched", "patched_cross", "subspace", "swag")
+DRAWS_WEIGHTS = ("drop_connect", "patched", "patched_cross", "subspace", "swag", "laplace")
 IN_ORDER = [case for case in CASES if case.values[0] in DRAWS_WEIGHTS and case.values[1] != "resnet"]
 """A residual network's shortcuts are registered after the layers that run beside them."""
 

@@ -197,3 +197,23 @@ def test_gradients_through_attention_are_those_of_the_loop(
         gradients[name] = torch.cat([p.grad.flatten() for p in net.parameters()])
     error = (gradients[runner] - gradients["loop"]).norm() / gradients["loop"].norm()
     assert error < (5e-2 if half else 1e-3)
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_a_laplace_posterior_on_a_gpu_is_that_on_a_cpu(structure: str) -> None:
+    case = NETWORKS["mlp"]
+    model, (x, y) = case.model(), case.batch(40)
+    want = mt.laplace(model, (x, y), structure=structure)
+    net = mt.laplace(copy.deepcopy(model).cuda(), (x, y), structure=structure)  # batches go to the network
+    torch.testing.assert_close(net.prior.cpu(), want.prior, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(net.log_marginal_likelihood.cpu(), want.log_marginal_likelihood, rtol=1e-4, atol=1e-3)
+    x = x.cuda()
+    assert net(x, draws=5, seed=0).shape == (5, 40, 5) and torch.equal(net(x, draws=5, seed=0), net(x, draws=5, seed=0))
+    members = mt.laplace(mt.fuse([model, NETWORKS["mlp"].model(1)]).cuda(), (x, y.cuda()), structure=structure)
+    for both in (net, members):
+        both.approximation = "probit"
+    want.approximation = "probit"
+    torch.testing.assert_close(net(x).cpu(), want(x.cpu()), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(members(x)[:1], net(x), rtol=1e-3, atol=1e-4)
+    values = mt.laplace(copy.deepcopy(model).cuda(), (x, torch.randn(40, 5)), task="regression", structure=structure)
+    assert values.predict(x).epistemic_variance.is_cuda

@@ -180,7 +180,16 @@ def test_kron_and_diag_are_their_definitions(task: str) -> None:
         torch.testing.assert_close(covariance(net), want, rtol=1e-8, atol=1e-10)
         per_output = want.reshape(3, 6, 3, 6).diagonal(dim1=0, dim2=2)  # [F, F, O]
         variances = torch.einsum("nf,fgo,ng->no", phi, per_output, phi)
-        torch.testing.assert_close(layer_of(net).variances(model[:-1](x)).detach(), variances, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(
+            layer_of(net).variances(features(model, x)).detach(), variances, rtol=1e-8, atol=1e-10
+        )
+
+
+def test_classes_may_be_given_as_their_probabilities() -> None:
+    model, (x, y) = trunk(3), classes(3, 20)
+    whole, soft = (mt.laplace(model, (x, target)) for target in (y, F.one_hot(y, 3).double()))
+    torch.testing.assert_close(covariance(whole), covariance(soft))
+    torch.testing.assert_close(whole.log_marginal_likelihood, soft.log_marginal_likelihood)
 
 
 def test_the_weight_of_a_row_counts_it_so_many_times() -> None:
@@ -321,7 +330,7 @@ def test_laplace_torch_finds_the_same(likelihood: str, structure: str) -> None:
         assert float(net.log_marginal_likelihood) == pytest.approx(float(la.log_marginal_likelihood()), rel=1e-6)
         new = classes(3, 11, seed=4)[0]
         _, variance = la._glm_predictive_distribution(new)
-        got = layer_of(net).variances(model[:-1](new))
+        got = layer_of(net).variances(features(model, new))
         torch.testing.assert_close(got, variance.diagonal(dim1=1, dim2=2), rtol=1e-5, atol=1e-7)
         if structure == "full":  # its parameters are the weights and then the biases
             order = torch.cat([torch.arange(18).view(3, 6)[:, :5].flatten(), torch.arange(18).view(3, 6)[:, 5]])

@@ -31,7 +31,7 @@ from multitudes.study.store import Job, Run
 from tests.fake_run import FEW, METHODS, Tags, evil_run, kept, series, write_run
 from tests.report_cases import regression, results, run  # noqa: F401
 
-FULL = [name for name in SECTIONS if name not in ("intervals", "columns", "matter", "unsure")]
+FULL = [name for name in SECTIONS if name not in ("intervals", "columns", "matter", "unsure", "texts")]
 
 
 @pytest.fixture(scope="module")

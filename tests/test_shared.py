@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from multitudes.methods.batch_ensemble import RankOne
 from multitudes.methods.masksembles import Masked, masks
 from tests.cases import CLASSES, NETWORKS
 from tests.of_parts import Of
+from tests.shared_cases import bert, rows_through, tokens
 
 LAYERS = {
     "linear": (nn.Linear(6, 8), (6,)),
@@ -334,3 +336,103 @@ def test_a_known_criterion_is_called_once_and_one_of_the_users_own_for_each_memb
     assert shapes == [[7, 1]] * 5
     summed = net.loss(x, y, nn.MSELoss(reduction="sum"))
     torch.testing.assert_close(summed, 7 * net.loss(x, y))
+
+
+# -- what comes before the first member layer runs once ----------------------------------------------------
+
+
+def head_of_factors(model: nn.Module) -> Any:
+    return mt.batch_ensemble(model, 4, layers=["classifier"], init="pretrained", seed=0)
+
+
+def last_block_of_factors(model: nn.Module) -> Any:
+    """The first member layers lie in a block whose input is added to its output."""
+    return mt.batch_ensemble(model, 4, layers=lambda name, _: "layer.1.attention.self" in name, seed=0)
+
+
+def adapters_of_the_last_block(model: nn.Module) -> Any:
+    return mt.lora(model, 4, rank=2, layers=lambda name, _: "layer.1." in name, seed=0)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("rows", [5, 1])
+@pytest.mark.parametrize("method", [head_of_factors, last_block_of_factors, adapters_of_the_last_block, mt.heads])
+def test_what_comes_before_the_first_member_layer_runs_once(
+    method: Callable[..., Any], rows: int, training: bool
+) -> None:
+    net, x = method(bert()).train(training), {key: value[:rows] for key, value in tokens(5).items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        predictions = net(x)
+    assert rows_through(net, "bert.encoder.layer.0", x) == rows
+    for index in range(net.members):
+        alone = net.member(index).train(training)(**x).logits
+        torch.testing.assert_close(predictions[index], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_members_of_a_residual_network_are_tiled_on_the_way_into_the_block() -> None:
+    def block() -> nn.Module:
+        return Of(lambda net, x, gate: x + torch.tanh(net.inner(x)) * gate, inner=nn.Linear(6, 6))
+
+    def run(net: Any, x: Tensor) -> Tensor:
+        gate = x[:, :1]
+        for each in net.blocks:
+            x = each(x, gate)
+        return net.last(x)
+
+    model = Of(run, blocks=nn.ModuleList(block() for _ in range(4)), last=nn.Linear(6, 3))
+    net = mt.batch_ensemble(model, 3, layers=["blocks.2.inner"], seed=0)
+    for training in (True, False):
+        for rows in (7, 1, 3):
+            x = torch.randn(rows, 6)
+            predictions = net.train(training)(x)
+            assert rows_through(net, "blocks.1", x) == rows and rows_through(net, "blocks.3", x) == 3 * rows
+            for index in range(3):
+                torch.testing.assert_close(predictions[index], net.member(index)(x))
+    assert {str(way) for way in net._tiles.values()} == {"blocks.2", "tiled"}  # a compiler tiles all
+    mt.check(net, x)
+
+
+def test_where_little_comes_before_a_cpu_evaluates_members_one_after_the_other() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), *(nn.Conv2d(4, 4, 3, padding=1) for _ in range(5)))
+    x = torch.randn(2, 3, 8, 8)
+    early = mt.batch_ensemble(model, 3, layers=["1", "5"], seed=0).eval()
+    assert rows_through(early, "0", x) == 6
+    late = mt.batch_ensemble(model, 3, layers=["4", "5"], seed=0).eval()
+    assert rows_through(late, "0", x) == 2
+    for net in (early, late):
+        for index, prediction in enumerate(net(x)):
+            torch.testing.assert_close(prediction, net.member(index)(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_network_that_counts_rows_by_its_input_has_its_heads_side_by_side() -> None:
+    model = Of(
+        lambda net, x: net.last(net.body(x))[torch.arange(len(x)), 0], body=nn.Linear(6, 8), last=nn.Linear(8, 3)
+    )
+    net = mt.heads(model, 4, layers=["last"], seed=0)
+    for training in (True, False):
+        x = torch.randn(5, 2, 6)
+        predictions = net.train(training)(x)
+        assert rows_through(net, "body", x) == 5
+        for index in range(4):
+            torch.testing.assert_close(predictions[index], net.member(index)(x))
+    assert set(net._tiles.values()) == {"wide"}
+
+
+def test_softmax_after_the_heads_is_of_each_members_own_channels() -> None:
+    model = Of(lambda net, x: net.last(x)[torch.arange(len(x)), 0].softmax(-1), last=nn.Linear(6, 3))
+    net = mt.heads(model, 4, layers=["last"], seed=0).train()
+    x = torch.randn(5, 2, 6)
+    for index, prediction in enumerate(net(x)):
+        torch.testing.assert_close(prediction, net.member(index)(x))
+
+
+def test_draws_before_the_boundary_are_each_members_own() -> None:
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 16), nn.Linear(16, 3))
+    net, x = mt.heads(mt.mc_dropout(model), 4, seed=0).eval(), torch.randn(5, 6)
+    seen = []
+    handle = net.network.get_submodule("2").register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    net(x, draws=1, seed=0)
+    handle.remove()
+    rows = torch.cat(seen)[-20:].unflatten(0, (4, 5))
+    assert all(not torch.equal(rows[i], rows[j]) for i in range(4) for j in range(i))

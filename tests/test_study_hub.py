@@ -143,7 +143,7 @@ def test_compare_and_predict_texts(place: Path, tmp_path: Path, monkeypatch: pyt
     ran = multitudes_says("predict", run.directory, new, "--text", texts[2], "--probs", "--device", "cpu")
     assert ran.code == 0, ran.err
     rows = list(csv.DictReader(io.StringIO(ran.out)))
-    assert [row["input"] for row in rows][1:] == [f"{new} line 2", f"{new} line 3"] and len(rows) == 3
+    assert [row["input"] for row in rows] == [texts[2], f"{new} line 2", f"{new} line 3"]
     trained = Trained.read(run.jobs[0].directory, "cpu")
     model = trained.multitude.member(0)
     assert isinstance(model, FromTokens) and type(model.model).__name__ == "BertForSequenceClassification"
@@ -307,3 +307,39 @@ def test_conversions_see_the_layers_of_the_model(place: Path) -> None:
     network = built(place / "bert")
     for net in (mt.deep_ensemble(network, 2), mt.batch_ensemble(network, 2), mt.mc_dropout(network)):
         mt.check(net, x)
+
+
+def test_the_baseline_of_texts_is_a_linear_model_of_their_words(place: Path) -> None:
+    """As scikit-learn's own vectorizer and classifier have it, from the texts themselves."""
+    from multitudes.study.baselines import measure_baselines
+
+    text = pytest.importorskip("sklearn.feature_extraction.text")
+    linear = pytest.importorskip("sklearn.linear_model")
+    data = load(place / "reviews.csv", target="label", tokenizer=str(place / "gpt2"), max_length=32)
+    found = measure_baselines(data)["baselines"]["linear"]["scores"]
+    words = text.TfidfVectorizer(token_pattern=r"\w+")
+    model = linear.LogisticRegression(max_iter=1000)
+    model.fit(words.fit_transform([file.decode() for file in data.train.files]), data.train.y)
+    probs = torch.tensor(model.predict_proba(words.transform([file.decode() for file in data.test.files])))
+    want = -probs.gather(1, data.test.y[:, None]).log().mean()
+    assert found["nll"] == pytest.approx(float(want), rel=1e-6) and found["accuracy"] == 1.0
+
+
+@pytest.mark.slow
+def test_a_network_of_texts_is_exported_with_its_tokenizer(place: Path, tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    tokenizers = pytest.importorskip("tokenizers")
+    run = prepare(spec(place, methods={"deep": {"members": 2}}, epochs=1), tmp_path / "run")
+    run_job(run.jobs[0].directory, "cpu")
+    ran = multitudes_says("export", run.directory, "--to", tmp_path / "net.onnx")
+    assert ran.code == 0 and "net.tokenizer.json" in ran.out, ran.err
+    reader = tokenizers.Tokenizer.from_file(str(tmp_path / "net.tokenizer.json"))
+    tokens = torch.full((1, 32), -1, dtype=torch.int32)
+    ids = reader.encode("the song was dull").ids
+    tokens[0, : len(ids)] = torch.tensor(ids)
+    session = runtime.InferenceSession(str(tmp_path / "net.onnx"))
+    answer = dict(
+        zip((each.name for each in session.get_outputs()), session.run(None, {"tokens": tokens.numpy()}), strict=True)
+    )
+    want = Trained.read(run.jobs[0].directory, "cpu").net.predict(tokens).probs
+    torch.testing.assert_close(torch.from_numpy(answer["probs"]), want, rtol=1e-3, atol=1e-4)

@@ -24,7 +24,8 @@ from multitudes.training.recorder import Recorder
 from multitudes.training.schedules import schedule_of
 
 NAMES = [
-    "single", "deep", "tabm", "packed", "heads", "batch_ensemble", "masksembles", "laplace", "mimo", "mc_dropout",
+    "single", "deep", "tabm", "packed", "heads", "batch_ensemble", "lora", "masksembles", "laplace", "mimo",
+    "mc_dropout",
     "drop_connect", "patched", "cross_patched", "variance", "smooth", "smooth_dropout", "swag", "subspace", "snapshots",
 ]  # fmt: skip
 SHAPE = (1, 8, 8)
@@ -67,7 +68,7 @@ def trained(method: Method, network: nn.Module, given: dict[str, Any] | None = N
 
     fit(net, data, **arguments, dataset_size=192, callbacks=[record], seed=0)
     finished = method.finish(net, recorder, torch.cat([x for x, _ in data]), settings, 0)
-    return method.after(finished, data, settings, 0)
+    return method.after(finished, data, None, settings, 0)
 
 
 # -- the table ---------------------------------------------------------------------------------------------
@@ -110,9 +111,11 @@ def test_an_unknown_method_is_an_error_that_lists_the_choices() -> None:
         method_of("bagging")
 
 
-def test_smoothing_needs_images_and_tabm_a_table() -> None:
-    assert set(NAMES) - set(methods_for((13,))) == {"smooth", "smooth_dropout"}
-    assert methods_for(SHAPE) == [name for name in NAMES if name != "tabm"]
+def test_smoothing_needs_images_tabm_a_table_and_lora_a_trained_network() -> None:
+    assert set(NAMES) - set(methods_for((13,))) == {"smooth", "smooth_dropout", "lora"}
+    assert methods_for(SHAPE) == [name for name in NAMES if name not in ("tabm", "lora")]
+    assert methods_for(SHAPE, pretrained=True) == [name for name in NAMES if name != "tabm"]
+    assert "for networks that were trained before" in str(unfit(METHODS["lora"], SHAPE))
     assert "no images but rows of 13" in str(unfit(METHODS["smooth"], (13,)))
 
 

@@ -211,8 +211,8 @@ def test_defaults_depend_on_the_data_and_what_is_given_stays():
     images, table = Spec.of(epochs=3).resolved(DIGITS), Spec.of(epochs=3).resolved(TABLE)
     assert (images.model.name, table.model.name) == ("small_cnn", "tabular")
     assert images.training.epochs == table.training.epochs == 3
-    assert set(images.methods) == set(METHODS) - {"tabm"}
-    assert set(METHODS) - set(table.methods) == {"smooth", "smooth_dropout"}
+    assert set(images.methods) == set(METHODS) - {"tabm", "lora"}
+    assert set(METHODS) - set(table.methods) == {"lora", "smooth", "smooth_dropout"}
     assert images.evaluation.shift and not table.evaluation.shift
     assert not Spec.of().resolved(SMALL_IMAGE).evaluation.shift
     assert not Spec.of().resolved(DIGITS, "regression").evaluation.shift

@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # as `HOMES` says below, for those who read types
     from multitudes.methods.dropout import drop_connect, mc_dropout
     from multitudes.methods.heads import heads
     from multitudes.methods.laplace import laplace
+    from multitudes.methods.lora import lora
     from multitudes.methods.masksembles import masksembles
     from multitudes.methods.mimo import mimo
     from multitudes.methods.packed import packed
@@ -76,6 +77,7 @@ __all__ = [
     "laplace",
     "layers",
     "load",
+    "lora",
     "masksembles",
     "mc_dropout",
     "metrics",
@@ -117,6 +119,7 @@ HOMES = {
     "methods.dropout": "drop_connect mc_dropout",
     "methods.heads": "heads",
     "methods.laplace": "laplace",
+    "methods.lora": "lora",
     "methods.masksembles": "masksembles",
     "methods.mimo": "mimo",
     "methods.packed": "packed",

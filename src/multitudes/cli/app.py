@@ -120,7 +120,8 @@ COMMANDS: list[tuple[typer.Typer, str, Callable[..., None], str]] = [
         multitudes compare digits
         multitudes compare study.toml --seeds 3
         multitudes compare uoft-cs/cifar10 --ood ufldl-stanford/svhn --methods single,deep,packed --seeds 3
-        multitudes compare wine.csv --target quality --out runs/wine"""),
+        multitudes compare wine.csv --target quality --out runs/wine
+        multitudes compare reviews.csv --target label --model hf:./my-bert"""),
     (app, "train", study.train, """
         multitudes train digits --method packed
         multitudes train ./images --method packed --set members=8 --model resnet50 --out trained
@@ -131,7 +132,8 @@ COMMANDS: list[tuple[typer.Typer, str, Callable[..., None], str]] = [
     (app, "predict", answers.predict, """
         multitudes predict runs/digits/jobs/packed-0 one.png two.png
         multitudes predict trained ./images --to answers.csv
-        multitudes predict runs/wine/jobs/deep-0 new.csv --to answers.json --level 0.9"""),
+        multitudes predict runs/wine/jobs/deep-0 new.csv --to answers.json --level 0.9
+        multitudes predict runs/reviews/jobs/deep-0 --text "What a film." """),
     (app, "explain", artifacts.explain, """
         multitudes explain runs/digits
         multitudes explain runs/digits/jobs/deep-0 --to why.html"""),

@@ -115,15 +115,15 @@ def export(
 ) -> None:
     """Write a trained network as one ONNX file, checked against torch by onnxruntime.
 
-    Its inputs are raw: the columns of a table, one by one, or the pixels of images. Its outputs are calibrated, and
-    numbers are in their own units.
+    Its inputs are raw: the columns of a table, one by one, or the pixels of images; of texts, their tokens, with the
+    tokenizer in a file beside it. Its outputs are calibrated, and numbers are in their own units.
     """
     if common.precision == "bfloat16":
         raise ValueError("--precision bfloat16: an ONNX file is written in float32")
     writable(to, ".onnx")
     from multitudes.storage.onnx import OUTPUTS
     from multitudes.study.exported import export as export_trained
-    from multitudes.study.exported import export_inputs
+    from multitudes.study.exported import export_inputs, tokenizer_path
     from multitudes.study.trained import Trained
 
     trained = Trained.read(job, "cpu", None, model_file)
@@ -132,4 +132,6 @@ def export(
     outputs = OUTPUTS["classification" if trained.data.classes else "regression"]
     units = "" if trained.data.classes else ", in the units of the target"
     show(table(["input", "type", "what it holds"], rows, words=3))
-    show(f"Outputs: {', '.join(outputs)}{units}", f"Exported: {to}")
+    beside = tokenizer_path(trained.data, to)
+    told = [] if beside is None else [f"Tokenizer: {beside}, which tokenizers.Tokenizer.from_file reads"]
+    show(f"Outputs: {', '.join(outputs)}{units}", *told, f"Exported: {to}")

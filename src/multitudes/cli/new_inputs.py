@@ -71,8 +71,8 @@ def _as_source(texts: Sequence[str], data: Data) -> Source:
     if not data.kind.written:
         raise ValueError(f"text={texts[0]!r} is for networks of texts, and this one was trained on {data.kind.inputs}")
     column = data.encoder.features[0].column
-    rows = torch.arange(len(texts))
-    return Source("the texts", {column: Column("text", list(texts))}, {"train": rows}, [("text", len(texts))])
+    columns = {column: Column("text", list(texts))}
+    return Source("the texts", columns, {"train": torch.arange(len(texts))}, [(text, 1) for text in texts], files=True)
 
 
 def _kind(source: Source, data: Data, image: str | None, target: str | None) -> tuple[Kind, list[str]]:

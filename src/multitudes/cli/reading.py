@@ -32,7 +32,8 @@ def say_columns(readings: Sequence[ColumnReading]) -> None:
     console(stderr=True).print(table(["column", "read as", "values", "missing", "remark"], rows, words=5))
     for kind, count in Counter(each.read_as for each in counted).items():
         say(f"and {plural(count, 'column')} more, read as {kind}, without a remark")
-    if any(each.dropped or each.note for each in readings):
+    texts = any(each.read_as == "text" and not each.dropped for each in readings)  # of which there is one column
+    if any(each.dropped or each.note for each in readings) and not texts:
         say("--drop COLUMN leaves a column out, --as COLUMN=KIND reads it as you say")
 
 

@@ -90,7 +90,7 @@ def bench(
             say(f"Building {name}")
             net = method.build(build_network(network, sides, outputs), x.cpu(), method.complete(), 0).to(device)
             steps[name] = TrainingStep(net, x, y, partial(_arguments, method=method, precision=precision, rows=len(x)))
-            nets[name] = _finished(net, x, method)
+            nets[name] = _finished(net, x, y, method)
             nets[name].draws = draws
         say("Measuring in turns")
         predictions = {name: Prediction(net, x, batch) for name, net in nets.items()}
@@ -131,12 +131,12 @@ def _shape(text: str) -> tuple[int, ...]:
     return sides
 
 
-def _finished(net: Multitude, x: Tensor, method: Method) -> Multitude:
+def _finished(net: Multitude, x: Tensor, y: Tensor, method: Method) -> Multitude:
     """What predicts: of a method that is made of checkpoints, with random ones."""
     settings = method.complete()
     times = method.times(1000, settings)
     if not times:
-        return net
+        return method.after(net, [(x, y)], None, settings, 0)
     import torch
 
     from multitudes.training.recorder import Recorder
@@ -147,7 +147,7 @@ def _finished(net: Multitude, x: Tensor, method: Method) -> Multitude:
             for parameter in net.parameters():
                 parameter.add_(0.01 * torch.randn_like(parameter))
         recorder.record()
-    return method.finish(net, recorder, x, settings, 0)
+    return method.after(method.finish(net, recorder, x, settings, 0), [(x, y)], None, settings, 0)
 
 
 def _cost(cost: float, ratio: float) -> str:

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
+from multitudes.core.counting import flop_counter
 from multitudes.core.draws.stochastic import Stochastic
 
 __all__ = ["Boundary", "Run", "Slot", "mapped", "observed", "tiling"]
@@ -86,7 +86,7 @@ class Run:
 def observed(network: nn.Module, inside: set[int], run: Callable[[], Any]) -> Run:
     """See a network run; the modules of `inside`, by their `id`, count as the ones that hold them."""
     seen = Run()
-    counter = FlopCounterMode(display=False)
+    counter = flop_counter()
     recurrent = [0]
 
     def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -81,6 +81,12 @@ class Own(MemberLayer):
         bias = None if self.biases is None else self.biases[index]
         return run_with(self.layer, affine, rows, self.weights[index], bias, *args, **kwargs)
 
+    def stack_of(self, name: str) -> Tensor:
+        """All members' of a tensor of the layer, by its name there."""
+        stack = {"weight": self.weights, "bias": self.biases}[name]
+        assert stack is not None
+        return stack
+
     def fold(self, index: int) -> nn.Module:
         bias = None
         if self.biases is not None:
@@ -144,8 +150,9 @@ class OwnBlock(MemberLayer):
         else:
             self.register_buffer(own, _stacked(tensors), name not in owner._non_persistent_buffers_set)
 
-    def own_parameters(self) -> list[str]:
-        return list(self._parameters)
+    def stack_of(self, name: str) -> Tensor:
+        """All members' of a tensor of the block, by its name there."""
+        return self._stacks()[self.places[name]]
 
     def note_rows(self, seen: Run, more: Run) -> None:
         lengths, others = seen.lengths.get(self.place, {}), more.lengths.get(self.place, {})

@@ -72,7 +72,7 @@ def packed(
         for index in range(members):
             whole = start.another()
             if index == 0 or not start.redraws:
-                network, cuts = narrowed_copy(whole, alpha / members, gamma, min_channels, layers, x)
+                network, cuts = narrowed_copy(whole, alpha / members, gamma, min_channels, layers, x, start.redraws)
                 notes.update(told(cuts, network))
             if index == 0 and alpha < members:
                 warn_of_whole(whole, network, members)
@@ -82,8 +82,17 @@ def packed(
         ways_out = "init='heads' draws the output layers anew, or a smaller alpha gives each its own channels"
         net = Members(start.apart(networks(), ways_out), members).like(start.given, task)
     net.notes = start.noted(notes)
-    net.notes["total"] = f"alpha {alpha:g}, gamma {gamma}"
+    net.notes["total"] = f"alpha {alpha:g}, gamma {gamma}, {_size(net, start.network)}"
     return net
+
+
+def _size(net: Members, model: nn.Module) -> str:
+    """How many parameters the members have in all, beside the model's: a table of embeddings narrows one way alone."""
+    total, whole = (sum(p.numel() for p in network.parameters()) for network in (net, model))
+    tables = {id(p): p.numel() for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    mostly = 10 * sum(tables.values()) > whole
+    rest = f", whose tables of embeddings are {sum(tables.values()) / whole:.0%} of it" if mostly else ""
+    return f"{total / max(1, whole):.2f} times the parameters of model{rest}"
 
 
 ROWS = (

@@ -31,7 +31,9 @@ def _never(steps: int, settings: Settings) -> list[int]:
     return []
 
 
-def _as_finished(net: Multitude, batches: Iterable[Any], settings: Settings, seed: int) -> Multitude:
+def _as_finished(
+    net: Multitude, train: Iterable[Any], held_out: Iterable[Any] | None, settings: Settings, seed: int
+) -> Multitude:
     return net
 
 
@@ -65,12 +67,15 @@ class Method:
     """Of a training of so many steps, those after which the network is recorded."""
     finish: Callable[[Multitude, Recorder | None, Tensor, Settings, int], Multitude] = _as_trained
     """From what was trained, what was recorded, training inputs `[N, ...]`, settings and a seed to what predicts."""
-    after: Callable[[Multitude, Iterable[Any], Settings, int], Multitude] = _as_finished
-    """From what is finished, and all training data as batches `(x, y)`, settings and a seed to what predicts."""
+    after: Callable[[Multitude, Iterable[Any], Iterable[Any] | None, Settings, int], Multitude] = _as_finished
+    """From what is finished, all training data and perhaps held-out data as batches `(x, y)`, settings and a seed to
+    what predicts."""
     feature_maps: bool = False
     """Whether it needs feature maps, and so inputs of a kind that has them."""
     tables: bool = False
     """Whether it is for tables alone."""
+    pretrained: bool = False
+    """Whether it is for networks alone that were trained before."""
 
     def complete(self, given: Settings | None = None) -> dict[str, Any]:
         """All settings: the given ones, and the defaults of the rest."""

@@ -25,6 +25,7 @@ from multitudes.report.render import render
 from multitudes.report.results import Results, read_results
 from multitudes.report.style import HIGHLIGHTED
 from multitudes.report.uncertain_images import uncertain_images
+from multitudes.report.uncertain_texts import uncertain_texts
 from multitudes.study.store import Run, write_atomically
 
 __all__ = ["page", "sections", "write"]
@@ -44,6 +45,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Results], dict[str, Any]]]] = {
     "matter": ("Columns: which of them matter?", important_columns),
     "unsure": ("The rows that the best method is least sure of", unsure_rows),
     "images": ("The most uncertain images", uncertain_images),
+    "texts": ("Texts that the methods are unsure of", uncertain_texts),
     "columns": ("How the columns of the data were read", columns_read),
     "provenance": ("How to repeat this study", provenance),
 }

@@ -19,6 +19,7 @@ def provenance(results: Results) -> dict[str, Any]:
         "Data": results.name,
         "Parts": _words(about.get("parts", {})),
         "Rows left out": _words(about.get("dropped", {})),
+        **_inputs(about),
         "Fingerprint (SHA-256)": fingerprint,
         "Network": f"{model.get('name', '')} {_words(model.get('settings', {}))}".strip(),
         "Training": _words(spec.get("training", {})),
@@ -32,6 +33,17 @@ def provenance(results: Results) -> dict[str, Any]:
         for job in results.outcomes
     ]
     return {"facts": facts, "spec": results.spec_text.strip(), "jobs": jobs}
+
+
+def _inputs(about: Mapping[str, Any]) -> dict[str, str]:
+    """What is to be said of texts, and of images that are seen as a trained model saw its own."""
+    found = {}
+    if text := about.get("text"):
+        lengths = _words(text.get("lengths", {}))
+        found["Texts"] = f"column {text['column']}, at most {text['tokens']} tokens; of a training text: {lengths}"
+    if pixels := about.get("pixels"):
+        found["Pixels"] = f"less a mean of {pixels['mean']}, over {pixels['std']}, as the model was trained"
+    return found
 
 
 def _words(table: Mapping[str, Any]) -> str:

@@ -16,4 +16,7 @@ def columns_read(results: Results) -> dict[str, Any]:
     """For each column, what it was read as, and what became of it; those that need a look first."""
     columns = [{field: each.get(field, "") for field in FIELDS} for each in results.about.get("columns") or []]
     columns.sort(key=lambda each: not (each["dropped"] or each["note"]))
-    return {"columns": columns, "dropped": sum(bool(each["dropped"]) for each in columns)} if columns else {}
+    if not columns:
+        return {}
+    changeable = results.about.get("kind") != "text"
+    return {"columns": columns, "dropped": sum(bool(each["dropped"]) for each in columns), "changeable": changeable}

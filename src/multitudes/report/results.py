@@ -15,6 +15,7 @@ from torch import Tensor
 
 from multitudes.core.archives import reading_arrays
 from multitudes.core.files import DamagedError
+from multitudes.data import Data
 from multitudes.report.style import HIGHLIGHTED
 from multitudes.study.balance import imbalance
 from multitudes.study.leaderboard import leaderboard
@@ -76,6 +77,8 @@ class Results:
     classes: tuple[str, ...] = ()
     images: Any = None
     """The test images, uint8 `[N, C, H, W]`; None where there are none."""
+    texts: Any = None
+    """The test texts, a list; None where there are none."""
     spec: Mapping[str, Any] = field(default_factory=dict)
     spec_text: str = ""
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -187,7 +190,10 @@ def read_results(directory: str | Path) -> Results:
         None, about.get("fingerprint"), *(about.get("folds") or ()),
     ):  # fmt: skip
         raise DamagedError(run.about_path, f"it describes other data than those of the jobs; {WRITTEN_AGAIN}")
-    name, classes, images, table = _data(run, outcomes[0].config)
+    data = _data(run, outcomes[0].config)
+    name, classes = (data.name, data.classes) if data is not None else (_name(run, outcomes[0].config), ())
+    pictured = data is not None and data.kind.pictured(data.shape)
+    written = data is not None and data.kind.written and len(data.test.files) == len(data.test)
     return Results(
         name=name,
         task=about["task"],
@@ -195,8 +201,9 @@ def read_results(directory: str | Path) -> Results:
         board=tuple(leaderboard(run, run.spec.get("by"))),
         missing={job.name: job.why_not for job in run.missing},
         classes=classes,
-        images=images,
-        table=table,
+        images=data.test.x.numpy() if data is not None and pictured else None,
+        texts=[text.decode(errors="replace") for text in data.test.files] if data is not None and written else None,
+        table=data if data is not None and data.kind.named and data.kind.dims == 1 else None,
         importance=run.read_table("importance.json") or {},
         spec=run.spec,
         spec_text=run.spec_path.read_text(encoding="utf-8"),
@@ -210,19 +217,19 @@ def _outcome(job: Job) -> Outcome:
     return Outcome(job.label, job.seed, job.metrics, job.config or {}, job.directory / "predictions.npz")
 
 
-def _data(run: Run, config: Mapping[str, Any]) -> tuple[str, tuple[str, ...], Any, Any]:
-    """The name of the data, its classes, its test images, and all of it where it is a table.
+def _name(run: Run, config: Mapping[str, Any]) -> str:
+    """Of the data that are not there."""
+    return Path(_source(run, config)).name or "data"
 
-    They are from the run's own file, or the embedded digits.
-    """
+
+def _source(run: Run, config: Mapping[str, Any]) -> str:
+    return str(run.spec.get("data", {}).get("source", config.get("data", {}).get("source", "")))
+
+
+def _data(run: Run, config: Mapping[str, Any]) -> Data | None:
+    """The run's own prepared data, or the embedded digits; None where they are not there."""
     from multitudes import data
 
-    source = str(run.spec.get("data", {}).get("source", config.get("data", {}).get("source", "")))
     if run.data_path.is_file():
-        read = data.read(run.data_path)
-    elif source == "digits":
-        read = data.load("digits")
-    else:
-        return Path(source).name or "data", (), None, None
-    images = read.test.x.numpy() if read.kind.pictured(read.shape) else None
-    return read.name, read.classes, images, read if read.kind.named and read.kind.dims == 1 else None
+        return data.read(run.data_path)
+    return data.load("digits") if _source(run, config) == "digits" else None

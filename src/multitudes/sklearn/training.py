@@ -175,7 +175,8 @@ def trained(recipe: Recipe, train: Rows, held: Rows | None, layout: Any, seed: i
         callbacks = () if recorder is None else (Recording(recorder, times),)
         history = fit(net, batches, **plan, callbacks=callbacks, seed=seed, progress=recipe.progress)
         net = recipe.method.finish(net, recorder, train.x[:SETTLING], settings, seed)
-        net = recipe.method.after(net, RowBatches(train, 1024), settings, seed)
+        validation = None if held is None else RowBatches(held.to(recipe.device), 1024)
+        net = recipe.method.after(net, RowBatches(train, 1024), validation, settings, seed)
     return recipe.prepared(net).eval(), history
 
 

@@ -23,6 +23,7 @@ from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude, plain, share_registries
 from multitudes.core.seeding import mixed, seeded
 from multitudes.evaluation.calibrate import Calibrated
+from multitudes.methods.laplace import Laplace
 
 __all__ = ["Frozen", "freeze"]
 
@@ -38,7 +39,8 @@ def freeze(net: Multitude | Calibrated, draws: int = 8, seed: int | None = None)
     `subspace`, `swag`) the networks are plain ones. Where activations are, a network's noise is the same for all rows
     of a batch: dropout has a mask, and `variance`, whose noise is each position's own, keeps that. The same `seed`
     gives the same networks; where weights are drawn, by layers that run in the order in which they are registered,
-    those of `net(x, draws=draws, seed=seed)`. A multitude that draws nothing is copied. `net` is left as it was.
+    those of `net(x, draws=draws, seed=seed)`. A multitude that draws nothing is copied, and one that predicts without
+    draws (`laplace`) still does. `net` is left as it was.
 
     >>> from multitudes.methods.dropout import mc_dropout
     >>> net = mc_dropout(nn.Sequential(nn.Linear(3, 32), nn.Dropout(0.5), nn.Linear(32, 2))).eval()
@@ -54,6 +56,8 @@ def freeze(net: Multitude | Calibrated, draws: int = 8, seed: int | None = None)
     check_seed(seed)
     if not stochastic_layers(net.network):
         return copied(net)
+    if isinstance(net, Laplace) and (by_formula := net.without_draws(draws)) is not None:
+        return by_formula
     draw = Draw(int(torch.randint(2**62, ())) if seed is None else seed)
     networks = list(_networks(net, draw, range(draws), seed))
     frozen = Members(networks, len(networks)).like(net)

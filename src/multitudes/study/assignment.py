@@ -59,7 +59,8 @@ class Assignment:
         data = data_of(config["data"], directory) if data is None else data
         if config["model"].get("file") is not None:
             inside_run(directory, str(config["model"]["file"]))
-        if reason := unfit(method, data.shape, data.kind.name):
+        pretrained = any(config["model"].get(key) is not None for key in ("weights", "file"))
+        if reason := unfit(method, data.shape, data.kind.name, pretrained):
             raise ValueError(reason)
         return cls(directory, config, data, method, settings, config["seed"], where, accelerator)
 

@@ -1,5 +1,6 @@
 """What predicts without a network, to compare networks with: chance, a constant, and for tables what a user would take
-instead of a network: gradient boosting, a random forest and a linear model, all of scikit-learn at its defaults.
+instead of a network: gradient boosting, a random forest and a linear model, all of scikit-learn at its defaults. For
+texts it is a linear model of their tokens.
 """
 
 from __future__ import annotations
@@ -59,12 +60,15 @@ def measure_baselines(data: Data) -> dict[str, Any]:
     - `gradient_boosting`, `random_forest` and `linear` (logistic or ridge regression, on inputs as a network has them),
       of tables: scikit-learn's models with their default settings, trained on the training part; of numbers with the
       deviation that they have on the validation part. There is no forest of more than 20,000 rows.
+    - `linear`, of texts: the same on how often each token is in a text, weighted by how few texts have it (tf-idf).
     - `gradient_boosting_quantiles`, of numbers in tables: gradient boosting of the quantiles 0.05, 0.5 and 0.95, for
       intervals of 90 %.
     """
     makers: dict[str, Callable[[Data], Tensor | _Numbers]] = {"constant": _constant}
     if data.classes:
         makers = {"chance": _chance, **makers}
+    if data.kind.written:
+        makers["linear"] = _linear
     if data.kind.named:
         makers |= {"gradient_boosting": _boosting, "linear": _linear}
         if not data.classes:
@@ -140,7 +144,7 @@ def _probabilities(model: Any, data: Data, normalised: bool = False) -> Tensor:
         probs[:, present] = 1.0
         return probs
     x, y = _inputs(data, data.train.x, normalised), data.train.y.numpy()
-    step = math.ceil(len(x) / MOST_FOR_LINEAR) if normalised else 1
+    step = math.ceil(len(data.train) / MOST_FOR_LINEAR) if normalised else 1
     model.fit(x[::step], y[::step])
     probs[:, torch.from_numpy(model.classes_)] = torch.from_numpy(
         model.predict_proba(_inputs(data, data.test.x, normalised))
@@ -151,7 +155,7 @@ def _probabilities(model: Any, data: Data, normalised: bool = False) -> Tensor:
 def _with_residuals(model: Any, data: Data, normalised: bool = False) -> _Numbers:
     """Means of a regressor, with the deviation that it has on the validation part."""
     x, y = _inputs(data, data.train.x, normalised), data.train.y.double().numpy()
-    step = math.ceil(len(x) / MOST_FOR_LINEAR) if normalised else 1
+    step = math.ceil(len(data.train) / MOST_FOR_LINEAR) if normalised else 1
     model.fit(x[::step], y[::step])
     held_out = torch.from_numpy(model.predict(_inputs(data, data.validation.x, normalised))) - data.validation.y
     mean = torch.from_numpy(model.predict(_inputs(data, data.test.x, normalised))).double()
@@ -161,7 +165,20 @@ def _with_residuals(model: Any, data: Data, normalised: bool = False) -> _Number
 
 
 def _inputs(data: Data, x: Tensor, normalised: bool) -> Any:
+    if data.kind.written:
+        weights = needed("sklearn.feature_extraction.text", "study", "a linear model").TfidfTransformer()
+        return weights.fit(_counts(data, data.train.x)).transform(_counts(data, x))
     return (data.normalised(x) if normalised else x).flatten(1).numpy()
+
+
+def _counts(data: Data, x: Tensor) -> Any:
+    """How often each token is in each text, a sparse matrix `[N, tokens]`."""
+    every = max(int(part.x.max()) for part in data.parts.values()) + 1
+    row, place = (x >= 0).nonzero(as_tuple=True)
+    token = x[row, place].long()
+    matrix = needed("scipy.sparse", "study", "a linear model").csr_matrix
+    ones = torch.ones(len(row), dtype=torch.float64)
+    return matrix((ones.numpy(), (row.numpy(), token.numpy())), shape=(len(x), every))
 
 
 # -- scores ------------------------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from multitudes.core.copying import copied
+from multitudes.core.counting import flop_counter
 from multitudes.core.draws.memory import Meter
 from multitudes.core.multitude import Multitude
 from multitudes.training.fit import Progress, fit
@@ -61,7 +61,7 @@ def multiply_adds(net: Multitude, x: Tensor) -> int:
     """
     one = x[:1]
     net.predict(one, seed=0)  # what is measured once for a shape, such as the fastest runner, is not counted
-    counter = FlopCounterMode(display=False)
+    counter = flop_counter()
     with counter:
         net.predict(one, seed=0)
     return counter.get_total_flops() // 2

@@ -35,20 +35,25 @@ def build(
     return method.build(network, example, {**settings, **start}, seed)
 
 
-def unfit(method: Method, shape: tuple[int, ...], kind_name: str | None = None) -> str | None:
-    """Why a method is not for inputs of this shape, and of the kind of this name; None where it is."""
+def unfit(method: Method, shape: tuple[int, ...], kind_name: str | None = None, pretrained: bool = False) -> str | None:
+    """Why a method is not for inputs of this shape, and of the kind of this name; None where it is.
+
+    `pretrained` says whether the network may have been trained before.
+    """
     kind = kind_of_shape(shape, kind_name)
     if method.feature_maps and not kind.feature_maps:
         return f"method {method.name!r} smooths feature maps, and the inputs are no images but {kind.describe(shape)}"
     if method.tables and not kind.named:
         return f"method {method.name!r} is for tables, and the inputs are {kind.describe(shape)}"
+    if method.pretrained and not pretrained:
+        return f"method {method.name!r} is for networks that were trained before, such as model hf:FOLDER with weights"
     return None
 
 
-def methods_for(shape: tuple[int, ...], kind_name: str | None = None) -> list[str]:
+def methods_for(shape: tuple[int, ...], kind_name: str | None = None, pretrained: bool = False) -> list[str]:
     """The names of the methods for inputs of this shape, and of the kind of this name.
 
     >>> [name for name in METHODS if name not in methods_for((13,))]
-    ['smooth', 'smooth_dropout']
+    ['lora', 'smooth', 'smooth_dropout']
     """
-    return [name for name, method in METHODS.items() if unfit(method, shape, kind_name) is None]
+    return [name for name, method in METHODS.items() if unfit(method, shape, kind_name, pretrained) is None]

@@ -154,13 +154,15 @@ class Spec(Section):
         training = {**suggested["training"], **given}
         if "lr" not in given and training["optimizer"] != suggested["training"]["optimizer"]:
             training["lr"] = 0.05 if training["optimizer"] == "sgd" else 1e-3  # a rate is one of its optimizer
-        if "warmup" not in given and training["warmup"] >= training["epochs"]:
+        if "warmup" not in given and pretrained is not None:
+            training["warmup"] *= training["epochs"] / suggested["training"]["epochs"]
+        elif "warmup" not in given and training["warmup"] >= training["epochs"]:
             training["warmup"] = 0  # too short a training for it
         for key, nothing in NOTHING.items():
             training[key] = nothing if training.get(key) is None else training[key]
         methods = self.methods
         if not methods:
-            every = {name: METHODS[name].complete() for name in methods_for(shape, kind)}
+            every = {name: METHODS[name].complete() for name in methods_for(shape, kind, bool(pretrained))}
             methods = {name: MethodSection(method=name, settings=settings) for name, settings in every.items()}
         spec = self.model_copy(
             update={
@@ -170,7 +172,7 @@ class Spec(Section):
                 "evaluation": self.evaluation.model_copy(update={"shift": self._shift(shape, task, kind)}),
             }
         )
-        spec._check(shape, task, kind)
+        spec._check(shape, task, kind, bool(pretrained) or self.model.file is not None)
         return spec
 
     def _shift(self, shape: tuple[int, ...], task: str, kind: str | None) -> list[str]:
@@ -180,7 +182,7 @@ class Spec(Section):
 
         return SHIFT if kind_of_shape(shape, kind).corruptible(shape) and task == "classification" else []
 
-    def _check(self, shape: tuple[int, ...], task: str, kind: str | None) -> None:
+    def _check(self, shape: tuple[int, ...], task: str, kind: str | None, pretrained: bool) -> None:
         """Whether it fits the data."""
         from multitudes.data.kinds import kind_of_shape
         from multitudes.study.methods import METHODS, unfit
@@ -203,7 +205,7 @@ class Spec(Section):
         if training.class_weight != "none" and task != "classification":
             problems.append((("training", "class_weight"), f"training.class_weight is for classes, got {task}"))
         for label, each in self.methods.items():
-            if reason := unfit(METHODS[each.method], shape, kind):
+            if reason := unfit(METHODS[each.method], shape, kind, pretrained):
                 problems.append((("methods", label), f"methods.{label}: {reason}"))
         if problems:
             raise self.error(problems)

@@ -157,9 +157,8 @@ def _trained(job: Assignment, net: Multitude, log: _Log) -> tuple[Multitude, lis
         return net, history
     x = job.data.normalised(job.data.train.x[:SETTLING]).to(job.device)
     finished = job.method.finish(net, recorder, x, job.settings, job.seed)
-    train = job.data.train
-    whole = HeldOut(job.data, train.x, train.y, job.device)
-    return job.prepared(job.method.after(finished, whole, job.settings, job.seed)), history
+    train, held_out = (HeldOut(job.data, p.x, p.y, job.device) for p in (job.data.train, job.data.validation))
+    return job.prepared(job.method.after(finished, train, held_out, job.settings, job.seed)), history
 
 
 # -- writing -----------------------------------------------------------------------------------------------

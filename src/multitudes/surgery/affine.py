@@ -28,6 +28,7 @@ __all__ = [
     "affine_layers",
     "axis_of",
     "computes",
+    "has_other_hooks",
     "is_changed",
     "kind_of",
     "maps_of",
@@ -123,10 +124,10 @@ def _weight_is_known(layer: nn.Module) -> bool:
     hooks = _weight_hooks(layer)
     if parametrize.is_parametrized(layer):
         alone = list(layer.parametrizations) == ["weight"]  # type: ignore[arg-type]
-        return alone and not hooks and not _has_other_hooks(layer)
+        return alone and not hooks and not has_other_hooks(layer)
     if hooks:
         named = [getattr(hook, "name", getattr(hook, "_tensor_name", "")) for hook in hooks]
-        return named == ["weight"] and not _has_other_hooks(layer)
+        return named == ["weight"] and not has_other_hooks(layer)
     return layer._parameters.get("weight") is not None
 
 
@@ -134,7 +135,8 @@ def _weight_hooks(layer: nn.Module) -> list[Any]:
     return [hook for hook in layer._forward_pre_hooks.values() if isinstance(hook, _WEIGHT_HOOKS)]
 
 
-def _has_other_hooks(layer: nn.Module) -> bool:
+def has_other_hooks(layer: nn.Module) -> bool:
+    """Whether a layer has forward hooks beside those that compute its weight."""
     return len(layer._forward_hooks) + len(layer._forward_pre_hooks) > len(_weight_hooks(layer))
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input
+from multitudes.core.copying import copied
 from multitudes.surgery.attended import HeadChoice
 from multitudes.surgery.attributes import ADJUSTMENTS, adjust
-from multitudes.surgery.cuts import Cut, cut_layer, is_depthwise, makes, width_of
+from multitudes.surgery.cuts import Cut, GroupedLinear, cut_layer, is_depthwise, makes, width_of
 from multitudes.surgery.layers import is_frozen, replace
 from multitudes.surgery.narrow_proof import Along, prove, standing_alone
 
@@ -45,7 +46,8 @@ def apply_cuts(model: nn.Module, plan: Plan, example: Input) -> nn.Module:
         for adjusted in _ADJUSTMENTS if plan.heads.found else ADJUSTMENTS:
             narrowed = replace(model, _cut_layers(layers, plan.cuts))
             _cut_parameters(narrowed, along)
-            if not adjust(narrowed, plan.cuts, plan.heads, adjusted, model) and adjusted != "none":
+            narrowed = _filled(narrowed, plan.built)
+            if not adjust(narrowed, plan.cuts, plan.heads, adjusted, model, plan.built) and adjusted != "none":
                 continue
             try:
                 prove(model, narrowed, plan.cuts, example, along, plan.heads.sources)
@@ -72,13 +74,14 @@ def _cut_layers(layers: Mapping[str, nn.Module], cuts: Mapping[str, Cut]) -> dic
 
 def _along(model: nn.Module, plan: Plan) -> Iterator[Along]:
     """Ways to cut the parameters that stand alone: which of their axes keep which of their entries."""
-    yield {}
+    fixed = _along_built(model, plan)
+    yield fixed
     widths = _cut_widths(model, plan.cuts)
     by_width: dict[str, tuple[tuple[int, Tensor], ...]] = {}
     by_heads: dict[str, tuple[tuple[int, Tensor], ...]] = {}
     for name in standing_alone(model):
         parameter = model.get_parameter(name)
-        if not parameter.requires_grad:
+        if not parameter.requires_grad or _of_built(name, plan.built) is not None:
             continue
         fitting = [axis for axis, size in enumerate(parameter.shape) if size in widths]
         if fitting:
@@ -88,9 +91,86 @@ def _along(model: nn.Module, plan: Plan) -> Iterator[Along]:
         if fitting:
             by_heads[name] = ((fitting[-1], heads[parameter.shape[fitting[-1]]]),)
     if by_width:
-        yield by_width
+        yield fixed | by_width
     if by_heads:
-        yield by_width | by_heads
+        yield fixed | by_width | by_heads
+
+
+def _of_built(name: str, built: Mapping[str, nn.Module]) -> nn.Parameter | None:
+    """The parameter of a narrower Hugging Face model by its name in the network."""
+    for prefix, network in built.items():
+        if not prefix or name.startswith(f"{prefix}."):
+            return network.get_parameter(name.removeprefix(f"{prefix}.") if prefix else name)
+    return None
+
+
+def _along_built(model: nn.Module, plan: Plan) -> dict[str, tuple[tuple[int, Tensor], ...]]:
+    """How parameters that stand alone in Hugging Face models are cut to what they are in the narrower ones."""
+    kept = {
+        (width_of(layer), len(cut.outputs)): cut.outputs
+        for layer, cut in ((model.get_submodule(name), cut) for name, cut in plan.cuts.items())
+        if makes(layer)
+    }
+    along: dict[str, tuple[tuple[int, Tensor], ...]] = {}
+    for name in standing_alone(model):
+        small = _of_built(name, plan.built)
+        if small is None:
+            continue
+        whole = model.get_parameter(name)
+        heads = {(h, len(k)): k for place in ("", name.rpartition(".")[0]) for h, k in plan.heads.inside(place).items()}
+        axes = [
+            (axis, pair) for axis, pair in enumerate(zip(whole.shape, small.shape, strict=True)) if pair[0] != pair[1]
+        ]
+        for _, pair in axes:
+            if pair not in heads and pair not in kept:
+                raise ValueError(
+                    f"parameter {name!r} would have {pair[1]} of {pair[0]} entries, and no layer keeps as many channels"
+                )
+        along[name] = tuple((axis, heads.get(pair, kept.get(pair))) for axis, pair in axes)  # type: ignore[misc]
+    return {name: cuts for name, cuts in along.items() if cuts}
+
+
+def _filled(narrowed: nn.Module, built: Mapping[str, nn.Module]) -> nn.Module:
+    """The narrowed network in which Hugging Face models are those that were built, with its weights."""
+    for name, network in built.items():
+        cut, fresh = narrowed.get_submodule(name), copied(network)
+        for own, layer in cut.named_modules():
+            if isinstance(layer, GroupedLinear):
+                fresh.set_submodule(own, layer)
+        for own, parameter in cut.named_parameters():
+            other = fresh.get_parameter(own)
+            if other.shape != parameter.shape:
+                raise ValueError(
+                    f"{own!r} is {list(other.shape)} in the narrower {type(cut).__name__} of its configuration, and "
+                    f"{list(parameter.shape)} by what was observed"
+                )
+            other.data, other.requires_grad = parameter.data, parameter.requires_grad
+        _take_settings(cut, fresh)
+        if not name:
+            return fresh
+        path, _, own = name.rpartition(".")
+        setattr(narrowed.get_submodule(path), own, fresh)
+        for module in narrowed.modules():  # which may hold the configuration as well
+            held = [key for key, value in vars(module).items() if value is cut.config]
+            for key in held:
+                setattr(module, key, fresh.config)
+    return narrowed
+
+
+def _take_settings(cut: nn.Module, fresh: nn.Module) -> None:
+    """Buffers, modes and what a user has added, of modules that were built anew."""
+    others = dict(fresh.named_modules())
+    for name, module in cut.named_modules():
+        other = others[name]
+        for key, buffer in module._buffers.items():
+            mine = other._buffers.get(key)
+            kept = key not in module._non_persistent_buffers_set  # others are computed of the configuration
+            if kept and buffer is not None and mine is not None and buffer.shape == mine.shape:
+                other._buffers[key] = buffer
+        other.training = module.training
+        for key, value in vars(module).items():
+            if key not in vars(other) and not key.startswith("_"):
+                setattr(other, key, value)
 
 
 def _cut_widths(model: nn.Module, cuts: Mapping[str, Cut]) -> dict[int, Tensor]:

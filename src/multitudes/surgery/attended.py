@@ -178,7 +178,7 @@ class HeadChoice:
         heads_first: bool = False,
     ) -> None:
         self.found, self.widths, self.factor, self.generator = found, widths, factor, generator
-        self.counts, self.whole, self.heads_first = counts, whole or set(), heads_first
+        self.counts, self.whole, self.heads_first = counts or {}, whole or set(), heads_first
         self._kept: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
     @property
@@ -186,8 +186,11 @@ class HeadChoice:
         """The layers that attentions read from."""
         return {name for attention in self.found for name in attention.sources}
 
-    def outputs(self, name: str, width: int) -> Tensor | None:
-        """The kept channels of a layer of some width; None where attention does not bind them."""
+    def outputs(self, name: str, width: int, table: bool = False) -> Tensor | None:
+        """The kept channels of a layer of some width; None where attention does not bind them.
+
+        A `table` may have an entry for each head, as relative positions do.
+        """
         for attention in self.found:
             if name in attention.sources:
                 index = self._of_source(attention, width)
@@ -196,7 +199,8 @@ class HeadChoice:
                 break
         across = [attention for attention in self.found if attention.width == width]
         if not across:
-            return None
+            of_heads = [attention for attention in self.found if table and attention.heads == width]
+            return self.kept(of_heads[0])[0] if of_heads else None
         widest = max(across, key=lambda attention: attention.size)
         return _blocks(self.kept(widest)[0], widest.size)
 
@@ -253,14 +257,14 @@ class HeadChoice:
             return heads, shared
         kept_shared = math.ceil(round(shared * self.factor, 9))
         kept = math.ceil(round(heads * self.factor, 9))
-        if self.counts is not None:
+        if any(name in self.counts for name in makers):
+            makers = {name: width for name, width in makers.items() if name in self.counts}
             kept_shared = self._wanted(makers, shared, size, kept_shared)
             kept = self._wanted(makers, heads, size, 0) or self._of_one(makers, attention, kept_shared)
         return math.ceil(kept / kept_shared) * kept_shared, kept_shared
 
     def _wanted(self, makers: Mapping[str, int], heads: int, size: int, default: int) -> int:
         """How many of so many heads are wanted, by the wanted width of a layer that makes them alone."""
-        assert self.counts is not None
         for name, width in makers.items():
             if width == heads * size:
                 if self.counts[name] % size:
@@ -273,7 +277,6 @@ class HeadChoice:
 
     def _of_one(self, makers: Mapping[str, int], attention: Attention, kept_shared: int) -> int:
         """How many query heads are wanted of a layer that makes keys and values as well."""
-        assert self.counts is not None
         for name, width in makers.items():
             if width == (attention.heads + 2 * attention.shared) * attention.size:
                 parts = self.counts[name] // attention.size

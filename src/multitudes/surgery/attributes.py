@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,13 +20,21 @@ _GROUPS = ("group", "rep", "share")
 _OTHERS = ("position", "vocab", "image", "patch", "label", "layer", "token", "length", "window", "stride", "kernel")
 
 
-def adjust(narrowed: nn.Module, cuts: Mapping[str, Cut], heads: HeadChoice, by: str, model: nn.Module) -> bool:
-    """Change a narrowed network's attributes that count channels or heads, in place; whether any was changed."""
+def adjust(
+    narrowed: nn.Module, cuts: Mapping[str, Cut], heads: HeadChoice, by: str, model: nn.Module, built: Collection[str]
+) -> bool:
+    """Change a narrowed network's attributes that count channels or heads, in place; whether any was changed.
+
+    Those of the modules named by `built`, and of what is in them, are right already.
+    """
     if by == "none":
         return False
     widths = _followed(cuts, model)
-    changed, seen = False, set[int]()
+    changed = False
+    seen = {id(value) for name in built for value in vars(narrowed.get_submodule(name)).values()}
     for name, module in narrowed.named_modules():
+        if any(not outer or name == outer or name.startswith(f"{outer}.") for outer in built):
+            continue
         if name in cuts and (makes(model.get_submodule(name)) or follows(model.get_submodule(name))):
             continue
         counts = heads.counted(name)

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Collection
 
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from multitudes.core.calling import Input, call, plain_attention
+from multitudes.core.counting import flop_counter
 from multitudes.core.multitude import REACH, Multitude
 from multitudes.surgery.observe import cheap_example, observing
 
@@ -85,7 +85,7 @@ def _multiply_adds(
         return None
     sums = [0, 0]
     started: list[int] = []
-    counter = FlopCounterMode(display=False)
+    counter = flop_counter()
 
     def start(*_: object) -> None:
         started.append(counter.get_total_flops())

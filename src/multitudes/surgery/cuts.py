@@ -69,7 +69,7 @@ def makes(layer: nn.Module) -> bool:
     kind = kind_of(layer)
     if kind in PRODUCTS:
         return not is_computed(layer)
-    return _inherits(layer, (nn.Embedding,)) or foreign_map(layer) is not None
+    return isinstance(layer, nn.Embedding) or foreign_map(layer) is not None
 
 
 def follows(layer: nn.Module) -> bool:
@@ -99,7 +99,7 @@ def output_axis(layer: nn.Module) -> int:
 def inputs_of(layer: Any) -> int:
     """The number of channels that a layer reads."""
     if channel_axis(layer) is not None:
-        return next(len(parameter) for parameter in layer.parameters())
+        return next(parameter.shape[-1] for parameter in layer.parameters())
     if isinstance(layer, LAST_NORMS):
         return int(layer.normalized_shape[0])
     if (affine := foreign_map(layer)) is not None:

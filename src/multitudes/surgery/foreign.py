@@ -45,27 +45,28 @@ def _own_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
 
 def _observed_axis(layer: nn.Module) -> int | None:
     parameters = _own_parameters(layer)
-    widths = {tuple(p.shape) for p in parameters.values()}
-    buffers = {tuple(b.shape) for b in layer._buffers.values() if b is not None and b.dim()}
-    if len(widths) != 1 or len(shape := widths.pop()) != 1 or shape[0] < 2 or buffers - {shape} or layer._modules:
+    tensors = [*parameters.values(), *[b for b in layer._buffers.values() if b is not None and b.dim()]]
+    widths = {p.shape[-1] if p.dim() else 1 for p in tensors}
+    if len(widths) != 1 or (width := widths.pop()) < 2 or not parameters or layer._modules:
+        return None
+    if any(tensor.numel() != width for tensor in tensors):
         return None
     if type(layer).forward.__module__.startswith(("torch.", "multitudes.")) or "forward" in vars(layer):
         return None
-    for axis, x in ((-1, torch.randn(2, 3, shape[0])), (1, torch.randn(2, shape[0], 3, 3))):
-        if _is_equivariant(layer, x, axis):
-            return axis
-    return None
+    shapes = ((-1, (2, 3, width)), (-1, (2, 3, 3, width)), (1, (2, width, 3, 3)))
+    return next((axis for axis, shape in shapes if _is_equivariant(layer, shape, axis)), None)
 
 
 @torch.no_grad()
-def _is_equivariant(layer: nn.Module, x: Tensor, axis: int) -> bool:
+def _is_equivariant(layer: nn.Module, shape: tuple[int, ...], axis: int) -> bool:
     generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator)
     order = torch.randperm(x.shape[axis], generator=generator)
     order = order if not torch.equal(order, torch.arange(len(order))) else order.flip(0)
     probe, permuted = (_bare(layer).double() for _ in range(2))
     for one, other in zip([*probe.parameters()], [*permuted.parameters()], strict=True):
         one.data = torch.rand(one.shape, generator=generator, dtype=torch.float64) + 0.5
-        other.data = one.data[order]
+        other.data = one.data[..., order]
     with torch.random.fork_rng([]):
         try:
             y, z = probe(x.double()), permuted(x.double().index_select(axis, order))
@@ -107,17 +108,17 @@ def cut_affine(layer: Any, inputs: Tensor, outputs: Tensor, name: str) -> nn.Mod
 
 def cut_channels(layer: nn.Module, kept: Tensor, name: str) -> nn.Module:
     """A smaller layer of the same class, with the kept channels' numbers; what it holds of its width follows."""
-    width, count = next(p.shape[0] for p in layer.parameters()), len(kept)
+    width, count = next(p.shape[-1] for p in layer.parameters()), len(kept)
     small = copied(layer)
     follow: dict[Any, Any] = {width: count, (width,): (count,)} | {width**p: count**p for p in (0.5, -0.5)}
     for key, value in vars(layer).items():
         if isinstance(value, int | float | tuple) and not isinstance(value, bool) and value in follow:
             vars(small)[key] = type(value)(follow[value])
     for each, parameter in layer.named_parameters():
-        setattr(small, each, nn.Parameter(parameter.data[kept].clone(), parameter.requires_grad))
+        setattr(small, each, nn.Parameter(parameter.data[..., kept].clone(), parameter.requires_grad))
     for each, buffer in layer.named_buffers():
         if buffer.dim():
-            setattr(small, each, buffer[kept].clone())
+            setattr(small, each, buffer[..., kept].clone())
     if not _is_like(layer, small, width, count):
         raise ValueError(
             f"layer {name!r} ({type(layer).__name__}) computes with its width of {width}, which cannot be narrowed; "
@@ -126,18 +127,26 @@ def cut_channels(layer: nn.Module, kept: Tensor, name: str) -> nn.Module:
     return small
 
 
-@torch.no_grad()
 def _is_like(layer: nn.Module, small: nn.Module, width: int, count: int) -> bool:
     """Whether both give the same of channels that repeat, so that none of them counts its channels."""
-    axis, each = channel_axis(layer) or 0, math.gcd(width, count)
-    shape = [2, 3, each] if axis == -1 else [2, each, 3, 3]
+    each = math.gcd(width, count)
+    if channel_axis(layer) == 1:
+        return _repeat_alike(layer, small, (2, each, 3, 3), 1)
+    try:
+        return _repeat_alike(layer, small, (2, 3, each), -1)
+    except (RuntimeError, ValueError, IndexError):  # of a layer of feature maps
+        return _repeat_alike(layer, small, (2, 3, 3, each), -1)
+
+
+@torch.no_grad()
+def _repeat_alike(layer: nn.Module, small: nn.Module, shape: tuple[int, ...], axis: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     x, values, answers = torch.randn(shape, generator=generator).double(), None, []
-    for network, repeats in ((layer, width // each), (small, count // each)):
+    for network in (layer, small):
         probe = _bare(network).double()
-        values = values or [torch.rand(each, generator=generator).double() + 0.5 for _ in probe.parameters()]
+        repeats = next(p.shape[-1] for p in probe.parameters()) // shape[axis]
+        values = values or [torch.rand(shape[axis], generator=generator).double() + 0.5 for _ in probe.parameters()]
         for parameter, value in zip(probe.parameters(), values, strict=True):
-            parameter.data = value.repeat(repeats)
-        y = probe(torch.cat([x] * repeats, axis))
-        answers.append(y.narrow(axis, 0, each))
+            parameter.data = value.repeat(repeats).view(parameter.shape)
+        answers.append(probe(torch.cat([x] * repeats, axis)).narrow(axis, 0, shape[axis]))
     return torch.allclose(answers[0], answers[1], equal_nan=True)

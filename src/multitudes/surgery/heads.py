@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from multitudes.core.calling import Input, prediction_in, split_call
+from multitudes.core.calling import Input, input_errors, prediction_in, split_call
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.multitude import evaluating
 from multitudes.surgery.layers import Selector, select
@@ -50,7 +50,9 @@ def _beside_base_model(network: nn.Module) -> list[str]:
 
 def _found(network: nn.Module, example: Input | None) -> list[str]:
     try:
-        return _observed(network, example_for(network, example))
+        x = example_for(network, example)
+        with input_errors(x):
+            return _observed(network, x)
     except ValueError as error:
         children = [name for name, child in network.named_children() if any(True for _ in child.parameters())]
         if example is None and children and children[-1] in _NAMES:

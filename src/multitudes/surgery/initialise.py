@@ -19,7 +19,7 @@ from multitudes.core.stacking import stackable
 from multitudes.surgery.computed import plain_weights
 from multitudes.surgery.constructed import Own, compared
 
-__all__ = ["Judgement", "frozen_tensors", "judged", "redraw", "run_rules"]
+__all__ = ["Judgement", "frozen_tensors", "is_hugging_face", "judged", "redraw", "run_rules"]
 
 _RULES = ("reset_parameters", "_reset_parameters", "_init_weights")
 
@@ -74,23 +74,24 @@ def run_rules(network: nn.Module, only: Collection[str] | None = None) -> None:
     """
     modules = dict(network.named_modules())
     chosen = {id(m) for name, m in modules.items() if only is None or any(_within(name, each) for each in only)}
-    nested = {id(inner) for m in modules.values() if _is_hugging_face(m) for inner in m.modules() if inner is not m}
+    nested = {id(inner) for m in modules.values() if is_hugging_face(m) for inner in m.modules() if inner is not m}
     for module in reversed(modules.values()):
         if id(module) in chosen:
             for rule in filter(None, (_rule(module, name, 0) for name in _RULES)):
                 _try(module, rule)
         initialise = _rule(module, "_init_weights", 1)
-        if initialise is None or (_is_hugging_face(module) and id(module) in nested):
+        if initialise is None or (is_hugging_face(module) and id(module) in nested):
             continue
         with _unmarked(module):
-            _initialise_each(module, initialise, chosen, _is_hugging_face(module))
+            _initialise_each(module, initialise, chosen, is_hugging_face(module))
 
 
 def _within(name: str, outer: str) -> bool:
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 
-def _is_hugging_face(module: nn.Module) -> bool:
+def is_hugging_face(module: nn.Module) -> bool:
+    """Whether a module is a model of Hugging Face's, with a configuration of its own."""
     return hasattr(type(module), "base_model_prefix") and "config" in vars(module)
 
 
@@ -120,7 +121,7 @@ def _try(module: nn.Module, rule: Callable[[], Any]) -> None:
 def _initialise_each(module: nn.Module, initialise: Callable[..., Any], chosen: set[int], by_own: bool) -> None:
     """Call an initialiser for a module and all inside; with `by_own`, sub-models that have one use theirs."""
     for child in module.children():
-        theirs = _rule(child, "_init_weights", 1) if by_own and _is_hugging_face(child) else None
+        theirs = _rule(child, "_init_weights", 1) if by_own and is_hugging_face(child) else None
         _initialise_each(child, theirs or initialise, chosen, by_own)
     if id(module) in chosen:
         initialise(module)

@@ -28,7 +28,8 @@ from multitudes.surgery.applying import Plan, apply_cuts
 from multitudes.surgery.attended import Attention, HeadChoice, attentions
 from multitudes.surgery.cuts import Cut, follows, inputs_of, is_depthwise, makes, norm_groups, width_of
 from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, is_frozen, select
-from multitudes.surgery.narrow_proof import standing_alone
+from multitudes.surgery.narrow_config import narrower_models
+from multitudes.surgery.narrow_proof import runs_like, standing_alone
 from multitudes.surgery.observe import example_for, executed, hooked, observing
 from multitudes.surgery.opened_attention import attention_layers, close_attention, open_attention
 from multitudes.surgery.start import starting
@@ -71,7 +72,7 @@ def narrow(
     check_count("gamma", gamma)
     with start.seeded():
         example = example_for(model, example)
-        narrowed, cuts = narrowed_copy(model, factor, gamma, min_channels, layers, example)
+        narrowed, cuts = narrowed_copy(model, factor, gamma, min_channels, layers, example, start.redraws)
         if factor < 1:
             warn_of_whole(model, narrowed)
         return start.begin(narrowed if start.redraws else rescaled(narrowed, model, cuts, example))
@@ -84,26 +85,49 @@ def narrowed_copy(
     min_channels: int,
     layers: Selector,
     example: Input,
+    redrawn: bool = False,
 ) -> tuple[nn.Module, dict[str, Cut]]:
     """The narrowed copy with the kept channels' weights, proven on the example, and every layer's cut, by name.
 
-    Channels are chosen at random, from torch's random state; where that does not work out, in patterns.
+    Channels are chosen at random, from torch's random state; where that does not work out, in patterns. Where weights
+    are `redrawn` after, a Hugging Face model whose channels cannot be followed is the one that its configuration gives.
     """
     grouped = _selected(model, layers)
     opened = open_attention(model)
-    _check_layers(opened)
-    known = {name: module for name, module in opened.named_modules() if makes(module) or follows(module)}
-    order = executed(opened, example, [name for name, module in known.items() if makes(module)])
+    built = narrower_models(opened, factor)
+    try:
+        narrowed, cuts = _observed_copy(opened, built, grouped, factor, gamma, min_channels, example)
+        return _closed(narrowed, model, example), cuts
+    except ValueError:
+        if not redrawn or gamma > 1 or "" not in built or not runs_like(built[""], model, example):
+            raise
+    known = {n: m for n, m in model.named_modules() if makes(m)}
+    pairs = {name: (inputs_of(m), width_of(m)) for name, m in built[""].named_modules() if name in known}
+    return built[""], {
+        n: Cut(torch.arange(i), torch.arange(o), 1, f"{i} -> {o}, gamma 1") for n, (i, o) in pairs.items()
+    }
+
+
+def _observed_copy(
+    model: nn.Module,
+    built: dict[str, nn.Module],
+    grouped: set[str],
+    factor: float,
+    gamma: int,
+    min_channels: int,
+    example: Input,
+) -> tuple[nn.Module, dict[str, Cut]]:
+    """The narrowed copy by what is observed of the network, and every layer's cut."""
+    _check_layers(model)
+    known = {name: module for name, module in model.named_modules() if makes(module) or follows(module)}
+    order = executed(model, example, [name for name, module in known.items() if makes(module)])
     if not order:
         raise ValueError(f"model ({type(model).__name__}) has no layer that can be narrowed")
-    _check_reached(opened, known, example)
-    idle = [name for name, module in known.items() if makes(module) and name not in order]
-    if idle:
-        raise ValueError(
-            f"layer {idle[0]!r} does not run on the example in evaluation, so its widths cannot be seen: pass an "
-            "example on which it runs, or take it out; deep_ensemble keeps it whole"
-        )
-    seen = _Seen(opened, example, known, order, attentions(opened, example, {n: known[n] for n in order}), factor)
+    _check_reached(model, known, example)
+    twins = _twins(known, order)
+    counts = {n: width_of(m) for n, m in _layers_of(built).items() if n in known and makes(known[n])}
+    found = attentions(model, example, {n: known[n] for n in order})
+    seen = _Seen(model, example, known, order, found, factor, counts)
     seed, first = int(torch.randint(2**62, ())), ValueError()
     for pattern, heads_first in seen.ways():
         try:
@@ -113,11 +137,38 @@ def narrowed_copy(
                 name: _grouped(known[name], cut, factor, gamma if name in split else 1, min_channels, plan.heads, name)
                 for name, cut in plan.cuts.items()
             }
-            narrowed = apply_cuts(opened, dataclasses.replace(plan, cuts=cuts), example)
-            return _closed(narrowed, model, example), cuts
+            cuts |= {name: cuts[other] for name, other in twins.items()}
+            return apply_cuts(model, dataclasses.replace(plan, cuts=cuts, built=built), example), cuts
         except ValueError as error:
             first = first if first.args else error
     raise first
+
+
+def _twins(known: dict[str, nn.Module], order: list[str]) -> dict[str, str]:
+    """Of tables that do not run themselves, the layer that runs with the same weight; any other is refused."""
+    owners = {id(p): name for name in order for p in known[name].parameters()}
+    twins: dict[str, str] = {}
+    for name, layer in known.items():
+        if not makes(layer) or name in order:
+            continue
+        same = {owners.get(id(p)) for p in layer.parameters()}
+        other = same.pop() if isinstance(layer, nn.Embedding) and len(same) == 1 else None
+        if other is None:
+            raise ValueError(
+                f"layer {name!r} does not run on the example in evaluation, so its widths cannot be seen: pass an "
+                "example on which it runs, or take it out; deep_ensemble keeps it whole"
+            )
+        twins[name] = other
+    return twins
+
+
+def _layers_of(built: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """The layers of networks, by their names in the network that these are parts of."""
+    return {
+        f"{name}.{own}" if name and own else name or own: module
+        for name, network in built.items()
+        for own, module in network.named_modules()
+    }
 
 
 def _selected(model: nn.Module, layers: Selector) -> set[str]:
@@ -152,6 +203,8 @@ class _Seen:
     order: list[str]
     attentions: list[Attention]
     factor: float
+    counts: dict[str, int]
+    """The widths that layers of Hugging Face models have by their configurations."""
 
     def ways(self) -> list[tuple[Pattern, bool]]:
         """The ways to choose channels, the likeliest first."""
@@ -166,8 +219,9 @@ class _Seen:
         def watched(whole: set[str]) -> tuple[Watch, Tensor]:
             generator = torch.Generator().manual_seed(seed)
             widths = {name: width_of(self.known[name]) for name in self.order}
-            heads = HeadChoice(self.attentions, widths, self.factor, generator, None, whole, heads_first)
-            watch = Watch(self.factor, whole, generator, pattern, heads)
+            whole = whole - {name for name, count in self.counts.items() if count < width_of(self.known[name])}
+            heads = HeadChoice(self.attentions, widths, self.factor, generator, self.counts, whole, heads_first)
+            watch = Watch(self.factor, whole, generator, pattern, heads, self.counts)
             return watch, watch.run(self.model, self.example, self.known)
 
         with observing(self.model):
@@ -202,7 +256,8 @@ def _check_reached(model: nn.Module, known: dict[str, nn.Module], example: Input
         finally:
             for module, mode in modes:
                 module.training = mode
-    missing = [name for name in dict.fromkeys(reached) if name not in executed(model, example, known)]
+    evaluated = set(executed(model, example, known))
+    missing = [name for name in dict.fromkeys(reached) if name not in evaluated]
     if missing:
         raise ValueError(
             f"layer {missing[0]!r} ({type(known[missing[0]]).__name__}) runs in training and not in evaluation, where "
@@ -249,6 +304,8 @@ def told(cuts: dict[str, Cut], network: nn.Module) -> dict[str, str]:
 
 def rescaled(narrowed: nn.Module, model: nn.Module, cuts: dict[str, Cut], example: Input) -> nn.Module:
     """The narrowed network with its weights scaled so that activations are as large as the model's."""
+    if sum(p.numel() for p in narrowed.parameters()) == sum(p.numel() for p in model.parameters()):
+        return narrowed
     opened, whole = open_attention(narrowed), open_attention(model)
     layers = {name: whole.get_submodule(name) for name in cuts}
     tables = {id(p) for m in layers.values() if isinstance(m, nn.Embedding) for p in m.parameters()}

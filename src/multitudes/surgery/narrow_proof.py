@@ -17,7 +17,7 @@ from multitudes.core.settings import holding
 from multitudes.surgery.cuts import Cut, follows, input_axis, makes, output_axis
 from multitudes.surgery.observe import hooked, observing
 
-__all__ = ["Along", "prove", "standing_alone"]
+__all__ = ["Along", "prove", "runs_like", "standing_alone"]
 
 Along = Mapping[str, tuple[tuple[int, Tensor], ...]]
 """Of parameters that stand alone, by name: which axes are cut, and the entries that are kept along them."""
@@ -45,8 +45,9 @@ def prove(
         wanted, want = _at_full_width(model, narrowed, cuts, example, sharpened)
         got: list[tuple[str, Tensor]] = []
 
-        def see(name: str, _: nn.Module, args: Any, __: Tensor) -> None:
-            got.append((name, args[0]))
+        def see(name: str, layer: nn.Module, args: Any, _: Tensor) -> None:
+            if not isinstance(layer, nn.Embedding):
+                got.append((name, args[0]))
 
         try:
             with hooked(narrowed, cuts, see):
@@ -71,6 +72,17 @@ def prove(
     trouble = _trouble_in_training(narrowed, example)
     if trouble and not _trouble_in_training(model, example):
         raise ValueError(_unfit(model, f"in training, {trouble}"))
+
+
+def runs_like(network: nn.Module, model: nn.Module, example: Input) -> bool:
+    """Whether a network gives finite predictions of the shape of a model's on an example, and runs in training."""
+    try:
+        with observing(model, network):
+            y, want = call(network, example), call(model, example)
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        return False
+    same = y.shape == want.shape and bool(y.isfinite().all())
+    return same and (not _trouble_in_training(network, example) or bool(_trouble_in_training(model, example)))
 
 
 def _trouble_in_training(network: nn.Module, example: Input) -> str:
@@ -110,19 +122,30 @@ def _at_full_width(
     """What each layer sees of its kept channels, in the order in which they run, and the output."""
     seen: list[tuple[str, Tensor]] = []
 
-    def narrow(name: str, layer: nn.Module, args: Any, y: Tensor) -> Tensor:
-        x, cut = args[0], cuts[name]
-        if not isinstance(layer, nn.Embedding):
-            x = x.index_select(input_axis(layer), cut.inputs.to(x.device))
+    def narrow(name: str, layer: nn.Module, args: Any, kwargs: Any, y: Tensor) -> Tensor:
+        cut = cuts[name]
+        if isinstance(layer, nn.Embedding):
+            small = narrowed.get_submodule(name)(*args, **kwargs)
+            return torch.full_like(y, torch.nan).index_copy_(-1, cut.outputs.to(y.device), small.to(y.dtype))
+        x = args[0].index_select(input_axis(layer), cut.inputs.to(y.device))
         seen.append((name, x))
         if name in sharpened and all(name != before for before, _ in seen[:-1]):
             _sharpen(narrowed.get_submodule(name), x)
-        small = narrowed.get_submodule(name)(x, *args[1:])
+        small = narrowed.get_submodule(name)(x, *args[1:], **kwargs)
         axis = input_axis(layer) if follows(layer) else output_axis(layer)
         return torch.full_like(y, torch.nan).index_copy_(axis, cut.outputs.to(y.device), small.to(y.dtype))
 
-    with hooked(model, cuts, narrow):
+    handles = [
+        model.get_submodule(name).register_forward_hook(
+            lambda layer, args, kwargs, y, name=name: narrow(name, layer, args, kwargs, y), with_kwargs=True
+        )
+        for name in cuts
+    ]
+    try:
         return seen, call(model, example)
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _sharpen(layer: nn.Module, x: Tensor) -> None:

@@ -58,7 +58,7 @@ class Watch(Inside):
 
     def run(self, model: nn.Module, example: Input, names: Collection[str]) -> Tensor:
         def see(name: str, layer: nn.Module, args: Any, y: Tensor) -> Tensor:
-            return self.see(name, layer, args[0], y)
+            return self.see(name, layer, args[0] if args else y, y)
 
         with self.entered(model), plain_attention(), self, hooked(model, names, see):
             return call(model, example)
@@ -129,9 +129,11 @@ class Watch(Inside):
             return (inputs.unsqueeze(1) * each + torch.arange(each)).flatten()
         if name in self.last:
             return torch.arange(width)
-        if self.heads is not None and (bound := self.heads.outputs(name, width)) is not None:
+        count = self.counts.get(name)
+        bound = self.heads.outputs(name, width, isinstance(layer, nn.Embedding)) if self.heads is not None else None
+        if bound is not None and count in (None, len(bound)):
             return bound
-        count = self.counts.get(name, math.ceil(round(width * self.factor, 9)))
+        count = count or math.ceil(round(width * self.factor, 9))
         if (width, count) not in self.chosen:
             self.chosen[width, count] = choose(width, count, self.generator, self.pattern)
         return self.chosen[width, count]

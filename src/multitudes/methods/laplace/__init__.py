@@ -1,6 +1,16 @@
 """Last-layer Laplace: its layers, its curvature and its prior, its conversion, and its row for studies."""
 
 from multitudes.methods.laplace.conversion import ROWS, Laplace, LaplaceMembers, laplace
-from multitudes.methods.laplace.layers import LaplaceConv, LaplaceLayer, LaplaceLinear, WithNoise
+from multitudes.methods.laplace.layers import LaplaceConv, LaplaceLayer, LaplaceLinear, WithNoise, WithoutDraws
 
-__all__ = ["ROWS", "Laplace", "LaplaceConv", "LaplaceLayer", "LaplaceLinear", "LaplaceMembers", "WithNoise", "laplace"]
+__all__ = [
+    "ROWS",
+    "Laplace",
+    "LaplaceConv",
+    "LaplaceLayer",
+    "LaplaceLinear",
+    "LaplaceMembers",
+    "WithNoise",
+    "WithoutDraws",
+    "laplace",
+]

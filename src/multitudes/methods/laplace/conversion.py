@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from multitudes.core.batches import Batches
 from multitudes.core.calling import Input, InputError
 from multitudes.core.checks import check_choice, check_count, check_number
+from multitudes.core.copying import copied
 from multitudes.core.draws.memory import free_bytes, in_bytes
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
 from multitudes.core.members import Members
@@ -33,15 +34,22 @@ from multitudes.core.predictor import PredictorModule
 from multitudes.core.settings import holding
 from multitudes.core.tasks import CLASSES, check_task
 from multitudes.methods.laplace.curvature import Curvature, structure_for, wide
-from multitudes.methods.laplace.layers import STRUCTURES, LaplaceConv, LaplaceLayer, LaplaceLinear, WithNoise
+from multitudes.methods.laplace.layers import (
+    STRUCTURES,
+    LaplaceConv,
+    LaplaceLayer,
+    LaplaceLinear,
+    WithNoise,
+    WithoutDraws,
+)
 from multitudes.methods.laplace.posterior import measured
 from multitudes.methods.laplace.rows import SOFTMAX, OutputLayer, output_layer, rows_of
 from multitudes.methods.registry import Method, Settings, single
 from multitudes.surgery.affine import weight_of
 from multitudes.surgery.layers import Selector, check_model, replace
 
-MOST = 1e9
-"""The bytes that a curvature may take where no memory is given: a larger matrix takes minutes to decompose."""
+MOST = 256e6
+"""The bytes that a full curvature may take where neither is asked for: a larger one takes minutes to decompose."""
 
 
 # -- what predicts -----------------------------------------------------------------------------------------
@@ -109,6 +117,15 @@ class Laplace(Multitude):
         points = [torch.cat([means + point * spread, rest], 2) for point in _points(max(2, self.draws))]
         return torch.stack(points, 1).flatten(0, 1)
 
+    def without_draws(self, points: int) -> Members | None:
+        """Networks that draw nothing and predict the same, those of values by so many points; None where it draws."""
+        if self._approximation == "draws":
+            return None
+        members = [plain(self.member(index)) for index in range(self.members)]
+        sides = [None] if self._approximation == "probit" else _points(max(2, points))
+        networks = [_without_draws(network, side) for network in members for side in sides]
+        return Members(networks, len(networks)).like(self)
+
     def _read(self, side: str, x: Input) -> Tensor:
         layers = [layer for layer in stochastic_layers(self.network) if isinstance(layer, LaplaceLayer)]
         with holding(layers, "side", side):
@@ -135,6 +152,14 @@ def _points(count: int) -> list[float]:
     return [point / scale for point in points]
 
 
+def _without_draws(network: nn.Module, point: float | None) -> nn.Module:
+    layers = [layer for layer in stochastic_layers(network) if isinstance(layer, LaplaceLayer)]
+    others = [type(layer).__name__ for layer in stochastic_layers(network) if not isinstance(layer, LaplaceLayer)]
+    if others:
+        raise ValueError(f"a network with other layers that draw ({others[0]}) has no formula: set it to 'draws'")
+    return copied(network, {id(layer): WithoutDraws(copied(layer), point) for layer in layers})
+
+
 # -- conversion --------------------------------------------------------------------------------------------
 
 
@@ -148,7 +173,7 @@ def laplace(
     approximation: str = "draws",
     layers: Selector = None,
     noise: float | Tensor | None = None,
-    draws: int = 20,
+    draws: int | None = None,
     memory: str | float | None = None,
     task: str | None = None,
 ) -> Laplace:
@@ -157,8 +182,9 @@ def laplace(
     One pass over `data` in evaluation mode gives the curvature; nothing is trained, and `model` is left as it was.
     Classes are predicted by `draws` of the output layer, for which the rest of the network runs once, and `draws=0` is
     the network's own prediction. A network that predicts values becomes one that tells their noise as well, with
-    predictions of `task="gaussian"`: `epistemic_variance` is the posterior's, `aleatoric_variance` the noise. One that
-    predicts means and variances keeps its own variances, and has a posterior of the means' weights.
+    predictions of `task="gaussian"`: `epistemic_variance` is the posterior's, `aleatoric_variance` the noise. Where it
+    predicted `[B]`, its means are `[B, 1]` then. One that predicts means and variances keeps its own variances, and has
+    a posterior of the means' weights.
 
     Args:
         model: a trained network, or a multitude of one; or `Members`, each of which gets a posterior of its own.
@@ -166,15 +192,18 @@ def laplace(
         structure: of the posterior's covariance: "full", "kron" (Kronecker-factored), "diag", or "auto" for the first
             of these that takes no more than `memory`.
         prior: the precision of the weights' Gaussian prior: a number; "marginal", which maximises the marginal
-            likelihood; or "validation", the best of a grid by the likelihood of held-out data.
+            likelihood; or "validation", the best of a grid by the likelihood of held-out data. The marginal likelihood
+            needs no other data, but takes the weights for the best ones under the prior. Where they were trained until
+            they fit every target, predictions come out too unsure, and held-out data choose better.
         validation: held-out data for `prior="validation"`, in the form of `data`.
         approximation: how to predict: by "draws"; or of classes by "probit", of values "exact". It can be set later.
         layers: selects the output layer, where the network has several.
         noise: the variance of values around their mean, one, or one for each output `[O]`; by default that which
             maximises the marginal likelihood. For `task="regression"` alone.
-        draws: how many to make.
+        draws: how many to make; by default as many as `model` does, 20 where it makes none.
         memory: how much the curvature and its decomposition, and later the draws, may take: "2GB", or a number of
-            bytes. By default a quarter of what is free, and for the curvature at most 1 GB.
+            bytes. By default a quarter of what is free, of which "auto" takes 256 MB at most for a full covariance,
+            since a larger one takes minutes.
         task: what the predictions are of; the network's own by default.
 
     >>> model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -210,14 +239,15 @@ class _Options:
     approximation: str
     layers: Selector
     noise: float | Tensor | None
-    draws: int
+    draws: int | None
     memory: str | float | None
     task: str | None
 
     def __post_init__(self) -> None:
         check_choice("structure", self.structure, ("auto", *STRUCTURES))
         check_choice("approximation", self.approximation, ("draws", "probit", "exact"))
-        check_count("draws", self.draws)
+        if self.draws is not None:
+            check_count("draws", self.draws)
         if self.task is not None:
             check_task(self.task)
         if self.memory is not None:
@@ -237,7 +267,7 @@ class _Options:
 
     def budget(self, device: torch.device) -> float:
         """How many bytes a curvature may take."""
-        return min(MOST, free_bytes(device) / 4) if self.memory is None else in_bytes(self.memory)
+        return free_bytes(device) / 4 if self.memory is None else in_bytes(self.memory)
 
 
 def _converted(model: nn.Module, batches: Batches, held_out: Batches | None, options: _Options) -> Laplace:
@@ -250,7 +280,8 @@ def _converted(model: nn.Module, batches: Batches, held_out: Batches | None, opt
     random = len(weight) // 2 if task == "gaussian" else len(weight)
     features = weight.shape[1] + (bias is not None)
     softmax = task in SOFTMAX
-    structure = structure_for(options.structure, random, features, softmax, options.budget(weight.device))
+    most = MOST if options.memory is None else math.inf
+    structure = structure_for(options.structure, random, features, softmax, options.budget(weight.device), most)
     trained = wide(weight.flatten(1))[:random].square().sum()
     trained = trained if bias is None else trained + wide(bias.detach())[:random].square().sum()
     posterior = measured(
@@ -259,7 +290,7 @@ def _converted(model: nn.Module, batches: Batches, held_out: Batches | None, opt
     )  # fmt: skip
     prior = None if isinstance(options.prior, str) else float(options.prior)
     noise = _given_noise(options.noise, posterior.evidence.errors)
-    held = None if held_out is None else rows_of(network, output, held_out, reader)
+    held = None if held_out is None else rows_of(network, output, held_out, reader, "validation")
     fitted = posterior.fitted(prior, noise, held)
     layer = _layer(output, weight, bias)
     tensors = posterior.spectrum.posterior(posterior.precisions(fitted))
@@ -276,7 +307,7 @@ def _set(net: Laplace, task: str, options: _Options) -> Laplace:
     """With the settings that were asked for."""
     if options.task is not None or task == "gaussian":
         net.task = task
-    net.draws = options.draws
+    net.draws = net.draws if options.draws is None else options.draws
     net.memory = options.memory if options.memory is not None else net.memory
     if options.approximation != "draws":
         net.approximation = options.approximation
@@ -359,14 +390,19 @@ def _with_noise(network: nn.Module, noise: Tensor) -> nn.Module:
 # -- for studies -------------------------------------------------------------------------------------------
 
 
-def _after(net: Multitude, batches: Iterable[Any], settings: Settings, seed: int) -> Multitude:
-    return laplace(net, batches, **settings)
+def _after(
+    net: Multitude, train: Iterable[Any], held_out: Iterable[Any] | None, settings: Settings, seed: int
+) -> Multitude:
+    """With the prior that held-out data choose, where there are any, and else that of the marginal likelihood."""
+    chosen = settings["prior"] == "validation"
+    prior = "marginal" if chosen and held_out is None else settings["prior"]
+    return laplace(net, train, **{**settings, "prior": prior}, validation=held_out if chosen else None)
 
 
 ROWS = (
     Method(
-        "laplace", single, {"structure": "auto", "prior": "marginal", "approximation": "draws"},
-        "One network to train, and a pass over its training data; a draw costs the output layer alone.",
+        "laplace", single, {"structure": "auto", "prior": "validation", "approximation": "draws"},
+        "One network to train, and a pass over its training data; a draw is one of the output layer alone.",
         "Pick it for a network that is trained already.",
         place=45, after=_after,
     ),

@@ -45,11 +45,17 @@ def bytes_for(structure: str, outputs: int, features: int, softmax: bool) -> int
     return factors + 3 * WIDE * weights
 
 
-def structure_for(structure: str, outputs: int, features: int, softmax: bool, budget: float) -> str:
-    """The structure asked for, or for "auto" the richest that stays inside `budget` bytes; an error where none does."""
+def structure_for(
+    structure: str, outputs: int, features: int, softmax: bool, budget: float, full: float = float("inf")
+) -> str:
+    """The structure asked for, or for "auto" the richest that stays inside `budget` bytes; an error where none does.
+
+    A full one that was not asked for takes at most `full` bytes.
+    """
     choices = STRUCTURES if structure == "auto" else (structure,)
     for choice in choices:
-        if bytes_for(choice, outputs, features, softmax) <= budget:
+        most = min(budget, full) if (structure, choice) == ("auto", "full") else budget
+        if bytes_for(choice, outputs, features, softmax) <= most:
             return choice
     needed = bytes_for(choices[-1], outputs, features, softmax)
     smaller = STRUCTURES[STRUCTURES.index(choices[-1]) + 1 :]

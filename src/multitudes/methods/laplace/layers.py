@@ -26,7 +26,7 @@ from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.gaussian import join_gaussian
 from multitudes.core.multitude import share_registries
 
-__all__ = ["STRUCTURES", "LaplaceConv", "LaplaceLayer", "LaplaceLinear", "WithNoise", "features_of"]
+__all__ = ["STRUCTURES", "LaplaceConv", "LaplaceLayer", "LaplaceLinear", "WithNoise", "WithoutDraws", "features_of"]
 
 STRUCTURES = ("full", "kron", "diag")
 """From the richest to the smallest."""
@@ -53,7 +53,8 @@ class LaplaceLayer(Stochastic):
     weight: Tensor
     bias: Any
     side: str | None = None
-    """What a run gives instead of a draw: "probit", scaled logits, or "deviation", the outputs' standard deviations."""
+    """What a run gives instead of a draw: "probit", scaled logits; "deviation", the outputs' standard deviations; or
+    "point", the mean and so many of them as the buffer `point` says."""
 
     structure: str
     prior: Tensor
@@ -62,6 +63,7 @@ class LaplaceLayer(Stochastic):
     left: Any
     right: Any
     deviations: Any
+    point: Any
 
     def hold(self, structure: str, posterior: Mapping[str, Tensor], prior: float, evidence: float) -> None:
         """Take on a posterior: its structure, its tensors by name, and what it came from."""
@@ -75,11 +77,54 @@ class LaplaceLayer(Stochastic):
     # -- one draw ----------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.side == "deviation":
+            return self._outputs(self.variances(self._rows(x)).sqrt()).to(x.dtype)
+        mean = self._product(x, self.weight, self.bias)
         if self.side is not None:
-            return self._closed(x)
-        if self.expects:
-            return self._product(x, self.weight, self.bias)
-        return self._product(x, *self.drawn())
+            variances = self._outputs(self.variances(self._rows(x)))
+            if self.side == "probit":
+                return (mean * torch.rsqrt(1 + PROBIT * variances)).to(mean.dtype)
+            return mean + (self.point * variances.sqrt()).to(mean.dtype)
+        return mean if self.expects else mean + self._outputs(self._deviation(self._rows(x))).to(mean.dtype)
+
+    def _deviation(self, rows: Tensor) -> Tensor:
+        """How far the outputs of one draw are from the mean, `[..., F] -> [..., O]`.
+
+        Of factors, rows are multiplied with each: there are fewer of them than weights.
+        """
+        if self.structure == "full":
+            return rows @ self._change().mT
+        change = self.deviations * self.normal(self.deviations.shape, like=self.deviations)
+        return rows @ change.mT if self.structure == "diag" else rows @ self.right @ change.mT @ self.left.mT
+
+    def _change(self) -> Tensor:
+        """What a draw adds to the weights and the bias, `[O, F]`."""
+        if self.structure == "full":
+            change: Tensor = self.factor @ self.normal((*self.factor.shape[:2], 1), like=self.factor)
+            return change.reshape(-1, self.weight.shape[1] + (self.bias is not None))
+        change = self.deviations * self.normal(self.deviations.shape, like=self.deviations)
+        return self.left @ change @ self.right.mT if self.structure == "kron" else change
+
+    def variances(self, rows: Tensor) -> Tensor:
+        """The variance of each random output for features `[..., F] -> [..., O]`."""
+        if self.structure == "full":
+            blocks = self.factor.reshape(-1, rows.shape[-1], self.factor.shape[-1])  # of each output
+            return torch.stack([(rows @ block).square().sum(-1) for block in blocks], -1)
+        if self.structure == "diag":
+            return rows.square() @ self.deviations.square().mT
+        return (rows @ self.right).square() @ self.deviations.square().mT @ self.left.square().mT
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """Features `[..., F]` of the layer's inputs."""
+        last = x.movedim(1, -1) if isinstance(self, nn.Conv2d) else x
+        return features_of(last, self.bias is not None, self.weight)
+
+    def _outputs(self, values: Tensor) -> Tensor:
+        """What was computed for each random output, `[..., O]`, in the form of the layer's outputs; 0 for others."""
+        values = F.pad(values, (0, len(self.weight) - values.shape[-1]))
+        return values.movedim(-1, 1) if isinstance(self, nn.Conv2d) else values
+
+    # -- plain -------------------------------------------------------------------------------------------
 
     def drawn(self) -> tuple[Tensor, Tensor | None]:
         """The weight and the bias of one draw."""
@@ -89,43 +134,6 @@ class LaplaceLayer(Stochastic):
         inputs = weight.shape[1]
         bias = None if self.bias is None else self.bias + change[:, inputs]
         return weight + change[:, :inputs].reshape(weight.shape), bias
-
-    def _change(self) -> Tensor:
-        """What a draw adds to the weights and the bias, `[O, F]`."""
-        if self.structure == "full":
-            change: Tensor = self.factor @ self.normal((*self.factor.shape[:2], 1), like=self.factor)
-            return change.reshape(-1, self._features)
-        change = self.deviations * self.normal(self.deviations.shape, like=self.deviations)
-        return self.left @ change @ self.right.mT if self.structure == "kron" else change
-
-    @property
-    def _features(self) -> int:
-        return self.weight.shape[1] + (self.bias is not None)
-
-    # -- without draws -----------------------------------------------------------------------------------
-
-    def _closed(self, x: Tensor) -> Tensor:
-        rows = x.movedim(1, -1) if isinstance(self, nn.Conv2d) else x
-        variances = self.variances(rows)
-        variances = F.pad(variances, (0, len(self.weight) - variances.shape[-1]))
-        variances = variances.movedim(-1, 1) if isinstance(self, nn.Conv2d) else variances
-        if self.side == "deviation":
-            return variances.sqrt().to(x.dtype)
-        mean = self._product(x, self.weight, self.bias)
-        return (mean * torch.rsqrt(1 + PROBIT * variances)).to(mean.dtype)
-
-    def variances(self, x: Tensor) -> Tensor:
-        """The variance of each random output for inputs `[..., I] -> [..., O]`."""
-        if self.structure == "full":
-            rows = features_of(x, self.bias is not None, self.factor)
-            blocks = self.factor.reshape(-1, self._features, self.factor.shape[-1])  # of each output
-            return torch.stack([(rows @ block).square().sum(-1) for block in blocks], -1)
-        rows = features_of(x, self.bias is not None, self.deviations)
-        if self.structure == "diag":
-            return rows.square() @ self.deviations.square().mT
-        return (rows @ self.right).square() @ self.deviations.square().mT @ self.left.square().mT
-
-    # -- plain -------------------------------------------------------------------------------------------
 
     def fold(self) -> nn.Module:
         weight, bias = self.drawn()
@@ -150,8 +158,8 @@ class LaplaceLayer(Stochastic):
 
     def _take_over(self, layer: nn.Module) -> None:
         """The trained weights, and what a user's subclass of a plain layer has beside them."""
-        kept = {key: value for key, value in vars(layer).items() if key not in vars(self) and key != "forward"}
-        vars(self).update(copy.deepcopy(kept))
+        own = {key: value for key, value in vars(layer).items() if key not in vars(self)}
+        vars(self).update(copy.deepcopy({key: value for key, value in own.items() if not isinstance(value, Tensor)}))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, structure={self.structure!r}"
@@ -201,6 +209,31 @@ class LaplaceConv(LaplaceLayer, nn.Conv2d):
     def _plain(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
         outputs, inputs = weight.shape[:2]
         return nn.utils.skip_init(nn.Conv2d, inputs, outputs, 1, bias=bias is not None, device=weight.device)
+
+
+class WithoutDraws(nn.Module):
+    """A layer with a posterior that draws nothing: its logits by the probit approximation, or one point of its outputs.
+
+    It shares the layer's registries, and `point` is one of its buffers.
+    """
+
+    shares = "layer"
+    layer: LaplaceLayer
+
+    def __init__(self, layer: LaplaceLayer, point: float | None = None) -> None:
+        super().__init__()
+        share_registries(self, layer)
+        object.__setattr__(self, "layer", layer)  # not registered: the network has no layer that draws any more
+        self.training = layer.training
+        layer.side = "probit" if point is None else "point"
+        self.register_buffer("point", None if point is None else torch.tensor(point).to(layer.weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast("Tensor", self.layer(x))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WithoutDraws:
+        self.layer._apply(fn, recurse)
+        return self
 
 
 class WithNoise(nn.Module):

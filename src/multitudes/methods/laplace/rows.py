@@ -26,16 +26,18 @@ from multitudes.core.calling import (
     split_batch,
     weight_in,
 )
-from multitudes.core.draws.stochastic import Stochastic, expecting
+from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.gaussian import split_gaussian
-from multitudes.core.multitude import Multitude, evaluating
+from multitudes.core.multitude import Multitude
+from multitudes.core.proof import unmoved
 from multitudes.core.targets import check_class_axis, check_clear, check_shape, check_targets
 from multitudes.core.tasks import shifted_targets
 from multitudes.methods.laplace.curvature import wide
 from multitudes.methods.laplace.layers import features_of
-from multitudes.surgery.affine import AffineMap, affine_layers, kind_of, maps_of
+from multitudes.surgery.affine import AffineMap, affine_layers, has_other_hooks, kind_of, maps_of
 from multitudes.surgery.heads import final_layers
-from multitudes.surgery.layers import Selector, select
+from multitudes.surgery.layers import Selector, check_untied, select
+from multitudes.surgery.observe import observing
 
 __all__ = ["OutputLayer", "Rows", "output_layer", "rows_of"]
 
@@ -81,7 +83,7 @@ def output_layer(network: nn.Module, layers: Selector, example: Input) -> Output
     elif maps_of(network) or isinstance(network, Stochastic):
         names = [""]
     else:
-        with input_errors(example), plain_attention():
+        with input_errors(example), plain_attention(), unmoved(network, example):
             names = final_layers(network, example)
     if len(names) != 1:
         raise ValueError(
@@ -98,8 +100,9 @@ def output_layer(network: nn.Module, layers: Selector, example: Input) -> Output
             f"{found.where} gives the network's output, and a Laplace posterior is for linear layers and convolutions "
             "of one pixel: layers= names another"
         )
-    if layer._forward_hooks or layer._forward_pre_hooks:
+    if has_other_hooks(layer):
         raise ValueError(f"{found.where} has forward hooks, which would be lost: remove them first")
+    check_untied(network, [names[0]])
     return found
 
 
@@ -134,11 +137,13 @@ class Rows:
     """Whether each output of the layer is one of the predictions `[B]` or `[B, O]`."""
 
 
-def rows_of(network: nn.Module, output: OutputLayer, batches: Batches, reader: Multitude) -> Iterator[Rows]:
-    """The rows of all batches; `reader` knows the task."""
+def rows_of(
+    network: nn.Module, output: OutputLayer, batches: Batches, reader: Multitude, argument: str = "data"
+) -> Iterator[Rows]:
+    """The rows of all batches; `reader` knows the task, and errors call them by the name of an argument."""
     observer = _Observer(network, output, reader)
     device = next(iter([*network.parameters(), *network.buffers()]), torch.zeros(0)).device
-    with evaluating(network), expecting(network), torch.no_grad(), plain_attention():
+    with observing(network), plain_attention():
         for index, batch in enumerate(batches.batches):
             try:
                 x, y = split_batch(batch)
@@ -148,7 +153,7 @@ def rows_of(network: nn.Module, output: OutputLayer, batches: Batches, reader: M
                 weight = torch.ones(len(y)) if weight is None else weight
                 found = observer.rows(moved(x, device), y.to(device), wide(weight.to(device)))
             except ValueError as error:
-                raise ValueError(f"batch {index} of data: {error}") from error
+                raise ValueError(f"batch {index} of {argument}: {error}") from error
             if len(found.phi):
                 yield found
 

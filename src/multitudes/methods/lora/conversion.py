@@ -1,0 +1,223 @@
+"""LoRA: a frozen network, held once, whose members are low-rank adapters with output layers of their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from multitudes.core.calling import Input
+from multitudes.core.checks import check_count, check_number
+from multitudes.core.copying import copied
+from multitudes.core.member_layer import MemberLayer
+from multitudes.core.shared import SharedMembers
+from multitudes.methods.heads import own_parts
+from multitudes.methods.lora.layers import Lora, LoraWhole, widths_of
+from multitudes.methods.lora.peft_files import Adapter, read_adapters, with_adapters, write_adapters
+from multitudes.methods.registry import Method, by
+from multitudes.surgery.affine import SEVERAL, affine_layers, kind_of, maps_of, select_affine, weight_of
+from multitudes.surgery.coverage import kinds_left, tell_reach
+from multitudes.surgery.heads import output_layers
+from multitudes.surgery.layers import CONVOLUTIONS, Factory, Selector, check_untied, replace, select
+from multitudes.surgery.start import Start, starting
+
+__all__ = ["ROWS", "LoraMembers", "lora"]
+
+
+class LoraMembers(SharedMembers):
+    """Members that are low-rank adapters of one frozen network."""
+
+    own_losses = True
+
+    def save_adapters(self, folder: str | os.PathLike[str]) -> list[Path]:
+        """Write each member as PEFT writes an adapter, to `folder/member-0` and so on; returns these folders.
+
+        Each holds `adapter_model.safetensors`, with the member's output layers, and `adapter_config.json`:
+        `peft.PeftModel.from_pretrained(base, folder)` loads it, and `lora(model, adapters=folders)` reads them again.
+        """
+        return write_adapters(self.network, self.members, Path(folder))
+
+
+def lora(
+    model: nn.Module | Factory,
+    members: int | None = None,
+    rank: int | None = None,
+    *,
+    alpha: float | None = None,
+    layers: Selector = None,
+    heads: Selector = None,
+    dropout: float = 0.0,
+    adapters: Sequence[str | os.PathLike[str]] | None = None,
+    example: Input | None = None,
+    init: str | None = None,
+    task: str | None = None,
+    seed: int | None = None,
+) -> LoraMembers:
+    """Members that are low-rank adapters (Hu et al., 2021) of one frozen network, by default 8 of rank 8.
+
+    Every linear map but the output layer, or every convolution where there is none, gets for each member `A [rank, I]`,
+    drawn at random, and `B [O, rank]`, zero in the beginning; what they add is multiplied by `alpha / rank`, which is 1
+    where `alpha` is not given. `layers` selects other layers, convolutions too. Each member has output layers of its
+    own, found as in `heads` or selected by `heads`; they are drawn anew, so that members differ from the first step, or
+    start as they are with `init="pretrained"`. `heads=[]` shares them, as those of language models are. All else is
+    frozen, and its gradients and optimizer state are never made. The members' losses add up: each learns exactly as it
+    would alone.
+    `net.member(i)` is the network with the adapter merged into its weights, in plain layers.
+
+    `adapters` are folders that PEFT has written, or `net.save_adapters`: each becomes a member, and the files say what
+    is adapted, and by which rank.
+
+    >>> net = lora(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), members=4, rank=2)
+    >>> import torch
+    >>> net(torch.ones(5, 3)).shape, [name for name, p in net.named_parameters() if p.requires_grad]
+    (torch.Size([4, 5, 2]), ['0.A', '0.B', '2.weights', '2.biases'])
+    """
+    if adapters is not None:
+        given = {"rank": rank, "alpha": alpha, "layers": layers, "heads": heads, "init": init, "members": members}
+        return _of_files(model, adapters, given, task)
+    members, rank = 8 if members is None else members, 8 if rank is None else rank
+    check_count("rank", rank)
+    check_number("dropout", dropout, 0, below=1)
+    if alpha is not None:
+        check_number("alpha", alpha, 0, above=True)
+    start = starting(model, members, init, example=example, seed=seed)
+    own = _heads(start.network, heads, example)
+    chosen = _adapted(start.network, layers, own)
+    _check_rank(chosen, rank)
+    check_untied(start.network, [*own, *chosen])
+    with start.seeded():
+        network = copied(start.network)
+        network = start.begin(network) if init == "fresh" else network
+        converted = own_parts(network, own, members, drawn=init != "pretrained")
+        for name in chosen:
+            converted[name] = _lora_layer(network.get_submodule(name), members, rank, alpha or rank, dropout)
+    return _assembled(start, network, converted, own, members, task)
+
+
+def _lora_layer(layer: nn.Module, members: int, rank: int, alpha: float, dropout: float) -> MemberLayer:
+    if kind_of(layer) in SEVERAL:
+        return LoraWhole(layer, members, rank, alpha)
+    return Lora(layer, members, rank, alpha, dropout)
+
+
+def _assembled(
+    start: Start,
+    network: nn.Module,
+    converted: dict[str, MemberLayer],
+    heads: Collection[str],
+    members: int,
+    task: str | None,
+) -> LoraMembers:
+    for name, layer in converted.items():
+        layer.place = name
+    net = LoraMembers(replace(network, converted), members).like(start.given, task)
+    own = net._own_names()
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(name in own and parameter.requires_grad)
+    notes = {name: "a low-rank adapter for each member" for name in converted}
+    net.notes = notes | {name: "each member's own" for name in heads}
+    tell_reach(net, network, converted, warn=False)
+    return net
+
+
+# -- which layers ------------------------------------------------------------------------------------------
+
+
+def _heads(network: nn.Module, heads: Selector, example: Input | None) -> list[str]:
+    """The output layers that are each member's own; a language model's is shared unless it is selected."""
+    if heads is None and _is_language_model(network):
+        return []
+    if isinstance(heads, (list, tuple)) and not heads:
+        return []
+    names = output_layers(network, heads, example)
+    return [name for name in names if not any(name != other and name.startswith(f"{other}.") for other in names)]
+
+
+def _is_language_model(network: nn.Module) -> bool:
+    """Whether Hugging Face says that the network's output layer gives tokens."""
+    gives = getattr(network, "get_output_embeddings", None)
+    return callable(gives) and isinstance(gives(), nn.Module)
+
+
+def _adapted(network: nn.Module, layers: Selector, heads: Collection[str]) -> dict[str, nn.Module]:
+    """The layers that get adapters."""
+    able = {name: layer for name, layer in affine_layers(network).items() if _is_able(layer)}
+    own = {name for name in able if any(name == head or name.startswith(f"{head}.") for head in heads)}
+    if layers is None:
+        last = getattr(network, "get_output_embeddings", lambda: None)()
+        untied = select_affine(network, None) if able else {}
+        free = {n: layer for n, layer in able.items() if n in untied and n not in own and layer is not last}
+        linear = {name: layer for name, layer in free.items() if kind_of(layer) not in CONVOLUTIONS}
+        wanted = linear or free  # of a network without linear layers but the last, its convolutions
+        if not wanted:
+            has = kinds_left(network, heads) or "nothing else"
+            raise ValueError(
+                f"model ({type(network).__name__}) has no linear layer or convolution beside its output layer; it has "
+                f"{has}: layers= selects others"
+            )
+        return wanted
+    chosen = {name: layer for name, layer in select(network, layers, able).items() if name not in own}
+    if not chosen:
+        raise ValueError(f"layers={layers!r} selects output layers alone, which each member has of its own: heads=[]")
+    return chosen
+
+
+def _is_able(layer: nn.Module) -> bool:
+    kind = kind_of(layer)
+    return kind in (None, nn.Linear, nn.MultiheadAttention, *CONVOLUTIONS)
+
+
+def _check_rank(chosen: dict[str, nn.Module], rank: int) -> None:
+    for name, layer in chosen.items():
+        for affine in maps_of(layer):
+            weight = layer.get_parameter(affine.weight) if kind_of(layer) in SEVERAL else weight_of(layer)
+            inputs, outputs = widths_of(weight, affine)
+            if rank > min(inputs, outputs):
+                raise ValueError(
+                    f"rank={rank} must be at most {min(inputs, outputs)}, the smaller side of layer {name!r} "
+                    f"({type(layer).__name__}), which has {inputs} inputs and {outputs} outputs: layers= leaves it out"
+                )
+
+
+# -- adapters of PEFT's ------------------------------------------------------------------------------------
+
+
+def _of_files(
+    model: nn.Module | Factory, adapters: Sequence[str | os.PathLike[str]], given: dict[str, Any], task: str | None
+) -> LoraMembers:
+    if isinstance(adapters, (str, os.PathLike)) or not adapters:
+        raise ValueError(f"adapters must be a list of folders that PEFT has written, got {adapters!r}")
+    for name, value in given.items():
+        if value is not None and (name != "members" or value != len(adapters)):
+            raise ValueError(
+                f"{name}={value!r} is told by the files of adapters ({len(adapters)} members): leave it out"
+            )
+    start = starting(model, len(adapters), "pretrained")
+    read: list[Adapter] = read_adapters([Path(folder) for folder in adapters], start.network)
+    network = copied(start.network)
+    heads = list(dict.fromkeys(name for adapter in read for name in adapter.heads))
+    chosen = list(dict.fromkeys(name for adapter in read for name in adapter.layers))
+    check_untied(network, [*heads, *chosen])
+    converted = own_parts(network, heads, len(adapters), drawn=False)
+    for name in chosen:
+        rank = max(adapter.layers[name].rank for adapter in read if name in adapter.layers)
+        converted[name] = Lora(network.get_submodule(name), len(adapters), rank, 1.0, read[0].dropout)
+    net = _assembled(start, network, converted, heads, len(adapters), task)
+    with_adapters(net.network, read)
+    return net
+
+
+# -- the row -----------------------------------------------------------------------------------------------
+
+
+ROWS = (
+    Method(
+        "lora", by(lora), {"members": 8, "rank": 8},
+        "The parameters of one network and small adapters; the time of all members.",
+        "Pick it for a network that was trained already, by whomever: it is kept as it is, and held once.",
+        place=35, pretrained=True,
+    ),
+)  # fmt: skip

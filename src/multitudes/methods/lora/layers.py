@@ -1,0 +1,125 @@
+"""A frozen layer, held once, and a low-rank adapter for each member.
+
+Hu et al., *LoRA: low-rank adaptation of large language models*, 2021. Member i's layer is
+
+    y = W x + b + s_i B_i A_i x,
+
+with `A_i [r, I]` random and `B_i [O, r]` zero in the beginning. W x is one product for all members, and the adapters
+are two batched ones.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from multitudes.core.copying import copied
+from multitudes.core.member_layer import MemberLayer
+from multitudes.core.multitude import evaluating
+from multitudes.surgery.affine import AffineMap, axis_of, kind_of, maps_of, plain_copy, run_with, weight_of
+from multitudes.surgery.layers import CONVOLUTIONS
+from multitudes.surgery.whole import WholeMemberLayer
+
+__all__ = ["Lora", "LoraWhole", "widths_of"]
+
+
+def widths_of(weight: Tensor, affine: AffineMap) -> tuple[int, int]:
+    """Inputs and outputs of a weight as a matrix: of a convolution, its inputs at all places of the kernel."""
+    return weight.numel() // weight.shape[affine.outputs], weight.shape[affine.outputs]
+
+
+class Lora(MemberLayer):
+    """A frozen layer of one map with adapters `A [M, r, I]` and `B [M, O, r]`: `[M*B, I, ...]` to `[M*B, O, ...]`.
+
+    `scales [M]` is what each member's adapter counts, alpha over its rank; `ranks [M]` are their ranks, below r where
+    an adapter ends in zeros. In training, `dropout` is of what the adapters see.
+    """
+
+    def __init__(self, layer: Any, members: int, rank: int, alpha: float, dropout: float = 0.0) -> None:
+        (affine,) = maps_of(layer)
+        super().__init__(copied(layer).requires_grad_(False), members, axis_of(layer))
+        self.transposed = affine.inputs == 0
+        with evaluating(self.layer):
+            weight = weight_of(self.layer).detach()
+        inputs, outputs = widths_of(weight, affine)
+        self.A, self.B = _adapters(weight, members, rank, inputs, outputs)
+        self.scales, self.ranks = [alpha / rank] * members, [rank] * members
+        self.dropout = dropout
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        weight = weight_of(self.layer)
+        if kind_of(self.layer) in CONVOLUTIONS or self._hooked or args or kwargs:
+            return self._each(x, lambda index, rows: self._merged(index, rows, weight, *args, **kwargs))
+        y = run_with(self.layer, self._affine(), x, weight, getattr(self.layer, "bias", None))
+        if self.member is not None:
+            return self._added(y[None], x[None], slice(self.member, self.member + 1))[0]
+        return self._added(self._rows(y), self._rows(x), slice(None)).flatten(0, 1)
+
+    def _added(self, y: Tensor, x: Tensor, members: slice) -> Tensor:
+        """The layer's answers `[M, B, ..., O]` to x `[M, B, ..., I]`, with what the adapters of these members add."""
+        A, B, scales = self.A[members], self.B[members], self.scales[members]
+        seen = F.dropout(x, self.dropout, self.training) if self.dropout and self.training else x
+        down = torch.bmm(seen.flatten(1, -2).to(A.dtype), A.mT)
+        flat = y.flatten(1, -2)
+        if len(set(scales)) > 1:
+            down = down * down.new_tensor(scales).view(-1, 1, 1)
+        scale = scales[0] if len(set(scales)) == 1 else 1.0
+        if flat.dtype == down.dtype:
+            return torch.baddbmm(flat, down, B.mT, alpha=scale).view(y.shape)
+        return (flat + torch.bmm(down, B.mT).mul(scale).to(flat.dtype)).view(y.shape)
+
+    def _merged(self, index: int, rows: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        own = self._weight_of(index, weight)
+        return run_with(self.layer, self._affine(), rows, own, getattr(self.layer, "bias", None), *args, **kwargs)
+
+    def _affine(self) -> AffineMap:
+        inputs = 0 if self.transposed else 1
+        return AffineMap(inputs=inputs, outputs=1 - inputs, groups=int(getattr(self.layer, "groups", 1)))
+
+    def _weight_of(self, index: int, weight: Tensor) -> Tensor:
+        added = self.scales[index] * self.B[index] @ self.A[index]
+        return weight + (added.mT if self.transposed else added.view(weight.shape)).to(weight.dtype)
+
+    def fold(self, index: int) -> nn.Module:
+        with evaluating(self.layer):
+            weight = weight_of(self.layer)
+        return plain_copy(self.layer, self._weight_of(index, weight))
+
+
+class LoraWhole(WholeMemberLayer):
+    """Frozen attention with adapters of each of its maps."""
+
+    def __init__(self, layer: nn.Module, members: int, rank: int, alpha: float) -> None:
+        super().__init__(copied(layer).requires_grad_(False), members)
+        self.scales, self.ranks = [alpha / rank] * members, [rank] * members
+        for affine in self.affine_maps():
+            weight = self.layer.get_parameter(affine.weight).detach()
+            own = _adapters(weight, members, rank, *widths_of(weight, affine))
+            for kind, adapter in zip("AB", own, strict=True):
+                self.register_parameter(_own_name(affine, kind), adapter)
+
+    def tensors(self, index: int) -> dict[str, Tensor]:
+        tensors = {}
+        for affine in self.affine_maps():
+            A, B = (getattr(self, _own_name(affine, kind))[index] for kind in "AB")
+            weight = self.layer.get_parameter(affine.weight)
+            tensors[affine.weight] = weight + (self.scales[index] * B @ A).to(weight.dtype)
+        return tensors
+
+
+def _own_name(affine: AffineMap, kind: str) -> str:
+    return f"{affine.weight.replace('.', '_')}_{kind}"
+
+
+def _adapters(weight: Tensor, members: int, rank: int, inputs: int, outputs: int) -> tuple[nn.Parameter, nn.Parameter]:
+    """New ones, by PEFT's rule: A as a linear layer's weight, B zero; in float32 where the layer is in less."""
+    half = weight.dtype in (torch.float16, torch.bfloat16)
+    like = weight.new_empty(0, dtype=torch.float32 if half else weight.dtype)
+    A = like.new_empty(members, rank, inputs)
+    for own in A:
+        nn.init.kaiming_uniform_(own, a=math.sqrt(5))
+    return nn.Parameter(A), nn.Parameter(like.new_zeros(members, outputs, rank))

@@ -1,0 +1,281 @@
+"""Adapters in PEFT's files: `adapter_model.safetensors` and `adapter_config.json` in a folder for each.
+
+The tensors are named `base_model.model.LAYER.lora_A.weight [r, I]`, `...lora_B.weight [O, r]`, and those of output
+layers, which are saved whole, `base_model.model.HEAD.weight`. Nothing that is read is ever run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.checks import needed
+from multitudes.core.files import replacing, write_atomically
+from multitudes.methods.lora.layers import Lora, LoraWhole, widths_of
+from multitudes.methods.own_layers import Own, OwnBlock
+from multitudes.surgery.affine import affine_layers, kind_of, maps_of, weight_of
+from multitudes.surgery.layers import CONVOLUTIONS
+
+__all__ = ["Adapter", "Part", "read_adapters", "with_adapters", "write_adapters"]
+
+TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."
+TASKS = {
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+    "ForCausalLM": "CAUSAL_LM",
+    "LMHeadModel": "CAUSAL_LM",
+    "ForQuestionAnswering": "QUESTION_ANS",
+    "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+}
+"""PEFT's names of tasks, by how the names of Hugging Face's classes end."""
+
+UNKNOWN = (
+    *("use_dora", "use_qalora", "use_bdlora", "lora_bias", "layer_replication", "alora_invocation_tokens"),
+    *("arrow_config", "kasa_config", "monteclora_config", "velora_config", "target_parameters"),
+    *("trainable_token_indices", "megatron_config"),
+)
+"""Settings of PEFT's that change what an adapter computes in ways that are not known here."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One layer's adapter: `A [r, I]`, `B [O, r]`, and what it is multiplied by."""
+
+    A: Tensor
+    B: Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return len(self.A)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What a folder holds: the layers' adapters, and output layers' tensors, by name."""
+
+    layers: dict[str, Part] = field(default_factory=dict)
+    heads: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    dropout: float = 0.0
+
+
+# -- writing -----------------------------------------------------------------------------------------------
+
+
+def write_adapters(network: nn.Module, members: int, folder: Path) -> list[Path]:
+    """A folder for each member, `member-0` and so on."""
+    loras = {name: layer for name, layer in network.named_modules() if isinstance(layer, Lora)}
+    heads = {name: layer for name, layer in network.named_modules() if isinstance(layer, (Own, OwnBlock))}
+    for name, layer in network.named_modules():
+        grouped = isinstance(layer, Lora) and int(getattr(layer.layer, "groups", 1)) > 1
+        if isinstance(layer, LoraWhole) or grouped:
+            kind = type(layer.layer).__name__
+            raise ValueError(f"layer {name!r} ({kind}) has an adapter that PEFT's files have no form for: use mt.save")
+    for other in folder.glob("member-*") if folder.is_dir() else ():
+        if other.name not in {f"member-{index}" for index in range(members)}:
+            raise ValueError(f"folder {str(folder)!r} holds {other.name!r} already, and there are {members} members")
+    folders = [folder / f"member-{index}" for index in range(members)]
+    save = needed("safetensors.torch", "safetensors", "save_adapters").save_file
+    for index, own in enumerate(folders):
+        own.mkdir(parents=True, exist_ok=True)
+        tensors = _tensors(loras, heads, index)
+        with replacing(own / TENSORS) as unfinished:
+            save(tensors, unfinished, metadata={"format": "pt"})
+        config = _config(network, loras, list(heads), index)
+        write_atomically(own / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
+    return folders
+
+
+def _tensors(loras: Mapping[str, Lora], heads: Mapping[str, Own | OwnBlock], index: int) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, layer in loras.items():
+        rank = layer.ranks[index]
+        if not rank:
+            continue
+        A, B = layer.A[index, :rank], layer.B[index, :, :rank]
+        if kind_of(layer.layer) in CONVOLUTIONS:
+            kernel = weight_of(layer.layer).shape[1:]
+            A, B = A.reshape(rank, *kernel), B.reshape(*B.shape, *[1] * (len(kernel) - 1))
+        found |= {f"{PREFIX}{name}.lora_A.weight": A, f"{PREFIX}{name}.lora_B.weight": B}
+    for name, head in heads.items():
+        found |= {f"{PREFIX}{name}.{own}": tensor for own, tensor in head.fold(index).state_dict().items()}
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in found.items()}
+
+
+def _config(network: nn.Module, loras: Mapping[str, Lora], heads: list[str], index: int) -> dict[str, Any]:
+    own = {name: layer for name, layer in loras.items() if layer.ranks[index]}
+    ranks = {name: layer.ranks[index] for name, layer in own.items()}
+    alphas = {name: _whole(layer.scales[index] * layer.ranks[index]) for name, layer in own.items()}
+    rank, alpha = (max(values, key=list(values).count) for values in (ranks.values(), alphas.values()))
+    kind = type(network).__name__
+    task = next((name for ending, name in TASKS.items() if kind.endswith(ending)), None)
+    source = getattr(getattr(network, "config", None), "_name_or_path", None)
+    return {
+        "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
+        "auto_mapping": None if task else {"base_model_class": kind, "parent_library": type(network).__module__},
+        "base_model_name_or_path": source or None,
+        "bias": "none",
+        "fan_in_fan_out": any(layer.transposed for layer in own.values()),
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layers_pattern": None,
+        "layers_to_transform": None,
+        "lora_alpha": alpha,
+        "lora_dropout": next(iter(own.values())).dropout,
+        "modules_to_save": heads or None,
+        "peft_type": "LORA",
+        "r": rank,
+        "rank_pattern": {name: value for name, value in ranks.items() if value != rank},
+        "revision": None,
+        "target_modules": _targets(network, list(own)),
+        "task_type": task,
+        "use_dora": False,
+        "use_rslora": False,
+    }
+
+
+def _whole(value: float) -> float:
+    return round(value) if abs(value - round(value)) < 1e-9 else value
+
+
+def _targets(network: nn.Module, names: Collection[str]) -> list[str] | str:
+    """The last parts of the layers' names, where these name no other module; else an expression of the whole names."""
+    lasts = sorted({name.rpartition(".")[2] for name in names})
+    inside = {
+        id(m) for layer in network.modules() if isinstance(layer, Lora) for m in layer.modules() if m is not layer
+    }
+    there = [name for name, module in network.named_modules() if id(module) not in inside]
+    meant = {name for name in there if name.rpartition(".")[2] in lasts}
+    return lasts if meant == set(names) else "|".join(map(re.escape, names))
+
+
+# -- reading -----------------------------------------------------------------------------------------------
+
+
+def read_adapters(folders: Sequence[Path], network: nn.Module) -> list[Adapter]:
+    """What PEFT wrote to each of these folders, for this network."""
+    able = affine_layers(network)
+    return [_read(folder, network, able) for folder in folders]
+
+
+def _read(folder: Path, network: nn.Module, able: Mapping[str, nn.Module]) -> Adapter:
+    wrong = f"adapters: {str(folder)!r}"
+    config = _config_of(folder, wrong)
+    load = needed("safetensors.torch", "safetensors", "reading adapters").load_file
+    try:
+        tensors = load(folder / TENSORS)
+    except Exception as error:  # whatever the reader says of a file that is none of its
+        raise ValueError(f"{wrong}: {TENSORS} cannot be read ({str(error).splitlines()[0]})") from error
+    parts: dict[str, dict[str, Tensor]] = {}
+    heads: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        found = re.fullmatch(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])\.(?:default\.)?weight", key)
+        if found:
+            parts.setdefault(found[1], {})[found[2]] = tensor
+            continue
+        head = _head_of(key, config.get("modules_to_save") or [], network)
+        if head is None:
+            raise ValueError(f"{wrong}: tensor {key!r} is neither of an adapter nor of a layer that is saved whole")
+        heads.setdefault(head[0], {})[head[1]] = tensor
+    layers = {name: _part(name, own, config, able, wrong) for name, own in parts.items()}
+    if not layers:
+        raise ValueError(f"{wrong}: {TENSORS} holds no adapter")
+    for name, own in heads.items():
+        _check_head(name, own, network, wrong)
+    return Adapter(layers, heads, float(config.get("lora_dropout") or 0.0))
+
+
+def _config_of(folder: Path, wrong: str) -> dict[str, Any]:
+    for name in (CONFIG, TENSORS):
+        if not (folder / name).is_file():
+            raise ValueError(f"{wrong} must be a folder that PEFT has written, and there is no {name} in it")
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{wrong}: {CONFIG} is no JSON ({error})") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else config
+        raise ValueError(f"{wrong}: peft_type must be 'LORA', got {kind!r}")
+    for name in UNKNOWN:
+        if config.get(name):
+            raise ValueError(f"{wrong}: {name}={config[name]!r} is a form of LoRA that is not known here")
+    if config.get("bias", "none") != "none":
+        raise ValueError(f"{wrong}: bias={config['bias']!r} trains biases of the base, which all members share here")
+    return config
+
+
+def _part(name: str, own: Mapping[str, Tensor], config: Any, able: Mapping[str, nn.Module], wrong: str) -> Part:
+    if name not in able or len(maps_of(able[name])) != 1:
+        raise ValueError(f"{wrong} adapts layer {name!r}, and the model has no layer of that name that can be adapted")
+    if own.keys() != {"A", "B"}:
+        raise ValueError(f"{wrong} has lora_{next(iter(own))} of layer {name!r} alone")
+    layer = able[name]
+    (affine,) = maps_of(layer)
+    inputs, outputs = widths_of(weight_of(layer), affine)
+    A, B = own["A"].flatten(1), own["B"].flatten(1)
+    if A.shape[1] != inputs or B.shape[0] != outputs or B.shape[1] != len(A):
+        raise ValueError(
+            f"{wrong}: the adapter of layer {name!r} is {list(own['A'].shape)} and {list(own['B'].shape)}, and the "
+            f"layer has {inputs} inputs and {outputs} outputs"
+        )
+    alpha = _by_pattern(config.get("alpha_pattern") or {}, name, config.get("lora_alpha"))
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
+        raise ValueError(f"{wrong}: lora_alpha must be a number, got {alpha!r}")
+    return Part(A, B, alpha / (math.sqrt(len(A)) if config.get("use_rslora") else len(A)))
+
+
+def _by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
+    """The value of the first pattern that fits a layer's name, as PEFT takes it."""
+    fits = [value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)]
+    return fits[0] if fits else default
+
+
+def _head_of(key: str, saved: Collection[str], network: nn.Module) -> tuple[str, str] | None:
+    """The module that is saved whole and the name of its tensor, of a tensor's name in the file."""
+    name = key.removeprefix(PREFIX)
+    for path, _ in network.named_modules():
+        if any(path == own or path.endswith(f".{own}") for own in saved) and name.startswith(f"{path}."):
+            return path, name.removeprefix(f"{path}.").removeprefix("modules_to_save.default.")
+    return None
+
+
+def _check_head(name: str, own: Mapping[str, Tensor], network: nn.Module, wrong: str) -> None:
+    want = {key: list(tensor.shape) for key, tensor in network.get_submodule(name).state_dict().items()}
+    got = {key: list(tensor.shape) for key, tensor in own.items()}
+    if want != got:
+        raise ValueError(f"{wrong}: layer {name!r} has tensors {got}, and in the model {want}")
+
+
+# -- into a network ----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def with_adapters(network: nn.Module, adapters: Sequence[Adapter]) -> None:
+    """Give a network's members these adapters, in place; where one has none of a layer, it is zero."""
+    for name, layer in network.named_modules():
+        if isinstance(layer, Lora):
+            _fill(layer, [adapter.layers.get(name) for adapter in adapters])
+        elif isinstance(layer, (Own, OwnBlock)):
+            for index, adapter in enumerate(adapters):
+                for key, tensor in adapter.heads.get(name, {}).items():
+                    layer.stack_of(key)[index].copy_(tensor)
+
+
+def _fill(layer: Lora, parts: Sequence[Part | None]) -> None:
+    layer.A.zero_()
+    layer.B.zero_()
+    for index, part in enumerate(parts):
+        rank = 0 if part is None else part.rank
+        layer.ranks[index], layer.scales[index] = rank, 1.0 if part is None else part.scale
+        if part is not None:
+            layer.A[index, :rank].copy_(part.A)
+            layer.B[index, :, :rank].copy_(part.B)

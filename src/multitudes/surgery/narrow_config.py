@@ -1,0 +1,185 @@
+"""Hugging Face's models, narrowed by their own configurations: whole heads of the size that they have.
+
+A narrower model is built by the model's own class from a narrowed copy of its configuration, so that the configuration
+stays true. Which channels of the model it has is observed, as of any network (`watch`).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from multitudes.core.seeding import seeded
+from multitudes.surgery.initialise import is_hugging_face
+
+__all__ = ["narrowed_config", "narrower_models"]
+
+_WIDTHS = (
+    "intermediate_size", "hidden_dim", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "d_inner",
+    "moe_intermediate_size", "shared_expert_intermediate_size", "embedding_size", "decoder_hidden_size",
+    "neck_hidden_sizes", "aspp_out_channels", "word_embed_proj_dim", "pooler_output_size", "pooler_hidden_size",
+    "classifier_proj_size", "min_depth", "depth_divisible_by",
+)  # fmt: skip
+"""What configurations call widths that no heads bind."""
+
+
+def narrowed_config(config: Any, factor: float) -> Any:
+    """A copy of a configuration with its widths scaled by `factor`, rounded up to whole heads of the size they have."""
+    small = copy.deepcopy(config)
+    for name, value in vars(config).items():
+        if hasattr(value, "attribute_map") and hasattr(value, "to_dict"):
+            setattr(small, name, narrowed_config(value, factor))
+    follows = _narrow_heads(config, small, factor)
+    for name in _WIDTHS:
+        value = getattr(config, name, None)
+        if isinstance(value, (list, tuple)):
+            setattr(small, name, type(value)(follows.get(each, _scaled(each, factor)) for each in value))
+        elif isinstance(value, int) and not isinstance(value, bool):
+            setattr(small, name, follows.get(value, _scaled(value, factor)))
+    if isinstance(getattr(config, "depth_multiplier", None), (int, float)):
+        _narrow_depths(config, small, factor)
+    return small
+
+
+def _scaled(value: int, factor: float) -> int:
+    return math.ceil(round(value * factor, 9))
+
+
+def _kept_heads(heads: int, shared: int, factor: float) -> tuple[int, int]:
+    """How many heads are kept, of queries and of keys and values."""
+    kept = _scaled(shared, factor)
+    return math.ceil(_scaled(heads, factor) / kept) * kept, kept
+
+
+def _narrow_heads(config: Any, small: Any, factor: float) -> dict[int, int]:
+    """Set widths that heads make up, and the numbers of heads; returns what became of each width."""
+    heads = getattr(config, "num_attention_heads", None)
+    width, widths = getattr(config, "hidden_size", None), getattr(config, "hidden_sizes", None)
+    first = getattr(config, "embed_dim", None)
+    if isinstance(heads, (list, tuple)) and isinstance(first, int):
+        return _narrow_stages(config, small, factor, list(heads), first)
+    if isinstance(widths, (list, tuple)):
+        return _narrow_each(config, small, factor, list(widths), heads)
+    if not isinstance(width, int) or not isinstance(heads, int):
+        return {}
+    size = getattr(config, "head_dim", None) or width // heads
+    shared = getattr(config, "num_key_value_heads", None) or heads
+    kept, kept_shared = _kept_heads(heads, shared, factor)
+    narrow = kept * size if width == heads * size else _scaled(width, factor)
+    small.hidden_size, small.num_attention_heads = narrow, kept
+    if isinstance(getattr(config, "num_key_value_heads", None), int):
+        small.num_key_value_heads = kept_shared
+    for name in ("encoder_attention_heads", "decoder_attention_heads"):
+        if isinstance(other := getattr(config, name, None), int):
+            setattr(small, name, narrow * other // width)
+    return {width: narrow}
+
+
+def _narrow_each(config: Any, small: Any, factor: float, widths: list[int], heads: Any) -> dict[int, int]:
+    """Stages with a width each, and perhaps heads: a number of them for each stage, or one for all."""
+    counts = list(heads) if isinstance(heads, (list, tuple)) else [heads] * len(widths)
+    if all(isinstance(count, int) for count in counts) and len(counts) == len(widths):
+        kept = [_scaled(count, factor) for count in counts]
+        narrow = [width // count * left for width, count, left in zip(widths, counts, kept, strict=True)]
+        small.num_attention_heads = type(heads)(kept) if isinstance(heads, (list, tuple)) else kept[0]
+    else:
+        narrow = [_scaled(width, factor) for width in widths]
+    small.hidden_sizes = type(config.hidden_sizes)(narrow)
+    return dict(zip(widths, narrow, strict=True))
+
+
+def _narrow_stages(config: Any, small: Any, factor: float, heads: list[int], first: int) -> dict[int, int]:
+    """Stages each of which is twice as wide as the one before, as Swin's: the least first width with whole heads."""
+    sizes = [first * 2**stage // count for stage, count in enumerate(heads)]
+    step = math.lcm(*[size // math.gcd(size, 2**stage) for stage, size in enumerate(sizes)])
+    narrow = math.ceil(_scaled(first, factor) / step) * step
+    small.embed_dim = narrow
+    kept = [narrow * 2**stage // size for stage, size in enumerate(sizes)]
+    small.num_attention_heads = type(config.num_attention_heads)(kept)
+    if isinstance(getattr(config, "hidden_size", None), int):
+        small.hidden_size = narrow * config.hidden_size // first
+    return {first * 2**stage: narrow * 2**stage for stage in range(len(heads))}
+
+
+def _narrow_depths(config: Any, small: Any, factor: float) -> None:
+    """MobileNets: a factor of all widths. The last may be left out of it where the factor is below one."""
+    small.depth_multiplier = config.depth_multiplier * factor
+    if getattr(config, "finegrained_output", False):
+        whole = 1.0 if config.depth_multiplier < 1 else config.depth_multiplier
+        left_out, taken = (abs(math.log(share / (whole * factor))) for share in (1.0, small.depth_multiplier))
+        small.finegrained_output = left_out < taken and small.depth_multiplier < 1
+
+
+# -- models ------------------------------------------------------------------------------------------------
+
+
+def narrower_models(model: nn.Module, factor: float) -> dict[str, nn.Module]:
+    """The narrower ones of the Hugging Face models in a network, by name: those whose configurations narrow them.
+
+    Their weights are drawn anew. One that is frozen as a whole is left as it is; one that is so in part is refused.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in _outermost(model) if factor < 1 else ():
+        trained = {p.requires_grad for p in module.parameters()}
+        if trained == {False}:
+            continue
+        built = _built(module, narrowed_config(module.config, factor))
+        if built is None:
+            continue
+        if False in trained:
+            frozen = next(own for own, p in module.named_parameters() if not p.requires_grad)
+            raise ValueError(
+                f"{_of(name, module)} has frozen parameters ({frozen!r} is one), and its configuration narrows all its "
+                "layers: unfreeze them, or let deep_ensemble keep it whole"
+            )
+        found[name] = built
+    return found
+
+
+def _of(name: str, module: nn.Module) -> str:
+    return f"model {name!r} ({type(module).__name__})" if name else f"model ({type(module).__name__})"
+
+
+def _outermost(model: nn.Module, name: str = "") -> Iterator[tuple[str, Any]]:
+    if is_hugging_face(model):
+        yield name, model
+        return
+    for child, module in model.named_children():
+        yield from _outermost(module, f"{name}.{child}" if name else child)
+
+
+def _built(module: Any, config: Any) -> Any:
+    """A model of the same class from another configuration; None where it is not of the same build, or no narrower."""
+    options: list[dict[str, Any]] = [{}]
+    for name, parameter in inspect.signature(type(module).__init__).parameters.items():
+        if isinstance(parameter.default, bool):  # as of the pooling layer of a model that is a part of another
+            options.append({name: not parameter.default})
+    for given in options:
+        with seeded(0):
+            try:
+                built = type(module)(copy.deepcopy(config), **given)
+            except Exception:  # whatever a model's own code may raise of a configuration that it does not allow
+                return None
+        if _structure(built) == _structure(module):
+            break
+    else:
+        return None
+    sizes = [sum(p.numel() for p in network.parameters()) for network in (built, module)]
+    if sizes[0] >= sizes[1]:
+        return None
+    for one, other in zip(built.parameters(), module.parameters(), strict=True):
+        one.data = one.data.to(other)
+    where = next(module.parameters()).device
+    for network in built.modules():
+        network._buffers.update({key: b.to(where) for key, b in network._buffers.items() if b is not None})
+    return built
+
+
+def _structure(network: nn.Module) -> list[Any]:
+    modules = [(name, type(module)) for name, module in network.named_modules()]
+    return [*modules, *[name for name, _ in network.named_parameters()]]
