@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -412,3 +413,17 @@ def test_torchs_attention(call: str, crossed: bool) -> None:
     compared = mt.check(mt.fuse([Attends(), Attends()]), torch.randn(2, 5, 8)).compared
     assert any(line.startswith("stacked") for line in compared)
     assert any(line.startswith("packed") for line in compared)
+
+
+def test_draws_of_members_run_under_two_vmaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ONE_BY_ONE_ABOVE", 0)  # as for products that are large
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.4), nn.Linear(8, 3))
+    net, x = mt.deep_ensemble(mt.mc_dropout(network), 2).eval(), torch.randn(5, 6)
+    drawn = {}
+    for runner in ("loop", "stacked"):
+        net.runner = runner
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # one says so where draws have to run one after the other
+            drawn[runner] = net(x, draws=4, seed=0)
+    torch.testing.assert_close(drawn["stacked"], drawn["loop"])
