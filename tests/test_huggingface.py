@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -215,3 +216,13 @@ def test_a_language_model_that_shares_its_embedding_with_its_head_keeps_both() -
     net = mt.deep_ensemble(model, 2, seed=0)
     assert net.network.lm_head.weight is net.network.transformer.wte.weight
     torch.testing.assert_close(net.network.lm_head.weight.std().item(), 0.02, rtol=0.1, atol=0)
+
+
+def test_a_model_that_was_read_from_a_folder_loads_into_one_that_was_built(tmp_path: Path) -> None:
+    vit().save_pretrained(tmp_path / "vit")
+    given = transformers.ViTForImageClassification.from_pretrained(tmp_path / "vit")
+    net = mt.deep_ensemble(given, members=2, init="heads").eval()
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "vit")
+    like = transformers.ViTForImageClassification._from_config(config)
+    loaded = mt.load(mt.save(net, tmp_path / "net.safetensors"), like).eval()
+    torch.testing.assert_close(loaded(images()["pixel_values"] * 0 + 1), net(images()["pixel_values"] * 0 + 1))

@@ -18,14 +18,17 @@ from tests.hard_networks import HARD, MAY_REFUSE
 
 RUNNERS = ("loop", "packed", "stacked")
 EVERY_NETWORK = pytest.mark.parametrize("network", list(NETWORKS))
+EVERY_WAY = pytest.mark.parametrize(
+    ("network", "runner"),
+    [(name, runner) for name in NETWORKS for runner in RUNNERS if (name, runner) != ("hugging_face", "packed")],
+)
 
 
 def trained(network: str, count: int = 3) -> list[nn.Module]:
     return [NETWORKS[network].model(seed=seed) for seed in range(count)]
 
 
-@EVERY_NETWORK
-@pytest.mark.parametrize("runner", RUNNERS)
+@EVERY_WAY
 @pytest.mark.parametrize("training", [False, True])
 def test_fused_networks_equal_the_networks_one_by_one(network: str, runner: str, training: bool) -> None:
     models = [model.train(training) for model in trained(network)]
@@ -79,8 +82,7 @@ def test_training_side_by_side_is_training_alone(runner: str, dtype: torch.dtype
             torch.testing.assert_close(member[name], tensor, rtol=1e-4, atol=1e-4)
 
 
-@EVERY_NETWORK
-@pytest.mark.parametrize("runner", RUNNERS)
+@EVERY_WAY
 def test_a_members_gradient_is_the_one_it_would_get_alone(network: str, runner: str) -> None:
     models = [model.train().double() for model in trained(network)]
     net = mt.fuse(models)
@@ -237,6 +239,12 @@ def test_runners_are_named() -> None:
     assert net.runners("cuda") == ["packed", "loop", "stacked"]
     with pytest.raises(ValueError, match="runner must be one of auto, loop, packed, stacked, got 'fast'"):
         net.runner = "fast"
+
+
+def test_a_network_that_cannot_be_traced_is_not_packed() -> None:
+    net = mt.fuse(trained("hugging_face"))
+    with pytest.raises(ValueError, match="runner 'packed' cannot run this network: it cannot be traced"):
+        net.runner = "packed"
 
 
 def test_the_fused_networks_are_left_as_they_were() -> None:

@@ -1,10 +1,13 @@
-"""The device that a name stands for."""
+"""The device that a name stands for, and how long it takes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
-__all__ = ["device_of"]
+__all__ = ["device_of", "milliseconds"]
 
 
 def device_of(name: str | torch.device | None) -> torch.device:
@@ -22,3 +25,16 @@ def device_of(name: str | torch.device | None) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={name!r}: there is no GPU here that torch can use")
     return device
+
+
+def milliseconds(function: Callable[[], Any], warmups: int = 2, repeats: int = 3) -> float:
+    """How long a call takes on the current GPU, after a few."""
+    for _ in range(warmups):
+        function()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(repeats):
+        function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / repeats

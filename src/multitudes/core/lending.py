@@ -23,6 +23,7 @@ __all__ = [
     "apart",
     "checkpointed",
     "each_from_the_same",
+    "keep_written",
     "lent",
     "put_back",
     "remember",
@@ -68,6 +69,24 @@ def lent(network: nn.Module, state: Mapping[str, Tensor]) -> Iterator[Written]:
                     written[prefix + name] = buffer
             _refill(module._parameters, parameters)
             _refill(module._buffers, buffers)
+
+
+@torch.no_grad()
+def keep_written(network: nn.Module, written: Sequence[Written]) -> None:
+    """Keep the buffers that the members' runs have assigned, stacked."""
+    for name in dict.fromkeys(name for own in written for name in own):
+        path, _, last = name.rpartition(".")
+        module = network.get_submodule(path)
+        old = module._buffers.get(last)
+        own = [one.get(name, old[index] if old is not None else None) for index, one in enumerate(written)]
+        values = [value.detach() for value in own if value is not None]
+        if len({(value.shape, value.dtype) for value in values}) > 1 or len(values) < len(written):
+            raise InputError(f"the members' forwards give buffer {name!r} different shapes, which cannot be kept")
+        if old is not None and old.shape[1:] == values[0].shape and old.dtype == values[0].dtype:
+            for index, value in enumerate(values):
+                old[index].copy_(value)
+        else:
+            module._buffers[last] = torch.stack(values)
 
 
 def _refill(registry: dict[str, Any], items: dict[str, Any]) -> None:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from multitudes.core.at_once import AtOnce, at_once
 from multitudes.core.calling import Input, InputError, call, slots, tensors_in
 from multitudes.core.compiling import uncompiled
+from multitudes.core.devices import milliseconds
 from multitudes.core.divergences import Divergence
 from multitudes.core.draws.stochastic import as_member
 from multitudes.core.lending import (
@@ -24,6 +26,7 @@ from multitudes.core.lending import (
     Written,
     apart,
     checkpointed,
+    keep_written,
     lent,
     put_back,
     show_last,
@@ -43,9 +46,9 @@ class Members(Multitude):
     """M networks of one architecture that share no weight.
 
     `net.runner` says how they run: `"loop"` one after the other, `"packed"` with their channels side by side
-    in grouped layers, `"stacked"` under `torch.vmap`. `"auto"`, the default, loops on a CPU, where grouped
-    convolutions are slow; on a GPU it times all three on the first batch and keeps the fastest (compiled, it
-    packs).
+    in grouped layers, `"stacked"` by the network's own code for all members at once, under `torch.vmap`. `"auto"`, the
+    default, loops on a CPU, where grouped convolutions are slow; on a GPU it times all three on the first batch and
+    keeps the fastest. Compiled, it packs networks of convolutions and stacks others.
     """
 
     independent = True
@@ -82,15 +85,22 @@ class Members(Multitude):
         self._runner = name
 
     def runners(self, device: torch.device | str) -> list[str]:
-        """The runners that `auto` chooses from on a device: on a CPU always the loop."""
-        names = ["packed", "loop", "stacked"] if torch.device(device).type == "cuda" else ["loop"]
+        """The runners that `auto` chooses from on a device, the likeliest first: on a CPU always the loop."""
+        if torch.device(device).type != "cuda":
+            return ["loop"]
+        names = ["packed", "loop", "stacked"] if self._convolves() else ["stacked", "packed", "loop"]
         return [name for name in names if name not in self._refused]
+
+    def _convolves(self) -> bool:
+        """Whether the network has at least as many kernels as matrices; packing is for convolutions."""
+        ranks = [parameter.dim() - 1 for parameter in self.network.parameters()]
+        return sum(rank > 2 for rank in ranks) >= ranks.count(2)
 
     def _predictions(self, x: Input) -> Tensor:
         if self._runner != "auto":
             return self._run(self._runner, x)
         if torch.compiler.is_compiling():
-            return self._run(self.runners(tensors_in(x)[0].device)[0], x)
+            return self._run(self._likeliest(x), x)
         try:
             return self._run(self._choose(x), x)
         except CannotPack:  # not any more: some of its modules may have been frozen since
@@ -104,6 +114,20 @@ class Members(Multitude):
     def _prepare(self, x: Input) -> None:
         runner = self._choose(x) if self._runner == "auto" else self._runner
         self._prove_once(runner, x)
+
+    def _likeliest(self, x: Input) -> str:
+        """The first of the runners that is right on `x`."""
+        for name in self.runners(tensors_in(x)[0].device):
+            if name != "loop" and (name, self.training) not in self._proven:
+                self._try_once(name, x)
+            if name not in self._refused:
+                return name
+        return "loop"
+
+    @uncompiled
+    def _try_once(self, runner: str, x: Input) -> None:
+        with suppress(InputError):  # then it is refused from now on
+            self._prove_once(runner, x)
 
     def _choose(self, x: Input) -> str:
         names = self.runners(tensors_in(x)[0].device)
@@ -125,7 +149,7 @@ class Members(Multitude):
             warnings.simplefilter("ignore")  # a slow runner loses the race; that is warning enough
             for name in names:
                 try:
-                    times[name] = _milliseconds(partial(self._run, name, x))
+                    times[name] = milliseconds(partial(self._run, name, x))
                 except (RuntimeError, ValueError):  # what no runner can run is raised by the loop, after the race
                     continue
         return min(times, key=lambda name: times[name]) if times else "loop"
@@ -156,7 +180,7 @@ class Members(Multitude):
             with self._as(index, own) as assigned:
                 results.append(function())
             written.append(assigned)
-        self._keep([name for assigned in written for name in assigned], written)
+        keep_written(self.network, written)
         if not torch.compiler.is_compiling():
             show_last(self.network, self._written)
         return torch.stack(results)
@@ -177,46 +201,36 @@ class Members(Multitude):
             yield written
 
     def _stacked(self, function: Callable[[], Tensor], state: dict[str, Any]) -> Tensor:
-        names: list[str] = []
         attributes: Attributes = {}
-
-        def of_one(index: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
-            with (
-                as_member(self.network, index, self.members),
-                written_attributes(self.network, attributes),
-                checkpointed(None),
-                lent(self.network, state) as written,
-            ):
-                result = function()
-            names[:] = written
-            return result, list(written.values())
-
         try:
-            result, values = torch.vmap(of_one, randomness="different")(torch.arange(self.members), state)
+            with at_once(self.members) as members:
+                own = {name: members.own(tensor) for name, tensor in state.items()}
+                with self._as_all(members, own, attributes) as assigned:
+                    result = function()
+                result = members.whole(result)
+                written = {name: members.whole(value) for name, value in assigned.items()}
         except RuntimeError as error:
             raise InputError(f"vmap cannot run this network or input: {error}") from error
         if attributes:
             (path, key), *_ = attributes
             raise InputError(f"the forward of module {path!r} writes its attribute {key!r}")
-        self._keep(names, [dict(zip(names, own, strict=True)) for own in zip(*values, strict=True)])
+        keep_written(self.network, [{name: own[i] for name, own in written.items()} for i in range(self.members)])
         return result
 
-    @torch.no_grad()
-    def _keep(self, names: Iterable[str], written: Sequence[Written]) -> None:
-        """Keep the buffers that the members' runs have assigned, stacked."""
-        for name in dict.fromkeys(names):
-            path, _, last = name.rpartition(".")
-            module = self.network.get_submodule(path)
-            old = module._buffers.get(last)
-            own = [one.get(name, old[index] if old is not None else None) for index, one in enumerate(written)]
-            values = [value.detach() for value in own if value is not None]
-            if len({(value.shape, value.dtype) for value in values}) > 1 or len(values) < self.members:
-                raise InputError(f"the members' forwards give buffer {name!r} different shapes, which cannot be kept")
-            if old is not None and old.shape[1:] == values[0].shape and old.dtype == values[0].dtype:
-                for index, value in enumerate(values):
-                    old[index].copy_(value)
-            else:
-                module._buffers[last] = torch.stack(values)
+    @contextmanager
+    def _as_all(self, members: AtOnce, state: dict[str, Tensor], attributes: Attributes) -> Iterator[Written]:
+        """Inside, the network is all members at once; `attributes` has what its code writes, which none may."""
+        if torch.compiler.is_compiling():
+            with lent(self.network, state) as written:
+                yield written
+            return
+        with (
+            as_member(self.network, members.own(torch.arange(self.members)), self.members),
+            written_attributes(self.network, attributes),
+            checkpointed(None),
+            lent(self.network, state) as written,
+        ):
+            yield written
 
     def _trace(self) -> None:
         self._proven = {key: kinds for key, kinds in self._proven.items() if key[0] != "packed"}
@@ -344,18 +358,6 @@ class Members(Multitude):
         if "packed" not in self._refused:
             self._trace()
             self._proven = proven
-
-
-def _milliseconds(function: Callable[[], Any], warmups: int = 2, repeats: int = 3) -> float:
-    for _ in range(warmups):
-        function()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(repeats):
-        function()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / repeats
 
 
 def _sum(divergences: Iterable[Divergence], prior: dict[str, Any], network: nn.Module) -> Tensor:

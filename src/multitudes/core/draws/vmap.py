@@ -41,12 +41,12 @@ class _OtherWords(TorchFunctionMode):
             return _batch_norm(*args, **kwargs)
         if function is F.adaptive_avg_pool2d:
             return _average_pool(*args, **kwargs)
-        if function in _CONVOLUTIONS:
-            return _convolution(function, *args, **kwargs)
+        if function in CONVOLUTIONS:
+            return convolution(function, *args, **kwargs)
         return function(*args, **kwargs)
 
 
-_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 
 def _batch_norm(
@@ -71,7 +71,7 @@ def _batch_norm(
     return torch.addcmul(shift.view(shape), input, scale.view(shape)).to(input.dtype)
 
 
-def _convolution(
+def convolution(
     function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **options: Any
 ) -> Tensor:
     """Under autocast, vmap's convolution forgets to cast the bias, and on a CPU whatever else is not cast already."""

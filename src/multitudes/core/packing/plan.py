@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from multitudes.core.at_once import at_once
 from multitudes.core.calling import Output, chosen_output, part_of
 from multitudes.core.draws.stochastic import Stochastic, as_member
 from multitudes.core.packing.rules import FUNCTIONS, LAYERS, METHODS, RANDOM
@@ -183,27 +184,16 @@ class Plan:
     def _vmap(self, function: Callable[..., Any], values: Any, step: Step) -> Any:
         """Any step at all: run it for each member under vmap."""
         leaves, structure = tree_flatten(values)
-        many = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Many)]
-        if not many:
+        if not any(isinstance(leaf, Many) for leaf in leaves):
             return function(*values)
-        found: list[Any] = []  # the structure of the result, and its parts that are no tensors
-
-        def one(*tensors: Tensor) -> tuple[Tensor, ...]:
-            filled = list(leaves)
-            for i, tensor in zip(many, tensors, strict=True):
-                filled[i] = tensor
-            parts, shape = tree_flatten(function(*tree_unflatten(filled, structure)))
-            found[:] = shape, [(isinstance(part, Tensor), part) for part in parts]
-            return tuple(part for part in parts if isinstance(part, Tensor))
-
         try:
-            tensors = iter(torch.vmap(one, randomness="different")(*[leaves[i].stacked() for i in many]))
+            with at_once(self.members) as members:
+                own = [members.own(leaf.stacked()) if isinstance(leaf, Many) else leaf for leaf in leaves]
+                parts, shape = tree_flatten(function(*tree_unflatten(own, structure)))
+                whole = [members.whole(part) if isinstance(part, Tensor) else part for part in parts]
         except (RuntimeError, TypeError, AttributeError, IndexError) as error:
             raise CannotPack(f"step {step.name!r} ({step.target}) failed: {error}") from error
-        shape, parts = found
-        return tree_unflatten(
-            [Stacked(next(tensors), self.members) if is_tensor else part for is_tensor, part in parts], shape
-        )
+        return tree_unflatten([Stacked(p, self.members) if isinstance(p, Tensor) else p for p in whole], shape)
 
 
 def hooked_module(network: nn.Module) -> str | None:

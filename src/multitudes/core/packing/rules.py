@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from multitudes.core.at_once import products
 from multitudes.core.packing.pointwise import pointwise, worth_a_product
 from multitudes.core.packing.values import Many, Packed, Stacked, Value, as_packed, as_stacked, rank_of
 from multitudes.core.quick_dropout import QuickDropout
@@ -73,9 +74,7 @@ def _linear(value: Value, weight: Tensor, bias: Tensor | None, members: int) -> 
             return Packed(wide, members)
         return Stacked(wide.unflatten(-1, (members, -1)).movedim(-2, 0), members)
     x = value.stacked()
-    rows = x.flatten(1, -2)
-    product = torch.bmm(rows, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), rows, weight.mT)
-    return Stacked(product.unflatten(1, x.shape[1:-1]), members)
+    return Stacked(products(x.flatten(1, -2), weight, bias).unflatten(1, x.shape[1:-1]), members)
 
 
 def batch_norm(layer: Any, value: Value, members: int) -> Packed:

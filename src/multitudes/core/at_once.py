@@ -1,0 +1,308 @@
+"""The stacked runner: a network's own code, run once for all members under vmap.
+
+Inside `at_once` a stacked tensor `[M, ...]` looks like one member's, and whatever Python does with it, it does for all
+members. That is right whatever the code is, and open-ended forwards need no trace. A few functions vmap does badly: a
+bias is added by a slow kernel, a table of embeddings is copied, and attention is not told that gradients will be asked
+for. So these are put in other words: one product for each member into one result, one norm for each member, and one
+attention over members and batch. While it compiles, products and norms are left alone, since a compiler fuses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C import _functorch
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch._functorch.vmap import (  # type: ignore[attr-defined]  # as torch.vmap has them, in every version
+    _add_batch_dim,
+    _remove_batch_dim,
+    vmap_increment_nesting,
+)
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from multitudes.core.calling import plain_attention
+from multitudes.core.draws.vmap import CONVOLUTIONS, convolution
+
+__all__ = ["AtOnce", "at_once", "products"]
+
+ONE_BY_ONE_ABOVE = 2**22
+"""Numbers in a product with a bias above which each member's is a call of its own. Such a call adds the bias as it
+writes, which one call for all members does not; on an H200 it takes a third of the time (see benchmarks/README.md)."""
+
+
+class AtOnce:
+    """All members' tensors, and one member's, inside of which there are all."""
+
+    def __init__(self, count: int, level: int) -> None:
+        self.count = count
+        self.level = level
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """`[M, ...]` as a tensor `[...]` that each member has its own of."""
+        return _add_batch_dim(tensor, 0, self.level)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """The tensors of all members, `[M, ...]`; what they share is expanded."""
+        return _remove_batch_dim(tensor, self.level, self.count, 0)
+
+    def outside(self) -> AbstractContextManager[Any]:
+        """Inside, whole tensors are computed with, and random numbers are drawn for all of them."""
+        return nullcontext() if torch.compiler.is_compiling() else temporarily_pop_interpreter_stack()
+
+
+@contextmanager
+def at_once(count: int) -> Iterator[AtOnce]:
+    """Inside, code runs for all members at once, each drawing its own random numbers."""
+    with plain_attention(), vmap_increment_nesting(count, "different") as level:
+        members = AtOnce(count, level)
+        with _OtherWords(members):
+            yield members
+
+
+class _OtherWords(TorchFunctionMode):
+    def __init__(self, members: AtOnce) -> None:
+        super().__init__()
+        self.members = members
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        rule = _RULES.get(function)
+        if rule is not None:
+            result = rule(self.members, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if function is Tensor.unflatten:  # by which the compiler would find its way to `super()`, and stop
+            return args[0].unflatten(*args[1:], **kwargs)
+        return function(*args, **kwargs)
+
+
+# -- products ----------------------------------------------------------------------------------------------
+
+
+def products(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Each member's linear layer: `[M, N, I]` by `[M, O, I]`, plus `[M, O]`, is `[M, N, O]`."""
+    kind = rows.device.type
+    if torch.is_autocast_enabled(kind) and rows.dtype != torch.float64:
+        rows, weight = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (rows, weight))
+    if bias is None:
+        return torch.bmm(rows, weight.mT)
+    bias = bias.to(rows.dtype)
+    if torch.compiler.is_compiling():  # which fuses the sum with what comes after it
+        return torch.bmm(rows, weight.mT) + bias.unsqueeze(1)
+    small = rows.shape[0] * rows.shape[1] * weight.shape[1] <= ONE_BY_ONE_ABOVE
+    if small or any(map(_functorch.is_functorch_wrapped_tensor, (rows, weight, bias))):
+        return torch.baddbmm(bias.unsqueeze(1), rows, weight.mT)
+    return _Products.apply(rows, weight, bias)
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        result = rows.new_empty(*rows.shape[:2], weight.shape[1])
+        for own_bias, own_rows, own_weight, own in zip(bias, rows, weight.mT, result, strict=True):
+            torch.addmm(own_bias, own_rows, own_weight, out=own)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        (gradient,), (of_rows, of_weight, of_bias) = gradients, ctx.needs_input_grad
+        return (
+            torch.bmm(gradient, weight) if of_rows else None,
+            torch.bmm(gradient.mT, rows) if of_weight else None,
+            gradient.sum(1) if of_bias else None,
+        )
+
+
+# -- rules: rule(members, *args, **kwargs), as the function, or NotImplemented ----------------------------------
+
+
+def _linear(members: AtOnce, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    if torch.compiler.is_compiling() or not _functorch.is_batchedtensor(weight) or input.dim() < 2:
+        return NotImplemented
+    x, weight, bias = members.whole(input), members.whole(weight), None if bias is None else members.whole(bias)
+    with members.outside():
+        return members.own(products(x.flatten(1, -2), weight, bias).unflatten(1, x.shape[1:-1]))
+
+
+def _addmm(members: AtOnce, input: Tensor, mat1: Tensor, mat2: Tensor, **scales: Any) -> Any:
+    """A linear layer with its weight the other way round."""
+    if scales or input.dim() != 1 or not _functorch.is_batchedtensor(mat2):
+        return NotImplemented
+    return _linear(members, mat1, mat2.mT, input)
+
+
+def _layer_norm(
+    members: AtOnce,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Any:
+    if torch.compiler.is_compiling() or weight is None or not _functorch.is_batchedtensor(weight):
+        return NotImplemented
+    tensors = [members.whole(tensor) for tensor in (input, weight, bias) if tensor is not None]
+    with members.outside():
+        own = zip(*(tensor.unbind() for tensor in tensors), strict=True)  # whose gradients are stacked once
+        norm: Callable[..., Tensor] = partial(F.layer_norm, eps=eps)
+        return members.own(torch.stack([norm(x, normalized_shape, *affine) for x, *affine in own]))
+
+
+def _embedding(
+    members: AtOnce,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """One table of all members' rows. An index beyond a table's end is beyond the last member's too, and an error."""
+    if not _functorch.is_batchedtensor(weight) or max_norm is not None or sparse:
+        return NotImplemented
+    table, index = members.whole(weight), members.whole(input)
+    rows = table.shape[1]
+    with members.outside():
+        first = torch.arange(members.count, device=index.device) * rows
+        shifted = index + first.view(-1, *[1] * (index.dim() - 1))
+        result = F.embedding(shifted, table.flatten(0, 1), scale_grad_by_freq=scale_grad_by_freq)
+        if padding_idx is not None:  # a row without gradients
+            result = torch.where((index == padding_idx % rows).unsqueeze(-1), result.detach(), result)
+        return members.own(result)
+
+
+def _attention(
+    members: AtOnce,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Members are more rows of the batch."""
+    attend: Callable[..., Tensor] = partial(
+        F.scaled_dot_product_attention, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    rank = query.dim()
+    drawn = dropout_p > 0 and torch.compiler.is_compiling()  # then vmap has to draw the members' own numbers
+    if drawn or rank < 3 or key.dim() != rank or value.dim() != rank:
+        with sdpa_kernel(SDPBackend.MATH):  # which need not know of gradients
+            return attend(query, key, value, attn_mask)
+    tensors = [members.whole(tensor) for tensor in (query, key, value)]
+    batch = torch.broadcast_shapes(*(tensor.shape[:2] for tensor in tensors))
+    mask = None
+    if attn_mask is not None and (_functorch.is_batchedtensor(attn_mask) or attn_mask.dim() == rank):
+        mask, attn_mask = members.whole(attn_mask), None
+    with members.outside():
+        if mask is not None:
+            attn_mask = _folded(mask.reshape(len(mask), *[1] * (rank + 1 - mask.dim()), *mask.shape[1:]), batch)
+        folded = [_folded(tensor, batch) for tensor in tensors]
+        return members.own(attend(*folded, attn_mask).unflatten(0, batch))
+
+
+def _multihead(members: AtOnce, *args: Any, **kwargs: Any) -> Any:
+    """Torch's attention as a whole."""
+    result = _projected_attention(members, *args, **kwargs)
+    if result is not NotImplemented:
+        return result
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.multi_head_attention_forward(*args, **kwargs)
+
+
+def _projected_attention(
+    members: AtOnce,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    width: int,
+    heads: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    *,
+    training: bool = True,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    use_separate_proj_weight: bool = False,
+    **rest: Any,
+) -> Any:
+    """Projections around one attention, of tokens `[T, B, width]`, where nobody asks for its weights."""
+    unusual = need_weights or add_zero_attn or use_separate_proj_weight or query.dim() != 3
+    unusual = unusual or any(given is not None for given in (bias_k, bias_v, rest["static_k"], rest["static_v"]))
+    if unusual or weight is None or (is_causal and attn_mask is None) or query.shape[-1] != width or width % heads:
+        return NotImplemented
+    tokens = [tensor.transpose(0, 1) for tensor in (query, key, value)]  # [B, T, width]
+    if query is key and key is value:
+        projected = _by_rule(members, F.linear, tokens[0], weight, bias).unflatten(-1, (3, heads, width // heads))
+        projections = projected.permute(2, 0, 3, 1, 4).unbind()  # [B, heads, T, size]
+    else:
+        biases = [None] * 3 if bias is None else bias.chunk(3)
+        own = [_by_rule(members, F.linear, x, w, b) for x, w, b in zip(tokens, weight.chunk(3), biases, strict=True)]
+        projections = [x.unflatten(-1, (heads, width // heads)).transpose(1, 2) for x in own]
+    causal = is_causal and key_padding_mask is None
+    mask = None if causal else _sum_of_masks(attn_mask, key_padding_mask, heads, query.dtype)
+    dropout = dropout_p if training else 0.0
+    attended = _by_rule(members, F.scaled_dot_product_attention, *projections, mask, dropout, causal)
+    return _by_rule(members, F.linear, attended.transpose(1, 2).flatten(2), out_weight, out_bias).transpose(0, 1), None
+
+
+def _by_rule(members: AtOnce, function: Any, *args: Any) -> Tensor:
+    result = _RULES[function](members, *args)
+    return function(*args) if result is NotImplemented else result
+
+
+def _sum_of_masks(mask: Tensor | None, padding: Tensor | None, heads: int, dtype: torch.dtype) -> Tensor | None:
+    """`[T, S]` or `[B * heads, T, S]`, and `[B, S]`, as numbers to be added to `[B, heads, T, S]`; true is hidden."""
+    numbers = [
+        torch.zeros_like(part, dtype=dtype).masked_fill(part, -torch.inf) if part.dtype == torch.bool else part
+        for part in (mask, padding)
+        if part is not None
+    ]
+    if mask is not None and mask.dim() == 3:
+        numbers[0] = numbers[0].unflatten(0, (-1, heads))
+    if padding is not None:
+        numbers[-1] = numbers[-1][:, None, None]
+    return None if not numbers else numbers[0] if len(numbers) == 1 else numbers[0] + numbers[1]
+
+
+def _convolution(function: Any) -> Callable[..., Tensor]:
+    def rule(members: AtOnce, *args: Any, **kwargs: Any) -> Tensor:
+        return convolution(function, *args, **kwargs)
+
+    return rule
+
+
+def _folded(tensor: Tensor, batch: Sequence[int]) -> Tensor:
+    """`[M, B, ...] -> [M*B, ...]`"""
+    return tensor.expand(*batch, *tensor.shape[2:]).flatten(0, 1)
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear,
+    torch.addmm: _addmm,
+    F.layer_norm: _layer_norm,
+    F.embedding: _embedding,
+    F.scaled_dot_product_attention: _attention,
+    F.multi_head_attention_forward: _multihead,
+    **{function: _convolution(function) for function in CONVOLUTIONS},
+}
