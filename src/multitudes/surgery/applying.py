@@ -45,8 +45,9 @@ def apply_cuts(model: nn.Module, plan: Plan, example: Input) -> nn.Module:
     """
     first: ValueError | None = None
     layers = {name: model.get_submodule(name) for name in plan.cuts if not is_frozen(model.get_submodule(name))}
-    for along in _along(model, plan):
-        for adjusted in _ADJUSTMENTS if plan.heads.found else ADJUSTMENTS:
+    ways = list(_along(model, plan))
+    for adjusted in _ADJUSTMENTS if plan.heads.found else ADJUSTMENTS:
+        for along in ways:
             narrowed = replace(model, _cut_layers(layers, plan.cuts))
             _cut_parameters(narrowed, along)
             narrowed = _filled(narrowed, plan.built, plan.own)
