@@ -46,7 +46,7 @@ class Scale:
 
 def scale_of(recipe: Recipe) -> Scale:
     """At full scale all of CIFAR-10, for smoke a small network and a few steps."""
-    return Scale(24, 2, 4, 2, 50, 0, 200) if recipe.smoke else Scale(384, 6, 6, 50, 512, 5, None)
+    return Scale(24, 2, 4, 2, 50, 0, 200) if recipe.smoke else Scale(384, 6, 6, 40, 512, 5, None)
 
 
 def model(scale: Scale) -> mt.models.ViT:
@@ -65,8 +65,8 @@ def convert(name: str, scale: Scale) -> mt.Multitude:
 
 
 def read(recipe: Recipe) -> Data:
-    """CIFAR-10 with SVHN's test images; of the training images as few as possible are held back."""
-    return recipe.data("cifar10", validation=0.01, limit=scale_of(recipe).limit, ood=[recipe.data_root / "svhn"])
+    """CIFAR-10 with SVHN's test images; of the training images a few are held back, for the prior of Laplace."""
+    return recipe.data("cifar10", validation=0.02, limit=scale_of(recipe).limit, ood=[recipe.data_root / "svhn"])
 
 
 # -- training and measuring --------------------------------------------------------------------------------
@@ -124,9 +124,10 @@ def laplace_piece(recipe: Recipe) -> dict[str, Any]:
 
 
 def laplace(recipe: Recipe, network: nn.Module) -> mt.Multitude:
-    """One pass over the training images, as they are."""
+    """One pass over the training images, as they are; the prior is chosen by held-out images."""
     data = read(recipe)
-    return mt.laplace(network, Loader(data.train, data, 500, recipe.device, shuffle=False))
+    train, held_out = (Loader(part, data, 500, recipe.device, shuffle=False) for part in (data.train, data.validation))
+    return mt.laplace(network, train, prior="validation", validation=held_out)
 
 
 def costs_piece(recipe: Recipe) -> dict[str, Any]:

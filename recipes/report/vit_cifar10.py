@@ -37,7 +37,8 @@ def section(raw: Raw) -> Section:
 {about["depth"]} blocks (width 384, six heads, patches of 4 x 4), trained on {about["images"]} images of CIFAR-10 for
 {about["epochs"]} epochs in batches of {about["batch"]} by AdamW, with random crops and flips, in mixed precision. SVHN
 is what is foreign. The members of the deep ensemble are the single networks: mean and deviation are over these four.
-Laplace approximations are made of them by one pass over the training images, with 32 draws; the others are one run.
+Laplace approximations are made of them by one pass over the training images, their priors chosen by the thousand images
+that were held back, with 32 draws. The others are one run each.
 
 {quality(found)}
 

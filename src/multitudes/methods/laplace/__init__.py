@@ -1,7 +1,8 @@
 """Last-layer Laplace: its layers, its curvature and its prior, its conversion, and its row for studies."""
 
-from multitudes.methods.laplace.conversion import ROWS, Laplace, LaplaceMembers, laplace
+from multitudes.methods.laplace.conversion import ROWS, laplace
 from multitudes.methods.laplace.layers import LaplaceConv, LaplaceLayer, LaplaceLinear, WithNoise, WithoutDraws
+from multitudes.methods.laplace.predicting import Laplace, LaplaceMembers
 
 __all__ = [
     "ROWS",

@@ -16,23 +16,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from multitudes.core.batches import Batches
-from multitudes.core.calling import Input, InputError
 from multitudes.core.checks import check_choice, check_count, check_number
-from multitudes.core.copying import copied
 from multitudes.core.draws.memory import free_bytes, in_bytes
-from multitudes.core.draws.stochastic import expecting, stochastic_layers
 from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude, plain
 from multitudes.core.predictor import PredictorModule
-from multitudes.core.settings import holding
-from multitudes.core.tasks import CLASSES, check_task
+from multitudes.core.tasks import check_task
 from multitudes.methods.laplace.curvature import Curvature, structure_for, wide
 from multitudes.methods.laplace.layers import (
     STRUCTURES,
@@ -40,9 +35,9 @@ from multitudes.methods.laplace.layers import (
     LaplaceLayer,
     LaplaceLinear,
     WithNoise,
-    WithoutDraws,
 )
 from multitudes.methods.laplace.posterior import measured
+from multitudes.methods.laplace.predicting import Laplace, LaplaceMembers, approximations
 from multitudes.methods.laplace.rows import SOFTMAX, OutputLayer, output_layer, rows_of
 from multitudes.methods.registry import Method, Settings, single
 from multitudes.surgery.affine import weight_of
@@ -50,114 +45,6 @@ from multitudes.surgery.layers import Selector, check_model, replace
 
 MOST = 256e6
 """The bytes that a full curvature may take where neither is asked for: a larger one takes minutes to decompose."""
-
-
-# -- what predicts -----------------------------------------------------------------------------------------
-
-
-class Laplace(Multitude):
-    """A network whose output layer has a Gaussian posterior.
-
-    `approximation` says how it predicts: by `"draws"` of the output layer, or without: of classes by `"probit"`
-    (MacKay's), one prediction for each member; of values `"exact"`, by as many points as there are draws, whose mean
-    and variance are those of the posterior, and which tell it from the noise.
-    """
-
-    _approximation = "draws"
-
-    @property
-    def layer(self) -> LaplaceLayer:
-        """The output layer."""
-        return next(layer for layer in stochastic_layers(self.network) if isinstance(layer, LaplaceLayer))
-
-    @property
-    def structure(self) -> str:
-        """That of the posterior's covariance: "full", "kron" or "diag"."""
-        return self.layer.structure
-
-    @property
-    def prior(self) -> Tensor:
-        """The precision of the weights' prior, `[]`, or of each member's, `[M]`."""
-        return self.layer.prior
-
-    @property
-    def log_marginal_likelihood(self) -> Tensor:
-        """The logarithm of the training data's marginal likelihood, `[]`, or each member's, `[M]`."""
-        return self.layer.evidence
-
-    @property
-    def approximation(self) -> str:
-        """How it predicts."""
-        return self._approximation
-
-    @approximation.setter
-    def approximation(self, name: str) -> None:
-        check_choice("approximation", name, _approximations(self.task))
-        self._approximation = name
-
-    def member(self, index: int) -> nn.Module:
-        """Member `index` alone, which draws as this does."""
-        alone = Laplace(plain(super().member(index))).like(self)
-        alone._approximation, alone.notes = self._approximation, dict(self.notes)
-        return alone
-
-    def _all_draws(
-        self, x: Input, draws: int | None, seed: int | None = None, memory: str | float | None = None
-    ) -> Tensor:
-        if self._approximation == "draws" or self.training or draws == 0 or self._count(draws) is None:
-            return super()._all_draws(x, draws, seed, memory)
-        if draws is not None:
-            raise InputError(f"draws={draws} are not made by approximation {self._approximation!r}: set it to 'draws'")
-        with expecting(self.network):
-            if self._approximation == "probit":
-                return self._read("probit", x)
-            middle, deviation = self._predictions(x), self._read("deviation", x)
-        means, rest = middle.chunk(2, 2)  # the raw variances, which are the same for all points
-        spread = deviation.chunk(2, 2)[0]
-        points = [torch.cat([means + point * spread, rest], 2) for point in _points(max(2, self.draws))]
-        return torch.stack(points, 1).flatten(0, 1)
-
-    def without_draws(self, points: int) -> Members | None:
-        """Networks that draw nothing and predict the same, those of values by so many points; None where it draws."""
-        if self._approximation == "draws":
-            return None
-        members = [plain(self.member(index)) for index in range(self.members)]
-        sides = [None] if self._approximation == "probit" else _points(max(2, points))
-        networks = [_without_draws(network, side) for network in members for side in sides]
-        return Members(networks, len(networks)).like(self)
-
-    def _read(self, side: str, x: Input) -> Tensor:
-        layers = [layer for layer in stochastic_layers(self.network) if isinstance(layer, LaplaceLayer)]
-        with holding(layers, "side", side):
-            return self._predictions(x)
-
-    def draw_numbers(self, x: Input, numbers: range, seed: int | None, memory: str | float | None) -> Tensor:
-        if self._approximation != "draws":
-            raise InputError(f"draws='auto' are not made by approximation {self._approximation!r}: set it to 'draws'")
-        return super().draw_numbers(x, numbers, seed, memory)
-
-
-class LaplaceMembers(Laplace, Members):
-    """Members that share no weight, each with a posterior of its own output layer: a mixture of Laplaces."""
-
-
-def _approximations(task: str) -> tuple[str, ...]:
-    return ("draws", "probit") if task in CLASSES else ("draws", "exact")
-
-
-def _points(count: int) -> list[float]:
-    """Quantiles of a normal distribution, evenly spaced, with mean 0 and variance 1."""
-    points = [NormalDist().inv_cdf((index + 0.5) / count) for index in range(count)]
-    scale = math.sqrt(sum(point**2 for point in points) / count)
-    return [point / scale for point in points]
-
-
-def _without_draws(network: nn.Module, point: float | None) -> nn.Module:
-    layers = [layer for layer in stochastic_layers(network) if isinstance(layer, LaplaceLayer)]
-    others = [type(layer).__name__ for layer in stochastic_layers(network) if not isinstance(layer, LaplaceLayer)]
-    if others:
-        raise ValueError(f"a network with other layers that draw ({others[0]}) has no formula: set it to 'draws'")
-    return copied(network, {id(layer): WithoutDraws(copied(layer), point) for layer in layers})
 
 
 # -- conversion --------------------------------------------------------------------------------------------
@@ -342,8 +229,8 @@ def _check_task(task: str, options: _Options) -> None:
         raise ValueError("task 'quantiles' has no likelihood, which a Laplace posterior needs: use another method")
     if options.noise is not None and task != "regression":
         raise ValueError(f"noise={options.noise!r} is for task 'regression', and the task is {task!r}")
-    if options.approximation not in _approximations(task):
-        choices = " or ".join(map(repr, _approximations(task)))
+    if options.approximation not in approximations(task):
+        choices = " or ".join(map(repr, approximations(task)))
         raise ValueError(f"approximation must be {choices} for task {task!r}, got {options.approximation!r}")
 
 
