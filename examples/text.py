@@ -73,7 +73,7 @@ def main() -> None:
     run = str(FOLDER / "run")
     multitudes(
         "compare", str(FOLDER / "reviews.csv"), "--target", "label", "--model", f"hf:{FOLDER / 'model'}",
-        "--methods", "single,deep,mc_dropout,laplace", "--seeds", "1", "--epochs", "6", "--lr", "0.002", "--out", run,
+        "--methods", "single,heads,laplace,deep", "--seeds", "1", "--epochs", "6", "--lr", "0.002", "--out", run,
     )  # fmt: skip
     multitudes("predict", f"{run}/jobs/deep-0", "--text", "the film was superb", "--text", "the film was red")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -102,6 +103,38 @@ class Own(nn.Module):
         return y if self.attention.batch_first else y.transpose(0, 1)
 
 
+class Parts(nn.Module):
+    """The sizes of the parts are a list, and other numbers look like widths."""
+
+    def __init__(self, dim: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.sizes, self.h, self.max_length, self.block_size = [dim] * 3, heads, dim, dim
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.h, -1)).transpose(1, 2) for t in self.qkv(x).split(self.sizes, -1))
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Held(nn.Module):
+    """The numbers are in a configuration, and a buffer is the causal mask."""
+
+    def __init__(self, dim: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(n_head=heads, n_embd=dim, block_size=dim)
+        self.c_attn, self.c_proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.register_buffer("bias", torch.ones(dim, dim).tril().view(1, 1, dim, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        parts = self.c_attn(x).split(self.config.n_embd, dim=2)
+        heads = self.config.n_head
+        q, k, v = (t.view(rows, length, heads, width // heads).transpose(1, 2) for t in parts)
+        scores = q @ k.transpose(-2, -1) * k.size(-1) ** -0.5
+        weights = scores.masked_fill(self.bias[:, :, :length, :length] == 0, -torch.inf).softmax(-1)
+        return self.c_proj((weights @ v).transpose(1, 2).contiguous().view(rows, length, width))
+
+
 class Block(nn.Module):
     def __init__(self, attention: nn.Module, dim: int = 32, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
@@ -149,6 +182,49 @@ class Translator(nn.Module):
         memory = self.encoder(source, src_key_padding_mask=padding)
         y = self.decoder(target, memory, tgt_mask=mask, tgt_is_causal=True, memory_key_padding_mask=padding)
         return self.head((y if self.batch_first else y.transpose(0, 1)).mean(1))
+
+
+class Padded(nn.Module):
+    """Torch's encoder, which in evaluation may take padded positions out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.head = nn.Linear(6, 32), nn.Linear(32, 3)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding = torch.zeros(x.shape[:2], dtype=torch.bool)
+        padding[0, 3:] = True
+        y = self.encoder(self.read(x), src_key_padding_mask=padding)
+        return self.head((y * ~padding.unsqueeze(-1)).sum(1))
+
+
+class TwoSizes(nn.Module):
+    """Heads of two sizes over the same channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.head = nn.Linear(6, 32), nn.Linear(32, 3)
+        self.few, self.many = Block(Softmax(heads=4)), Block(Softmax(heads=8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.many(self.few(self.read(x))).mean(1))
+
+
+class Maps(nn.Module):
+    """Attention between the places of a feature map, made by convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.first, self.norm = 4, nn.Conv1d(5, 32, 3, padding=1), nn.BatchNorm1d(32)
+        self.qkv, self.out, self.head = nn.Conv1d(32, 96, 1), nn.Conv1d(32, 32, 1), nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.first(x)))
+        rows, width, places = x.shape
+        q, k, v = self.qkv(x).reshape(rows, 3, self.heads, width // self.heads, places).unbind(1)
+        y = v @ (q.mT @ k * (width // self.heads) ** -0.5).softmax(-1).mT
+        return self.head((x + self.out(y.reshape(rows, width, places))).mean(-1))
 
 
 class Cross(nn.Module):
@@ -202,6 +278,16 @@ ATTENTION: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "no_bias": (lambda: Net(lambda: Own(bias=False)), {"blocks.0.attention.attention.head_dim": 8}),
     "translator": (lambda: Translator(batch_first=True), {"decoder.layers.1.multihead_attn.num_heads": 2}),
     "norm_first": (lambda: Translator(norm_first=True), {"encoder.layers.0.self_attn.num_heads": 2}),
+    "parts": (
+        lambda: Net(Parts),
+        {"blocks.0.attention.h": 2, "blocks.0.attention.max_length": 32, "blocks.1.attention.block_size": 32},
+    ),
+    "held": (
+        lambda: Net(Held), {"blocks.0.attention.config.n_head": 2, "blocks.0.attention.config.block_size": 32},
+    ),
+    "padded": (Padded, {"encoder.layers.1.self_attn.num_heads": 2}),
+    "two_sizes": (TwoSizes, {"few.attention.num_heads": 2, "many.attention.num_heads": 4}),
+    "maps": (Maps, {"heads": 2, "qkv.out_channels": 48}),
     "cross": (Cross, {"attention.num_heads": 2, "attention.kdim": 10, "attention.embed_dim": 16}),
 }  # fmt: skip
 """How a network is built, and what of it is what in a member of half its width."""

@@ -137,6 +137,12 @@ NETWORKS: dict[str, Network] = {
     "tabular": Network(lambda: mt.models.tabular(6, CLASSES, width=4, bins=5, hidden=(12, 12), dropout=0.0), (6,)),
 }
 
+
+def small_adapters(model: nn.Module, members: int = 8, **options: Any) -> mt.Multitude:
+    """Adapters of every layer that can have one, convolutions too."""
+    return mt.lora(model, members, 2, layers=lambda name, layer: True, **options)
+
+
 METHODS: dict[str, Callable[..., mt.Multitude]] = {
     "deep_ensemble": mt.deep_ensemble,
     "packed": mt.packed,
@@ -145,11 +151,12 @@ METHODS: dict[str, Callable[..., mt.Multitude]] = {
     "masksembles": mt.masksembles,
     "mimo": mt.mimo,
     "heads": mt.heads,
+    "lora": small_adapters,
 }
 
-INDEPENDENT = ("deep_ensemble", "packed")
+INDEPENDENT = ("deep_ensemble", "packed", "lora")
 
-SEEING = ("packed", "masksembles", "mimo", "tabm", "heads")
+SEEING = ("packed", "masksembles", "mimo", "tabm", "heads", "lora")
 """Methods that run the network on an example."""
 
 REFUSED = {("mimo", "hugging_face")}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
 
 import multitudes as mt
 
-__all__ = ["bert", "gpt2", "rows_through", "tokens", "vit"]
+__all__ = ["FAMILIES", "bert", "gpt2", "rows_through", "swin", "tokens", "vit"]
 
 
 def bert() -> nn.Module:
@@ -38,6 +39,48 @@ def vit() -> nn.Module:
         num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return transformers.ViTForImageClassification(config).eval()
+
+
+def roberta() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.RobertaConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, num_labels=3,
+        max_position_embeddings=16, pad_token_id=0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.RobertaForSequenceClassification(config).eval()
+
+
+def distilbert() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.DistilBertConfig(
+        vocab_size=50, num_labels=3, dim=16, n_layers=2, n_heads=2, hidden_dim=24, max_position_embeddings=16
+    )
+    return transformers.DistilBertForSequenceClassification(config).eval()
+
+
+def llama() -> nn.Module:
+    """Grouped queries, and rotary positions that every block is given."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, num_labels=3,
+        intermediate_size=24, max_position_embeddings=16, pad_token_id=0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.LlamaForSequenceClassification(config).eval()
+
+
+def swin() -> nn.Module:
+    """Windows of an image as rows of their own."""
+    torch.manual_seed(0)
+    config = transformers.SwinConfig(
+        image_size=16, patch_size=2, embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=4, num_labels=3
+    )
+    return transformers.SwinForImageClassification(config).eval()
+
+
+FAMILIES = [
+    pytest.param(family, marks=pytest.mark.slow, id=family.__name__) for family in (roberta, distilbert, llama, swin)
+]
+"""More transformers, which differ in what their blocks are given and in their heads."""
 
 
 def tokens(rows: int, length: int = 7) -> dict[str, Tensor]:

@@ -106,6 +106,29 @@ def test_missing_texts_are_named_or_left_out_and_counted(folder: Path, tmp_path:
     assert read(folder, tmp_path / "holes.csv", skip_bad=True).dropped == {"'review' is missing": 2}
 
 
+def test_test_texts_that_were_trained_on_are_told(folder: Path) -> None:
+    data = read(folder)
+    known = set(data.train.files)
+    count = sum(file in known for file in data.test.files)
+    assert count and f"{count} of 24 test texts are in the training part too" in data.reading[0].note
+
+
+def test_a_text_beside_an_image_is_read_where_it_is_named(folder: Path, tmp_path: Path) -> None:
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    images = [{"bytes": b"", "path": None}] * 60
+    texts, labels = zip(*reviews(60), strict=True)
+    parquet.write_table(arrow.table({"image": images, "caption": texts, "label": labels}), tmp_path / "both.parquet")
+    assert read(folder, tmp_path / "both.parquet", text="caption").kind.name == "text"
+    with raises("tokenizer= is for texts, and both.parquet holds images: leave it out"):
+        read(folder, tmp_path / "both.parquet")
+
+
+def test_a_text_may_be_as_long_as_a_book(folder: Path, tmp_path: Path) -> None:
+    rows = [*reviews(40), ("word " * 60_000, "good")]
+    data = read(folder, write_csv(tmp_path / "long.csv", rows))
+    assert "1 of 41 texts have more than 24 tokens, and are cut there" in data.reading[0].note
+
+
 def test_the_column_of_texts_is_found_or_asked_for(folder: Path, tmp_path: Path) -> None:
     rows = [(text, f"title {index}", label, index) for index, (text, label) in enumerate(reviews(60))]
     path = write_csv(tmp_path / "more.csv", rows, ("body", "title", "label", "stars"))

@@ -38,7 +38,7 @@ def train(net: mt.Multitude, x: Tensor, y: Tensor, epochs: int) -> mt.Multitude:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "lora"])  # which adapts a trained one
 def test_every_method_learns_the_digits(method: str) -> None:
     torch.manual_seed(0)
     x, y, test_x, test_y = digits()

@@ -84,6 +84,8 @@ def test_a_network_on_the_gpu_is_converted_there(method: str, init: str) -> None
     case = NETWORKS["separable"]
     model, x = case.model().cuda(), case.batch()[0].cuda()
     options = {"example": x} if method in ("packed", "masksembles", "mimo", "tabm") else {}
+    if method == "heads" and init == "pretrained":
+        init = "heads"  # else all members are the same network
     if method == "deep_ensemble" and init == "pretrained":
         options["perturb"] = 0.1
     nets = [METHODS[method](model, 3, init=init, seed=0, **options) for _ in range(2)]

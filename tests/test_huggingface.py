@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,9 +121,15 @@ def test_a_packed_resnet() -> None:
 
 
 def test_models_that_cannot_be_narrowed_say_so() -> None:
-    for build, batch in (MODELS["vit"], MODELS["bert"]):
-        with pytest.raises(ValueError, match="cannot be narrowed"):
-            mt.packed(build(), members=2, alpha=1, example=batch())
+    """A Fourier transform mixes all channels: new weights may have any, but nobody can say which the model's are."""
+    config = transformers.FNetConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=1, intermediate_size=32, max_position_embeddings=16,
+        num_labels=5, tpu_short_seq_length=9,
+    )  # fmt: skip
+    model, x = transformers.FNetForSequenceClassification(config), {"input_ids": texts()["input_ids"]}
+    assert mt.packed(model, members=2, alpha=1, example=x).member(0).config.hidden_size == 8
+    with pytest.raises(ValueError, match="cannot be narrowed"):
+        mt.packed(model, members=2, alpha=1, example=x, init="pretrained")
 
 
 # -- whose weights a member starts from --------------------------------------------------------------------
@@ -209,3 +216,13 @@ def test_a_language_model_that_shares_its_embedding_with_its_head_keeps_both() -
     net = mt.deep_ensemble(model, 2, seed=0)
     assert net.network.lm_head.weight is net.network.transformer.wte.weight
     torch.testing.assert_close(net.network.lm_head.weight.std().item(), 0.02, rtol=0.1, atol=0)
+
+
+def test_a_model_that_was_read_from_a_folder_loads_into_one_that_was_built(tmp_path: Path) -> None:
+    vit().save_pretrained(tmp_path / "vit")
+    given = transformers.ViTForImageClassification.from_pretrained(tmp_path / "vit")
+    net = mt.deep_ensemble(given, members=2, init="heads").eval()
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "vit")
+    like = transformers.ViTForImageClassification._from_config(config)
+    loaded = mt.load(mt.save(net, tmp_path / "net.safetensors"), like).eval()
+    torch.testing.assert_close(loaded(images()["pixel_values"] * 0 + 1), net(images()["pixel_values"] * 0 + 1))

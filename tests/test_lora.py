@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import multitudes as mt
 from multitudes.methods.lora.layers import Lora, LoraWhole
 from tests.cases import CLASSES, NETWORKS
-from tests.shared_cases import bert, gpt2, rows_through, tokens, vit
+from tests.shared_cases import FAMILIES, bert, gpt2, rows_through, swin, tokens, vit
 
 
 def mlp() -> nn.Module:
@@ -99,9 +99,9 @@ def test_what_is_trained_is_adapters_and_heads_alone() -> None:
     assert count == 3 * (2 * sum(sizes) + 3 * 16 + 3)
 
 
-@pytest.mark.parametrize("model", [bert, vit, gpt2], ids=["bert", "vit", "gpt2"])
+@pytest.mark.parametrize("model", [bert, vit, gpt2, *FAMILIES])
 def test_members_of_a_transformer_predict_and_learn_as_each_alone(model: Callable[[], nn.Module]) -> None:
-    x: Any = torch.randn(6, 3, 16, 16) if model is vit else tokens(6)
+    x: Any = torch.randn(6, 3, 16, 16) if model in (vit, swin) else tokens(6)
     net = moved(mt.lora(model(), 3, rank=2, alpha=4, seed=0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -33,7 +33,7 @@ def members_alone(net: mt.Members, x: Tensor) -> Tensor:
 
 
 CASES = [
-    pytest.param(name, init, marks=[] if name in QUICK or init == "fresh" else pytest.mark.slow)
+    pytest.param(name, init, marks=[] if (init == "fresh") != (name in QUICK) else pytest.mark.slow)
     for name in ATTENTION
     for init in ("fresh", "pretrained")
 ]
@@ -278,6 +278,55 @@ def test_a_network_that_is_all_residual_is_refused_by_its_numbers() -> None:
         ValueError, match="as wide as its heads together, 2 x 4, and would read 16 and give 16 channels"
     ):
         mt.packed(model, 2, 1, example=torch.randn(2, 5, 16))
+
+
+def over_channels(net: nn.Module, x: Tensor) -> Tensor:
+    x = net.embed(x)
+    q, k, v = net.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 4, 1)
+    return net.head((x + net.out(((q @ k.mT).softmax(-1) @ v).flatten(1, 2).mT)).mean(1))
+
+
+def four_heads(net: nn.Module, x: Tensor) -> Tensor:
+    x = net.embed(x)
+    q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in net.qkv(x).chunk(3, -1))
+    return net.head((x + net.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))).mean(1))
+
+
+def by_weights(net: nn.Module, x: Tensor) -> Tensor:
+    x = net.embed(x)
+    y, weights = net.attention(x, x, x)
+    return net.head((y * weights.mean(1).unsqueeze(-1)).sum(1))
+
+
+@pytest.mark.parametrize(
+    ("forward", "sentence"),
+    [
+        (over_channels, r"reach layer 'out' are mixed on their way by softmax in the network's own forward"),
+        (four_heads, r"what its forward does before layer 'out' gives that layer other values"),
+        (by_weights, r"reach layer 'head' are mixed on their way by mean in layer 'attention' \(MultiheadAttention\)"),
+    ],
+)
+def test_what_cannot_be_narrowed_is_refused_with_its_reason(
+    forward: Callable[[nn.Module, Tensor], Tensor], sentence: str
+) -> None:
+    """Attention over channels, a number of heads in the code, and the mean of all heads' weights."""
+    torch.manual_seed(0)
+    parts = {"embed": nn.Linear(6, 32), "head": nn.Linear(32, 3)}
+    if forward is by_weights:
+        parts["attention"] = nn.MultiheadAttention(32, 4, batch_first=True)
+    else:
+        parts |= {"qkv": nn.Linear(32, 96), "out": nn.Linear(32, 32)}
+    with pytest.raises(ValueError, match=sentence):
+        mt.packed(Of(forward, **parts), 2, 1, example=torch.randn(2, *INPUT))
+
+
+def test_a_decoder_narrows_behind_a_frozen_encoder() -> None:
+    model, x = build("translator")
+    model.read.requires_grad_(False)
+    model.encoder.requires_grad_(False)
+    member = mt.packed(model, 2, 1, example=x, init="pretrained").member(0)
+    assert torch.equal(member.encoder.layers[0].linear1.weight, model.encoder.layers[0].linear1.weight)
+    assert member.decoder.layers[0].linear1.out_features == 32
 
 
 def test_a_norm_that_computes_with_its_width_is_refused_by_name() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 import multitudes as mt
 from multitudes.surgery.cuts import GroupedLinear
 from multitudes.surgery.narrow import narrowed_copy
+from multitudes.surgery.narrow_config import narrowed_config
 from tests.transformer_networks import MODELS, STRANGE, Beside, build, hugging_face
 
 transformers = pytest.importorskip("transformers")
@@ -193,6 +194,39 @@ def test_a_model_that_was_changed_by_hand_is_narrowed_by_observation() -> None:
     member = net.member(0)
     assert (member.classifier[0].out_features, member.vit.layers[0].attention.q_proj.out_features) == (12, 16)
     assert member.vit.layers[0].attention.num_attention_heads == 2
+    assert (member.config.hidden_size, member.config.num_attention_heads, member.config.intermediate_size) == (
+        16,
+        2,
+        32,
+    )
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_configuration_that_cannot_tell_the_widths_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a configuration has no names for its widths, layers are narrowed by observation, and it stays as it was."""
+    model, x = build("convnext")
+    monkeypatch.setattr("multitudes.surgery.narrow_config.narrowed_config", lambda config, factor: config)
+    with pytest.warns(
+        UserWarning, match="the configuration of ConvNextForImageClassification cannot tell the narrowed"
+    ):
+        small = mt.narrow(model, 0.5, example=x, init="pretrained")
+    assert parameters(small) < 0.4 * parameters(model)
+
+
+def test_an_output_layer_of_ones_own_stays_whole() -> None:
+    """Seven classes where the configuration tells of five: whoever sets a classifier often leaves that as it is."""
+    model, x = build("vit")
+    model.classifier = nn.Linear(32, 7)
+    member = mt.packed(model, 2, 1, example=x, init="pretrained").member(0)
+    assert (member.classifier.in_features, member.classifier.out_features) == (16, 7)
+    assert (member.config.hidden_size, member.config.num_attention_heads) == (16, 2)
+
+
+def test_the_last_layer_of_a_mobile_network_is_narrowed_with_the_others() -> None:
+    config = transformers.MobileNetV2Config(depth_multiplier=1.0)
+    small = narrowed_config(config, 0.5)
+    assert (small.depth_multiplier, small.finegrained_output, small.min_depth) == (0.5, False, 4)
+    assert config.depth_multiplier == 1.0
 
 
 # -- the rest of the contract ------------------------------------------------------------------------------

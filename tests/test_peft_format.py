@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import multitudes as mt
-from tests.shared_cases import bert, gpt2, tokens, vit
+from tests.shared_cases import FAMILIES, bert, gpt2, swin, tokens, vit
 from tests.test_lora import mlp, moved
 
 peft = pytest.importorskip("peft")
@@ -25,7 +25,7 @@ MODELS = pytest.mark.parametrize("model", list(TARGETS), ids=["bert", "gpt2", "v
 
 
 def batch(model: Callable[[], nn.Module]) -> Any:
-    return torch.randn(5, 3, 16, 16) if model is vit else tokens(5)
+    return torch.randn(5, 3, 16, 16) if model in (vit, swin) else tokens(5)
 
 
 def logits(model: nn.Module, x: Any) -> Tensor:
@@ -49,7 +49,7 @@ def trained(folder: Path, model: Callable[[], nn.Module], seed: int = 0, **optio
     return folder, net
 
 
-@MODELS
+@pytest.mark.parametrize("model", [bert, gpt2, vit, *FAMILIES])
 def test_peft_loads_what_was_written_and_predicts_the_same(model: Callable[[], nn.Module], tmp_path: Path) -> None:
     x = batch(model)
     net = moved(mt.lora(model(), 3, rank=2, alpha=5, seed=0)).eval()

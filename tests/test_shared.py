@@ -354,6 +354,10 @@ def adapters_of_the_last_block(model: nn.Module) -> Any:
     return mt.lora(model, 4, rank=2, layers=lambda name, _: "layer.1." in name, seed=0)
 
 
+def blocks_of_their_own(model: nn.Module) -> Any:
+    return mt.heads(model, 4, from_layer="bert.encoder.layer.1", example=tokens(5), seed=0)
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("rows", [5, 1])
 @pytest.mark.parametrize("method", [head_of_factors, last_block_of_factors, adapters_of_the_last_block, mt.heads])
@@ -368,6 +372,23 @@ def test_what_comes_before_the_first_member_layer_runs_once(
     for index in range(net.members):
         alone = net.member(index).train(training)(**x).logits
         torch.testing.assert_close(predictions[index], alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("first", ["whole", "padded"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("method", [last_block_of_factors, adapters_of_the_last_block, blocks_of_their_own])
+def test_a_mask_may_come_with_some_batches_alone(method: Callable[..., Any], training: bool, first: str) -> None:
+    padded = tokens(5)  # without padding, the blocks of a Hugging Face model are given no mask
+    whole = {"input_ids": padded["input_ids"].clamp(min=1), "attention_mask": torch.ones(5, 7, dtype=torch.int64)}
+    net = method(bert()).train(training)
+    for x in (whole, padded, whole) if first == "whole" else (padded, whole, padded):
+        for rows in (5, 1, 4):
+            some = {key: value[:rows] for key, value in x.items()}
+            predictions = net(some)
+            for index in range(net.members):
+                alone = net.member(index).train(training)(**some).logits
+                torch.testing.assert_close(predictions[index], alone, rtol=1e-4, atol=1e-5)
+            assert rows_through(net, "bert.encoder.layer.0", some) == rows
 
 
 def test_members_of_a_residual_network_are_tiled_on_the_way_into_the_block() -> None:

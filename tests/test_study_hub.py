@@ -36,6 +36,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text_model(folder / kind, kind)
     text_model(folder / "trained", weights=True)
     vit_model(folder / "vit")
+    vit_model(folder / "trained_vit", weights=True)
     write_csv(folder / "reviews.csv", reviews(200))
     return folder
 
@@ -112,6 +113,24 @@ def test_members_of_a_trained_model_share_all_but_their_heads(place: Path, tmp_p
     assert not torch.equal(one.model.classifier.weight, other.model.classifier.weight)
 
 
+def test_a_configuration_alone_starts_from_new_weights(place: Path, tmp_path: Path) -> None:
+    model = HubModel.read(f"hf:{place / 'trained' / 'config.json'}")
+    assert not model.pretrained and "weights" not in model.plain({}, 0)
+    run = prepare(spec(place, "trained/config.json"), tmp_path / "run")
+    config = json.loads((run.jobs[0].directory / "config.json").read_text())
+    assert config["training"]["lr"] == 5e-4 and "weights" not in config["model"]
+
+
+@pytest.mark.parametrize(("kind", "most"), [("bert", 32), ("roberta", 33), ("gpt2", 32)])
+def test_a_model_tells_how_many_tokens_it_takes(place: Path, kind: str, most: int) -> None:
+    """So many run, and one more does not."""
+    assert HubModel.read(f"hf:{place / kind}").longest == most
+    network = built(place / kind).eval()
+    assert network(torch.full((1, most), 4)).shape == (1, 3)
+    with pytest.raises((IndexError, RuntimeError)):
+        network(torch.full((1, most + 1), 4))
+
+
 def test_weights_that_changed_since_are_noticed(place: Path, tmp_path: Path) -> None:
     text_model(tmp_path / "model", weights=True)
     plain = HubModel.read(f"hf:{tmp_path / 'model'}").plain({}, 0)
@@ -157,12 +176,14 @@ def test_compare_and_predict_texts(place: Path, tmp_path: Path, monkeypatch: pyt
         assert row["label"] == ("bad", "good")[int(want.argmax())]
 
 
-def test_a_saved_network_loads_with_a_model_like_it(place: Path, tmp_path: Path) -> None:
-    run = prepare(spec(place, methods={"deep": {"members": 2}}, epochs=1), tmp_path / "run")
+@pytest.mark.parametrize(("model", "way"), [("bert", "from_config"), ("trained", "from_config"), ("trained", "whole")])
+def test_a_saved_network_loads_with_a_model_like_it(place: Path, tmp_path: Path, model: str, way: str) -> None:
+    run = prepare(spec(place, model, methods={"deep": {"members": 2}}, epochs=1), tmp_path / "run")
     run_job(run.jobs[0].directory, "cpu")
     fast = transformers.AutoTokenizer.from_pretrained(place / "bert")
-    config = transformers.AutoConfig.from_pretrained(place / "bert", num_labels=2)
-    like = FromTokens(transformers.AutoModelForSequenceClassification.from_config(config))
+    config = transformers.AutoConfig.from_pretrained(place / model, num_labels=2)
+    auto = transformers.AutoModelForSequenceClassification
+    like = FromTokens(auto.from_config(config) if way == "from_config" else auto.from_pretrained(place / model))
     net = load_net(run.jobs[0].directory / "model.safetensors", like).eval()
     tokens = fast("the song was dull", return_tensors="pt")["input_ids"]
     want = Trained.read(run.jobs[0].directory, "cpu").net.predict(tokens).probs
@@ -179,8 +200,9 @@ def test_numbers_are_predicted_from_texts(place: Path, tmp_path: Path) -> None:
     assert ran.out.splitlines()[0] == "input,mean,std,low,high" and ran.code == 0
 
 
-def test_compare_images_with_a_vision_transformer(place: Path, tmp_path: Path) -> None:
-    own = Spec.of(data="digits", model=f"hf:{place / 'vit'}", methods=["single"], epochs=1, device="cpu")
+@pytest.mark.parametrize("model", ["vit", "trained_vit"])
+def test_compare_images_with_a_vision_transformer(place: Path, tmp_path: Path, model: str) -> None:
+    own = Spec.of(data="digits", model=f"hf:{place / model}", methods=["single"], epochs=1, device="cpu")
     run = prepare(own, tmp_path / "run")
     run_job(run.jobs[0].directory, "cpu")
     trained = Trained.read(run.jobs[0].directory, "cpu")
@@ -343,3 +365,105 @@ def test_a_network_of_texts_is_exported_with_its_tokenizer(place: Path, tmp_path
     )
     want = Trained.read(run.jobs[0].directory, "cpu").net.predict(tokens).probs
     torch.testing.assert_close(torch.from_numpy(answer["probs"]), want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("model", ["bert", "trained"])
+@pytest.mark.parametrize(
+    "method",
+    ["heads", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lora", "laplace", "packed", "mc_dropout"))],
+)
+def test_methods_for_transformers_are_trained_saved_and_read_again(
+    place: Path, tmp_path: Path, model: str, method: str
+) -> None:
+    if (model, method) == ("bert", "lora"):  # which adapts what was trained
+        with says("method 'lora' is for networks that were trained before"):
+            prepare(spec(place, model, methods=[method]), tmp_path / "run")
+        return
+    run = prepare(spec(place, model, methods=[method], epochs=1), tmp_path / "run")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_job(run.jobs[0].directory, "cpu")
+    trained = Trained.read(run.jobs[0].directory, "cpu")
+    batch = trained.data.normalised(trained.data.test.x)
+    probs = trained.net.predict(batch, seed=0).probs
+    with (run.jobs[0].directory / "predictions.npz").open("rb") as file:
+        import numpy as np
+
+        kept = torch.from_numpy(np.load(file)["probs"])
+    assert probs.shape == kept.shape
+    if method in ("heads", "lora", "packed"):  # the others draw
+        torch.testing.assert_close(probs.float(), kept, rtol=1e-4, atol=1e-5)
+
+
+def test_evaluate_other_texts_beside_out_of_distribution_ones(place: Path, tmp_path: Path) -> None:
+    write_csv(tmp_path / "strange.csv", [("entirely different words", "x")] * 20)
+    own = spec(place, ood=[str(tmp_path / "strange.csv")], epochs=1)
+    run = prepare(own, tmp_path / "run")
+    run_job(run.jobs[0].directory, "cpu")
+    scores = json.loads((run.jobs[0].directory / "metrics.json").read_text())["scores"]
+    assert any(name.startswith("ood/strange/") for name in scores)
+    other = write_csv(tmp_path / "other.csv", reviews(30, seed=5))
+    job, to = run.jobs[0].directory, tmp_path / "scores.json"
+    ran = multitudes_says("evaluate", job, other, "--target", "label", "--device", "cpu", "--to", to)
+    assert ran.code == 0, ran.err
+    trained = Trained.read(run.jobs[0].directory, "cpu")
+    tokens, _ = trained.data.encoder.tokens([text for text, _ in reviews(30, seed=5)])
+    label = trained.net.predict(tokens).label.tolist()
+    right = [trained.data.classes[each] == want for each, (_, want) in zip(label, reviews(30, seed=5), strict=True)]
+    told = json.loads(to.read_text())
+    assert json.dumps(told).count("accuracy") and f"{sum(right) / 30:.4f}"[:5] in ran.out
+
+
+def test_folds_of_texts_and_prepared_texts(place: Path, tmp_path: Path) -> None:
+    run = prepare(spec(place, folds=2), tmp_path / "run")
+    assert len(run.jobs) == 2 and len((run.about or {})["folds"]) == 2
+    ran = multitudes_says(
+        "data", "prepare", place / "reviews.csv", "--target", "label", "--tokenizer", place / "bert",
+        "--max-length", "16", "--text-column", "review", "--to", tmp_path / "texts.mtdata",
+    )  # fmt: skip
+    assert ran.code == 0 and "texts of [16]" in ran.out, ran.err
+    for model in ("distilbert", "trained"):
+        own = Spec.of(data=tmp_path / "texts.mtdata", model=f"hf:{place / model}", methods=["single"])
+        assert (prepare(own, tmp_path / model).about or {})["shape"] == [16]
+    shutil.copytree(place / "trained", tmp_path / "changed")
+    file = tmp_path / "changed" / "tokenizer.json"
+    file.write_text(file.read_text().replace("film", "flim"))
+    own = Spec.of(data=tmp_path / "texts.mtdata", model=f"hf:{tmp_path / 'changed'}", methods=["single"])
+    with says("source was prepared with another tokenizer than that of"):
+        prepare(own, tmp_path / "other")
+    with says("model must be a Hugging Face model, hf:FOLDER, for texts; got none"):
+        prepare(Spec.of(data=tmp_path / "texts.mtdata", methods=["single"]), tmp_path / "third")
+
+
+@pytest.mark.slow
+def test_the_whole_command_compares_texts_and_writes_the_page(place: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    ran = multitudes_says(
+        "compare", place / "reviews.csv", "--target", "label", "--model", f"hf:{place / 'trained'}",
+        "--methods", "single,heads", "--seeds", "1", "--epochs", "20", "--lr", "0.01", "--device", "cpu", "--out", out,
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert "a linear model (baseline)" in ran.out and "looks trained" not in ran.err
+    assert 'id="texts"' in (out / "report.html").read_text(encoding="utf-8")
+    scores = json.loads((out / "jobs" / "single-0" / "metrics.json").read_text())["scores"]
+    assert scores["accuracy"]["value"] > 0.9  # a word tells the label
+    assert multitudes_says("predict", out / "jobs" / "heads-0", "--text", "the film was superb").out.count("good") == 1
+    again = multitudes_says("bench", "--model", f"hf:{place / 'bert'}", "--shape", "8", "--methods", "heads")
+    assert again.code == 0 and "heads" in again.out
+
+
+def test_a_configuration_reaches_neither_the_hub_nor_code(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "bert", tmp_path / "bert")
+    config = json.loads((tmp_path / "bert" / "config.json").read_text())
+    more = {"attn_implementation": "somebody/kernel", "auto_map": {"AutoModel": "mine.Net"}, "dtype": "bfloat16"}
+    (tmp_path / "bert" / "config.json").write_text(json.dumps(config | more))
+    (tmp_path / "bert" / "mine.py").write_text("raise SystemExit('this code was run')")
+    network = built(tmp_path / "bert")
+    assert network.model.config._attn_implementation in ("sdpa", "eager")
+    assert {parameter.dtype for parameter in network.parameters()} == {torch.float32}
+    plain = HubModel.read(f"hf:{tmp_path / 'bert'}").plain({}, 0)
+    assert not set(more) & set(plain["config"])
+    build_hub_model({**plain, "config": plain["config"] | more}, (32,), 2)  # as somebody else's run may say
+    (tmp_path / "bert" / "config.json").write_text(json.dumps(config | {"quantization_config": {"bits": 4}}))
+    with says("is quantized, and such weights cannot be trained"):
+        HubModel.read(f"hf:{tmp_path / 'bert'}")

@@ -73,7 +73,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"depth_multiplier": 0.125, "min_depth": 4},
     ),
     "mobilenet2": (
-        "MobileNetV2ForImageClassification", "MobileNetV2Config", {"depth_multiplier": 0.5, "num_labels": 5},
+        "MobileNetV2ForImageClassification", "MobileNetV2Config",
+        {"depth_multiplier": 0.5, "num_labels": 5, "finegrained_output": False},
         {"depth_multiplier": 0.25, "min_depth": 4, "depth_divisible_by": 4},
     ),
 }  # fmt: skip

@@ -54,8 +54,12 @@ def prepare(
 
 
 def bench(
-    model: Annotated[str, Option(metavar="NAME", help="One of multitudes.models, or FILE.py:FUNCTION.")] = "small_cnn",
-    shape: Annotated[str, Option(metavar="C,H,W", help="Of an input; one number is a row of a table.")] = "1,8,8",
+    model: Annotated[
+        str, Option(metavar="NAME", help="One of multitudes.models, FILE.py:FUNCTION, or hf:FOLDER.")
+    ] = "small_cnn",
+    shape: Annotated[
+        str, Option(metavar="C,H,W", help="Of an input; one number is a row of a table, or a text.")
+    ] = "1,8,8",
     outputs: Annotated[int, Option(min=2, help="How many classes there are.")] = 10,
     chosen: Annotated[str, Option("--methods", metavar="A,B|all", help="See `multitudes methods`.")] = "all",
     batch: Annotated[int, Option(min=2, help="Inputs at a time, at most.")] = 64,
@@ -71,24 +75,26 @@ def bench(
     from multitudes.core.seeding import seeded
     from multitudes.study.costs import Prediction, TrainingStep, multiply_adds, parameters
     from multitudes.study.job_data import device_of, precision_on
-    from multitudes.study.methods import method_of, methods_for
+    from multitudes.study.methods import build, method_of, methods_for
     from multitudes.study.networks import build_network
     from multitudes.study.timing import in_turns
     from multitudes.study.trained import mixed_precision
 
-    names = methods_for(sides) if chosen == "all" else words(chosen)
+    network, kind = _network(model_place(model))
+    names = methods_for(sides, kind, "weights" in network) if chosen == "all" else words(chosen)
     every = {name: method_of(name) for name in ["single", *names]}
     device = device_of(common.device)
     precision = precision_on(common.precision, device)
-    file, _, function = model_place(model).rpartition(":")
-    network = {"file": file, "name": function} if file else {"name": function}
     nets: dict[str, Multitude] = {}
     steps: dict[str, TrainingStep] = {}
     with seeded(common.seed or 0), mixed_precision(device, precision):
         x, y = torch.randn(batch, *sides).to(device), torch.randint(outputs, (batch,)).to(device)
+        if kind == "text":
+            x = torch.randint(network["config"]["vocab_size"], (batch, *sides), dtype=torch.int32).to(device)
         for name, method in every.items():
             say(f"Building {name}")
-            net = method.build(build_network(network, sides, outputs), x.cpu(), method.complete(), 0).to(device)
+            built = build_network(network, sides, outputs, kind=kind)
+            net = build(method, built, x.cpu(), method.complete(), 0, network).to(device)
             steps[name] = TrainingStep(net, x, y, partial(_arguments, method=method, precision=precision, rows=len(x)))
             nets[name] = _finished(net, x, y, method)
             nets[name].draws = draws
@@ -112,6 +118,17 @@ def bench(
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     about = f"{model} on inputs {list(sides)}, batches of {batch}; {where}; {precision}; torch {torch.__version__}"
     show(about, table(head, rows))
+
+
+def _network(model: str) -> tuple[dict[str, Any], str | None]:
+    """What `build_network` takes for a model, and the kind of its inputs, where their shape does not tell it."""
+    from multitudes.study.hub_models import HubModel, is_hub
+
+    if is_hub(model):
+        found = HubModel.read(model)
+        return found.plain({}, 0), found.kind
+    file, _, function = model.rpartition(":")
+    return {"file": file, "name": function} if file else {"name": function}, None
 
 
 def _arguments(net: Multitude, method: Method, precision: str, rows: int) -> dict[str, Any]:

@@ -26,6 +26,9 @@ class MemberLayer(nn.Module):
 
     wide = False
 
+    batched = False
+    """Whether all members run by one batched product, which is faster than one for each while it fits the caches."""
+
     many_inputs = False
     """Whether it takes whatever the layer takes, so that a run must show which arguments hold rows (`note_rows`)."""
 

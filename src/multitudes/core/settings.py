@@ -23,8 +23,8 @@ __all__ = ["FOUND_ANEW", "computing_hooks", "described", "fingerprint", "holding
 _DEPTH = 4
 """How deep settings are read: `self.config.layers[0].gain`."""
 
-FOUND_ANEW = ("_output_capturing_hooks_installed", "_is_hf_initialized")
-"""What Hugging Face's models remember of hooks that they install when they first need them, and of being built."""
+FOUND_ANEW = ("_output_capturing_hooks_installed", "_is_hf_initialized", "_weight_conversions")
+"""What Hugging Face's models remember of hooks that they install when they first need them, and of being made."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 

@@ -23,7 +23,7 @@ from multitudes.core.multitude import Multitude, clip_each
 from multitudes.core.proof import alike, first_difference, kind_of, running_statistics, silent_trial, unmoved
 from multitudes.core.settings import holding
 from multitudes.core.tasks import Criterion
-from multitudes.core.tiling import Boundary, Run, observed, tiling
+from multitudes.core.tiling import Boundary, Run, Unseen, observed, tiling
 
 __all__ = ["MemberLayer", "SharedMembers", "Way", "rows_missing"]
 
@@ -32,6 +32,9 @@ MOST_ROWS = 4096
 
 LEAST_SHARED = 0.25
 """Of the multiply-adds, the share before the first member layer from which on a CPU evaluates members side by side."""
+
+MOST_BYTES = 16e6
+"""The most that all members' input of a layer takes where batched products run side by side in evaluation on a CPU."""
 
 Way = str | Boundary
 """How members run: "late", "wide", a boundary, "tiled" or "alone" (see `SharedMembers`)."""
@@ -72,6 +75,11 @@ class SharedMembers(Multitude):
 
     def _predictions(self, x: Input) -> Tensor:
         way = self._way(x)
+        if isinstance(way, Boundary):
+            try:
+                return self._side_by_side(way, x)
+            except Unseen:
+                way = self._learned(way, x)
         if way != "alone":
             return self._side_by_side(way, x)
         if torch.compiler.is_compiling():
@@ -186,11 +194,23 @@ class SharedMembers(Multitude):
 
         It is tried once for each kind of input.
         """
-        together = self._together(x)
-        if torch.compiler.is_compiling() and (self.training in self._tiles or not together):
+        if torch.compiler.is_compiling() and (self.training in self._tiles or not self._together(x)):
             return self._tiles.get(self.training, "alone")
-        key = self.training, kind_of(x), min(_batch(x), 2), together
-        return self._tiles[key] if key in self._tiles else self._tried(x, key, together)
+        key = self._key(x)
+        return self._tiles[key] if key in self._tiles else self._tried(x, key, key[-1])
+
+    def _key(self, x: Input) -> tuple[bool, Any, int, bool]:
+        together = self._together(x)
+        rows = min(_batch(x), 2) if together else _batch(x).bit_length()  # to run together pays for small batches
+        return self.training, kind_of(x), rows, together
+
+    def _learned(self, before: Boundary, x: Input) -> Way:
+        """The way for an input that comes with a tensor which others of its kind did not have."""
+        key = self._key(x)
+        way = self._tried(x, key, key[-1])
+        if isinstance(way, Boundary):
+            way = self._tiles[key] = way.joined(before)
+        return way
 
     @uncompiled
     def _tried(self, x: Input, key: Any, together: bool) -> Way:
@@ -246,12 +266,20 @@ class SharedMembers(Multitude):
         for layer in layers:
             layer.note_rows(seen, more)
         able = [name for name in seen.around(first) if seen.may_tile(name)]
-        able = [name for name in able if together or seen.before(name) >= LEAST_SHARED]
+        pays = together or self._is_small(seen, layers)
+        able = [name for name in able if pays or seen.before(name) >= LEAST_SHARED]
         if able[:1] == [first] and not unseen:
             yield "late"
         if able[:1] == [first] and all(layer.widens for layer in layers) and not stochastic_layers(self.network):
             yield "wide"
         yield from (seen.boundary(name, more) for name in able)
+        if pays and not together:
+            yield "tiled"
+
+    def _is_small(self, seen: Run, layers: list[MemberLayer]) -> bool:
+        """Whether all members' layers are batched products of little."""
+        largest = max((seen.nbytes.get(layer.place, 0) for layer in layers), default=0)
+        return all(layer.batched for layer in layers) and largest * self.members <= MOST_BYTES
 
     def _seen(self, x: Input) -> tuple[Run, Run]:
         """A run of the first member, and one with a row more; nothing where these cannot be."""
@@ -302,7 +330,7 @@ class SharedMembers(Multitude):
                 got = self._side_by_side(way, x)
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        except (RuntimeError, ValueError, IndexError, TypeError, Unseen) as error:
             return f"tiled, the network fails ({str(error).splitlines()[0]})"
         if got.shape[1:] == alone.shape[1:] and alike(got[few], alone):
             return ""

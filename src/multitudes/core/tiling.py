@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from multitudes.core.counting import flop_counter
 from multitudes.core.draws.stochastic import Stochastic
 
-__all__ = ["Boundary", "Run", "Slot", "mapped", "observed", "tiling"]
+__all__ = ["Boundary", "Run", "Slot", "Unseen", "mapped", "observed", "tiling"]
 
 Slot = tuple[int | str, ...]
 """Where a tensor lies in the arguments of a call: `(0,)` or `("mask",)`, and inside of tuples and dicts further on."""
@@ -37,14 +37,28 @@ def mapped(function: Callable[[Slot, Tensor], Any], value: Any, at: Slot = ()) -
     return value
 
 
+class Unseen(Exception):
+    """A module was called with a tensor of which no run has shown whether it holds rows."""
+
+
 @dataclass(frozen=True)
 class Boundary:
-    """The modules that tile, by name, and which of their arguments."""
+    """The modules that tile, by name, and which of their arguments; `others` are those that hold no rows."""
 
     slots: Mapping[str, frozenset[Slot]]
+    others: Mapping[str, Mapping[Slot, int]] = field(default_factory=dict)  # with the lengths that they had
 
     def __str__(self) -> str:
         return next(iter(self.slots))
+
+    def joined(self, other: Boundary) -> Boundary:
+        """With what another boundary at the same module knows: a mask is not there in every batch."""
+        if str(self) != str(other):
+            return self
+        names = dict.fromkeys([*self.slots, *other.slots])
+        slots = {name: self.slots.get(name, frozenset()) | other.slots.get(name, frozenset()) for name in names}
+        others = {name: {**other.others.get(name, {}), **self.others.get(name, {})} for name in names}
+        return Boundary(slots, others)
 
 
 @dataclass
@@ -55,6 +69,7 @@ class Run:
     work: dict[str, int] = field(default_factory=dict)  # how much comes before the first call of each
     total: int = 0
     lengths: dict[str, dict[Slot, int]] = field(default_factory=dict)  # of the first axes
+    nbytes: dict[str, int] = field(default_factory=dict)  # of the largest tensor that each is called with
     drawing: set[str] = field(default_factory=set)  # the first modules that draw, or hold what draws
     never: bool = False  # whether something draws that is never called
 
@@ -75,12 +90,14 @@ class Run:
     def boundary(self, name: str, other: Run) -> Boundary:
         """A module as the one that tiles, by this run and one with another number of rows."""
         slots: dict[str, frozenset[Slot]] = {}
+        others: dict[str, dict[Slot, int]] = {}
         for each in self.order[self.order.index(name) :]:
             if any(each.startswith(f"{outer}.") for outer in slots):
                 continue
             mine, theirs = self.lengths[each], other.lengths.get(each, {})
             slots[each] = frozenset(slot for slot, length in mine.items() if theirs.get(slot, length) != length)
-        return Boundary(slots)
+            others[each] = {slot: length for slot, length in mine.items() if slot not in slots[each]}
+        return Boundary(slots, others)
 
 
 def observed(network: nn.Module, inside: set[int], run: Callable[[], Any]) -> Run:
@@ -98,7 +115,7 @@ def observed(network: nn.Module, inside: set[int], run: Callable[[], Any]) -> Ru
             recurrent[0] += 2 * positions * sum(p.numel() for p in module.parameters())
         lengths = seen.lengths.setdefault(name, {})
         for value in ({**dict(enumerate(args)), **kwargs}).items():
-            mapped(lambda slot, tensor: _note(lengths, slot, tensor), value[1], (value[0],))
+            mapped(partial(_note, seen, name, lengths), value[1], (value[0],))
 
     handles = []
     for name, module in network.named_modules():
@@ -119,31 +136,39 @@ def observed(network: nn.Module, inside: set[int], run: Callable[[], Any]) -> Ru
     return seen
 
 
-def _note(lengths: dict[Slot, int], slot: Slot, tensor: Tensor) -> None:
+def _note(seen: Run, name: str, lengths: dict[Slot, int], slot: Slot, tensor: Tensor) -> None:
+    seen.nbytes[name] = max(tensor.nbytes, seen.nbytes.get(name, 0))
     if tensor.dim():
         lengths.setdefault(slot, len(tensor))
 
 
 @contextmanager
 def tiling(network: nn.Module, boundary: Boundary, batch: int, members: int) -> Iterator[None]:
-    """Inside, the modules of a boundary tile what they are given: rows `[B, ...]` become `[M*B, ...]`."""
+    """Inside, the modules of a boundary tile what they are given: rows `[B, ...]` become `[M*B, ...]`.
+
+    What may hold rows and has not been seen, as a mask in the first batch with padding, is `Unseen`.
+    """
     done: dict[int, tuple[Tensor, Tensor]] = {}  # a mask that many blocks are given is tiled once
 
-    def tiled(slots: frozenset[Slot], slot: Slot, tensor: Tensor) -> Tensor:
-        if slot not in slots or not tensor.dim() or len(tensor) != batch:
+    def tiled(name: str, slot: Slot, tensor: Tensor) -> Tensor:
+        if not tensor.dim() or len(tensor) != batch:
+            return tensor
+        if slot not in boundary.slots[name]:
+            if boundary.others.get(name, {}).get(slot) != batch:
+                raise Unseen(f"{name} {slot}")
             return tensor
         if id(tensor) not in done:
             done[id(tensor)] = tensor, tensor.repeat(members, *[1] * (tensor.dim() - 1))
         return done[id(tensor)][1]
 
-    def enter(slots: frozenset[Slot], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        own = partial(tiled, slots)
+    def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        own = partial(tiled, name)
         given = tuple(mapped(own, value, (number,)) for number, value in enumerate(args))
         return given, {key: mapped(own, value, (key,)) for key, value in kwargs.items()}
 
     handles = [
-        network.get_submodule(name).register_forward_pre_hook(partial(enter, slots), with_kwargs=True)
-        for name, slots in boundary.slots.items()
+        network.get_submodule(name).register_forward_pre_hook(partial(enter, name), with_kwargs=True)
+        for name in boundary.slots
     ]
     try:
         yield

@@ -207,7 +207,8 @@ def _from_source(source: Source, name: str, wanted: _Wanted, limit: int | None) 
     order = torch.cat(list(rows.values()))
     encoded = bad.encode(encoder, inputs, order)  # all parts at once, since they must be alike
     train, held_out, test = _parts(source, rows, encoded, y[order])
-    noted = [_with_note(each, encoded.notes.get(each.name, "")) for each in encoder.reading]
+    seen = _seen(train, test) if kind.written else ""
+    noted = [_with_note(each, encoded.notes.get(each.name, ""), seen) for each in encoder.reading]
     reading = _whole_reading(source, target, classes, choice, noted)
     return Data(
         name, train, held_out, test, classes, encoder.names, dropped=bad.counts(), features=encoder.features,
@@ -215,8 +216,15 @@ def _from_source(source: Source, name: str, wanted: _Wanted, limit: int | None) 
     )  # fmt: skip
 
 
-def _with_note(reading: ColumnReading, note: str) -> ColumnReading:
-    return replace(reading, note="; ".join(filter(None, [reading.note, note])))
+def _seen(train: Part, test: Part) -> str:
+    """How many test inputs are in the training part as well, by their files; empty where none is."""
+    known = set(train.files)
+    count = sum(file in known for file in test.files)
+    return f"{count} of {len(test)} test texts are in the training part too" if count else ""
+
+
+def _with_note(reading: ColumnReading, *notes: str) -> ColumnReading:
+    return replace(reading, note="; ".join(filter(None, [reading.note, *notes])))
 
 
 def _whole_reading(

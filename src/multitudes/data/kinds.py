@@ -256,7 +256,7 @@ def transformer_training(rows: int, pretrained: bool) -> dict[str, Any]:
 KINDS = [
     Kind(
         "image", "images", torch.uint8, 3, "uint8 images [N, C, H, W]",
-        find=lambda source, choice, target: find_images(source, choice.image),
+        find=lambda source, choice, target: None if choice.text else find_images(source, choice.image),
         options=("image", "size", "pixels"),
         choose=lambda source, target, choice: ImageEncoder().columns(source, choice.image),
         fit=_fitted_images,

@@ -34,6 +34,8 @@ MULTIPLE = 8
 """Batches are cut to a multiple of so many tokens, so that few lengths differ."""
 FILES = ("tokenizer.json", "vocab.*", "*.model", "*.spm", "*.tiktoken", "tekken.json")
 """Those that tokens are in."""
+AT_ONCE = 4096
+"""Texts that are tokenized at once: what the library finds takes far more memory than the tokens."""
 NAMES = ("text", "sentence")
 """What a column of texts is called, where there are several."""
 LABELS = ("label", "labels", "class", "target")
@@ -99,10 +101,12 @@ class TextEncoder:
         """The token numbers of texts, int32 `[n, T]`, and how many of the texts were cut."""
         x = torch.full((len(texts), self.text.longest), PADDING, dtype=torch.int32)
         cut = 0
-        for row, found in enumerate(self._tokenizer.encode_batch([_valid(text) for text in texts])):
-            ids = found.ids or [self.text.empty]
-            x[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
-            cut += bool(found.overflowing)
+        for start in range(0, len(texts), AT_ONCE):
+            some = [_valid(text) for text in texts[start : start + AT_ONCE]]
+            for row, found in enumerate(self._tokenizer.encode_batch(some), start):
+                ids = found.ids or [self.text.empty]
+                x[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+                cut += bool(found.overflowing)
         return x, cut
 
     @cached_property

@@ -50,6 +50,10 @@ class Own(MemberLayer):
         return None if self.biases is None else self.biases[0]
 
     @property
+    def batched(self) -> bool:  # type: ignore[override]
+        return kind_of(self.layer) is nn.Linear
+
+    @property
     def widens(self) -> bool:  # type: ignore[override]
         return self.groups == 1 and kind_of(self.layer) not in TRANSPOSED and not self._hooked
 
@@ -113,11 +117,13 @@ class OwnBlock(MemberLayer):
     """
 
     many_inputs = True
+    batched = True  # at least no worse than one run for each member
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__(copied(blocks[0]), len(blocks))
         self.places: dict[str, str] = {}  # of every tensor of the block, the name that its stack has here
-        self.row_slots: list[list[int | str]] | None = None  # the arguments that hold rows, once a run has shown them
+        self.row_slots: list[list[int | str]] = []  # the arguments that hold rows, once a run has shown them
+        self.other_slots: list[list[int | str]] = []  # and those that do not
         named: dict[int, str] = {}
         for path, first in self.layer.named_modules():
             alike = [block.get_submodule(path) for block in blocks]
@@ -156,9 +162,10 @@ class OwnBlock(MemberLayer):
 
     def note_rows(self, seen: Run, more: Run) -> None:
         lengths, others = seen.lengths.get(self.place, {}), more.lengths.get(self.place, {})
-        found = [list(slot) for slot, length in lengths.items() if others.get(slot, length) != length]
-        known = self.row_slots or []
-        self.row_slots = [*known, *(slot for slot in found if slot not in known)] or None
+        for slot, length in lengths.items():
+            known = self.other_slots if others.get(slot, length) == length else self.row_slots
+            if list(slot) not in known:
+                known.append(list(slot))
 
     def _stacks(self) -> dict[str, Tensor]:
         tensors = [*self._parameters.items(), *self._buffers.items()]
@@ -193,7 +200,8 @@ class OwnBlock(MemberLayer):
         return tuple(part[number] for number in range(len(args))), {key: part[key] for key in kwargs}
 
     def _holds_rows(self, slot: Slot) -> bool:
-        return self.row_slots is None or list(slot) in self.row_slots
+        """Whether an argument may hold rows: it does, or has not been seen, as a mask that was not there before."""
+        return list(slot) in self.row_slots or list(slot) not in self.other_slots
 
     def _run(self, index: int, args: Any, kwargs: Any, unbound: Mapping[str, Any] | None = None) -> Any:
         stacks: Mapping[str, Any] = self._stacks() if unbound is None else unbound

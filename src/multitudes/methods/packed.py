@@ -44,14 +44,17 @@ def packed(
     """A Packed-Ensemble-(alpha, M, gamma) of `model`, which is left as it was.
 
     `alpha` is above 0 and at most `members`, where every member is as wide as the model; by default 2.
-    Widths are rounded up where they do not divide. `gamma` is not applied to the first and the last layer, nor
-    where a subgroup would have fewer than `min_channels` inputs, and only to layers that `layers` selects;
-    `net.summary()` tells every layer's widths and gamma. With `init="pretrained"` each member starts
-    from its own selection of the model's channels, scaled so that activations are as large as they were; so it does of
-    what a function builds that is given as `model`, and with `init="heads"`, which draws the output layers anew (those
-    that are found, or that `heads` selects). Layers with frozen parameters are not narrowed: they keep their weights,
-    all of them, and so do the layers that a frozen one reads from. `example` is one batch of inputs, real ones at best;
-    where it is left out, noise of the usual sizes is tried.
+    Widths are rounded up where they do not divide: those of attention to whole heads, whose size stays. Hugging Face's
+    models are narrowed by their own configurations, so that a member can be saved and loaded as one. `gamma` is not
+    applied to the first and the last layer, nor where a subgroup would have fewer than `min_channels` inputs, and only
+    to layers that `layers` selects; `net.summary()` tells every layer's widths and gamma.
+
+    With `init="pretrained"` each member starts from its own selection of the model's channels and heads, scaled so that
+    activations are as large as they were; so it does of what a function builds that is given as `model`, and with
+    `init="heads"`, which draws the output layers anew (those that are found, or that `heads` selects). Layers with
+    frozen parameters are not narrowed: they keep their weights, all of them, and so do the layers that a frozen one
+    reads from. `example` is one batch of inputs, real ones at best; where it is left out, noise of the usual sizes is
+    tried.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))

@@ -21,7 +21,7 @@ def provenance(results: Results) -> dict[str, Any]:
         "Rows left out": _words(about.get("dropped", {})),
         **_inputs(about),
         "Fingerprint (SHA-256)": fingerprint,
-        "Network": f"{model.get('name', '')} {_words(model.get('settings', {}))}".strip(),
+        "Network": f"{model.get('name', '')} {_words(model.get('settings', {}))}".strip() + _weights(results),
         "Training": _words(spec.get("training", {})),
         "Seeds": ", ".join(map(str, sorted({outcome.seed for outcome in results.outcomes}))),
         "To repeat": "multitudes compare study.toml",
@@ -33,6 +33,12 @@ def provenance(results: Results) -> dict[str, Any]:
         for job in results.outcomes
     ]
     return {"facts": facts, "spec": results.spec_text.strip(), "jobs": jobs}
+
+
+def _weights(results: Results) -> str:
+    """Which weights a Hugging Face model started from, if any."""
+    digest = (results.outcomes[0].config.get("model", {}).get("weights") or {}).get("sha256")
+    return f", from weights with the SHA-256 {digest}" if digest else ""
 
 
 def _inputs(about: Mapping[str, Any]) -> dict[str, str]:

@@ -7,11 +7,12 @@ layers are always drawn anew, from torch's random state.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from torch import nn
 
 from multitudes.core.checks import needed
 from multitudes.data.hub import local_place, quiet
-from multitudes.data.texts import LONGEST
 from multitudes.models.huggingface import FromTokens
 from multitudes.surgery.heads import output_layers
 from multitudes.surgery.initialise import redraw
@@ -39,6 +39,10 @@ MAPPINGS = {
 OFFSET = ("roberta", "camembert", "xmod", "longformer", "data2vec-text", "ibert", "mpnet", "esm")
 """Whose positions are counted from the padding's number on, by a word in the type of the model."""
 PIXEL = 1 / 255
+REACHING = ("auto_map", "attn_implementation", "experts_implementation", "use_pretrained_backbone", "use_kernels")
+"""Keys of a configuration by which transformers may load code or weights from the hub."""
+ELSEWHERE = ("id2label", "label2id", "num_labels", "dtype", "torch_dtype", "problem_type", "_name_or_path")
+"""Keys of a configuration that the study decides."""
 
 
 def is_hub(name: str | None) -> bool:
@@ -66,6 +70,8 @@ class HubModel:
             raise ValueError(f"model {name!r} must have a config.json, which {str(file)!r} is not: {error}") from error
         if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
             raise ValueError(f"model {name!r} must be one of transformers: its config.json names no model_type")
+        if "quantization_config" in config:
+            raise ValueError(f"model {name!r} is quantized, and such weights cannot be trained: take the whole ones")
         found = cls(name, file.parent, config, _weights(name, place) if place.is_dir() else ())
         found.kind  # noqa: B018  # now: a sentence where it is none for texts or images
         return found
@@ -76,7 +82,7 @@ class HubModel:
         auto = needed("transformers.models.auto.modeling_auto", "huggingface", f"the model {self.name!r}")
         known = self.config["model_type"]
         found = [kind for kind, mapping in MAPPINGS.items() if known in getattr(auto, mapping)]
-        if not found:
+        if not found or known.startswith("timm"):
             code = ", whose code is in its folder, which is not run" if "auto_map" in self.config else ""
             raise ValueError(
                 f"model {self.name!r} is a {known}{code}: transformers has no such model for classes of texts or images"
@@ -89,14 +95,15 @@ class HubModel:
         return bool(self.weights)
 
     @property
-    def longest(self) -> int:
-        """The most tokens of a text that it takes; as many as are usual, where it has no limit or a large one."""
+    def longest(self) -> int | None:
+        """The most tokens of a text that it takes; None where it has no limit."""
         limits = [self.config.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len")]
         limit = next((each for each in limits if isinstance(each, int) and each > 0), None)
         if limit is None:
-            return LONGEST
+            return None
         if any(word in self.config["model_type"] for word in OFFSET):
-            limit -= 1 + int(self.config.get("pad_token_id") or 1)
+            padding = self.config.get("pad_token_id")
+            limit -= 1 + (padding if isinstance(padding, int) else 1)
         return limit
 
     # -- images ------------------------------------------------------------------------------------------
@@ -131,7 +138,7 @@ class HubModel:
 
     def plain(self, settings: Mapping[str, Any], padding: int | None) -> dict[str, Any]:
         """All that a job needs to build it, for JSON; `padding` fills texts where it has no number for that."""
-        own = {key: value for key, value in self.config.items() if key not in ("id2label", "label2id", "num_labels")}
+        own = _plain_config(self.config)
         for key, value in settings.items():
             if key not in own:
                 raise ValueError(f"model {self.name!r} has no setting {key!r}; its settings are {', '.join(own)}")
@@ -142,6 +149,16 @@ class HubModel:
         if self.weights:
             found["weights"] = {"folder": str(self.folder), "sha256": _digest(self.weights)}
         return found
+
+
+def _plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration, and those inside it, without what the study decides, and without what would reach the hub."""
+    left_out = {*ELSEWHERE, *REACHING, *(f"_{key}" for key in REACHING), *(f"_{key}_internal" for key in REACHING)}
+    return {
+        key: _plain_config(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key not in left_out
+    }
 
 
 def _sides(value: Any) -> tuple[int, int] | None:
@@ -172,8 +189,15 @@ def _weights(name: str, folder: Path) -> tuple[Path, ...]:
 
 def _digest(files: tuple[Path, ...]) -> str:
     """A SHA-256 of the weights."""
+    stats = [(file, file.stat()) for file in files]
+    return _digest_of(tuple((file, stat.st_size, stat.st_mtime_ns, stat.st_ino) for file, stat in stats))
+
+
+@cache
+def _digest_of(files: tuple[tuple[Path, int, int, int], ...]) -> str:
+    """Computed once in a process, while the files stay as they are: they may be large."""
     whole = hashlib.sha256()
-    for file in files:
+    for file, *_ in files:
         with file.open("rb") as content:
             whole.update(hashlib.file_digest(content, "sha256").digest())
     return whole.hexdigest()
@@ -184,7 +208,7 @@ def _digest(files: tuple[Path, ...]) -> str:
 
 def build_hub_model(model: Mapping[str, Any], shape: tuple[int, ...], outputs: int) -> nn.Module:
     """The network that `HubModel.plain` describes, in training mode: with its weights where these are named."""
-    name, kind, config = model["name"], model["kind"], dict(model["config"])
+    name, kind, config = model["name"], model["kind"], _plain_config(model["config"])
     transformers = needed("transformers", "huggingface", f"the model {name!r}")
     if kind == "image":
         _check_images(name, config, shape)
@@ -201,15 +225,17 @@ def build_hub_model(model: Mapping[str, Any], shape: tuple[int, ...], outputs: i
 
 
 def _built(auto: Any, config: Any, weights: Mapping[str, str] | None, name: str) -> nn.Module:
+    plain: nn.Module = auto.from_config(config, trust_remote_code=False)
     if weights is None:
-        network: nn.Module = auto.from_config(config, trust_remote_code=False)
-        return network
+        return plain
     folder = Path(weights["folder"])
-    files = _weights(name, folder) if folder.is_dir() else ()
+    if not folder.is_dir():
+        raise ValueError(f"model {name!r}: the folder of its weights, {str(folder)!r}, is not on this machine")
+    files = _weights(name, folder)
     if not files or _digest(files) != weights["sha256"]:
         raise ValueError(f"model {name!r}: the weights in {str(folder)!r} are not those that the study was made with")
     network, told = auto.from_pretrained(
-        folder, config=config, local_files_only=True, use_safetensors=True, ignore_mismatched_sizes=True,
+        folder, config=copy.deepcopy(config), local_files_only=True, use_safetensors=True, ignore_mismatched_sizes=True,
         dtype=torch.float32, output_loading_info=True, trust_remote_code=False,
     )  # fmt: skip
     heads = output_layers(network)
@@ -219,8 +245,8 @@ def _built(auto: Any, config: Any, weights: Mapping[str, str] | None, name: str)
         raise ValueError(
             f"model {name!r}: the weights in {str(folder)!r} are of another network, which has no {missing[0]!r}"
         )
-    config._name_or_path = ""  # a path of this machine, which no file should hold
-    return redraw(network, only=heads)
+    plain.load_state_dict(network.state_dict())
+    return redraw(plain, only=heads)
 
 
 def _check_images(name: str, config: Mapping[str, Any], shape: tuple[int, ...]) -> None:

@@ -9,13 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from multitudes.core.files import DamagedError, check_seal, write_json
 from multitudes.core.seeding import seeded
 from multitudes.data import Data, load, save
-from multitudes.data.kinds import Kind, kind_of_shape
-from multitudes.study.hub_data import described, hub_model, misfit, reading_options, resolved, what_inputs_are
+from multitudes.data.kinds import kind_of_shape
+from multitudes.study.hub_data import (
+    check_tokens,
+    described,
+    hub_model,
+    misfit,
+    reading_options,
+    resolved,
+    what_inputs_are,
+)
 from multitudes.study.hub_models import HubModel
 from multitudes.study.methods import METHODS, build
 from multitudes.study.networks import build_network, file_digest, outputs_of
@@ -27,8 +34,6 @@ from multitudes.training.batch_sizes import batch_size_for
 __all__ = ["StaleError", "planned", "prepare", "stale_jobs"]
 
 VERSION = 1
-SHORT = 16
-"""Tokens of the texts that methods are tried on."""
 
 Config = dict[str, Any]
 
@@ -142,6 +147,8 @@ def _data(
     try:
         every = [load(source, **{**options, "fold": fold}) for fold in range(spec.data.folds or 0)]
         data = every[0] if every else load(source, **options)
+        if hub is not None and options["tokenizer"] is None:
+            check_tokens(hub, data)
     except ValueError as error:
         if hub is not None and (why := misfit(spec, hub, error)):
             raise spec.error([(("model", "name"), why)]) from error
@@ -328,6 +335,8 @@ def _unbuildable(
     """Which of these methods cannot be built, by their place in the specification, and why."""
     shape, outputs = tuple(about["shape"]), outputs_of(about["task"], about["outputs"])
     kind = kind_of_shape(shape, about.get("kind"))
+    texts = about.get("text") or {}
+    example = torch.tensor(texts["examples"], dtype=kind.dtype) if "examples" in texts else kind.blank(shape)
     model = {key: value for key, value in spec.model.model_dump().items() if value is not None}
     if hub is not None:
         model = described(spec, about, hub)
@@ -342,7 +351,7 @@ def _unbuildable(
                 raise spec.error([(("model", "name"), str(error))]) from error
             method, settings = METHODS[spec.methods[label].method], spec.methods[label].settings
             try:
-                net = build(method, network, _blank(kind, shape), settings, 0, model)
+                net = build(method, network, example, settings, 0, model)
                 method.times(method.train(net, _training(spec), settings)["epochs"] * batches, settings)
             except (ArithmeticError, MemoryError, RuntimeError, TypeError) as error:
                 reason = next(iter(str(error).splitlines()), "") or type(error).__name__
@@ -352,8 +361,3 @@ def _unbuildable(
                 place: Place = ("methods", label, key) if key else ("methods", label)
                 problems.append((place, f"methods.{label}: {error}"))
     return problems
-
-
-def _blank(kind: Kind, shape: tuple[int, ...]) -> Tensor:
-    """A few inputs without anything in them; texts are short."""
-    return kind.blank((min(shape[0], SHORT),) if kind.written else shape)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from multitudes.core.calling import Input
 from multitudes.core.copying import copied
 from multitudes.surgery.attended import HeadChoice
-from multitudes.surgery.attributes import ADJUSTMENTS, adjust
+from multitudes.surgery.attributes import ADJUSTMENTS, Change, adjust
 from multitudes.surgery.cuts import Cut, GroupedLinear, cut_layer, is_depthwise, makes, width_of
 from multitudes.surgery.layers import is_frozen, replace
 from multitudes.surgery.narrow_proof import Along, prove, standing_alone
@@ -32,6 +33,8 @@ class Plan:
     cuts: dict[str, Cut]
     heads: HeadChoice
     built: Mapping[str, nn.Module] = field(default_factory=dict)
+    own: Collection[str] = ()
+    """Layers of those models that are not what the configurations say."""
 
 
 def apply_cuts(model: nn.Module, plan: Plan, example: Input) -> nn.Module:
@@ -46,16 +49,34 @@ def apply_cuts(model: nn.Module, plan: Plan, example: Input) -> nn.Module:
         for adjusted in _ADJUSTMENTS if plan.heads.found else ADJUSTMENTS:
             narrowed = replace(model, _cut_layers(layers, plan.cuts))
             _cut_parameters(narrowed, along)
-            narrowed = _filled(narrowed, plan.built)
-            if not adjust(narrowed, plan.cuts, plan.heads, adjusted, model, plan.built) and adjusted != "none":
+            narrowed = _filled(narrowed, plan.built, plan.own)
+            changes = adjust(narrowed, plan.cuts, plan.heads, adjusted, model, plan.built)
+            if not changes and adjusted != "none":
                 continue
+            proof = partial(prove, model, narrowed, plan.cuts, example, along, plan.heads.sources)
             try:
-                prove(model, narrowed, plan.cuts, example, along, plan.heads.sources)
-                return narrowed
+                proof()
             except ValueError as error:
                 first = first or error
+                continue
+            if adjusted == "values":
+                _undo_needless(changes, proof)
+            return narrowed
     assert first is not None
     raise first
+
+
+def _undo_needless(changes: Sequence[Change], proof: Callable[[], None]) -> None:
+    """Set attributes that only look like widths to what they were: those without which the proof holds."""
+    for key in dict.fromkeys(change.key for change in changes):
+        those = [change for change in changes if change.key == key]
+        for change in those:
+            change.undo()
+        try:
+            proof()
+        except ValueError:
+            for change in those:
+                change.redo()
 
 
 def _cut_layers(layers: Mapping[str, nn.Module], cuts: Mapping[str, Cut]) -> dict[str, nn.Module]:
@@ -130,26 +151,28 @@ def _along_built(model: nn.Module, plan: Plan) -> dict[str, tuple[tuple[int, Ten
     return {name: cuts for name, cuts in along.items() if cuts}
 
 
-def _filled(narrowed: nn.Module, built: Mapping[str, nn.Module]) -> nn.Module:
-    """The narrowed network in which Hugging Face models are those that were built, with its weights."""
+def _filled(narrowed: nn.Module, built: Mapping[str, nn.Module], own: Collection[str]) -> nn.Module:
+    """The narrowed network in which Hugging Face models are those that were built, with its weights.
+
+    Layers of `own` are not of the configuration's widths, and are those of the narrowed network.
+    """
     for name, network in built.items():
         cut, fresh = narrowed.get_submodule(name), copied(network)
-        for own, layer in cut.named_modules():
-            if isinstance(layer, GroupedLinear):
-                fresh.set_submodule(own, layer)
-        for own, parameter in cut.named_parameters():
-            other = fresh.get_parameter(own)
+        for each, layer in cut.named_modules():
+            if isinstance(layer, GroupedLinear) or (f"{name}.{each}" if name else each) in own:
+                fresh.set_submodule(each, layer)
+        for each, parameter in cut.named_parameters():
+            other = fresh.get_parameter(each)
             if other.shape != parameter.shape:
                 raise ValueError(
-                    f"{own!r} is {list(other.shape)} in the narrower {type(cut).__name__} of its configuration, and "
+                    f"{each!r} is {list(other.shape)} in the narrower {type(cut).__name__} of its configuration, and "
                     f"{list(parameter.shape)} by what was observed"
                 )
             other.data, other.requires_grad = parameter.data, parameter.requires_grad
         _take_settings(cut, fresh)
         if not name:
             return fresh
-        path, _, own = name.rpartition(".")
-        setattr(narrowed.get_submodule(path), own, fresh)
+        narrowed.set_submodule(name, fresh)
         for module in narrowed.modules():  # which may hold the configuration as well
             held = [key for key, value in vars(module).items() if value is cut.config]
             for key in held:

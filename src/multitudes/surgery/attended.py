@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from multitudes.core.calling import Input, call, plain_attention, tensors_in
+from multitudes.core.calling import Input, call, tensors_in
 from multitudes.surgery.cuts import width_of
-from multitudes.surgery.observe import hooked, observing
+from multitudes.surgery.observe import followed_attention, hooked, observing
 
 __all__ = ["Attention", "HeadChoice", "Inside", "attentions", "choose"]
 
@@ -102,7 +102,7 @@ class _Attending(Inside):
                 self._note(tensors[0].shape, tensors[0].shape[-1], tensors[1].shape)
             elif name in _PRODUCTS and isinstance(result, Tensor):
                 self.sizes[tuple(result.shape)] = tensors[name == "baddbmm"].shape[-1]
-            elif name == "softmax" and tuple(tensors[0].shape) in self.sizes:
+            elif name == "softmax" and tensors[0].dim() > 2 and tuple(tensors[0].shape) in self.sizes:
                 self._note(tensors[0].shape, self.sizes[tuple(tensors[0].shape)])
         return result
 
@@ -151,7 +151,7 @@ def attentions(model: nn.Module, example: Input, names: Mapping[str, nn.Module])
     def see(name: str, layer: nn.Module, *_: Any) -> None:
         attending.ran.append((name, width_of(layer)))
 
-    with observing(model), plain_attention(), hooked(model, names, see), attending.entered(model), attending:
+    with observing(model), followed_attention(), hooked(model, names, see), attending.entered(model), attending:
         call(model, example)
     return attending.found
 
@@ -211,7 +211,7 @@ class HeadChoice:
             return ""
         kept, heads = self.kept(attention)[0], attention.heads
         exact = heads * self.factor
-        rounded = f", rounded up from {exact:g}" if heads != len(kept) > exact + 1e-9 else ""
+        rounded = f", rounded up from {exact:.3g}" if name not in self.whole and len(kept) > exact + 1e-9 else ""
         return f"{heads} heads -> {len(kept)}{rounded}"
 
     def inside(self, place: str) -> dict[int, Tensor]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from multitudes.surgery.applying import Plan, apply_cuts
 from multitudes.surgery.attended import Attention, HeadChoice, attentions
 from multitudes.surgery.cuts import Cut, follows, inputs_of, is_depthwise, makes, norm_groups, width_of
 from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, is_frozen, select
-from multitudes.surgery.narrow_config import narrower_models
+from multitudes.surgery.narrow_config import narrower_models, untrue_configs
 from multitudes.surgery.narrow_proof import runs_like, standing_alone
 from multitudes.surgery.observe import example_for, executed, hooked, observing
 from multitudes.surgery.opened_attention import attention_layers, close_attention, open_attention
@@ -49,6 +50,9 @@ def narrow(
     seed: int | None = None,
 ) -> nn.Module:
     """A copy of `model` with every hidden width scaled by `factor`, rounded up; inputs and outputs are kept.
+
+    Attention keeps whole heads of the size that they have, and the widths that follow from them. Hugging Face's models
+    are narrowed by their own configurations, which stay true.
 
     Hidden layers that `layers` selects (all of them by default) are split into `gamma` groups where the widths
     divide and a group keeps at least `min_channels` inputs. With `init="pretrained"` the kept channels
@@ -92,25 +96,58 @@ def narrowed_copy(
     Channels are chosen at random, from torch's random state; where that does not work out, in patterns. Where weights
     are `redrawn` after, a Hugging Face model whose channels cannot be followed is the one that its configuration gives.
     """
-    grouped = _selected(model, layers)
     opened = open_attention(model)
     built = narrower_models(opened, factor)
+    observed = partial(
+        _observed_copy, opened, grouped=_selected(model, layers), factor=factor, gamma=gamma, min_channels=min_channels,
+        example=example,
+    )  # fmt: skip
     try:
-        narrowed, cuts = _observed_copy(opened, built, grouped, factor, gamma, min_channels, example)
-        return _closed(narrowed, model, example), cuts
+        narrowed, cuts = observed(built)
+        closed: nn.Module | None = _closed(narrowed, model, example)
     except ValueError:
-        if not redrawn or gamma > 1 or "" not in built or not runs_like(built[""], model, example):
+        if redrawn and gamma == 1 and "" in built and runs_like(built[""], model, example):
+            return built[""], _widths(model, built[""])
+        if not built:
             raise
-    known = {n: m for n, m in model.named_modules() if makes(m)}
-    pairs = {name: (inputs_of(m), width_of(m)) for name, m in built[""].named_modules() if name in known}
-    return built[""], {
-        n: Cut(torch.arange(i), torch.arange(o), 1, f"{i} -> {o}, gamma 1") for n, (i, o) in pairs.items()
+        try:
+            narrowed, cuts = observed({})
+            closed = _closed(narrowed, model, example)
+        except ValueError:
+            closed = None
+        if closed is None:
+            raise
+        built = {}
+    assert closed is not None
+    if factor < 1 and not built:
+        _warn_of_configs(closed, model)
+    return closed, cuts
+
+
+def _widths(model: nn.Module, narrow: nn.Module) -> dict[str, Cut]:
+    """The widths of a narrower network's layers, as cuts."""
+    pairs = {name: (inputs_of(m), width_of(m)) for name, m in narrow.named_modules() if makes(m)}
+    known = {name for name, m in model.named_modules() if makes(m)}
+    return {
+        name: Cut(torch.arange(inputs), torch.arange(width), 1, f"{inputs} -> {width}, gamma 1")
+        for name, (inputs, width) in pairs.items()
+        if name in known
     }
+
+
+def _warn_of_configs(narrowed: nn.Module, model: nn.Module) -> None:
+    if (wrong := untrue_configs(narrowed)) and not untrue_configs(model):
+        warnings.warn(
+            f"the configuration of {', '.join(wrong)} cannot tell the narrowed widths: members predict and are saved "
+            "by mt.save, but save_pretrained gives what from_pretrained does not load",
+            stacklevel=4,
+        )
 
 
 def _observed_copy(
     model: nn.Module,
     built: dict[str, nn.Module],
+    *,
     grouped: set[str],
     factor: float,
     gamma: int,
@@ -126,6 +163,8 @@ def _observed_copy(
     _check_reached(model, known, example)
     twins = _twins(known, order)
     counts = {n: width_of(m) for n, m in _layers_of(built).items() if n in known and makes(known[n])}
+    if counts.get(order[-1], 0) != width_of(known[order[-1]]):  # an output layer of the user's own
+        counts.pop(order[-1], None)
     found = attentions(model, example, {n: known[n] for n in order})
     seen = _Seen(model, example, known, order, found, factor, counts)
     seed, first = int(torch.randint(2**62, ())), ValueError()
@@ -138,7 +177,9 @@ def _observed_copy(
                 for name, cut in plan.cuts.items()
             }
             cuts |= {name: cuts[other] for name, other in twins.items()}
-            return apply_cuts(model, dataclasses.replace(plan, cuts=cuts, built=built), example), cuts
+            own = [name for name in order[-1:] if name not in counts]
+            plan = dataclasses.replace(plan, cuts=cuts, built=built, own=own)
+            return apply_cuts(model, plan, example), cuts
         except ValueError as error:
             first = first if first.args else error
     raise first
@@ -282,7 +323,8 @@ def _check_layers(model: nn.Module) -> None:
 
 def warn_of_whole(model: nn.Module, narrowed: nn.Module, members: int = 1) -> None:
     """Warn where most of a narrowed network's parameters stand alone and are as large as they were."""
-    whole = [n for n in standing_alone(model) if model.get_parameter(n).shape == narrowed.get_parameter(n).shape]
+    shapes = {name: parameter.shape for name, parameter in narrowed.named_parameters()}
+    whole = [name for name in standing_alone(model) if model.get_parameter(name).shape == shapes.get(name)]
     size = sum(model.get_parameter(name).numel() for name in whole)
     total = sum(p.numel() for p in narrowed.parameters())
     if size > total / 2:

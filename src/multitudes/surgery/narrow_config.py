@@ -17,13 +17,13 @@ from torch import nn
 from multitudes.core.seeding import seeded
 from multitudes.surgery.initialise import is_hugging_face
 
-__all__ = ["narrowed_config", "narrower_models"]
+__all__ = ["narrowed_config", "narrower_models", "untrue_configs"]
 
 _WIDTHS = (
     "intermediate_size", "hidden_dim", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "d_inner",
     "moe_intermediate_size", "shared_expert_intermediate_size", "embedding_size", "decoder_hidden_size",
     "neck_hidden_sizes", "aspp_out_channels", "word_embed_proj_dim", "pooler_output_size", "pooler_hidden_size",
-    "classifier_proj_size", "min_depth", "depth_divisible_by",
+    "classifier_proj_size", "min_depth", "depth_divisible_by", "depth_divisor",
 )  # fmt: skip
 """What configurations call widths that no heads bind."""
 
@@ -43,6 +43,8 @@ def narrowed_config(config: Any, factor: float) -> Any:
             setattr(small, name, follows.get(value, _scaled(value, factor)))
     if isinstance(getattr(config, "depth_multiplier", None), (int, float)):
         _narrow_depths(config, small, factor)
+    if isinstance(getattr(config, "width_coefficient", None), (int, float)):  # EfficientNet's
+        small.width_coefficient = config.width_coefficient * factor
     return small
 
 
@@ -65,8 +67,11 @@ def _narrow_heads(config: Any, small: Any, factor: float) -> dict[int, int]:
         return _narrow_stages(config, small, factor, list(heads), first)
     if isinstance(widths, (list, tuple)):
         return _narrow_each(config, small, factor, list(widths), heads)
-    if not isinstance(width, int) or not isinstance(heads, int):
+    if not isinstance(width, int):
         return {}
+    if not isinstance(heads, int):
+        small.hidden_size = _scaled(width, factor)
+        return {width: small.hidden_size}
     size = getattr(config, "head_dim", None) or width // heads
     shared = getattr(config, "num_key_value_heads", None) or heads
     kept, kept_shared = _kept_heads(heads, shared, factor)
@@ -139,6 +144,21 @@ def narrower_models(model: nn.Module, factor: float) -> dict[str, nn.Module]:
             )
         found[name] = built
     return found
+
+
+def untrue_configs(network: nn.Module) -> list[str]:
+    """The Hugging Face models in a network whose configurations give models of other widths, by class."""
+    wrong = []
+    for _, module in _outermost(network):
+        with seeded(0):
+            try:
+                other = type(module)(copy.deepcopy(module.config))
+                shapes = {name: parameter.shape for name, parameter in other.named_parameters()}
+            except Exception:  # whatever a model's own code may raise of a configuration that it does not allow
+                shapes = {}
+        if any(parameter.shape != shapes.get(name) for name, parameter in module.named_parameters()):
+            wrong.append(type(module).__name__)
+    return wrong
 
 
 def _of(name: str, module: nn.Module) -> str:

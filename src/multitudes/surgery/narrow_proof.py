@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, call, plain_attention
+from multitudes.core.calling import Input, call
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.noise import STILL, Redrawn
 from multitudes.core.proof import alike, running_statistics, unmoved
 from multitudes.core.settings import holding
 from multitudes.surgery.cuts import Cut, follows, input_axis, makes, output_axis
-from multitudes.surgery.observe import hooked, observing
+from multitudes.surgery.observe import followed_attention, hooked, observing
 
 __all__ = ["Along", "prove", "runs_like", "standing_alone"]
 
@@ -41,7 +41,7 @@ def prove(
     a mean, in which nobody could tell one head from another.
     """
     moved = _moved_constants(model, narrowed, cuts, along or {}, sharpened)
-    with observing(model, narrowed), plain_attention(), moved:
+    with observing(model, narrowed), followed_attention(), moved:
         wanted, want = _at_full_width(model, narrowed, cuts, example, sharpened)
         got: list[tuple[str, Tensor]] = []
 

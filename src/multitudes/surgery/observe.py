@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from multitudes.core.calling import Input, call, input_errors
+from multitudes.core.calling import Input, call, input_errors, plain_attention
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.multitude import evaluating
 from multitudes.core.proof import unmoved
 from multitudes.core.seeding import seeded
 from multitudes.surgery.layers import PRODUCTS
 
-__all__ = ["call_order", "cheap_example", "example_for", "executed", "hooked", "observing"]
+__all__ = ["call_order", "cheap_example", "example_for", "executed", "followed_attention", "hooked", "observing"]
 
 _SIDES = (32, 28, 224, 64, 16, 8, 96, 128, 48, 256, 299, 384, 512, 12, 20, 24, 40, 56, 80, 100, 112, 160, 192)
 _LENGTHS = (128, 64, 32, 256, 512, 1000, 1024, 16, 8, 100, 96, 48, 2048, 4096, 16000)
@@ -77,6 +78,13 @@ def observing(*models: nn.Module) -> Iterator[None]:
             stack.enter_context(evaluating(model))
             stack.enter_context(expecting(model))
         stack.enter_context(torch.no_grad())
+        yield
+
+
+@contextmanager
+def followed_attention() -> Iterator[None]:
+    """Inside, attention computes step by step: NaN in, NaN out, which fused kernels do not promise."""
+    with plain_attention(), sdpa_kernel(SDPBackend.MATH):
         yield
 
 

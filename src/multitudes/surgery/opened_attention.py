@@ -129,7 +129,13 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
 def open_attention(model: nn.Module) -> nn.Module:
     """A copy of a network with its attention layers opened; a network that has none is given back as it is."""
     layers = attention_layers(model)
-    return replace(model, {name: OpenAttention(layer) for name, layer in layers.items()}) if layers else model
+    if not layers:
+        return model
+    opened = replace(model, {name: OpenAttention(layer) for name, layer in layers.items()})
+    for module in opened.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # which would read the weights of attention
+    return opened
 
 
 def close_attention(opened: nn.Module, model: nn.Module) -> nn.Module:
@@ -140,6 +146,8 @@ def close_attention(opened: nn.Module, model: nn.Module) -> nn.Module:
     closed = replace(opened, {name: _closed(opened.get_submodule(name), layer, name) for name, layer in layers.items()})
     given: dict[str, Any] = dict(model.named_modules())
     for name, module in closed.named_modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = given[name].use_nested_tensor
         if isinstance(module, nn.TransformerEncoderLayer) and type(module.linear1) is type(module.linear2) is nn.Linear:
             module.activation_relu_or_gelu = given[name].activation_relu_or_gelu
     return closed

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, call, plain_attention
+from multitudes.core.calling import Input, call
 from multitudes.surgery.attended import HeadChoice, Inside, Pattern, choose
 from multitudes.surgery.cuts import (
     Cut,
@@ -21,7 +21,7 @@ from multitudes.surgery.cuts import (
     output_axis,
     width_of,
 )
-from multitudes.surgery.observe import hooked
+from multitudes.surgery.observe import followed_attention, hooked
 
 __all__ = ["PATTERNS", "Pattern", "Watch", "choose", "gives_output"]
 
@@ -60,7 +60,7 @@ class Watch(Inside):
         def see(name: str, layer: nn.Module, args: Any, y: Tensor) -> Tensor:
             return self.see(name, layer, args[0] if args else y, y)
 
-        with self.entered(model), plain_attention(), self, hooked(model, names, see):
+        with self.entered(model), followed_attention(), self, hooked(model, names, see):
             return call(model, example)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,7 +89,8 @@ class Watch(Inside):
         if not self.inside or not self.inside[-1][0]:
             return f"the network's own forward ({type(self.inside[0][1]).__name__})" if self.inside else "the network"
         name, module = self.inside[-1]
-        return f"layer {name!r} ({type(module).__name__})"
+        kind = nn.MultiheadAttention if isinstance(module, nn.MultiheadAttention) else type(module)
+        return f"layer {name!r} ({kind.__name__})"
 
     def see(self, name: str, layer: Any, x: Tensor, y: Tensor) -> Tensor:
         """Note what a layer keeps, and let its dropped channels be NaN."""
@@ -102,7 +103,7 @@ class Watch(Inside):
         if self._is_of_each_head(layer, dropped):
             whole = torch.arange(inputs_of(layer))
             cut = Cut(whole, whole if follows(layer) else torch.arange(width_of(layer)))
-            out = torch.where(dropped[0].unsqueeze(-1), torch.nan, 0.0).to(y).expand_as(y)
+            out = torch.where(dropped[0].unsqueeze(-1), torch.nan, 0.0).to(y).expand_as(y).clone()
         elif follows(layer):
             inputs = self._kept(dropped, name)
             cut, out = Cut(inputs, inputs), torch.where(x.isnan(), torch.nan, 0.0).to(y)
@@ -157,5 +158,5 @@ def gives_output(model: nn.Module, name: str, example: Input, names: Collection[
             return torch.where(args[0].isnan(), torch.nan, 0.0).to(y)
         return torch.full_like(y, torch.nan if other == name else 0.0)
 
-    with plain_attention(), hooked(model, names, mark):
+    with followed_attention(), hooked(model, names, mark):
         return bool(call(model, example).isnan().any())

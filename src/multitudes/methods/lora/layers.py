@@ -50,6 +50,10 @@ class Lora(MemberLayer):
         self.scales, self.ranks = [alpha / rank] * members, [rank] * members
         self.dropout = dropout
 
+    @property
+    def batched(self) -> bool:  # type: ignore[override]
+        return kind_of(self.layer) not in CONVOLUTIONS
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         weight = weight_of(self.layer)
         if kind_of(self.layer) in CONVOLUTIONS or self._hooked or args or kwargs:
