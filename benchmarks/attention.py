@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,36 +22,35 @@ from torch import nn
 
 import multitudes as mt
 
-MEMBERS = 4
+
+def library(depth: int) -> nn.Module:
+    return mt.models.vit(depth=depth)
 
 
-def library(width: int, depth: int) -> nn.Module:
-    return mt.models.vit(width=width, heads=width // 64, depth=depth)
-
-
-def hugging_face(width: int, depth: int) -> nn.Module:
+def hugging_face(depth: int) -> nn.Module:
     import transformers
 
     config = transformers.ViTConfig(
-        hidden_size=width, num_hidden_layers=depth, num_attention_heads=width // 64, intermediate_size=4 * width,
+        hidden_size=384, num_hidden_layers=depth, num_attention_heads=6, intermediate_size=1536,
         image_size=32, patch_size=4, num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return transformers.ViTForImageClassification(config)
 
 
-MODELS: dict[str, Callable[[int, int], nn.Module]] = {"vit": library, "transformers": hugging_face}
-WIDTHS = {"packed-(2,4)": 192, "deep ensemble, 4": 384}
-"""A packed-(2,4) ensemble of a network is four of half its width, and half its heads."""
+MODELS: dict[str, Callable[[int], nn.Module]] = {"vit": library, "transformers": hugging_face}
+METHODS: dict[str, Callable[[nn.Module], mt.Members]] = {
+    "packed-(2,4)": partial(mt.packed, members=4, alpha=2, example=torch.zeros(2, 3, 32, 32)),
+    "deep ensemble, 4": partial(mt.deep_ensemble, members=4),
+}
 
 
-def networks(build: Callable[[int, int], nn.Module], args: argparse.Namespace) -> dict[str, nn.Module]:
+def networks(model: nn.Module, args: argparse.Namespace) -> dict[str, nn.Module]:
     """The rows of the table."""
-    rows = {"single": build(384, args.depth)}
+    rows = {"single": model}
     for name in args.methods:
         for runner in args.runners:
-            net = mt.fuse([build(WIDTHS[name], args.depth) for _ in range(MEMBERS)])
+            rows[f"{name}: {runner}"] = net = METHODS[name](model)
             net.runner = runner
-            rows[f"{name}: {runner}"] = net
     return {name: net for name, net in rows.items() if args.row in ("", name)}
 
 
@@ -107,7 +107,7 @@ class Case:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--methods", nargs="+", default=list(WIDTHS), choices=list(WIDTHS), metavar="METHOD")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="METHOD")
     parser.add_argument("--runners", nargs="+", default=["auto"])
     parser.add_argument("--kinds", nargs="+", default=["inference", "training"])
     parser.add_argument("--precision", choices=["full", "weights", "autocast"], help="the default on a GPU is weights")
@@ -127,7 +127,7 @@ def main() -> None:
     print(f"{where}; torch {torch.__version__}; batch {args.batch}; {args.precision}; {args.compile=}; {args.depth=}")
     x, y = torch.randn(args.batch, 3, 32, 32, device=args.device), torch.randint(10, (args.batch,), device=args.device)
     for model in args.models:
-        cases = {name: Case(net, args, x, y) for name, net in networks(MODELS[model], args).items()}
+        cases = {name: Case(net, args, x, y) for name, net in networks(MODELS[model](args.depth), args).items()}
         results = {}
         for kind in args.kinds:
             functions = {name: getattr(case, kind) for name, case in cases.items()}

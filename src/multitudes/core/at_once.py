@@ -248,7 +248,9 @@ def _projected_attention(
 ) -> Any:
     """Projections around one attention, of tokens `[T, B, width]`, where nobody asks for its weights."""
     unusual = need_weights or add_zero_attn or use_separate_proj_weight or query.dim() != 3
-    unusual = unusual or any(given is not None for given in (bias_k, bias_v, rest["static_k"], rest["static_v"]))
+    unusual = unusual or any(
+        given is not None for given in (bias_k, bias_v, rest.get("static_k"), rest.get("static_v"))
+    )
     if unusual or weight is None or (is_causal and attn_mask is None) or query.shape[-1] != width or width % heads:
         return NotImplemented
     tokens = [tensor.transpose(0, 1) for tensor in (query, key, value)]  # [B, T, width]
