@@ -315,3 +315,25 @@ def test_a_zero_head_that_no_rule_draws_is_refused() -> None:
 
     with pytest.raises(ValueError, match="no rule draws '1' anew, so all members would be the same network"):
         mt.heads(nn.Sequential(nn.Linear(4, 4), Zero()), 2)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer keeps a list of its weights beside its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.gru, self.fc = nn.Linear(4, 6), nn.GRU(6, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.gru(self.embed(x))[0][:, -1])
+
+
+def test_a_member_with_a_recurrent_layer_of_its_own_is_taken_out_after_a_step() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 5, 4), torch.randint(3, (6,))
+    net = mt.heads(Recurrent(), 3, from_layer="gru", example=x, seed=0)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    net.train().loss(x, y).backward()
+    optimizer.step()
+    for index in range(3):
+        torch.testing.assert_close(net.member(index).eval()(x), net.eval()(x)[index])

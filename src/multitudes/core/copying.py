@@ -24,12 +24,20 @@ def copied(network: Network, memo: dict[int, Any] | None = None) -> Network:
     for value in _held(network):
         if isinstance(value, torch.Generator):
             memo.setdefault(id(value), value.clone_state())
-        elif not value.is_leaf:
-            memo.setdefault(id(value), value.detach().clone())
+        elif _is_made(value):
+            memo.setdefault(id(value), value.data.clone())
     try:
         return copy.deepcopy(network, memo)
     except TypeError as error:  # Python's own sentence, about a lock or a file that some attribute holds
         raise ValueError(f"model ({type(network).__name__}) holds something that cannot be copied: {error}") from error
+
+
+def _is_made(tensor: Tensor) -> bool:
+    """Whether autograd has made a tensor."""
+    try:
+        return not tensor.is_leaf
+    except RuntimeError:  # it is one of several views of what was changed since, as a recurrent layer's flat weights
+        return True
 
 
 def _held(network: nn.Module) -> Iterator[Any]:
