@@ -337,3 +337,15 @@ def test_a_member_with_a_recurrent_layer_of_its_own_is_taken_out_after_a_step() 
     optimizer.step()
     for index in range(3):
         torch.testing.assert_close(net.member(index).eval()(x), net.eval()(x)[index])
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(4, 3), nn.Conv1d(4, 3, 1)], ids=["linear", "convolution"])
+def test_hooks_of_an_output_layer_see_each_member(layer: nn.Module) -> None:
+    layer.register_forward_hook(lambda module, args, y: 2 * y)
+    x = torch.randn(5, 4) if isinstance(layer, nn.Linear) else torch.randn(5, 4, 6)
+    net = mt.heads(nn.Sequential(nn.Identity(), layer), 2, layers=["1"], seed=0).eval()
+    for index in range(2):
+        weight, bias = net.network[1].weights[index], net.network[1].biases[index]
+        plain = F.linear(x, weight, bias) if isinstance(layer, nn.Linear) else F.conv1d(x, weight, bias)
+        torch.testing.assert_close(net(x)[index], 2 * plain)
+        torch.testing.assert_close(net.member(index)(x), 2 * plain)

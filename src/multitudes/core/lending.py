@@ -95,10 +95,12 @@ def _refill(registry: dict[str, Any], items: dict[str, Any]) -> None:
 
 
 @contextmanager
-def checkpointed(again: Callable[[], AbstractContextManager[Any]] | None) -> Iterator[None]:
+def checkpointed(again: Callable[[], AbstractContextManager[Any]] | None, learns: bool = False) -> Iterator[None]:
     """Inside, what gradient checkpointing will run a second time, in the backward pass, runs within `again()` there.
 
     By then the network is no longer lent to the member whose activations are asked for. With None, it is an error.
+    With `learns` gradients reach what is inside, whatever it is given: torch's reentrant way makes none where no input
+    has any, as where adapters lie behind a frozen layer.
     """
     module: Any = torch.utils.checkpoint
     reentrant, generator = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
@@ -116,7 +118,7 @@ def checkpointed(again: Callable[[], AbstractContextManager[Any]] | None) -> Ite
     class Reentrant:
         @staticmethod
         def apply(function: Callable[..., Any], *args: Any) -> Any:
-            return reentrant.apply(wrapped(function), *args)
+            return reentrant.apply(wrapped(function), *(_with_gradient(args) if learns else args))
 
     def without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return generator(wrapped(function), *args, **kwargs)
@@ -126,6 +128,15 @@ def checkpointed(again: Callable[[], AbstractContextManager[Any]] | None) -> Ite
         yield
     finally:
         module.CheckpointFunction, module._checkpoint_without_reentrant_generator = reentrant, generator
+
+
+def _with_gradient(args: Sequence[Any]) -> Sequence[Any]:
+    """Arguments of which one has a gradient, if any can."""
+    tensors = [value for value in args if isinstance(value, Tensor)]
+    if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in tensors):
+        return args
+    first = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()][:1]
+    return [value.detach().requires_grad_() if any(value is one for one in first) else value for value in args]
 
 
 @contextmanager

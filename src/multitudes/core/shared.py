@@ -160,7 +160,7 @@ class SharedMembers(Multitude):
             with self._running(way, x):
                 answer = call(self.network, tile(x, self.members) if way == "tiled" else x)
         else:
-            with self._running(way, x), checkpointed(lambda: self._running(way, x)):
+            with self._running(way, x), checkpointed(lambda: self._running(way, x), learns=True):
                 answer = call(self.network, tile(x, self.members) if way == "tiled" else x)
         if way != "wide":
             return answer.unflatten(0, (self.members, -1))
@@ -182,7 +182,7 @@ class SharedMembers(Multitude):
         with self._as(index):
             if torch.compiler.is_compiling():
                 return call(self.network, x)
-            with checkpointed(lambda: self._as(index)):
+            with checkpointed(lambda: self._as(index), learns=True):
                 return call(self.network, x)
 
     def _as(self, index: int) -> AbstractContextManager[None]:

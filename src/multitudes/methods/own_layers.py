@@ -208,7 +208,7 @@ class OwnBlock(MemberLayer):
         tensors = {place: stacks[own][index] for place, own in self.places.items()}
         if torch.compiler.is_compiling():
             return functional_call(self.layer, tensors, args, kwargs, tie_weights=False)
-        with checkpointed(lambda: lent(self.layer, tensors)), lent(self.layer, tensors) as written:
+        with checkpointed(lambda: lent(self.layer, tensors), learns=True), lent(self.layer, tensors) as written:
             answer = self.layer(*args, **kwargs)
         for place, buffer in written.items():
             if place in self.places:

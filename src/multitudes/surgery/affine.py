@@ -247,7 +247,7 @@ def run_with(
     kind = kind_of(layer)
     if kind is nn.Linear and not (layer._forward_hooks or layer._forward_pre_hooks):
         return F.linear(x, weight, bias)
-    if kind is not None and not is_computed(layer):
+    if kind is not None and "weight" in layer._parameters:  # one that is not there, too, if it is not computed
         tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
         y: Tensor = functional_call(layer, tensors, (x, *args), kwargs)
         return y
