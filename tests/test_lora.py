@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.methods.lora.layers import Lora, LoraWhole
+from multitudes.study.methods import METHODS
 from tests.cases import CLASSES, NETWORKS
 from tests.shared_cases import FAMILIES, bert, gpt2, rows_through, swin, tokens, vit
 
@@ -371,3 +372,11 @@ def test_quantised_layers_are_no_linear_layers_that_are_known() -> None:
 
     with pytest.raises(ValueError, match="layer '0' is a Quantised, which this method cannot convert"):
         mt.lora(nn.Sequential(Quantised(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)), 2, rank=2, layers=["0"], heads=["2"])
+
+
+def test_in_a_study_adapters_learn_ten_times_faster_unless_a_rate_is_set() -> None:
+    row = METHODS["lora"]
+    given = {"lr": 5e-5, "epochs": 3}
+    assert row.train(mt.Multitude(mlp()), given, row.complete()) == {"lr": pytest.approx(5e-4), "epochs": 3}
+    assert row.train(mt.Multitude(mlp()), given, row.complete({"lr": 1e-3}))["lr"] == 1e-3
+    assert given["lr"] == 5e-5

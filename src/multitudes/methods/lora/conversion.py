@@ -13,11 +13,12 @@ from multitudes.core.calling import Input
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.copying import copied
 from multitudes.core.member_layer import MemberLayer
+from multitudes.core.multitude import Multitude
 from multitudes.core.shared import SharedMembers
 from multitudes.methods.heads import own_parts
 from multitudes.methods.lora.layers import Lora, LoraWhole, widths_of
 from multitudes.methods.lora.peft_files import Adapter, read_adapters, with_adapters, write_adapters
-from multitudes.methods.registry import Method, by
+from multitudes.methods.registry import Method, Settings, Training, by
 from multitudes.surgery.affine import SEVERAL, affine_layers, kind_of, maps_of, select_affine, weight_of
 from multitudes.surgery.coverage import kinds_left, tell_reach
 from multitudes.surgery.heads import output_layers
@@ -213,11 +214,21 @@ def _of_files(
 # -- the row -----------------------------------------------------------------------------------------------
 
 
+FASTER = 10
+"""How many times higher the rate of adapters is than that of fine-tuning, as is usual: B starts at zero."""
+
+
+def _train(net: Multitude, training: Training, settings: Settings) -> Training:
+    if settings["lr"] is None and training.get("lr") is None:
+        return training
+    return {**training, "lr": FASTER * training["lr"] if settings["lr"] is None else settings["lr"]}
+
+
 ROWS = (
     Method(
-        "lora", by(lora), {"members": 8, "rank": 8},
+        "lora", by(lora), {"members": 8, "rank": 8, "lr": None},
         "The parameters of one network and small adapters; the time of all members.",
         "Pick it for a network that was trained already, by whomever: it is kept as it is, and held once.",
-        place=35, pretrained=True,
+        place=35, train=_train, pretrained=True,
     ),
 )  # fmt: skip
