@@ -36,7 +36,14 @@ SENTENCE = re.compile(r"^\w+: | \[\w+\.py:\d+\]$")
 """What the judge puts around a sentence: the exception's name and where it was raised."""
 
 REASONS = {
-    r"share a weight": "weights are tied",
+    r"share a weight|which shares it": "weights are tied",
+    r"the predictions are not the outputs": "outputs are changed",
+    r"must select the one layer": "several output layers",
+    r"does not run on the example": "layer not run",
+    r"no whole heads": "no whole heads",
+    r"rank=\d+ must be at most": "rank too high",
+    r"has frozen parameters": "frozen in part",
+    r"weight is computed from others": "weight is computed",
     r"computes with the \w+ of layer": "weight read directly",
     r"takes any number of arguments": "takes any arguments",
     r"aten::(gru|lstm|rnn)": "recurrence under vmap",
@@ -47,7 +54,7 @@ REASONS = {
     r"vmap cannot run": "not under vmap",
     r"cannot be traced": "cannot be traced",
     r"(GRU|LSTM|RNN)\b.*(narrowed|plain convolution)": "recurrence is whole",
-    r"[Aa]ttention.*(narrowed|plain convolution)": "attention is whole",
+    r"[Aa]ttention.*plain convolution": "attention is whole",
     r"Parametri[sz]ed\w+, which cannot be narrowed": "weights are parametrised",
     r"mixed on their way|cannot be narrowed": "channels are mixed",
     r"x must be one tensor": "not one tensor",
@@ -57,7 +64,7 @@ REASONS = {
     r"no dropout layer": "has no dropout",
     r"finds no norm layer": "has no norm",
     r"has only one layer": "only one layer",
-    r"no layer that can be converted": "no such layer",
+    r"no layer that can be converted|has no linear layer": "no such layer",
     r"first axis does not hold the rows": "batch not first",
     r"same network, and stay so": "members stay alike",
     r"": "for another reason",
