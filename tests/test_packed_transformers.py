@@ -307,3 +307,10 @@ def test_a_packed_bert_has_the_parameters_of_one_but_for_its_tables() -> None:
     tables = parameters(net.bert.embeddings) / parameters(model.bert.embeddings)
     assert abs(tables / 2 - 1) < 0.02
     assert "whose tables of embeddings are" in net.notes["total"]
+
+
+def test_models_of_texts_need_no_example() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**sizes, vocab_size=30, num_labels=3))
+    config = mt.packed(model, members=4, alpha=2, init="fresh", seed=0).member(0).config
+    assert (config.hidden_size, config.num_attention_heads, config.intermediate_size) == (8, 2, 16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -41,12 +42,7 @@ def cheap_example(model: nn.Module) -> Input | None:
 
 
 def _found_example(model: nn.Module, tries: int | None = None) -> Input:
-    first = next((m for m in model.modules() if type(m) in PRODUCTS), None)
-    where = next(iter([*model.parameters(), *model.buffers()]), torch.zeros(0))
-    own = getattr(model, "inputs", None)  # where a network says how many numbers it takes
-    said = [(own,)] if isinstance(own, int) and not isinstance(own, bool) and own > 0 else []
-    for shape in [*said, *_shapes(first)][:tries]:
-        x = torch.randn(2, *shape, device=where.device, dtype=where.dtype if where.is_floating_point() else None)
+    for x in islice(_usual_inputs(model), tries):
         try:
             with observing(model):
                 call(model, x)
@@ -54,6 +50,19 @@ def _found_example(model: nn.Module, tries: int | None = None) -> Input:
             continue
         return x
     raise ValueError(f"no input was found that fits the model ({type(model).__name__}): pass one batch as example=")
+
+
+def _usual_inputs(model: nn.Module) -> Iterator[Input]:
+    """Batches of two: tokens for a Hugging Face model of texts, else noise of what the network says, or usual sizes."""
+    where = next(iter([*model.parameters(), *model.buffers()]), torch.zeros(0))
+    tokens = getattr(getattr(model, "config", None), "vocab_size", None)
+    if getattr(model, "main_input_name", None) == "input_ids" and isinstance(tokens, int):
+        yield {"input_ids": torch.randint(tokens, (2, 8), device=where.device)}
+    first = next((m for m in model.modules() if type(m) in PRODUCTS), None)
+    own = getattr(model, "inputs", None)  # where a network says how many numbers it takes
+    said = [(own,)] if isinstance(own, int) and not isinstance(own, bool) and own > 0 else []
+    for shape in [*said, *_shapes(first)]:
+        yield torch.randn(2, *shape, device=where.device, dtype=where.dtype if where.is_floating_point() else None)
 
 
 def _shapes(first: Any) -> list[tuple[int, ...]]:
