@@ -162,9 +162,19 @@ SEEING = ("packed", "masksembles", "mimo", "tabm", "heads", "lora")
 REFUSED = {("mimo", "hugging_face")}
 """Hugging Face's models count the channels of images, which MIMO widens."""
 
+SHARING = ("heads", "lora", "laplace")
+"""Methods that leave most of a network alone: the quick suite has them on networks that differ most."""
+
+
+def case_of(method: str, network: str, slow: tuple[str, ...] = ("vit",)) -> Any:
+    """A case of the table; those of `slow` networks are left to the slow suite, as they are like others."""
+    left = network in slow or (method in SHARING and network not in ("mlp", "resnet", "transformer", "hugging_face"))
+    return pytest.param(method, network, id=f"{method}-{network}", marks=[pytest.mark.slow] if left else [])
+
+
 # TabM is a BatchEnsemble.
 CASES = [
-    pytest.param(method, network, id=f"{method}-{network}")
+    case_of(method, network)
     for method in METHODS
     for network in NETWORKS
     if (method, network) not in REFUSED and (method != "tabm" or network in ("mlp", "cnn", "tabular"))

@@ -17,6 +17,12 @@ QUICK = {
     "test_heads_and_smoothing_compose": 1,
     "test_two_processes_agree_on_the_best_epoch_and_on_the_last": 0,
     "test_networks_whose_speeds_are_compared_are_laid_out_alike": 1,
+    "test_every_method_is_right_or_refuses": 5,
+    "test_members_of_a_transformer_predict_and_learn_as_each_alone": 1,
+    "test_members_of_such_networks_are_narrow_and_themselves_alone": 12,
+    "test_ensemble_sizes_are_table_3s": 0,
+    "test_a_study_file_can_be_carried_out_at_both_scales": 1,
+    "test_temporal_smoothing_makes_predictions_on_a_noisy_video_more_consistent_and_more_often_right": 1,
 }
 """How many cases of a test are quick; the others are slow."""
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.core.draws.stochastic import Stochastic
-from tests.cases import CLASSES, NETWORKS
+from tests.cases import CLASSES, NETWORKS, case_of
 
 Convert = Callable[[nn.Module, Tensor, int], mt.Multitude]
 """`(model, example, seed) -> multitude`."""
@@ -97,7 +96,7 @@ VARIANTS: dict[str, Convert] = {
 DRAWING = LEARNING | SAMPLED | VARIANTS
 
 CASES = [
-    pytest.param(method, network, id=f"{method}-{network}")
+    case_of(method, network, ("vit", "hugging_face") if method not in ("mc_dropout", "laplace") else ("vit",))
     for method in DRAWING
     for network in NETWORKS
     if method not in VARIANTS or network == "mlp"

@@ -99,12 +99,22 @@ def test_a_column_without_values_is_as_if_it_were_not_there() -> None:
 # -- networks and methods ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name, method in collect().items() if not method.feature_maps])
+@pytest.mark.parametrize(
+    "name", [name for name, method in collect().items() if not method.feature_maps and not method.pretrained]
+)
 def test_any_method_trains_and_predicts(name: str) -> None:
     X, y = blobs(120)
     model = classifier(method=name, members=None, epochs=12).fit(X, y)
     assert model.score(X, y) > 0.5
     assert np.allclose(model.predict_proba(X).sum(1), 1)
+
+
+def test_adapters_need_a_network_that_was_trained_before() -> None:
+    X, y = blobs(120)
+    with pytest.raises(ValueError, match="method 'lora' is for networks that were trained before: pass one as module="):
+        classifier(method="lora").fit(X, y)
+    adapted = classifier(method="lora", module=Wide(3, 3), settings={"rank": 2}, epochs=2).fit(X, y)
+    assert np.allclose(adapted.predict_proba(X).sum(1), 1)
 
 
 class Wide(nn.Module):

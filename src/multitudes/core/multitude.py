@@ -353,6 +353,10 @@ class Multitude(Tasked):
         """Scale the gradient to at most `max_norm`, member by member where they share no weight; the norm(s)."""
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
 
+    def without_draws(self, points: int) -> Multitude | None:
+        """What draws nothing and predicts the same, by so many points; None where predictions are draws."""
+        return None
+
     def like(self, model: nn.Module, task: str | None = None) -> Self:
         """Draw, and learn, as `model` does, where that is a multitude, but for a task that is given; returns itself."""
         if isinstance(model, Multitude):

@@ -15,7 +15,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils import check_random_state
 from sklearn.utils.parallel import Parallel, delayed
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
-from torch import Tensor
+from torch import Tensor, nn
 
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.devices import device_of
@@ -101,6 +101,8 @@ class MultitudeEstimator(BaseEstimator):
         method = chosen(collect(), given["method"])
         if method.feature_maps:
             raise ValueError(f"method {method.name!r} smooths feature maps, and the inputs are rows of a table")
+        if method.pretrained and not isinstance(given["module"], nn.Module):
+            raise ValueError(f"method {method.name!r} is for networks that were trained before: pass one as module=")
         own = {} if given["members"] is None else {"members": given["members"]}
         settings = method.complete({**(given["settings"] or {}), **own})
         for name in ("epochs", "patience"):

@@ -23,7 +23,6 @@ from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude, plain, share_registries
 from multitudes.core.seeding import mixed, seeded
 from multitudes.evaluation.calibrate import Calibrated
-from multitudes.methods.laplace import Laplace
 
 __all__ = ["Frozen", "freeze"]
 
@@ -56,7 +55,7 @@ def freeze(net: Multitude | Calibrated, draws: int = 8, seed: int | None = None)
     check_seed(seed)
     if not stochastic_layers(net.network):
         return copied(net)
-    if isinstance(net, Laplace) and (by_formula := net.without_draws(draws)) is not None:
+    if (by_formula := net.without_draws(draws)) is not None:
         return by_formula
     draw = Draw(int(torch.randint(2**62, ())) if seed is None else seed)
     networks = list(_networks(net, draw, range(draws), seed))
