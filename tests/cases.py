@@ -128,7 +128,7 @@ class Network:
 NETWORKS: dict[str, Network] = {
     "mlp": Network(Mlp, (6,)),
     "cnn": Network(Cnn, (3, 8, 8)),
-    "resnet": Network(lambda: ResNet(BasicBlock, (1, 2, 1, 1), CLASSES, width=12), (3, 8, 8)),
+    "resnet": Network(lambda: ResNet(BasicBlock, (1, 1, 1, 1), CLASSES, width=12), (3, 8, 8)),
     "group_norm": Network(group_norm_net, (3, 8, 8)),
     "separable": Network(separable_net, (3, 8, 8)),
     "transformer": Network(Transformer, (3, 8, 8)),
@@ -162,13 +162,18 @@ SEEING = ("packed", "masksembles", "mimo", "tabm", "heads", "lora")
 REFUSED = {("mimo", "hugging_face")}
 """Hugging Face's models count the channels of images, which MIMO widens."""
 
+EVERYWHERE = ("packed", "masksembles", "mc_dropout")
+"""Methods that change most of a network, and that the quick suite has on all networks but one."""
+MOST_UNLIKE = ("mlp", "resnet", "transformer", "hugging_face")
+"""The networks on which the quick suite has methods that leave most of a network alone."""
 SHARING = ("heads", "lora", "laplace")
-"""Methods that leave most of a network alone: the quick suite has them on networks that differ most."""
 
 
-def case_of(method: str, network: str, slow: tuple[str, ...] = ("vit",)) -> Any:
-    """A case of the table; those of `slow` networks are left to the slow suite, as they are like others."""
-    left = network in slow or (method in SHARING and network not in ("mlp", "resnet", "transformer", "hugging_face"))
+def case_of(method: str, network: str, drawing: bool = False) -> Any:
+    """A case of the table; where the quick suite has others like it, it is left to the slow one."""
+    alike = {"vit"} | ({"group_norm", "separable"} if method not in EVERYWHERE else set())
+    alike |= {"hugging_face"} if drawing and method not in ("mc_dropout", "laplace") else set()
+    left = network in alike or (method in SHARING and network not in MOST_UNLIKE)
     return pytest.param(method, network, id=f"{method}-{network}", marks=[pytest.mark.slow] if left else [])
 
 
@@ -180,7 +185,7 @@ CASES = [
     if (method, network) not in REFUSED and (method != "tabm" or network in ("mlp", "cnn", "tabular"))
 ]
 
-QUICK = ("mlp", "cnn", "transformer")
+QUICK = ("mlp", "transformer")
 """The networks on which the quick suite trains every method until its loss falls."""
 
 

@@ -96,7 +96,7 @@ VARIANTS: dict[str, Convert] = {
 DRAWING = LEARNING | SAMPLED | VARIANTS
 
 CASES = [
-    case_of(method, network, ("vit", "hugging_face") if method not in ("mc_dropout", "laplace") else ("vit",))
+    case_of(method, network, drawing=True)
     for method in DRAWING
     for network in NETWORKS
     if method not in VARIANTS or network == "mlp"
