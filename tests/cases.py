@@ -172,7 +172,8 @@ SHARING = ("heads", "lora", "laplace")
 def case_of(method: str, network: str, drawing: bool = False) -> Any:
     """A case of the table; where the quick suite has others like it, it is left to the slow one."""
     alike = {"vit"} | ({"group_norm", "separable"} if method not in EVERYWHERE else set())
-    alike |= {"hugging_face"} if drawing and method not in ("mc_dropout", "laplace") else set()
+    if drawing and method not in ("mc_dropout", "laplace"):  # draws know nothing of the network that they are of
+        alike |= {"hugging_face", "cnn", "tabular"} | ({"resnet"} if method not in ("patched", "swag") else set())
     left = network in alike or (method in SHARING and network not in MOST_UNLIKE)
     return pytest.param(method, network, id=f"{method}-{network}", marks=[pytest.mark.slow] if left else [])
 
