@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import _functorch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
-from torch._functorch.vmap import (  # type: ignore[attr-defined]  # as torch.vmap has them, in every version
+from torch._functorch.vmap import (  # type: ignore[attr-defined]  # what torch.vmap itself is made of
     _add_batch_dim,
     _remove_batch_dim,
     vmap_increment_nesting,
