@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +50,8 @@ class LaplaceLayer(Stochastic):
     """
 
     noise = "weights"
+    plain: type[nn.Module]
+    """The class of the layer that it is a posterior of."""
     weight: Tensor
     bias: Any
     side: str | None = None
@@ -137,14 +139,27 @@ class LaplaceLayer(Stochastic):
 
     def fold(self) -> nn.Module:
         weight, bias = self.drawn()
-        plain: Any = self._plain(weight, bias)
+        plain: Any = self._empty(self.plain, weight, bias is not None)
         plain.weight = nn.Parameter(weight.detach().clone(), self.weight.requires_grad)
         plain.bias = None if bias is None else nn.Parameter(bias.detach().clone(), self.bias.requires_grad)
         return cast("nn.Module", plain.train(self.training))
 
-    def _plain(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
-        """A plain layer for these weights."""
-        raise NotImplementedError
+    @classmethod
+    def of(cls, layer: nn.Module, weight: Tensor, bias: nn.Parameter | None, trained: bool) -> Self:
+        """From a layer that computes with this weight and bias, whatever its class."""
+        made: Any = cls._empty(cls, weight, bias is not None)
+        made.weight = nn.Parameter(weight.detach().clone(), trained)
+        made.bias = copy.deepcopy(bias)
+        made._take_over(layer)
+        return cast("Self", made)
+
+    @classmethod
+    def _empty(cls, kind: type[nn.Module], weight: Tensor, bias: bool) -> nn.Module:
+        """A layer of a class, for a weight of this shape, without numbers."""
+        outputs, inputs, *kernel = weight.shape
+        return nn.utils.skip_init(
+            kind, inputs, outputs, *kernel[:1], bias=bias, device=weight.device, dtype=weight.dtype
+        )
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The plain layer's output with these weights."""
@@ -168,47 +183,19 @@ class LaplaceLayer(Stochastic):
 class LaplaceLinear(LaplaceLayer, nn.Linear):
     """A linear layer, `[B, ..., I] -> [B, ..., O]`, with a posterior of its weights."""
 
-    @classmethod
-    def of(cls, layer: nn.Module, weight: Tensor, bias: nn.Parameter | None, trained: bool) -> LaplaceLinear:
-        """From a layer that computes `x W^T + b`, whatever its class."""
-        outputs, inputs = weight.shape
-        made: LaplaceLinear = nn.utils.skip_init(
-            cls, inputs, outputs, bias is not None, device=weight.device, dtype=weight.dtype
-        )
-        made.weight = nn.Parameter(weight.detach().clone(), trained)
-        made.bias = copy.deepcopy(bias)
-        made._take_over(layer)
-        return made
+    plain = nn.Linear
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
-
-    def _plain(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
-        outputs, inputs = weight.shape
-        return nn.utils.skip_init(nn.Linear, inputs, outputs, bias is not None, device=weight.device)
 
 
 class LaplaceConv(LaplaceLayer, nn.Conv2d):
     """A convolution of one pixel, `[B, I, H, W] -> [B, O, H, W]`, with a posterior of its weights."""
 
-    @classmethod
-    def of(cls, layer: nn.Module, weight: Tensor, bias: nn.Parameter | None, trained: bool) -> LaplaceConv:
-        """From a convolution of one pixel."""
-        outputs, inputs = weight.shape[:2]
-        made: LaplaceConv = nn.utils.skip_init(
-            cls, inputs, outputs, 1, bias=bias is not None, device=weight.device, dtype=weight.dtype
-        )
-        made.weight = nn.Parameter(weight.detach().clone(), trained)
-        made.bias = copy.deepcopy(bias)
-        made._take_over(layer)
-        return made
+    plain = nn.Conv2d
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.conv2d(x, weight, bias)
-
-    def _plain(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
-        outputs, inputs = weight.shape[:2]
-        return nn.utils.skip_init(nn.Conv2d, inputs, outputs, 1, bias=bias is not None, device=weight.device)
 
 
 class WithoutDraws(nn.Module):
