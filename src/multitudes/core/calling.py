@@ -163,23 +163,23 @@ def _parts(answer: Any) -> str:
 
 def tile(x: Input, times: int) -> Input:
     """The batch `times` times over, `[B, ...] -> [times*B, ...]`."""
-    return _mapped(lambda t: t.repeat(times, *[1] * (t.dim() - 1)) if t.dim() else t, x)
+    return mapped(lambda t: t.repeat(times, *[1] * (t.dim() - 1)) if t.dim() else t, x)
 
 
 def rows(x: Input, index: Tensor) -> Input:
     """The inputs at these positions of the batch."""
     batch = tensors_in(x)[0].shape[0]
-    return _mapped(lambda t: t[index] if t.shape[:1] == (batch,) else t, x)
+    return mapped(lambda t: t[index] if t.shape[:1] == (batch,) else t, x)
 
 
-def _mapped(function: Callable[[Tensor], Tensor], x: Any) -> Any:
+def mapped(function: Callable[[Tensor], Tensor], x: Any) -> Any:
     """A function of every tensor in an input, however deep it lies."""
     if isinstance(x, Tensor):
         return function(x)
     if isinstance(x, Mapping):
-        return {key: _mapped(function, value) for key, value in x.items()}
+        return {key: mapped(function, value) for key, value in x.items()}
     if isinstance(x, (tuple, list)) and not hasattr(x, "_fields"):
-        return type(x)(_mapped(function, value) for value in x)
+        return type(x)(mapped(function, value) for value in x)
     return x
 
 
@@ -228,7 +228,7 @@ def weight_in(batch: Any, y: Tensor, what: str) -> Tensor | None:
 
 def moved(x: Any, device: torch.device | str | None) -> Any:
     """An input on another device."""
-    return _mapped(lambda tensor: tensor.to(device), x)
+    return mapped(lambda tensor: tensor.to(device), x)
 
 
 def tensors_in(x: Any) -> list[Tensor]:
@@ -239,7 +239,7 @@ def tensors_in(x: Any) -> list[Tensor]:
         found.append(tensor)
         return tensor
 
-    _mapped(see, x)
+    mapped(see, x)
     return found
 
 

@@ -17,7 +17,8 @@ from multitudes.data.features import Category, Date, features_of
 from multitudes.data.tables import TableEncoder
 from multitudes.data.texts import PADDING, TextEncoder
 from multitudes.evaluation.calibrate import Calibrated
-from multitudes.storage.onnx import OUTPUTS, Raw, input_names, write_onnx
+from multitudes.storage.exporting import input_names
+from multitudes.storage.onnx import OUTPUTS, Raw, write_onnx
 from multitudes.study.store import write_atomically
 from multitudes.study.trained import Trained
 

@@ -1,0 +1,216 @@
+"""Modules as ONNX files: torch's exporter, and onnxruntime to run what it wrote.
+
+`to_onnx` writes the files that users get by it, and `deploy` those that it runs itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.calling import Input, call, tensors_in, tile
+from multitudes.core.checks import needed
+from multitudes.core.draws.stochastic import stochastic_layers
+from multitudes.core.members import Members, fuse
+from multitudes.core.multitude import Multitude
+from multitudes.core.shared import SharedMembers
+from multitudes.evaluation.calibrate import Calibrated
+from multitudes.storage.freeze import Frozen
+
+__all__ = [
+    "Apart",
+    "export",
+    "input_names",
+    "keep_numbers",
+    "members_apart",
+    "opened",
+    "reason",
+    "take_texts",
+    "tensor_names",
+]
+
+
+# -- what can be exported ----------------------------------------------------------------------------------
+
+
+def members_apart(net: Any) -> Any:
+    """Members that share weights as plain networks, whose weights are numbers in the file, not computed there."""
+    if isinstance(net, Calibrated):
+        return Calibrated(members_apart(net.net), net.calibration)
+    if not isinstance(net, SharedMembers) or stochastic_layers(net.network):
+        return net
+    return fuse([net.member(index) for index in range(net.members)]).like(net)
+
+
+class Apart(nn.Module):
+    """A multitude as networks of their own where members share no weight, `[B, ...] -> [S, B, ...]`."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        apart = [net.member(index) for index in range(net.members)] if isinstance(net, Members) else []
+        self.members = nn.ModuleList(map(Apart, apart))
+        self.net = None if apart else net
+
+    def forward(self, x: Input) -> Tensor:
+        if self.net is None:
+            return torch.cat([member(x) for member in self.members])
+        if isinstance(self.net, SharedMembers):  # as one batch, whatever its size
+            return call(self.net.network, tile(x, self.net.members)).unflatten(0, (self.net.members, -1))
+        return self.net(x) if isinstance(self.net, Multitude) else call(self.net, x).unsqueeze(0)
+
+
+def keep_numbers(module: nn.Module, *tensors: Tensor) -> None:
+    """Run a module once, from when on the numbers of its frozen layers are constants."""
+    for each in module.modules():
+        if isinstance(each, Frozen):
+            each.kept = []
+    module(*tensors)
+
+
+def tensor_names(example: Input, outputs: Collection[str]) -> list[str]:
+    """The names of a file's inputs, one for each tensor of an example."""
+    if isinstance(example, Mapping):
+        return input_names([name for name, value in example.items() if isinstance(value, Tensor)], outputs)
+    count = len(tensors_in(example))
+    return ["x"] if count == 1 else [f"x{index}" for index in range(count)]
+
+
+def input_names(names: Sequence[str], outputs: Collection[str]) -> list[str]:
+    """Names of inputs, each once and none that of an output: with `input_` before them where that is needed.
+
+    >>> input_names(["mean", "input_mean", "size"], ["mean", "std"])
+    ['input_input_mean', 'input_mean', 'size']
+    """
+    found = []
+    for name in names:
+        own = name
+        while own in outputs or (own != name and own in names):
+            own = f"input_{own}"
+        found.append(own)
+    return found
+
+
+# -- the exporter ------------------------------------------------------------------------------------------
+
+
+def export(
+    module: nn.Module,
+    example: Input,
+    path: Path,
+    *,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    about: Mapping[str, Any],
+) -> None:
+    """Write a module of the tensors in `example`, its `forward(*tensors)`, for batches of any size, as one file."""
+    tensors = tensors_in(tile(example, 2))  # of a batch of one, torch takes the one for a constant
+    batched = [tensor.shape[:1] == tensors[0].shape[:1] for tensor in tensors]
+    dynamic = tuple({0: torch.export.Dim.DYNAMIC} if own else {} for own in batched)
+    try:
+        with _quiet():
+            # By torch.export itself: the exporter would go on to ways that take a branch for the only one.
+            traced = torch.export.export(module, tuple(tensors), dynamic_shapes={"tensors": dynamic}, strict=False)
+            program = torch.onnx.export(
+                traced,
+                dynamo=True,
+                verbose=False,
+                input_names=list(inputs),
+                output_names=list(outputs),
+                custom_translation_table={torch.ops.aten.searchsorted.Tensor: _searchsorted},
+            )
+            assert program is not None
+            _tidy(program.model.graph)
+            program.model.metadata_props.update({key: json.dumps(value) for key, value in about.items()})
+            program.save(path, external_data=False)  # one file
+    except Exception as error:  # the exporter runs the user's own code, so anything may come
+        raise ValueError(f"the network cannot be exported to ONNX: {reason(error)}") from error
+
+
+def _tidy(graph: Any) -> None:
+    """Call the size of a batch so, and nothing else like an input or output; and leave out the places in the code."""
+    taken = {value.name for value in (*graph.inputs, *graph.outputs)}
+    size = str(graph.inputs[0].shape[0])
+    for node in graph:
+        node.metadata_props.clear()
+        for value in node.outputs:
+            if value.name in taken and value not in graph.outputs:
+                value.name = f"{value.name}_inside"
+    for value in (*graph.inputs, *(value for node in graph for value in node.outputs)):
+        for dim, length in enumerate(value.shape or ()):
+            if str(length) == size:
+                value.shape[dim] = "batch"
+
+
+def take_texts(path: Path, texts: Mapping[str, Mapping[str | None, int]]) -> None:
+    """Let inputs of a file that are numbers of texts be these texts."""
+    onnx = importlib.import_module("onnx")
+    model = onnx.load(path)
+    nodes = []
+    for value in [value for value in model.graph.input if value.name in texts]:
+        number, known = f"{value.name}_number", dict(texts[value.name])
+        for node in model.graph.node:
+            node.input[:] = [number if name == value.name else name for name in node.input]
+        value.type.tensor_type.elem_type = onnx.TensorProto.STRING
+        numbers = {"default_int64": known.pop(None), "keys_strings": list(known), "values_int64s": list(known.values())}
+        nodes.append(onnx.helper.make_node("LabelEncoder", [value.name], [number], domain="ai.onnx.ml", **numbers))
+    rest = list(model.graph.node)
+    del model.graph.node[:]
+    model.graph.node.extend([*nodes, *rest])
+    if not any(each.domain == "ai.onnx.ml" for each in model.opset_import):
+        model.opset_import.append(onnx.helper.make_opsetid("ai.onnx.ml", 2))
+    onnx.save(model, path)
+
+
+def _searchsorted(knots: Any, values: Any, **_: Any) -> Any:
+    """How many knots `[C, K]` are below each value `[C, N]`: ONNX has no search."""
+    onnxscript = importlib.import_module("onnxscript")
+    op = onnxscript.opset18
+    below = op.Less(op.Unsqueeze(knots, op.Constant(value_ints=[1])), op.Unsqueeze(values, op.Constant(value_ints=[2])))
+    count = op.Cast(below, to=onnxscript.INT64.dtype)
+    return op.ReduceSum(count, op.Constant(value_ints=[2]), keepdims=0)
+
+
+def reason(error: BaseException) -> str:
+    """What was the first to go wrong, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what the exporter tells of its own work."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+# -- running it --------------------------------------------------------------------------------------------
+
+
+def opened(path: Path, threads: int = 0) -> Any:
+    """A file as onnxruntime runs it on the CPU, by so many threads; 0 is one for each core."""
+    runtime = needed("onnxruntime", "onnx", "to_onnx")
+    options = runtime.SessionOptions()
+    options.log_severity_level = 3  # errors alone
+    options.intra_op_num_threads = threads
+    try:
+        return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # its errors have no class in common
+        raise ValueError(f"onnxruntime cannot run the exported network: {reason(error)}") from error
