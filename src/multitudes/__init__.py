@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # as `HOMES` says below, for those who read types
     from multitudes.core.members import Members, fuse
     from multitudes.core.multitude import Multitude
     from multitudes.core.predictive import Predictive, gaussian_nll
+    from multitudes.deployment.conversion import deploy
     from multitudes.evaluation.calibrate import Calibrated, calibrate
     from multitudes.evaluation.evaluate import evaluate
     from multitudes.evaluation.predict import predict
@@ -63,6 +64,7 @@ __all__ = [
     "cyclic_sgmcmc",
     "data",
     "deep_ensemble",
+    "deploy",
     "drop_connect",
     "evaluate",
     "explain",
@@ -102,13 +104,14 @@ __all__ = [
 
 ROOMS = (
     *("core", "surgery", "training", "methods", "layers", "models", "metrics", "shift", "evaluation", "storage"),
-    *("landscape", "data", "sklearn", "study", "report"),
+    *("deployment", "landscape", "data", "sklearn", "study", "report"),
 )
 HOMES = {
     "core.draws.stochastic": "Stochastic",
     "core.members": "Members fuse",
     "core.multitude": "Multitude",
     "core.predictive": "Predictive gaussian_nll",
+    "deployment.conversion": "deploy",
     "evaluation.calibrate": "Calibrated calibrate",
     "evaluation.evaluate": "evaluate",
     "evaluation.predict": "predict",

@@ -6,6 +6,8 @@ memory, not arithmetic, is the limit; and, for wide layers, a batched product ov
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,10 +20,25 @@ H200 (see benchmarks/README.md), where arithmetic alone would set it near 200; t
 product pays to lay its result out in channels again."""
 
 
+_plain = False  # whether convolutions stay as they are
+
+
+@contextmanager
+def plain_convolutions() -> Iterator[None]:
+    """Inside, no convolution becomes a product, for those who choose how each one runs themselves."""
+    global _plain
+    before, _plain = _plain, True
+    try:
+        yield
+    finally:
+        _plain = before
+
+
 def worth_a_product(layer: Any, x: Tensor) -> bool:
     """Whether a convolution of packed `x` is one that `pointwise` runs faster than cuDNN."""
     return (
         x.is_cuda
+        and not _plain
         and x.dim() == 4
         and layer.kernel_size == (1, 1)
         and layer.padding in ((0, 0), "valid")

@@ -1,0 +1,207 @@
+"""Capturing: a network's kernels for inputs of one shape, fused and started as one CUDA graph.
+
+A network of convolutions is traced, its convolutions fused, and each run in its fastest way; any other is compiled. Of
+members, the ways to run them that may be fastest are all captured, and the fastest stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from multitudes.core.calling import Input, mapped, tensors_in
+from multitudes.core.members import Members
+from multitudes.core.multitude import Multitude
+from multitudes.core.packing.pointwise import plain_convolutions
+from multitudes.core.settings import holding
+from multitudes.deployment.engines import Plain
+from multitudes.deployment.fusing import Way, choose, convolution, fuse_convolutions
+from multitudes.deployment.tracing import CannotTrace, trace
+
+__all__ = ["Captured", "capture"]
+
+Told = list[tuple[str, str]]
+
+
+class Captured:
+    """One CUDA graph: what it is given is copied to where the graph reads, and its answer to a tensor of its own."""
+
+    def __init__(
+        self, function: Callable[..., Tensor], x: Input, batched: Sequence[bool], pool: Any, told: Told
+    ) -> None:
+        self.told, self.batched = told, batched
+        self.inputs = [tensor.clone() for tensor in tensors_in(x)]
+        self.rows = len(self.inputs[0])
+        before = torch.cuda.memory_reserved()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, benchmark=True):
+            _warmed(lambda: function(*self.inputs))
+            with torch.cuda.graph(self.graph, pool=pool):
+                self.output = function(*self.inputs)
+        self.nbytes = max(0, torch.cuda.memory_reserved() - before)
+
+    def __call__(self, x: Input, rows: int) -> Tensor:
+        """The predictions `[S, rows, ...]` of a batch that has no more rows than the graph."""
+        for own, given, batched in zip(self.inputs, tensors_in(x), self.batched, strict=True):
+            (own[:rows] if batched else own).copy_(given)
+        self.graph.replay()
+        answer = self.output if rows == self.rows else self.output[:, :rows]
+        return answer.clone() if answer.dtype in (torch.float32, torch.float64) else answer.float()
+
+
+def _warmed(function: Callable[[], Any]) -> None:
+    """Call a function a few times on a stream of its own, as is asked of what will be captured."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def milliseconds(function: Callable[[], Any], calls: int = 5) -> float:
+    """How long the kernels of a call take, without the time to start them; infinite where it cannot be captured."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.backends.cudnn.flags(enabled=True, benchmark=True):
+            _warmed(function)
+            with torch.cuda.graph(graph):
+                for _ in range(calls):
+                    function()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return math.inf
+    return _replayed(graph) / calls
+
+
+def _replayed(graph: torch.cuda.CUDAGraph, repeats: int = 3) -> float:
+    times = []
+    for _ in range(repeats + 1):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return min(times[1:])
+
+
+# -- what is captured --------------------------------------------------------------------------------------
+
+
+def capture(plain: Plain, x: Input, batched: Sequence[bool], pool: Any, compiled: bool) -> Captured:
+    """The fastest graph of a network for inputs like `x`; `CannotTrace` where there is none.
+
+    With `compiled`, what is not fused otherwise is compiled, which takes long.
+    """
+    best: Captured | None = None
+    reason = ""
+    for runner in _runners(plain.net, x):
+        try:
+            function, told = (_fused if _convolves(plain.net) else _whole)(plain, x, runner, compiled)
+            found = Captured(function, x, batched, pool, told)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # CannotTrace among them
+            torch.cuda.synchronize()
+            reason = reason or str(error).strip().splitlines()[0]
+            continue
+        if best is None or _replayed(found.graph) < _replayed(best.graph):
+            best = found
+    if best is None:
+        raise CannotTrace(reason)
+    return best
+
+
+def _runners(net: Multitude, x: Input) -> list[str]:
+    """The ways to run members that may be the fastest: their kernels side by side, or one member after the other."""
+    if not isinstance(net, Members):
+        return [""]
+    if not _convolves(net):
+        return [net._likeliest(x)]
+    return [name for name in ("packed", "loop") if name not in net._refused]
+
+
+def _convolves(net: Multitude) -> bool:
+    """Whether a network has at least as many kernels as matrices."""
+    ranks = [parameter.dim() - isinstance(net, Members) for parameter in net.network.parameters()]
+    return sum(rank > 2 for rank in ranks) >= ranks.count(2) and 4 in ranks
+
+
+def _called(plain: Plain, x: Input, runner: str) -> Callable[..., Tensor]:
+    """A network as a function of tensors, which are put in the place of those in `x`."""
+
+    def call(*tensors: Tensor) -> Tensor:
+        given = iter(tensors)
+        own = {"_runner": runner} if runner else {}
+        with ExitStack() as stack:
+            stack.enter_context(plain.precision())
+            for name, value in own.items():
+                stack.enter_context(holding([plain.net], name, value))
+            found: Tensor = plain.net(mapped(lambda _: next(given), x))
+        return found
+
+    return call
+
+
+def _whole(plain: Plain, x: Input, runner: str, compiled: bool) -> tuple[Callable[..., Tensor], Told]:
+    """A network as it is, or compiled."""
+    call = _called(plain, x, runner)
+    with torch.no_grad():
+        call(*tensors_in(x))  # what is to be found out about the input is found out before it is captured
+        if not compiled:
+            return call, [("kernels", "torch's own")]
+        try:
+            with torch._dynamo.config.patch(recompile_limit=256):
+                quick = torch.compile(call, dynamic=False)
+                quick(*tensors_in(x))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a compiler fails in its own ways
+            return call, [("kernels", f"torch's own; not compiled: {str(error).strip().splitlines()[0]}")]
+    return quick, [("kernels", "compiled")]
+
+
+def _fused(plain: Plain, x: Input, runner: str, compiled: bool) -> tuple[Callable[..., Tensor], Told]:
+    """A network of convolutions, fused, each in its fastest way."""
+    call, tensors = _called(plain, x, runner), tensors_in(x)
+    with torch.no_grad(), plain_convolutions():
+        call(*tensors)
+        graph = trace(call, tensors)
+        fused = fuse_convolutions(graph)
+        told = _ways_told(choose(graph, tensors, milliseconds), fused)
+        if compiled and _left_over(graph) > WORTH_COMPILING:
+            with suppress(Exception):  # a compiler fails in its own ways, and the graph is right without
+                quick = torch.compile(graph, dynamic=False)
+                quick(*tensors)
+                return quick, [*told, ("the rest", "compiled")]
+    return graph, told
+
+
+WORTH_COMPILING = 0.1
+"""Numbers that pointwise functions and norms write, as a share of what convolutions write, above which a graph is
+compiled; of a network whose convolutions take up all else nothing is left but pooling and the last layer."""
+
+
+def _left_over(graph: fx.GraphModule) -> float:
+    """How much of what a graph writes is written by functions that a compiler would fuse."""
+    written, by_convolutions = 0, 0
+    for node in graph.graph.nodes:
+        value = node.meta.get("tensor_meta")
+        size = value.shape.numel() if isinstance(getattr(value, "shape", None), torch.Size) else 0
+        by_convolutions += size if node.target is convolution else 0
+        tags = getattr(node.target, "tags", ())
+        written += size if torch.Tag.pointwise in tags or "norm" in str(node.target) else 0
+    return written / max(1, by_convolutions)
+
+
+def _ways_told(ways: dict[Way, int], fused: int) -> Told:
+    groups = [f"{count} by {way.groups} group{'s'[: way.groups != 1]}" for way, count in ways.items()]
+    one_call = sum(count for way, count in ways.items() if way.fused)
+    told = [("convolutions", f"{one_call} of {fused} with bias, residual and ReLU in one call of cuDNN")]
+    return [*told, ("groups", ", ".join(groups))] if any(way.groups > 1 for way in ways) else told

@@ -1,0 +1,73 @@
+"""What `deploy` gives: a network that answers, and says what was done to it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multitudes.core.calling import Input, InputError, input_errors, moved, one_per_input, tensors_in
+from multitudes.core.multitude import Multitude
+from multitudes.core.predictive import Predictive
+from multitudes.deployment.engines import Engine
+from multitudes.evaluation.calibrate import Calibration
+
+__all__ = ["Deployed"]
+
+
+class Deployed:
+    """A network at work: `predict` as the network's own, and calling it gives the predictions `[S, B, ...]` alone.
+
+    It answers batches of any size and takes inputs from any device; several threads may call it. It has no gradients
+    and cannot be trained; its weights are copies.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        net: Multitude,
+        calibration: Calibration | None,
+        precision: str,
+        rows: list[tuple[str, str]],
+    ) -> None:
+        self._engine, self._net, self._calibration, self._rows = engine, net, calibration, rows
+        self._lock = threading.Lock()
+        self.precision = precision
+        self.members = net.members
+        self.device = next((p.device for p in net.parameters()), torch.device("cpu"))
+
+    @property
+    def task(self) -> str:
+        """What the predictions are of; see `Predictive`."""
+        return self._net.task if self._calibration is None else self._calibration.task
+
+    def __call__(self, x: Input, **options: Any) -> Tensor:
+        """`[B, ...] -> [S, B, ...]`, not calibrated; where layers draw, the options are the network's `draws`, ..."""
+        with input_errors(x):
+            x = moved(x, self.device)
+            with self._lock:
+                return one_per_input(self._engine(x, **options), x)
+
+    def predict(self, x: Input, task: str | None = None, **options: Any) -> Predictive:
+        """What the members and draws say together about `x`, calibrated where the network was."""
+        for tensor in tensors_in(x):
+            if tensor.is_floating_point() and bool(tensor.isnan().any()):
+                raise ValueError(f"x holds {int(tensor.isnan().sum())} NaN values; predictions would be meaningless")
+        if self._calibration is not None and task not in (None, self.task):
+            raise ValueError(f"task must be {self.task!r}, for which the network was calibrated, got {task!r}")
+        if options.get("draws") == "auto":
+            raise InputError("draws='auto' is for the network itself; a deployed one makes a number of draws")
+        task = self.task if self._calibration is not None else task
+        found = self._net.predictive_of(self(x, **options), x=x, task=task)
+        return found if self._calibration is None else self._calibration(found)
+
+    def summary(self) -> str:
+        """What was done to the network, and the time that it takes beside the time that it took."""
+        rows = [*self._rows, *self._engine.told()]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:{width}}  {how}" for name, how in rows)
+
+    def __repr__(self) -> str:
+        return f"Deployed(members={self.members}, precision={self.precision!r}, device={str(self.device)!r})"

@@ -1,0 +1,185 @@
+"""Folding: a batch norm of a trained network becomes part of the layer before it, or of the one after it.
+
+In evaluation a batch norm is `x * scale + shift` for each channel, and so is one layer with the convolution or the
+linear map whose output it takes, or whose input it gives. Which layers these are is observed in one run: the norm must
+take the very tensor that the layer gave, nothing else may have seen that tensor, and nothing else may compute with
+their weights. A convolution that pads cannot take up a norm before it, since the padding is not shifted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Folded", "fold_norms", "foldable"]
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_LAYERS = (*_CONVOLUTIONS, *_TRANSPOSED, nn.Linear)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A norm and the layer that takes it up, by name; `after` where the layer is the one after the norm."""
+
+    norm: str
+    layer: str
+    after: bool
+
+
+def fold_norms(network: nn.Module, pairs: Iterable[Folded]) -> nn.Module:
+    """Make norms, those of `foldable`, part of the layers beside them, in the network itself, which is given back."""
+    for pair in pairs:
+        norm = network.get_submodule(pair.norm)
+        _fold(network.get_submodule(pair.layer), norm, pair.after)
+        for module in network.modules():
+            for name, child in module._modules.items():
+                if child is norm:
+                    module._modules[name] = nn.Identity().train(norm.training)
+    return network
+
+
+@torch.no_grad()
+def _fold(layer: Any, norm: Any, after: bool) -> None:
+    scale = (norm.running_var.double() + norm.eps).rsqrt()
+    scale = scale if norm.weight is None else scale * norm.weight.double()
+    shift = -norm.running_mean.double() * scale
+    shift = shift if norm.bias is None else shift + norm.bias.double()
+    weight = layer.weight.double()
+    bias = 0.0 if layer.bias is None else layer.bias.double()
+    if after:  # W (s x + t) + b = (W s) x + (W t + b)
+        bias = bias + (weight * _by_input(layer, shift)).flatten(1).sum(1)
+        weight = weight * _by_input(layer, scale)
+    else:  # s (W x + b) + t
+        bias = bias * scale + shift
+        weight = weight * _by_output(layer, scale)
+    layer.weight.copy_(weight)
+    layer.bias = nn.Parameter(bias.to(layer.weight.dtype), requires_grad=layer.weight.requires_grad)
+
+
+def _by_input(layer: Any, values: Tensor) -> Tensor:
+    """A value of each input channel in the shape of the weight, `[O, I / groups, 1, ...]`."""
+    outputs, inputs = layer.weight.shape[:2]
+    groups = getattr(layer, "groups", 1)
+    own = values.view(groups, 1, inputs).expand(groups, outputs // groups, inputs).flatten(0, 1)
+    return own.view(outputs, inputs, *[1] * (layer.weight.dim() - 2))
+
+
+def _by_output(layer: Any, values: Tensor) -> Tensor:
+    """A value of each output channel in the weight's shape, `[O, 1, ...]`, or transposed `[I, O / groups, ...]`."""
+    ones = [1] * (layer.weight.dim() - 2)
+    if not isinstance(layer, _TRANSPOSED):
+        return values.view(-1, 1, *ones)
+    inputs = layer.weight.shape[0] // layer.groups
+    return values.view(layer.groups, 1, -1).expand(-1, inputs, -1).flatten(0, 1).unflatten(1, (-1, *ones))
+
+
+# -- what can be folded ------------------------------------------------------------------------------------
+
+
+def foldable(network: nn.Module, run: Callable[[], Any]) -> list[Folded]:
+    """The norms of a network in evaluation that `run`, which calls it once, shows to be foldable."""
+    seen = _Seen()
+    names = {module: name for name, module in network.named_modules()}
+    watched = [module for module in names if type(module) in (*_LAYERS, *_NORMS) and _is_plain(module)]
+    if not any(type(module) in _NORMS for module in watched):
+        return []
+    with ExitStack() as stack:
+        for module in watched:
+            handle = module.register_forward_hook(seen.called)
+            stack.callback(handle.remove)
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(seen)
+        seen.use(tree_leaves(run()))
+    shared = _shared_tensors(network)
+    pairs, taken = [], set()
+    for norm in watched:
+        if type(norm) not in _NORMS or not _is_fixed(norm) or len(seen.calls.get(norm, [])) != 1:
+            continue
+        for layer, after in seen.neighbours(norm):
+            parameters = [*layer.parameters(), *norm.parameters(), *norm.buffers()]
+            own = not any(id(each) in shared or seen.uses.get(id(each), 0) > 1 for each in parameters)
+            once = len(seen.calls[layer]) == 1 and norm not in taken
+            if own and once and (not after or _takes_before(layer, norm)):
+                pairs.append(Folded(names[norm], names[layer], after))
+                taken.add(norm)
+    return pairs
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether nobody else looks at what a module gives, or computes its weights."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return not any(getattr(module, hook) for hook in hooks)
+
+
+def _is_fixed(norm: Any) -> bool:
+    return not norm.training and norm.running_mean is not None and norm.running_var is not None
+
+
+def _takes_before(layer: Any, norm: Any) -> bool:
+    """Whether a layer can take up a norm of its input: it must not pad, and have the norm's channels as inputs."""
+    if isinstance(layer, nn.Linear):
+        return bool(layer.in_features == norm.num_features)
+    if not isinstance(layer, _CONVOLUTIONS) or layer.in_channels != norm.num_features:
+        return False
+    return layer.padding == "valid" or not any(layer.padding if isinstance(layer.padding, tuple) else (1,))
+
+
+def _shared_tensors(network: nn.Module) -> set[int]:
+    """Parameters that more than one module holds."""
+    held = [id(p) for module in network.modules() for p in module._parameters.values() if p is not None]
+    return {each for each in held if held.count(each) > 1}
+
+
+_ASKS = {"dim", "size", "numel", "ndimension", "is_floating_point", "stride", "is_contiguous", "__len__", "__hash__"}
+_ASKED = {"shape", "ndim", "dtype", "device", "is_cuda", "requires_grad", "layout", "grad_fn", "is_leaf", "is_sparse"}
+
+
+@dataclass(eq=False)
+class _Seen(TorchFunctionMode):
+    """Which tensors the layers took and gave, and how often each tensor was used by any function."""
+
+    calls: dict[nn.Module, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    uses: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []  # alive, so that no other tensor gets their address
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        asked = name == "__get__" and getattr(getattr(function, "__self__", None), "__name__", "") in _ASKED
+        if name not in _ASKS and not asked:
+            self.use(tree_leaves((args, kwargs)))
+        return function(*args, **kwargs)
+
+    def use(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, Tensor):
+                self.kept.append(value)
+                self.uses[id(value)] = self.uses.get(id(value), 0) + 1
+
+    def called(self, module: nn.Module, args: Any, output: Any) -> None:
+        given = args[0] if len(args) == 1 and isinstance(args[0], Tensor) and isinstance(output, Tensor) else None
+        pair = (torch.empty(0), torch.empty(0)) if given is None else (given, output)
+        self.kept += pair
+        self.calls.setdefault(module, []).append(pair)
+
+    def neighbours(self, norm: nn.Module) -> Iterable[tuple[nn.Module, bool]]:
+        """The layers that gave what a norm took, or took what it gave, alone; the former first."""
+        taken, given = self.calls[norm][0]
+        for after, between in ((False, taken), (True, given)):
+            for layer, calls in self.calls.items():
+                other = calls[0][0 if after else 1]
+                own = type(layer) in _LAYERS and other is between and self.uses.get(id(between)) == 1
+                if own and between.dim() == next(layer.parameters()).dim():  # so that both have the channels in dim 1
+                    yield layer, after

@@ -1,0 +1,211 @@
+"""Fusing: a convolution, its bias, a residual addition and ReLU become one call of cuDNN.
+
+cuDNN has `relu(convolution(x) + bias)` and `relu(convolution(x) + other + bias)` as single kernels, which read and
+write each activation once. Where members lie side by side, a convolution of M groups may also run as a denser one of
+fewer groups, whose weight is zero between members: more to multiply, but in larger parts. Which is the fastest for a
+layer is found by timing it in its place (`choose`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from multitudes.core.packing.pointwise import block_diagonal
+from multitudes.deployment.tracing import constant, tidied, with_constant
+
+__all__ = ["choose", "convolution", "fuse_convolutions", "merged"]
+
+aten = torch.ops.aten
+Pair = tuple[int, int]
+
+
+def convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    other: Tensor | None,
+    relu: bool,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    fused: bool,
+) -> Tensor:
+    """`convolution(x) + bias`, plus `other` where there is one, and with `relu` what is above 0 of that."""
+    if fused and relu and x.is_cuda:
+        if other is None:
+            return torch.cudnn_convolution_relu(x, weight, bias, stride, padding, dilation, groups)
+        return torch.cudnn_convolution_add_relu(x, weight, other, 1.0, bias, stride, padding, dilation, groups)
+    y = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+    y = y if other is None else y + other
+    return F.relu(y) if relu else y
+
+
+# -- finding them ------------------------------------------------------------------------------------------
+
+
+def fuse_convolutions(graph: fx.GraphModule) -> int:
+    """Put `convolution` in the place of what it computes, everywhere in a traced graph; how many are one with ReLU."""
+    for relu in _calls(graph, aten.relu.default):
+        node, other = _convolution_and_other(graph, relu.args[0])
+        if node is not None:
+            with graph.graph.inserting_before(relu):
+                bias, other = _biases(graph, node, other)
+                _replace(graph, relu, node, bias, other, relu=True)
+    fused = len(_calls(graph, convolution))
+    tidied(graph)
+    for node in _calls(graph, aten.convolution.default):
+        if _is_convolution(graph, node):
+            with graph.graph.inserting_before(node):
+                _replace(graph, node, node, node.args[2], None, relu=False)
+    tidied(graph)
+    return fused
+
+
+def _calls(graph: fx.GraphModule, function: Any) -> list[fx.Node]:
+    return [node for node in graph.graph.nodes if node.op == "call_function" and node.target is function]
+
+
+def _replace(graph: fx.GraphModule, whole: fx.Node, node: fx.Node, bias: Any, other: Any, relu: bool) -> None:
+    """`convolution` instead of `whole`, of which `node` is the convolution."""
+    x, weight, _, *geometry = node.args[:6]
+    args: Any = (x, weight, bias, other, relu, *(tuple(each) for each in geometry), node.args[8], True)  # type: ignore
+    fused = graph.graph.call_function(convolution, args)
+    fused.meta = dict(whole.meta)
+    whole.replace_all_uses_with(fused)
+
+
+def _convolution_and_other(graph: fx.GraphModule, given: Any) -> tuple[fx.Node | None, fx.Node | None]:
+    """The convolution that ReLU takes, and what was added to it; None where it takes something else."""
+    if _is_once(given) and _is_convolution(graph, given):
+        return given, None
+    if not _is_once(given) or given.target is not aten.add.Tensor or given.kwargs:
+        return None, None
+    for node, other in (given.args, given.args[::-1]):
+        if _is_once(node) and _is_convolution(graph, node) and isinstance(other, fx.Node) and _alike(node, other):
+            return node, other
+    return None, None
+
+
+def _is_once(node: Any) -> bool:
+    return isinstance(node, fx.Node) and len(node.users) == 1
+
+
+def _is_convolution(graph: fx.GraphModule, node: Any) -> bool:
+    """Whether a node is a convolution of images with a weight that is known."""
+    if not isinstance(node, fx.Node) or node.target is not aten.convolution.default:
+        return False
+    weight = constant(graph, node.args[1])
+    known = node.args[2] is None or constant(graph, node.args[2]) is not None
+    return weight is not None and weight.dim() == 4 and known and not node.args[6]
+
+
+def _alike(node: fx.Node, other: fx.Node) -> bool:
+    one, two = (_value(each) for each in (node, other))
+    return one is not None and two is not None and (one.shape, one.dtype) == (two.shape, two.dtype)
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("tensor_meta", node.meta.get("val"))
+
+
+def _biases(graph: fx.GraphModule, node: fx.Node, other: fx.Node | None) -> tuple[fx.Node, fx.Node | None]:
+    """One bias for all, and the other addend, which gives its own away where it is a convolution as well."""
+    weight = constant(graph, node.args[1])
+    own = constant(graph, node.args[2])
+    assert weight is not None
+    bias = weight.new_zeros(len(weight)) if own is None else own
+    if _is_once(other) and _is_convolution(graph, other):
+        assert other is not None
+        given = constant(graph, other.args[2])
+        if given is not None:
+            bias = (bias.float() + given.float()).to(bias.dtype)
+            other.update_arg(2, None)
+    return with_constant(graph, bias), other
+
+
+# -- the fastest way for each ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a convolution runs: by so many groups, with what comes after it in one call or in several."""
+
+    groups: int
+    fused: bool
+
+
+def merged(weight: Tensor, groups: int, fewer: int) -> Tensor:
+    """The weight of the same convolution with fewer groups, zero between those that were apart.
+
+    >>> merged(torch.ones(4, 1, 1, 1), 4, 2)[:, :, 0, 0]
+    tensor([[1., 0.],
+            [0., 1.],
+            [1., 0.],
+            [0., 1.]])
+    """
+    parts = weight.unflatten(0, (fewer, groups // fewer, -1))
+    return torch.cat([block_diagonal(part) for part in parts])
+
+
+def choose(
+    graph: fx.GraphModule, tensors: list[Tensor], milliseconds: Callable[[Callable[[], Any]], float]
+) -> dict[Way, int]:
+    """Time the ways of each `convolution` on what it is given, and leave the fastest; how often each was taken."""
+    chooser = _Chooser(graph, milliseconds)
+    with torch.no_grad():
+        chooser.run(*tensors)
+    for node, way in chooser.chosen.items():
+        weight = constant(graph, node.args[1])
+        assert weight is not None
+        if way.groups != node.args[8]:
+            with graph.graph.inserting_before(node):
+                groups: Any = node.args[8]
+                wide = merged(weight, groups, way.groups).contiguous(memory_format=torch.channels_last)
+                node.update_arg(1, with_constant(graph, wide))
+        node.args = (*node.args[:8], way.groups, way.fused)
+    tidied(graph)
+    ways = list(chooser.chosen.values())
+    return {way: ways.count(way) for way in ways}
+
+
+MOST_GROUPS = 64
+"""Groups above which no denser form is tried: it would multiply mostly by zero."""
+
+
+class _Chooser(fx.Interpreter):
+    def __init__(self, graph: fx.GraphModule, milliseconds: Callable[[Callable[[], Any]], float]) -> None:
+        super().__init__(graph)
+        self.milliseconds = milliseconds
+        self.chosen: dict[fx.Node, Way] = {}
+        self.known: dict[Any, Way] = {}  # layers of the same sizes are timed once
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.target is convolution:
+            args, _ = self.fetch_args_kwargs_from_env(n)
+            key = tuple((tuple(a.shape), a.stride()) if isinstance(a, Tensor) else a for a in args)
+            if key not in self.known:
+                times = {way: self.milliseconds(call) for way, call in _ways(args)}
+                self.known[key] = min(times, key=lambda way: times[way])
+            self.chosen[n] = self.known[key]
+        return super().run_node(n)
+
+
+def _ways(args: Any) -> Iterator[tuple[Way, Callable[[], Tensor]]]:
+    x, weight, bias, other, relu, stride, padding, dilation, groups, _ = args
+    fewer = [g for g in (groups, 4, 2, 1) if g <= groups and groups % g == 0] if groups <= MOST_GROUPS else [groups]
+    for count in dict.fromkeys(fewer):
+        own = weight if count == groups else merged(weight, groups, count)
+        own = own.contiguous(memory_format=torch.channels_last)
+        for fused in (True, False) if relu else (False,):
+            yield (
+                Way(count, fused),
+                partial(convolution, x, own, bias, other, relu, stride, padding, dilation, count, fused),
+            )

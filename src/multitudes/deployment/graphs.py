@@ -1,0 +1,160 @@
+"""The engine of a GPU: one CUDA graph for each size of batch.
+
+A captured graph always has the same number of rows. So a batch is padded to the next size that there is a graph for,
+which no row notices: that rows do not see each other is tried before. A graph's first answer is compared with the
+network's own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from multitudes.core.calling import Input, mapped, tensors_in
+from multitudes.deployment.capturing import Captured, capture
+from multitudes.deployment.engines import Plain, distance
+from multitudes.deployment.tracing import CannotTrace
+
+__all__ = ["Graphs"]
+
+MOST_GRAPHS = 16
+"""Graphs that are kept; each holds the activations of one batch. Beyond that, the one unused for the longest goes."""
+
+MOST_ROWS = 512
+"""Rows of a graph at most, unless larger sizes are asked for; longer batches run in parts."""
+
+
+class Graphs:
+    """A deterministic multitude on a GPU, one CUDA graph for each size of batch.
+
+    `folded` is what is captured, and `plain` the network as it was, in the same precision, which is what graphs are
+    compared with, and runs whatever has no graph: other shapes than the example's, until they have come twice.
+    """
+
+    def __init__(
+        self, folded: Plain, plain: Plain, example: Input, sizes: Iterable[int], apart: bool, bound: float
+    ) -> None:
+        self.folded, self.plain, self.apart, self.bound = folded, plain, apart, bound
+        self.batched = [tensor.shape[:1] == tensors_in(example)[0].shape[:1] for tensor in tensors_in(example)]
+        self.sizes = sorted({len(tensors_in(example)[0]), *sizes}) if apart else [len(tensors_in(example)[0])]
+        self.graphs: dict[Any, Captured | None] = {}  # those without one have a reason in `refused`
+        self.refused: dict[Any, str] = {}
+        self.seen: dict[Any, int] = {}
+        self.pool = torch.cuda.graph_pool_handle()
+        self.done = torch.cuda.Event()
+        example = folded.prepared(example)
+        with torch.cuda.device(plain.device):
+            for size in self.sizes:
+                self._prepare(self._of_rows(example, size), compiled=True)
+
+    def __call__(self, x: Input, **options: Any) -> Tensor:
+        with torch.cuda.device(self.plain.device):
+            torch.cuda.current_stream().wait_event(self.done)  # all calls write to the same inputs
+            found = self._answer(self.folded.prepared(x), **options)
+            self.done.record()
+        return found
+
+    def _answer(self, x: Input, **options: Any) -> Tensor:
+        rows = len(tensors_in(x)[0])
+        most = max(MOST_ROWS, *self.sizes)
+        if not rows or options or not self._fits(x, rows):
+            return self.plain(x, **options)
+        if self.apart and rows > most:
+            parts = [self._answer(self._part(x, start, min(start + most, rows))) for start in range(0, rows, most)]
+            return torch.cat(parts, 1)
+        graph = self._graph(x, rows)
+        return self.plain(x) if graph is None else graph(x, rows)
+
+    def told(self) -> list[tuple[str, str]]:
+        made = {key: graph for key, graph in self.graphs.items() if graph is not None}
+        if not made:
+            return [("CUDA graphs", "none: " + next(iter(self.reasons()), "nothing has come twice"))]
+        first = next(iter(made.values()))
+        held = sum(graph.nbytes for graph in made.values()) / 2**20
+        sizes = ", ".join(str(graph.rows) for graph in made.values())
+        bounded = f"at most {MOST_GRAPHS} are kept, of {max(MOST_ROWS, *self.sizes)} rows or fewer"
+        return [*first.told, ("CUDA graphs", f"for batches of {sizes}, {held:.0f} MiB; {bounded}")]
+
+    def reasons(self) -> list[str]:
+        """Why there are inputs without a graph."""
+        return list(dict.fromkeys(self.refused.values()))
+
+    # -- which graph -------------------------------------------------------------------------------------
+
+    def _fits(self, x: Input, rows: int) -> bool:
+        """Whether `x` has tensors like the example's, with the batch in the same of them, and plain values beside."""
+        tensors = tensors_in(x)
+        if not all(isinstance(leaf, (Tensor, bool, int, float, str, type(None))) for leaf in tree_leaves(x)):
+            return False
+        own = [tensor.shape[:1] == (rows,) for tensor, batched in zip(tensors, self.batched, strict=False) if batched]
+        return len(tensors) == len(self.batched) and all(own)
+
+    def _part(self, x: Input, start: int, end: int) -> Input:
+        batched = iter(self.batched)
+        return mapped(lambda tensor: tensor[start:end] if next(batched) else tensor, x)
+
+    def _size(self, rows: int) -> int:
+        """How many rows the graph for a batch has: a size that was asked for, or a power of two."""
+        if not self.apart:
+            return rows
+        power = 1 << (rows - 1).bit_length()
+        return next((size for size in self.sizes if rows <= size <= power), power)
+
+    def _graph(self, x: Input, rows: int) -> Captured | None:
+        padded = self._of_rows(x, self._size(rows))
+        key = _key(padded)
+        if key in self.graphs:
+            self.graphs[key] = self.graphs.pop(key)  # the last one used
+            return self.graphs[key]
+        self.seen[key] = self.seen.get(key, 0) + 1
+        if self.seen[key] < 2:
+            return None
+        self._prepare(padded, compiled=False, given=x)
+        return self.graphs[key]
+
+    def _prepare(self, x: Input, compiled: bool, given: Input | None = None) -> None:
+        """Capture a graph for inputs like `x`, or note why there is none; `given` is what comes padded as `x`."""
+        key, given = _key(x), x if given is None else given
+        self.graphs[key] = None
+        try:
+            found = capture(self.folded, x, self.batched, self.pool, compiled)
+        except CannotTrace as refusal:
+            self.refused[key] = str(refusal)
+            return
+        off = distance(found(given, len(tensors_in(given)[0])), self.plain(given))
+        if off <= self.bound:
+            self.graphs[key] = found
+        else:
+            self.refused[key] = f"a graph's predictions differ from the network's by {off:.1e}"
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors_in(x))
+            warnings.warn(f"x of shape {shapes}: {self.refused[key]}, so the network runs as it was", stacklevel=2)
+        made = [key for key, graph in self.graphs.items() if graph is not None]
+        for oldest in made[: max(0, len(made) - MOST_GRAPHS)]:
+            del self.graphs[oldest]
+
+    def _of_rows(self, x: Input, size: int) -> Input:
+        """The batch with so many rows, its own over again."""
+        batched = iter(self.batched)
+
+        def padded(tensor: Tensor) -> Tensor:
+            if not next(batched) or len(tensor) == size:
+                return tensor
+            return tensor[torch.arange(size, device=tensor.device) % len(tensor)]
+
+        return mapped(padded, x)
+
+
+def _key(x: Any) -> Any:
+    """What an input is like: shapes and dtypes of its tensors, and all else that it holds."""
+    if isinstance(x, Tensor):
+        return tuple(x.shape), x.dtype
+    if isinstance(x, Mapping):
+        return tuple((name, _key(value)) for name, value in x.items())
+    if isinstance(x, (tuple, list)):
+        return tuple(_key(value) for value in x)
+    return repr(x)

@@ -1,0 +1,97 @@
+"""Preparing: the same network with less to compute, for whatever runs it then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from multitudes.core.calling import Input, call, mapped, tensors_in
+from multitudes.core.copying import copied
+from multitudes.core.counting import flop_counter
+from multitudes.core.draws.stochastic import stochastic_layers
+from multitudes.core.members import Members
+from multitudes.core.multitude import Multitude
+from multitudes.core.shared import SharedMembers
+from multitudes.deployment.engines import ROUNDING, distance
+from multitudes.deployment.folding import Folded, fold_norms, foldable
+from multitudes.storage.exporting import members_apart
+
+__all__ = ["check_repeats", "prepared"]
+
+
+def check_repeats(net: Multitude, example: Input, options: dict[str, Any]) -> None:
+    """Refuse a network whose predictions for an input are not the same each time, whatever came between."""
+
+    def turned(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.flip(0) if tensor.dim() else tensor
+
+    first = net(example, **options)
+    net(mapped(turned, example), **options)
+    net(mapped(lambda tensor: tensor[:1] if tensor.shape[:1] == tensors_in(example)[0].shape[:1] else tensor, example))
+    off = distance(net(example, **options), first)
+    if off > 10 * ROUNDING[first.dtype]:
+        raise ValueError(
+            f"net gives other predictions for the same example when it is called again (by {off:.1e} of how much they "
+            "vary): a network that remembers its calls cannot be deployed, and one that draws random numbers in its "
+            "own code must be converted, say by mt.mc_dropout, so that its draws are known"
+        )
+
+
+@torch.no_grad()
+def prepared(net: Multitude, example: Input, options: dict[str, Any]) -> tuple[Multitude, list[tuple[str, str]]]:
+    """A copy of a network with members apart and norms folded, and what was done, for the summary."""
+    rows = []
+    quick = _apart(net, example)
+    if quick is not net:
+        rows.append(("members", f"{net.members}, folded into networks of their own"))
+    norms = sum(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in quick.network.modules())
+    if norms:
+        quick, folded = _without_norms(quick, example, options)
+        rows.append(("batch norms", f"{folded} of {norms} folded into the layers beside them"))
+    return quick, rows
+
+
+def _apart(net: Multitude, example: Input) -> Multitude:
+    """Members that share weights as networks of their own, unless these would compute twice as much, or draw."""
+    if not isinstance(net, SharedMembers) or stochastic_layers(net.network):
+        return net
+    net(example)  # which finds out how members run
+    with flop_counter() as together:
+        net(example)
+    with flop_counter() as alone:
+        call(net.member(0), example)
+    if 2 * together.get_total_flops() <= net.members * alone.get_total_flops():
+        return net
+    apart: Multitude = members_apart(net)
+    return apart
+
+
+def _without_norms(net: Multitude, example: Input, options: dict[str, Any]) -> tuple[Multitude, int]:
+    """A copy of a network whose norms are folded where that is the same, and how many are."""
+    found = _folded(net, example, options)
+    if found is None:
+        return net, 0
+    quick, pairs = found
+    want = net(example, **options)
+    if not pairs or distance(quick(example, **options), want) > ROUNDING[want.dtype]:
+        return net, 0
+    return quick, len(pairs)
+
+
+def _folded(net: Multitude, example: Input, options: dict[str, Any]) -> tuple[Multitude, list[Folded]] | None:
+    if not isinstance(net, Members):
+        quick = copied(net)
+        quick(example, **options)  # which finds out how it runs
+        pairs = foldable(quick.network, lambda: quick(example, **options))
+        fold_norms(quick.network, pairs)
+        quick.forget()
+        return quick, pairs
+    networks = [net._member(index) for index in range(net.members)]
+    if type(net) is not Members or isinstance(networks[0], Multitude):  # which have more than their tensors stacked
+        return None
+    first = Multitude(networks[0]).like(net)
+    first(example, **options)
+    pairs = foldable(networks[0], lambda: first(example, **options))
+    return Members([fold_norms(network, pairs) for network in networks], net.members).like(net), pairs

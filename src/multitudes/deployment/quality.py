@@ -1,0 +1,55 @@
+"""Quality: whether predictions in 8 bits are as good as the network's own."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from multitudes import metrics
+from multitudes.core.predictive import Predictive
+from multitudes.core.tasks import CLASSES
+
+__all__ = ["ACCURACY", "NLL", "VALUES", "check_quality"]
+
+ACCURACY = 0.01
+"""How much lower the accuracy may be."""
+
+NLL = 0.02
+"""How much higher the negative log-likelihood may be, in nats."""
+
+VALUES = 0.05
+"""How much higher a root mean squared error may be, as a share of the deviation of the network's predictions."""
+
+
+def check_quality(got: Predictive, want: Predictive, targets: Tensor | None) -> list[tuple[str, str]]:
+    """The row of the summary on what predictions have lost; an error where that is too much.
+
+    Without targets the network's own predictions stand for them: how often the labels are the same, and the divergence
+    from the network's probabilities, which is what the likelihood loses if these are right.
+    """
+    measured = (_of_classes if want.task in CLASSES else _of_values)(got, want, targets)
+    against = "its own predictions" if targets is None else "the targets"
+    told = ", ".join(f"{name} {value:+.4f} (at most {most:+g})" for name, value, most in measured)
+    if not all(value <= most for _, value, most in measured):
+        raise ValueError(
+            f"precision='int8' costs too much here, against {against}: {told}; pass more inputs as example, or "
+            "precision='float32'"
+        )
+    return [("8 bits", f"against {against}: {told}")]
+
+
+def _of_classes(got: Predictive, want: Predictive, targets: Tensor | None) -> list[tuple[str, float, float]]:
+    if targets is None:
+        right, own = want._log_probs.double(), got._log_probs.double()  # [B, C, ...]
+        lost = (right.exp() * (right - own)).nan_to_num(0).sum(1).mean()
+        return [("other labels", float((got.label != want.label).float().mean()), ACCURACY), ("KL", float(lost), NLL)]
+    losses = [(1 - metrics.accuracy(each, targets), metrics.nll(each, targets)) for each in (got, want)]
+    errors, nll = (float(one - other) for one, other in zip(*losses, strict=True))
+    return [("errors", errors, ACCURACY), ("NLL", nll, NLL)]
+
+
+def _of_values(got: Predictive, want: Predictive, targets: Tensor | None) -> list[tuple[str, float, float]]:
+    spread = float(want.mean.std().clamp(min=1e-12))
+    if targets is None:
+        return [("RMSE / deviation", float((got.mean - want.mean).square().mean().sqrt()) / spread, VALUES)]
+    errors = [float(metrics.rmse(each, targets)) for each in (got, want)]
+    return [("RMSE / deviation", (errors[0] - errors[1]) / spread, VALUES)]

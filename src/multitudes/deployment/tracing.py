@@ -1,0 +1,94 @@
+"""Tracing for deployment: what a network computes of an input of one shape, as a graph of torch's own operations.
+
+The trace is of what ran, below Python, autograd and vmap, so that it holds for inputs of that shape alone. What does
+not depend on the input is computed once and becomes a constant. Code that looks at values or draws random numbers is
+refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+__all__ = ["CannotTrace", "constant", "trace", "with_constant"]
+
+
+class CannotTrace(RuntimeError):
+    """Why a network is no graph."""
+
+
+@torch.no_grad()
+def trace(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> fx.GraphModule:
+    """The graph of a function of tensors, without writes in place and with its constants computed."""
+    try:
+        graph = make_fx(torch.func.functionalize(function, remove="mutations"))(*tensors)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # tracing runs the user's own code, so anything may come
+        raise CannotTrace(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__) from error
+    for node in graph.graph.nodes:
+        if _draws(node):
+            raise CannotTrace(f"it draws random numbers ({node.target})")
+    _compute_constants(graph)
+    return graph
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a function draws random numbers: attention does not, where its dropout is 0."""
+    target: Any = node.target
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return False
+    names = [argument.name for argument in target._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    default = target._schema.arguments[names.index("dropout_p")].default_value
+    return bool(given.get("dropout_p", default) != 0)
+
+
+def constant(graph: fx.GraphModule, value: Any) -> Tensor | None:
+    """The tensor that a node of a graph holds; None where it is none, or computed from the input."""
+    if not isinstance(value, fx.Node) or value.op != "get_attr":
+        return None
+    found = getattr(graph, str(value.target))
+    return found if isinstance(found, Tensor) else None
+
+
+def with_constant(graph: fx.GraphModule, tensor: Tensor) -> fx.Node:
+    """A new node that holds a tensor, put where the graph inserts."""
+    number = len(graph._buffers)
+    name = next(name for i in range(number, 2 * number + 2) if not hasattr(graph, name := f"constant_{i}"))
+    graph.register_buffer(name, tensor)
+    return graph.graph.get_attr(name)
+
+
+def _compute_constants(graph: fx.GraphModule) -> None:
+    values: dict[fx.Node, Any] = {}
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            values[node] = getattr(graph, node.target).detach()
+        elif node.op == "call_function" and all(each in values for each in node.all_input_nodes):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)
+    for node, value in values.items():
+        used = any(user not in values for user in node.users)
+        if used and isinstance(value, Tensor) and node.op != "get_attr":
+            with graph.graph.inserting_before(node):
+                node.replace_all_uses_with(with_constant(graph, value.contiguous()))
+    tidied(graph)
+
+
+def tidied(graph: fx.GraphModule) -> fx.GraphModule:
+    """The graph without what nobody uses."""
+    graph.graph.eliminate_dead_code()
+    graph.delete_all_unused_submodules()
+    used = {node.target for node in graph.graph.nodes if node.op == "get_attr"}
+    for name in [*graph._parameters, *graph._buffers, *vars(graph)]:
+        if name.startswith(("_param_constant", "_tensor_constant", "constant_")) and name not in used:
+            delattr(graph, name)
+    graph.recompile()
+    return graph
