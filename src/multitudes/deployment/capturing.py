@@ -7,42 +7,53 @@ members, the ways to run them that may be fastest are all captured, and the fast
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from multitudes.core.calling import Input, mapped, tensors_in
+from multitudes.core.checks import plural
 from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude
 from multitudes.core.packing.pointwise import plain_convolutions
 from multitudes.core.settings import holding
 from multitudes.deployment.engines import Plain
-from multitudes.deployment.fusing import Way, choose, convolution, fuse_convolutions
+from multitudes.deployment.fusing import Way, choose, convolution, count_convolutions, fuse_convolutions, take
 from multitudes.deployment.tracing import CannotTrace, trace
 
-__all__ = ["Captured", "capture"]
+__all__ = ["Captured", "Recipe", "capture"]
 
 Told = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A function to capture: how its members run, and its convolutions; and what to say of it."""
+
+    function: Callable[..., Tensor]  # which holds the weights that a graph reads
+    runner: str
+    ways: Sequence[Way]
+    told: Told
 
 
 class Captured:
     """One CUDA graph: what it is given is copied to where the graph reads, and its answer to a tensor of its own."""
 
-    def __init__(
-        self, function: Callable[..., Tensor], x: Input, batched: Sequence[bool], pool: Any, told: Told
-    ) -> None:
-        self.told, self.batched = told, batched
+    def __init__(self, recipe: Recipe, x: Input, batched: Sequence[bool], pool: Any) -> None:
+        self.recipe, self.batched = recipe, batched
         self.inputs = [tensor.clone() for tensor in tensors_in(x)]
         self.rows = len(self.inputs[0])
         before = torch.cuda.memory_reserved()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, benchmark=True):
-            _warmed(lambda: function(*self.inputs))
+        with torch.no_grad(), _tuned():
+            _warmed(lambda: recipe.function(*self.inputs))
             with torch.cuda.graph(self.graph, pool=pool):
-                self.output = function(*self.inputs)
+                self.output = recipe.function(*self.inputs)
         self.nbytes = max(0, torch.cuda.memory_reserved() - before)
 
     def __call__(self, x: Input, rows: int) -> Tensor:
@@ -52,6 +63,16 @@ class Captured:
         self.graph.replay()
         answer = self.output if rows == self.rows else self.output[:, :rows]
         return answer.clone() if answer.dtype in (torch.float32, torch.float64) else answer.float()
+
+
+@contextmanager
+def _tuned() -> Iterator[None]:
+    """Inside, cuDNN tries its algorithms and takes the fastest."""
+    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def _warmed(function: Callable[[], Any]) -> None:
@@ -68,7 +89,7 @@ def milliseconds(function: Callable[[], Any], calls: int = 5) -> float:
     """How long the kernels of a call take, without the time to start them; infinite where it cannot be captured."""
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.backends.cudnn.flags(enabled=True, benchmark=True):
+        with _tuned():
             _warmed(function)
             with torch.cuda.graph(graph):
                 for _ in range(calls):
@@ -94,19 +115,21 @@ def _replayed(graph: torch.cuda.CUDAGraph, repeats: int = 3) -> float:
 # -- what is captured --------------------------------------------------------------------------------------
 
 
-def capture(plain: Plain, x: Input, batched: Sequence[bool], pool: Any, compiled: bool) -> Captured:
+def capture(plain: Plain, x: Input, batched: Sequence[bool], pool: Any, like: Recipe | None) -> Captured:
     """The fastest graph of a network for inputs like `x`; `CannotTrace` where there is none.
 
-    With `compiled`, what is not fused otherwise is compiled, which takes long.
+    With a recipe, that of a graph for other sizes, nothing is timed or compiled, which would take long.
     """
     best: Captured | None = None
     reason = ""
-    for runner in _runners(plain.net, x):
+    for runner in _runners(plain.net, x) if like is None else [like.runner]:
         try:
-            function, told = (_fused if _convolves(plain.net) else _whole)(plain, x, runner, compiled)
-            found = Captured(function, x, batched, pool, told)
-        except torch.OutOfMemoryError:
-            raise
+            recipe = (_fused if _convolves(plain.net) else _whole)(plain, x, runner, like)
+            found = Captured(recipe, x, batched, pool)
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            reason = f"there is not enough memory for one ({str(error).splitlines()[0]})"
+            continue
         except RuntimeError as error:  # CannotTrace among them
             torch.cuda.synchronize()
             reason = reason or str(error).strip().splitlines()[0]
@@ -138,24 +161,20 @@ def _called(plain: Plain, x: Input, runner: str) -> Callable[..., Tensor]:
 
     def call(*tensors: Tensor) -> Tensor:
         given = iter(tensors)
-        own = {"_runner": runner} if runner else {}
-        with ExitStack() as stack:
-            stack.enter_context(plain.precision())
-            for name, value in own.items():
-                stack.enter_context(holding([plain.net], name, value))
+        with plain.precision(), holding([plain.net] if runner else [], "_runner", runner):
             found: Tensor = plain.net(mapped(lambda _: next(given), x))
         return found
 
     return call
 
 
-def _whole(plain: Plain, x: Input, runner: str, compiled: bool) -> tuple[Callable[..., Tensor], Told]:
+def _whole(plain: Plain, x: Input, runner: str, like: Recipe | None) -> Recipe:
     """A network as it is, or compiled."""
     call = _called(plain, x, runner)
     with torch.no_grad():
         call(*tensors_in(x))  # what is to be found out about the input is found out before it is captured
-        if not compiled:
-            return call, [("kernels", "torch's own")]
+        if like is not None:
+            return Recipe(call, runner, (), [("kernels", "torch's own")])
         try:
             with torch._dynamo.config.patch(recompile_limit=256):
                 quick = torch.compile(call, dynamic=False)
@@ -163,24 +182,30 @@ def _whole(plain: Plain, x: Input, runner: str, compiled: bool) -> tuple[Callabl
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a compiler fails in its own ways
-            return call, [("kernels", f"torch's own; not compiled: {str(error).strip().splitlines()[0]}")]
-    return quick, [("kernels", "compiled")]
+            why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            return Recipe(call, runner, (), [("kernels", f"torch's own; not compiled: {why}")])
+    return Recipe(quick, runner, (), [("kernels", "compiled")])
 
 
-def _fused(plain: Plain, x: Input, runner: str, compiled: bool) -> tuple[Callable[..., Tensor], Told]:
-    """A network of convolutions, fused, each in its fastest way."""
+def _fused(plain: Plain, x: Input, runner: str, like: Recipe | None) -> Recipe:
+    """A network of convolutions, fused, each in its fastest way, or in that of another recipe."""
     call, tensors = _called(plain, x, runner), tensors_in(x)
     with torch.no_grad(), plain_convolutions():
         call(*tensors)
         graph = trace(call, tensors)
         fused = fuse_convolutions(graph)
-        told = _ways_told(choose(graph, tensors, milliseconds), fused)
-        if compiled and _left_over(graph) > WORTH_COMPILING:
+        if like is not None and len(like.ways) == count_convolutions(graph):
+            take(graph, like.ways)
+            return Recipe(graph, runner, like.ways, like.told)
+        ways = choose(graph, tensors, milliseconds)
+        take(graph, ways)
+        told = _ways_told(ways, fused)
+        if _left_over(graph) > WORTH_COMPILING:
             with suppress(Exception):  # a compiler fails in its own ways, and the graph is right without
                 quick = torch.compile(graph, dynamic=False)
                 quick(*tensors)
-                return quick, [*told, ("the rest", "compiled")]
-    return graph, told
+                return Recipe(quick, runner, ways, [*told, ("the rest", "compiled")])
+    return Recipe(graph, runner, ways, told)
 
 
 WORTH_COMPILING = 0.1
@@ -200,8 +225,9 @@ def _left_over(graph: fx.GraphModule) -> float:
     return written / max(1, by_convolutions)
 
 
-def _ways_told(ways: dict[Way, int], fused: int) -> Told:
-    groups = [f"{count} by {way.groups} group{'s'[: way.groups != 1]}" for way, count in ways.items()]
-    one_call = sum(count for way, count in ways.items() if way.fused)
+def _ways_told(ways: Sequence[Way], fused: int) -> Told:
+    one_call = sum(way.fused for way in ways)
     told = [("convolutions", f"{one_call} of {fused} with bias, residual and ReLU in one call of cuDNN")]
-    return [*told, ("groups", ", ".join(groups))] if any(way.groups > 1 for way in ways) else told
+    counts = Counter(way.groups for way in ways)
+    groups = ", ".join(f"{counts[each]} of {plural(each, 'group')}" for each in sorted(counts))
+    return [*told, ("", groups)] if max(counts, default=1) > 1 else told

@@ -19,7 +19,7 @@ from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.multitude import Multitude, evaluating
 from multitudes.core.predictor import multitude_of
 from multitudes.deployment.deployed import Deployed
-from multitudes.deployment.engines import ROUNDING, Engine, Plain, Proven, distance
+from multitudes.deployment.engines import Engine, Plain, Proven, distance, rounding
 from multitudes.deployment.graphs import Graphs
 from multitudes.deployment.onnx_engine import OnnxRuntime
 from multitudes.deployment.preparing import check_repeats, prepared
@@ -75,7 +75,7 @@ def deploy(
         check_repeats(own, example, options)
     plain = Plain(own, want.dtype if dtype == torch.int8 else dtype, example)
     off = distance(plain(example, **options), want)
-    bound = max(2 * off, _rounding(plain.dtype, device))
+    bound = max(2 * off, rounding(plain.dtype, device))
     quick, rows = prepared(own, example, options)
     if device.type == "cuda" and not options:
         apart = _rows_apart(own, example)
@@ -112,10 +112,6 @@ def _dtype(precision: str | None, net: Multitude, device: torch.device) -> torch
     if precision == "int8" and stochastic_layers(net.network):
         raise ValueError("precision='int8' is for networks that draw nothing: pass mt.freeze(net)")
     return PRECISIONS[precision]
-
-
-def _rounding(dtype: torch.dtype, device: torch.device) -> float:
-    return ROUNDING[torch.float16 if device.type == "cuda" and dtype == torch.float32 else dtype]  # TensorFloat-32
 
 
 def _rows_apart(net: Multitude, example: Input) -> bool:

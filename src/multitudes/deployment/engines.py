@@ -15,11 +15,16 @@ from multitudes.core.copying import copied
 from multitudes.core.multitude import Multitude
 from multitudes.core.proof import kind_of
 
-__all__ = ["ROUNDING", "Engine", "Plain", "Proven", "distance"]
+__all__ = ["Engine", "Plain", "Proven", "distance", "rounding"]
 
-ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 5e-3}
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 5e-3}
 """How far predictions may be from the network's own in each precision, relative to how much they vary, at least: what a
 few roundings make. Where the network itself is further off in that precision, twice as far as that is the bound."""
+
+
+def rounding(dtype: torch.dtype, device: torch.device) -> float:
+    """How far predictions may be off by rounding, at least; on a GPU float32 is TensorFloat-32."""
+    return _ROUNDING[torch.float16 if device.type == "cuda" and dtype == torch.float32 else dtype]
 
 
 class Engine(Protocol):

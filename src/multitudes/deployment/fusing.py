@@ -8,7 +8,7 @@ layer is found by timing it in its place (`choose`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from multitudes.core.packing.pointwise import block_diagonal
 from multitudes.deployment.tracing import constant, tidied, with_constant
 
-__all__ = ["choose", "convolution", "fuse_convolutions", "merged"]
+__all__ = ["Way", "choose", "convolution", "count_convolutions", "fuse_convolutions", "merged", "take"]
 
 aten = torch.ops.aten
 Pair = tuple[int, int]
@@ -59,7 +59,7 @@ def fuse_convolutions(graph: fx.GraphModule) -> int:
             with graph.graph.inserting_before(relu):
                 bias, other = _biases(graph, node, other)
                 _replace(graph, relu, node, bias, other, relu=True)
-    fused = len(_calls(graph, convolution))
+    fused = count_convolutions(graph)
     tidied(graph)
     for node in _calls(graph, aten.convolution.default):
         if _is_convolution(graph, node):
@@ -157,12 +157,22 @@ def merged(weight: Tensor, groups: int, fewer: int) -> Tensor:
 
 def choose(
     graph: fx.GraphModule, tensors: list[Tensor], milliseconds: Callable[[Callable[[], Any]], float]
-) -> dict[Way, int]:
-    """Time the ways of each `convolution` on what it is given, and leave the fastest; how often each was taken."""
+) -> list[Way]:
+    """Time the ways of each `convolution` of a graph on what it is given; the fastest of each, in their order."""
     chooser = _Chooser(graph, milliseconds)
     with torch.no_grad():
         chooser.run(*tensors)
-    for node, way in chooser.chosen.items():
+    return chooser.chosen
+
+
+def count_convolutions(graph: fx.GraphModule) -> int:
+    """How many `convolution`s a graph has."""
+    return len(_calls(graph, convolution))
+
+
+def take(graph: fx.GraphModule, ways: Sequence[Way]) -> None:
+    """Let each `convolution` of a graph, in their order, run in its way."""
+    for node, way in zip(_calls(graph, convolution), ways, strict=True):
         weight = constant(graph, node.args[1])
         assert weight is not None
         if way.groups != node.args[8]:
@@ -172,8 +182,6 @@ def choose(
                 node.update_arg(1, with_constant(graph, wide))
         node.args = (*node.args[:8], way.groups, way.fused)
     tidied(graph)
-    ways = list(chooser.chosen.values())
-    return {way: ways.count(way) for way in ways}
 
 
 MOST_GROUPS = 64
@@ -184,7 +192,7 @@ class _Chooser(fx.Interpreter):
     def __init__(self, graph: fx.GraphModule, milliseconds: Callable[[Callable[[], Any]], float]) -> None:
         super().__init__(graph)
         self.milliseconds = milliseconds
-        self.chosen: dict[fx.Node, Way] = {}
+        self.chosen: list[Way] = []
         self.known: dict[Any, Way] = {}  # layers of the same sizes are timed once
 
     def run_node(self, n: fx.Node) -> Any:
@@ -194,7 +202,7 @@ class _Chooser(fx.Interpreter):
             if key not in self.known:
                 times = {way: self.milliseconds(call) for way, call in _ways(args)}
                 self.known[key] = min(times, key=lambda way: times[way])
-            self.chosen[n] = self.known[key]
+            self.chosen.append(self.known[key])
         return super().run_node(n)
 
 

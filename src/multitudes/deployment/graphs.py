@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from multitudes.core.calling import Input, mapped, tensors_in
-from multitudes.deployment.capturing import Captured, capture
+from multitudes.deployment.capturing import Captured, Recipe, capture
 from multitudes.deployment.engines import Plain, distance
 from multitudes.deployment.tracing import CannotTrace
 
@@ -45,12 +45,13 @@ class Graphs:
         self.graphs: dict[Any, Captured | None] = {}  # those without one have a reason in `refused`
         self.refused: dict[Any, str] = {}
         self.seen: dict[Any, int] = {}
+        self.recipe: Recipe | None = None
         self.pool = torch.cuda.graph_pool_handle()
         self.done = torch.cuda.Event()
         example = folded.prepared(example)
         with torch.cuda.device(plain.device):
             for size in self.sizes:
-                self._prepare(self._of_rows(example, size), compiled=True)
+                self._prepare(self._of_rows(example, size))
 
     def __call__(self, x: Input, **options: Any) -> Tensor:
         with torch.cuda.device(self.plain.device):
@@ -78,7 +79,7 @@ class Graphs:
         held = sum(graph.nbytes for graph in made.values()) / 2**20
         sizes = ", ".join(str(graph.rows) for graph in made.values())
         bounded = f"at most {MOST_GRAPHS} are kept, of {max(MOST_ROWS, *self.sizes)} rows or fewer"
-        return [*first.told, ("CUDA graphs", f"for batches of {sizes}, {held:.0f} MiB; {bounded}")]
+        return [*first.recipe.told, ("CUDA graphs", f"for batches of {sizes}, {held:.0f} MiB; {bounded}")]
 
     def reasons(self) -> list[str]:
         """Why there are inputs without a graph."""
@@ -114,21 +115,26 @@ class Graphs:
         self.seen[key] = self.seen.get(key, 0) + 1
         if self.seen[key] < 2:
             return None
-        self._prepare(padded, compiled=False, given=x)
+        self._prepare(padded, given=x)
         return self.graphs[key]
 
-    def _prepare(self, x: Input, compiled: bool, given: Input | None = None) -> None:
-        """Capture a graph for inputs like `x`, or note why there is none; `given` is what comes padded as `x`."""
-        key, given = _key(x), x if given is None else given
+    def _prepare(self, x: Input, given: Input | None = None) -> None:
+        """Capture a graph for inputs like `x`, or note why there is none.
+
+        `given` is what comes padded as `x`, and is waited for: its graph is made like the last one that was timed.
+        """
+        key, like = _key(x), None if given is None else self.recipe
+        given = x if given is None else given
         self.graphs[key] = None
         try:
-            found = capture(self.folded, x, self.batched, self.pool, compiled)
+            found = capture(self.folded, x, self.batched, self.pool, like)
         except CannotTrace as refusal:
             self.refused[key] = str(refusal)
             return
         off = distance(found(given, len(tensors_in(given)[0])), self.plain(given))
         if off <= self.bound:
             self.graphs[key] = found
+            self.recipe = self.recipe if like else found.recipe
         else:
             self.refused[key] = f"a graph's predictions differ from the network's by {off:.1e}"
             shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors_in(x))

@@ -14,7 +14,7 @@ from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude
 from multitudes.core.shared import SharedMembers
-from multitudes.deployment.engines import ROUNDING, distance
+from multitudes.deployment.engines import distance, rounding
 from multitudes.deployment.folding import Folded, fold_norms, foldable
 from multitudes.storage.exporting import members_apart
 
@@ -31,7 +31,7 @@ def check_repeats(net: Multitude, example: Input, options: dict[str, Any]) -> No
     net(mapped(turned, example), **options)
     net(mapped(lambda tensor: tensor[:1] if tensor.shape[:1] == tensors_in(example)[0].shape[:1] else tensor, example))
     off = distance(net(example, **options), first)
-    if off > 10 * ROUNDING[first.dtype]:
+    if off > 10 * rounding(first.dtype, first.device):
         raise ValueError(
             f"net gives other predictions for the same example when it is called again (by {off:.1e} of how much they "
             "vary): a network that remembers its calls cannot be deployed, and one that draws random numbers in its "
@@ -75,7 +75,7 @@ def _without_norms(net: Multitude, example: Input, options: dict[str, Any]) -> t
         return net, 0
     quick, pairs = found
     want = net(example, **options)
-    if not pairs or distance(quick(example, **options), want) > ROUNDING[want.dtype]:
+    if not pairs or distance(quick(example, **options), want) > rounding(want.dtype, want.device):
         return net, 0
     return quick, len(pairs)
 
