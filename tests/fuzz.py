@@ -29,9 +29,9 @@ from PIL import Image
 from torch import nn
 
 import multitudes as mt
-from multitudes.cli.new_inputs import read_inputs
 from multitudes.core.archives import read_tensors, reading_arrays, write_arrays, write_tensors
 from multitudes.data import Data, Part, load, save
+from multitudes.data.new_inputs import read_inputs
 from multitudes.study.spec import Spec
 
 SECONDS = 20

@@ -54,12 +54,9 @@ def predict(
     For classes: label, confidence, entropy (all uncertainty) and mutual_information (what more data could settle),
     both in nats. For numbers: mean, std and the interval from low to high.
     """
-    from multitudes.cli.new_inputs import read_inputs, remarks
     from multitudes.cli.screen import say
-    from multitudes.core.predictive import Predictive
-    from multitudes.evaluation.predict import predictions
-    from multitudes.study.job_data import ScaledBatches
-    from multitudes.study.trained import Trained, mixed_precision
+    from multitudes.data.new_inputs import read_inputs, remarks
+    from multitudes.study.trained import Trained
 
     chosen = _format(to, form)
     if not 0 < level < 1:
@@ -73,12 +70,7 @@ def predict(
         say(f"Left out {found.bad} of {found.bad + len(found.names)} inputs that cannot be used")
     for remark in (*remarks(found.unknown, found.filled), *found.notes):
         say(remark)
-    with mixed_precision(trained.device, common.precision):
-        parts = predictions(
-            trained.net, ScaledBatches(data, found.x), None, trained.device, lambda x, _: data.preprocess(x),
-            seed=common.seed or 0,
-        )  # fmt: skip
-        answer = Predictive.concat(part.cpu() for part, _ in parts)
+    answer = trained.predict(found.x, seed=common.seed or 0, precision=common.precision)
     table = _rows(answer, trained, found.names, level, probs)
     _write(_as_csv(table) if chosen == "csv" else json.dumps(table, indent=1, ensure_ascii=False) + "\n", to)
 
@@ -158,8 +150,8 @@ def evaluate(
 
     Of other data, the test part is used where they have one, and else every row.
     """
-    from multitudes.cli.new_inputs import labelled
     from multitudes.cli.screen import say, show
+    from multitudes.data.new_inputs import labelled
     from multitudes.evaluation.evaluate import evaluate as score
     from multitudes.study.job_data import ScaledBatches
     from multitudes.study.trained import Trained, mixed_precision

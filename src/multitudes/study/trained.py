@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from multitudes.core.multitude import Multitude
+from multitudes.core.predictive import Predictive
+from multitudes.core.predictor import Predictor
 from multitudes.data import Data
 from multitudes.evaluation.calibrate import Calibrated
+from multitudes.evaluation.predict import predictions
 from multitudes.storage.save import load
 from multitudes.study.hub_models import is_hub
-from multitudes.study.job_data import data_of, device_of, precision_on
+from multitudes.study.job_data import ScaledBatches, data_of, device_of, precision_on
 from multitudes.study.networks import build_network, code_of, file_digest, outputs_of
 from multitudes.study.store import Job, Run
 from multitudes.training.precision import check_precision
@@ -55,6 +59,21 @@ class Trained:
         if draws is not None:
             trained.multitude.draws = draws
         return trained
+
+    def predict(
+        self,
+        x: Tensor,
+        *,
+        seed: int = 0,
+        precision: str | None = None,
+        progress: bool | None = None,
+        by: Predictor | None = None,
+    ) -> Predictive:
+        """What the network predicts of inputs like those of its data, `[N, ...]`, on the CPU; or what `by` predicts."""
+        net, prepare = by or self.net, lambda x, _: self.data.preprocess(x)
+        with mixed_precision(self.device, precision):
+            parts = predictions(net, ScaledBatches(self.data, x), progress, self.device, prepare, seed=seed)
+            return Predictive.concat(part.cpu() for part, _ in parts)
 
     @property
     def multitude(self) -> Multitude:

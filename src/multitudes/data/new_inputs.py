@@ -1,4 +1,4 @@
-"""New inputs for a trained network, from image files, folders and tables, with or without what is right for them."""
+"""New inputs for a trained network, from files, folders, tables and texts, with or without what is right for them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from multitudes.data import Data, load
+from multitudes.data.assemble import load
 from multitudes.data.bad_rows import BadRows
 from multitudes.data.columns import Column
 from multitudes.data.kinds import Kind, kind_of_source
 from multitudes.data.sources import Source, open_source
 from multitudes.data.tables import Choice, find_target, targets
+from multitudes.data.types import Data
 
-__all__ = ["Inputs", "labelled", "read_inputs", "remarks"]
+__all__ = ["Inputs", "inputs_of", "labelled", "read_inputs", "remarks", "texts_source"]
 
 
 @dataclass(frozen=True)
@@ -41,33 +42,39 @@ def read_inputs(paths: Sequence[Path], data: Data, skip_bad: bool = False, texts
 
     `texts` are inputs themselves, where `data` are texts.
     """
-    names: list[str] = []
-    filled: Counter[str] = Counter()
-    parts, notes, bad, unknown = [], [], 0, 0
-    sources = [(Path("text"), _as_source(texts, data))] if texts else []
+    sources = [("text", texts_source(texts, data))] if texts else []
     for path in paths:
         if not path.exists():
             raise ValueError(f"the file or folder {str(path)!r} does not exist")
-        sources.append((path, data.kind.open(path)))
-    for path, source in sources:
+        sources.append((str(path), data.kind.open(path)))
+    return inputs_of(sources, data, skip_bad)
+
+
+def inputs_of(sources: Sequence[tuple[str, Source]], data: Data, skip_bad: bool = False) -> Inputs:
+    """The rows of sources, each with a name for the case that there are several."""
+    names: list[str] = []
+    filled: Counter[str] = Counter()
+    parts, notes, bad, unknown = [], [], 0, 0
+    for name, source in sources:
         faults = BadRows(source, skip_bad)
         columns = data.encoder.columns(source)
         faults.check(columns, data.kind.fills)
         rows = faults.without(torch.arange(len(source)))
         encoded = faults.encode(data.encoder, columns, rows)
         for row in rows[encoded.kept].tolist():
-            place = source.place(row) if len(sources) == 1 else f"{path} {source.place(row)}"
+            place = source.place(row) if len(sources) == 1 else f"{name} {source.place(row)}"
             names.append(source.where(row) if source.files else place)
         parts.append(encoded.x)
         bad, unknown = bad + len(faults.rows), unknown + encoded.unknown
         filled.update(encoded.filled)
         notes += list(encoded.notes.values())
     if not names:
-        raise ValueError(f"there is no input to predict in {', '.join(map(str, paths))}")
+        raise ValueError(f"there is no input to predict in {', '.join(name for name, _ in sources)}")
     return Inputs(names, torch.cat(parts), bad, unknown, filled, notes)
 
 
-def _as_source(texts: Sequence[str], data: Data) -> Source:
+def texts_source(texts: Sequence[str], data: Data) -> Source:
+    """Texts themselves as a source, where `data` are texts."""
     if not data.kind.written:
         raise ValueError(f"text={texts[0]!r} is for networks of texts, and this one was trained on {data.kind.inputs}")
     column = data.encoder.features[0].column
