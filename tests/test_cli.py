@@ -26,7 +26,7 @@ from multitudes.study.networks import build_network
 from multitudes.study.rows import Row, Value
 
 COMMANDS = [
-    ["compare"], ["train"], ["evaluate"], ["predict"], ["explain"], ["report"], ["export"], ["methods"], ["bench"],
+    ["compare"], ["train"], ["evaluate"], ["predict"], ["serve"], ["explain"], ["report"], ["export"], ["methods"], ["bench"],
     ["data", "prepare"],
 ]  # fmt: skip
 PACKAGE = str(Path(multitudes.__file__).resolve().parents[1])

@@ -18,7 +18,7 @@ import multitudes
 
 ROOMS = (
     *("core", "surgery", "training", "methods", "layers", "models", "metrics", "shift", "evaluation", "storage"),
-    *("deployment", "landscape", "data", "sklearn", "study", "report", "cli"),
+    *("deployment", "landscape", "data", "sklearn", "study", "report", "serve", "cli"),
 )
 """From the lowest room to the highest: each may import from those before it."""
 

@@ -104,7 +104,7 @@ __all__ = [
 
 ROOMS = (
     *("core", "surgery", "training", "methods", "layers", "models", "metrics", "shift", "evaluation", "storage"),
-    *("deployment", "landscape", "data", "sklearn", "study", "report"),
+    *("deployment", "landscape", "data", "sklearn", "study", "report", "serve"),
 )
 HOMES = {
     "core.draws.stochastic": "Stochastic",

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from multitudes.cli import answers, artifacts, study, tables
+from multitudes.cli import answers, artifacts, serving, study, tables
 from multitudes.cli.options import grouped
 from multitudes.cli.wording import as_typed, flags_of
 
@@ -134,6 +134,10 @@ COMMANDS: list[tuple[typer.Typer, str, Callable[..., None], str]] = [
         multitudes predict trained ./images --to answers.csv
         multitudes predict runs/wine/jobs/deep-0 new.csv --to answers.json --level 0.9
         multitudes predict runs/reviews/jobs/deep-0 --text "What a film." """),
+    (app, "serve", serving.serve, """
+        multitudes serve runs/digits/jobs/packed-0
+        multitudes serve trained --port 9000 --level 0.9
+        MULTITUDES_TOKEN=... multitudes serve trained --host 0.0.0.0"""),
     (app, "explain", artifacts.explain, """
         multitudes explain runs/digits
         multitudes explain runs/digits/jobs/deep-0 --to why.html"""),

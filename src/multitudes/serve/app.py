@@ -1,0 +1,269 @@
+"""The HTTP application: what each address answers, and how requests are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import math
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from importlib import metadata
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from multitudes.data.new_inputs import Inputs
+from multitudes.serve.batching import Batcher, QueueFull
+from multitudes.serve.examples import columns_of, examples
+from multitudes.serve.limits import Limits, Refused
+from multitudes.serve.metrics import ServerMetrics
+from multitudes.serve.network import Answers, Question, ServedNetwork
+from multitudes.serve.openapi import ABOUT, HEALTH, METRICS, PREDICT
+from multitudes.serve.page import docs_page, page, policy
+from multitudes.serve.requests import notes_on, read_request
+
+__all__ = ["create_app"]
+
+log = logging.getLogger("multitudes.serve")
+
+READERS = 4
+"""Bodies that are read at once: an image may take as much memory as it has pixels."""
+BATCH = 256
+"""The most rows that are predicted together, as in `multitudes predict`."""
+
+
+def create_app(
+    network: ServedNetwork,
+    *,
+    level: float = 0.95,
+    limits: Limits | None = None,
+    token: str | None = None,
+    wait: float = 0.003,
+) -> FastAPI:
+    """The application that serves a network.
+
+    `level` is that of sets and intervals where a request asks for none, `token` what a request must bring, `wait` the
+    seconds that a batch waits for requests that are on their way.
+    """
+    server = Server(network, level, limits or Limits(), token, wait)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        server.close()
+
+    app = FastAPI(
+        title="multitudes serve", version=metadata.version("multitudes"), docs_url=None, redoc_url=None,
+        lifespan=lifespan, description="A trained network that answers, and tells how sure the answer is.",
+    )  # fmt: skip
+    app.add_api_route("/predict", server.predict, methods=["POST"], openapi_extra=PREDICT, summary="Predict inputs")
+    app.add_api_route("/about", server.about, openapi_extra=ABOUT, summary="The network, its inputs, and examples")
+    app.add_api_route("/health", server.health, openapi_extra=HEALTH, summary="Whether the server answers")
+    app.add_api_route("/metrics", server.metrics_text, openapi_extra=METRICS, summary="Numbers for Prometheus")
+    app.add_api_route("/", server.page, include_in_schema=False)
+    app.add_api_route("/docs", lambda: _html(docs_page(app.openapi())), include_in_schema=False)
+    app.add_exception_handler(Refused, _refusal)
+    app.add_exception_handler(HTTPException, _refusal)
+    app.add_middleware(Watched, metrics=server.metrics)
+    return app
+
+
+class Server:
+    """What the addresses of the application share, and a function for each of them."""
+
+    def __init__(self, network: ServedNetwork, level: float, limits: Limits, token: str | None, wait: float) -> None:
+        self.network, self.level, self.limits, self.token = network, level, limits, token
+        self.metrics = ServerMetrics()
+        self.batcher: Batcher[Question, Answers] = Batcher(
+            network.answer, rows=BATCH, wait=wait, waiting=max(4 * BATCH, 4 * limits.rows), watch=self.metrics.batch
+        )
+        self.readers = ThreadPoolExecutor(READERS, "readers")
+        self.under_way = 0
+        self._about = self._described()
+
+    def close(self) -> None:
+        """Finish what is under way, and end the threads."""
+        self.batcher.close()
+        self.readers.shutdown()
+
+    # -- addresses -----------------------------------------------------------------------------------------
+
+    async def predict(self, request: Request) -> Response:
+        """Answers to the inputs of a request."""
+        self._authorise(request)
+        level = _level(request, self.level)
+        if self.under_way >= self.limits.requests:
+            raise Refused(503, f"{self.limits.requests} requests are under way, try again in a second", later=True)
+        self.under_way += 1
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                inputs, answers = await self._answered(request, level)
+        except TimeoutError as error:
+            raise Refused(504, f"the request took longer than {self.limits.seconds:g} seconds", later=True) from error
+        finally:
+            self.under_way -= 1
+        told = {"level": level, "conformal": self.network.has_conformal, "notes": notes_on(inputs)}
+        return _json({"answers": answers, **told})
+
+    async def about(self, request: Request) -> Response:
+        """The network, what it takes, and examples."""
+        self._authorise(request)
+        return _json(self._about)
+
+    async def health(self) -> Response:
+        """Whether requests are answered."""
+        alive = self.batcher.alive
+        return _json({"status": "ok" if alive else "the thread that computes has ended"}, 200 if alive else 503)
+
+    async def metrics_text(self, request: Request) -> Response:
+        """The numbers of the server."""
+        self._authorise(request)
+        return Response(self.metrics.text(self.batcher.waiting), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def page(self) -> Response:
+        """The page for people; what it shows comes from `/about`."""
+        return _html(page())
+
+    # -- parts of them -------------------------------------------------------------------------------------
+
+    def _authorise(self, request: Request) -> None:
+        if self.token is None:
+            return
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self.token.encode()):
+            raise Refused(401, "the header Authorization must be 'Bearer TOKEN', with the token of this server")
+
+    async def _answered(self, request: Request, level: float) -> tuple[Inputs, Answers]:
+        body = await _body(request, self.limits.size)
+        kind = request.headers.get("content-type", "")
+        with self.batcher.expecting():
+            inputs = await asyncio.get_running_loop().run_in_executor(
+                self.readers, read_request, body, kind, self.network.data, self.limits
+            )
+            try:
+                future = self.batcher.submit(Question(inputs.x, level), len(inputs.x))
+            except QueueFull as error:
+                raise Refused(503, "too many rows are waiting, try again in a second", later=True) from error
+        return inputs, await asyncio.wrap_future(future)
+
+    def _described(self) -> dict[str, Any]:
+        network, data = self.network, self.network.data
+        return {
+            "job": network.trained.job.name,
+            "method": (network.trained.job.config or {}).get("method"),
+            "data": data.name,
+            "inputs": data.kind.inputs,
+            "shape": list(data.shape),
+            "classes": list(data.classes),
+            "columns": columns_of(data),
+            "members": network.members,
+            "draws": network.draws,
+            "level": self.level,
+            "conformal": network.has_conformal,
+            "limits": {"bytes": self.limits.size, "rows": self.limits.rows, "seconds": self.limits.seconds},
+            "runs": network.how,
+            "examples": examples(data, network.held_out),
+        }
+
+
+async def _body(request: Request, most: int) -> bytes:
+    """The body, of which no more is read than is allowed."""
+    told = request.headers.get("content-length", "")
+    body = bytearray()
+    try:
+        if told.isdigit() and int(told[:20]) > most:
+            raise Refused(413, f"the body must have {most:,} bytes at most, got {int(told[:20]):,}")
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > most:
+                raise Refused(413, f"the body must have {most:,} bytes at most, got more")
+    except ClientDisconnect as error:
+        raise Refused(400, "the request ended before its body was whole") from error
+    return bytes(body)
+
+
+def _level(request: Request, default: float) -> float:
+    if more := [name for name in request.query_params if name != "level"]:
+        raise Refused(422, f"the query may have level alone, got {more[0]!r}")
+    given = request.query_params.get("level")
+    try:
+        level = default if given is None else float(given)
+    except ValueError:
+        level = math.nan
+    if not 0 < level < 1:
+        raise Refused(422, f"level must lie between 0 and 1, got {given!r}")
+    return level
+
+
+# -- responses ---------------------------------------------------------------------------------------------
+
+
+def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """In ASCII: half a character in a request is then no error of the answer."""
+    return Response(json.dumps(content, allow_nan=False), status, headers, "application/json")
+
+
+def _html(html: str) -> Response:
+    return Response(html, headers={"Content-Security-Policy": policy(html)}, media_type="text/html")
+
+
+async def _refusal(request: Request, error: Exception) -> Response:
+    if isinstance(error, Refused):
+        headers = {"Retry-After": "1"} if error.later else {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+        if error.status in (408, 413):
+            headers["Connection"] = "close"
+        return _json({"error": error.sentence}, error.status, headers)
+    assert isinstance(error, HTTPException)
+    told = {
+        404: f"there is nothing at {request.url.path!r}: see /docs",
+        405: f"{request.method} is not for {request.url.path!r}: see /docs",
+    }
+    sentence = told.get(error.status_code, str(error.detail))
+    return _json({"error": sentence}, error.status_code, dict(error.headers or {}))
+
+
+class Watched:
+    """Counts and times requests, adds headers, and answers unexpected errors, so that none ends the server."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+        self.app, self.metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        status, start = 0, time.perf_counter()
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *HEADERS]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, sending)
+        except Exception:
+            log.exception("the request %s %s failed", scope["method"], scope["path"])
+            if not status:
+                await _json({"error": "the server failed on this request; its log says why"}, 500)(
+                    scope, receive, sending
+                )
+        finally:
+            path = scope["path"] if scope["path"] in PATHS else "other"
+            self.metrics.request(path, status, time.perf_counter() - start)
+
+
+PATHS = ("/predict", "/about", "/health", "/metrics", "/", "/docs", "/openapi.json")
+HEADERS = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-store"),
+]

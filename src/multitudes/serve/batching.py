@@ -1,0 +1,151 @@
+"""Requests that come together are answered as one batch.
+
+One thread computes. While it does, requests wait; when it is free, it takes all that are waiting, up to a number of
+rows, and first waits a few milliseconds if others are on their way (`expecting`). A batch that fails is answered
+request by request, so that only the one at fault gets the error.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+__all__ = ["Batcher", "QueueFull"]
+
+Question = TypeVar("Question")
+Answer = TypeVar("Answer")
+
+
+class QueueFull(Exception):
+    """As many rows as may wait are waiting."""
+
+
+@dataclass(eq=False)
+class _Waiting(Generic[Question, Answer]):
+    question: Question
+    rows: int
+    answer: Future[Answer] = field(default_factory=Future)
+
+
+class Batcher(Generic[Question, Answer]):
+    """Answers questions in batches, in a thread of its own.
+
+    Args:
+        work: the answers to a batch of questions, in their order.
+        rows: the most rows of a batch; a question with more is a batch by itself.
+        wait: for how many seconds a batch waits for questions that are expected.
+        waiting: the most rows that may wait; beyond, `submit` raises `QueueFull`.
+        watch: is told the rows of each batch.
+
+    >>> batcher = Batcher(lambda numbers: [2 * number for number in numbers])
+    >>> batcher.submit(21).result()
+    42
+    >>> batcher.close()
+    """
+
+    def __init__(
+        self,
+        work: Callable[[list[Question]], Sequence[Answer]],
+        *,
+        rows: int = 256,
+        wait: float = 0.003,
+        waiting: int = 4096,
+        watch: Callable[[int], None] = lambda rows: None,
+    ) -> None:
+        self._work, self._watch = work, watch
+        self._most, self._wait, self._limit = rows, wait, waiting
+        self._queue: deque[_Waiting[Question, Answer]] = deque()
+        self._changed = threading.Condition()
+        self._expected, self._closed = 0, False
+        self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
+        self._thread.start()
+
+    def submit(self, question: Question, rows: int = 1) -> Future[Answer]:
+        """Have a question answered; a future that is cancelled before its batch begins costs nothing."""
+        one: _Waiting[Question, Answer] = _Waiting(question, rows)
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the batcher is closed")
+            if self._queue and self.waiting + rows > self._limit:
+                raise QueueFull
+            self._queue.append(one)
+            self._changed.notify()
+        return one.answer
+
+    @contextmanager
+    def expecting(self) -> Iterator[None]:
+        """Inside, a question is on its way, for which a batch may wait."""
+        with self._changed:
+            self._expected += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._expected -= 1
+                self._changed.notify()
+
+    @property
+    def waiting(self) -> int:
+        """Rows that wait to be computed."""
+        return sum(each.rows for each in list(self._queue))
+
+    @property
+    def alive(self) -> bool:
+        """Whether questions are still answered."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Answer what is waiting, and end."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    # -- in the thread -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (batch := self._next()) is not None:
+            begun = [each for each in batch if each.answer.set_running_or_notify_cancel()]
+            if begun:
+                self._watch(sum(each.rows for each in begun))
+                self._settle(begun)
+
+    def _next(self) -> list[_Waiting[Question, Answer]] | None:
+        """What to compute together; None at the end."""
+        with self._changed:
+            while not self._queue:
+                if self._closed:
+                    return None
+                self._changed.wait()
+            until = time.monotonic() + self._wait
+            while self._expected and not self._closed and self.waiting < self._most:
+                if (left := until - time.monotonic()) <= 0:
+                    break
+                self._changed.wait(left)
+            batch = [self._queue.popleft()]
+            rows = batch[0].rows
+            while self._queue and rows + self._queue[0].rows <= self._most:
+                batch.append(self._queue.popleft())
+                rows += batch[-1].rows
+            return batch
+
+    def _settle(self, batch: list[_Waiting[Question, Answer]]) -> None:
+        try:
+            answers = self._work([each.question for each in batch])
+            if len(answers) != len(batch):
+                raise RuntimeError(f"{len(batch)} questions got {len(answers)} answers")
+        except BaseException as error:  # whatever it is, the thread must live on
+            if len(batch) == 1:
+                batch[0].answer.set_exception(error)
+                return
+            for each in batch:
+                self._settle([each])
+            return
+        for each, answer in zip(batch, answers, strict=True):
+            each.answer.set_result(answer)

@@ -1,0 +1,85 @@
+"""Numbers about the server, in the text format of Prometheus."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+
+__all__ = ["ServerMetrics"]
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class _Histogram:
+    """How many values lie up to each bound."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def lines(self, name: str) -> list[str]:
+        found, below = [], 0
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
+            below += count
+            found.append(f'{name}_bucket{{le="{bound}"}} {below}')
+        return [*found, f"{name}_sum {self.total:.9g}", f"{name}_count {below}"]
+
+
+class ServerMetrics:
+    """Counts of requests by path and status, the time of predictions, and the rows of batches; threads may share it.
+
+    >>> metrics = ServerMetrics()
+    >>> metrics.request("/predict", 200, 0.02)
+    >>> print("\\n".join(metrics.text(waiting=0).splitlines()[2:3]))
+    multitudes_requests_total{path="/predict",status="200"} 1
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._requests: Counter[tuple[str, int]] = Counter()
+        self._seconds, self._rows = _Histogram(SECONDS), _Histogram(ROWS)
+
+    def request(self, path: str, status: int, seconds: float) -> None:
+        """A request was answered; its path is one of the server's own."""
+        with self._lock:
+            self._requests[path, status] += 1
+            if path == "/predict":
+                self._seconds.add(seconds)
+
+    def batch(self, rows: int) -> None:
+        """A batch of so many rows was begun."""
+        with self._lock:
+            self._rows.add(rows)
+
+    def text(self, waiting: int) -> str:
+        """All of it, with the number of rows that wait now."""
+        with self._lock:
+            requests = [
+                f'multitudes_requests_total{{path="{path}",status="{status}"}} {count}'
+                for (path, status), count in sorted(self._requests.items())
+            ]
+            parts = [
+                ("multitudes_requests_total", "counter", "Requests that were answered.", requests),
+                (
+                    "multitudes_predict_seconds", "histogram", "From the beginning of a request to its answer.",
+                    self._seconds.lines("multitudes_predict_seconds"),
+                ),
+                (
+                    "multitudes_batch_rows", "histogram", "Rows that were predicted together.",
+                    self._rows.lines("multitudes_batch_rows"),
+                ),
+                (
+                    "multitudes_waiting_rows", "gauge", "Rows that wait for a batch.",
+                    [f"multitudes_waiting_rows {waiting}"],
+                ),
+            ]  # fmt: skip
+        lines = [
+            line for name, kind, told, own in parts for line in (f"# HELP {name} {told}", f"# TYPE {name} {kind}", *own)
+        ]
+        return "\n".join(lines) + "\n"

@@ -1,0 +1,107 @@
+"""The network that is served: how it runs, and what it answers to several requests at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from multitudes.core.draws.adaptive import answers_apart
+from multitudes.core.draws.stochastic import stochastic_layers
+from multitudes.core.multitude import evaluating
+from multitudes.core.predictive import Predictive
+from multitudes.core.predictor import Predictor
+from multitudes.deployment.conversion import deploy
+from multitudes.evaluation.calibrate import Calibrated
+from multitudes.serve.answers import answer_rows
+from multitudes.serve.held_out import held_out
+from multitudes.study.job_data import precision_on
+from multitudes.study.trained import Trained
+
+__all__ = ["Question", "ServedNetwork"]
+
+EXAMPLE = 8
+"""Test inputs on which the deployed network is proven."""
+
+Answers = list[dict[str, Any]]
+"""One for each row of a request."""
+
+
+class Question(NamedTuple):
+    """Inputs `[n, ...]` like those of the network's data, and the level of their sets or intervals."""
+
+    x: Tensor
+    level: float
+
+
+class ServedNetwork:
+    """A trained network as it is served: deployed where that can be, with conformal scores for its classes.
+
+    Its answers are those of `multitudes predict`. Sets of classes hold the right one as often as their level says, by
+    the scores of the test part. `draws` were asked for, where they are others than in the job.
+    """
+
+    def __init__(
+        self, trained: Trained, *, draws: int | None = None, seed: int = 0, precision: str | None = None
+    ) -> None:
+        self.trained, self.data, self.seed = trained, trained.data, seed
+        self._precision: str | None = precision_on(precision, trained.device)
+        self._quick: Predictor | None = None
+        self.held_out = held_out(trained, draws is not None, seed, self._precision)
+        self.conformal = self.held_out.conformal(self.data.test.y)
+        example = self.data.test.x[:EXAMPLE]
+        example = torch.cat([example, example]) if len(example) == 1 else example
+        self.draws = bool(stochastic_layers(trained.multitude.network))
+        self.together = not self.draws and self._rows_apart(example)
+        self.how = self._deploy(example)
+        self.members = self.predict(example).members  # the first batch takes longest: ways to run are tried on it
+
+    @property
+    def has_conformal(self) -> bool:
+        """Whether sets and intervals hold the target as often as their level says."""
+        own = self.trained.net.calibration.conformal if isinstance(self.trained.net, Calibrated) else None
+        return own is not None or self.conformal is not None
+
+    def predict(self, x: Tensor) -> Predictive:
+        """What the network predicts of inputs `[N, ...]`."""
+        return self.trained.predict(x, seed=self.seed, precision=self._precision, progress=False, by=self._quick)
+
+    def answer(self, questions: Sequence[Question]) -> list[Answers]:
+        """The answers to each question; those that may share a batch are predicted together."""
+        if not self.together:
+            return [self._rows(self.predict(each.x), each.level) for each in questions]
+        whole = self.predict(torch.cat([each.x for each in questions]))
+        by_level = {level: self._rows(whole, level) for level in {each.level for each in questions}}
+        answers, start = [], 0
+        for each in questions:
+            answers.append(by_level[each.level][start : start + len(each.x)])
+            start += len(each.x)
+        return answers
+
+    def _rows(self, answer: Predictive, level: float) -> Answers:
+        return answer_rows(answer, self.data, level, self.conformal)
+
+    # -- how it runs ---------------------------------------------------------------------------------------
+
+    def _rows_apart(self, example: Tensor) -> bool:
+        """Whether a row's prediction does not depend on the other rows, so that requests may share a batch."""
+        net = self.trained.multitude
+        with evaluating(net), torch.no_grad():
+            return answers_apart(net, self._seen(example))
+
+    def _deploy(self, example: Tensor) -> str:
+        """Make the network fast, and say how it runs. One that draws stays as it is, so that its draws are the same."""
+        if self.draws:
+            return "by torch, each request by itself, since the network draws"
+        try:
+            deployed = deploy(self.trained.net, self._seen(example), precision=self._precision)
+        except (ValueError, ImportError) as error:
+            return f"by torch, since it cannot be deployed: {error}"
+        self._quick, self._precision = deployed, None
+        return deployed.summary()
+
+    def _seen(self, x: Tensor) -> Tensor:
+        """Inputs as the network is called with them."""
+        return self.data.normalised(x.to(self.trained.device))
