@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from multitudes.data.new_inputs import Inputs
+from multitudes.evaluation.calibrate import Calibrated
 from multitudes.serve.batching import Batcher, QueueFull
 from multitudes.serve.examples import columns_of, examples
 from multitudes.serve.limits import Limits, Refused
@@ -166,6 +167,7 @@ class Server:
             "members": network.members,
             "draws": network.draws,
             "level": self.level,
+            "calibrated": isinstance(network.trained.net, Calibrated),
             "conformal": network.has_conformal,
             "limits": {"bytes": self.limits.size, "rows": self.limits.rows, "seconds": self.limits.seconds},
             "runs": network.how,

@@ -66,7 +66,8 @@ class ServedNetwork:
 
     def predict(self, x: Tensor) -> Predictive:
         """What the network predicts of inputs `[N, ...]`."""
-        return self.trained.predict(x, seed=self.seed, precision=self._precision, progress=False, by=self._quick)
+        seed = self.seed if self.draws else None
+        return self.trained.predict(x, seed=seed, precision=self._precision, progress=False, by=self._quick)
 
     def answer(self, questions: Sequence[Question]) -> list[Answers]:
         """The answers to each question; those that may share a batch are predicted together."""

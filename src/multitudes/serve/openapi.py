@@ -16,12 +16,12 @@ _ANSWER = {
         "mutual_information": {"type": "number", "description": "What members disagree on, in nats."},
         "set": {
             "type": ["array", "null"], "items": {"type": "string"},
-            "description": "The conformal set: it holds the right class with the probability `level`.",
+            "description": "The conformal set: it holds the right class with the probability level.",
         },
         "mean": {"type": "number", "description": "Of numbers: the prediction, in the units of the data."},
         "std": {"type": "number"},
         "std_between_members": {"type": "number", "description": "The part of std that members disagree on."},
-        "low": {"type": ["number", "null"], "description": "The interval at `level`; null where it has no bound."},
+        "low": {"type": ["number", "null"], "description": "The interval at level; null where it has no bound."},
         "high": {"type": ["number", "null"]},
         "members": {
             "type": "array", "items": {"type": "object"},
@@ -110,7 +110,7 @@ ABOUT: dict[str, Any] = {
         "401": _answer(_REFUSALS["401"], _ERROR),
     }
 }
-HEALTH: dict[str, Any] = {"responses": {"200": _answer('`{"status": "ok"}`', _OPEN)}}
+HEALTH: dict[str, Any] = {"responses": {"200": _answer('{"status": "ok"}', _OPEN)}}
 METRICS: dict[str, Any] = {
     "responses": {
         "200": _answer("Prometheus's text format.", {"type": "string"}, "text/plain"),

@@ -64,15 +64,19 @@ class Trained:
         self,
         x: Tensor,
         *,
-        seed: int = 0,
+        seed: int | None = 0,
         precision: str | None = None,
         progress: bool | None = None,
         by: Predictor | None = None,
     ) -> Predictive:
-        """What the network predicts of inputs like those of its data, `[N, ...]`, on the CPU; or what `by` predicts."""
+        """What the network predicts of inputs like those of its data, `[N, ...]`, on the CPU; or what `by` predicts.
+
+        A network that draws nothing needs no seed.
+        """
         net, prepare = by or self.net, lambda x, _: self.data.preprocess(x)
+        options = {} if seed is None else {"seed": seed}
         with mixed_precision(self.device, precision):
-            parts = predictions(net, ScaledBatches(self.data, x), progress, self.device, prepare, seed=seed)
+            parts = predictions(net, ScaledBatches(self.data, x), progress, self.device, prepare, **options)
             return Predictive.concat(part.cpu() for part, _ in parts)
 
     @property

@@ -203,12 +203,12 @@ function ofClasses(answer, found) {
     element("p", { className: "verdict" }, answer.label, " ", element("small", { textContent: `${percent(answer.confidence)}, ${sureness(answer)}` })),
     told(...agreement(answer)),
   ];
-  if (set && set.length) parts.push(told(`Set at ${level}`, `${set.join(", ")}. It holds the right class in ${level} of cases${set.length === ranked.length ? "; here it is every class" : ""}.`));
+  if (set && set.length) parts.push(told(`Set at ${level}`, `${set.join(", ")}. It holds the right class for ${level} of inputs like those of the data${set.length === ranked.length ? "; here it is every class" : ""}.`));
   else if (set) parts.push(told(`Set at ${level}`, "empty: no class fits well."));
   parts.push(element("h3", { textContent: set ? "Probabilities; classes of the set are blue" : "Probabilities" }));
   parts.push(meter(ranked.slice(0, 10).map(([name, value]) => [name, value, inside.has(name)])));
   if (ranked.length > 10) parts.push(element("p", { className: "note", textContent: `and ${ranked.length - 10} more classes` }));
-  parts.push(element("h3", { textContent: `What each of the ${answer.members.length} ${called()} predicts` }));
+  parts.push(element("h3", { textContent: `What each of the ${answer.members.length} ${called()} predicts${state.about.calibrated ? ", before calibration" : ""}` }));
   parts.push(element("ul", { className: "votes" }, ...answer.members.slice(0, 64).map((member) =>
     element("li", { className: member.label === answer.label ? "" : "other" }, member.label, " ", element("small", { textContent: percent(member.confidence) })))));
   const most = Math.log(Math.max(2, state.about.classes.length)).toFixed(2);
@@ -247,7 +247,7 @@ function range(answer) {
 function ofNumbers(answer, found) {
   const level = percent(found.level), share = answer.std ? (answer.std_between_members / answer.std) ** 2 : 0;
   const many = answer.members.length > 1;
-  const held = found.conformal ? `It holds the right value in ${level} of cases.` : "";
+  const held = found.conformal ? `It holds the right value for ${level} of inputs like those of the data.` : "";
   const parts = [element("p", { className: "verdict" }, number(answer.mean), " ", element("small", { textContent: `± ${number(answer.std)}` }))];
   if (many) parts.push(told(share < 0.25 ? `The ${called()} agree` : `The ${called()} disagree`, `they differ by ${number(answer.std_between_members)} (a standard deviation), which is ${percent(share)} of the variance.`));
   parts.push(told(`Interval at ${level}`, `${number(answer.low)} to ${number(answer.high)}. ${held}`), range(answer));
