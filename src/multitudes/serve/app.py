@@ -126,7 +126,7 @@ class Server:
     async def metrics_text(self, request: Request) -> Response:
         """The numbers of the server."""
         self._authorise(request)
-        return Response(self.metrics.text(self.batcher.waiting), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(self.metrics.text(self.under_way, self.batcher.waiting), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def page(self) -> Response:
         """The page for people; what it shows comes from `/about`."""
@@ -219,7 +219,7 @@ def _html(html: str) -> Response:
 async def _refusal(request: Request, error: Exception) -> Response:
     if isinstance(error, Refused):
         headers = {"Retry-After": "1"} if error.later else {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
-        if error.status in (408, 413):
+        if error.status in (413, 504):  # the rest of the body is not read
             headers["Connection"] = "close"
         return _json({"error": error.sentence}, error.status, headers)
     assert isinstance(error, HTTPException)

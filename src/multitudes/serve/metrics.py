@@ -36,7 +36,7 @@ class ServerMetrics:
 
     >>> metrics = ServerMetrics()
     >>> metrics.request("/predict", 200, 0.02)
-    >>> print("\\n".join(metrics.text(waiting=0).splitlines()[2:3]))
+    >>> print("\\n".join(metrics.text(0, 0).splitlines()[2:3]))
     multitudes_requests_total{path="/predict",status="200"} 1
     """
 
@@ -57,8 +57,8 @@ class ServerMetrics:
         with self._lock:
             self._rows.add(rows)
 
-    def text(self, waiting: int) -> str:
-        """All of it, with the number of rows that wait now."""
+    def text(self, under_way: int, waiting: int) -> str:
+        """All of it, with the number of predictions under way now, and of rows that wait."""
         with self._lock:
             requests = [
                 f'multitudes_requests_total{{path="{path}",status="{status}"}} {count}'
@@ -73,6 +73,10 @@ class ServerMetrics:
                 (
                     "multitudes_batch_rows", "histogram", "Rows that were predicted together.",
                     self._rows.lines("multitudes_batch_rows"),
+                ),
+                (
+                    "multitudes_under_way", "gauge", "Requests to /predict that are not answered yet.",
+                    [f"multitudes_under_way {under_way}"],
                 ),
                 (
                     "multitudes_waiting_rows", "gauge", "Rows that wait for a batch.",

@@ -1,0 +1,145 @@
+"""Trained networks behind a server, in a thread of the test or as a process, and a client for them."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+from PIL import Image
+
+from multitudes.serve.app import create_app
+from multitudes.serve.network import ServedNetwork
+from multitudes.serve.server import listen
+from multitudes.study.trained import Trained
+
+from .test_cli import PACKAGE
+
+WAIT = 60.0
+"""Seconds after which a test gives up on a server."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The answer to a request."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body, parse_constant=lambda name: (_ for _ in ()).throw(ValueError(name)))
+
+    @property
+    def error(self) -> str:
+        """The sentence of a refusal, which is all of it."""
+        found = self.json
+        assert set(found) == {"error"} and found["error"], found
+        return found["error"]
+
+
+@dataclass(frozen=True)
+class Client:
+    """Sends requests, each over a connection of its own."""
+
+    port: int
+
+    def send(self, method: str, path: str, body: Any = None, kind: str | None = None, **headers: str) -> Answered:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT)
+        try:
+            own = {name.replace("_", "-"): value for name, value in headers.items()}
+            connection.request(method, path, body, own | ({"Content-Type": kind} if kind else {}))
+            answer = connection.getresponse()
+            return Answered(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
+        finally:
+            connection.close()
+
+    def get(self, path: str, **headers: str) -> Answered:
+        return self.send("GET", path, **headers)
+
+    def predict(self, body: Any, kind: str = "application/json", query: str = "", **headers: str) -> Answered:
+        content = json.dumps(body) if kind == "application/json" and not isinstance(body, (bytes, str)) else body
+        return self.send("POST", f"/predict{query}", content, kind, **headers)
+
+    def answers(self, body: Any, kind: str = "application/json", query: str = "") -> list[dict[str, Any]]:
+        found = self.predict(body, kind, query)
+        assert found.status == 200, found
+        return found.json["answers"]
+
+
+@contextmanager
+def in_thread(job: Path | ServedNetwork, **options: Any) -> Iterator[Client]:
+    """A server in a thread of this process."""
+    network = job if isinstance(job, ServedNetwork) else served(job)
+    config = uvicorn.Config(create_app(network, **options), log_level="critical")
+    server = uvicorn.Server(config)
+    with listen("127.0.0.1", 0) as listening:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        try:
+            yield Client(listening.getsockname()[1])
+        finally:
+            server.should_exit = True
+            thread.join(WAIT)
+            assert not thread.is_alive()
+
+
+def served(job: Path, **options: Any) -> ServedNetwork:
+    return ServedNetwork(Trained.read(job, "cpu"), **options)
+
+
+@contextmanager
+def as_process(job: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], Client]]:
+    """The program `multitudes serve` itself, on a free port."""
+    command = [sys.executable, "-m", "multitudes", "serve", str(job), "--port", "0", "--device", "cpu", *options]
+    environment = {**os.environ, "PYTHONPATH": PACKAGE, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr is not None
+    try:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r" at http://127\.0\.0\.1:(\d+) ", line):
+                yield process, Client(int(found[1]))
+                break
+        else:
+            raise AssertionError("".join(lines))
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(WAIT)
+        process.stderr.close()
+
+
+def png(image: torch.Tensor) -> bytes:
+    """An image `[1, H, W]` as a file."""
+    file = io.BytesIO()
+    Image.fromarray(image[0].numpy()).save(file, "PNG")
+    return file.getvalue()
+
+
+def base64_png(image: torch.Tensor) -> str:
+    return base64.b64encode(png(image)).decode()
+
+
+def eventually(holds: Any, seconds: float = 10.0) -> None:
+    """Wait until something holds."""
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.005)
