@@ -3,14 +3,15 @@
     python benchmarks/serve.py
     python benchmarks/serve.py --job runs/digits/jobs/packed-0 --seconds 10
 
-Without a job, a packed ensemble is trained on the digits first, for a few seconds. Server and clients run on this machine,
-in two processes, over the loopback. Each client sends the test images of the job, or its rows or texts, one a request.
+Without a job, a packed ensemble is trained on the digits first, for a few seconds. Server and clients run on this
+machine, in two processes, over the loopback. Each client sends test inputs of the job, one a request.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import json
 import re
 import signal
@@ -24,7 +25,10 @@ from pathlib import Path
 
 from multitudes.serve.examples import examples
 from multitudes.serve.held_out import held_out
+from multitudes.study.planning import prepare
+from multitudes.study.spec import Spec
 from multitudes.study.trained import Trained
+from multitudes.study.worker import run as run_job
 
 
 def main() -> None:
@@ -56,15 +60,14 @@ def main() -> None:
 
 
 def trained(out: Path, device: str) -> Path:
-    command = [sys.executable, "-m", "multitudes", "train", "digits", "--method", "packed", "--epochs", "5"]
-    subprocess.run([*command, "--device", device, "--out", str(out)], check=True, capture_output=True)
-    return next((out / "jobs").iterdir())
+    spec = Spec.of(data="digits", methods={"packed": {}}, epochs=5, shift=[], device=device)
+    (job,) = prepare(spec, out).jobs
+    run_job(job.directory)
+    return job.directory
 
 
 def inputs(job: Path) -> list[tuple[str, bytes]]:
     """Content type and body of requests, from test inputs of the job."""
-    import base64
-
     found = Trained.read(job, "cpu")
     some = examples(found.data, held_out(found))
     bodies = []

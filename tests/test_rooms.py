@@ -128,7 +128,7 @@ assert not heavy, heavy
     [
         ([], 0), (["--help"], 0), (["--version"], 0), (["methods"], 0), (["compare", "--help"], 0), (["compare"], 2),
         (["data", "prepare", "--help"], 0), (["compare", "digits", "--sedes", "3"], 2), (["predict"], 2),
-        (["bench", "--shape", "x"], 2), (["export", "--help"], 0),
+        (["bench", "--shape", "x"], 2), (["export", "--help"], 0), (["serve", "--help"], 0),
         (["compare", "digits", "--methods", "pakced"], 2), (["compare", "nowhere.toml"], 2),
         (["train", "digits", "--method", "packed", "--set", "member=3"], 2),
     ],
