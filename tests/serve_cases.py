@@ -18,16 +18,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import uvicorn
 from PIL import Image
 
+from multitudes import data as datasets
+from multitudes.core.predictive import Predictive
+from multitudes.data import Data
 from multitudes.serve.app import create_app
+from multitudes.serve.limits import Limits
 from multitudes.serve.network import ServedNetwork
 from multitudes.serve.server import listen
+from multitudes.storage.save import load
+from multitudes.study.store import Run
 from multitudes.study.trained import Trained
 
 from .test_cli import PACKAGE
+from .test_cli_predict import garden, trained
 
 WAIT = 60.0
 """Seconds after which a test gives up on a server."""
@@ -143,3 +151,73 @@ def eventually(holds: Any, seconds: float = 10.0) -> None:
     while not holds():
         assert time.monotonic() < until
         time.sleep(0.005)
+
+
+IMAGE = png(torch.zeros(1, 8, 8, dtype=torch.uint8))
+JSON, PNG = "application/json", "image/png"
+OAK = {"sun": 1.0, "kind": "oak"}
+
+# -- trained networks --------------------------------------------------------------------------------------
+
+
+def once(factory: pytest.TempPathFactory, name: str, **options: Any) -> Run:
+    """A trained run, which the files of tests share."""
+    place = factory.getbasetemp() / f"served-{name}"
+    return Run(place) if place.exists() else trained(place, **options)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    methods = {"deep": {"members": 3}, "mc_dropout": {}}
+    return once(tmp_path_factory, "images", data="digits", limit=300, methods=methods, epochs=3)
+
+
+@pytest.fixture(scope="module")
+def digits(images: Run) -> Data:
+    return datasets.read(images.data_path)
+
+
+@pytest.fixture(scope="module")
+def deep(images: Run) -> ServedNetwork:
+    return served(images.job("deep", 0).directory)
+
+
+@pytest.fixture(scope="module")
+def client(deep: ServedNetwork) -> Iterator[Client]:
+    with in_thread(deep, limits=Limits(size=200_000, rows=40, pixels=1_000_000)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    source = garden(tmp_path_factory.mktemp("garden") / "garden.csv")
+    options = {"target": "height", "methods": {"deep": {"members": 2}}, "epochs": 20, "model": "mlp"}
+    return once(tmp_path_factory, "table", data=source, **options)
+
+
+@pytest.fixture(scope="module")
+def rows(table: Run) -> Iterator[Client]:
+    with in_thread(table.jobs[0].directory, limits=Limits(rows=40)) as found:
+        yield found
+
+
+CLOSE = 2e-5
+"""Six digits are sent, and rows of one batch are rounded by float32 in another order."""
+
+
+def expected(run: Run, name: str, x: torch.Tensor) -> Predictive:
+    """What the saved network predicts itself."""
+    net = load(run.job(name, 0).directory / "model.safetensors").eval()
+    with torch.no_grad():
+        return net.predict(datasets.read(run.data_path).normalised(x), seed=0)
+
+
+def check_classes(answer: dict[str, Any], want: Predictive, row: int, classes: tuple[str, ...]) -> None:
+    assert answer["label"] == classes[int(want.label[row])]
+    assert list(answer["probabilities"]) == list(classes)
+    assert list(answer["probabilities"].values()) == pytest.approx(want.probs[row].tolist(), abs=CLOSE)
+    for name in ("confidence", "entropy", "mutual_information"):
+        assert answer[name] == pytest.approx(getattr(want, name)[row].item(), abs=CLOSE)
+    votes = want.member_probs[:, row].max(1)
+    assert [member["label"] for member in answer["members"]] == [classes[at] for at in votes.indices.tolist()]
+    assert [member["confidence"] for member in answer["members"]] == pytest.approx(votes.values.tolist(), abs=CLOSE)

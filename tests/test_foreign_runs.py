@@ -83,6 +83,7 @@ def rewritten(job: Job, **changes: Any) -> None:
 
 COMMANDS: dict[str, tuple[Any, ...]] = {
     "predict": ("foreign", "image.png"),
+    "serve": ("foreign", "--port", 0),
     "evaluate": ("foreign",),
     "export": ("foreign", "--to", "x.onnx"),
     "explain": ("foreign",),

@@ -20,9 +20,8 @@ from multitudes import data as datasets
 from multitudes.data import Data
 from multitudes.study.store import Run
 
-from .serve_cases import WAIT, Client, as_process, eventually, in_thread, png
+from .serve_cases import WAIT, Client, as_process, check_classes, eventually, expected, in_thread, once, png
 from .test_cli_predict import garden, trained
-from .test_serve import check_classes, expected
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -30,7 +29,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Run:
     methods = {"packed": {"members": 2}}
-    return trained(tmp_path_factory.mktemp("images"), data="digits", limit=300, methods=methods, epochs=2)
+    return once(tmp_path_factory, "packed", data="digits", limit=300, methods=methods, epochs=2)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +84,9 @@ def test_sigterm_finishes_what_is_under_way_and_ends_with_0(
     images: Run, digits: Data, running: tuple[subprocess.Popen[str], Client]
 ) -> None:
     body = png(digits.test.x[0])
-    head = f"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/png\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
     process, server = running
     with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT) as connection:
         connection.sendall(head.encode() + body[:10])

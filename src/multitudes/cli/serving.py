@@ -59,10 +59,11 @@ def serve(
     limits = Limits(size=max(1, int(1e6 * max_size)), rows=max_rows, seconds=max_seconds, requests=max_requests)
     trained = Trained.read(job, common.device, draws, model_file)
     network = ServedNetwork(trained, draws=draws, seed=common.seed or 0, precision=common.precision)
-    app = create_app(network, level=level, limits=limits, token=token, wait=wait / 1000)
     with listen(host, port) as listening:
         at, number = listening.getsockname()[:2]
-        if token is None and not is_loopback(listening):
+        local = is_loopback(listening)
+        app = create_app(network, level=level, limits=limits, token=token, local=local, wait=wait / 1000)
+        if token is None and not local:
             say(f"Warning: whoever reaches {at}:{number} can use the network, since there is no --token")
         say(f"Serving {trained.job.name} at http://{f'[{at}]' if ':' in at else at}:{number} until Ctrl+C")
         run(app, listening, max_seconds)

@@ -7,8 +7,9 @@ import hmac
 import json
 import logging
 import math
+import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from importlib import metadata
@@ -36,6 +37,8 @@ log = logging.getLogger("multitudes.serve")
 
 READERS = 4
 """Bodies that are read at once: an image may take as much memory as it has pixels."""
+LOCAL = ("localhost", "127.0.0.1", "[::1]")
+"""What a browser on this machine calls it."""
 BATCH = 256
 """The most rows that are predicted together, as in `multitudes predict`."""
 
@@ -46,14 +49,16 @@ def create_app(
     level: float = 0.95,
     limits: Limits | None = None,
     token: str | None = None,
+    local: bool = False,
     wait: float = 0.003,
 ) -> FastAPI:
     """The application that serves a network.
 
     `level` is that of sets and intervals where a request asks for none, `token` what a request must bring, `wait` the
-    seconds that a batch waits for requests that are on their way.
+    seconds that a batch waits for requests that are on their way. A `local` server without a token answers only to the
+    names of this machine, so that no other web page can ask it under a name of its own.
     """
-    server = Server(network, level, limits or Limits(), token, wait)
+    server = Server(network, level, limits or Limits(), token, wait, LOCAL if local and token is None else None)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -79,8 +84,16 @@ def create_app(
 class Server:
     """What the addresses of the application share, and a function for each of them."""
 
-    def __init__(self, network: ServedNetwork, level: float, limits: Limits, token: str | None, wait: float) -> None:
-        self.network, self.level, self.limits, self.token = network, level, limits, token
+    def __init__(
+        self,
+        network: ServedNetwork,
+        level: float,
+        limits: Limits,
+        token: str | None,
+        wait: float,
+        hosts: Collection[str] | None,
+    ) -> None:
+        self.network, self.level, self.limits, self.token, self.hosts = network, level, limits, token, hosts
         self.metrics = ServerMetrics()
         self.batcher: Batcher[Question, Answers] = Batcher(
             network.answer, rows=BATCH, wait=wait, waiting=max(4 * BATCH, 4 * limits.rows), watch=self.metrics.batch
@@ -126,7 +139,10 @@ class Server:
     async def metrics_text(self, request: Request) -> Response:
         """The numbers of the server."""
         self._authorise(request)
-        return Response(self.metrics.text(self.under_way, self.batcher.waiting), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(
+            self.metrics.text(self.under_way, self.batcher.waiting),
+            media_type="text/plain; version=0.0.4; charset=utf-8",
+        )
 
     async def page(self) -> Response:
         """The page for people; what it shows comes from `/about`."""
@@ -135,6 +151,9 @@ class Server:
     # -- parts of them -------------------------------------------------------------------------------------
 
     def _authorise(self, request: Request) -> None:
+        host = request.headers.get("host", "").lower()
+        if self.hosts is not None and (name := re.sub(r":\d*$", "", host)) not in self.hosts:
+            raise Refused(403, f"without a token, the header Host must be one of {', '.join(self.hosts)}, got {name!r}")
         if self.token is None:
             return
         kind, _, given = request.headers.get("authorization", "").partition(" ")

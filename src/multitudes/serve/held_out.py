@@ -38,15 +38,14 @@ class HeldOut(NamedTuple):
 
 def held_out(trained: Trained, anew: bool = False, seed: int = 0, precision: str | None = None) -> HeldOut:
     """From the files of the job, or `anew` from the network."""
-    name = "probs" if trained.data.classes else "std"
+    test, classes = trained.data.test, trained.data.classes
     saved = {} if anew else trained.job.predictions
-    test = trained.data.test
-    if name in saved and len(saved[name]) == len(test):
-        found = torch.from_numpy(saved[name])
-        return _held_out(torch.arange(len(test)), found)
+    found = saved.get("probs" if classes else "std")
+    if found is not None and found.shape == ((len(test), len(classes)) if classes else (len(test),)):
+        return _held_out(torch.arange(len(test)), torch.from_numpy(found).float())
     rows = torch.randperm(len(test), generator=torch.Generator().manual_seed(seed))[:ROWS]
     answer = trained.predict(test.x[rows], seed=seed, precision=precision, progress=False)
-    return _held_out(rows, answer.probs if trained.data.classes else answer.std[:, 0])
+    return _held_out(rows, answer.probs if classes else answer.std[:, 0])
 
 
 def _held_out(rows: Tensor, found: Tensor) -> HeldOut:

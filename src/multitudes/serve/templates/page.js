@@ -124,7 +124,8 @@ function fields(columns) {
 // -- examples -------------------------------------------------------------------------------------------
 
 function sample(example) {
-  const button = element("button", { type: "button", ariaPressed: "false" });
+  const button = element("button", { type: "button" });
+  button.setAttribute("aria-pressed", "false");
   const truth = element("small", { textContent: `truth: ${example.truth}` });
   if (example.image) {
     button.className = "of-image";
@@ -138,7 +139,7 @@ function sample(example) {
     button.append(values.join(", "), Object.keys(example.row).length > 6 ? ", …" : "", truth);
   }
   button.addEventListener("click", () => {
-    document.querySelectorAll(".samples button").forEach((each) => { each.ariaPressed = String(each === button); });
+    document.querySelectorAll(".samples button").forEach((each) => each.setAttribute("aria-pressed", String(each === button)));
     if (example.image) take(imageOf(example.image));
     else {
       if (example.row) fill(example.row);
@@ -302,9 +303,13 @@ $("words").addEventListener("keydown", (event) => { if (event.key === "Enter" &&
 $("paste").addEventListener("change", pasted);
 $("level").addEventListener("change", () => { if (!$("result").hidden) ask(); });
 $("file").addEventListener("change", () => take($("file").files[0]));
-for (const name of ["dragenter", "dragover"]) $("drop").addEventListener(name, (event) => { event.preventDefault(); $("drop").classList.add("over"); });
-for (const name of ["dragleave", "drop"]) $("drop").addEventListener(name, () => $("drop").classList.remove("over"));
-$("drop").addEventListener("drop", (event) => { event.preventDefault(); take(event.dataTransfer.files[0]); });
+// Anywhere on the page: a browser would leave it to show a file that is dropped beside the box.
+for (const name of ["dragenter", "dragover"]) document.addEventListener(name, (event) => { event.preventDefault(); $("drop").classList.add("over"); });
+for (const name of ["dragleave", "drop"]) document.addEventListener(name, () => $("drop").classList.remove("over"));
+document.addEventListener("drop", (event) => {
+  event.preventDefault();
+  if (state.about && state.about.inputs === "images") take(event.dataTransfer.files[0]);
+});
 document.addEventListener("paste", (event) => {
   const [file] = event.clipboardData.files;
   if (file && state.about && state.about.inputs === "images") take(file);
