@@ -9,17 +9,21 @@ import math
 import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from multitudes import data as datasets
+from multitudes.core.multitude import Multitude
 from multitudes.data import Data
-from multitudes.serve.network import ServedNetwork
+from multitudes.serve.network import Question, ServedNetwork
 from multitudes.study.store import Run
+from multitudes.study.trained import Trained
 
 from .serve_cases import (
     CLOSE,
@@ -99,6 +103,32 @@ def test_a_network_that_draws_gives_an_input_the_same_answer_in_any_company(imag
     want = expected(images, "mc_dropout", x[:3])
     for row, answer in enumerate(three):
         check_classes(answer, want, row, digits.classes)
+
+
+class Centred(nn.Module):
+    """A network whose rows see each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.last(x.flatten(1))
+        return found - found.mean(0)
+
+
+def test_a_network_whose_rows_see_each_other_gets_each_request_by_itself(images: Run, digits: Data) -> None:
+    torch.manual_seed(0)
+    whole = Trained.read(images.job("deep", 0).directory, "cpu")
+    network = ServedNetwork(replace(whole, net=Multitude(Centred()).eval()))
+    assert not network.together and not network.draws
+    x = digits.test.x[:9]
+    found = network.answer([Question(x[:3], 0.9), Question(x[3:9], 0.9)])
+    for own, answers in ((x[:3], found[0]), (x[3:9], found[1])):
+        with torch.no_grad():
+            want = network.trained.net.predict(digits.normalised(own))
+        for row, answer in enumerate(answers):
+            check_classes(answer, want, row, digits.classes)
 
 
 def test_rows_get_the_answers_that_predict_gives_to_a_file(table: Run, rows: Client, tmp_path: Path) -> None:

@@ -214,8 +214,8 @@ function ofClasses(answer, found) {
     element("li", { className: member.label === answer.label ? "" : "other" }, member.label, " ", element("small", { textContent: percent(member.confidence) })))));
   const most = Math.log(Math.max(2, state.about.classes.length)).toFixed(2);
   parts.push(element("h3", { textContent: "Uncertainty" }), element("dl", {},
-    element("dt", { textContent: "entropy" }), element("dd", { textContent: `${number(answer.entropy)} nats of ${most}: all uncertainty` }),
-    element("dt", { textContent: "mutual information" }), element("dd", { textContent: `${number(answer.mutual_information)} nats: the part on which the ${called()} disagree, which more data could settle` })));
+    element("dt", { textContent: "entropy" }), element("dd", { textContent: `${number(answer.entropy)} nats of ${most}: all uncertainty${state.about.calibrated ? ", calibrated" : ""}` }),
+    element("dt", { textContent: "mutual information" }), element("dd", { textContent: `${number(answer.mutual_information)} nats${state.about.calibrated ? " before calibration" : ""}: what the ${called()} disagree on, which more data could settle` })));
   return parts;
 }
 
@@ -266,6 +266,8 @@ function show(found) {
   $("result").replaceChildren(...parts);
   $("result").hidden = false;
   $("empty").hidden = true;
+  const { top, bottom } = $("answer").getBoundingClientRect();
+  if (bottom < 0 || top > innerHeight - 60 || (top < 0 && innerWidth <= 760)) $("answer").scrollIntoView();
 }
 
 // -- the beginning --------------------------------------------------------------------------------------
