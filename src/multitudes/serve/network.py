@@ -51,18 +51,14 @@ class ServedNetwork:
         self._quick: Predictor | None = None
         self.held_out = held_out(trained, draws is not None, seed, self._precision)
         self.conformal = self.held_out.conformal(self.data.test.y)
+        own = trained.net.calibration.conformal if isinstance(trained.net, Calibrated) else None
+        self.has_conformal = own is not None or self.conformal is not None
         example = self.data.test.x[:EXAMPLE]
         example = torch.cat([example, example]) if len(example) == 1 else example
         self.draws = bool(stochastic_layers(trained.multitude.network))
         self.together = not self.draws and self._rows_apart(example)
         self.how = self._deploy(example)
         self.members = self.predict(example).members  # the first batch takes longest: ways to run are tried on it
-
-    @property
-    def has_conformal(self) -> bool:
-        """Whether sets and intervals hold the target as often as their level says."""
-        own = self.trained.net.calibration.conformal if isinstance(self.trained.net, Calibrated) else None
-        return own is not None or self.conformal is not None
 
     def predict(self, x: Tensor) -> Predictive:
         """What the network predicts of inputs `[N, ...]`."""
