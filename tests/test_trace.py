@@ -274,3 +274,40 @@ def test_noise_of_the_networks_own_is_each_members_own_or_refused(kind: str, tra
     except ValueError:
         return
     assert not torch.allclose(one, other)
+
+
+class Squares(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) ** 2
+
+
+class Doubles(Squares):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * 2
+
+
+def test_a_module_that_is_replaced_added_or_removed_is_traced_anew() -> None:
+    net = mt.fuse([nn.Sequential(Squares(nn.Linear(6, 4))) for _ in range(2)]).eval()
+    net.runner = "packed"
+    x = torch.randn(3, 6)
+    plain = net(x).sqrt()
+    net.network[0] = Doubles(net.network[0].inner).eval()
+    torch.testing.assert_close(net(x).abs(), 2 * plain)
+    net.network.append(nn.Tanh().eval())
+    torch.testing.assert_close(net(x).abs(), (2 * plain).tanh())
+    del net.network[1]
+    torch.testing.assert_close(net(x).abs(), 2 * plain)
+
+
+def test_an_input_that_fails_proves_nothing() -> None:
+    build, shape = HARD["asks"]
+    net = mt.fuse([build() for _ in range(2)])
+    net.runner = "packed"
+    with pytest.raises(ValueError, match="does not fit"):
+        net(torch.randn(3, shape[0] + 1))
+    with pytest.raises(ValueError, match="different predictions"):
+        net(torch.randn(3, *shape))

@@ -259,12 +259,12 @@ class Members(Multitude):
         kinds, kind = self._proven.setdefault((runner, self.training), set()), kind_of(x)
         if kind in kinds:
             return
-        kinds.add(kind)
         self._proving = True
         try:
             reason = self._difference(runner, x)
         finally:
             self._proving = False
+        kinds.add(kind)
         if reason:
             self._refused[runner] = reason
             self._plans = {} if runner == "packed" else self._plans

@@ -217,7 +217,10 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def settings_of(module: nn.Module) -> dict[str, Any]:
-    """What a module's own code may read: its attributes and its classes', so that two readings tell what changed."""
+    """What a module's own code is and may read, so that two readings tell what changed.
+
+    That is its class, the names of its children, its attributes and its classes'.
+    """
     classes = [kind for kind in type(module).__mro__ if not kind.__module__.startswith(("torch.", "builtins"))]
     of_classes = {
         f"{kind.__qualname__}.{key}": value
@@ -225,7 +228,8 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
         for key, value in vars(kind).items()
         if isinstance(value, _READ) and not key.startswith("__")
     }
-    return {key: fingerprint(value) for key, value in (of_classes | own_attributes(module)).items()}
+    read = {key: fingerprint(value) for key, value in (of_classes | own_attributes(module)).items()}
+    return {"": (type(module), type(module).forward, tuple(module._modules)), **read}
 
 
 _READ = (bool, int, float, complex, str, tuple, list, dict, set)
