@@ -36,6 +36,7 @@ from multitudes.core.lending import (
 from multitudes.core.multitude import Multitude, clip_each, plain
 from multitudes.core.packing import CannotPack, Plan, trace
 from multitudes.core.proof import alike, kind_of, silent_trial, unmoved
+from multitudes.core.small_members import Sizes
 from multitudes.core.stacking import stackable, stacked_copy, with_tensors
 from multitudes.core.tasks import Criterion
 
@@ -47,12 +48,12 @@ class Members(Multitude):
 
     `net.runner` says how they run: `"loop"` one after the other, `"packed"` with their channels side by side
     in grouped layers, `"stacked"` by the network's own code for all members at once, under `torch.vmap`. `"auto"`, the
-    default, loops on a CPU, where grouped convolutions are slow; on a GPU it times all three on the first batch and
+    default, loops on a CPU, but packs small networks in evaluation; on a GPU it times all three on the first batch and
     keeps the fastest. Compiled, it packs networks of convolutions and stacks others.
     """
 
     independent = True
-    found_anew = ("_draw_cache", "_refused", "_fastest", "_plans", "_proven", "_proving", "_written")
+    found_anew = ("_draw_cache", "_refused", "_fastest", "_plans", "_proven", "_proving", "_sizes", "_written")
 
     def __init__(self, networks: Iterable[nn.Module], members: int) -> None:
         super().__init__(stacked_copy(networks, members), members)
@@ -66,6 +67,7 @@ class Members(Multitude):
         self._plans: dict[bool, Plan] = {}
         self._proven: dict[tuple[str, bool], set[Any]] = {}  # the kinds of inputs, by runner and mode
         self._proving = False
+        self._sizes = Sizes()
         self._written: list[Attributes] = [{} for _ in range(self.members)]
         if hasattr(self, "_runner"):
             self._trace()
@@ -85,7 +87,7 @@ class Members(Multitude):
         self._runner = name
 
     def runners(self, device: torch.device | str) -> list[str]:
-        """The runners that `auto` chooses from on a device, the likeliest first: on a CPU always the loop."""
+        """The runners that `auto` times on a device, the likeliest first: on a CPU none but the loop."""
         if torch.device(device).type != "cuda":
             return ["loop"]
         names = ["packed", "loop", "stacked"] if self._convolves() else ["stacked", "packed", "loop"]
@@ -132,12 +134,23 @@ class Members(Multitude):
     def _choose(self, x: Input) -> str:
         names = self.runners(tensors_in(x)[0].device)
         if len(names) == 1:
-            return names[0]
+            return "packed" if self._packs_small(x) else names[0]
         # Large and small batches may differ in what is fastest; powers of two are fine enough.
         key = self.training, sum(tensor.numel() for tensor in tensors_in(x)).bit_length()
         if key not in self._fastest:
             self._fastest[key] = self._race(names, x)
         return self._fastest[key]
+
+    def _packs_small(self, x: Input) -> bool:
+        """Whether members are so small on a CPU that they run packed, which is proven, and each step by a rule."""
+        run = partial(self._of_first, x)
+        if "packed" in self._refused or not self._sizes.are_small(self.network, self.members, x, run):
+            return False
+        if kind_of(x) not in self._proven.get(("packed", False), ()):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of steps that are slow, for which the loop is taken
+                self._prove_once("packed", x)
+        return "packed" not in self._refused and not self._plans[False].mapped
 
     def _race(self, names: list[str], x: Input) -> str:
         """The fastest of the runners that can run `x`.
@@ -268,7 +281,7 @@ class Members(Multitude):
         if reason:
             self._refused[runner] = reason
             self._plans = {} if runner == "packed" else self._plans
-            if self._runner == "auto":
+            if self._runner == "auto" and tensors_in(x)[0].is_cuda:  # on a CPU they loop as a rule
                 warnings.warn(f"the members run one after the other, not {runner}: {reason}", stacklevel=2)
             if runner == "stacked":
                 raise InputError(f"runner 'stacked' cannot run this network: {reason}")

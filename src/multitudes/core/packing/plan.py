@@ -58,6 +58,7 @@ class Plan:
         self.members = members
         self.training = training
         self.settings = settings  # those of the modules whose own code was traced
+        self.mapped: set[str] = set()  # the steps that have no rule, once they have run
         self.required: list[str] = []
         self.defaults: dict[str, Any] = {}
         self.steps: list[Step] = []
@@ -186,6 +187,8 @@ class Plan:
         leaves, structure = tree_flatten(values)
         if not any(isinstance(leaf, Many) for leaf in leaves):
             return function(*values)
+        if not torch.compiler.is_compiling():
+            self.mapped.add(step.name)
         try:
             with at_once(self.members) as members:
                 own = [members.own(leaf.stacked()) if isinstance(leaf, Many) else leaf for leaf in leaves]

@@ -1,0 +1,137 @@
+"""Small members on a CPU: what each runner takes in evaluation, in multiples of the loop's.
+
+    python benchmarks/small.py
+    python benchmarks/small.py --networks "demo CNN" "MLP 64" --threads 1
+
+All runners of a row are measured in one process, in turns, and each number is a median over the turns. `M operations`
+are the multiply-adds of one member for the batch, in millions; those of a layer, in the mean, decide what `auto` takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+
+import torch
+from speed import medians
+from torch import Tensor, nn
+
+import multitudes as mt
+from multitudes.core.counting import flop_counter
+
+RUNNERS = ("packed", "stacked", "auto")
+
+IMAGE, DIGIT, ROW = (3, 32, 32), (1, 8, 8), (16,)
+
+
+def perceptron(width: int, hidden: int = 2) -> nn.Module:
+    """A perceptron for rows of 16 numbers."""
+    widths = [16] + [width] * hidden
+    layers = [part for i, o in pairwise(widths) for part in (nn.Linear(i, o), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(width, 3))
+
+
+def pointwise(width: int = 16, depth: int = 8) -> nn.Module:
+    """Convolutions of one pixel, which packed members are slow with."""
+    blocks = [
+        nn.Sequential(nn.Conv2d(width if i else 3, width, 1), nn.BatchNorm2d(width), nn.ReLU()) for i in range(depth)
+    ]
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
+
+
+def alike(network: nn.Module, members: int = 4) -> mt.Members:
+    return mt.fuse([network] * members)
+
+
+NETWORKS: dict[str, tuple[Callable[[], mt.Members], tuple[int, ...], tuple[int, ...]]] = {
+    "demo CNN, 4": (lambda: alike(mt.models.small_cnn(channels=1, size=8)), DIGIT, (1, 2, 8, 32, 128, 512)),
+    "demo CNN, packed-(2,4)": (
+        lambda: mt.packed(mt.models.small_cnn(channels=1, size=8), members=4, alpha=2), DIGIT, (1, 2, 8, 32, 128, 512)
+    ),
+    "small CNN, 4": (lambda: alike(mt.models.small_cnn()), IMAGE, (1, 2, 8, 16, 32)),
+    "small CNN, 16": (lambda: alike(mt.models.small_cnn(), 16), IMAGE, (1, 2, 8)),
+    "medium CNN, 4": (lambda: alike(mt.models.medium_cnn()), IMAGE, (1, 2, 8)),
+    "1x1 convolutions, 4": (lambda: alike(pointwise()), IMAGE, (1, 2, 8)),
+    "LeNet-5, 4": (lambda: alike(mt.models.lenet5()), (1, 28, 28), (1, 8, 32, 128)),
+    "MLP 16, 4": (lambda: alike(perceptron(16)), ROW, (1, 8, 64, 512)),
+    "MLP 64, 4": (lambda: alike(perceptron(64)), ROW, (1, 8, 64, 512)),
+    "MLP 64, 16": (lambda: alike(perceptron(64), 16), ROW, (1, 8, 64, 512)),
+    "MLP 256, 4": (lambda: alike(perceptron(256)), ROW, (1, 8, 64, 128, 512)),
+    "MLP 256 of 8 layers, 4": (lambda: alike(perceptron(256, 7)), ROW, (1, 8, 64, 512)),
+    "MLP 1024, 4": (lambda: alike(perceptron(1024)), ROW, (1, 8, 64)),
+    "tabular, 4": (lambda: alike(mt.models.tabular(16, 3)), ROW, (1, 8, 64, 512)),
+    "ResNet-20, 4": (lambda: alike(mt.models.resnet20()), IMAGE, (1, 2, 8)),
+    "ResNet-18, packed-(2,4)": (
+        lambda: mt.packed(mt.models.resnet18(), members=4, alpha=2), IMAGE, (1, 2, 4, 8, 32)
+    ),
+    "ResNet-18, 4": (lambda: alike(mt.models.resnet18()), IMAGE, (1, 2, 8)),
+    "ViT of 2 blocks of 48, 4": (lambda: alike(mt.models.vit(width=48, depth=2, heads=3)), IMAGE, (1, 2, 8, 32)),
+    "ViT-tiny, packed-(2,4)": (lambda: mt.packed(mt.models.vit_tiny(), members=4, alpha=2), IMAGE, (1, 2, 8)),
+    "ViT-tiny, 4": (lambda: alike(mt.models.vit_tiny()), IMAGE, (1, 2, 8)),
+}  # fmt: skip
+
+
+def operations(net: mt.Members, x: Tensor) -> float:
+    """The multiply-adds of one member, in millions."""
+    net.runner = "loop"
+    with flop_counter() as counter, torch.no_grad():
+        net(x)
+    return counter.get_total_flops() / 2e6 / net.members
+
+
+def call(net: mt.Members, runner: str, x: Tensor) -> None:
+    net.runner = runner
+    with torch.no_grad():
+        net(x)
+
+
+def measure(net: mt.Members, x: Tensor, seconds: float) -> dict[str, float]:
+    """Median milliseconds of a call by each runner that can run the network."""
+    functions: dict[str, Callable[[], object]] = {}
+    for runner in ("loop", *RUNNERS):
+        try:
+            call(net, runner, x)
+        except ValueError:
+            continue
+        functions[runner] = partial(call, net, runner, x)
+    start = time.perf_counter()
+    for function in functions.values():
+        function()
+    once = time.perf_counter() - start
+    calls = max(1, int(0.02 / once))
+    return medians(functions, False, max(7, min(60, int(seconds / once / calls))), calls)
+
+
+def print_rows(name: str, seconds: float) -> None:
+    make, shape, batches = NETWORKS[name]
+    torch.manual_seed(0)
+    net = make().eval()
+    layers = sum(parameter.dim() > 2 for parameter in net.parameters())
+    for batch in batches:
+        x = torch.randn(batch, *shape)
+        work = operations(net, x)
+        taken = measure(net, x, seconds)
+        ratios = "".join(f"{taken[r] / taken['loop']:9.2f}" if r in taken else f"{'-':>9}" for r in RUNNERS)
+        print(f"{name:26}{batch:6}{work:14.3f}{work / layers:10.3f}{taken['loop']:10.3f}{ratios}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS), metavar="NETWORK")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--seconds", type=float, default=2.0, help="about so long for each row")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    print(f"CPU, {args.threads} threads; torch {torch.__version__}")
+    print(
+        f"{'':26}{'batch':>6}{'M operations':>14}{'a layer':>10}{'loop ms':>10}" + "".join(f"{r:>9}" for r in RUNNERS)
+    )
+    for name in args.networks:
+        print_rows(name, args.seconds)
+
+
+if __name__ == "__main__":
+    main()

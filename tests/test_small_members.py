@@ -1,0 +1,256 @@
+"""Small members on a CPU: packed where a rule of sizes says so, and else one after the other."""
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import multitudes as mt
+from multitudes.core.small_members import MOST_BYTES, MOST_OPERATIONS
+
+from .hard_networks import HARD
+
+
+def perceptron() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+
+
+def several(build: Callable[[], nn.Module] = perceptron, members: int = 3) -> mt.Members:
+    return mt.fuse([build() for _ in range(members)]).eval()
+
+
+def chosen(net: mt.Members, x: Tensor) -> str:
+    with torch.no_grad():
+        return net._choose(x)
+
+
+def alone(net: mt.Members, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.stack([net.member(index)(x) for index in range(net.members)])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 9])
+@pytest.mark.parametrize("build", [perceptron, lambda: mt.models.small_cnn(channels=1, size=8)])
+def test_small_members_run_packed_and_predict_what_each_does_alone(build: Callable[[], nn.Module], rows: int) -> None:
+    net = several(build)
+    x = torch.randn(rows, 16) if build is perceptron else torch.randn(rows, 1, 8, 8)
+    assert chosen(net, x) == "packed"
+    with torch.no_grad():
+        torch.testing.assert_close(net(x), alone(net, x))
+    torch.testing.assert_close(net.predict(x).predictions, alone(net, x))
+
+
+def test_the_multiply_adds_of_a_layer_in_the_mean_decide() -> None:
+    net = several(lambda: nn.Sequential(nn.Linear(500, 500), nn.Linear(500, 100)), 2)
+    most = int(MOST_OPERATIONS / ((500 * 500 + 500 * 100) / 2))
+    assert most * 500 * 4 * 2 < MOST_BYTES
+    assert chosen(net, torch.zeros(1, 500)) == "packed"  # what is counted first decides nothing
+    assert chosen(net, torch.zeros(most, 500)) == "packed"
+    assert chosen(net, torch.zeros(most + 1, 500)) == "loop"
+
+
+def test_the_bytes_of_the_largest_activation_of_all_members_decide() -> None:
+    net = several(lambda: nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 3)), 4)
+    most = MOST_BYTES // (64 * 4 * 4)
+    assert most * (16 * 64 + 64 * 3) / 2 < MOST_OPERATIONS
+    assert chosen(net, torch.zeros(most, 16)) == "packed"
+    assert chosen(net, torch.zeros(most + 1, 16)) == "loop"
+    fewer = several(lambda: nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 3)), 2)
+    assert chosen(fewer, torch.zeros(2 * most, 16)) == "packed"
+
+
+def test_images_of_another_size_are_counted_by_their_own() -> None:
+    net = several(lambda: nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3)), 2)
+    assert chosen(net, torch.zeros(4, 3, 8, 8)) == "packed"
+    assert chosen(net, torch.zeros(4, 3, 64, 64)) == "loop"
+
+
+@pytest.mark.parametrize("slow", [nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 4, 1)])
+def test_members_with_convolutions_that_are_slow_when_packed_run_one_after_the_other(slow: nn.Module) -> None:
+    x = torch.zeros(2, 4, 5, 5)
+    assert chosen(several(lambda: nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), slow)), x) == "loop"
+    few = [nn.Conv2d(4, 4, 3, padding=1) for _ in range(3)]
+    assert chosen(several(lambda: nn.Sequential(*few, nn.Conv2d(4, 4, 1))), x) == "packed"
+
+
+def test_with_gradients_in_training_and_in_half_precision_members_run_one_after_the_other() -> None:
+    net = several()
+    x = torch.randn(4, 16)
+    assert net._choose(x) == "loop"
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            assert net._choose(x) == "loop"
+        assert net.train()._choose(x) == "loop"
+        assert net.eval().bfloat16()._choose(x.bfloat16()) == "loop"
+    assert chosen(net.float(), x) == "packed"
+
+
+def test_members_that_draw_run_one_after_the_other() -> None:
+    net = mt.deep_ensemble(mt.mc_dropout(nn.Sequential(nn.Linear(16, 8), nn.Dropout(0.5), nn.Linear(8, 3))), members=2)
+    assert chosen(net.eval(), torch.randn(4, 16)) == "loop"
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        return y if y.sum() > 0 else -y
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 3)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.fc(x)
+
+
+class Accumulates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x).cumsum(1)
+
+
+def recurrent() -> nn.Module:
+    return mt.Multitude(nn.LSTM(16, 3), output=0).network
+
+
+@pytest.mark.parametrize("build", [Branches, Remembers, Accumulates, recurrent])
+def test_what_cannot_be_packed_or_has_no_rule_runs_one_after_the_other_without_a_warning(
+    build: Callable[[], nn.Module],
+) -> None:
+    net = several(build)
+    x = torch.randn(4, 16)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        got = net(x)
+        assert net._choose(x) == "loop"
+        for index in range(net.members):
+            want = net.member(index)(x)
+            assert torch.equal(got[index], want[0] if isinstance(want, tuple) else want)
+
+
+def test_what_code_writes_is_written_once_for_each_call() -> None:
+    net = several(Remembers, 2)
+    with torch.no_grad():
+        net(torch.randn(4, 16))
+    assert [net.member(index).calls for index in range(2)] == [1, 1]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_trace_that_is_wrong_is_not_used() -> None:
+    build, shape = HARD["asks"]
+    net = several(build)
+    x = torch.randn(3, *shape)
+    with torch.no_grad():
+        torch.testing.assert_close(net(x), alone(net, x))
+    assert chosen(net, x) == "loop"
+
+
+def test_one_proof_serves_batches_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    proofs = []
+    difference = mt.Members._difference
+    monkeypatch.setattr(mt.Members, "_difference", lambda *args: proofs.append(args[1]) or difference(*args))
+    net = several()
+    with torch.no_grad():
+        for rows in (2, 5, 64, 1):
+            net(torch.randn(rows, 16))
+    assert proofs == ["packed"]
+
+
+def test_a_hook_that_is_added_later_sees_each_member() -> None:
+    net = several()
+    x = torch.randn(4, 16)
+    seen = []
+    with torch.no_grad():
+        net(x)
+        net.network[0].register_forward_hook(lambda _, __, y: seen.append(y.shape))
+        torch.testing.assert_close(net(x), alone(net, x))
+    assert seen[: net.members] == [torch.Size([4, 64])] * net.members
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 3)
+        self.gain = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * self.gain
+
+
+class Squared(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) ** 2
+
+
+def test_a_setting_that_changes_and_a_module_that_is_replaced_are_noticed() -> None:
+    net = several(lambda: nn.Sequential(Scaled()))
+    x = torch.randn(4, 16)
+    with torch.no_grad():
+        before = net(x)
+        net.network[0].gain = 3.0
+        torch.testing.assert_close(net(x), 3 * before)
+        new = Squared()
+        new.fc = net.network[0].fc
+        new.gain = 3.0
+        net.network[0] = new.eval()
+        torch.testing.assert_close(net(x), before**2)
+        net.network.append(nn.Tanh())
+        torch.testing.assert_close(net(x), (before**2).tanh())
+        del net.network[1]
+        torch.testing.assert_close(net(x), before**2)
+    assert chosen(net, x) == "packed"
+
+
+def test_weights_are_read_at_every_call() -> None:
+    net = several()
+    x = torch.randn(4, 16)
+    with torch.no_grad():
+        net(x)
+        for parameter in net.parameters():
+            parameter.data.mul_(0.5)
+        torch.testing.assert_close(net(x), alone(net, x))
+    torch.testing.assert_close(net.double().predict(x.double()).predictions, alone(net, x.double()))
+
+
+def test_other_transforms_see_the_loop() -> None:
+    net = several()
+    x = torch.randn(2, 4, 16)
+    with torch.no_grad():
+        got = torch.vmap(net)(x)
+        traced = torch.jit.trace(net, x[0], check_trace=False)
+        torch.testing.assert_close(got, torch.stack([alone(net, each) for each in x]))
+        torch.testing.assert_close(traced(x[1]), alone(net, x[1]))
+    assert not net._proven
+
+
+def test_compiled_it_is_the_loop() -> None:
+    torch.compiler.reset()
+    net = several()
+    x = torch.randn(4, 16)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(net, backend="eager", fullgraph=True)(x), alone(net, x))
+    assert not net._proven
+
+
+def test_copies_are_small_too() -> None:
+    net = several()
+    x = torch.randn(4, 16)
+    with torch.no_grad():
+        net(x)
+        twin = copy.deepcopy(net)
+        assert torch.equal(twin(x), net(x))
+    assert chosen(twin, x) == "packed"
