@@ -86,6 +86,15 @@ class MemberLayer(nn.Module):
         """The plain layer that member `index` sees."""
         raise NotImplementedError
 
+    @property
+    def folds(self) -> bool:
+        """Whether `folded` can tell all members' tensors."""
+        return False
+
+    def folded(self) -> dict[str, Tensor]:
+        """The tensors of all members' plain layers, `[M, ...]`, by their names in the layer; others are shared."""
+        raise NotImplementedError
+
     def _changes_weight(self, x: Tensor, weight: Tensor) -> bool:
         """Whether it is faster to change the weight for each member than to change x: on a CPU, if it is smaller.
 

@@ -17,6 +17,7 @@ from multitudes.core.compiling import uncompiled
 from multitudes.core.copying import copied
 from multitudes.core.draws.functional import to_be_kept
 from multitudes.core.draws.stochastic import stochastic_layers
+from multitudes.core.folded_members import FoldedMembers
 from multitudes.core.lending import Attributes, checkpointed, each_from_the_same
 from multitudes.core.member_layer import MemberLayer, rows_missing
 from multitudes.core.multitude import Multitude, clip_each
@@ -51,12 +52,13 @@ class SharedMembers(Multitude):
     computation, the input is tiled ("tiled"). In evaluation on a CPU the members run one after the other ("alone"),
     which is faster there than one large batch, but for rows of a table, and where enough comes before the first member
     layer; and wherever a tiled batch is not the same computation, because a network has its batch elsewhere, or lets
-    its rows see each other. That is tried with the first input of each kind. Batch norms in training take their
-    statistics over the tiled batch, all members' together.
+    its rows see each other. That is tried with the first input of each kind. In evaluation on a GPU members may run
+    folded instead (`FoldedMembers`). Batch norms in training take their statistics over the tiled batch, all members'
+    together.
     """
 
     expands = False  # the rows of the tiled batch are the members'
-    found_anew = ("_draw_cache", "_written", "_tiles")
+    found_anew = ("_draw_cache", "_folded", "_written", "_tiles")
 
     rows = "shared"
     """Whether the members learn from the same rows of a step, or each from its own part of them, "own"."""
@@ -72,8 +74,14 @@ class SharedMembers(Multitude):
         super().forget()
         self._written: list[Attributes] = [{} for _ in range(self.members)]
         self._tiles: dict[Any, Way] = {}  # the ways, by mode and kind of input, and the last by mode alone
+        self._folded = FoldedMembers()
 
     def _predictions(self, x: Input) -> Tensor:
+        predictions = self._folded.predictions(self, x)
+        return self.unfolded(x) if predictions is None else predictions
+
+    def unfolded(self, x: Input) -> Tensor:
+        """Predictions `[M, B, ...]` by member layers, which is how members run but in evaluation on a GPU."""
         way = self._way(x)
         if isinstance(way, Boundary):
             try:
@@ -174,6 +182,15 @@ class SharedMembers(Multitude):
         if way == "wide":
             return holding(self._layers(), "wide", True)
         return holding(self._layers() if way == "late" else (), "batch", _batch(x))
+
+    def shares_much(self, x: Input) -> bool:
+        """Whether so much of the network comes before the batch is tiled that running it once is what pays."""
+        way, (seen, _) = self._way(x), self._seen(x)
+        if way in ("tiled", "alone"):
+            return False
+        first = next((name for name in seen.order if isinstance(self.network.get_submodule(name), MemberLayer)), None)
+        name = str(way) if isinstance(way, Boundary) else first
+        return name in seen.work and seen.before(name) >= LEAST_SHARED
 
     def _layers(self) -> list[MemberLayer]:
         return [module for module in self.network.modules() if isinstance(module, MemberLayer)]

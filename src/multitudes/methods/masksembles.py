@@ -27,6 +27,7 @@ from multitudes.surgery.affine import (
     SEVERAL,
     AffineMap,
     axis_of,
+    is_computed,
     kind_of,
     maps_of,
     plain_copy,
@@ -123,10 +124,19 @@ class Masked(MemberLayer):
         inputs = 0 if self.transposed else 1
         return AffineMap(inputs=inputs, outputs=1 - inputs, groups=self.groups)
 
-    def _factor(self, index: int, weight: Tensor) -> Tensor:
+    def _factor(self, index: int | slice, weight: Tensor) -> Tensor:
         """Zeros in the shape of the weight for the inputs that a member does not see."""
         mask, affine = self.masks[index], self._affine()
-        return affine.outer(mask, mask.new_ones(affine.widths(weight.shape)[1]), weight.dim())
+        ones = mask.new_ones(*mask.shape[:-1], affine.widths(weight.shape)[1])
+        return affine.outer(mask, ones, weight.dim())
+
+    @property
+    def folds(self) -> bool:
+        return not is_computed(self.layer)
+
+    def folded(self) -> dict[str, Tensor]:
+        weight = self._weight()
+        return {"weight": weight * self._factor(slice(None), weight)}
 
     def note(self) -> str:
         return f"each member sees {self.ones} of {self.masks.shape[1]} inputs"

@@ -91,6 +91,13 @@ class Own(MemberLayer):
         assert stack is not None
         return stack
 
+    @property
+    def folds(self) -> bool:
+        return True
+
+    def folded(self) -> dict[str, Tensor]:
+        return {"weight": self.weights} if self.biases is None else {"weight": self.weights, "bias": self.biases}
+
     def fold(self, index: int) -> nn.Module:
         bias = None
         if self.biases is not None:

@@ -64,9 +64,12 @@ class AffineMap:
         return sizes[self.inputs], sizes[self.outputs]
 
     def outer(self, r: Tensor, s: Tensor, dims: int) -> Tensor:
-        """`s r^T` of factors on inputs `[I]` and outputs `[O]`, to multiply a weight of `dims` dimensions with."""
-        product = s.view(self.groups, -1, 1) * r.view(self.groups, 1, -1)  # [G, O/G, I/G]
-        product = (product.mT if self.inputs == 0 else product).flatten(0, 1)
+        """`s r^T` of factors on inputs `[I]` and outputs `[O]`, to multiply a weight of `dims` dimensions with.
+
+        Of all members' factors, `[M, I]` and `[M, O]`, it is all members', `[M, ...]`.
+        """
+        product = s.unflatten(-1, (self.groups, -1, 1)) * r.unflatten(-1, (self.groups, 1, -1))  # [G, O/G, I/G]
+        product = (product.mT if self.inputs == 0 else product).flatten(-3, -2)
         return product.reshape(*product.shape, *[1] * (dims - 2))
 
 

@@ -53,6 +53,14 @@ class WholeMemberLayer(MemberLayer):
         """Whether the tensor of this name is trained in a member alone."""
         return self.layer.get_parameter(name).requires_grad
 
+    @property
+    def folds(self) -> bool:
+        return True
+
+    def folded(self) -> dict[str, Tensor]:
+        each = [self.tensors(index) for index in range(self.members)]
+        return {name: torch.stack([own[name] for own in each]) for name in each[0]}
+
     def fold(self, index: int) -> nn.Module:
         plain = copied(self.layer)
         for name, tensor in self.tensors(index).items():
