@@ -26,8 +26,8 @@ from multitudes.study.networks import build_network
 from multitudes.study.rows import Row, Value
 
 COMMANDS = [
-    ["compare"], ["train"], ["evaluate"], ["predict"], ["serve"], ["explain"], ["report"], ["export"], ["methods"], ["bench"],
-    ["data", "prepare"],
+    ["compare"], ["train"], ["evaluate"], ["predict"], ["serve"], ["explain"], ["report"], ["export"], ["methods"],
+    ["bench"], ["data", "prepare"],
 ]  # fmt: skip
 PACKAGE = str(Path(multitudes.__file__).resolve().parents[1])
 

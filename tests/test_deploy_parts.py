@@ -164,6 +164,27 @@ def test_every_network_of_images_is_traced_or_refused(name: str) -> None:
         torch.testing.assert_close(graph(other), net(other), rtol=1e-3, atol=1e-4)
 
 
+def test_every_convolution_computes_channels_last_whatever_the_members_weights_are() -> None:
+    case = NETWORKS["resnet"]
+    net, x = mt.deep_ensemble(case.model(), 3).eval(), case.batch(5)[0]
+    net.runner = "packed"
+    seen: list[bool] = []
+
+    class Watch(torch.fx.Interpreter):
+        def run_node(self, n: torch.fx.Node) -> Any:
+            found = super().run_node(n)
+            if n.target is fusing.convolution:
+                seen.append(found.is_contiguous(memory_format=torch.channels_last))
+            return found
+
+    with torch.no_grad():
+        net(x)
+        graph = trace(net, [x])
+        fusing.fuse_convolutions(graph)
+        Watch(graph).run(x)
+    assert len(seen) > 5 and all(seen)
+
+
 def test_tracing_refuses_what_looks_at_values_and_what_draws() -> None:
     with pytest.raises(CannotTrace):
         trace(lambda x: x if x.sum() > 0 else -x, [torch.ones(3)])

@@ -16,6 +16,12 @@ from tests.test_deploy import Branching, OfAnySize, trained_mlp
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 BOUNDS = {"bfloat16": 0.05, "float16": 0.01, "float32": 0.01}
 
 

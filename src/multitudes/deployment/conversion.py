@@ -19,7 +19,7 @@ from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.multitude import Multitude, evaluating
 from multitudes.core.predictor import multitude_of
 from multitudes.deployment.deployed import Deployed
-from multitudes.deployment.engines import Engine, Plain, Proven, distance, rounding
+from multitudes.deployment.engines import Engine, Plain, Proven, Reference
 from multitudes.deployment.graphs import Graphs
 from multitudes.deployment.onnx_engine import OnnxRuntime
 from multitudes.deployment.preparing import check_repeats, prepared
@@ -71,22 +71,20 @@ def deploy(
     own = own if by_formula is None else by_formula.eval()
     options = {"draws": 2, "seed": 0} if stochastic_layers(own.network) else {}
     with torch.no_grad():
-        want = own(example, **options)
         check_repeats(own, example, options)
-    plain = Plain(own, want.dtype if dtype == torch.int8 else dtype, example)
-    off = distance(plain(example, **options), want)
-    bound = max(2 * off, rounding(plain.dtype, device))
+        plain = Plain(own, own(example, **options).dtype if dtype == torch.int8 else dtype, example)
+    reference = Reference(own, plain, options)
     quick, rows = prepared(own, example, options)
     if device.type == "cuda" and not options:
         apart = _rows_apart(own, example)
-        engine: Engine = Graphs(Plain(quick, dtype, example), plain, example, sizes, apart, bound)
+        engine: Engine = Graphs(Plain(quick, dtype, example), plain, reference, example, sizes, apart)
     else:
-        engine = _by_libraries(quick, plain, example, bound, options, dtype == torch.int8)
+        engine = _by_libraries(quick, plain, reference, example, dtype == torch.int8)
     deployed = Deployed(engine, own, calibration, str(dtype).removeprefix("torch."), rows)
     if dtype == torch.int8:
         rows += check_quality(deployed.predict(example), _was(net, multitude).predict(example), targets)
     else:
-        rows += _proven(deployed(example, **options), want, off, bound)
+        rows += _proven(*reference.off(deployed, example))
     rows += _times(multitude, deployed, example)
     return deployed
 
@@ -120,39 +118,37 @@ def _rows_apart(net: Multitude, example: Input) -> bool:
     return answers_apart(net, twice)
 
 
-def _by_libraries(
-    quick: Multitude, plain: Plain, example: Input, bound: float, options: dict[str, Any], int8: bool
-) -> Engine:
+def _by_libraries(quick: Multitude, plain: Plain, reference: Reference, example: Input, int8: bool) -> Engine:
     """What runs a network without CUDA graphs: ONNX Runtime where that can and is faster, and torch elsewhere."""
+    draws = bool(reference.options)
     own = Plain(quick, plain.dtype, example)
-    if options or plain.dtype not in (torch.float32, torch.float64) or plain.device.type != "cpu":
-        return Proven(own, plain, bound, options)
+    if draws or plain.dtype not in (torch.float32, torch.float64) or plain.device.type != "cpu":
+        return Proven(own, plain, reference, draws)
     try:
         runtime = OnnxRuntime(quick, example, int8)
     except (ImportError, ValueError) as refusal:
         if int8:
             raise
-        return Proven(own, plain, bound, options, f"ONNX Runtime is not used: {refusal}")
+        return Proven(own, plain, reference, draws, f"ONNX Runtime is not used: {refusal}")
     if int8:
-        return Proven(runtime, plain, float("inf"), options)
+        return Proven(runtime, plain, None, draws)
     times = _in_turns({"torch": lambda: own(example), "onnx": lambda: runtime(example)}, plain.device)
     if times["onnx"] < times["torch"]:
-        return Proven(runtime, plain, bound, options)
-    return Proven(own, plain, bound, options, f"ONNX Runtime took {times['onnx'] / times['torch']:.2f} x as long")
+        return Proven(runtime, plain, reference, draws)
+    return Proven(own, plain, reference, draws, f"ONNX Runtime took {times['onnx'] / times['torch']:.2f} x as long")
 
 
 # -- what is said of it -------------------------------------------------------------------------------------
 
 
-def _proven(got: Tensor, want: Tensor, off: float, bound: float) -> list[tuple[str, str]]:
+def _proven(found: float, own: float, bound: float) -> list[tuple[str, str]]:
     """The row of the summary on the distance from the network's own predictions; an error where it is too large."""
-    found = distance(got, want)
     if not found <= bound:
         raise ValueError(
             f"the deployed predictions differ from the network's on the example by {found:.1e} of how much these vary, "
             f"and rounding alone gives {bound:.1e} at most: pass precision='float32'"
         )
-    return [("error", f"{found:.1e} of how much predictions vary; {off:.1e} of the network itself in this precision")]
+    return [("error", f"{found:.1e} of how much predictions vary; {own:.1e} of the network itself in this precision")]
 
 
 def _times(multitude: Multitude, deployed: Deployed, example: Input) -> list[tuple[str, str]]:

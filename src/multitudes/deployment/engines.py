@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -15,11 +16,14 @@ from multitudes.core.copying import copied
 from multitudes.core.multitude import Multitude
 from multitudes.core.proof import kind_of
 
-__all__ = ["Engine", "Plain", "Proven", "distance", "rounding"]
+__all__ = ["Engine", "Plain", "Proven", "Reference", "distance", "rounding"]
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 5e-3}
 """How far predictions may be from the network's own in each precision, relative to how much they vary, at least: what a
-few roundings make. Where the network itself is further off in that precision, twice as far as that is the bound."""
+few roundings make. Where the network itself is further off in that precision, `FURTHER` times that is the bound."""
+
+FURTHER = 3
+"""How much further off than the network itself in the same precision predictions may be: roundings differ by chance."""
 
 
 def rounding(dtype: torch.dtype, device: torch.device) -> float:
@@ -46,14 +50,20 @@ class Plain:
     """
 
     def __init__(self, net: Multitude, dtype: torch.dtype, example: Input) -> None:
-        self.dtype = dtype
-        self.autocast = False
-        self.net = net if self._is_as_it_is(net) else _laid_out(copied(net).to(dtype))
-        if self.net is not net:
+        self.net, self.dtype, self.autocast = net, dtype, False
+        if self._is_as_it_is(net):
+            return
+        for self.autocast, laid_out in itertools.product((False, True), (True, False)):
+            self.net = copied(net) if self.autocast else copied(net).to(dtype)
+            self.net = _laid_out(self.net) if laid_out else self.net
             try:
                 self(example)
-            except (RuntimeError, ValueError):
-                self.net, self.autocast = _laid_out(copied(net)), True
+                return
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, ValueError) as error:
+                reason = str(error).splitlines()[0]
+        raise ValueError(f"the network cannot run in {str(dtype).removeprefix('torch.')}: {reason}")
 
     def _is_as_it_is(self, net: Multitude) -> bool:
         tensors = [*net.parameters(), *net.buffers()]
@@ -84,18 +94,35 @@ class Plain:
         return [("run by", "torch, as it is" + (", with autocast" if self.autocast else ""))]
 
 
+class Reference:
+    """The network as it was, which quick predictions are compared with; `plain` runs it in the precision of these."""
+
+    def __init__(self, net: Multitude, plain: Plain, options: Mapping[str, Any]) -> None:
+        self.net, self.plain, self.options = net, plain, options
+
+    @torch.no_grad()
+    def off(self, quick: Callable[..., Tensor], x: Input) -> tuple[float, float, float]:
+        """How far quick predictions are from the network's, how far it is itself in that precision, and the bound."""
+        dtype = next((p.dtype for p in self.net.parameters() if p.is_floating_point()), torch.float32)
+        same = mapped(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, x)
+        want = self.net(same, **self.options)
+        own = distance(self.plain(x, **self.options), want)
+        bound = max(FURTHER * own, rounding(self.plain.dtype, want.device))
+        return distance(quick(x, **self.options), want), own, bound
+
+
 class Proven:
     """An engine for inputs of a shape, whatever their number, once it has agreed with the network as it was.
 
-    `note` is for the summary.
+    Without a reference it need not agree, but run. `note` is for the summary.
     """
 
-    def __init__(self, quick: Engine, plain: Plain, bound: float, options: Mapping[str, Any], note: str = "") -> None:
-        self.quick, self.plain, self.bound, self.options, self.note = quick, plain, bound, options, note
+    def __init__(self, quick: Engine, plain: Plain, reference: Reference | None, draws: bool, note: str = "") -> None:
+        self.quick, self.plain, self.reference, self.draws, self.note = quick, plain, reference, draws, note
         self.agrees: dict[Any, bool] = {}
 
     def __call__(self, x: Input, **options: Any) -> Tensor:
-        if options and not self.options:  # of draws that the network does not make
+        if options and not self.draws:  # about draws that the network does not make
             return self.plain(x, **options)
         key = kind_of(x), *(tuple(t.shape[1:]) for t in tensors_in(x)), min(2, len(tensors_in(x)[0]))
         if key not in self.agrees:
@@ -103,21 +130,25 @@ class Proven:
         return (self.quick if self.agrees[key] else self.plain)(x, **options)
 
     def _tried(self, x: Input) -> bool:
-        want = self.plain(x, **self.options)  # what is wrong with an input is said by the network itself
+        if not self.draws:
+            self.plain(x)  # what is wrong with an input is said by the network itself
         try:
-            off = distance(self.quick(x, **self.options), want)
+            if self.reference is None:
+                self.quick(x)
+                return True
+            off, _, bound = self.reference.off(self.quick, x)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, TypeError, IndexError):
             return False
-        if off > self.bound:
+        if off > bound:
             shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors_in(x))
             warnings.warn(
                 f"x of shape {shapes}: the quick predictions differ from the network's by {off:.1e}, so the network "
                 "runs as it was",
                 stacklevel=2,
             )
-        return off <= self.bound
+        return off <= bound
 
     def told(self) -> list[tuple[str, str]]:
         return [*self.quick.told(), *([("", self.note)] if self.note else [])]

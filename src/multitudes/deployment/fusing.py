@@ -65,8 +65,20 @@ def fuse_convolutions(graph: fx.GraphModule) -> int:
         if _is_convolution(graph, node):
             with graph.graph.inserting_before(node):
                 _replace(graph, node, node, node.args[2], None, relu=False)
-    tidied(graph)
+    _lay_out(graph)
     return fused
+
+
+def _lay_out(graph: fx.GraphModule) -> None:
+    """Have every `convolution` compute channels-last, as its weight is laid out, and what follows take any layout."""
+    for node in _calls(graph, convolution):
+        weight = constant(graph, node.args[1])
+        assert weight is not None
+        with graph.graph.inserting_before(node):
+            node.update_arg(1, with_constant(graph, weight.contiguous(memory_format=torch.channels_last)))
+    for node in _calls(graph, aten.view.default):
+        node.target = aten.reshape.default
+    tidied(graph)
 
 
 def _calls(graph: fx.GraphModule, function: Any) -> list[fx.Node]:

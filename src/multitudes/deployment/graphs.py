@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from multitudes.core.calling import Input, mapped, tensors_in
 from multitudes.deployment.capturing import Captured, Recipe, capture
-from multitudes.deployment.engines import Plain, distance
+from multitudes.deployment.engines import Plain, Reference
 from multitudes.deployment.tracing import CannotTrace
 
 __all__ = ["Graphs"]
@@ -37,9 +37,9 @@ class Graphs:
     """
 
     def __init__(
-        self, folded: Plain, plain: Plain, example: Input, sizes: Iterable[int], apart: bool, bound: float
+        self, folded: Plain, plain: Plain, reference: Reference, example: Input, sizes: Iterable[int], apart: bool
     ) -> None:
-        self.folded, self.plain, self.apart, self.bound = folded, plain, apart, bound
+        self.folded, self.plain, self.reference, self.apart = folded, plain, reference, apart
         self.batched = [tensor.shape[:1] == tensors_in(example)[0].shape[:1] for tensor in tensors_in(example)]
         self.sizes = sorted({len(tensors_in(example)[0]), *sizes}) if apart else [len(tensors_in(example)[0])]
         self.graphs: dict[Any, Captured | None] = {}  # those without one have a reason in `refused`
@@ -131,8 +131,8 @@ class Graphs:
         except CannotTrace as refusal:
             self.refused[key] = str(refusal)
             return
-        off = distance(found(given, len(tensors_in(given)[0])), self.plain(given))
-        if off <= self.bound:
+        off, _, bound = self.reference.off(lambda x: found(self.folded.prepared(x), len(tensors_in(x)[0])), given)
+        if off <= bound:
             self.graphs[key] = found
             self.recipe = self.recipe if like else found.recipe
         else:
