@@ -1,22 +1,23 @@
 """Small members on a CPU: what each runner takes in evaluation, in multiples of the loop's.
 
     python benchmarks/small.py
-    python benchmarks/small.py --networks "demo CNN" "MLP 64" --threads 1
+    python benchmarks/small.py --networks "demo CNN, 4" "MLP 64, 4"
 
-All runners of a row are measured in one process, in turns, and each number is a median over the turns. `M operations`
+All runners of a row are measured in one process, in turns, and each number is a median over the turns. With one thread,
+the default, it is the process's own time, which other work on the machine does not move. `M operations`
 are the multiply-adds of one member for the batch, in millions; those of a layer, in the mean, decide what `auto` takes.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
 import torch
-from speed import medians
 from torch import Tensor, nn
 
 import multitudes as mt
@@ -97,12 +98,17 @@ def measure(net: mt.Members, x: Tensor, seconds: float) -> dict[str, float]:
         except ValueError:
             continue
         functions[runner] = partial(call, net, runner, x)
-    start = time.perf_counter()
-    for function in functions.values():
-        function()
-    once = time.perf_counter() - start
-    calls = max(1, int(0.02 / once))
-    return medians(functions, False, max(7, min(60, int(seconds / once / calls))), calls)
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    taken: dict[str, list[float]] = {name: [] for name in functions}
+    end = time.perf_counter() + seconds
+    while len(taken["loop"]) < 9 or time.perf_counter() < end:
+        for name, function in functions.items():
+            function()  # memory and caches as they are when one runner runs again and again
+            start = clock()
+            for _ in range(3):
+                function()
+            taken[name].append((clock() - start) * 1000 / 3)
+    return {name: statistics.median(values) for name, values in taken.items()}
 
 
 def print_rows(name: str, seconds: float) -> None:
@@ -121,7 +127,7 @@ def print_rows(name: str, seconds: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS), metavar="NETWORK")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=2.0, help="about so long for each row")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
