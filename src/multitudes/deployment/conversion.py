@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, moved, tensors_in, tile
+from multitudes.core.calling import Input, mapped, moved, tensors_in, tile
 from multitudes.core.checks import check_choice, check_count, plural
 from multitudes.core.copying import copied
 from multitudes.core.devices import milliseconds
 from multitudes.core.draws.adaptive import answers_apart
 from multitudes.core.draws.stochastic import stochastic_layers
-from multitudes.core.multitude import Multitude, evaluating
+from multitudes.core.multitude import Multitude
 from multitudes.core.predictor import multitude_of
 from multitudes.deployment.deployed import Deployed
 from multitudes.deployment.engines import Engine, Plain, Proven, Reference
@@ -27,6 +27,9 @@ from multitudes.deployment.quality import check_quality
 from multitudes.evaluation.calibrate import Calibrated
 
 __all__ = ["deploy"]
+
+INT8 = 0.5
+"""How far predictions in 8 bits may be off for any input; what they have lost is measured by `check_quality`."""
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 
@@ -64,28 +67,29 @@ def deploy(
     multitude = multitude_of(net.net if isinstance(net, Calibrated) else net)
     device = next((parameter.device for parameter in multitude.parameters()), torch.device("cpu"))
     dtype = _dtype(precision, multitude, device)
-    sizes = [check_count("batch_sizes", size) for size in batch_sizes]
+    sizes = _sizes(batch_sizes)
     example = _example(example, device)
-    own = copied(multitude).eval()
-    by_formula = own.without_draws(own.draws) if stochastic_layers(own.network) else None
-    own = own if by_formula is None else by_formula.eval()
+    was = copied(multitude).eval()
+    by_formula = was.without_draws(was.draws) if stochastic_layers(was.network) else None
+    own = was if by_formula is None else by_formula.eval()
     options = {"draws": 2, "seed": 0} if stochastic_layers(own.network) else {}
     with torch.no_grad():
         check_repeats(own, example, options)
-        plain = Plain(own, own(example, **options).dtype if dtype == torch.int8 else dtype, example)
-    reference = Reference(own, plain, options)
+    int8 = dtype == torch.int8
+    plain = Plain(own, None if int8 else dtype, example, None if own is was else was)
+    reference = Reference(own, plain, options, INT8 if int8 else None)
     quick, rows = prepared(own, example, options)
     if device.type == "cuda" and not options:
         apart = _rows_apart(own, example)
         engine: Engine = Graphs(Plain(quick, dtype, example), plain, reference, example, sizes, apart)
     else:
-        engine = _by_libraries(quick, plain, reference, example, dtype == torch.int8)
-    deployed = Deployed(engine, own, calibration, str(dtype).removeprefix("torch."), rows)
-    if dtype == torch.int8:
+        engine = _by_libraries(quick, plain, reference, example, int8)
+    deployed = Deployed(engine, own, calibration, str(dtype or _own(own)).removeprefix("torch."), rows)
+    if int8:
         rows += check_quality(deployed.predict(example), _was(net, multitude).predict(example), targets)
     else:
         rows += _proven(*reference.off(deployed, example))
-    rows += _times(multitude, deployed, example)
+    rows += _times(was, deployed, example, {"seed": 0} if options else {})
     return deployed
 
 
@@ -97,19 +101,32 @@ def _example(example: Input, device: torch.device) -> Input:
     tensors = tensors_in(example)
     if not tensors or not tensors[0].dim() or not len(tensors[0]):
         raise ValueError("example must be one batch of inputs, of one input at least")
-    return moved(example, device)
+    return mapped(lambda tensor: tensor.detach().clone(), moved(example, device))
 
 
-def _dtype(precision: str | None, net: Multitude, device: torch.device) -> torch.dtype:
-    own = next((p.dtype for p in net.parameters() if p.is_floating_point()), torch.float32)
+def _sizes(batch_sizes: Iterable[int]) -> list[int]:
+    if not isinstance(batch_sizes, Iterable) or isinstance(batch_sizes, str):
+        raise ValueError(f"batch_sizes must be a list of whole numbers, got {batch_sizes!r}")
+    return [check_count("batch_sizes", size) for size in batch_sizes]
+
+
+def _own(net: Multitude) -> torch.dtype:
+    return next((p.dtype for p in net.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _dtype(precision: str | None, net: Multitude, device: torch.device) -> torch.dtype | None:
+    """The dtype that is asked for, None for the network as it is."""
+    own = _own(net)
     if precision is None:
-        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else own
+        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else None
     check_choice("precision", precision, PRECISIONS)
     if precision == "int8" and device.type != "cpu":
         raise ValueError(f"precision='int8' is for networks on the CPU, and this one is on {device}")
     if precision == "int8" and stochastic_layers(net.network):
         raise ValueError("precision='int8' is for networks that draw nothing: pass mt.freeze(net)")
-    return PRECISIONS[precision]
+    if precision == "int8" and own != torch.float32:
+        raise ValueError(f"precision='int8' is for networks of float32, got one of {own}: pass net.float()")
+    return None if PRECISIONS[precision] == own and device.type == "cpu" else PRECISIONS[precision]
 
 
 def _rows_apart(net: Multitude, example: Input) -> bool:
@@ -120,22 +137,26 @@ def _rows_apart(net: Multitude, example: Input) -> bool:
 
 def _by_libraries(quick: Multitude, plain: Plain, reference: Reference, example: Input, int8: bool) -> Engine:
     """What runs a network without CUDA graphs: ONNX Runtime where that can and is faster, and torch elsewhere."""
-    draws = bool(reference.options)
     own = Plain(quick, plain.dtype, example)
-    if draws or plain.dtype not in (torch.float32, torch.float64) or plain.device.type != "cpu":
-        return Proven(own, plain, reference, draws)
+    if reference.options or plain.dtype is not None or plain.device.type != "cpu":
+        return Proven(own, plain, reference)
     try:
-        runtime = OnnxRuntime(quick, example, int8)
-    except (ImportError, ValueError) as refusal:
+        runtime = OnnxRuntime(quick, example, own, int8)
+        off, _, bound = reference.off(runtime, example)
+        if off > bound:
+            raise ValueError(f"its predictions differ from the network's by {off:.1e} of how much these vary")
+    except torch.OutOfMemoryError:
+        raise
+    except (ImportError, ValueError, RuntimeError) as refusal:
         if int8:
-            raise
-        return Proven(own, plain, reference, draws, f"ONNX Runtime is not used: {refusal}")
+            raise ValueError(f"precision='int8' cannot be had here: {refusal}") from refusal
+        return Proven(own, plain, reference, f"ONNX Runtime is not used: {refusal}")
     if int8:
-        return Proven(runtime, plain, None, draws)
+        return Proven(runtime, plain, reference)
     times = _in_turns({"torch": lambda: own(example), "onnx": lambda: runtime(example)}, plain.device)
     if times["onnx"] < times["torch"]:
-        return Proven(runtime, plain, reference, draws)
-    return Proven(own, plain, reference, draws, f"ONNX Runtime took {times['onnx'] / times['torch']:.2f} x as long")
+        return Proven(runtime, plain, reference)
+    return Proven(own, plain, reference, f"ONNX Runtime took {times['onnx'] / times['torch']:.2f} x as long")
 
 
 # -- what is said of it -------------------------------------------------------------------------------------
@@ -151,14 +172,14 @@ def _proven(found: float, own: float, bound: float) -> list[tuple[str, str]]:
     return [("error", f"{found:.1e} of how much predictions vary; {own:.1e} of the network itself in this precision")]
 
 
-def _times(multitude: Multitude, deployed: Deployed, example: Input) -> list[tuple[str, str]]:
+def _times(net: Multitude, deployed: Deployed, example: Input, options: dict[str, Any]) -> list[tuple[str, str]]:
     """The row of the summary on the times of the network as it was and now, in turns."""
 
     def before() -> None:
-        with evaluating(multitude), torch.no_grad():
-            multitude(example)
+        with torch.no_grad():
+            net(example, **options)
 
-    times = _in_turns({"was": before, "is": lambda: deployed(example)}, deployed.device)
+    times = _in_turns({"was": before, "is": lambda: deployed(example, **options)}, deployed.device)
     was, now = times["was"], times["is"]
     rows = len(tensors_in(example)[0])
     return [("time", f"{now:.3g} ms for {plural(rows, 'row')}; {was:.3g} ms as it was, {now / was:.2f} x")]

@@ -17,6 +17,10 @@ from multitudes.evaluation.calibrate import Calibration
 __all__ = ["Deployed"]
 
 
+OPTIONS = ("draws", "seed", "memory")
+"""What a call may say beside the input, as that of a multitude."""
+
+
 class Deployed:
     """A network at work: `predict` as the network's own, and calling it gives the predictions `[S, B, ...]` alone.
 
@@ -45,6 +49,8 @@ class Deployed:
 
     def __call__(self, x: Input, **options: Any) -> Tensor:
         """`[B, ...] -> [S, B, ...]`, not calibrated; where layers draw, the options are the network's `draws`, ..."""
+        if more := [name for name in options if name not in OPTIONS]:
+            raise ValueError(f"a deployed network takes {', '.join(OPTIONS)} beside x, got {more[0]!r}")
         with input_errors(x):
             x = moved(x, self.device)
             with self._lock:
@@ -68,6 +74,9 @@ class Deployed:
         rows = [*self._rows, *self._engine.told()]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:{width}}  {how}" for name, how in rows)
+
+    def __reduce__(self) -> Any:
+        raise ValueError("a deployed network cannot be copied or pickled: save the network by mt.save, and deploy that")
 
     def __repr__(self) -> str:
         return f"Deployed(members={self.members}, precision={self.precision!r}, device={str(self.device)!r})"

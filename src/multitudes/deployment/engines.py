@@ -14,13 +14,19 @@ from torch import Tensor, nn
 from multitudes.core.calling import Input, mapped, tensors_in
 from multitudes.core.copying import copied
 from multitudes.core.multitude import Multitude
-from multitudes.core.proof import kind_of
+from multitudes.deployment.inputs import signature
 
-__all__ = ["Engine", "Plain", "Proven", "Reference", "distance", "rounding"]
+__all__ = ["Engine", "Plain", "Proven", "Reference", "distance", "in_dtype", "rounding"]
 
-_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 5e-3}
+_ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 5e-3}
 """How far predictions may be from the network's own in each precision, relative to how much they vary, at least: what a
 few roundings make. Where the network itself is further off in that precision, `FURTHER` times that is the bound."""
+
+MOST = 10
+"""How many times those roundings predictions may be off at most, whatever the network itself makes of a precision."""
+
+MOST_SHAPES = 4096
+"""Shapes of inputs that are remembered."""
 
 FURTHER = 3
 """How much further off than the network itself in the same precision predictions may be: roundings differ by chance."""
@@ -44,17 +50,21 @@ class Engine(Protocol):
 
 
 class Plain:
-    """A copy of a multitude, run by torch as it is, in a precision; layers that draw go on drawing.
+    """A copy of a multitude, run by torch as it is; layers that draw go on drawing.
 
-    Its weights have the precision where the network runs like that, and otherwise torch's autocast is on.
+    In another precision than its own, its weights have that where the network runs so, and otherwise torch's autocast
+    is on. Without a dtype nothing is changed. `asked` runs where there are options about draws.
     """
 
-    def __init__(self, net: Multitude, dtype: torch.dtype, example: Input) -> None:
-        self.net, self.dtype, self.autocast = net, dtype, False
-        if self._is_as_it_is(net):
+    def __init__(
+        self, net: Multitude, dtype: torch.dtype | None, example: Input, asked: Multitude | None = None
+    ) -> None:
+        self.net, self.dtype, self.autocast, self.asked = net, dtype, False, asked
+        if dtype is None and self.device.type != "cuda":
             return
-        for self.autocast, laid_out in itertools.product((False, True), (True, False)):
-            self.net = copied(net) if self.autocast else copied(net).to(dtype)
+        whole = dtype is not None and not any(t.is_complex() for t in (*net.parameters(), *net.buffers()))
+        for self.autocast, laid_out in itertools.product((not whole, True), (True, False)):
+            self.net = copied(net).to(dtype) if whole and not self.autocast else copied(net)
             self.net = _laid_out(self.net) if laid_out else self.net
             try:
                 self(example)
@@ -65,16 +75,13 @@ class Plain:
                 reason = str(error).splitlines()[0]
         raise ValueError(f"the network cannot run in {str(dtype).removeprefix('torch.')}: {reason}")
 
-    def _is_as_it_is(self, net: Multitude) -> bool:
-        tensors = [*net.parameters(), *net.buffers()]
-        return not any(
-            tensor.is_cuda or (tensor.is_floating_point() and tensor.dtype != self.dtype) for tensor in tensors
-        )
-
     @torch.no_grad()
     def __call__(self, x: Input, **options: Any) -> Tensor:
-        with self.precision():
-            found: Tensor = self.net(self.prepared(x), **options)
+        if options and self.asked is not None:
+            found: Tensor = self.asked(x, **options)
+        else:
+            with self.precision():
+                found = self.net(self.prepared(x), **options)
         return found if found.dtype == torch.float64 else found.float()
 
     @property
@@ -83,59 +90,58 @@ class Plain:
 
     def precision(self) -> AbstractContextManager[Any]:
         """Inside, the network computes in its precision."""
-        return torch.autocast(self.device.type, self.dtype) if self.autocast else nullcontext()
+        return torch.autocast(self.device.type, self.dtype) if self.autocast and self.dtype else nullcontext()
 
     def prepared(self, x: Input) -> Input:
         """An input in the dtype of the weights."""
-        dtype = torch.float32 if self.autocast else self.dtype
-        return mapped(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, x)
+        return x if self.autocast or self.dtype is None else in_dtype(x, self.dtype)
 
     def told(self) -> list[tuple[str, str]]:
         return [("run by", "torch, as it is" + (", with autocast" if self.autocast else ""))]
 
 
 class Reference:
-    """The network as it was, which quick predictions are compared with; `plain` runs it in the precision of these."""
+    """The network as it was, which quick predictions are compared with; `plain` runs it in the precision of these.
 
-    def __init__(self, net: Multitude, plain: Plain, options: Mapping[str, Any]) -> None:
-        self.net, self.plain, self.options = net, plain, options
+    They may be as far off as roundings take the network itself, but no further than `at_most`.
+    """
+
+    def __init__(self, net: Multitude, plain: Plain, options: Mapping[str, Any], at_most: float | None = None) -> None:
+        self.net, self.plain, self.options, self.at_most = net, plain, options, at_most
 
     @torch.no_grad()
     def off(self, quick: Callable[..., Tensor], x: Input) -> tuple[float, float, float]:
         """How far quick predictions are from the network's, how far it is itself in that precision, and the bound."""
-        dtype = next((p.dtype for p in self.net.parameters() if p.is_floating_point()), torch.float32)
-        same = mapped(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, x)
-        want = self.net(same, **self.options)
+        want = self.net(x, **self.options)
         own = distance(self.plain(x, **self.options), want)
-        bound = max(FURTHER * own, rounding(self.plain.dtype, want.device))
+        usual = rounding(self.plain.dtype or want.dtype, want.device)
+        bound = min(max(FURTHER * own, usual), MOST * usual) if self.at_most is None else self.at_most
         return distance(quick(x, **self.options), want), own, bound
 
 
 class Proven:
-    """An engine for inputs of a shape, whatever their number, once it has agreed with the network as it was.
+    """An engine for inputs of a shape, once it has agreed with the network on the first of them.
 
-    Without a reference it need not agree, but run. `note` is for the summary.
+    `note` is for the summary.
     """
 
-    def __init__(self, quick: Engine, plain: Plain, reference: Reference | None, draws: bool, note: str = "") -> None:
-        self.quick, self.plain, self.reference, self.draws, self.note = quick, plain, reference, draws, note
+    def __init__(self, quick: Engine, plain: Plain, reference: Reference, note: str = "") -> None:
+        self.quick, self.plain, self.reference, self.note = quick, plain, reference, note
         self.agrees: dict[Any, bool] = {}
 
     def __call__(self, x: Input, **options: Any) -> Tensor:
-        if options and not self.draws:  # about draws that the network does not make
+        key = signature(x)
+        if key is None or (options and not self.reference.options):  # about draws that the network does not make
             return self.plain(x, **options)
-        key = kind_of(x), *(tuple(t.shape[1:]) for t in tensors_in(x)), min(2, len(tensors_in(x)[0]))
         if key not in self.agrees:
+            if len(self.agrees) >= MOST_SHAPES:
+                self.agrees.clear()
             self.agrees[key] = self._tried(x)
         return (self.quick if self.agrees[key] else self.plain)(x, **options)
 
     def _tried(self, x: Input) -> bool:
-        if not self.draws:
-            self.plain(x)  # what is wrong with an input is said by the network itself
+        self.plain(x, **self.reference.options)  # what is wrong with an input is said by the network itself
         try:
-            if self.reference is None:
-                self.quick(x)
-                return True
             off, _, bound = self.reference.off(self.quick, x)
         except torch.OutOfMemoryError:
             raise
@@ -161,12 +167,25 @@ def _laid_out(net: Multitude) -> Multitude:
     return net.to(memory_format=torch.channels_last) if on_gpu and images else net  # type: ignore[call-overload]
 
 
+def in_dtype(x: Input, dtype: torch.dtype) -> Input:
+    """An input whose floating-point tensors have a dtype."""
+    return mapped(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, x)
+
+
 def distance(got: Tensor, want: Tensor) -> float:
-    """How far predictions `[S, B, ...]` are from others, relative to how much these vary; the largest of the S."""
+    """How far predictions `[S, B, ...]` are from others, relative to how much these vary; the largest of the S.
+
+    A few huge numbers, as of classes that are masked, are compared relative to themselves, and hide nothing else.
+    """
     if got.shape != want.shape or not torch.equal(got.isfinite(), want.isfinite()):
         return float("inf")
-    got, want = (values.double().nan_to_num(0, 0, 0).reshape(len(values), -1) for values in (got, want))
     if not want.numel():
         return 0.0
-    spread = (want - want.mean(1, keepdim=True)).norm(dim=1).maximum(1e-3 * want.norm(dim=1))
-    return float(((got - want).norm(dim=1) / spread.clamp(min=1e-30)).max())
+    wide = torch.complex128 if want.is_complex() else torch.float64
+    got, want = (values.to(wide).nan_to_num(0, 0, 0).reshape(len(values), -1) for values in (got, want))
+    middle = want.real.median(1, keepdim=True).values
+    away = (want - middle).abs()
+    spread, usual = away.square().mean(1, keepdim=True).sqrt(), away.median(1, keepdim=True).values
+    spread = torch.where(usual > 0, spread.minimum(3 * usual), spread).maximum(1e-3 * middle.abs())
+    off = (got - want).abs() / away.maximum(spread).clamp(min=1e-30)
+    return float(off.square().mean(1).sqrt().max())

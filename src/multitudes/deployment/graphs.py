@@ -8,16 +8,16 @@ network's own.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from multitudes.core.calling import Input, mapped, tensors_in
 from multitudes.deployment.capturing import Captured, Recipe, capture
 from multitudes.deployment.engines import Plain, Reference
+from multitudes.deployment.inputs import rows_of, signature
 from multitudes.deployment.tracing import CannotTrace
 
 __all__ = ["Graphs"]
@@ -44,25 +44,24 @@ class Graphs:
         self.sizes = sorted({len(tensors_in(example)[0]), *sizes}) if apart else [len(tensors_in(example)[0])]
         self.graphs: dict[Any, Captured | None] = {}  # those without one have a reason in `refused`
         self.refused: dict[Any, str] = {}
+        self.agreed: dict[Any, bool] = {}  # for each graph and number of rows
         self.seen: dict[Any, int] = {}
         self.recipe: Recipe | None = None
         self.pool = torch.cuda.graph_pool_handle()
         self.done = torch.cuda.Event()
-        example = folded.prepared(example)
         with torch.cuda.device(plain.device):
             for size in self.sizes:
-                self._prepare(self._of_rows(example, size))
+                self._prepare(example, size, None)
 
     def __call__(self, x: Input, **options: Any) -> Tensor:
         with torch.cuda.device(self.plain.device):
             torch.cuda.current_stream().wait_event(self.done)  # all calls write to the same inputs
-            found = self._answer(self.folded.prepared(x), **options)
+            found = self._answer(x, **options)
             self.done.record()
         return found
 
     def _answer(self, x: Input, **options: Any) -> Tensor:
-        rows = len(tensors_in(x)[0])
-        most = max(MOST_ROWS, *self.sizes)
+        rows, most = rows_of(x), max(MOST_ROWS, *self.sizes)
         if not rows or options or not self._fits(x, rows):
             return self.plain(x, **options)
         if self.apart and rows > most:
@@ -90,10 +89,8 @@ class Graphs:
     def _fits(self, x: Input, rows: int) -> bool:
         """Whether `x` has tensors like the example's, with the batch in the same of them, and plain values beside."""
         tensors = tensors_in(x)
-        if not all(isinstance(leaf, (Tensor, bool, int, float, str, type(None))) for leaf in tree_leaves(x)):
-            return False
         own = [tensor.shape[:1] == (rows,) for tensor, batched in zip(tensors, self.batched, strict=False) if batched]
-        return len(tensors) == len(self.batched) and all(own)
+        return len(tensors) == len(self.batched) and all(own) and signature(x) is not None
 
     def _part(self, x: Input, start: int, end: int) -> Input:
         batched = iter(self.batched)
@@ -106,42 +103,54 @@ class Graphs:
         power = 1 << (rows - 1).bit_length()
         return next((size for size in self.sizes if rows <= size <= power), power)
 
+    def _key(self, x: Input, size: int) -> Any:
+        """What the inputs of one graph have in common, which has so many rows."""
+        shapes = [tuple(tensor.shape)[batched:] for tensor, batched in zip(tensors_in(x), self.batched, strict=True)]
+        return signature(x, shapes=False), tuple(shapes), size
+
     def _graph(self, x: Input, rows: int) -> Captured | None:
-        padded = self._of_rows(x, self._size(rows))
-        key = _key(padded)
-        if key in self.graphs:
-            self.graphs[key] = self.graphs.pop(key)  # the last one used
-            return self.graphs[key]
-        self.seen[key] = self.seen.get(key, 0) + 1
-        if self.seen[key] < 2:
-            return None
-        self._prepare(padded, given=x)
-        return self.graphs[key]
+        """The graph for a batch; None where there is none yet, or none that is right for so many rows."""
+        size = self._size(rows)
+        key = self._key(x, size)
+        if key not in self.graphs:
+            self.seen[key] = self.seen.get(key, 0) + 1
+            if self.seen[key] < 2:
+                return None
+            self._prepare(x, size, self.recipe)
+        graph = self.graphs.pop(key)
+        self.graphs[key] = graph  # the last one used
+        if graph is not None and (key, rows) not in self.agreed:
+            self.agreed[key, rows] = self._is_right(graph, x)
+        return graph if graph is not None and self.agreed[key, rows] else None
 
-    def _prepare(self, x: Input, given: Input | None = None) -> None:
-        """Capture a graph for inputs like `x`, or note why there is none.
+    def _prepare(self, x: Input, size: int, like: Recipe | None) -> None:
+        """Capture a graph of so many rows for inputs like `x`, or note why there is none.
 
-        `given` is what comes padded as `x`, and is waited for: its graph is made like the last one that was timed.
+        With a recipe it is made like that, without being timed, since somebody waits for it.
         """
-        key, like = _key(x), None if given is None else self.recipe
-        given = x if given is None else given
+        key = self._key(x, size)
         self.graphs[key] = None
+        padded = self._of_rows(self.folded.prepared(x), size)
         try:
-            found = capture(self.folded, x, self.batched, self.pool, like)
+            self.graphs[key] = found = capture(self.folded, padded, self.batched, self.pool, like)
         except CannotTrace as refusal:
             self.refused[key] = str(refusal)
             return
-        off, _, bound = self.reference.off(lambda x: found(self.folded.prepared(x), len(tensors_in(x)[0])), given)
-        if off <= bound:
-            self.graphs[key] = found
-            self.recipe = self.recipe if like else found.recipe
-        else:
-            self.refused[key] = f"a graph's predictions differ from the network's by {off:.1e}"
-            shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors_in(x))
-            warnings.warn(f"x of shape {shapes}: {self.refused[key]}, so the network runs as it was", stacklevel=2)
+        self.recipe = found.recipe if like is None else self.recipe
         made = [key for key, graph in self.graphs.items() if graph is not None]
         for oldest in made[: max(0, len(made) - MOST_GRAPHS)]:
             del self.graphs[oldest]
+            self.agreed = {known: right for known, right in self.agreed.items() if known[0] != oldest}
+
+    def _is_right(self, graph: Captured, x: Input) -> bool:
+        """Whether a graph agrees with the network on the first input that has so many rows; a warning where not."""
+        off, _, bound = self.reference.off(lambda x: graph(x, rows_of(x)), x)
+        if off > bound:
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors_in(x))
+            why = f"a graph's predictions differ from the network's by {off:.1e}"
+            self.refused[shapes] = why
+            warnings.warn(f"x of shape {shapes}: {why}, so the network runs as it was", stacklevel=2)
+        return off <= bound
 
     def _of_rows(self, x: Input, size: int) -> Input:
         """The batch with so many rows, its own over again."""
@@ -153,14 +162,3 @@ class Graphs:
             return tensor[torch.arange(size, device=tensor.device) % len(tensor)]
 
         return mapped(padded, x)
-
-
-def _key(x: Any) -> Any:
-    """What an input is like: shapes and dtypes of its tensors, and all else that it holds."""
-    if isinstance(x, Tensor):
-        return tuple(x.shape), x.dtype
-    if isinstance(x, Mapping):
-        return tuple((name, _key(value)) for name, value in x.items())
-    if isinstance(x, (tuple, list)):
-        return tuple(_key(value) for value in x)
-    return repr(x)

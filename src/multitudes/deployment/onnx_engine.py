@@ -14,8 +14,10 @@ from multitudes.core.calling import Input, mapped, plain_attention, tensors_in
 from multitudes.core.checks import needed
 from multitudes.core.copying import copied
 from multitudes.core.multitude import Multitude
+from multitudes.deployment.engines import Plain
+from multitudes.deployment.inputs import signature, unusual
 from multitudes.deployment.quantising import quantise
-from multitudes.storage.exporting import Apart, export, keep_numbers, opened, reason, tensor_names
+from multitudes.storage.exporting import Apart, export, keep_numbers, opened, operators, reason, tensor_names
 
 __all__ = ["OnnxRuntime"]
 
@@ -33,33 +35,46 @@ class _Raw(nn.Module):
         return self.network(mapped(lambda _: next(given), self.example))
 
 
+UNLIKE = {"TopK"}
+"""Operators of which ONNX Runtime makes something else than torch: it breaks ties otherwise."""
+
+
 class OnnxRuntime:
-    """A deterministic multitude, run by ONNX Runtime with as many threads as torch has."""
+    """A deterministic multitude, run by ONNX Runtime with as many threads as torch has.
+
+    `plain` runs what the graph was not made for: other values beside the tensors than the example's, numbers of which
+    runtimes differ, and inputs whose predictions are not finite.
+    """
 
     @torch.no_grad()
-    def __init__(self, net: Multitude, example: Input, int8: bool = False) -> None:
+    def __init__(self, net: Multitude, example: Input, plain: Plain, int8: bool = False) -> None:
         for module in ("onnxruntime", "onnx", "onnxscript"):
             needed(module, "onnx", "deploy on a CPU")
-        self.int8 = int8
+        self.int8, self.plain, self.kind = int8, plain, signature(example, shapes=False)
+        if self.kind is None:
+            raise ValueError("the example holds more than tensors and plain values")
         self.names = tensor_names(example, ["predictions"])
-        self.dtypes = [tensor.dtype for tensor in tensors_in(example)]
         with tempfile.TemporaryDirectory() as folder, plain_attention():
             path, raw = Path(folder) / "network.onnx", _Raw(copied(net), example)
             keep_numbers(raw, *tensors_in(example))
             export(raw, example, path, inputs=self.names, outputs=["predictions"], about={})
+            if found := UNLIKE & operators(path):
+                raise ValueError(f"it uses {', '.join(found)}, of which ONNX Runtime makes something else")
             path = quantise(path, list(self._parts(example))) if int8 else path
             self.session = opened(path, torch.get_num_threads())
 
     def __call__(self, x: Input, **options: Any) -> Tensor:
+        if signature(x, shapes=False) != self.kind or unusual(x):
+            return self.plain(x, **options)
         try:
             (found,) = self.session.run(None, self._feed(tensors_in(x)))
         except Exception as error:  # its errors have no class in common
             raise RuntimeError(reason(error)) from error
-        return torch.from_numpy(found)
+        predictions = torch.from_numpy(found)
+        return predictions if bool(predictions.isfinite().all()) else self.plain(x, **options)
 
     def _feed(self, tensors: list[Tensor]) -> dict[str, Any]:
-        given = zip(self.names, tensors, self.dtypes, strict=True)
-        return {name: tensor.detach().to(dtype).contiguous().numpy() for name, tensor, dtype in given}
+        return {name: tensor.detach().contiguous().numpy() for name, tensor in zip(self.names, tensors, strict=True)}
 
     def _parts(self, example: Input, rows: int = 32) -> Iterator[dict[str, Any]]:
         """The example in small batches."""

@@ -34,6 +34,7 @@ __all__ = [
     "keep_numbers",
     "members_apart",
     "opened",
+    "operators",
     "reason",
     "take_texts",
     "tensor_names",
@@ -79,9 +80,11 @@ def keep_numbers(module: nn.Module, *tensors: Tensor) -> None:
 
 def tensor_names(example: Input, outputs: Collection[str]) -> list[str]:
     """The names of a file's inputs, one for each tensor of an example."""
-    if isinstance(example, Mapping):
-        return input_names([name for name, value in example.items() if isinstance(value, Tensor)], outputs)
     count = len(tensors_in(example))
+    if isinstance(example, Mapping):
+        names = [name for name, value in example.items() if isinstance(value, Tensor)]
+        if len(names) == count:  # none is deeper inside
+            return input_names(names, outputs)
     return ["x"] if count == 1 else [f"x{index}" for index in range(count)]
 
 
@@ -113,8 +116,10 @@ def export(
     about: Mapping[str, Any],
 ) -> None:
     """Write a module of the tensors in `example`, its `forward(*tensors)`, for batches of any size, as one file."""
-    tensors = tensors_in(tile(example, 2))  # of a batch of one, torch takes the one for a constant
-    batched = [tensor.shape[:1] == tensors[0].shape[:1] for tensor in tensors]
+    given = tensors_in(example)
+    batched = [tensor.shape[:1] == given[0].shape[:1] for tensor in given]
+    # Of a batch of one, torch takes the one for a constant.
+    tensors = [torch.cat([tensor, tensor]) if own else tensor for tensor, own in zip(given, batched, strict=True)]
     dynamic = tuple({0: torch.export.Dim.DYNAMIC} if own else {} for own in batched)
     try:
         with _quiet():
@@ -171,11 +176,12 @@ def take_texts(path: Path, texts: Mapping[str, Mapping[str | None, int]]) -> Non
     onnx.save(model, path)
 
 
-def _searchsorted(knots: Any, values: Any, **_: Any) -> Any:
-    """How many knots `[C, K]` are below each value `[C, N]`: ONNX has no search."""
+def _searchsorted(knots: Any, values: Any, *, right: bool = False, side: str | None = None, **_: Any) -> Any:
+    """How many knots `[C, K]` are below each value `[C, N]`, or on the right side not above it: ONNX has no search."""
     onnxscript = importlib.import_module("onnxscript")
     op = onnxscript.opset18
-    below = op.Less(op.Unsqueeze(knots, op.Constant(value_ints=[1])), op.Unsqueeze(values, op.Constant(value_ints=[2])))
+    compare = op.LessOrEqual if right or side == "right" else op.Less
+    below = compare(op.Unsqueeze(knots, op.Constant(value_ints=[1])), op.Unsqueeze(values, op.Constant(value_ints=[2])))
     count = op.Cast(below, to=onnxscript.INT64.dtype)
     return op.ReduceSum(count, op.Constant(value_ints=[2]), keepdims=0)
 
@@ -201,6 +207,12 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
+def operators(path: Path) -> set[str]:
+    """The names of a file's operators."""
+    model = importlib.import_module("onnx").load(path)
+    return {node.op_type for node in model.graph.node} | {node.op_type for f in model.functions for node in f.node}
+
+
 # -- running it --------------------------------------------------------------------------------------------
 
 
@@ -208,7 +220,7 @@ def opened(path: Path, threads: int = 0) -> Any:
     """A file as onnxruntime runs it on the CPU, by so many threads; 0 is one for each core."""
     runtime = needed("onnxruntime", "onnx", "to_onnx")
     options = runtime.SessionOptions()
-    options.log_severity_level = 3  # errors alone
+    options.log_severity_level = 4  # its errors are raised, and need not be printed as well
     options.intra_op_num_threads = threads
     try:
         return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

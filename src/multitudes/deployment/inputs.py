@@ -1,0 +1,60 @@
+"""Inputs: what two of them must have in common for one's quick way to be the other's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.calling import Input, tensors_in
+from multitudes.core.proof import Looks
+
+__all__ = ["looks_at_values", "rows_of", "signature", "unusual"]
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def signature(x: Any, shapes: bool = True) -> Any:
+    """Shapes and dtypes of the tensors of an input, in their order, and the plain values beside them.
+
+    None where it holds anything else, whose values nobody can compare.
+
+    >>> signature({"x": torch.ones(2, 3), "flag": True})
+    (<class 'dict'>, (('x', ((2, 3), torch.float32)), ('flag', (<class 'bool'>, 'True'))))
+    """
+    if isinstance(x, Tensor):
+        return (tuple(x.shape) if shapes else x.dim()), x.dtype
+    if type(x) is dict:
+        held = [(name, signature(value, shapes)) for name, value in x.items()]
+        return None if any(own is None for _, own in held) else (dict, tuple(held))
+    if type(x) in (tuple, list):
+        own = [signature(value, shapes) for value in x]
+        return None if any(each is None for each in own) else (type(x), tuple(own))
+    return (type(x), repr(x)) if type(x) in _PLAIN else None
+
+
+def rows_of(x: Input) -> int:
+    """The length of the batch, 0 where the first tensor has none."""
+    first = next(iter(tensors_in(x)), None)
+    return 0 if first is None or not first.dim() else len(first)
+
+
+def unusual(x: Input) -> bool:
+    """Whether an input has numbers of which runtimes differ: ids below 0, and masks that leave nothing of a row."""
+    for tensor in tensors_in(x):
+        if tensor.is_floating_point() or tensor.is_complex() or not tensor.numel():
+            continue
+        if tensor.dtype != torch.bool and int(tensor.min()) < 0:
+            return True
+        if tensor.dim() > 1 and not bool(tensor.flatten(1).bool().any(1).all()):
+            return True
+    return False
+
+
+def looks_at_values(network: nn.Module, x: Input, run: Any) -> bool:
+    """Whether a network's own code looks at values: `if x.max() > 1`, `self.norms[int(domain[0])]`."""
+    looks = Looks([*network.parameters(), *network.buffers(), *tensors_in(x)])
+    with torch.no_grad(), looks:
+        run()
+    return looks.seen
