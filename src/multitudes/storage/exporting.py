@@ -222,6 +222,7 @@ def opened(path: Path, threads: int = 0) -> Any:
     options = runtime.SessionOptions()
     options.log_severity_level = 4  # its errors are raised, and need not be printed as well
     options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.force_spinning_stop", "1")  # between runs, others have the cores
     try:
         return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # its errors have no class in common
