@@ -14,19 +14,13 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.core.calling import call
-from multitudes.deployment import conversion
 from multitudes.deployment.inputs import signature, unusual
+from tests.test_deploy import fixed_race  # noqa: F401
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 X = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(autouse=True)
-def onnx_runtime_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever ONNX Runtime can run it runs, however long it takes."""
-    monkeypatch.setattr(conversion, "_in_turns", lambda functions, device: {n: 2.0 - (n == "onnx") for n in functions})
 
 
 class Of(nn.Module):

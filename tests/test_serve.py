@@ -221,6 +221,7 @@ def test_a_local_server_answers_to_the_names_of_this_machine_alone(deep: ServedN
         assert client.get("/about", Host="mine.example", Authorization="Bearer a").status == 200
 
 
+@pytest.mark.slow
 def test_other_machines_are_served_with_a_warning_where_there_is_no_token(
     images: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
