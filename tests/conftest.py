@@ -13,7 +13,7 @@ QUICK = {
     "test_every_layer_has_the_weights_of_the_formula": 2,
     "test_frozen_predictions_are_distributed_as_draws_are": 1,
     "test_a_smoothed_network_is_packed": 1,
-    "test_a_network_compiles_whole": 1,
+    "test_a_network_compiles_whole": 0,
     "test_heads_and_smoothing_compose": 0,
     "test_two_processes_agree_on_the_best_epoch_and_on_the_last": 0,
     "test_networks_whose_speeds_are_compared_are_laid_out_alike": 0,
@@ -36,7 +36,7 @@ QUICK = {
     "test_members_of_such_networks_are_narrow_and_themselves_alone": 12,
     "test_ensemble_sizes_are_table_3s": 0,
     "test_a_study_file_can_be_carried_out_at_both_scales": 1,
-    "test_temporal_smoothing_makes_predictions_on_a_noisy_video_more_consistent_and_more_often_right": 1,
+    "test_temporal_smoothing_makes_predictions_on_a_noisy_video_more_consistent_and_more_often_right": 0,
     "test_two_processes_train_as_one_with_batches_of_twice_the_size": 0,
     "test_every_method_has_the_times_of_predicting_and_training_beside_a_single_network": 0,
     "test_the_nll_never_rises": 0,
@@ -50,6 +50,9 @@ QUICK = {
     "test_the_page_of_addresses_loads_nothing_from_elsewhere": 0,
     "test_values_are_predicted_as_by_the_network": 1,
     "test_a_composition_learns": 3,
+    "test_the_page_asks_for_the_token_of_a_server": 0,
+    "test_networks_of_several_inputs_are_called_by_name_or_number": 0,
+    "test_texts_get_the_answers_of_predict": 0,
 }
 """How many cases of a test are quick; the others are slow."""
 
