@@ -1,14 +1,14 @@
 """Capturing: a network's kernels for inputs of one shape, fused and started as one CUDA graph.
 
-A network of convolutions is traced, its convolutions fused, and each run in its fastest way; any other is compiled. Of
-members, the ways to run them that may be fastest are all captured, and the fastest stays.
+A network of convolutions is traced, its convolutions fused, and each run in its fastest way; so is one that draws. Any
+other is compiled. Of members, the ways to run them that may be fastest are all captured, and the fastest stays.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +22,10 @@ from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude
 from multitudes.core.packing.pointwise import plain_convolutions
 from multitudes.core.settings import holding
+from multitudes.deployment.drawn import Noise, drawn, noise_of
 from multitudes.deployment.engines import Plain
 from multitudes.deployment.fusing import Way, choose, convolution, count_convolutions, fuse_convolutions, take
-from multitudes.deployment.tracing import CannotTrace, trace
+from multitudes.deployment.tracing import CannotTrace, check_waits, trace
 
 __all__ = ["Captured", "Recipe", "capture"]
 
@@ -42,27 +43,78 @@ class Recipe:
 
 
 class Captured:
-    """One CUDA graph: what it is given is copied to where the graph reads, and its answer to a tensor of its own."""
+    """One CUDA graph: what it is given is copied to where the graph reads, and its answer to a tensor of its own.
 
-    def __init__(self, recipe: Recipe, x: Input, batched: Sequence[bool], pool: Any) -> None:
-        self.recipe, self.batched = recipe, batched
+    `noise` is what its draws take; its numbers are drawn inside of the graph.
+    """
+
+    def __init__(self, recipe: Recipe, x: Input, batched: Sequence[bool], pool: Any, noise: Noise | None) -> None:
+        self.recipe, self.batched, self.noise = recipe, batched, noise
         self.inputs = [tensor.clone() for tensor in tensors_in(x)]
         self.rows = len(self.inputs[0])
         before = torch.cuda.memory_reserved()
         self.graph = torch.cuda.CUDAGraph()
         with torch.no_grad(), _tuned():
-            _warmed(lambda: recipe.function(*self.inputs))
-            with torch.cuda.graph(self.graph, pool=pool):
-                self.output = recipe.function(*self.inputs)
+            _warmed(self._run)
+            with recording(self.graph, pool, () if noise is None else noise.generators.values()):
+                self.output = self._run()
         self.nbytes = max(0, torch.cuda.memory_reserved() - before)
 
-    def __call__(self, x: Input, rows: int) -> Tensor:
+    def _run(self) -> Tensor:
+        if self.noise is None:
+            return self.recipe.function(*self.inputs)
+        self.noise.fill()
+        return self.recipe.function(*self.inputs, *self.noise.numbers)
+
+    def size(self) -> str:
+        return str(self.rows) if self.noise is None else f"{self.rows} (x {plural(self.noise.draws, 'draw')})"
+
+    def __call__(self, x: Input, rows: int, seed: int | None = None) -> Tensor:
         """The predictions `[S, rows, ...]` of a batch that has no more rows than the graph."""
         for own, given, batched in zip(self.inputs, tensors_in(x), self.batched, strict=True):
             (own[:rows] if batched else own).copy_(given)
+        if self.noise is not None:
+            self.noise.seed(seed)
         self.graph.replay()
         answer = self.output if rows == self.rows else self.output[:, :rows]
         return answer.clone() if answer.dtype in (torch.float32, torch.float64) else answer.float()
+
+
+@contextmanager
+def recording(graph: torch.cuda.CUDAGraph, pool: Any, generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
+    """Inside, kernels become part of a graph instead of being run, and so do the numbers of these random sources.
+
+    Where that fails, torch's own random source, its allocator and the current stream are as they were before.
+    """
+    for generator in generators:
+        graph.register_generator_state(generator)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):
+                graph.capture_end()
+            _recover(pool)
+            raise
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            _recover(pool)
+            raise
+
+
+def _recover(pool: Any) -> None:
+    """Have torch know that a capture has ended, which it does not notice of one that fails: all random numbers of the
+    device would be an error from then on. A capture that succeeds tells it."""
+    with suppress(RuntimeError):  # if it has noticed
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    torch.zeros((), device="cuda")
+    graph.capture_end()
 
 
 @contextmanager
@@ -91,11 +143,10 @@ def milliseconds(function: Callable[[], Any], calls: int = 5) -> float:
     try:
         with _tuned():
             _warmed(function)
-            with torch.cuda.graph(graph):
+            with recording(graph, torch.cuda.graph_pool_handle()):
                 for _ in range(calls):
                     function()
     except RuntimeError:
-        torch.cuda.synchronize()
         return math.inf
     return _replayed(graph) / calls
 
@@ -115,23 +166,28 @@ def _replayed(graph: torch.cuda.CUDAGraph, repeats: int = 3) -> float:
 # -- what is captured --------------------------------------------------------------------------------------
 
 
-def capture(plain: Plain, x: Input, batched: Sequence[bool], pool: Any, like: Recipe | None) -> Captured:
-    """The fastest graph of a network for inputs like `x`; `CannotTrace` where there is none.
+def capture(
+    plain: Plain, x: Input, batched: Sequence[bool], pool: Any, like: Recipe | None, draws: int = 0
+) -> Captured:
+    """The fastest graph of a network for inputs like `x`, of so many draws; `CannotTrace` where there is none.
 
     With a recipe, that of a graph for other sizes, nothing is timed or compiled, which would take long.
     """
     best: Captured | None = None
     reason = ""
-    for runner in _runners(plain.net, x) if like is None else [like.runner]:
+    runners = _runners(plain.net, x, draws) if like is None else [like.runner]
+    for runner in runners:
         try:
-            recipe = (_fused if _convolves(plain.net) else _whole)(plain, x, runner, like)
-            found = Captured(recipe, x, batched, pool)
+            noise = noise_of(plain, x, draws) if draws else None
+            call = _called(plain, x, runner) if noise is None else drawn(plain, x)
+            tensors = [*tensors_in(x), *(() if noise is None else noise.numbers)]
+            make = _whole if noise is None and not _convolves(plain.net) else _fused
+            found = Captured(make(call, tensors, runner, like), x, batched, pool, noise)
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             reason = f"there is not enough memory for one ({str(error).splitlines()[0]})"
             continue
         except RuntimeError as error:  # CannotTrace among them
-            torch.cuda.synchronize()
             reason = reason or str(error).strip().splitlines()[0]
             continue
         if best is None or _replayed(found.graph) < _replayed(best.graph):
@@ -141,9 +197,9 @@ def capture(plain: Plain, x: Input, batched: Sequence[bool], pool: Any, like: Re
     return best
 
 
-def _runners(net: Multitude, x: Input) -> list[str]:
+def _runners(net: Multitude, x: Input, draws: int) -> list[str]:
     """The ways to run members that may be the fastest: their kernels side by side, or one member after the other."""
-    if not isinstance(net, Members):
+    if not isinstance(net, Members) or draws:  # members that draw do so one after the other
         return [""]
     if not _convolves(net):
         return [net._likeliest(x)]
@@ -168,17 +224,17 @@ def _called(plain: Plain, x: Input, runner: str) -> Callable[..., Tensor]:
     return call
 
 
-def _whole(plain: Plain, x: Input, runner: str, like: Recipe | None) -> Recipe:
+def _whole(call: Callable[..., Tensor], tensors: list[Tensor], runner: str, like: Recipe | None) -> Recipe:
     """A network as it is, or compiled."""
-    call = _called(plain, x, runner)
     with torch.no_grad():
-        call(*tensors_in(x))  # what is to be found out about the input is found out before it is captured
+        call(*tensors)  # what is to be found out about the input is found out before it is captured
+        check_waits(call, tensors)
         if like is not None:
             return Recipe(call, runner, (), [("kernels", "torch's own")])
         try:
             with torch._dynamo.config.patch(recompile_limit=256):
                 quick = torch.compile(call, dynamic=False)
-                quick(*tensors_in(x))
+                quick(*tensors)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a compiler fails in its own ways
@@ -187,12 +243,12 @@ def _whole(plain: Plain, x: Input, runner: str, like: Recipe | None) -> Recipe:
     return Recipe(quick, runner, (), [("kernels", "compiled")])
 
 
-def _fused(plain: Plain, x: Input, runner: str, like: Recipe | None) -> Recipe:
-    """A network of convolutions, fused, each in its fastest way, or in that of another recipe."""
-    call, tensors = _called(plain, x, runner), tensors_in(x)
+def _fused(call: Callable[..., Tensor], tensors: list[Tensor], runner: str, like: Recipe | None) -> Recipe:
+    """A network that is traced, its convolutions fused, each in its fastest way, or in that of another recipe."""
     with torch.no_grad(), plain_convolutions():
         call(*tensors)
         graph = trace(call, tensors)
+        check_waits(graph, tensors)
         fused = fuse_convolutions(graph)
         if like is not None and len(like.ways) == count_convolutions(graph):
             take(graph, like.ways)
@@ -204,7 +260,7 @@ def _fused(plain: Plain, x: Input, runner: str, like: Recipe | None) -> Recipe:
             with suppress(Exception):  # a compiler fails in its own ways, and the graph is right without
                 quick = torch.compile(graph, dynamic=False)
                 quick(*tensors)
-                return Recipe(quick, runner, ways, [*told, ("the rest", "compiled")])
+                return Recipe(quick, runner, ways, [*told, ("the rest" if ways else "kernels", "compiled")])
     return Recipe(graph, runner, ways, told)
 
 
@@ -226,6 +282,8 @@ def _left_over(graph: fx.GraphModule) -> float:
 
 
 def _ways_told(ways: Sequence[Way], fused: int) -> Told:
+    if not ways:
+        return []
     one_call = sum(way.fused for way in ways)
     told = [("convolutions", f"{one_call} of {fused} with bias, residual and ReLU in one call of cuDNN")]
     counts = Counter(way.groups for way in ways)

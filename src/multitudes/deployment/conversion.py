@@ -51,9 +51,9 @@ def deploy(
     Members that share weights are folded into plain networks, unless they share most of what they compute; batch norms
     become part of the layers beside them. On a GPU convolutions are fused with what comes after them, or the network is
     compiled, and all of it captured as CUDA graphs, for the size of the example, for `batch_sizes`, and for sizes that
-    come twice. On a CPU it is run by ONNX Runtime where that is faster. What cannot be done so is left to torch, and
-    layers that draw go on drawing. `precision` is "float32", "float16", "bfloat16" or, on a CPU, "int8"; by default
-    bfloat16 on a GPU and the network's own on a CPU.
+    come twice. On a CPU it is run by ONNX Runtime where that is faster. What cannot be done so is left to torch. Layers
+    that draw go on drawing, and a seed gives the draws that it gives the network. `precision` is "float32", "float16",
+    "bfloat16" or, on a CPU, "int8"; by default bfloat16 on a GPU and the network's own on a CPU.
 
     The predictions must be those of the network on the example, up to the rounding of the precision; if they are not,
     that is an error. For "int8" the example is what the ranges of values are taken from, so that it should be a few
@@ -83,9 +83,11 @@ def deploy(
     plain = Plain(own, None if int8 else dtype, example, None if own is was else was)
     reference = Reference(own, plain, options, INT8 if int8 else None)
     quick, rows = prepared(own, example, options)
-    if device.type == "cuda" and not options:
-        apart = _rows_apart(own, example)
-        engine: Engine = Graphs(Plain(quick, dtype, example), plain, reference, example, sizes, apart)
+    if device.type == "cuda":
+        folded = Plain(quick, dtype, example)
+        otherwise = Proven(folded, plain, reference) if options else plain
+        apart = not options and _rows_apart(own, example)
+        engine: Engine = Graphs(folded, otherwise, reference, example, sizes, apart)
     else:
         engine = _by_libraries(quick, plain, reference, example, int8)
     if isinstance(engine, Proven) and engine.quick is plain:
@@ -94,7 +96,8 @@ def deploy(
     if int8:
         rows += check_quality(deployed.predict(example), _was(net, multitude).predict(example), targets)
     else:
-        rows += _proven(*reference.off(deployed, example))
+        draws = {"draws": own.draws} if isinstance(engine, Graphs) and options else {}  # as many as its graphs make
+        rows += _proven(*reference.off(deployed, example, **draws))
     rows += _times(was, deployed, example, {"seed": 0} if options else {})
     return deployed
 

@@ -110,13 +110,14 @@ class Reference:
         self.net, self.plain, self.options, self.at_most = net, plain, options, at_most
 
     @torch.no_grad()
-    def off(self, quick: Callable[..., Tensor], x: Input) -> tuple[float, float, float]:
+    def off(self, quick: Callable[..., Tensor], x: Input, **more: Any) -> tuple[float, float, float]:
         """How far quick predictions are from the network's, how far it is itself in that precision, and the bound."""
-        want = self.net(x, **self.options)
-        own = distance(self.plain(x, **self.options), want)
+        options = {**self.options, **more}
+        want = self.net(x, **options)
+        own = distance(self.plain(x, **options), want)
         usual = rounding(self.plain.dtype or want.dtype, want.device)
         bound = min(max(FURTHER * own, usual), MOST * usual) if self.at_most is None else self.at_most
-        return distance(quick(x, **self.options), want), own, bound
+        return distance(quick(x, **options), want), own, bound
 
 
 class Proven:

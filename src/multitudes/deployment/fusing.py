@@ -53,6 +53,7 @@ def convolution(
 
 def fuse_convolutions(graph: fx.GraphModule) -> int:
     """Put `convolution` in the place of what it computes, everywhere in a traced graph; how many are one with ReLU."""
+    _views_last(graph)
     for relu in _calls(graph, aten.relu.default):
         node, other = _convolution_and_other(graph, relu.args[0])
         if node is not None:
@@ -67,6 +68,46 @@ def fuse_convolutions(graph: fx.GraphModule) -> int:
                 _replace(graph, node, node, node.args[2], None, relu=False)
     _lay_out(graph)
     return fused
+
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+def _views_last(graph: fx.GraphModule) -> None:
+    """Give convolutions another shape after the sum or ReLU that follows them, not before it.
+
+    Draws are folded into the batch for each convolution alone, and are apart again after it.
+    """
+    for node in list(graph.graph.nodes):
+        if node.target is aten.relu.default and _is_once(node.args[0]) and node.args[0].target in _VIEWS:
+            before = node.args[0].args[0]
+            operands: tuple[Any, ...] = (before,)
+        elif node.target is aten.add.Tensor and not node.kwargs and (found := _viewed_operand(graph, node)):
+            before, other = found
+            with graph.graph.inserting_before(node):
+                operands = before, graph.graph.call_function(aten.reshape.default, (other, [*_value(before).shape]))
+            operands[1].meta = dict(before.meta)
+        else:
+            continue
+        with graph.graph.inserting_before(node):
+            early = graph.graph.call_function(node.target, operands)
+            early.meta = dict(before.meta)
+            late = graph.graph.call_function(aten.reshape.default, (early, [*_value(node).shape]))
+            late.meta = dict(node.meta)
+        node.replace_all_uses_with(late)
+    tidied(graph)
+
+
+def _viewed_operand(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The convolution that an addition takes in another shape, and its other addend, which is as large."""
+    for one, other in (node.args, node.args[::-1]):
+        if not isinstance(one, fx.Node) or not isinstance(other, fx.Node) or one.target not in _VIEWS:
+            continue
+        before = one.args[0]
+        if _is_once(one) and _is_once(before) and _is_convolution(graph, before) and _alike(one, other):
+            assert isinstance(before, fx.Node)
+            return before, other
+    return None
 
 
 def _lay_out(graph: fx.GraphModule) -> None:

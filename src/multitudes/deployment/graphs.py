@@ -1,8 +1,8 @@
-"""The engine of a GPU: one CUDA graph for each size of batch.
+"""The engine of a GPU: one CUDA graph for each size of batch, and number of draws.
 
 A captured graph always has the same number of rows. So a batch is padded to the next size that there is a graph for,
-which no row notices: that rows do not see each other is tried before. A graph's first answer is compared with the
-network's own.
+which no row notices: that rows do not see each other is tried before. Where layers draw it is not padded, since what is
+drawn for a seed depends on the number of rows. A graph's first answer is compared with the network's own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from multitudes.core.calling import Input, mapped, tensors_in
 from multitudes.deployment.capturing import Captured, Recipe, capture
-from multitudes.deployment.engines import Plain, Reference
+from multitudes.deployment.engines import Engine, Plain, Reference
 from multitudes.deployment.inputs import rows_of, signature
 from multitudes.deployment.tracing import CannotTrace
 
@@ -30,18 +30,18 @@ MOST_ROWS = 512
 
 
 class Graphs:
-    """A deterministic multitude on a GPU, one CUDA graph for each size of batch.
+    """A multitude on a GPU, one CUDA graph for each size of batch.
 
-    `folded` is what is captured, and `plain` the network as it was, in the same precision, which is what graphs are
-    compared with, and runs whatever has no graph: other shapes than the example's, until they have come twice.
+    `folded` is what is captured. `otherwise` runs whatever has no graph: other shapes than the example's, until they
+    have come twice. With `apart`, batches may be padded.
     """
 
     def __init__(
-        self, folded: Plain, plain: Plain, reference: Reference, example: Input, sizes: Iterable[int], apart: bool
+        self, folded: Plain, otherwise: Engine, reference: Reference, example: Input, sizes: Iterable[int], apart: bool
     ) -> None:
-        self.folded, self.plain, self.reference, self.apart = folded, plain, reference, apart
+        self.folded, self.otherwise, self.reference, self.apart = folded, otherwise, reference, apart
         self.batched = [tensor.shape[:1] == tensors_in(example)[0].shape[:1] for tensor in tensors_in(example)]
-        self.sizes = sorted({len(tensors_in(example)[0]), *sizes}) if apart else [len(tensors_in(example)[0])]
+        self.sizes = sorted({len(tensors_in(example)[0]), *sizes})
         self.graphs: dict[Any, Captured | None] = {}  # those without one have a reason in `refused`
         self.refused: dict[Any, str] = {}
         self.agreed: dict[Any, bool] = {}  # for each graph and number of rows
@@ -49,26 +49,35 @@ class Graphs:
         self.recipe: Recipe | None = None
         self.pool = torch.cuda.graph_pool_handle()
         self.done = torch.cuda.Event()
-        with torch.cuda.device(plain.device):
+        with torch.cuda.device(folded.device):
             for size in self.sizes:
-                self._prepare(example, size, None)
+                self._prepare(example, size, self._draws({}) or 0, None)
 
     def __call__(self, x: Input, **options: Any) -> Tensor:
-        with torch.cuda.device(self.plain.device):
+        with torch.cuda.device(self.folded.device):
             torch.cuda.current_stream().wait_event(self.done)  # all calls write to the same inputs
             found = self._answer(x, **options)
             self.done.record()
         return found
 
     def _answer(self, x: Input, **options: Any) -> Tensor:
-        rows, most = rows_of(x), max(MOST_ROWS, *self.sizes)
-        if not rows or options or not self._fits(x, rows):
-            return self.plain(x, **options)
-        if self.apart and rows > most:
+        rows, most, draws = rows_of(x), max(MOST_ROWS, *self.sizes), self._draws(options)
+        if not rows or draws is None or not self._fits(x, rows) or (rows > most and not self.apart):
+            return self.otherwise(x, **options)
+        if rows > most:
             parts = [self._answer(self._part(x, start, min(start + most, rows))) for start in range(0, rows, most)]
             return torch.cat(parts, 1)
-        graph = self._graph(x, rows)
-        return self.plain(x) if graph is None else graph(x, rows)
+        graph = self._graph(x, rows, draws)
+        return self.otherwise(x, **options) if graph is None else graph(x, rows, options.get("seed"))
+
+    def _draws(self, options: dict[str, Any]) -> int | None:
+        """How many draws a graph must make, 0 where nothing is drawn; None where no graph does what is asked for."""
+        if not self.reference.options:
+            return None if options else 0
+        draws, seed = options.get("draws"), options.get("seed")
+        draws = self.folded.net.draws if draws is None else draws
+        plain = type(draws) is int and (seed is None or type(seed) is int) and options.get("memory") is None
+        return draws if plain and draws > 0 else None
 
     def told(self) -> list[tuple[str, str]]:
         made = {key: graph for key, graph in self.graphs.items() if graph is not None}
@@ -76,7 +85,7 @@ class Graphs:
             return [("CUDA graphs", "none: " + next(iter(self.reasons()), "nothing has come twice"))]
         first = next(iter(made.values()))
         held = sum(graph.nbytes for graph in made.values()) / 2**20
-        sizes = ", ".join(str(graph.rows) for graph in made.values())
+        sizes = ", ".join(graph.size() for graph in made.values())
         bounded = f"at most {MOST_GRAPHS} are kept, of {max(MOST_ROWS, *self.sizes)} rows or fewer"
         return [*first.recipe.told, ("CUDA graphs", f"for batches of {sizes}, {held:.0f} MiB; {bounded}")]
 
@@ -103,36 +112,36 @@ class Graphs:
         power = 1 << (rows - 1).bit_length()
         return next((size for size in self.sizes if rows <= size <= power), power)
 
-    def _key(self, x: Input, size: int) -> Any:
-        """What the inputs of one graph have in common, which has so many rows."""
+    def _key(self, x: Input, size: int, draws: int) -> Any:
+        """What the inputs of one graph have in common, which has so many rows and draws."""
         shapes = [tuple(tensor.shape)[batched:] for tensor, batched in zip(tensors_in(x), self.batched, strict=True)]
-        return signature(x, shapes=False), tuple(shapes), size
+        return signature(x, shapes=False), tuple(shapes), size, draws
 
-    def _graph(self, x: Input, rows: int) -> Captured | None:
+    def _graph(self, x: Input, rows: int, draws: int) -> Captured | None:
         """The graph for a batch; None where there is none yet, or none that is right for so many rows."""
         size = self._size(rows)
-        key = self._key(x, size)
+        key = self._key(x, size, draws)
         if key not in self.graphs:
             self.seen[key] = self.seen.get(key, 0) + 1
             if self.seen[key] < 2:
                 return None
-            self._prepare(x, size, self.recipe)
+            self._prepare(x, size, draws, self.recipe)
         graph = self.graphs.pop(key)
         self.graphs[key] = graph  # the last one used
         if graph is not None and (key, rows) not in self.agreed:
-            self.agreed[key, rows] = self._is_right(graph, x)
+            self.agreed[key, rows] = self._is_right(graph, x, draws)
         return graph if graph is not None and self.agreed[key, rows] else None
 
-    def _prepare(self, x: Input, size: int, like: Recipe | None) -> None:
-        """Capture a graph of so many rows for inputs like `x`, or note why there is none.
+    def _prepare(self, x: Input, size: int, draws: int, like: Recipe | None) -> None:
+        """Capture a graph of so many rows and draws for inputs like `x`, or note why there is none.
 
         With a recipe it is made like that, without being timed, since somebody waits for it.
         """
-        key = self._key(x, size)
+        key = self._key(x, size, draws)
         self.graphs[key] = None
         padded = self._of_rows(self.folded.prepared(x), size)
         try:
-            self.graphs[key] = found = capture(self.folded, padded, self.batched, self.pool, like)
+            self.graphs[key] = found = capture(self.folded, padded, self.batched, self.pool, like, draws)
         except CannotTrace as refusal:
             self.refused[key] = str(refusal)
             return
@@ -142,9 +151,10 @@ class Graphs:
             del self.graphs[oldest]
             self.agreed = {known: right for known, right in self.agreed.items() if known[0] != oldest}
 
-    def _is_right(self, graph: Captured, x: Input) -> bool:
+    def _is_right(self, graph: Captured, x: Input, draws: int) -> bool:
         """Whether a graph agrees with the network on the first input that has so many rows; a warning where not."""
-        off, _, bound = self.reference.off(lambda x: graph(x, rows_of(x)), x)
+        options = {"draws": draws} if draws else {}
+        off, _, bound = self.reference.off(lambda x, seed=None, **_: graph(x, rows_of(x), seed), x, **options)
         if off > bound:
             shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors_in(x))
             why = f"a graph's predictions differ from the network's by {off:.1e}"

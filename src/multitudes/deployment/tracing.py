@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["CannotTrace", "constant", "trace", "with_constant"]
+__all__ = ["CannotTrace", "check_waits", "constant", "trace", "with_constant"]
 
 
 class CannotTrace(RuntimeError):
@@ -48,6 +50,29 @@ def _draws(node: fx.Node) -> bool:
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     default = target._schema.arguments[names.index("dropout_p")].default_value
     return bool(given.get("dropout_p", default) != 0)
+
+
+@torch.no_grad()
+def check_waits(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> None:
+    """Refuse a function in which the CPU waits for values of another device, or gives it some, which no graph does."""
+    with _Waits():
+        function(*tensors)
+
+
+class _Waits(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        places = {leaf.device.type for leaf in tree_leaves((args, kwargs, found)) if isinstance(leaf, Tensor)}
+        if places != {"cpu"} and torch.Tag.data_dependent_output in function.tags:
+            raise CannotTrace(f"its code looks at values ({function})")
+        if places != {"cpu"} and torch.Tag.dynamic_output_shape in function.tags:
+            raise CannotTrace(f"it has shapes that depend on values ({function})")
+        if len(places) > 1 and function.overloadpacket in _COPIES:
+            raise CannotTrace(f"its code copies between devices ({function})")
+        return found
+
+
+_COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_)
 
 
 def constant(graph: fx.GraphModule, value: Any) -> Tensor | None:

@@ -216,7 +216,7 @@ class Draws:
         How much one takes is measured the first time. A chunk that turns out too large is broken off: at half the
         budget, since an operation's result is seen only when it is there.
         """
-        key = torch.is_grad_enabled(), *((t.shape, t.dtype) for t in tensors_in(self.x))
+        key = cost_key(self.x)
         most = self.budget if tensors_in(self.x)[0].is_cuda else CACHED
         cost = self.cache.costs.get(key)
         if cost is not None:
@@ -242,6 +242,11 @@ class Draws:
     def budget(self) -> float:
         """How many bytes the draws may hold at once."""
         return free_bytes(tensors_in(self.x)[0].device) / 4 if self.memory is None else in_bytes(self.memory)
+
+
+def cost_key(x: Input) -> Any:
+    """What inputs have in common of which draws cost the same memory."""
+    return torch.is_grad_enabled(), *((tensor.shape, tensor.dtype) for tensor in tensors_in(x))
 
 
 def _culprit(network: nn.Module, traceback: TracebackType | None) -> str:

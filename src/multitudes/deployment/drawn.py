@@ -1,0 +1,169 @@
+"""Draws for CUDA graphs: a network's draws as a function of its input and of the random numbers that they take.
+
+Layers that draw ask for their numbers in one place (`core/draws/stochastic.py`). One run shows which numbers these are.
+In a graph they are tensors, filled by kernels of the graph from the same sources as ever, so that a seed gives the
+draws that it gives the network itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from multitudes.core.calling import Input, mapped, plain_attention, tensors_in
+from multitudes.core.draws.engine import cost_key
+from multitudes.core.draws.memory import free_bytes
+from multitudes.core.draws.stochastic import Draw, Stochastic, drawing, stochastic_layers
+from multitudes.core.draws.vmap import vmap_friendly
+from multitudes.core.members import Members
+from multitudes.core.multitude import Multitude
+from multitudes.core.seeding import mixed
+from multitudes.core.settings import holding
+from multitudes.deployment.engines import Plain
+from multitudes.deployment.tracing import CannotTrace
+
+__all__ = ["Noise", "drawn", "noise_of"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Numbers that a layer asks for in each draw; those of draw d are of the source `d * stride + start`."""
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stride: int
+    start: int
+
+
+class _Sources(Draw):
+    """A draw that knows which source its numbers are of: each member of a network has sources of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(seed=0)
+        self.stride, self.start = 1, 0
+
+    @contextmanager
+    def of_member(self, index: int | Tensor, members: int) -> Iterator[None]:
+        if isinstance(index, Tensor):
+            raise CannotTrace("its members draw at once")
+        before = self.stride, self.start
+        self.stride, self.start = self.stride * members, self.start * members + index
+        try:
+            with super().of_member(index, members):
+                yield
+        finally:
+            self.stride, self.start = before
+
+
+class _Recorded(_Sources):
+    """A draw that notes which numbers it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Asked] = []
+
+    def numbers(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.asked.append(Asked(kind, shape, dtype, self.stride, self.start))
+        return super().numbers(kind, shape, dtype, device)
+
+
+class _Given(_Sources):
+    """A draw whose numbers are given."""
+
+    given: Iterator[Tensor]
+
+    def numbers(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.begun = True
+        return next(self.given)
+
+
+class Noise:
+    """The random numbers of so many draws: a tensor `[D, ...]` for each time that a layer asks, and their sources."""
+
+    def __init__(self, asked: Sequence[Asked], draws: int, device: torch.device) -> None:
+        self.asked, self.draws = asked, draws
+        self.numbers = [torch.empty((draws, *each.shape), dtype=each.dtype, device=device) for each in asked]
+        sources = {number * each.stride + each.start for each in asked for number in range(draws)}
+        self.generators = {source: torch.Generator(device) for source in sorted(sources)}
+
+    def seed(self, seed: int | None) -> None:
+        """Let what is filled next be the numbers of a seed; of one from torch's own random state where it is None."""
+        chosen = int(torch.randint(2**62, ())) if seed is None else seed
+        for source, generator in self.generators.items():
+            generator.manual_seed(mixed(chosen, source))
+
+    def fill(self) -> None:
+        """Draw the numbers, in the order in which the network asks for them."""
+        for each, numbers in zip(self.asked, self.numbers, strict=True):
+            for draw in range(self.draws):
+                generator = self.generators[draw * each.stride + each.start]
+                row = numbers[draw]
+                row.normal_(generator=generator) if each.kind == "normal" else row.uniform_(generator=generator)
+
+
+@torch.no_grad()
+def noise_of(plain: Plain, x: Input, draws: int) -> Noise:
+    """The noise that draws of a network take for inputs like `x`; `CannotTrace` where they cannot be made at once."""
+    net, cache = plain.net, plain.net._draw_cache
+    plain(x, draws=draws, seed=0)  # which finds out how draws are made, and what they cost
+    if cache.draws_elsewhere or cache.way != "vmap" or any(s.noise == "network" for s in _layers(net)):
+        raise CannotTrace("its draws have nothing in common, or are made one by one")
+    cost, room = cache.costs.get(cost_key(x)), free_bytes(plain.device) / 4
+    if cost is not None and cost.shared + draws * cost.each > room:
+        raise CannotTrace(f"there is not enough memory for {draws} draws at once")
+    draw = _Recorded()
+
+    def one(index: Tensor) -> Tensor:
+        draw.index = index
+        return _prediction(net, x, draw)
+
+    with plain.precision(), _drawing(net, draw):
+        torch.vmap(one, randomness="error")(torch.arange(draws))
+    if not draw.asked:
+        raise CannotTrace("its layers ask for no random numbers")
+    return Noise(draw.asked, draws, plain.device)
+
+
+def drawn(plain: Plain, x: Input) -> Callable[..., Tensor]:
+    """A network's draws `[M * D, B, ...]` as a function of the tensors in `x` and of the numbers of its noise."""
+    net, count = plain.net, len(tensors_in(x))
+
+    def call(*tensors: Tensor) -> Tensor:
+        own = iter(tensors[:count])
+        given = mapped(lambda _: next(own), x)
+        draw = _Given()
+
+        def one(*numbers: Tensor) -> Tensor:
+            draw.given, draw.begun = iter(numbers), False
+            return _prediction(net, given, draw)
+
+        with plain.precision(), _drawing(net, draw):
+            found = torch.vmap(one, randomness="error")(*tensors[count:])
+        return found.transpose(0, 1).flatten(0, 1)
+
+    return call
+
+
+def _layers(net: Multitude) -> list[Stochastic]:
+    return stochastic_layers(net.network)
+
+
+def _prediction(net: Multitude, x: Input, draw: Draw) -> Tensor:
+    with vmap_friendly(lambda: draw.begun):
+        return net._predictions(x)
+
+
+@contextmanager
+def _drawing(net: Multitude, draw: Draw) -> Iterator[None]:
+    """Inside, layers take their numbers from `draw`, and members run one after the other."""
+    with (
+        plain_attention(),
+        drawing(_layers(net), draw),
+        holding([net] if isinstance(net, Members) else [], "_runner", "loop"),
+    ):
+        yield
