@@ -2,16 +2,19 @@
 
     python benchmarks/draws.py                      # this machine's CPU
     python benchmarks/draws.py --device cuda --batch 256
+    python benchmarks/draws.py --device cuda --batch 256 --only sharing --precision bfloat16
 
 `sharing` draws a ResNet-18 with dropout in several places, in multiples of one forward of the plain network, beside a
-loop over the draws. `adaptive` trains a digits classifier with MC dropout and counts the draws that inputs need until
-the standard error of their mean probabilities is below a tolerance: one count for all, or each input its own.
+loop over the draws and beside what `mt.deploy` makes of them, in a precision of its own. `adaptive` trains a digits
+classifier with MC dropout and counts the draws that inputs need until the standard error of their mean probabilities is
+below a tolerance: one count for all, or each input its own.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from speed import medians
@@ -40,13 +43,16 @@ def sharing(args: argparse.Namespace) -> None:
         loop._draw_cache.way = "loop"
         functions[name] = lambda net=net: net(x, draws=args.draws)
         functions[f"{name}, looped"] = lambda net=loop: net(x, draws=args.draws)
+        net.draws = args.draws
+        functions[f"{name}, deployed"] = partial(mt.deploy(net, x, precision=args.precision), x)
     times = medians(functions, args.device == "cuda", args.repeats)
     print(f"ResNet-18, {args.draws} draws, batch {args.batch}, {args.device}")
-    print(f"{'':32}{'ms':>9}{'x one':>9}{'looped':>9}")
+    print(f"{'':32}{'ms':>9}{'x one':>9}{'looped':>9}{'deployed, ' + args.precision:>20}")
     one = times["one forward"]
     print(f"{'one forward':32}{one:9.1f}{1.0:9.2f}")
     for name in PLACES:
-        print(f"{name:32}{times[name]:9.1f}{times[name] / one:9.2f}{times[f'{name}, looped'] / one:9.2f}")
+        ratios = [times[f"{name}{way}"] / one for way in ("", ", looped", ", deployed")]
+        print(f"{name:32}{times[name]:9.1f}{ratios[0]:9.2f}{ratios[1]:9.2f}{ratios[2]:20.2f}")
 
 
 def digits_classifier() -> tuple[mt.Multitude, Tensor]:
@@ -97,6 +103,7 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--draws", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--precision", default="float32")
     parser.add_argument("--only", choices=["sharing", "adaptive"])
     arguments = parser.parse_args()
     for part in (sharing, adaptive):

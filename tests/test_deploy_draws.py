@@ -70,6 +70,7 @@ def test_without_a_seed_numbers_follow_torchs_random_state() -> None:
     torch.manual_seed(5)
     noise.seed(None)
     noise.fill()
+    assert not torch.equal(noise.numbers[0][0], noise.numbers[0][1])
     torch.manual_seed(5)
     torch.testing.assert_close(drawn(plain, x)(x, *noise.numbers), net(x, draws=3))
 
@@ -106,3 +107,4 @@ def test_what_waits_for_values_is_found() -> None:
     with pytest.raises(CannotTrace, match="copies between devices"):
         check_waits(lambda x: x + torch.zeros(3).to("meta"), [torch.ones(3, device="meta")])
     check_waits(lambda x: x[x > 0].sum(), [torch.ones(3)])
+    check_waits(lambda x: x[torch.zeros(2, dtype=torch.int64, device="meta")], [torch.ones(3, device="meta")])

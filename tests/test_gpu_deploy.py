@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.deployment import graphs
+from multitudes.deployment.capturing import recording
 from multitudes.deployment.conversion import deploy
 from tests import cases, drawing_cases
 from tests.test_deploy import Branching, OfAnySize, trained_mlp
@@ -55,13 +56,94 @@ def test_transformers_are_compiled_and_captured() -> None:
     assert "compiled" in deployed.summary() and "of 32" in deployed.summary()
 
 
-def test_draws_go_on_with_their_seeds() -> None:
-    net = drawing_cases.build("mc_dropout", "resnet").cuda().eval()
-    x = cases.NETWORKS["resnet"].batch(8)[0].cuda()
+@pytest.mark.parametrize("method", ["mc_dropout", "drop_connect", "patched", "variance", "laplace"])
+@pytest.mark.parametrize("precision", list(BOUNDS))
+@torch.no_grad()
+def test_draws_go_on_with_their_seeds(method: str, precision: str) -> None:
+    net = drawing_cases.build(method, "resnet").cuda().eval()
+    net.draws = 6
+    deployed = deploy(net, cases.NETWORKS["resnet"].batch(8)[0].cuda(), precision=precision)
+    assert "8 (x 6 draws)" in deployed.summary()
+    for size, options in ((8, {}), (8, {}), (3, {}), (3, {}), (8, {"draws": 5}), (8, {"draws": 5}), (700, {})):
+        x = cases.NETWORKS["resnet"].batch(size, seed=size)[0].cuda()
+        got, want = deployed(x, seed=size, **options), net(x, seed=size, **options)
+        bound = BOUNDS[precision] * (1 if size > 3 else 4)
+        assert off(got, want) < bound
+        assert off(deployed(x, seed=size, **options), want) < bound < off(deployed(x, seed=0, **options), want)
+    assert "3 (x 6 draws), 8 (x 5 draws)" in deployed.summary()
+    torch.manual_seed(3)
+    got = deployed(x := cases.NETWORKS["resnet"].batch(8, seed=1)[0].cuda())
+    assert not torch.equal(got, deployed(x))
+    torch.manual_seed(3)
+    assert off(got, net(x)) < BOUNDS[precision]
+    torch.testing.assert_close(deployed(x, draws=0), net(x, draws=0), rtol=0.1, atol=0.1)
+
+
+@torch.no_grad()
+def test_members_that_draw_have_graphs() -> None:
+    net = mt.deep_ensemble(drawing_cases.build("mc_dropout", "cnn"), 3).cuda().eval()
+    net.draws = 4
+    x = cases.NETWORKS["cnn"].batch(8)[0].cuda()
     deployed = deploy(net, x, precision="float32")
-    with torch.no_grad():
-        torch.testing.assert_close(deployed(x, draws=5, seed=1), net(x, draws=5, seed=1), rtol=1e-2, atol=1e-2)
-    assert not torch.equal(deployed(x), deployed(x))
+    assert "8 (x 4 draws)" in deployed.summary()
+    assert off(deployed(x, seed=2), net(x, seed=2)) < 0.01
+
+
+@torch.no_grad()
+def test_draws_with_nothing_in_common_go_on_without_graphs() -> None:
+    net = drawing_cases.build("swag", "mlp").cuda().eval()
+    x = cases.NETWORKS["mlp"].batch(8)[0].cuda()
+    deployed = deploy(net, x, precision="float32")
+    assert "CUDA graphs  none: its draws have nothing in common" in deployed.summary()
+    assert off(deployed(x, seed=2), net(x, seed=2)) < 0.01
+
+
+def test_a_capture_that_fails_leaves_random_numbers_memory_and_stream_as_they_were() -> None:
+    stream = torch.cuda.current_stream()
+    for _ in range(2):
+        torch.cuda.manual_seed(0)
+        want = torch.randn(4, device="cuda")
+        torch.cuda.manual_seed(0)
+        with (
+            pytest.raises(RuntimeError),
+            recording(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()),
+        ):
+            torch.ones(3, device="cuda").sum().item()
+        assert torch.cuda.current_stream() == stream
+        assert torch.equal(torch.randn(4, device="cuda"), want)
+        with pytest.raises(ZeroDivisionError), recording(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()):
+            raise ZeroDivisionError
+        assert torch.cuda.current_stream() == stream
+        torch.randn(4, device="cuda")
+    graph, x = torch.cuda.CUDAGraph(), torch.ones(3, device="cuda")
+    with recording(graph, torch.cuda.graph_pool_handle()):
+        y = 2 * x
+    x.fill_(4)
+    graph.replay()
+    assert y.tolist() == [8, 8, 8]
+
+
+@pytest.mark.parametrize("kind", ["item", "nonzero", "copies"])
+def test_what_waits_for_values_has_no_graph_and_spoils_nothing(kind: str) -> None:
+    class Waits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            if kind == "item":
+                return y * (1 + float(y.sum() > 1e9))
+            if kind == "nonzero":
+                return y + y[y > 0].sum() * 0
+            return y + torch.arange(3.0).to(y.device)
+
+    model = Waits().cuda().eval()
+    deployed = deploy(model, torch.randn(8, 4).cuda(), precision="float32")
+    assert ("CUDA graphs  none" in deployed.summary()) == (kind != "copies")  # which is of a constant
+    for _ in range(3):
+        x = torch.randn(8, 4, device="cuda")
+        torch.testing.assert_close(deployed(x)[0], model(x), rtol=1e-2, atol=1e-2)
 
 
 def test_code_that_looks_at_values_has_no_graph_and_is_right() -> None:

@@ -187,7 +187,7 @@ def capture(
             torch.cuda.empty_cache()
             reason = f"there is not enough memory for one ({str(error).splitlines()[0]})"
             continue
-        except RuntimeError as error:  # CannotTrace among them
+        except (RuntimeError, ValueError) as error:  # CannotTrace among them
             reason = reason or str(error).strip().splitlines()[0]
             continue
         if best is None or _replayed(found.graph) < _replayed(best.graph):
@@ -228,7 +228,10 @@ def _whole(call: Callable[..., Tensor], tensors: list[Tensor], runner: str, like
     """A network as it is, or compiled."""
     with torch.no_grad():
         call(*tensors)  # what is to be found out about the input is found out before it is captured
-        check_waits(call, tensors)
+        try:
+            check_waits(call, tensors)
+        except CannotTrace:  # what it waits for may be a constant
+            return _fused(call, tensors, runner, like)
         if like is not None:
             return Recipe(call, runner, (), [("kernels", "torch's own")])
         try:
@@ -248,8 +251,8 @@ def _fused(call: Callable[..., Tensor], tensors: list[Tensor], runner: str, like
     with torch.no_grad(), plain_convolutions():
         call(*tensors)
         graph = trace(call, tensors)
-        check_waits(graph, tensors)
         fused = fuse_convolutions(graph)
+        check_waits(graph, tensors)
         if like is not None and len(like.ways) == count_convolutions(graph):
             take(graph, like.ways)
             return Recipe(graph, runner, like.ways, like.told)

@@ -90,6 +90,8 @@ class Noise:
         self.numbers = [torch.empty((draws, *each.shape), dtype=each.dtype, device=device) for each in asked]
         sources = {number * each.stride + each.start for each in asked for number in range(draws)}
         self.generators = {source: torch.Generator(device) for source in sorted(sources)}
+        self.seed(0)
+        self.fill()  # any other numbers may be none that a network can take
 
     def seed(self, seed: int | None) -> None:
         """Let what is filled next be the numbers of a seed; of one from torch's own random state where it is None."""

@@ -55,21 +55,34 @@ def _draws(node: fx.Node) -> bool:
 @torch.no_grad()
 def check_waits(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> None:
     """Refuse a function in which the CPU waits for values of another device, or gives it some, which no graph does."""
-    with _Waits():
+    with _Waits() as waits:
         function(*tensors)
+    if waits.reasons:
+        raise CannotTrace(waits.reasons[0])
 
 
 class _Waits(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reasons: list[str] = []
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*args, **(kwargs or {}))
         places = {leaf.device.type for leaf in tree_leaves((args, kwargs, found)) if isinstance(leaf, Tensor)}
         if places != {"cpu"} and torch.Tag.data_dependent_output in function.tags:
-            raise CannotTrace(f"its code looks at values ({function})")
-        if places != {"cpu"} and torch.Tag.dynamic_output_shape in function.tags:
-            raise CannotTrace(f"it has shapes that depend on values ({function})")
+            self.reasons.append(f"its code looks at values ({function})")
+        if places != {"cpu"} and torch.Tag.dynamic_output_shape in function.tags and _selects(args):
+            self.reasons.append(f"it has shapes that depend on values ({function})")
         if len(places) > 1 and function.overloadpacket in _COPIES:
-            raise CannotTrace(f"its code copies between devices ({function})")
+            self.reasons.append(f"its code copies between devices ({function})")
         return found
+
+
+def _selects(args: Any) -> bool:
+    """Whether a function whose shapes may depend on values is one: indexing is not, by numbers."""
+    indices = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else None
+    masks = (torch.bool, torch.uint8)
+    return indices is None or any(isinstance(each, Tensor) and each.dtype in masks for each in indices)
 
 
 _COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_)
