@@ -204,3 +204,15 @@ def test_batches_whose_rows_see_each_other_are_not_padded() -> None:
     for size in (3, 5, 5, 5, 8, 600):
         x = torch.randn(size, 4, device="cuda")
         torch.testing.assert_close(deployed(x)[0], model(x), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("runner", ["packed", "loop", "stacked"])
+@torch.no_grad()
+def test_code_that_takes_one_memory_layout_alone_is_right_whichever_way_members_run(runner: str) -> None:
+    case = cases.NETWORKS["cnn"]  # which has x.view
+    net = cases.build("deep_ensemble", case.model(), "cnn").cuda().eval()
+    deployed = deploy(net, case.batch(16)[0].cuda(), precision="float32")
+    plain = deployed._engine.otherwise  # type: ignore[attr-defined]
+    plain.net.runner = runner
+    x = case.batch(600, seed=1)[0].cuda()
+    assert off(plain(x), net(x)) < 0.01

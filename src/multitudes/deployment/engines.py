@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import Input, mapped, tensors_in
 from multitudes.core.copying import copied
+from multitudes.core.draws.stochastic import expecting
 from multitudes.core.multitude import Multitude
 from multitudes.deployment.inputs import signature
 
@@ -68,6 +69,7 @@ class Plain:
             self.net = _laid_out(self.net) if laid_out else self.net
             try:
                 self(example)
+                self._alone(example)
                 return
             except torch.OutOfMemoryError:
                 raise
@@ -83,6 +85,12 @@ class Plain:
             with self.precision():
                 found = self.net(self.prepared(x), **options)
         return found if found.dtype == torch.float64 else found.float()
+
+    @torch.no_grad()
+    def _alone(self, x: Input) -> None:
+        """Run the first member by itself: `x.view` in its code may not take a layout that all members at once take."""
+        with self.precision(), expecting(self.net.network):
+            self.net._of_first(self.prepared(x))
 
     @property
     def device(self) -> torch.device:
