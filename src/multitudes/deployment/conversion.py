@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -104,6 +105,8 @@ def deploy(
         rows += _proven(*reference.off(deployed, example, **draws))
     rows += _times(was, deployed, example, {"seed": 0} if options else {})
     if device.type == "cuda":
+        del quick
+        gc.collect()  # what was tried holds activations, of which Python does not know how large they are
         rows.append(("weights", f"{(_held(device) - before) / 2**20:.0f} MiB: its own, in this precision, and folded"))
     return deployed
 
