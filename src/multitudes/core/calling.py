@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -243,16 +244,25 @@ def tensors_in(x: Any) -> list[Tensor]:
     return found
 
 
+_SWITCHING = threading.Lock()
+_PLAIN, _FASTPATH = 0, True  # how many are in `plain_attention`, and what the switch was before
+
+
 @contextmanager
 def plain_attention() -> Iterator[None]:
-    """Without torch's fused attention, which vmap cannot batch."""
-    switches = torch.backends.mha
-    before = switches._is_fastpath_enabled  # set by name, which a compiler can follow
-    switches._is_fastpath_enabled = False
+    """Without torch's fused attention, which vmap cannot batch; it is on again when the last thread is out of here."""
+    global _PLAIN, _FASTPATH
+    switches = torch.backends.mha  # set by name, which a compiler can follow
+    with _SWITCHING:
+        _FASTPATH = _FASTPATH if _PLAIN else switches._is_fastpath_enabled
+        _PLAIN += 1
+        switches._is_fastpath_enabled = False
     try:
         yield
     finally:
-        switches._is_fastpath_enabled = before
+        with _SWITCHING:
+            _PLAIN -= 1
+            switches._is_fastpath_enabled = switches._is_fastpath_enabled if _PLAIN else _FASTPATH
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from multitudes.core.draws.bypass import check_called, drawing_weights
 from multitudes.core.draws.engine import DrawCache, Draws
 from multitudes.core.draws.functional import keep_noise, to_be_kept
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
+from multitudes.core.locking import one_thread
 from multitudes.core.predictive import Predictive
 from multitudes.core.proof import unmoved
 from multitudes.core.seeding import seeded
@@ -122,7 +123,7 @@ class Multitude(Tasked):
             if to_be_kept(self.network):
                 self.find_noise(x)
             return self._all_draws(x, draws)
-        with input_errors(x), plain_attention():
+        with one_thread(self.network), input_errors(x), plain_attention():
             self.settle(x)
             predictions = self._all_draws(x, draws, seed, self.memory if memory is None else memory)
         return one_per_input(predictions, x)
@@ -198,7 +199,7 @@ class Multitude(Tasked):
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
                 raise ValueError(f"x holds {int(tensor.isnan().sum())} NaN values; predictions would be meaningless")
         read = partial(self.predictive_of, x=x, task=task)
-        with evaluating(self), torch.no_grad():
+        with one_thread(self.network), evaluating(self), torch.no_grad():
             if draws == "auto":
                 with input_errors(x), plain_attention():
                     self.settle(x)
