@@ -224,3 +224,109 @@ def test_what_cannot_be_asked_for_is_told() -> None:
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(ValueError, match="a deployed network cannot be copied or pickled"):
             copied(deployed)
+    with pytest.raises(ValueError, match="targets are for precision='int8'"):
+        mt.deploy(net, X, targets=torch.zeros(16))
+    for targets, got in ((torch.zeros(5), r"\[5\]"), ("x", "'x'")):
+        with pytest.raises(ValueError, match=f"targets must be a tensor with one for each of the 16 rows.*got {got}"):
+            mt.deploy(net, X, precision="int8", targets=targets)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"x of shape \[16, 4\].*does not fit the network: .*argument"):
+        deployed.predict((X, X))
+    with pytest.raises(ValueError, match="which torch.jit.freeze takes away"):
+        mt.deploy(torch.jit.freeze(torch.jit.script(nn.Sequential(nn.Linear(4, 3)).eval())), X)
+
+
+# -- indices, masks and kinds of numbers -------------------------------------------------------------------
+
+
+class Embeds(nn.Module):
+    """Embeddings of what is computed from an input."""
+
+    def __init__(self, ids: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.ids, self.embedding, self.layer = ids, nn.Embedding(10, 8), nn.Linear(8, 3)
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.embedding(self.ids(x)).mean(1))
+
+
+class OneHot(Embeds):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(F.one_hot(x[:, 0], 8).float())
+
+
+IDS = torch.randint(1, 8, (16, 4), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "wrong"),
+    [
+        (Embeds(lambda x: x - 1), IDS, 0),
+        (Embeds(lambda x: x.flip(1) * 1), IDS, -1),
+        (Embeds(lambda x: (x + 5).long()), X.clamp(-2, 2), -7.0),
+        (Embeds(lambda x: x), IDS, 10),
+        (Embeds(lambda x: x), IDS, -1),
+        (OneHot(lambda x: x), IDS, 8),
+    ],
+    ids=["shifted", "computed", "of numbers", "too large", "below 0", "one-hot"],
+)
+def test_ids_that_are_wrong_inside_are_refused_as_by_the_network(model: nn.Module, x: Tensor, wrong: float) -> None:
+    deployed = mt.deploy(model, x)
+    torch.testing.assert_close(deployed(x)[0], model(x).detach(), rtol=1e-4, atol=1e-5)
+    x = x.clone()
+    x[0, 0] = wrong
+    with pytest.raises((IndexError, RuntimeError)):
+        model(x)
+    with pytest.raises(ValueError, match="does not fit the network"):
+        deployed(x)
+
+
+def test_ids_that_are_given_or_in_range_by_themselves_are_no_reason_against_onnx_runtime() -> None:
+    class Last(Embeds):
+        def forward(self, x: Tensor) -> Tensor:
+            last = (x != 0).int().argmax(1)
+            return self.layer(self.embedding(x)[torch.arange(x.shape[0]), last])
+
+    for model in (Embeds(lambda x: x), Last(lambda x: x)):
+        assert "run by  ONNX Runtime" in mt.deploy(model, IDS).summary()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+def test_masks_of_any_kind_that_leave_nothing_of_a_row(dtype: torch.dtype) -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            away = (1.0 - mask.float())[:, None, :] * torch.finfo(torch.float32).min
+            weights = (self.layer(x) @ x.transpose(1, 2) + away).softmax(-1)
+            return self.head((weights @ x).mean(1))
+
+    model, x = Attends().eval(), torch.randn(4, 5, 4)
+    mask = (torch.arange(5) < torch.tensor([5, 3, 2, 1])[:, None]).to(dtype)
+    deployed = mt.deploy(model, (x, mask))
+    mask = mask.clone()
+    mask[1] = 0
+    torch.testing.assert_close(deployed((x, mask))[0], model(x, mask).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_predictions_that_are_no_real_numbers() -> None:
+    for whole in (lambda net, x: net.d(x).argmax(1), lambda net, x: net.d(x) > 0):
+        with pytest.raises(ValueError, match="net must predict logits or values"):
+            mt.deploy(Of(whole), X)
+    model = Of(lambda net, x: torch.complex(net.d(x), net.d(x).square()))
+    torch.testing.assert_close(mt.deploy(model, X)(2 * X)[0], model(2 * X).detach())
+
+
+def test_an_input_that_the_network_writes_to_stays_as_it_was_however_often_its_shape_came() -> None:
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 3)).eval()
+    deployed = mt.deploy(model, X)
+    assert "ONNX" in deployed.summary()
+    for rows in (16, 7, 7):
+        x = torch.randn(rows, 4)
+        before = x.clone()
+        deployed(x)
+        assert torch.equal(x, before)

@@ -304,3 +304,32 @@ def test_values_in_8_bits() -> None:
     error = (deployed.predict(x).mean - model(x).detach()).square().mean().sqrt() / model(x).std().detach()
     assert 0 < float(error) < 0.05
     assert not stochastic_layers(model)
+
+
+def test_the_divergence_of_gaussians_is_torchs_own() -> None:
+    torch.manual_seed(0)
+    got, want = (mt.Predictive(torch.randn(3, 7, 4), task="gaussian") for _ in range(2))
+    (m, v), (right, own) = (each._means_and_variances for each in (got, want))
+    normal = torch.distributions.Normal
+    each = torch.distributions.kl_divergence(normal(right, own.sqrt()), normal(m, v.sqrt()))
+    torch.testing.assert_close(quality._divergence(got, want), each.mean((0, 1)).double())
+
+
+@pytest.mark.parametrize("task", ["gaussian", "regression", "quantiles"])
+@pytest.mark.parametrize("with_targets", [False, True])
+def test_one_output_that_8_bits_ruin_is_not_hidden_by_a_larger_one(task: str, with_targets: bool) -> None:
+    pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3 if task == "quantiles" else 2)).eval()
+    net = mt.Multitude(model)
+    net.task = task
+    x = torch.randn(300, 8)
+    with torch.no_grad():
+        model[-1].bias += torch.tensor([0.0, 1.0, 2.0][: len(model[-1].bias)])  # quantiles are in order
+        mean = net.predict(x).mean
+    targets = mean + 0.1 * torch.randn(mean.shape) if with_targets else None
+    mt.deploy(net, x, precision="int8", targets=targets)
+    with torch.no_grad():
+        model[-1].weight[0] *= 3000
+    with pytest.raises(ValueError, match="precision='int8' (costs too much|cannot be had) here"):
+        mt.deploy(net, x, precision="int8", targets=targets)

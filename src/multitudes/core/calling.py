@@ -275,7 +275,7 @@ def input_errors(x: Input) -> Iterator[None]:
         yield
     except (torch.OutOfMemoryError, NotImplementedError, InputError):  # not about the shape of x
         raise
-    except (RuntimeError, IndexError, ValueError) as error:
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
         if "CUDA error" in str(error):
             raise
         shapes = ", ".join(f"{list(t.shape)} ({t.dtype})" for t in tensors)

@@ -82,6 +82,10 @@ class Multitude(Tasked):
             if isinstance(network, Multitude):
                 raise ValueError(f"output={output!r} is for a network, got a multitude: {type(network).__name__}")
             network = with_output(network, output)
+        if not hasattr(network, "training"):
+            raise ValueError(
+                "network has no mode, `training`, which torch.jit.freeze takes away: pass it as it was before"
+            )
         share_registries(self, network)
         object.__setattr__(self, "network", network)  # not registered, which would put a name in front
         self.training = network.training

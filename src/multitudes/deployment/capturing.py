@@ -77,7 +77,7 @@ class Captured:
             self.noise.seed(seed)
         self.graph.replay()
         answer = self.output if rows == self.rows else self.output[:, :rows]
-        return answer.clone() if answer.dtype in (torch.float32, torch.float64) else answer.float()
+        return answer.float() if answer.dtype in (torch.bfloat16, torch.float16) else answer.clone()
 
 
 @contextmanager

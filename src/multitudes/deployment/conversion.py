@@ -78,6 +78,7 @@ def deploy(
     dtype = _dtype(precision, multitude, device)
     sizes = _sizes(batch_sizes)
     example = _example(example, device)
+    _check_targets(targets, dtype, example)
     was = copied(multitude).eval()
     by_formula = was.without_draws(was.draws) if stochastic_layers(was.network) else None
     own = was if by_formula is None else by_formula.eval()
@@ -125,6 +126,15 @@ def _example(example: Input, device: torch.device) -> Input:
     if not tensors or not tensors[0].dim() or not len(tensors[0]):
         raise ValueError("example must be one batch of inputs, of one input at least")
     return mapped(lambda tensor: tensor.detach().clone(), moved(example, device))
+
+
+def _check_targets(targets: Tensor | None, dtype: torch.dtype | None, example: Input) -> None:
+    rows = len(tensors_in(example)[0])
+    if targets is not None and dtype != torch.int8:
+        raise ValueError("targets are for precision='int8', whose quality they measure")
+    if targets is not None and (not isinstance(targets, Tensor) or targets.shape[:1] != (rows,)):
+        got = list(targets.shape) if isinstance(targets, Tensor) else repr(targets)
+        raise ValueError(f"targets must be a tensor with one for each of the {rows} rows of example, got {got}")
 
 
 def _sizes(batch_sizes: Iterable[int]) -> list[int]:

@@ -35,6 +35,7 @@ FURTHER = 3
 
 def rounding(dtype: torch.dtype, device: torch.device) -> float:
     """How far predictions may be off by rounding, at least; on a GPU float32 is TensorFloat-32."""
+    dtype = dtype.to_real()
     return _ROUNDING[torch.float16 if device.type == "cuda" and dtype == torch.float32 else dtype]
 
 
@@ -84,7 +85,7 @@ class Plain:
         else:
             with self.precision():
                 found = self.net(self.prepared(x), **options)
-        return found if found.dtype == torch.float64 else found.float()
+        return found if found.dtype == torch.float64 or found.is_complex() else found.float()
 
     @torch.no_grad()
     def _alone(self, x: Input) -> None:
@@ -151,6 +152,7 @@ class Proven:
         return (self.quick if self.agrees[key] else self.plain)(x, **options)
 
     def _tried(self, x: Input) -> bool:
+        x = mapped(lambda tensor: tensor.clone(), x)  # which a network may write to
         self.plain(x, **self.reference.options)  # what is wrong with an input is said by the network itself
         try:
             off, _, bound = self.reference.off(self.quick, x)

@@ -41,11 +41,16 @@ def rows_of(x: Input) -> int:
 
 
 def unusual(x: Input) -> bool:
-    """Whether an input has numbers of which runtimes differ: ids below 0, and masks that leave nothing of a row."""
-    for tensor in tensors_in(x):
-        if tensor.is_floating_point() or tensor.is_complex() or not tensor.numel():
+    """Whether an input has numbers of which runtimes differ: ids below 0, and masks that leave nothing of a row.
+
+    One floating-point tensor alone is no mask.
+    """
+    tensors = tensors_in(x)
+    for tensor in tensors:
+        numbers = tensor.is_floating_point() or tensor.is_complex()
+        if not tensor.numel() or (numbers and len(tensors) == 1):
             continue
-        if tensor.dtype != torch.bool and int(tensor.min()) < 0:
+        if not numbers and tensor.dtype != torch.bool and int(tensor.min()) < 0:
             return True
         if tensor.dim() > 1 and not bool(tensor.flatten(1).bool().any(1).all()):
             return True

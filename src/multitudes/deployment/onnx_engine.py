@@ -15,6 +15,7 @@ from multitudes.core.checks import needed
 from multitudes.core.copying import copied
 from multitudes.core.multitude import Multitude
 from multitudes.deployment.engines import Plain
+from multitudes.deployment.indices import Classes, computed_indices
 from multitudes.deployment.inputs import signature, unusual
 from multitudes.deployment.quantising import quantise
 from multitudes.storage.exporting import Apart, export, keep_numbers, opened, operators, reason, tensor_names
@@ -60,6 +61,12 @@ class OnnxRuntime:
             export(raw, example, path, inputs=self.names, outputs=["predictions"], about={})
             if found := UNLIKE & operators(path):
                 raise ValueError(f"it uses {', '.join(found)}, of which ONNX Runtime makes something else")
+            indices = computed_indices(path)
+            with Classes() as classes:
+                plain(example)
+            if indices or classes.made:
+                made = ", ".join(dict.fromkeys(indices or ["one_hot"]))
+                raise ValueError(f"it computes indices ({made}), of which nobody looks at the range there")
             path = quantise(path, list(self._parts(example))) if int8 else path
             self.session = opened(path, torch.get_num_threads())
 

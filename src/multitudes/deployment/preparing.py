@@ -26,6 +26,8 @@ __all__ = ["check_repeats", "prepared"]
 def check_repeats(net: Multitude, example: Input, options: dict[str, Any]) -> None:
     """Refuse a network whose predictions for an input are not the same each time, whatever came between."""
     first = net(example, **options)
+    if not first.is_floating_point() and not first.is_complex():
+        raise ValueError(f"net must predict logits or values, whose rounding is known, and it predicts {first.dtype}")
     with suppress(Exception):  # it need not take other numbers
         net(mapped(lambda tensor: 1.5 * tensor + 0.1 if tensor.is_floating_point() else tensor, example), **options)
     off = distance(net(example, **options), first)

@@ -48,8 +48,35 @@ def _of_classes(got: Predictive, want: Predictive, targets: Tensor | None) -> li
 
 
 def _of_values(got: Predictive, want: Predictive, targets: Tensor | None) -> list[tuple[str, float, float]]:
-    spread = float(want.mean.std().clamp(min=1e-12))
-    if targets is None:
-        return [("RMSE / deviation", float((got.mean - want.mean).square().mean().sqrt()) / spread, VALUES)]
-    errors = [float(metrics.rmse(each, targets)) for each in (got, want)]
-    return [("RMSE / deviation", (errors[0] - errors[1]) / spread, VALUES)]
+    """Of the output that has lost the most, as a share of its own deviation; and what the likelihood has lost."""
+    one, other = _outputs(got), _outputs(want)
+    spread = other.std(0).maximum(0.01 * other.abs().mean(0)).clamp(min=1e-12)
+    if targets is None or want.task == "quantiles":
+        lost = (one - other).square().mean(0).sqrt()
+    else:
+        right = targets.to(other).reshape(other.shape)
+        lost = (one - right).square().mean(0).sqrt() - (other - right).square().mean(0).sqrt()
+    measured = [("RMSE / deviation", float((lost / spread).max()), VALUES)]
+    if want.task == "gaussian" and targets is None:
+        measured.append(("KL", float(_divergence(got, want).max()), NLL))
+    elif want.task == "gaussian":
+        nll = [-float(metrics.log_density(each, targets)) for each in (got, want)]
+        measured.append(("NLL", nll[0] - nll[1], NLL))
+    elif want.task == "quantiles" and targets is not None:
+        pinball = [float(metrics.pinball_loss(each, targets)) for each in (got, want)]
+        measured.append(("pinball loss / deviation", (pinball[0] - pinball[1]) / float(spread.mean()), VALUES))
+    return measured
+
+
+def _outputs(p: Predictive) -> Tensor:
+    """What the members predict in the mean, `[B, D]`: each quantile, or each output's mean."""
+    values = p.predictions.float().mean(0) if p.task == "quantiles" else p.mean
+    return values.double().reshape(len(values), -1)
+
+
+def _divergence(got: Predictive, want: Predictive) -> Tensor:
+    """The mean divergence of each output's Gaussians, member by member, which those of the mixtures do not exceed."""
+    (mean, variance), (right, own) = (each._means_and_variances for each in (got, want))
+    variance, own = variance.double(), own.double()
+    each = ((variance / own).log() + (own + (mean - right).double().square()) / variance - 1) / 2
+    return each.reshape(each.shape[0] * each.shape[1], -1).mean(0)
