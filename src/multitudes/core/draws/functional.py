@@ -24,7 +24,14 @@ from multitudes.core.noise import STILL, Redrawn
 from multitudes.core.proof import alike, random_states, running_statistics, unmoved
 from multitudes.core.settings import holding
 
-__all__ = ["FunctionalNoise", "keep_noise", "kept_class", "noise_to_keep", "own_class", "to_be_kept"]
+__all__ = [
+    "FunctionalNoise",
+    "keep_noise",
+    "kept_class",
+    "noise_to_keep",
+    "own_class",
+    "to_be_kept",
+]
 
 CHILD = "functional_noise"
 _MARK = "keeps_functional_noise"
@@ -101,8 +108,21 @@ def to_be_kept(network: nn.Module) -> bool:
 
 
 def keep_noise(network: nn.Module, x: Input, run: Callable[[], Tensor]) -> dict[str, str]:
-    """Keep on what the network's own code draws in training, seen in one `run`; what it is, by the module's name."""
-    rate = vars(network).pop(_MARK)["rate"]
+    """Keep on what the network's own code draws in training, seen in one `run`; what it is, by the module's name.
+
+    What cannot be kept on is an error each time.
+    """
+    mark = vars(network).pop(_MARK)
+    try:
+        found = _kept(network, x, run, mark["rate"])
+    except BaseException:
+        vars(network)[_MARK] = mark
+        raise
+    return {name: f"{', '.join(sorted(functions))} in its own code stays on" for name, functions in found.items()}
+
+
+def _kept(network: nn.Module, x: Input, run: Callable[[], Tensor], rate: float | None) -> dict[str, set[str]]:
+    """Keep on what is found; the modules, and the functions by which they draw."""
     found = _found(network, x, run)
     for name in found:
         module = network.get_submodule(name)
@@ -115,8 +135,15 @@ def keep_noise(network: nn.Module, x: Input, run: Callable[[], Tensor]) -> dict[
     for module in network.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0  # else it reads the weights of its layers instead of calling them
-    _check_only_noise(network, x, run, found)
-    return {name: f"{', '.join(sorted(functions))} in its own code stays on" for name, functions in found.items()}
+    try:
+        _check_only_noise(network, x, run, found)
+    except BaseException:
+        for name in found:
+            module = network.get_submodule(name)
+            del module._modules[CHILD]
+            module.__class__ = own_class(module)
+        raise
+    return found
 
 
 def _found(network: nn.Module, x: Input, run: Callable[[], Tensor]) -> dict[str, set[str]]:
