@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import Input, call, tensors_in, tile
 from multitudes.core.checks import needed
+from multitudes.core.draws.frozen import Frozen
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.members import Members, fuse
 from multitudes.core.multitude import Multitude
 from multitudes.core.shared import SharedMembers
 from multitudes.evaluation.calibrate import Calibrated
-from multitudes.storage.freeze import Frozen
 
 __all__ = [
     "Apart",
