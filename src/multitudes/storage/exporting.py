@@ -134,26 +134,43 @@ def export(
                 custom_translation_table={torch.ops.aten.searchsorted.Tensor: _searchsorted},
             )
             assert program is not None
-            _tidy(program.model.graph)
+            _tidy(program.model)
             program.model.metadata_props.update({key: json.dumps(value) for key, value in about.items()})
             program.save(path, external_data=False)  # one file
     except Exception as error:  # the exporter runs the user's own code, so anything may come
         raise ValueError(f"the network cannot be exported to ONNX: {reason(error)}") from error
 
 
-def _tidy(graph: Any) -> None:
+def _tidy(model: Any) -> None:
     """Call the size of a batch so, and nothing else like an input or output; and leave out the places in the code."""
+    graph = model.graph
+    for part in (graph, *model.functions.values()):
+        for node in part.all_nodes():
+            node.metadata_props.clear()
+    _keep_constants(graph)
     taken = {value.name for value in (*graph.inputs, *graph.outputs)}
     size = str(graph.inputs[0].shape[0])
     for node in graph:
-        node.metadata_props.clear()
         for value in node.outputs:
             if value.name in taken and value not in graph.outputs:
                 value.name = f"{value.name}_inside"
     for value in (*graph.inputs, *(value for node in graph for value in node.outputs)):
-        for dim, length in enumerate(value.shape or ()):
-            if str(length) == size:
-                value.shape[dim] = "batch"
+        if any(str(length) == size for length in value.shape or ()):
+            shape = value.shape.copy()  # one that the exporter has inferred is not to be changed
+            for dim, length in enumerate(shape):
+                if str(length) == size:
+                    shape[dim] = "batch"
+            value.shape = shape
+
+
+def _keep_constants(graph: Any) -> None:
+    """Keep constants that the exporter has lost: of two `clamp` of one tensor, whose bounds it calls the same."""
+    for value in [value for node in graph for value in node.inputs if value is not None]:
+        if value.const_value is None or value.producer() is not None or graph.initializers.get(value.name) is value:
+            continue
+        while value.name in graph.initializers:
+            value.name = f"{value.name}_other"
+        graph.register_initializer(value)
 
 
 def take_texts(path: Path, texts: Mapping[str, Mapping[str | None, int]]) -> None:
