@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import multitudes as mt
+from multitudes.core.draws.frozen import Frozen, scrambled
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.evaluation.calibrate import calibrate
-from multitudes.storage.freeze import Frozen, scrambled
 from tests import cases, drawing_cases
 from tests.drawing_cases import CASES, NETWORKS
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import multitudes as mt
 from tests.cases import CLASSES, NETWORKS, Cnn
 from tests.hard_networks import HARD, MAY_REFUSE
+from tests.of_parts import Of
 
 RUNNERS = ("loop", "packed", "stacked")
 EVERY_NETWORK = pytest.mark.parametrize("network", list(NETWORKS))
@@ -304,3 +305,28 @@ def test_networks_whose_settings_differ_are_not_fused(one: Any, other: Any) -> N
     with pytest.raises(ValueError, match=r"networks\[1\] and networks\[0\] differ in the network itself: setting is"):
         mt.fuse([Holds(one), Holds(other)])
     assert mt.fuse([Holds(one), Holds(copy.deepcopy(one))]).members == 2
+
+
+def test_what_a_hook_has_written_outlives_the_hook_and_not_the_layer() -> None:
+    net = mt.deep_ensemble(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), 2).eval()
+    for layer in net.network:  # type: ignore[attr-defined]
+        hook = layer.register_forward_hook(lambda layer, args, output: setattr(layer, "seen", output.sum().item()))
+        x = torch.randn(2, 4)
+        net(x)
+        hook.remove()
+    net(torch.randn(2, 4))
+    for index in range(2):
+        first, second = net.member(index)
+        assert second.seen == pytest.approx(float(second(first(x)).sum()), abs=1e-5)
+    net.network[1] = nn.Identity()  # type: ignore[index]
+    assert net(x).shape == (2, 2, 4) and not hasattr(net.member(0)[1], "seen")
+
+
+def test_a_recurrent_layer_that_a_hook_has_looked_at_runs_without_it() -> None:
+    net = mt.deep_ensemble(Of(lambda net, x: net.rnn(x)[0][:, -1], rnn=nn.LSTM(4, 3, batch_first=True)), 2).eval()
+    x = torch.randn(5, 6, 4)
+    hook = net.network.rnn.register_forward_hook(lambda *_: None)  # type: ignore[union-attr]
+    want = net(x)
+    hook.remove()
+    torch.testing.assert_close(net(x), want)
+    torch.testing.assert_close(torch.stack([net.member(index)(x) for index in range(2)]), want)

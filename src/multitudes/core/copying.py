@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["copied"]
+__all__ = ["copied", "share_registries"]
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -57,3 +57,9 @@ def _inside(value: Any, depth: int = 3) -> Iterator[Any]:
     elif depth and isinstance(value, dict):
         for held in value.values():
             yield from _inside(held, depth - 1)
+
+
+def share_registries(sharer: nn.Module, network: nn.Module) -> None:
+    """Share a network's registries of parameters, buffers and children, and so its names."""
+    for registry in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+        object.__setattr__(sharer, registry, getattr(network, registry))

@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from multitudes.core.calling import InputError
-from multitudes.core.settings import FOUND_ANEW
+from multitudes.core.settings import FLAT_WEIGHTS, FOUND_ANEW
 
 __all__ = [
     "Attributes",
@@ -184,9 +184,11 @@ def each_from_the_same(
 def written_attributes(network: nn.Module, own: Attributes) -> Iterator[None]:
     """Inside, attributes are as `own` has them; after, as they were before, and `own` has what was written.
 
-    Only modules of the user's own classes, or with hooks, are looked at: torch's layers write buffers alone.
+    Only modules of the user's own classes, or with hooks, are looked at: torch's layers write buffers alone. So are
+    those whose hooks have written before and are gone. What was written to a module that is gone is forgotten.
     """
-    modules = {path: module for path, module in network.named_modules() if _may_write(module)}
+    wrote = {path for path, _ in own}
+    modules = {path: module for path, module in network.named_modules() if path in wrote or _may_write(module)}
     before = {path: _attributes(module) for path, module in modules.items()}
     contents = {
         (path, key): value.copy()
@@ -195,9 +197,9 @@ def written_attributes(network: nn.Module, own: Attributes) -> Iterator[None]:
         if type(value) in _CONTAINERS
     }
     for (path, key), (value, instead) in list(own.items()):
-        if before[path].get(key, _MISSING) is instead:
+        if path in modules and before[path].get(key, _MISSING) is instead:
             put_back(modules[path], key, value.copy() if type(value) in _CONTAINERS else value)
-        else:  # set from outside since then, which counts
+        else:  # set from outside since then, which counts, or gone with its module
             del own[path, key]
     try:
         yield
@@ -226,8 +228,9 @@ def remember(network: nn.Module, own: Attributes, path: str, key: str, value: An
 
 def standing(network: nn.Module, own: Attributes) -> Iterator[tuple[str, str, Any]]:
     """What was written and has not been set from outside since: module, attribute and value."""
+    modules = dict(network.named_modules())
     for (path, key), (value, instead) in own.items():
-        if vars(network.get_submodule(path)).get(key, _MISSING) is instead:
+        if path in modules and vars(modules[path]).get(key, _MISSING) is instead:
             yield path, key, value
 
 
@@ -272,7 +275,7 @@ def _same_content(one: Any, other: Any) -> bool:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    passed = {*_REGISTRIES, *FOUND_ANEW, "training"}
+    passed = {*_REGISTRIES, *FOUND_ANEW, "training", *(FLAT_WEIGHTS if isinstance(module, nn.RNNBase) else ())}
     return {key: value for key, value in vars(module).items() if key not in passed}
 
 

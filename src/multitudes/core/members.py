@@ -110,7 +110,8 @@ class Members(Multitude):
 
     def _of_first(self, x: Input) -> Tensor:
         parameters, buffers = slots(self.network)
-        with self._as(0, {name: t[0] for name, t in (parameters | buffers).items() if stackable(t)}):
+        state = {name: tensor[0] for name, tensor in (parameters | buffers).items() if stackable(tensor)}
+        with self._as(0, state, dict(self._written[0])):  # it remembers nothing of it
             return call(self.network, x)
 
     def _prepare(self, x: Input) -> None:
@@ -199,15 +200,16 @@ class Members(Multitude):
         return torch.stack(results)
 
     @contextmanager
-    def _as(self, index: int, state: dict[str, Tensor]) -> Iterator[Written]:
-        """Inside, the network is member `index`: its tensors, its random numbers, what its code has written before."""
+    def _as(self, index: int, state: dict[str, Tensor], attributes: Attributes | None = None) -> Iterator[Written]:
+        """Inside, the network is member `index`: its tensors, its random numbers, its `attributes`, written before."""
+        attributes = self._written[index] if attributes is None else attributes
         if torch.compiler.is_compiling():
             with lent(self.network, state) as written:
                 yield written
             return
         with (
             as_member(self.network, index, self.members),
-            written_attributes(self.network, self._written[index]),
+            written_attributes(self.network, attributes),
             checkpointed(lambda: lent(self.network, state)),
             lent(self.network, state) as written,
         ):

@@ -22,11 +22,12 @@ from multitudes.core.calling import (
     with_output,
 )
 from multitudes.core.compiling import uncompiled
-from multitudes.core.copying import copied
+from multitudes.core.copying import copied, share_registries
 from multitudes.core.divergences import Divergence
 from multitudes.core.draws.adaptive import check_adaptive, predict_adaptively
 from multitudes.core.draws.bypass import check_called, drawing_weights
 from multitudes.core.draws.engine import DrawCache, Draws
+from multitudes.core.draws.frozen import find_rows, rows_to_find
 from multitudes.core.draws.functional import keep_noise, to_be_kept
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
 from multitudes.core.locking import one_thread
@@ -39,13 +40,7 @@ from multitudes.core.tasks import Criterion
 REACH = "(reach)"
 """The note that says what share of the network a method reaches."""
 
-__all__ = ["REACH", "Criterion", "Divergence", "Multitude", "clip_each", "evaluating", "plain", "share_registries"]
-
-
-def share_registries(sharer: nn.Module, network: nn.Module) -> None:
-    """Share a network's registries of parameters, buffers and children, and so its names."""
-    for registry in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
-        object.__setattr__(sharer, registry, getattr(network, registry))
+__all__ = ["REACH", "Criterion", "Divergence", "Multitude", "clip_each", "evaluating", "plain"]
 
 
 class Multitude(Tasked):
@@ -124,8 +119,7 @@ class Multitude(Tasked):
         if torch.compiler.is_compiling():
             if seed is not None:
                 return self._uncompiled(x, draws, seed, memory)
-            if to_be_kept(self.network):
-                self.find_noise(x)
+            self._look(x)
             return self._all_draws(x, draws)
         with one_thread(self.network), input_errors(x), plain_attention():
             self.settle(x)
@@ -134,8 +128,7 @@ class Multitude(Tasked):
 
     def settle(self, x: Input) -> None:
         """Find out what must be known before the first run: noise to keep on; that drawing layers are called."""
-        if to_be_kept(self.network):
-            self.find_noise(x)
+        self._look(x)
         alone = type(self)._predictions is Multitude._predictions
         if alone and not self._called and drawing_weights(self.network):
             with unmoved(self.network, x), expecting(self.network):
@@ -258,11 +251,21 @@ class Multitude(Tasked):
             drawn = self.draw_numbers(x, range(count), seed, memory)
         return drawn.transpose(0, 1).flatten(0, 1)
 
+    def _look(self, x: Input) -> None:
+        if to_be_kept(self.network) or rows_to_find(self.network):
+            self.find_noise(x)
+
     @uncompiled
     def find_noise(self, x: Input) -> None:
-        """Look, in a run on `x`, for what the network's own code draws in training, where that is to be kept on."""
+        """Look, in a run on `x`, for what the network's own code draws in training, where that is to be kept on.
+
+        Where it is frozen, look as well along which axes the rows lie.
+        """
         with plain_attention():
-            self.notes |= keep_noise(self.network, x, lambda: self._of_first(x))
+            find_rows(self.network, x, self._of_first)
+            if to_be_kept(self.network):
+                self.notes |= keep_noise(self.network, x, lambda: self._of_first(x))
+                find_rows(self.network, x, self._of_first)
 
     def draw_numbers(self, x: Input, numbers: range, seed: int | None, memory: str | float | None) -> Tensor:
         """The draws of these numbers, `[D, M, B, ...]`."""

@@ -147,8 +147,10 @@ def _attention(
     return _dropped(source, weights, dropout_p) @ value
 
 
-def _dropped(source: Source, x: Tensor, p: float) -> Tensor:
-    return x * source.kept(tuple(x.shape), p, x).to(x.dtype)
+def _dropped(source: Source, x: Tensor, p: float, batch: int = 0) -> Tensor:
+    """Dropout of `x`, whose rows lie along the axis `batch`: a source's numbers have them first."""
+    mask = source.kept(tuple(x.movedim(batch, 0).shape), p, x).to(x.dtype)
+    return x * (mask.movedim(0, batch) if mask.dim() else mask)
 
 
 def _multihead(source: Source, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -194,7 +196,7 @@ def _recurrent(source: Source, function: Any, input: Any, *args: Any) -> Any:
         input, *final = function(input, given, part, biases, 1, 0.0, training, both_ways, batch_first)
         finals.append(tuple(final))
         if layer < layers - 1:
-            input = _dropped(source, input, dropout)
+            input = _dropped(source, input, dropout, batch=0 if batch_first else 1)
     return input, *(torch.cat(parts) for parts in zip(*finals, strict=True))
 
 

@@ -18,13 +18,16 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-__all__ = ["FOUND_ANEW", "computing_hooks", "described", "fingerprint", "holding"]
+__all__ = ["FLAT_WEIGHTS", "FOUND_ANEW", "computing_hooks", "described", "fingerprint", "holding"]
 
 _DEPTH = 4
 """How deep settings are read: `self.config.layers[0].gain`."""
 
 FOUND_ANEW = ("_output_capturing_hooks_installed", "_is_hf_initialized", "_weight_conversions")
 """What Hugging Face's models remember of hooks that they install when they first need them, and of being made."""
+
+FLAT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
+"""A recurrent layer's list of its parameters, which it makes anew by itself where these are others."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 

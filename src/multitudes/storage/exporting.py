@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -20,12 +21,13 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import Input, call, tensors_in, tile
 from multitudes.core.checks import needed
+from multitudes.core.draws.frozen import Frozen
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.members import Members, fuse
 from multitudes.core.multitude import Multitude
 from multitudes.core.shared import SharedMembers
 from multitudes.evaluation.calibrate import Calibrated
-from multitudes.storage.freeze import Frozen
+from multitudes.storage.rewriting import REWRITTEN
 
 __all__ = [
     "Apart",
@@ -126,34 +128,50 @@ def export(
             # By torch.export itself: the exporter would go on to ways that take a branch for the only one.
             traced = torch.export.export(module, tuple(tensors), dynamic_shapes={"tensors": dynamic}, strict=False)
             program = torch.onnx.export(
-                traced,
+                traced.run_decompositions(REWRITTEN),
                 dynamo=True,
                 verbose=False,
                 input_names=list(inputs),
                 output_names=list(outputs),
-                custom_translation_table={torch.ops.aten.searchsorted.Tensor: _searchsorted},
             )
             assert program is not None
-            _tidy(program.model.graph)
+            _tidy(program.model)
             program.model.metadata_props.update({key: json.dumps(value) for key, value in about.items()})
             program.save(path, external_data=False)  # one file
     except Exception as error:  # the exporter runs the user's own code, so anything may come
-        raise ValueError(f"the network cannot be exported to ONNX: {reason(error)}") from error
+        raise ValueError(f"the network cannot be exported to ONNX: {_refusal(error)}") from error
 
 
-def _tidy(graph: Any) -> None:
+def _tidy(model: Any) -> None:
     """Call the size of a batch so, and nothing else like an input or output; and leave out the places in the code."""
+    graph = model.graph
+    for part in (graph, *model.functions.values()):
+        for node in part.all_nodes():
+            node.metadata_props.clear()
+    _keep_constants(graph)
     taken = {value.name for value in (*graph.inputs, *graph.outputs)}
     size = str(graph.inputs[0].shape[0])
     for node in graph:
-        node.metadata_props.clear()
         for value in node.outputs:
             if value.name in taken and value not in graph.outputs:
                 value.name = f"{value.name}_inside"
     for value in (*graph.inputs, *(value for node in graph for value in node.outputs)):
-        for dim, length in enumerate(value.shape or ()):
-            if str(length) == size:
-                value.shape[dim] = "batch"
+        if any(str(length) == size for length in value.shape or ()):
+            shape = value.shape.copy()  # one that the exporter has inferred is not to be changed
+            for dim, length in enumerate(shape):
+                if str(length) == size:
+                    shape[dim] = "batch"
+            value.shape = shape
+
+
+def _keep_constants(graph: Any) -> None:
+    """Keep constants that the exporter has lost: of two `clamp` of one tensor, whose bounds it calls the same."""
+    for value in [value for node in graph for value in node.inputs if value is not None]:
+        if value.const_value is None or value.producer() is not None or graph.initializers.get(value.name) is value:
+            continue
+        while value.name in graph.initializers:
+            value.name = f"{value.name}_other"
+        graph.register_initializer(value)
 
 
 def take_texts(path: Path, texts: Mapping[str, Mapping[str | None, int]]) -> None:
@@ -176,14 +194,17 @@ def take_texts(path: Path, texts: Mapping[str, Mapping[str | None, int]]) -> Non
     onnx.save(model, path)
 
 
-def _searchsorted(knots: Any, values: Any, *, right: bool = False, side: str | None = None, **_: Any) -> Any:
-    """How many knots `[C, K]` are below each value `[C, N]`, or on the right side not above it: ONNX has no search."""
-    onnxscript = importlib.import_module("onnxscript")
-    op = onnxscript.opset18
-    compare = op.LessOrEqual if right or side == "right" else op.Less
-    below = compare(op.Unsqueeze(knots, op.Constant(value_ints=[1])), op.Unsqueeze(values, op.Constant(value_ints=[2])))
-    count = op.Cast(below, to=onnxscript.INT64.dtype)
-    return op.ReduceSum(count, op.Constant(value_ints=[2]), keepdims=0)
+def _refusal(error: BaseException) -> str:
+    """Why the exporter cannot, in one line."""
+    said = reason(error)
+    if found := re.search(r"No ONNX function found for <OpOverload\(op='([\w.]+)'", said):
+        return f"ONNX has no operator for torch's {found[1]}"
+    if "Constraints violated" in said:
+        return (
+            "its code takes the number of rows for a constant, as len(x) does where x.shape[0] does not, and "
+            "torch.take_along_dim where torch.gather does not"
+        )
+    return said.removeprefix("ValueError: ")
 
 
 def reason(error: BaseException) -> str:

@@ -1,26 +1,25 @@
 """Freezing: a network that draws becomes many networks that do not.
 
 A draw of weights is folded into plain layers. Noise on activations keeps its layer, with the same random numbers each
-time, one set for all rows of a batch. They are computed from a number that the layer keeps, by a hash of 32-bit
-integers, so that they need no storage, fit inputs of any size, and are the same on every device, under `torch.vmap`,
-compiled and exported.
+time, one set for all rows of a batch (`core/draws/frozen.py`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, overload
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from multitudes.core.checks import check_count, check_seed
 from multitudes.core.copying import copied
-from multitudes.core.draws.stochastic import Draw, Stochastic, attached, detach, drawing, stochastic_layers
+from multitudes.core.draws.frozen import Frozen, seek_rows
+from multitudes.core.draws.functional import freeze_when_found, to_be_kept
+from multitudes.core.draws.stochastic import Draw, attached, detach, drawing, stochastic_layers
 from multitudes.core.members import Members
-from multitudes.core.multitude import Multitude, plain, share_registries
+from multitudes.core.multitude import Multitude, plain
 from multitudes.core.seeding import mixed, seeded
 from multitudes.evaluation.calibrate import Calibrated
 
@@ -105,6 +104,9 @@ def _drawn(network: nn.Module, draw: Draw) -> nn.Module:
             seed = torch.randint(2**31, (), generator=generator).to(device)
             memo[id(layer)] = Frozen(copied(layer, memo), seed)
     frozen = copied(network, memo)
+    seek_rows(frozen)
+    if to_be_kept(frozen):
+        freeze_when_found(frozen, torch.randint(2**31, (), generator=generator).to(device))
     for module in frozen.modules():
         detach(module)
     return frozen
@@ -121,94 +123,3 @@ def _attached_draws(network: nn.Module) -> Iterator[None]:
     finally:
         for layer, module in pairs:
             layer.end(module, (), None)
-
-
-# -- noise on activations: the same numbers each time ------------------------------------------------------
-
-
-class Frozen(nn.Module):
-    """A layer that drew, with the same random numbers each time; where they were each row's own, all rows share them.
-
-    It shares the layer's registries and answers for its settings. `frozen`, a buffer, is what its numbers come from.
-    Where it is told to keep them, by an empty list, those of its next call become constants.
-    """
-
-    shares = "layer"
-    layer: Stochastic
-    frozen: Tensor
-    kept: list[Tensor] | None = None
-
-    def __init__(self, layer: Stochastic, seed: Tensor) -> None:
-        super().__init__()
-        share_registries(self, layer)
-        object.__setattr__(self, "layer", layer)  # not registered: the network has no layer that draws any more
-        self.training = layer.training
-        self.register_buffer("frozen", seed)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.layer.training = self.training
-        numbers: Any = _Numbers(self.frozen, self.layer.noise == "rows", self.kept)
-        with drawing([self.layer], numbers):
-            return self.layer(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "layer" not in vars(self):
-                raise
-            return getattr(self.layer, name)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Frozen:
-        self.layer._apply(fn, recurse)
-        return self
-
-    def extra_repr(self) -> str:
-        return f"{type(self.layer).__name__}({self.layer.extra_repr()})"
-
-
-class _Numbers:
-    """Where a frozen layer's numbers come from: a `Draw` whose numbers are the same each time, and all rows'."""
-
-    def __init__(self, seed: Tensor, rows: bool, kept: list[Tensor] | None) -> None:
-        self.seed = seed
-        self.rows = rows
-        self.kept = kept
-        self.asked = 0  # how often, in this call
-        self.stream = 0
-
-    def numbers(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        own = (1, *shape[1:]) if self.rows else shape
-        self.asked += 1
-        if self.kept is not None and self.asked <= len(self.kept):
-            numbers = self.kept[self.asked - 1]
-        else:
-            numbers = self._new(kind, math.prod(own), device).to(dtype).reshape(own)
-            if self.kept is not None:
-                self.kept.append(numbers)
-        return numbers.repeat(shape[0], *[1] * (len(shape) - 1)) if self.rows else numbers.clone()
-
-    def _new(self, kind: str, count: int, device: torch.device) -> Tensor:
-        if kind == "uniform":
-            return self._uniform(count, device)
-        radius = torch.sqrt(-2 * torch.log(1 - self._uniform(count, device)))  # Box and Muller's
-        return radius * torch.cos(2 * math.pi * self._uniform(count, device))
-
-    def _uniform(self, count: int, device: torch.device) -> Tensor:
-        """Float32 numbers from [0, 1), `[count]`, others each time."""
-        self.stream += 1
-        seed = self.seed.to(device)
-        index = torch.arange(count, device=device)
-        bits = scrambled(scrambled(seed + index) ^ scrambled(scrambled(seed) ^ self.stream))
-        return (bits >> 8).float() / 2**24
-
-
-def scrambled(numbers: Tensor) -> Tensor:
-    """A hash of numbers below 2^32, in int64: neighbours become unlike (Mueller's, of two rounds).
-
-    >>> scrambled(torch.tensor([0, 1, 2]))
-    tensor([         0,  824515495, 1722258072])
-    """
-    for _ in range(2):
-        numbers = (numbers ^ (numbers >> 16)) * 0x45D9F3B % 2**32
-    return numbers ^ (numbers >> 16)

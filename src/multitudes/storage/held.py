@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from multitudes.core.settings import FOUND_ANEW, computing_hooks, described
+from multitudes.core.settings import FLAT_WEIGHTS, FOUND_ANEW, computing_hooks, described
 
 __all__ = ["check_held", "held_by", "lazy_hooks"]
 
@@ -30,7 +30,7 @@ def held_by(module: nn.Module, keys: Iterable[str], seen: set[int]) -> dict[str,
     parts: dict[str, Any] = {}
     for key in keys:
         value = vars(module)[key]
-        if key in computing_hooks(module) or key in FOUND_ANEW or id(value) in seen:
+        if key in (*computing_hooks(module), *FOUND_ANEW, *FLAT_WEIGHTS) or id(value) in seen:
             continue
         seen.add(id(value))
         held[key] = described(value)
@@ -45,6 +45,8 @@ def check_held(module: nn.Module, node: Mapping[str, Any]) -> None:
         if key in vars(module):
             _put_back(vars(module)[key], tree)
     for key, want in node.get("held", {}).items():
+        if key in FLAT_WEIGHTS:  # of files from before these were left out
+            continue
         got = described(vars(module)[key]) if key in vars(module) else "missing"
         if _comparable(got, want) != _comparable(want, got):
             place = f"layer {node['origin']!r}" if node["origin"] else "the network"

@@ -76,7 +76,8 @@ def to_onnx(
     draws of every member.
 
     The file must give what torch gives, up to `tolerance` (relative to values above 1), on the example and on batches
-    of other sizes. If it does not, or the network cannot be exported, that is an error, and there is no file.
+    of other sizes. If it does not, or the network cannot be exported, that is an error, and there is no file. Which of
+    equal numbers comes first is left open by `torch.topk` and `torch.sort`; in the file it is the first of them.
     """
     return write_onnx(net, check_path(path), example, draws=draws, seed=seed, tolerance=tolerance)
 

@@ -18,12 +18,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from multitudes.core.copying import copied
+from multitudes.core.copying import copied, share_registries
 from multitudes.core.divergences import DIVERGENCES, name_of
 from multitudes.core.draws.functional import kept_class, own_class
 from multitudes.core.draws.stochastic import attached
 from multitudes.core.lending import Attributes, remember, standing
-from multitudes.core.multitude import Multitude, plain, share_registries
+from multitudes.core.multitude import Multitude, plain
 from multitudes.core.settings import FOUND_ANEW
 from multitudes.storage.held import check_held, held_by, lazy_hooks
 

@@ -18,15 +18,25 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input
+from multitudes.core.draws.frozen import Frozen, scrambled
 from multitudes.core.draws.stochastic import Stochastic, expecting, stochastic_layers
 from multitudes.core.lending import checkpointed
 from multitudes.core.noise import STILL, Redrawn
 from multitudes.core.proof import alike, random_states, running_statistics, unmoved
 from multitudes.core.settings import holding
 
-__all__ = ["FunctionalNoise", "keep_noise", "kept_class", "noise_to_keep", "own_class", "to_be_kept"]
+__all__ = [
+    "FunctionalNoise",
+    "freeze_when_found",
+    "keep_noise",
+    "kept_class",
+    "noise_to_keep",
+    "own_class",
+    "to_be_kept",
+]
 
 CHILD = "functional_noise"
+SEED = "functional_noise_seed"
 _MARK = "keeps_functional_noise"
 _ACTIVATIONS = (nn.RReLU,)
 _DROPS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "scaled_dot_product_attention", "feature_dropout",
@@ -95,14 +105,36 @@ def noise_to_keep(network: nn.Module, rate: float | None) -> None:
     vars(network)[_MARK] = {"rate": rate}
 
 
+def freeze_when_found(network: nn.Module, seed: Tensor) -> None:
+    """Leave word that functional noise that is found later is to be frozen, with numbers that come from a seed."""
+    network.register_buffer(SEED, seed)
+
+
 def to_be_kept(network: nn.Module) -> bool:
     """Whether the network's functional noise is to be kept on, and has not been looked for yet."""
     return _MARK in vars(network)
 
 
 def keep_noise(network: nn.Module, x: Input, run: Callable[[], Tensor]) -> dict[str, str]:
-    """Keep on what the network's own code draws in training, seen in one `run`; what it is, by the module's name."""
-    rate = vars(network).pop(_MARK)["rate"]
+    """Keep on what the network's own code draws in training, seen in one `run`; what it is, by the module's name.
+
+    What cannot be kept on is an error each time. In a network that is frozen, what is found is frozen too.
+    """
+    mark = vars(network).pop(_MARK)
+    try:
+        found = _kept(network, x, run, mark["rate"])
+    except BaseException:
+        vars(network)[_MARK] = mark
+        raise
+    if (seed := network._buffers.pop(SEED, None)) is not None:
+        for number, name in enumerate(found):
+            module: Any = network.get_submodule(name)
+            module.add_module(CHILD, Frozen(module._modules[CHILD], scrambled(scrambled(seed) + number)))
+    return {name: f"{', '.join(sorted(functions))} in its own code stays on" for name, functions in found.items()}
+
+
+def _kept(network: nn.Module, x: Input, run: Callable[[], Tensor], rate: float | None) -> dict[str, set[str]]:
+    """Keep on what is found; the modules, and the functions by which they draw."""
     found = _found(network, x, run)
     for name in found:
         module = network.get_submodule(name)
@@ -115,8 +147,15 @@ def keep_noise(network: nn.Module, x: Input, run: Callable[[], Tensor]) -> dict[
     for module in network.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0  # else it reads the weights of its layers instead of calling them
-    _check_only_noise(network, x, run, found)
-    return {name: f"{', '.join(sorted(functions))} in its own code stays on" for name, functions in found.items()}
+    try:
+        _check_only_noise(network, x, run, found)
+    except BaseException:
+        for name in found:
+            module = network.get_submodule(name)
+            del module._modules[CHILD]
+            module.__class__ = own_class(module)
+        raise
+    return found
 
 
 def _found(network: nn.Module, x: Input, run: Callable[[], Tensor]) -> dict[str, set[str]]:
