@@ -36,8 +36,9 @@ class _Raw(nn.Module):
         return self.network(mapped(lambda _: next(given), self.example))
 
 
-UNLIKE = {"TopK"}
-"""Operators of which ONNX Runtime makes something else than torch: it breaks ties otherwise."""
+UNLIKE = {"TopK", "NonZero"}
+"""Operators of which ONNX Runtime makes something else than torch: it breaks ties otherwise, and the mean of what is
+selected is a number where nothing is."""
 
 
 class OnnxRuntime:
