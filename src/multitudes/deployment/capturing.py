@@ -109,7 +109,7 @@ def recording(graph: torch.cuda.CUDAGraph, pool: Any, generators: Iterable[torch
 def _recover(pool: Any) -> None:
     """Have torch know that a capture has ended, which it does not notice of one that fails: all random numbers of the
     device would be an error from then on. A capture that succeeds tells it."""
-    with suppress(RuntimeError):  # if it has noticed
+    with suppress(RuntimeError, AttributeError):  # if it has noticed
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(capture_error_mode="thread_local")

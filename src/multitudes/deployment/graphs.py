@@ -16,14 +16,15 @@ from torch import Tensor
 
 from multitudes.core.calling import Input, mapped, tensors_in
 from multitudes.deployment.capturing import Captured, Recipe, capture
-from multitudes.deployment.engines import Engine, Plain, Reference
+from multitudes.deployment.engines import MOST_SHAPES, Engine, Plain, Reference
 from multitudes.deployment.inputs import rows_of, signature
 from multitudes.deployment.tracing import CannotTrace
 
 __all__ = ["Graphs"]
 
 MOST_GRAPHS = 16
-"""Graphs that are kept; each holds the activations of one batch. Beyond that, the one unused for the longest goes."""
+"""Graphs that are kept; each holds the activations of one batch. Beyond that, the one that is used least goes, for one
+that has come more than twice as often: making one takes as long as hundreds of calls."""
 
 MOST_ROWS = 512
 """Rows of a graph at most, unless larger sizes are asked for; longer batches run in parts."""
@@ -121,16 +122,34 @@ class Graphs:
         """The graph for a batch; None where there is none yet, or none that is right for so many rows."""
         size = self._size(rows)
         key = self._key(x, size, draws)
+        if len(self.seen) > MOST_SHAPES:
+            self._forget()
+        self.seen[key] = self.seen.get(key, 0) + 1
         if key not in self.graphs:
-            self.seen[key] = self.seen.get(key, 0) + 1
-            if self.seen[key] < 2:
+            if not self._is_worth_it(key):
                 return None
             self._prepare(x, size, draws, self.recipe)
-        graph = self.graphs.pop(key)
-        self.graphs[key] = graph  # the last one used
+        graph = self.graphs[key]
         if graph is not None and (key, rows) not in self.agreed:
             self.agreed[key, rows] = self._is_right(graph, x, draws)
         return graph if graph is not None and self.agreed[key, rows] else None
+
+    def _is_worth_it(self, key: Any) -> bool:
+        """Whether there should be a graph for what comes so often."""
+        made = self._made()
+        rarest = min((self.seen.get(other, 0) for other in made), default=0)
+        return self.seen[key] >= 2 and (len(made) < MOST_GRAPHS or self.seen[key] > 2 * rarest)
+
+    def _made(self) -> list[Any]:
+        return [key for key, graph in self.graphs.items() if graph is not None]
+
+    def _forget(self) -> None:
+        """Forget which inputs have come, but for those that have a graph."""
+        made = set(self._made())
+        self.seen = {key: times for key, times in self.seen.items() if key in made}
+        self.graphs = {key: graph for key, graph in self.graphs.items() if graph is not None}
+        self.agreed = {known: right for known, right in self.agreed.items() if known[0] in made}
+        self.refused = {}
 
     def _prepare(self, x: Input, size: int, draws: int, like: Recipe | None) -> None:
         """Capture a graph of so many rows and draws for inputs like `x`, or note why there is none.
@@ -146,10 +165,10 @@ class Graphs:
             self.refused[key] = str(refusal)
             return
         self.recipe = found.recipe if like is None else self.recipe
-        made = [key for key, graph in self.graphs.items() if graph is not None]
-        for oldest in made[: max(0, len(made) - MOST_GRAPHS)]:
-            del self.graphs[oldest]
-            self.agreed = {known: right for known, right in self.agreed.items() if known[0] != oldest}
+        rarest = sorted((other for other in self._made() if other != key), key=lambda other: self.seen.get(other, 0))
+        for other in rarest[: max(0, len(rarest) + 1 - MOST_GRAPHS)]:
+            del self.graphs[other]
+            self.agreed = {known: right for known, right in self.agreed.items() if known[0] != other}
 
     def _is_right(self, graph: Captured, x: Input, draws: int) -> bool:
         """Whether a graph agrees with the network on the first input that has so many rows; a warning where not."""
