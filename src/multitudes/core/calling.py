@@ -251,18 +251,29 @@ _PLAIN, _FASTPATH = 0, True  # how many are in `plain_attention`, and what the s
 @contextmanager
 def plain_attention() -> Iterator[None]:
     """Without torch's fused attention, which vmap cannot batch; it is on again when the last thread is out of here."""
-    global _PLAIN, _FASTPATH
-    switches = torch.backends.mha  # set by name, which a compiler can follow
-    with _SWITCHING:
-        _FASTPATH = _FASTPATH if _PLAIN else switches._is_fastpath_enabled
-        _PLAIN += 1
-        switches._is_fastpath_enabled = False
+    if torch.compiler.is_compiling():  # which can follow names that are set, and no locks
+        switches = torch.backends.mha
+        before, switches._is_fastpath_enabled = switches._is_fastpath_enabled, False
+        try:
+            yield
+        finally:
+            switches._is_fastpath_enabled = before
+        return
+    _switch(1)
     try:
         yield
     finally:
-        with _SWITCHING:
-            _PLAIN -= 1
-            switches._is_fastpath_enabled = switches._is_fastpath_enabled if _PLAIN else _FASTPATH
+        _switch(-1)
+
+
+def _switch(change: int) -> None:
+    """Count who is in `plain_attention`, and turn fused attention off for the first and on after the last."""
+    global _PLAIN, _FASTPATH
+    switches = torch.backends.mha
+    with _SWITCHING:
+        _FASTPATH = _FASTPATH if _PLAIN else switches._is_fastpath_enabled
+        _PLAIN += change
+        switches._is_fastpath_enabled = False if _PLAIN else _FASTPATH
 
 
 @contextmanager
