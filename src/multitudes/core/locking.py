@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
-__all__ = ["one_thread"]
+__all__ = ["evaluating", "one_thread"]
 
 _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 _FINDING = threading.Lock()
@@ -22,6 +24,21 @@ def one_thread(network: nn.Module) -> threading.RLock:
     """The lock of a network, which the thread that runs it holds; copies of the network have locks of their own."""
     with _FINDING:
         return _LOCKS.setdefault(network, threading.RLock())
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside, each module's own mode again after; for one thread at a time."""
+    shared = getattr(type(model), "shares", None)  # a multitude's network is no child of it
+    network: nn.Module = model if shared is None else getattr(model, shared)
+    with one_thread(network):
+        modes = [(module, module.training) for module in (*model.modules(), network)]
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
 
 
 def _forget() -> None:

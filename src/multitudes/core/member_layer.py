@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.multitude import evaluating
+from multitudes.core.locking import evaluating
 from multitudes.core.tiling import Run
 from multitudes.core.unreadable import unreadable
 

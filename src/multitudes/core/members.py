@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from multitudes.core.at_once import AtOnce, at_once
 from multitudes.core.calling import Input, InputError, call, slots, tensors_in
+from multitudes.core.clipping import clip_each
 from multitudes.core.compiling import uncompiled
 from multitudes.core.devices import milliseconds
 from multitudes.core.divergences import Divergence
@@ -33,7 +34,7 @@ from multitudes.core.lending import (
     standing,
     written_attributes,
 )
-from multitudes.core.multitude import Multitude, clip_each, plain
+from multitudes.core.multitude import Multitude, plain
 from multitudes.core.packing import CannotPack, Plan, trace
 from multitudes.core.proof import alike, kind_of, silent_trial, unmoved
 from multitudes.core.small_members import Sizes

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Self
 
@@ -30,7 +29,7 @@ from multitudes.core.draws.engine import DrawCache, Draws
 from multitudes.core.draws.frozen import find_rows, rows_to_find
 from multitudes.core.draws.functional import keep_noise, to_be_kept
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
-from multitudes.core.locking import one_thread
+from multitudes.core.locking import evaluating, one_thread
 from multitudes.core.predictive import Predictive
 from multitudes.core.proof import unmoved
 from multitudes.core.seeding import seeded
@@ -40,7 +39,7 @@ from multitudes.core.tasks import Criterion
 REACH = "(reach)"
 """The note that says what share of the network a method reaches."""
 
-__all__ = ["REACH", "Criterion", "Divergence", "Multitude", "clip_each", "evaluating", "plain"]
+__all__ = ["REACH", "Criterion", "Divergence", "Multitude", "plain"]
 
 
 class Multitude(Tasked):
@@ -196,7 +195,7 @@ class Multitude(Tasked):
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
                 raise ValueError(f"x holds {int(tensor.isnan().sum())} NaN values; predictions would be meaningless")
         read = partial(self.predictive_of, x=x, task=task)
-        with one_thread(self.network), evaluating(self), torch.no_grad():
+        with evaluating(self), torch.no_grad():
             if draws == "auto":
                 with input_errors(x), plain_attention():
                     self.settle(x)
@@ -387,32 +386,6 @@ class Multitude(Tasked):
             raise ValueError(f"criterion must give one number, the batch's mean, got shape {list(losses[0].shape)}")
         total = torch.stack(losses)
         return total.sum() if self.independent else total.mean()
-
-
-def clip_each(parameters: Iterable[Tensor], members: int, max_norm: float) -> Tensor:
-    """Scale each member's gradient, of parameters `[M, ...]`, to at most `max_norm`; the norms, `[M]`."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if not gradients:
-        return torch.zeros(members)
-    norms = torch.stack([g.reshape(members, -1).norm(dim=1) for g in gradients]).norm(dim=0)
-    scale = (max_norm / (norms + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(scale.view(-1, *[1] * (gradient.dim() - 1)))
-    return norms
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, each module's own mode again after."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        if isinstance(model, Multitude):
-            model.network.training = model.training
 
 
 def plain(model: nn.Module) -> nn.Module:

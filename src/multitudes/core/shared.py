@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import Input, InputError, call, input_errors, tensors_in, tile
 from multitudes.core.calling import rows as some_rows
+from multitudes.core.clipping import clip_each
 from multitudes.core.compiling import uncompiled
 from multitudes.core.copying import copied
 from multitudes.core.draws.functional import to_be_kept
@@ -20,7 +21,7 @@ from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.folded_members import FoldedMembers
 from multitudes.core.lending import Attributes, checkpointed, each_from_the_same
 from multitudes.core.member_layer import MemberLayer, rows_missing
-from multitudes.core.multitude import Multitude, clip_each
+from multitudes.core.multitude import Multitude
 from multitudes.core.proof import alike, first_difference, kind_of, running_statistics, silent_trial, unmoved
 from multitudes.core.settings import holding
 from multitudes.core.tasks import Criterion

@@ -13,7 +13,8 @@ from multitudes.core.batches import ROWS, Batches
 from multitudes.core.calling import Input, input_errors, moved, split_batch
 from multitudes.core.checks import check_count
 from multitudes.core.draws.adaptive import answers_apart
-from multitudes.core.multitude import Multitude, evaluating
+from multitudes.core.locking import evaluating
+from multitudes.core.multitude import Multitude
 from multitudes.core.predictive import Predictive
 from multitudes.core.predictor import Predictor, predicted, predictor
 from multitudes.core.progress import ProgressBar

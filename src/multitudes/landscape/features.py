@@ -20,7 +20,8 @@ from multitudes.core.batches import Batches
 from multitudes.core.calling import Input, call, input_errors, plain_attention, tensors_in
 from multitudes.core.checks import check_count, check_seed
 from multitudes.core.draws.stochastic import stochastic_layers
-from multitudes.core.multitude import Multitude, evaluating
+from multitudes.core.locking import evaluating
+from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import mixed
 from multitudes.landscape.figures import COLOURS, SCALE, add_line, figure
 from multitudes.surgery.layers import Selector, select

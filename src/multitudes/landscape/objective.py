@@ -16,7 +16,8 @@ from multitudes.core.calling import Input, InputError, call_with, input_errors, 
 from multitudes.core.checks import check_number, check_seed
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.lending import lent
-from multitudes.core.multitude import Criterion, Multitude, evaluating, plain
+from multitudes.core.locking import evaluating
+from multitudes.core.multitude import Criterion, Multitude, plain
 from multitudes.core.seeding import mixed, seeded
 from multitudes.core.tasks import averaged
 from multitudes.landscape.targets import count_targets, task_and_criterion, with_targets

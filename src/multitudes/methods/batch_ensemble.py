@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from multitudes.core.checks import check_choice, check_number
 from multitudes.core.copying import copied
-from multitudes.core.multitude import evaluating
+from multitudes.core.locking import evaluating
 from multitudes.core.shared import MemberLayer, SharedMembers
 from multitudes.methods.own_layers import own_layer
 from multitudes.methods.registry import Method, by

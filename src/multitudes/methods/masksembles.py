@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from multitudes.core.calling import Input, tile
 from multitudes.core.checks import check_number
 from multitudes.core.copying import copied
-from multitudes.core.multitude import evaluating
+from multitudes.core.locking import evaluating
 from multitudes.core.shared import MemberLayer, SharedMembers
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.activation_size import keep_scale

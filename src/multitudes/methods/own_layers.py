@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map
 
 from multitudes.core.copying import copied
 from multitudes.core.lending import checkpointed, lent
+from multitudes.core.locking import evaluating
 from multitudes.core.member_layer import MemberLayer, rows_missing
-from multitudes.core.multitude import evaluating
 from multitudes.core.tiling import Run, Slot, mapped
 from multitudes.surgery.affine import SEVERAL, AffineMap, axis_of, kind_of, maps_of, plain_copy, run_with, weight_of
 from multitudes.surgery.layers import TRANSPOSED

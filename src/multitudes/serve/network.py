@@ -10,7 +10,7 @@ from torch import Tensor
 
 from multitudes.core.draws.adaptive import answers_apart
 from multitudes.core.draws.stochastic import stochastic_layers
-from multitudes.core.multitude import evaluating
+from multitudes.core.locking import evaluating
 from multitudes.core.predictive import Predictive
 from multitudes.core.predictor import Predictor
 from multitudes.deployment.conversion import deploy

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multitudes.core.checks import check_count, check_number, check_seed
-from multitudes.core.multitude import evaluating
+from multitudes.core.locking import evaluating
 from multitudes.core.predictive import Predictive
 from multitudes.core.seeding import mixed
 from multitudes.shift.checks import Bounds, check_call, check_classes, check_labels, class_predictions

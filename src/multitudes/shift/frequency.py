@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.checks import check_count, check_number, check_seed
-from multitudes.core.multitude import evaluating
+from multitudes.core.locking import evaluating
 from multitudes.core.predictive import Predictive
 from multitudes.shift.checks import (
     Bounds,

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from multitudes.core.calling import call
 from multitudes.core.copying import copied
 from multitudes.core.gaussian import beta_nll
-from multitudes.core.multitude import Multitude, evaluating
+from multitudes.core.locking import evaluating
+from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import mixed, seeded
 from multitudes.data.kinds import table_training
 from multitudes.methods.recording import Recording

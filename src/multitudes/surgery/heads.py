@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from multitudes.core.calling import Input, input_errors, prediction_in, split_call
 from multitudes.core.draws.stochastic import expecting
-from multitudes.core.multitude import evaluating
+from multitudes.core.locking import evaluating
 from multitudes.surgery.layers import Selector, select
 from multitudes.surgery.observe import example_for
 

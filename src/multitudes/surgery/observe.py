@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from multitudes.core.calling import Input, call, input_errors, plain_attention
 from multitudes.core.draws.stochastic import expecting
-from multitudes.core.multitude import evaluating
+from multitudes.core.locking import evaluating
 from multitudes.core.proof import unmoved
 from multitudes.core.seeding import seeded
 from multitudes.surgery.layers import PRODUCTS

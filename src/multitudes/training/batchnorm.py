@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from multitudes.core.batches import Batches
 from multitudes.core.calling import Input, call_with, input_errors
 from multitudes.core.draws.stochastic import expecting
-from multitudes.core.multitude import evaluating
+from multitudes.core.locking import evaluating
 
 State = dict[str, Tensor]
 

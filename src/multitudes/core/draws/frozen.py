@@ -168,7 +168,7 @@ def _shapes(
     try:
         run(rows(x, torch.zeros(count, dtype=torch.int64)))
         return {name: layer.seen or () for name, layer in layers.items()}
-    except Exception:
+    except Exception:  # of the user's own code, which may take batches of one size
         run(x)  # where x does not fit, the network says so
         return dict.fromkeys(layers, ())
     finally:

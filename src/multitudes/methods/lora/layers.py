@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multitudes.core.copying import copied
+from multitudes.core.locking import evaluating
 from multitudes.core.member_layer import MemberLayer
-from multitudes.core.multitude import evaluating
 from multitudes.surgery.affine import AffineMap, axis_of, kind_of, maps_of, plain_copy, run_with, weight_of
 from multitudes.surgery.layers import CONVOLUTIONS
 from multitudes.surgery.whole import WholeMemberLayer

@@ -13,7 +13,7 @@ from multitudes.core.batches import Batches
 from multitudes.core.calling import call_with
 from multitudes.core.copying import copied, share_registries
 from multitudes.core.draws.stochastic import Stochastic
-from multitudes.core.multitude import evaluating
+from multitudes.core.locking import evaluating
 from multitudes.training.batchnorm import accuracy, norms, statistics
 from multitudes.training.recorder import State, flat_weights, unflattened
 
