@@ -24,7 +24,7 @@ __all__ = ["Graphs"]
 
 MOST_GRAPHS = 16
 """Graphs that are kept; each holds the activations of one batch. Beyond that, the one that is used least goes, for one
-that has come more than twice as often: making one takes as long as hundreds of calls."""
+that has come more than twice as often: making one takes much longer than a call."""
 
 MOST_ROWS = 512
 """Rows of a graph at most, unless larger sizes are asked for; longer batches run in parts."""
