@@ -15,7 +15,7 @@ import multitudes as mt
 from tests.cases import CLASSES, NETWORKS, Cnn
 from tests.hard_networks import HARD, Aliased
 
-RUNNERS = ("loop", "packed", "stacked")
+RUNNERS = ("loop", "packed", "vmapped")
 
 
 class Freezes(Cnn):
