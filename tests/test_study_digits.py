@@ -1,4 +1,4 @@
-"""The whole study on digits, all methods with three seeds: what its leaderboard must show."""
+"""The whole study on digits, all methods for images with three seeds: what its leaderboard must show."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_on_digits_every_method_reads_well_and_deep_ensembles_know_what_they_do_
     run = prepare(Spec.of(data="digits", seeds=3, shift=[]), tmp_path / "run")
     assert not run_local(run, workers=2).failed
     rows = {row.name: row for row in leaderboard(run)}
-    assert rows.keys() == METHODS.keys()
+    assert rows.keys() == METHODS.keys() - {"lora", "tabm"}  # for trained networks and for tables
     for name, row in rows.items():
         assert len(row.seeds) == 3 and row["accuracy"] > 0.94, name
     assert rows["deep"]["nll"] < rows["single"]["nll"]
