@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from multitudes.core.attention import multihead
+
 __all__ = ["STILL", "Redrawn", "Source", "draws_by"]
 
 
@@ -154,27 +156,20 @@ def _dropped(source: Source, x: Tensor, p: float, batch: int = 0) -> Tensor:
 
 
 def _multihead(source: Source, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Torch's attention as a whole, which calls dropout by the names of its own module: these are lent for a while."""
+    """Torch's attention as a whole, which calls dropout by the names of its own module."""
     given = _MULTIHEAD.bind(*args, **kwargs).arguments
     if not given.get("training", True) or given["dropout_p"] == 0:
         return NotImplemented
-    names: dict[str, Any] = {"dropout": _dropout, "scaled_dot_product_attention": _attention}
-    before = {name: getattr(F, name) for name in names}
 
-    def lent(name: str) -> Callable[..., Any]:
+    def drawn(rule: Rule, own: Any) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            result = names[name](source, before[name], *args, **kwargs)
-            return before[name](*args, **kwargs) if result is NotImplemented else result
+            result = rule(source, own, *args, **kwargs)
+            return own(*args, **kwargs) if result is NotImplemented else result
 
         return run
 
-    try:
-        for name in names:
-            setattr(F, name, lent(name))
-        return function(*args, **kwargs)
-    finally:
-        for name, own in before.items():
-            setattr(F, name, own)
+    attention = drawn(_attention, F.scaled_dot_product_attention)
+    return multihead(dropout=drawn(_dropout, F.dropout), scaled_dot_product_attention=attention)(*args, **kwargs)
 
 
 def _recurrent(source: Source, function: Any, input: Any, *args: Any) -> Any:

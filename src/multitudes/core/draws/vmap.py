@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+
+from multitudes.core.attention import math_attention
 
 
 @contextmanager
@@ -24,7 +25,7 @@ def vmap_friendly(batched: Callable[[], bool]) -> Iterator[None]:
 
     `batched` says whether there are batched tensors yet: before that, torch's own functions are the faster ones.
     """
-    with _OtherWords(batched), sdpa_kernel(SDPBackend.MATH):
+    with _OtherWords(batched), math_attention():
         yield
 
 

@@ -1,0 +1,71 @@
+"""Torch's attention by other means: with other functions inside it, and without its fused kernels.
+
+Nothing here changes torch: modes are known to their thread alone, and copied functions have globals of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["math_attention", "multihead"]
+
+
+def multihead(**functions: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy `F.multi_head_attention_forward`, calling these functions instead of torch's functions of the same names."""
+    torchs: Any = F.multi_head_attention_forward
+    own = {**vars(F), **functions}
+    copy = FunctionType(torchs.__code__, own, torchs.__name__, torchs.__defaults__, torchs.__closure__)
+    copy.__kwdefaults__ = torchs.__kwdefaults__
+    own[torchs.__name__] = copy  # function modes get this copy
+    return copy
+
+
+def math_attention() -> AbstractContextManager[Any]:
+    """Inside, attention is two products and a softmax, which vmap, second derivatives and NaN go through."""
+    return sdpa_kernel(SDPBackend.MATH) if torch.compiler.is_compiling() else _MathAttention()
+
+
+class _MathAttention(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.scaled_dot_product_attention:
+            function = _by_math
+        elif function is F.multi_head_attention_forward:
+            function = _multihead_by_math
+        return function(*args, **(kwargs or {}))
+
+
+def _by_math(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:  # which autocast leaves alone
+        dtype = torch.get_autocast_dtype(kind)
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+    elif attn_mask is not None:
+        attn_mask = attn_mask.to(query.dtype)
+    with torch.autocast(kind, enabled=False):
+        result: Tensor = torch._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    return result
+
+
+_multihead_by_math = multihead(scaled_dot_product_attention=_by_math)
