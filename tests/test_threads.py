@@ -80,7 +80,7 @@ class Fused(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func._schema.name in ("aten::_transformer_encoder_layer_fwd", "aten::_native_multi_head_attention")
+        self.count += func._schema.name.endswith(("_transformer_encoder_layer_fwd", "_native_multi_head_attention"))
         return func(*args, **(kwargs or {}))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["math_attention", "multihead"]
+__all__ = ["by_math", "math_attention", "multihead"]
 
 
 def multihead(**functions: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,11 +36,14 @@ def math_attention() -> AbstractContextManager[Any]:
 
 class _MathAttention(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is F.scaled_dot_product_attention:
-            function = _by_math
-        elif function is F.multi_head_attention_forward:
-            function = _multihead_by_math
-        return function(*args, **(kwargs or {}))
+        return by_math(function)(*args, **(kwargs or {}))
+
+
+def by_math(function: Any) -> Any:
+    """The function to call instead of a function that attends; all others as they are."""
+    if function is F.scaled_dot_product_attention:
+        return _by_math
+    return _multihead_by_math if function is F.multi_head_attention_forward else function
 
 
 def _by_math(

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from multitudes.core.attention import math_attention
+from multitudes.core.attention import by_math
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def vmap_friendly(batched: Callable[[], bool]) -> Iterator[None]:
 
     `batched` says whether there are batched tensors yet: before that, torch's own functions are the faster ones.
     """
-    with _OtherWords(batched), math_attention():
+    with _OtherWords(batched):
         yield
 
 
@@ -44,7 +44,7 @@ class _OtherWords(TorchFunctionMode):
             return _average_pool(*args, **kwargs)
         if function in CONVOLUTIONS:
             return convolution(function, *args, **kwargs)
-        return function(*args, **kwargs)
+        return by_math(function)(*args, **kwargs)
 
 
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
