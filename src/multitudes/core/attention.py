@@ -5,8 +5,10 @@ Nothing here changes torch: modes are known to their thread alone, and copied fu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -16,17 +18,48 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["by_math", "math_attention", "multihead"]
+__all__ = ["by_math", "dropped", "math_attention", "multihead"]
 
 
 def multihead(**functions: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy `F.multi_head_attention_forward`, calling these functions instead of torch's functions of the same names."""
+    """Copy `F.multi_head_attention_forward`, calling these functions instead of torch's functions of the same names.
+
+    Function modes see the functions that the copy calls, and not the copy.
+    """
     torchs: Any = F.multi_head_attention_forward
-    own = {**vars(F), **functions}
+    own = {**vars(F), "has_torch_function": lambda tensors: False, **functions}
     copy = FunctionType(torchs.__code__, own, torchs.__name__, torchs.__defaults__, torchs.__closure__)
     copy.__kwdefaults__ = torchs.__kwdefaults__
-    own[torchs.__name__] = copy  # function modes get this copy
     return copy
+
+
+Drop = Callable[[Tensor], Tensor]
+
+
+def dropped(
+    drop: Drop,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention whose weights `[..., T, S]` go through `drop`."""
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = query @ key.mT * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+    if attn_mask is not None:
+        hidden = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if hidden else scores + attn_mask
+    nothing = (scores == -torch.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
+    return drop(weights) @ value
 
 
 def math_attention() -> AbstractContextManager[Any]:
@@ -56,6 +89,9 @@ def _by_math(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    if dropout_p:  # by torch's own function, whose numbers another mode may draw
+        drop: Drop = partial(F.dropout, p=dropout_p)
+        return dropped(drop, query, key, value, attn_mask, is_causal, scale, enable_gqa)
     kind = query.device.type
     if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:  # which autocast leaves alone
         dtype = torch.get_autocast_dtype(kind)
