@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import builtins
 import inspect
 import operator
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from multitudes.core.calling import chosen_output
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.packing.plan import Plan
+from multitudes.core.packing.private_copy import OwnCode, private_copy
 from multitudes.core.packing.rules import LAYERS
 from multitudes.core.packing.values import CannotPack
 from multitudes.core.proof import random_states
@@ -29,11 +28,11 @@ def trace(template: nn.Module, members: int) -> Plan:
     """
     if callable(chosen_output(template)):
         raise CannotPack("its output is chosen by a function, which must see each member's own answer")
-    before = {name: own_attributes(module) for name, module in template.named_modules()}
-    states = random_states()
+    tracer, states = _Tracer(), random_states()
     try:
-        with _len_of_proxies():
-            graph = _Tracer().trace(template, _defaults(template))
+        copy = tracer.copied(template)
+        before = {name: _attributes(module) for name, module in copy.named_modules()}
+        graph = tracer.trace(copy, _defaults(template))
         drawn = any(get() != state for get, _, state in states)
     except CannotPack:
         raise
@@ -42,25 +41,26 @@ def trace(template: nn.Module, members: int) -> Plan:
     finally:
         for _, put, state in states:
             put(state)
-    for name, module in template.named_modules():
-        if own_attributes(module) != before[name]:
-            raise CannotPack(f"the forward of module {name!r} writes its own attributes")
+    changed = [name for name, module in copy.named_modules() if before[name] != _attributes(module)]
+    if changed:
+        raise CannotPack(f"the forward of module {changed[0]!r} writes its own attributes")
     if drawn:
         raise CannotPack("it draws random numbers in its own code")
+    vars(template).update({key: value for key, value in vars(copy).items() if key.startswith("_tensor_constant")})
     return Plan(graph, template, members)
 
 
-def own_attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module holds beside what nn.Module and fx put there, and its children."""
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module holds beside what nn.Module and fx put there."""
     held = {
         key: fingerprint(value)
         for key, value in vars(module).items()
-        if key not in _MODULE_ATTRIBUTES and not key.startswith("_tensor_constant")
+        if key not in _OF_MODULE and not key.startswith("_tensor_constant")
     }
-    return held | {"": tuple(module._modules), "tensors": [*module._parameters, *map(id, module._buffers.values())]}
+    return held | {"": tuple(module._modules)}
 
 
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_OF_MODULE = frozenset(vars(nn.Module()))
 
 
 def _defaults(network: nn.Module) -> dict[str, Any]:
@@ -70,23 +70,6 @@ def _defaults(network: nn.Module) -> dict[str, Any]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise CannotPack(f"its forward takes any number of arguments ({parameter})")
     return {p.name: p.default for p in parameters if p.default is not p.empty}
-
-
-@contextmanager
-def _len_of_proxies() -> Iterator[None]:
-    """Let `len(x)` be traced: Python takes no stand-in for its result, so `len` itself is replaced for a while."""
-    real = builtins.len
-
-    def traced(value: Any) -> Any:
-        if isinstance(value, fx.Proxy):
-            return value.tracer.create_proxy("call_function", real, (value,), {})
-        return real(value)
-
-    builtins.len = traced
-    try:
-        yield
-    finally:
-        builtins.len = real
 
 
 class _Proxy(fx.Proxy):
@@ -120,6 +103,27 @@ class _Tracer(fx.Tracer):
     def __init__(self) -> None:
         super().__init__()
         self.surroundings = _surroundings()
+        self.code = OwnCode()
+        self.proxies: dict[str, fx.Proxy] = {}
+
+    def copied(self, network: nn.Module) -> nn.Module:
+        """A copy of a network whose code this tracer follows."""
+        return private_copy(network, self.call_module, lambda tensor: self.getattr("", tensor, self.proxies), self.code)
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        """Trace a `copied` network."""
+        self.root, self.graph = root, fx.Graph(tracer_cls=type(self))
+        self.submodule_paths = {module: name for name, module in root.named_modules()}
+        self.tensor_attrs = {
+            value: f"{name}.{key}" if name else key
+            for module, name in self.submodule_paths.items()
+            for key, value in vars(module).items()
+            if isinstance(value, Tensor)
+        }
+        forward = self.code.copied(type(root).forward)
+        function, args = self.create_args_for_root(forward, True, concrete_args)
+        self.create_node("output", "output", (self.create_arg(function(*args)),), {})
+        return self.graph
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if _surroundings() != self.surroundings:
