@@ -51,8 +51,12 @@ def _takes_whole(network: nn.Module, x: Mapping[str, Any]) -> bool:
 
 def call(network: nn.Module, x: Input) -> Tensor:
     """Run a network and find its prediction: the tensor it returns, the `logits` of that, or the chosen output."""
-    args, kwargs = split_call(network, x)
-    return prediction_in(network(*args, **kwargs), network)
+    if isinstance(x, Tensor):
+        answer = network(x)
+    else:
+        args, kwargs = split_call(network, x)
+        answer = network(*args, **kwargs)
+    return answer if isinstance(answer, Tensor) and OUTPUT not in vars(network) else prediction_in(answer, network)
 
 
 def slots(network: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
@@ -265,20 +269,23 @@ def plain_attention(network: nn.Module | None = None) -> AbstractContextManager[
     return _PlainAttention()
 
 
-@contextmanager
-def input_errors(x: Input) -> Iterator[None]:
-    """Turn what torch says about an input that does not fit into a ValueError that names the input."""
-    tensors = tensors_in(x)
-    if not tensors:
-        raise ValueError(f"x must be a tensor, or a tuple or mapping that holds one, got {type(x).__name__}")
-    try:
-        yield
-    except (torch.OutOfMemoryError, NotImplementedError, InputError):  # not about the shape of x
-        raise
-    except (RuntimeError, IndexError, ValueError, TypeError) as error:
-        if "CUDA error" in str(error):
-            raise
-        shapes = ", ".join(f"{list(t.shape)} ({t.dtype})" for t in tensors)
+class input_errors:
+    """Inside, what torch says about an input that does not fit becomes a ValueError that names the input."""
+
+    def __init__(self, x: Input) -> None:
+        self.x = x
+        if not isinstance(x, Tensor) and not tensors_in(x):
+            raise ValueError(f"x must be a tensor, or a tuple or mapping that holds one, got {type(x).__name__}")
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        if not isinstance(error, (RuntimeError, IndexError, ValueError, TypeError)):
+            return
+        passing = (torch.OutOfMemoryError, NotImplementedError, InputError)  # not about the shape of x
+        if isinstance(error, passing) or "CUDA error" in str(error):
+            return
+        shapes = ", ".join(f"{list(t.shape)} ({t.dtype})" for t in tensors_in(self.x))
         raise InputError(f"x of shape {shapes} does not fit the network: {error}") from error
 
 
@@ -287,8 +294,8 @@ def one_per_input(predictions: Tensor, x: Input) -> Tensor:
 
     A single tensor has its batch first, or second where a sequence comes first; of several, the network knows.
     """
-    tensors = tensors_in(x)
-    fits = len(tensors) > 1 or predictions.shape[1:2] in [(size,) for size in tensors[0].shape[:2]]
+    tensors = [x] if isinstance(x, Tensor) else tensors_in(x)
+    fits = len(tensors) > 1 or predictions.shape[1:2] in (tensors[0].shape[:1], tensors[0].shape[1:2])
     if predictions.dim() < 2 or not fits:
         raise ValueError(
             f"x of shape {list(tensors[0].shape)} gave predictions of shape {list(predictions.shape)}: the first or "

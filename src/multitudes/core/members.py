@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from multitudes.core.copying import copied
 from multitudes.core.divergences import Divergence
 from multitudes.core.draws.frozen import find_rows
 from multitudes.core.draws.functional import keep_noise, to_be_kept
+from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.multitude import Multitude, plain
 from multitudes.core.runners.loop import LoopRunner
 from multitudes.core.runners.packed import PackedRunner
@@ -46,7 +48,7 @@ class Members(Multitude):
     """
 
     independent = True
-    found_anew = ("_draw_cache", "_nested", "_loop", "_fast", "_verdicts", "_chosen", "_shared")
+    found_anew = ("_draw_cache", "_settled", "_nested", "_loop", "_fast", "_verdicts", "_chosen", "_shared")
 
     def __init__(self, networks: Iterable[nn.Module], members: int) -> None:
         super().__init__(nn.ModuleList(of_one_architecture(networks)), members)
@@ -131,6 +133,9 @@ class Members(Multitude):
     def _prepare(self, x: Input) -> None:
         self._runner_of(x)
 
+    def _attention(self) -> AbstractContextManager[Any]:
+        return plain_attention(self.template) if stochastic_layers(self.template) else nullcontext()
+
     def _of_first(self, x: Input) -> Tensor:
         return self._loop.one(0, self.template, x)
 
@@ -185,7 +190,7 @@ class Members(Multitude):
         weight: Tensor | None = None,
     ) -> Tensor:
         options: dict[str, Any] = {"task": task or self.chosen_task, "dataset_size": dataset_size, "weight": weight}
-        if not self._nested:
+        if not isinstance(self.template, Multitude):
             return super().loss(x, y, criterion, **options)
         return torch.stack([member.loss(x, y, criterion, **options) for member in self.network]).sum()
 

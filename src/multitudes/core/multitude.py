@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Self
 
@@ -62,10 +63,10 @@ class Multitude(Tasked):
     expands = True
     """Whether draws may lie side by side in one batch, each row a row of one draw."""
 
-    found_anew: tuple[str, ...] = ("_draw_cache",)
-    """The attributes that hold what running has taught, which no file keeps."""
+    found_anew: tuple[str, ...] = ("_draw_cache", "_settled")
+    """The attributes that are caches, filled by running, which copies and files leave out."""
 
-    _called = False  # whether it is known that layers that draw are called
+    _settled = False  # whether the network's own noise was looked for, and its drawing layers are known to be called
 
     shares = "network"
     """The attribute that holds the module whose registries it shares."""
@@ -102,6 +103,7 @@ class Multitude(Tasked):
     def forget(self) -> None:
         """Clear the caches (`found_anew`), which are filled again by running."""
         self._draw_cache = DrawCache()
+        self._settled = False
 
     # -- the four verbs ----------------------------------------------------------------------------------
 
@@ -125,8 +127,9 @@ class Multitude(Tasked):
                 return self._uncompiled(x, draws, seed, memory)
             self._look(x)
             return self._all_draws(x, draws)
-        with one_thread(self.network), input_errors(x), plain_attention(self.network):
-            self.settle(x)
+        with one_thread(self.network), input_errors(x), self._attention():
+            if not self._settled:
+                self.settle(x)
             predictions = self._all_draws(x, draws, seed, self.memory if memory is None else memory)
         return one_per_input(predictions, x)
 
@@ -134,10 +137,10 @@ class Multitude(Tasked):
         """Find out what must be known before the first run: noise to keep on; that drawing layers are called."""
         self._look(x)
         alone = type(self)._predictions is Multitude._predictions
-        if alone and not self._called and drawing_weights(self.network):
+        if alone and not self._settled and drawing_weights(self.network):
             with unmoved(self.network, x), expecting(self.network):
                 check_called(self.network, lambda: self._predictions(x))
-        self._called = True
+        self._settled = not (to_be_kept(self.template) or rows_to_find(self.template))
 
     @uncompiled
     def _uncompiled(self, x: Input, draws: int | None, seed: int, memory: str | float | None) -> Tensor:
@@ -238,6 +241,8 @@ class Multitude(Tasked):
     ) -> Tensor:
         """`[M * D, B, ...]`, member-major."""
         count = self._count(draws)
+        if count is None and seed is None:
+            return self._predictions(x)
         if count is None:
             with seeded(seed):  # for a network that draws in its own code
                 return self._predictions(x)
@@ -254,6 +259,10 @@ class Multitude(Tasked):
         else:
             drawn = self.draw_numbers(x, range(count), seed, memory)
         return drawn.transpose(0, 1).flatten(0, 1)
+
+    def _attention(self) -> AbstractContextManager[Any]:
+        """Inside, torch's attention calls the layers that stand in it, instead of one kernel that reads their weights."""
+        return plain_attention(self.network)
 
     def _look(self, x: Input) -> None:
         if to_be_kept(self.template) or rows_to_find(self.template):
