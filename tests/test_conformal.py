@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.evaluation.calibrate import fit_calibration
 from multitudes.evaluation.conformal import Conformal, ConformalScore, conformal_scores
 from tests.predictions import close, raises, randn

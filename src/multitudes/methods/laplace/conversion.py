@@ -27,7 +27,7 @@ from multitudes.core.draws.memory import free_bytes, in_bytes
 from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude, plain
 from multitudes.core.predictor import PredictorModule
-from multitudes.core.tasks import check_task
+from multitudes.core.tasks import task_of
 from multitudes.methods.laplace.curvature import Curvature, structure_for, wide
 from multitudes.methods.laplace.layers import (
     STRUCTURES,
@@ -36,9 +36,10 @@ from multitudes.methods.laplace.layers import (
     LaplaceLinear,
     WithNoise,
 )
+from multitudes.methods.laplace.likelihoods import Likelihood, likelihood_of
 from multitudes.methods.laplace.posterior import measured
-from multitudes.methods.laplace.predicting import Laplace, LaplaceMembers, approximations
-from multitudes.methods.laplace.rows import SOFTMAX, OutputLayer, output_layer, rows_of
+from multitudes.methods.laplace.predicting import Laplace, LaplaceMembers
+from multitudes.methods.laplace.rows import OutputLayer, output_layer, rows_of
 from multitudes.methods.registry import Method, Settings, single
 from multitudes.surgery.affine import weight_of
 from multitudes.surgery.layers import Selector, check_model, replace
@@ -136,7 +137,7 @@ class _Options:
         if self.draws is not None:
             check_count("draws", self.draws)
         if self.task is not None:
-            check_task(self.task)
+            task_of(self.task)
         if self.memory is not None:
             in_bytes(self.memory)
         if isinstance(self.prior, str):
@@ -161,19 +162,21 @@ def _converted(model: nn.Module, batches: Batches, held_out: Batches | None, opt
     network = _network(model)
     reader = Multitude(network).like(model, options.task)
     task = reader.task
-    _check_task(task, options)
+    likelihood = likelihood_of(task)
+    _check_likelihood(task, likelihood, options)
     output = _first_look(network, batches, options)
     weight, bias = _weights(output)
-    random = len(weight) // 2 if task == "gaussian" else len(weight)
+    random = likelihood.random(len(weight))
     features = weight.shape[1] + (bias is not None)
-    softmax = task in SOFTMAX
     most = MOST if options.memory is None else math.inf
-    structure = structure_for(options.structure, random, features, softmax, options.budget(weight.device), most)
+    structure = structure_for(
+        options.structure, random, features, likelihood.softmax, options.budget(weight.device), most
+    )
     trained = wide(weight.flatten(1))[:random].square().sum()
     trained = trained if bias is None else trained + wide(bias.detach())[:random].square().sum()
     posterior = measured(
-        task, rows_of(network, output, batches, reader),
-        lambda: Curvature(structure, random, features, softmax, weight), float(trained),
+        likelihood, rows_of(network, output, batches, reader),
+        lambda: Curvature(structure, random, features, likelihood.softmax, weight), float(trained),
     )  # fmt: skip
     prior = None if isinstance(options.prior, str) else float(options.prior)
     noise = _given_noise(options.noise, posterior.evidence.errors)
@@ -187,12 +190,12 @@ def _converted(model: nn.Module, batches: Batches, held_out: Batches | None, opt
         converted = _with_noise(converted, fitted.noise.to(torch.float32))
     net = Laplace(converted).like(model)
     net.notes = {**getattr(model, "notes", {}), output.name: _note(net)}
-    return _set(net, "gaussian" if task == "regression" else task, options)
+    return _set(net, "gaussian" if likelihood.fits_noise else task, options)
 
 
 def _set(net: Laplace, task: str, options: _Options) -> Laplace:
     """With the settings that were asked for."""
-    if options.task is not None or task == "gaussian":
+    if options.task is not None or not task_of(task).classes:
         net.task = task
     net.draws = net.draws if options.draws is None else options.draws
     net.memory = options.memory if options.memory is not None else net.memory
@@ -224,13 +227,11 @@ def _network(model: nn.Module) -> nn.Module:
     return check_model(model)
 
 
-def _check_task(task: str, options: _Options) -> None:
-    if task == "quantiles":
-        raise ValueError("task 'quantiles' has no likelihood, which a Laplace posterior needs: use another method")
-    if options.noise is not None and task != "regression":
+def _check_likelihood(task: str, likelihood: Likelihood, options: _Options) -> None:
+    if options.noise is not None and not likelihood.fits_noise:
         raise ValueError(f"noise={options.noise!r} is for task 'regression', and the task is {task!r}")
-    if options.approximation not in approximations(task):
-        choices = " or ".join(map(repr, approximations(task)))
+    if options.approximation not in likelihood.approximations:
+        choices = " or ".join(map(repr, likelihood.approximations))
         raise ValueError(f"approximation must be {choices} for task {task!r}, got {options.approximation!r}")
 
 

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from multitudes.core.gaussian import split_gaussian
 from multitudes.methods.laplace.curvature import PART, WIDE, Curvature, Spectrum
-from multitudes.methods.laplace.layers import PROBIT
+from multitudes.methods.laplace.likelihoods import Likelihood
 from multitudes.methods.laplace.prior import Evidence, Fitted
-from multitudes.methods.laplace.rows import SOFTMAX, Rows
+from multitudes.methods.laplace.rows import Rows
 
 __all__ = ["Posterior", "measured"]
 
@@ -27,7 +25,7 @@ CANDIDATES = tuple(10 ** (quarter / 4) for quarter in range(-20, 21))
 class Posterior:
     """What a pass over the training data gives."""
 
-    task: str
+    likelihood: Likelihood
     spectrum: Spectrum
     evidence: Evidence
 
@@ -58,66 +56,29 @@ class Posterior:
             for index, candidate in enumerate(candidates):
                 variances = self.spectrum.variances(projected, self.precisions(candidate))
                 own = rows.outputs[part], rows.target[part], rows.weight[part]
-                losses[index] -= float(log_likelihood(self.task, *own, variances, candidate.noise))
+                losses[index] -= float(self.likelihood.log(*own, variances, candidate.noise))
         return losses
 
 
-def measured(task: str, rows: Iterable[Rows], start: Callable[[], Curvature], square: float) -> Posterior:
+def measured(likelihood: Likelihood, rows: Iterable[Rows], start: Callable[[], Curvature], square: float) -> Posterior:
     """The posterior of all rows; `start` gives an empty curvature, and `square` is the sum of the squared weights."""
     curvature = start()
     fit, by_output = 0.0, True
     errors: Any = 0.0
     counts: Any = 0.0
     for each in rows:
-        curvature.add(each.phi, _curving(task, each), each.weight.amax(1))
-        if task == "regression":
+        curvature.add(each.phi, likelihood.curving(each.outputs, each.weight), each.weight.amax(1))
+        if likelihood.fits_noise:
             errors = errors + ((each.target - each.outputs).square() * each.weight).sum(0)
             counts = counts + each.weight.sum(0)
             by_output = by_output and each.by_output
         else:
-            fit += float(log_likelihood(task, each.outputs, each.target, each.weight))
+            fit += float(likelihood.log(each.outputs, each.target, each.weight))
     if not curvature.rows:
         raise ValueError("data must hold at least one target that is not ignored")
     spectrum = curvature.spectrum()
-    if task != "regression":
-        return Posterior(task, spectrum, Evidence(spectrum.values, square, fit))
+    if not likelihood.fits_noise:
+        return Posterior(likelihood, spectrum, Evidence(spectrum.values, square, fit))
     if not by_output:
         errors, counts = errors.sum(0, keepdim=True), counts.sum(0, keepdim=True)
-    return Posterior(task, spectrum, Evidence(spectrum.values, square, 0.0, errors, counts))
-
-
-def _curving(task: str, rows: Rows) -> Tensor:
-    """Probabilities of a softmax, else the second derivatives of the negative log-likelihood in the outputs."""
-    if task in SOFTMAX:
-        return rows.outputs.softmax(1)
-    if task == "gaussian":
-        return rows.weight / split_gaussian(rows.outputs)[1]
-    if task == "regression":
-        return rows.weight
-    yes = rows.outputs.sigmoid()
-    return yes * (1 - yes) * rows.weight
-
-
-def log_likelihood(
-    task: str,
-    outputs: Tensor,
-    target: Tensor,
-    weight: Tensor,
-    variances: Tensor | None = None,
-    noise: Tensor | None = None,
-) -> Tensor:
-    """The log-likelihood of rows, of their outputs, or averaged over Gaussian outputs of these variances."""
-    if task in ("regression", "gaussian"):
-        mean, spread = split_gaussian(outputs) if task == "gaussian" else (outputs, noise)
-        assert spread is not None
-        total = spread if variances is None else spread + variances
-        logs = -0.5 * ((2 * math.pi * total).log() + (target - mean).square() / total)
-        return (logs * weight).sum()
-    if variances is not None:
-        outputs = outputs * torch.rsqrt(1 + PROBIT * variances)
-    if task in SOFTMAX:
-        logs = F.log_softmax(outputs, 1)
-        logs = logs * target if target.is_floating_point() else logs.gather(1, target[:, None])
-    else:
-        logs = target * F.logsigmoid(outputs) + (1 - target) * F.logsigmoid(-outputs)
-    return (logs * weight).sum()
+    return Posterior(likelihood, spectrum, Evidence(spectrum.values, square, 0.0, errors, counts))

@@ -1,23 +1,25 @@
-"""What S predictions of the same inputs say together: `Predictive`."""
+"""Predictive: what S predictions of the same inputs say together.
+
+Quantities of classes are computed in the form of classification, classes in dim 2 (`ClassTask.by_class`), and given in
+the task's own; those of values from each member's mean and variance (`ValueTask.means_and_variances`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, wraps
 from typing import Any, Protocol, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from multitudes.core.class_quantities import ClassQuantities
-from multitudes.core.gaussian import VARIANCE_FLOOR, at_least_float32, gaussian_nll, split_gaussian
-from multitudes.core.quantiles import check_levels, default_levels
-from multitudes.core.targets import check_shape
-from multitudes.core.tasks import CLASSES, averaged, by_class, check_task
-from multitudes.core.value_quantities import ValueQuantities
+from multitudes.core.tasks import TASKS, task_of
+from multitudes.core.tasks.criteria import at_least_float32
 
-__all__ = ["VARIANCE_FLOOR", "Calibration", "Predictive", "gaussian_nll", "split_gaussian"]
+__all__ = ["Calibration", "Predictive"]
 
 
 class Calibration(Protocol):
@@ -41,8 +43,19 @@ class Calibration(Protocol):
         ...
 
 
+def quantity(compute: Callable[[Any], Tensor]) -> cached_property[Tensor]:
+    """A property of predictions that is computed once, and an error for tasks that do not have it."""
+
+    @wraps(compute)
+    def checked(self: Predictive) -> Tensor:
+        self._require(compute.__name__)
+        return compute(self)
+
+    return cached_property(checked)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class Predictive(ClassQuantities, ValueQuantities):
+class Predictive:
     """S predictions of B inputs, and what they say together.
 
     - `task="classification"`, logits `[S, B, C, ...]`: `probs`, `log_probs` `[B, C, ...]`, `member_probs`,
@@ -58,7 +71,7 @@ class Predictive(ClassQuantities, ValueQuantities):
     - `task="gaussian"`, means and then raw variances (see `split_gaussian`) `[S, B, 2D, ...]`: the same,
       `[B, D, ...]`.
     - `task="quantiles"`, quantiles of rising levels `[S, B, Q, ...]`: the same, `median` and `quantile(level)`, of the
-      mixture of the members' distributions (see `core.quantiles`), `[B, ...]`.
+      mixture of the members' distributions (see `core.tasks.quantiles`), `[B, ...]`.
 
     Each quantity is computed when first asked for, in float32 or better, and kept: do not write into it.
 
@@ -101,16 +114,24 @@ class Predictive(ClassQuantities, ValueQuantities):
     next_tokens: bool = False
     """Whether position t of `task="tokens"` predicts the label at t + 1, as that of a causal language model does."""
 
+    reading: Any = field(init=False, repr=False)
+    """The task as an object (see `core.tasks`)."""
+
     def __post_init__(self) -> None:
-        check_task(self.task)
+        reading = task_of(self.task, self.quantiles, self.next_tokens)
         if not isinstance(self.predictions, Tensor) or not self.predictions.is_floating_point():
             kind = getattr(self.predictions, "dtype", type(self.predictions).__name__)
             raise ValueError(f"predictions must be a floating-point tensor, got {kind}")
-        check_shape(self.predictions.shape, self.task)
-        if self.task == "quantiles":
-            count = self.predictions.shape[2]
-            levels = default_levels(count) if self.quantiles is None else check_levels(self.quantiles, count)
-            object.__setattr__(self, "quantiles", levels)
+        reading.check_shape(self.predictions.shape)
+        object.__setattr__(self, "reading", reading.sized(self.predictions.shape))
+        object.__setattr__(self, "quantiles", self.reading.quantiles)
+
+    def _require(self, quantity: str) -> None:
+        if quantity not in self.reading.quantities:
+            tasks = [name for name, kind in TASKS.items() if quantity in kind.quantities]
+            # Not an AttributeError, which hasattr and getattr would swallow.
+            needed = " or ".join(filter(None, [", ".join(tasks[:-1]), tasks[-1]]))
+            raise ValueError(f"{quantity} needs task {needed}, got predictions of {self.task}")
 
     @property
     def members(self) -> int:
@@ -122,13 +143,9 @@ class Predictive(ClassQuantities, ValueQuantities):
         return self.predictions.shape[1]
 
     def __repr__(self) -> str:
-        outputs = list(self.predictions.shape[2:])
-        if self.task == "gaussian":
-            outputs[0] //= 2
-        if self.task == "binary":
-            outputs = outputs[1:]
+        outputs = self.reading.shown(list(self.predictions.shape[2:]))
         calibrated = "" if self.calibration is None else ", calibrated=True"
-        levels = f", quantiles={self.quantiles}" if self.task == "quantiles" else ""
+        levels = "" if self.quantiles is None else f", quantiles={self.quantiles}"
         what = f"members={self.members}, inputs={len(self)}, {outputs=}{levels}{calibrated}"
         return f"Predictive(task='{self.task}', {what})"
 
@@ -137,12 +154,7 @@ class Predictive(ClassQuantities, ValueQuantities):
         settings = self.task, self.draws, self.calibration, self.quantiles, self.next_tokens
         return type(self), (self.predictions, *settings)
 
-    def as_classes(self) -> Predictive:
-        """The same predictions as those of classification, `[S, B, C, ...]`: of yes and no there are two classes."""
-        self._require("as_classes", *CLASSES)
-        if self.task == "classification":
-            return self
-        return Predictive(by_class(self.predictions, self.task), "classification", self.draws, self.calibration)
+    # -- of any task ---------------------------------------------------------------------------------------
 
     @cached_property
     def variance(self) -> Tensor:
@@ -151,7 +163,7 @@ class Predictive(ClassQuantities, ValueQuantities):
         Of values: the variance of the members' mixture, `[B]` or `[B, D, ...]`, which is
         `epistemic_variance + aleatoric_variance`.
         """
-        if self.task in CLASSES:
+        if self.reading.classes:
             return self._member_log_probs.exp().var(0, correction=0).mean(1)
         return self.epistemic_variance + self.aleatoric_variance
 
@@ -169,19 +181,178 @@ class Predictive(ClassQuantities, ValueQuantities):
     @property
     def member_values(self) -> Tensor:
         """What the mean prediction is the mean of, `[S, B, ...]`: each member's probabilities, means or quantiles."""
-        if self.task == "quantiles":
-            return at_least_float32(self.predictions).sort(2).values
-        return self.member_probs if self.task in CLASSES else self._means_and_variances[0]
+        return self.member_probs if self.reading.classes else self.reading.member_values(self.predictions)
 
     @property
     def together(self) -> Tensor:
-        """What all say together in the form of one member's prediction, `[B, ...]`: the calibrated logits, say."""
-        if self.calibration is None or self.task not in CLASSES:
-            return averaged(self.predictions, self.task)
-        logits = self._own_form(self._log_probs, 1)
-        if self.task in ("binary", "multilabel"):
-            logits = logits - self._log_probs.select(1, 0)
-        return logits.reshape(self.predictions.shape[1:])
+        """The joint prediction in the form of one member's, `[B, ...]`: the calibrated logits, say."""
+        if self.calibration is None or not self.reading.classes:
+            return self.reading.averaged(self.predictions)
+        return self.reading.logits(self._log_probs).reshape(self.predictions.shape[1:])
+
+    # -- of classes ----------------------------------------------------------------------------------------
+
+    def as_classes(self) -> Predictive:
+        """The same predictions as those of classification, `[S, B, C, ...]`: of yes and no there are two classes."""
+        self._require("as_classes")
+        if self.reading.class_axis == 1:
+            return self
+        return Predictive(self.reading.by_class(self.predictions), draws=self.draws, calibration=self.calibration)
+
+    @cached_property
+    def _member_log_probs(self) -> Tensor:
+        """`[S, B, C, ...]`"""
+        return F.log_softmax(self.reading.by_class(at_least_float32(self.predictions)), dim=2)
+
+    @cached_property
+    def _mean_log_probs(self) -> Tensor:
+        """Log of the members' mean probabilities, as they are before any calibration, `[B, C, ...]`."""
+        # Rounding may leave the logarithm of a sum of ones a little above 0; a probability stops at 1.
+        return (self._member_log_probs.logsumexp(0) - math.log(len(self.predictions))).clamp(max=0)
+
+    @cached_property
+    def _log_probs(self) -> Tensor:
+        """The same, calibrated."""
+        return self._mean_log_probs if self.calibration is None else self.calibration.log_probs(self._mean_log_probs)
+
+    @cached_property
+    def _probs(self) -> Tensor:
+        """`[B, C, ...]`"""
+        return self._log_probs.exp()
+
+    @quantity
+    def member_log_probs(self) -> Tensor:
+        """Log-probabilities of each member, `[S, B, C, ...]`."""
+        return self.reading.own_form(self._member_log_probs, 2)
+
+    @quantity
+    def member_probs(self) -> Tensor:
+        """Probabilities of each member, `[S, B, C, ...]`."""
+        return self.member_log_probs.exp()
+
+    @quantity
+    def log_probs(self) -> Tensor:
+        """Log of `probs`, `[B, C, ...]`, exact also where `probs` underflows.
+
+        >>> p = Predictive(torch.tensor([[[0.0, -300.0]], [[0.0, -300.0]]]))
+        >>> p.probs, p.log_probs
+        (tensor([[1., 0.]]), tensor([[   0., -300.]]))
+        """
+        return self.reading.own_form(self._log_probs, 1)
+
+    @quantity
+    def probs(self) -> Tensor:
+        """The members' mean probabilities, `[B, C, ...]`; never the softmax of their mean logits."""
+        return self.reading.own_form(self._probs, 1)
+
+    @quantity
+    def label(self) -> Tensor:
+        """The most probable class, `[B, ...]`; of yes and no, 1 where yes is the more probable."""
+        return self._probs.argmax(1)
+
+    @quantity
+    def confidence(self) -> Tensor:
+        """The probability of `label`, `[B, ...]`."""
+        return self._probs.amax(1)
+
+    @quantity
+    def entropy(self) -> Tensor:
+        """Total uncertainty in nats, `[B, ...]`: the entropy of `probs`, between 0 and log C."""
+        return _entropy(self._log_probs, dim=1)
+
+    @quantity
+    def expected_entropy(self) -> Tensor:
+        """Aleatoric uncertainty in nats, `[B, ...]`: the mean of the members' entropies."""
+        return _entropy(self._member_log_probs, dim=2).mean(0)
+
+    @quantity
+    def mutual_information(self) -> Tensor:
+        """Epistemic uncertainty in nats, `[B, ...]`: `entropy - expected_entropy`, never below 0.
+
+        Of calibrated predictions, the entropy meant here is that of the members' mean before calibration.
+        """
+        total = self.entropy if self.calibration is None else _entropy(self._mean_log_probs, dim=1)
+        return (total - self.expected_entropy).clamp(min=0)
+
+    @quantity
+    def max_logit(self) -> Tensor:
+        """The largest of the members' mean logits, `[B, ...]`: a score of how familiar an input looks."""
+        return at_least_float32(self.reading.by_class(self.predictions)).mean(0).amax(1)
+
+    @quantity
+    def disagreement(self) -> Tensor:
+        """The share of pairs of members whose labels differ, `[B, ...]`; 0 for a single member.
+
+        >>> votes = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])  # two against one: 2 pairs of 3
+        >>> Predictive(votes[:, None]).disagreement
+        tensor([0.6667])
+        """
+        logits = self.reading.by_class(self.predictions)
+        labels = logits.argmax(2).movedim(0, 1)
+        votes = labels.new_zeros(logits.shape[1:]).scatter_add(1, labels, torch.ones_like(labels))
+        # Of all S * S ordered pairs, take those of equal labels away; a member and itself are one of them.
+        differing = len(self.predictions) ** 2 - votes.square().sum(1)
+        pairs = max(1, len(self.predictions) * (len(self.predictions) - 1))
+        return differing.to(torch.promote_types(self.predictions.dtype, torch.float32)) / pairs
+
+    # -- of values -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def member_means_and_variances(self) -> tuple[Tensor, Tensor]:
+        """Each member's mean and predicted variance, `[S, B]` or `[S, B, D, ...]`."""
+        return self.reading.means_and_variances(self.predictions)
+
+    @quantity
+    def mean(self) -> Tensor:
+        """The members' mean, `[B]` or `[B, D, ...]`."""
+        return self.member_means_and_variances[0].mean(0)
+
+    @quantity
+    def epistemic_variance(self) -> Tensor:
+        """How far the members lie apart: the variance of their means, `[B]` or `[B, D, ...]`."""
+        return self.member_means_and_variances[0].var(0, correction=0)
+
+    @quantity
+    def aleatoric_variance(self) -> Tensor:
+        """The noise that the members predict: the mean of their variances; 0 for `task="regression"`."""
+        return self.member_means_and_variances[1].mean(0)
+
+    @quantity
+    def std(self) -> Tensor:
+        """The square root of `variance`, `[B]` or `[B, D, ...]`."""
+        return self.variance.sqrt()
+
+    def quantile(self, level: float) -> Tensor:
+        """The quantile of the members' mixture, `[B, ...]`, of a level between those of `task="quantiles"`."""
+        self._require("quantile")
+        return self.reading.quantile(self.predictions, level)
+
+    @quantity
+    def median(self) -> Tensor:
+        """The median of the members' mixture, `[B, ...]`."""
+        return self.quantile(0.5)
+
+    def interval(self, level: float | None = None) -> tuple[Tensor, Tensor]:
+        """The central interval `(low, high)` that holds the target with probability `level`, by default 0.95.
+
+        It is that of the Gaussian with the mean and variance of the members' mixture (Lakshminarayanan et al., 2017,
+        section 2.4). Of quantiles it is that of the mixture itself, by default the widest between them. Of a calibrated
+        network with conformal scores it is `set(level)`, which holds the target as often as it says, whatever the
+        distribution.
+
+        >>> p = Predictive(torch.tensor([[1.0], [3.0]]), task="regression")
+        >>> p.interval(0.5)
+        (tensor([1.3255]), tensor([2.6745]))
+        """
+        self._require("interval")
+        level = self.reading.level if level is None else level
+        if not 0 < level < 1:
+            raise ValueError(f"level must lie between 0 and 1, got {level}")
+        if self.calibration is not None and self.calibration.conformal is not None:
+            return self.calibration.conformal.set(self, level)
+        return self.reading.interval(self.predictions, self.mean, self.std, level)
+
+    # -- parts of them -------------------------------------------------------------------------------------
 
     def __getitem__(self, index: int | slice | Tensor | Sequence[int]) -> Predictive:
         """Select inputs by an int, a slice, a boolean mask `[B]` or positions; the batch dimension stays.
@@ -242,6 +413,12 @@ class Predictive(ClassQuantities, ValueQuantities):
     def cpu(self) -> Predictive:
         """The same predictions on the CPU; itself if they are there."""
         return self.to("cpu")
+
+
+def _entropy(log_probs: Tensor, dim: int) -> Tensor:
+    """`-sum p log p` over `dim`, where p log p is 0 at p = 0."""
+    finite = log_probs.clamp(min=torch.finfo(log_probs.dtype).min)  # 0 * -inf would be NaN
+    return (log_probs.exp() * -finite).sum(dim)
 
 
 def _same(one: Calibration | None, other: Calibration | None) -> bool:

@@ -1,0 +1,299 @@
+"""Tasks of classes: "classification", "tokens", "binary" and "multilabel".
+
+`by_class` brings the logits of each into the form of classification, with classes in dim 2, in which everything is
+computed; `own_form` brings results back.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from multitudes.core.calling import InputError
+from multitudes.core.tasks.targets import adds_up
+from multitudes.core.tasks.task import Task
+
+__all__ = ["Binary", "ClassTask", "Classification", "Multilabel", "Tokens"]
+
+CROSS_ENTROPIES = (F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss)
+BINARY_CROSS_ENTROPIES = (F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss)
+
+
+class ClassTask(Task):
+    """A task whose predictions are logits of classes."""
+
+    classes = True
+    quantities = frozenset(
+        {
+            *("member_log_probs", "member_probs", "log_probs", "probs", "label", "confidence", "entropy"),
+            *("expected_entropy", "mutual_information", "disagreement", "as_classes"),
+        }
+    )
+    outputs: ClassVar[dict[str, str]] = {
+        **{"probs": "probs", "entropy": "entropy", "mutual_information": "mutual_information"},
+        "members": "member_values",
+    }
+
+    @abstractmethod
+    def by_class(self, predictions: Tensor) -> Tensor:
+        """Logits with classes in dim 2: `[S, B, C, ...]`. One logit z is the logits (0, z) of no and yes."""
+
+    @abstractmethod
+    def own_form(self, values: Tensor, dim: int) -> Tensor:
+        """Values of each class in `dim`, with classes where the task has them; of no and yes, those of yes."""
+
+    @abstractmethod
+    def logits(self, log_probs: Tensor) -> Tensor:
+        """Logits in the task's form that have these log-probabilities, `[B, C, ...]`."""
+
+    @abstractmethod
+    def class_count(self, shape: Sequence[int]) -> int:
+        """How many classes predictions `[B, ...]` of a shape are for."""
+
+    def targets_by_class(self, y: Tensor, shape: torch.Size) -> Tensor:
+        """Targets as classes, one for each of the `places` of predictions `[B, ...]` of a shape."""
+        return self.aligned(y)
+
+
+# -- one class of several ----------------------------------------------------------------------------------
+
+
+class SoftmaxTask(ClassTask):
+    """One class of several for each target: logits with an axis of classes."""
+
+    class_axis: ClassVar[int]
+    quantities = ClassTask.quantities | {"max_logit"}
+    scores = ("aps", "lac", "raps")
+    likelihood = "softmax"
+    weighs_classes = True
+
+    @property
+    def _dim(self) -> int:
+        """The axis of classes in predictions `[S, B, ...]`."""
+        return self.class_axis + 1 if self.class_axis > 0 else self.class_axis
+
+    def _averaged(self, values: Tensor, weights: Tensor) -> Tensor:
+        return (F.log_softmax(values, self._dim) + weights.log()).logsumexp(0)
+
+    def by_class(self, predictions: Tensor) -> Tensor:
+        return predictions.movedim(self._dim, 2)
+
+    def own_form(self, values: Tensor, dim: int) -> Tensor:
+        return values.movedim(dim, dim if self.class_axis > 0 else self.class_axis)
+
+    def logits(self, log_probs: Tensor) -> Tensor:
+        return self.own_form(log_probs, 1)
+
+    def class_count(self, shape: Sequence[int]) -> int:
+        return shape[self.class_axis]
+
+    def _typed(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+        return y.to(dtype if y.is_floating_point() else torch.int64)
+
+    def _check_classes(self, predictions: Tensor, y: Tensor) -> None:
+        """Classes, or their probabilities with classes in dim 1, of predictions `[S, B, C, ...]`."""
+        if predictions.dim() < 3 or predictions.shape[2] == 1:
+            raise InputError(
+                f"cross entropy needs predictions for two classes or more, got {list(predictions.shape)}; for one "
+                "logit pass task='binary', for values pass task='regression' or task='gaussian'"
+            )
+        if y.is_floating_point():
+            own = self.own_probabilities(y)
+            if own.shape != predictions.shape[1:] or bool((own < 0).any()) or not adds_up(own, 1):
+                raise InputError(
+                    f"y must hold classes, or their probabilities {list(predictions.shape[1:])}, got values of shape "
+                    f"{list(y.shape)}: for values pass task='regression' or task='gaussian', and for several labels "
+                    "of one input task='multilabel'"
+                )
+            return
+        classes, y = predictions.shape[2], y.long()
+        wrong = y[(y != -100) & ((y < 0) | (y >= classes))]
+        if wrong.numel():
+            raise InputError(f"y must hold classes 0 to {classes - 1}, got {wrong[0].item()}")
+        if bool((y == -100).all()):
+            raise InputError("y must hold at least one target that is not ignored, got -100 throughout")
+
+    def own_probabilities(self, y: Tensor) -> Tensor:
+        """Targets that are probabilities, with classes in dim 1."""
+        return y
+
+
+class Classification(SoftmaxTask):
+    """One class of each input or pixel: logits `[S, B, C, ...]`."""
+
+    name = "classification"
+    criteria = (*CROSS_ENTROPIES, F.multi_margin_loss, nn.MultiMarginLoss)
+    class_axis = 1
+    metrics = ("classification", "by class", "segmentation", "targetless")
+    scalings = ("temperature", "member_temperature", "vector", "isotonic", None)
+    compared = True
+
+    def _needs(self, shape: Sequence[int]) -> str | None:
+        if shape[2] >= 2:
+            return None
+        # The softmax of a single logit is 1, whatever the network predicts.
+        return "hold 2 or more classes in dim 2 (use task='binary' for one logit, task='regression' for one value)"
+
+    def check_targets(self, predictions: Tensor, y: Tensor, values: bool = True) -> None:
+        super().check_targets(predictions, y, values)
+        shape = predictions.shape[1:]
+        if y.shape == shape and not y.is_floating_point():
+            raise InputError(
+                f"y of shape {list(y.shape)} ({y.dtype}) does not fit predictions of shape {list(shape)}, which are "
+                "the classes of one target: for several labels of one input pass task='multilabel'"
+            )
+        if len(shape) > 3 and y.dim() == len(shape) - 1 and y.shape[1:] != shape[2:]:
+            size = tuple(y.shape[1:])
+            raise InputError(
+                f"predictions are of size {list(shape[2:])} and y of size {list(y.shape[1:])}: scale one of them, say "
+                f"by mt.Multitude(model, output=lambda answer: F.interpolate(answer.logits, size={size}))"
+            )
+        if values:
+            self._check_classes(predictions, y)
+
+
+class Tokens(SoftmaxTask):
+    """One class of each token: logits `[S, B, T, C]`, classes last."""
+
+    name = "tokens"
+    criteria = CROSS_ENTROPIES
+    rank = 4
+    form = "[S, B, T, C], classes last"
+    settings = ("next_tokens",)
+    class_axis = -1
+    metrics = ("classification", "tokens", "targetless")
+    scalings = ("temperature", "member_temperature", None)
+    ignored = -100
+
+    def _needs(self, shape: Sequence[int]) -> str | None:
+        return "hold 2 or more classes in the last dim" if shape[-1] < 2 else None
+
+    def check_targets(self, predictions: Tensor, y: Tensor, values: bool = True) -> None:
+        super().check_targets(predictions, y, values)
+        self.check_shape(predictions.shape)
+        shape = predictions.shape[1:]
+        if y.shape not in (shape[:-1], shape):
+            want = list(shape[:-1])
+            raise InputError(f"y must have the predictions' shape without classes, {want}, got {list(y.shape)}")
+        if values:
+            self._check_classes(self.by_class(predictions), y)
+
+    def own_probabilities(self, y: Tensor) -> Tensor:
+        return y if y.dim() < 3 else y.movedim(-1, 1)
+
+    def aligned(self, y: Tensor, last: int = -100) -> Tensor:
+        """Labels `[B, T]` of a causal language model by the position that predicts each: the next one, `last` at last.
+
+        >>> Tokens(next_tokens=True).aligned(torch.tensor([[3, 1, 4]]))
+        tensor([[   1,    4, -100]])
+        """
+        if not self.next_tokens or not isinstance(y, Tensor) or y.dim() < 2:
+            return y  # check_targets says what is wrong with it
+        return torch.cat([y[:, 1:], torch.full_like(y[:, :1], last)], 1)
+
+    def places(self, shape: torch.Size) -> torch.Size:
+        return shape[:-1]
+
+    def _placed(self, prediction: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return prediction.movedim(-1, 1), y.movedim(-1, 1) if y.dim() == prediction.dim() else y
+
+
+# -- yes or no ---------------------------------------------------------------------------------------------
+
+
+class SigmoidTask(ClassTask):
+    """Yes or no for each target: independent logits."""
+
+    scalings = ("temperature", "member_temperature", None)
+    scores = ("lac", "aps")
+    likelihood = "bernoulli"
+
+    def _averaged(self, values: Tensor, weights: Tensor) -> Tensor:
+        yes, no = ((F.logsigmoid(sign * values) + weights.log()).logsumexp(0) for sign in (1, -1))
+        return yes - no
+
+    def by_class(self, predictions: Tensor) -> Tensor:
+        return torch.stack([torch.zeros_like(predictions), predictions], 2)
+
+    def own_form(self, values: Tensor, dim: int) -> Tensor:
+        return values.select(dim, 1)
+
+    def logits(self, log_probs: Tensor) -> Tensor:
+        return log_probs.select(1, 1) - log_probs.select(1, 0)
+
+    def class_count(self, shape: Sequence[int]) -> int:
+        return 2
+
+    def targets_by_class(self, y: Tensor, shape: torch.Size) -> Tensor:
+        if y.is_floating_point() and bool((y == y.round()).all()):
+            return y.long()
+        return y.long() if y.dtype == torch.bool else y
+
+    def _typed(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+        return y.to(dtype)
+
+    def check_targets(self, predictions: Tensor, y: Tensor, values: bool = True) -> None:
+        super().check_targets(predictions, y, values)
+        self.check_shape(predictions.shape)
+        shape = predictions.shape[1:]
+        single = self.single_logit and len(shape) > 1
+        if y.shape != shape and not (single and y.shape == shape[:1] + shape[2:]):
+            also = " or that without the single channel" if single else ""
+            raise InputError(f"y must have the predictions' shape {list(shape)}{also}, got {list(y.shape)}")
+        if not values or y.dtype == torch.bool:
+            return
+        wrong = y[~((y >= 0) & (y <= 1))]  # true of NaN
+        if wrong.numel():
+            raise InputError(
+                f"y must hold 0 or 1, or probabilities between, for task {self.name!r}, got {wrong[0].item():g}"
+            )
+
+
+class Binary(SigmoidTask):
+    """Yes or no of each input or pixel: one logit, `[S, B]` or `[S, B, 1, ...]`."""
+
+    name = "binary"
+    criteria = BINARY_CROSS_ENTROPIES
+    rank = 2
+    form = "[S, B] or [S, B, 1, ...]"
+    metrics = ("classification", "by class", "segmentation", "yes or no", "targetless")
+    weighs_classes = True
+    single_logit = True
+
+    def _needs(self, shape: Sequence[int]) -> str | None:
+        if len(shape) < 3 or shape[2] == 1:
+            return None
+        return f"be {self.form}, one logit for each input or pixel (use task='multilabel' for several)"
+
+    def shown(self, outputs: list[int]) -> list[int]:
+        return outputs[1:]
+
+    def by_class(self, predictions: Tensor) -> Tensor:
+        return super().by_class(predictions.squeeze(2) if predictions.dim() > 2 else predictions)
+
+    def targets_by_class(self, y: Tensor, shape: torch.Size) -> Tensor:
+        return super().targets_by_class(y.reshape(self.places(shape)) if y.shape == shape else y, shape)
+
+    def _placed(self, prediction: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return prediction, y.reshape(prediction.shape) if y.numel() == prediction.numel() else y
+
+    def _fitted_weight(self, weight: Tensor, y: Tensor, fitted: Tensor) -> Tensor:
+        return weight if weight.dim() == 1 or weight.shape != y.shape else weight.reshape(fitted.shape)
+
+
+class Multilabel(SigmoidTask):
+    """Yes or no of each of several labels: independent logits, `[S, B, L, ...]`."""
+
+    name = "multilabel"
+    criteria = (*BINARY_CROSS_ENTROPIES, F.multilabel_soft_margin_loss, nn.MultiLabelSoftMarginLoss)
+    form = "[S, B, labels, ...]"
+    metrics = ("classification", "by class", "yes or no", "targetless")
+    several_labels = True
+
+    def places(self, shape: torch.Size) -> torch.Size:
+        return shape

@@ -1,0 +1,233 @@
+"""Task: how predictions are read, averaged, trained, measured, calibrated and exported."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.calling import InputError
+from multitudes.core.tasks.criteria import (
+    Criterion,
+    at_least_float32,
+    fitting,
+    in_one_dtype,
+    is_any,
+    setting_of,
+    spread,
+    target_losses,
+    unwrapped,
+    weighted_by_row,
+    weighted_mean,
+)
+
+__all__ = ["Task"]
+
+
+class Task(ABC):
+    """What predictions `[S, B, ...]` mean. Immutable; `core.tasks.task_of` makes one from its name and settings.
+
+    A task derives from `ClassTask` or `ValueTask`, fills in the attributes below where the defaults do not fit, and
+    overrides the methods that it does differently.
+    """
+
+    name: ClassVar[str]
+    criteria: ClassVar[tuple[Any, ...]]
+    """The criteria that are known to be for this task, functions and classes; the default one first."""
+    rank: ClassVar[int] = 3
+    """How many axes predictions `[S, B, ...]` have at least."""
+    form: ClassVar[str] = "[S, B, channels, ...]"
+    """The predictions' shape, for errors."""
+    settings: ClassVar[tuple[str, ...]] = ()
+    """The settings that it has: `"quantiles"`, `"next_tokens"`."""
+
+    classes: ClassVar[bool]
+    """Whether predictions are logits of classes, and not values."""
+    class_axis: ClassVar[int | None] = None
+    """The axis of classes in predictions `[B, ...]`; None where they have none."""
+    quantities: ClassVar[frozenset[str]]
+    """The quantities of a `Predictive` that exist."""
+    outputs: ClassVar[dict[str, str]]
+    """The outputs of an exported file by name, each with the quantity that it is."""
+    metrics: ClassVar[tuple[str, ...]]
+    """The kinds of metrics that apply (`metrics.declare`); the first one reads predictions and targets for all."""
+    scalings: ClassVar[tuple[str | None, ...]] = (None,)
+    """The scalings that can calibrate it (`evaluation.temperature`), the default first."""
+    scores: ClassVar[tuple[str, ...]] = ()
+    """The conformal scores of its sets and intervals (`evaluation.conformal`), the default first."""
+    likelihood: ClassVar[str | None] = None
+    """The likelihood that a Laplace posterior takes (`methods.laplace.likelihoods`); None where there is none."""
+    single_logit: ClassVar[bool] = False
+    """Whether the two classes, no and yes, have one logit."""
+    several_labels: ClassVar[bool] = False
+    """Whether each input has several targets, in dim 1, each with classes of its own."""
+    tells_noise: ClassVar[bool] = False
+    """Whether members predict the noise of values, so that their mixture has a density."""
+    weighs_classes: ClassVar[bool] = False
+    """Whether training can weigh classes."""
+    compared: ClassVar[bool] = False
+    """Whether the landscape's analyses of function space compare such predictions."""
+    ignored: ClassVar[int | None] = None
+    """The target of places that no metric counts."""
+    quantiles: tuple[float, ...] | None = None
+    """The levels of quantiles, a setting."""
+    next_tokens: bool = False
+    """Whether position t predicts the label at t + 1, a setting."""
+
+    def __init__(self, **settings: Any) -> None:
+        for name in self.settings:
+            if name in settings:
+                setattr(self, name, settings[name])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in self.settings)})"
+
+    # -- predictions and targets ---------------------------------------------------------------------------
+
+    def check_shape(self, shape: Sequence[int]) -> None:
+        """Raise ValueError unless predictions `[S, B, ...]` of this shape can be read."""
+        need = None
+        if len(shape) < self.rank:
+            need = f"be {self.form}"
+        elif shape[0] == 0:
+            need = "hold at least one member in dim 0"
+        if need := need or self._needs(shape):
+            raise ValueError(f"predictions of task {self.name} must {need}, got shape {list(shape)}")
+
+    def _needs(self, shape: Sequence[int]) -> str | None:
+        """What a shape of enough axes lacks, for an error."""
+        return None
+
+    def check_targets(self, predictions: Tensor, y: Tensor, values: bool = True) -> None:
+        """Raise InputError where targets `[B, ...]`, aligned, cannot be what predictions `[S, B, ...]` are trained on.
+
+        With `values`, check as well that classes are classes, or probabilities of them.
+        """
+        if not isinstance(y, Tensor) or not y.numel():
+            got = f"shape {list(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+            raise InputError(f"y must be a tensor with at least one target, got {got}")
+
+    def sized(self, shape: Sequence[int]) -> Self:
+        """The task with the settings that predictions of this shape decide."""
+        return self
+
+    def aligned(self, y: Tensor, last: int = -100) -> Tensor:
+        """Targets `[B, ...]`, each at the position that predicts it, and `last` where there is none."""
+        return y
+
+    def places(self, shape: torch.Size) -> torch.Size:
+        """The shape `[B, ...]` of what has a target of its own, for predictions `[B, ...]` of a shape."""
+        return shape[:1] + shape[2:]
+
+    def channels(self, count: int) -> int:
+        """How many numbers a network predicts for so many classes or values."""
+        return count
+
+    def shown(self, outputs: list[int]) -> list[int]:
+        """The axes of predictions behind `[S, B]`, as they are displayed."""
+        return outputs
+
+    def averaged(self, predictions: Tensor, weights: Tensor | None = None) -> Tensor:
+        """The prediction that several predictions `[D, B, ...]` make together, in the form of one of them `[B, ...]`.
+
+        Of classes: logits whose probabilities are the mean of theirs. Regression, quantiles: their mean. Gaussian: the
+        mean and variance of their mixture. `weights [D]` add up to 1; without them all count the same.
+
+        >>> from multitudes.core.tasks import task_of
+        >>> task_of("classification").averaged(torch.tensor([[[2.0, 2.0]], [[1.0, 1.0]]])).exp()
+        tensor([[0.5000, 0.5000]])
+        >>> task_of("binary").averaged(torch.tensor([[3.0], [-3.0]])).sigmoid()
+        tensor([0.5000])
+        """
+        if len(predictions) == 1:
+            return predictions[0]
+        values = at_least_float32(predictions)
+        if weights is None:
+            weights = torch.full((len(values),), 1 / len(values))
+        return self._averaged(values, weights.to(values).view(-1, *[1] * (values.dim() - 1)))
+
+    @abstractmethod
+    def _averaged(self, values: Tensor, weights: Tensor) -> Tensor:
+        """The same of values in float32 or better, and weights `[D, 1, ...]`."""
+
+    # -- losses --------------------------------------------------------------------------------------------
+
+    @property
+    def criterion(self) -> Criterion:
+        """The default criterion."""
+        criterion: Criterion = self.criteria[0]
+        return criterion
+
+    def knows(self, criterion: Criterion) -> bool:
+        """Whether a criterion is known to be for this task."""
+        return is_any(criterion, self.criteria)
+
+    def averages_rows(self, criterion: Criterion) -> bool:
+        """Whether a criterion is known to be the mean over the rows of a batch, so that batches can be put together.
+
+        >>> from multitudes.core.tasks import task_of
+        >>> import torch.nn.functional as F
+        >>> values = task_of("regression")
+        >>> values.averages_rows(F.mse_loss), values.averages_rows(nn.MSELoss(reduction="sum"))
+        (True, False)
+        """
+        weighs_rows = self.class_axis is None and setting_of(criterion, "weight", None) is not None
+        return self._is_own(criterion) and not weighs_rows and setting_of(criterion, "reduction", "mean") == "mean"
+
+    def _is_own(self, criterion: Criterion) -> bool:
+        """Whether a criterion computes what the known one does; a subclass may compute anything."""
+        own = unwrapped(criterion)
+        return (type(own) if isinstance(own, nn.Module) else own) in self.criteria
+
+    def loss(self, criterion: Criterion, prediction: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
+        """A known criterion of a prediction `[B, ...]` and its targets, not aligned, whole numbers of any type too.
+
+        With a `weight` of each row, `[B]`, or of each target, in the shape of y, it is the mean of the targets' losses
+        times their weights.
+        """
+        with fitting(prediction, y):
+            return self.fitted_loss(criterion, prediction, y, weight)
+
+    def fitted_loss(self, criterion: Criterion, prediction: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
+        """`loss`, with torch's own errors."""
+        own = self._is_own(criterion) or not isinstance(unwrapped(criterion), nn.Module)
+        criterion, prediction, fitted = self._fitted(criterion, prediction, y)
+        if weight is None:
+            return criterion(prediction, fitted)
+        mean = weighted_mean if own else weighted_by_row
+        return mean(criterion, prediction, fitted, self._fitted_weight(weight, y, fitted))
+
+    def losses(self, prediction: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss of each target by the default criterion; and its weight in the same shape, 0 where it is ignored."""
+        with fitting(prediction, y):
+            criterion, prediction, fitted = self._fitted(self.criterion, prediction, y)
+            losses, counts = target_losses(criterion, prediction, fitted)
+            return losses, counts * spread(self._fitted_weight(weight, y, fitted), losses)
+
+    def validation_losses(
+        self, predictions: Tensor, together: Tensor, y: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Score of each target, lower is better, and its weight, by members' predictions and by what they are together.
+
+        By default the loss of their joint prediction.
+        """
+        return self.losses(at_least_float32(together), y, weight)
+
+    def _fitted(self, criterion: Criterion, prediction: Tensor, y: Tensor) -> tuple[Criterion, Tensor, Tensor]:
+        """A criterion, a prediction and targets in the shapes and dtypes that torch's criteria take."""
+        prediction, criterion = in_one_dtype(prediction, criterion)
+        prediction, y = self._placed(prediction, self.aligned(y))
+        return criterion, prediction, self._typed(y, prediction.dtype)
+
+    def _placed(self, prediction: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return prediction, y
+
+    def _typed(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+        return y if y.is_floating_point() else y.to(dtype)
+
+    def _fitted_weight(self, weight: Tensor, y: Tensor, fitted: Tensor) -> Tensor:
+        """Weights of single targets, moved as the targets were."""
+        return weight if weight.dim() == 1 or weight.shape != y.shape else self.aligned(weight, 0)
