@@ -6,7 +6,6 @@ computed; `own_form` brings results back.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -25,10 +24,10 @@ BINARY_CROSS_ENTROPIES = (F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLo
 
 
 class ClassTask(Task):
-    """A task whose predictions are logits of classes."""
+    """A task whose predictions are logits of classes: one softmax over `class_axis`, or else a sigmoid for each."""
 
     classes = True
-    quantities = frozenset(
+    quantities: ClassVar[frozenset[str]] = frozenset(
         {
             *("member_log_probs", "member_probs", "log_probs", "probs", "label", "confidence", "entropy"),
             *("expected_entropy", "mutual_information", "disagreement", "as_classes"),
@@ -38,26 +37,41 @@ class ClassTask(Task):
         **{"probs": "probs", "entropy": "entropy", "mutual_information": "mutual_information"},
         "members": "member_values",
     }
+    likelihood = True
 
-    @abstractmethod
     def by_class(self, predictions: Tensor) -> Tensor:
         """Logits with classes in dim 2: `[S, B, C, ...]`. One logit z is the logits (0, z) of no and yes."""
+        if self.class_axis is None:
+            return torch.stack([torch.zeros_like(predictions), predictions], 2)
+        return predictions if self.class_axis > 0 else predictions.movedim(self.class_axis, 2)
 
-    @abstractmethod
     def own_form(self, values: Tensor, dim: int) -> Tensor:
         """Values of each class in `dim`, with classes where the task has them; of no and yes, those of yes."""
+        if self.class_axis is None:
+            return values.select(dim, 1)
+        return values if self.class_axis > 0 else values.movedim(dim, self.class_axis)
 
-    @abstractmethod
     def logits(self, log_probs: Tensor) -> Tensor:
         """Logits in the task's form that have these log-probabilities, `[B, C, ...]`."""
+        own = self.own_form(log_probs, 1)
+        return own if self.class_axis is not None else own - log_probs.select(1, 0)
 
-    @abstractmethod
     def class_count(self, shape: Sequence[int]) -> int:
         """How many classes predictions `[B, ...]` of a shape are for."""
+        return 2 if self.class_axis is None else shape[self.class_axis]
 
     def targets_by_class(self, y: Tensor, shape: torch.Size) -> Tensor:
         """Targets as classes, one for each of the `places` of predictions `[B, ...]` of a shape."""
-        return self.aligned(y)
+        yes_or_no = self.class_axis is None and (y.dtype == torch.bool or y.is_floating_point())
+        return y.long() if yes_or_no and bool((y == y.round()).all()) else self.aligned(y)
+
+    def _averaged(self, values: Tensor, weights: Tensor) -> Tensor:
+        log_probs = F.log_softmax(self.by_class(values), 2)
+        mean = (log_probs + weights.log().view(-1, *[1] * (log_probs.dim() - 1))).logsumexp(0)
+        return self.logits(mean).reshape(values.shape[1:])
+
+    def _typed(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+        return y.to(torch.int64 if self.class_axis is not None and not y.is_floating_point() else dtype)
 
 
 # -- one class of several ----------------------------------------------------------------------------------
@@ -66,34 +80,9 @@ class ClassTask(Task):
 class SoftmaxTask(ClassTask):
     """One class of several for each target: logits with an axis of classes."""
 
-    class_axis: ClassVar[int]
     quantities = ClassTask.quantities | {"max_logit"}
     scores = ("aps", "lac", "raps")
-    likelihood = "softmax"
     weighs_classes = True
-
-    @property
-    def _dim(self) -> int:
-        """The axis of classes in predictions `[S, B, ...]`."""
-        return self.class_axis + 1 if self.class_axis > 0 else self.class_axis
-
-    def _averaged(self, values: Tensor, weights: Tensor) -> Tensor:
-        return (F.log_softmax(values, self._dim) + weights.log()).logsumexp(0)
-
-    def by_class(self, predictions: Tensor) -> Tensor:
-        return predictions.movedim(self._dim, 2)
-
-    def own_form(self, values: Tensor, dim: int) -> Tensor:
-        return values.movedim(dim, dim if self.class_axis > 0 else self.class_axis)
-
-    def logits(self, log_probs: Tensor) -> Tensor:
-        return self.own_form(log_probs, 1)
-
-    def class_count(self, shape: Sequence[int]) -> int:
-        return shape[self.class_axis]
-
-    def _typed(self, y: Tensor, dtype: torch.dtype) -> Tensor:
-        return y.to(dtype if y.is_floating_point() else torch.int64)
 
     def _check_classes(self, predictions: Tensor, y: Tensor) -> None:
         """Classes, or their probabilities with classes in dim 1, of predictions `[S, B, C, ...]`."""
@@ -103,7 +92,7 @@ class SoftmaxTask(ClassTask):
                 "logit pass task='binary', for values pass task='regression' or task='gaussian'"
             )
         if y.is_floating_point():
-            own = self.own_probabilities(y)
+            own = y.movedim(self.class_axis, 1) if self.class_axis is not None and y.dim() > 2 else y
             if own.shape != predictions.shape[1:] or bool((own < 0).any()) or not adds_up(own, 1):
                 raise InputError(
                     f"y must hold classes, or their probabilities {list(predictions.shape[1:])}, got values of shape "
@@ -117,10 +106,6 @@ class SoftmaxTask(ClassTask):
             raise InputError(f"y must hold classes 0 to {classes - 1}, got {wrong[0].item()}")
         if bool((y == -100).all()):
             raise InputError("y must hold at least one target that is not ignored, got -100 throughout")
-
-    def own_probabilities(self, y: Tensor) -> Tensor:
-        """Targets that are probabilities, with classes in dim 1."""
-        return y
 
 
 class Classification(SoftmaxTask):
@@ -183,9 +168,6 @@ class Tokens(SoftmaxTask):
         if values:
             self._check_classes(self.by_class(predictions), y)
 
-    def own_probabilities(self, y: Tensor) -> Tensor:
-        return y if y.dim() < 3 else y.movedim(-1, 1)
-
     def aligned(self, y: Tensor, last: int = -100) -> Tensor:
         """Labels `[B, T]` of a causal language model by the position that predicts each: the next one, `last` at last.
 
@@ -211,31 +193,6 @@ class SigmoidTask(ClassTask):
 
     scalings = ("temperature", "member_temperature", None)
     scores = ("lac", "aps")
-    likelihood = "bernoulli"
-
-    def _averaged(self, values: Tensor, weights: Tensor) -> Tensor:
-        yes, no = ((F.logsigmoid(sign * values) + weights.log()).logsumexp(0) for sign in (1, -1))
-        return yes - no
-
-    def by_class(self, predictions: Tensor) -> Tensor:
-        return torch.stack([torch.zeros_like(predictions), predictions], 2)
-
-    def own_form(self, values: Tensor, dim: int) -> Tensor:
-        return values.select(dim, 1)
-
-    def logits(self, log_probs: Tensor) -> Tensor:
-        return log_probs.select(1, 1) - log_probs.select(1, 0)
-
-    def class_count(self, shape: Sequence[int]) -> int:
-        return 2
-
-    def targets_by_class(self, y: Tensor, shape: torch.Size) -> Tensor:
-        if y.is_floating_point() and bool((y == y.round()).all()):
-            return y.long()
-        return y.long() if y.dtype == torch.bool else y
-
-    def _typed(self, y: Tensor, dtype: torch.dtype) -> Tensor:
-        return y.to(dtype)
 
     def check_targets(self, predictions: Tensor, y: Tensor, values: bool = True) -> None:
         super().check_targets(predictions, y, values)

@@ -106,7 +106,7 @@ class Gaussian(ValueTask):
     criteria = (gaussian_nll, beta_nll)
     scalings = ("variance", None)
     scores = ("scaled", "absolute")
-    likelihood = "gaussian"
+    likelihood = True
     compared = True
     tells_noise = True
 

@@ -58,8 +58,9 @@ class Task(ABC):
     """The scalings that can calibrate it (`evaluation.temperature`), the default first."""
     scores: ClassVar[tuple[str, ...]] = ()
     """The conformal scores of its sets and intervals (`evaluation.conformal`), the default first."""
-    likelihood: ClassVar[str | None] = None
-    """The likelihood that a Laplace posterior takes (`methods.laplace.likelihoods`); None where there is none."""
+    likelihood: ClassVar[bool] = False
+    """Whether the default criterion is minus a log-likelihood with a Laplace posterior: of a softmax where there is an
+    axis of classes, else of a sigmoid; of values Gaussian."""
     single_logit: ClassVar[bool] = False
     """Whether the two classes, no and yes, have one logit."""
     several_labels: ClassVar[bool] = False

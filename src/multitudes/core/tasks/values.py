@@ -65,7 +65,7 @@ class Regression(ValueTask):
     form = "[S, B] or [S, B, D, ...]"
     scalings = (None, "variance")
     scores = ("absolute", "scaled")
-    likelihood = "normal"
+    likelihood = True
     compared = True
 
     def check_targets(self, predictions: Tensor, y: Tensor, values: bool = True) -> None:

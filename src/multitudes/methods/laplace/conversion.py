@@ -27,7 +27,7 @@ from multitudes.core.draws.memory import free_bytes, in_bytes
 from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude, plain
 from multitudes.core.predictor import PredictorModule
-from multitudes.core.tasks import task_of
+from multitudes.core.tasks import Task, task_of
 from multitudes.methods.laplace.curvature import Curvature, structure_for, wide
 from multitudes.methods.laplace.layers import (
     STRUCTURES,
@@ -36,10 +36,9 @@ from multitudes.methods.laplace.layers import (
     LaplaceLinear,
     WithNoise,
 )
-from multitudes.methods.laplace.likelihoods import Likelihood, likelihood_of
 from multitudes.methods.laplace.posterior import measured
-from multitudes.methods.laplace.predicting import Laplace, LaplaceMembers
-from multitudes.methods.laplace.rows import OutputLayer, output_layer, rows_of
+from multitudes.methods.laplace.predicting import Laplace, LaplaceMembers, approximations
+from multitudes.methods.laplace.rows import OutputLayer, fits_noise, output_layer, rows_of
 from multitudes.methods.registry import Method, Settings, single
 from multitudes.surgery.affine import weight_of
 from multitudes.surgery.layers import Selector, check_model, replace
@@ -161,22 +160,20 @@ class _Options:
 def _converted(model: nn.Module, batches: Batches, held_out: Batches | None, options: _Options) -> Laplace:
     network = _network(model)
     reader = Multitude(network).like(model, options.task)
-    task = reader.task
-    likelihood = likelihood_of(task)
-    _check_likelihood(task, likelihood, options)
+    task = reader.reading
+    _check_task(task, options)
     output = _first_look(network, batches, options)
     weight, bias = _weights(output)
-    random = likelihood.random(len(weight))
+    random = len(weight) // 2 if task.tells_noise else len(weight)
     features = weight.shape[1] + (bias is not None)
+    softmax = task.class_axis is not None
     most = MOST if options.memory is None else math.inf
-    structure = structure_for(
-        options.structure, random, features, likelihood.softmax, options.budget(weight.device), most
-    )
+    structure = structure_for(options.structure, random, features, softmax, options.budget(weight.device), most)
     trained = wide(weight.flatten(1))[:random].square().sum()
     trained = trained if bias is None else trained + wide(bias.detach())[:random].square().sum()
     posterior = measured(
-        likelihood, rows_of(network, output, batches, reader),
-        lambda: Curvature(structure, random, features, likelihood.softmax, weight), float(trained),
+        task, rows_of(network, output, batches, reader),
+        lambda: Curvature(structure, random, features, softmax, weight), float(trained),
     )  # fmt: skip
     prior = None if isinstance(options.prior, str) else float(options.prior)
     noise = _given_noise(options.noise, posterior.evidence.errors)
@@ -190,7 +187,7 @@ def _converted(model: nn.Module, batches: Batches, held_out: Batches | None, opt
         converted = _with_noise(converted, fitted.noise.to(torch.float32))
     net = Laplace(converted).like(model)
     net.notes = {**getattr(model, "notes", {}), output.name: _note(net)}
-    return _set(net, "gaussian" if likelihood.fits_noise else task, options)
+    return _set(net, "gaussian" if fits_noise(task) else task.name, options)
 
 
 def _set(net: Laplace, task: str, options: _Options) -> Laplace:
@@ -227,12 +224,14 @@ def _network(model: nn.Module) -> nn.Module:
     return check_model(model)
 
 
-def _check_likelihood(task: str, likelihood: Likelihood, options: _Options) -> None:
-    if options.noise is not None and not likelihood.fits_noise:
-        raise ValueError(f"noise={options.noise!r} is for task 'regression', and the task is {task!r}")
-    if options.approximation not in likelihood.approximations:
-        choices = " or ".join(map(repr, likelihood.approximations))
-        raise ValueError(f"approximation must be {choices} for task {task!r}, got {options.approximation!r}")
+def _check_task(task: Task, options: _Options) -> None:
+    if not task.likelihood:
+        raise ValueError(f"task {task.name!r} has no likelihood, which a Laplace posterior needs: use another method")
+    if options.noise is not None and not fits_noise(task):
+        raise ValueError(f"noise={options.noise!r} is for task 'regression', and the task is {task.name!r}")
+    if options.approximation not in approximations(task):
+        choices = " or ".join(map(repr, approximations(task)))
+        raise ValueError(f"approximation must be {choices} for task {task.name!r}, got {options.approximation!r}")
 
 
 def _first_look(network: nn.Module, batches: Batches, options: _Options) -> OutputLayer:

@@ -15,10 +15,10 @@ from multitudes.core.draws.stochastic import expecting, stochastic_layers
 from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude, plain
 from multitudes.core.settings import holding
+from multitudes.core.tasks import Task
 from multitudes.methods.laplace.layers import LaplaceLayer, WithoutDraws
-from multitudes.methods.laplace.likelihoods import likelihood_of
 
-__all__ = ["Laplace", "LaplaceMembers"]
+__all__ = ["Laplace", "LaplaceMembers", "approximations"]
 
 
 class Laplace(Multitude):
@@ -58,7 +58,7 @@ class Laplace(Multitude):
 
     @approximation.setter
     def approximation(self, name: str) -> None:
-        check_choice("approximation", name, likelihood_of(self.task).approximations)
+        check_choice("approximation", name, approximations(self.reading))
         self._approximation = name
 
     def member(self, index: int) -> nn.Module:
@@ -105,6 +105,11 @@ class Laplace(Multitude):
 
 class LaplaceMembers(Laplace, Members):
     """Members that share no weight, each with a posterior of its own output layer: a mixture of Laplaces."""
+
+
+def approximations(task: Task) -> tuple[str, ...]:
+    """How networks of a task can predict."""
+    return ("draws", "probit") if task.classes else ("draws", "exact")
 
 
 def _points(count: int) -> list[float]:

@@ -29,16 +29,21 @@ from multitudes.core.calling import (
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.multitude import Multitude
 from multitudes.core.proof import unmoved
+from multitudes.core.tasks import Task
 from multitudes.core.tasks.targets import check_class_axis, check_clear
 from multitudes.methods.laplace.curvature import wide
 from multitudes.methods.laplace.layers import features_of
-from multitudes.methods.laplace.likelihoods import likelihood_of
 from multitudes.surgery.affine import AffineMap, affine_layers, has_other_hooks, kind_of, maps_of
 from multitudes.surgery.heads import final_layers
 from multitudes.surgery.layers import Selector, check_untied, select
 from multitudes.surgery.observe import observing
 
-__all__ = ["OutputLayer", "Rows", "output_layer", "rows_of"]
+__all__ = ["OutputLayer", "Rows", "fits_noise", "output_layer", "rows_of"]
+
+
+def fits_noise(task: Task) -> bool:
+    """Whether the variance of the noise is no output of the network, and fitted or given."""
+    return not task.classes and not task.tells_noise
 
 
 # -- the layer ---------------------------------------------------------------------------------------------
@@ -160,7 +165,7 @@ class _Observer:
 
     def __init__(self, network: nn.Module, output: OutputLayer, reader: Multitude) -> None:
         self.network, self.output, self.reader = network, output, reader
-        self.task, self.likelihood = reader.reading, likelihood_of(reader.task)
+        self.task = reader.reading
         self.way = ""  # "whole": all outputs in their order; "log_softmax"; "chosen": some of them
 
     def rows(self, x: Input, y: Tensor, weight: Tensor) -> Rows:
@@ -172,7 +177,7 @@ class _Observer:
         numbers = self._numbers(x, outputs, prediction)
         phi = features_of(self.output.last(seen), self.output.has_bias, seen).flatten(0, -2)
         own = wide(self.output.last(outputs)).flatten(0, -2)
-        if self.likelihood.grouped:
+        if self.task.tells_noise or self.task.class_axis is not None:
             return self._grouped(phi, own, numbers, y, weight)
         weight = weight.view(-1, *[1] * (prediction.dim() - 1)).expand_as(prediction)
         found = self._apart(phi, own, numbers, y, weight)
@@ -202,12 +207,12 @@ class _Observer:
             check_clear(prediction[None], y)
         self.task.check_shape(prediction[None].shape)
         self.task.check_targets(prediction[None], y)
-        if self.likelihood.grouped and not self.likelihood.softmax:
+        if self.task.tells_noise:
             want = [len(prediction), *self.task.shown(list(prediction.shape[1:]))]
             if list(y.shape) != want:
                 raise ValueError(f"y must have the means' shape {want}, got {list(y.shape)}")
         places = self.task.places(prediction.shape)
-        if self.likelihood.softmax and not y.is_floating_point() and y.shape != places:
+        if self.task.class_axis is not None and not y.is_floating_point() and y.shape != places:
             raise ValueError(f"y must hold one class for each prediction, {list(places)}, got shape {list(y.shape)}")
         if y.is_floating_point() and not bool(y.isfinite().all()):
             raise ValueError("y must hold finite numbers, got NaN or infinity")
@@ -238,7 +243,7 @@ class _Observer:
     def _found_way(self, x: Input, outputs: Tensor, prediction: Tensor, counted: Tensor) -> str:
         numbers = self._looked_up(x, counted, prediction)
         if numbers is None:
-            return "log_softmax" if self.likelihood.softmax and outputs.shape == prediction.shape else "chosen"
+            return "log_softmax" if self.task.class_axis is not None and outputs.shape == prediction.shape else "chosen"
         whole = counted.numel() == prediction.numel()
         return "whole" if whole and torch.equal(numbers, counted.reshape(prediction.shape)) else "chosen"
 
@@ -278,7 +283,7 @@ class _Observer:
             )
         which = first[:, 0] // width
         weight = weight.repeat_interleave(len(which) // len(weight))
-        if self.likelihood.softmax and not y.is_floating_point():
+        if self.task.class_axis is not None and not y.is_floating_point():
             y = y.flatten().long()
             kept = y != -100
             which, y, weight = which[kept], y[kept], weight[kept]
