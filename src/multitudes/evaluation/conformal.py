@@ -185,9 +185,7 @@ def conformal_scores(
         return torch.maximum(low - target.double(), target.double() - high)
     if not predictive.reading.classes:
         return (target.double() - predictive.mean.double()).abs() / _positive(score.reach(predictive))
-    from multitudes.metrics.inputs import targets_by_class  # here: a network that predicts needs no metrics
-
-    target = targets_by_class(predictive, target).long()
+    target = predictive.reading.targets_by_class(target, predictive.predictions.shape[1:]).long()
     ignored = torch.zeros_like(target, dtype=torch.bool) if ignore is None else target == ignore
     if predictive.reading.ignored is not None:
         ignored |= target == predictive.reading.ignored
@@ -200,24 +198,12 @@ def conformal_scores(
 
 def check_targets(predictive: Predictive, target: Tensor, ignore: int | None = None) -> Tensor:
     """Targets on the predictions' device; a ValueError with the first bad index where they do not fit."""
-    if predictive.reading.classes:
-        from multitudes.metrics.inputs import read_rows
-
-        read_rows(predictive, target, ignore)
-        return target.to(predictive.predictions.device)
-    if ignore is not None:
+    if ignore is not None and not predictive.reading.classes:
         raise ValueError(f"ignore={ignore!r} is a class, and the predictions are of task {predictive.task}")
-    kind = getattr(target, "dtype", type(target).__name__)
-    if not isinstance(target, Tensor) or target.is_complex() or target.dtype == torch.bool:
-        raise ValueError(f"target must be a tensor of numbers, got {kind}")
-    mean = predictive.mean
-    if target.shape != mean.shape:
-        raise ValueError(f"target must have the means' shape {list(mean.shape)}, got {list(target.shape)}")
-    for name, values in (("target", target), ("prediction", predictive.predictions)):
-        if not bool(values.isfinite().all()):
-            index = (~values.isfinite()).nonzero()[0].tolist()
-            raise ValueError(f"{name} must hold finite numbers, got {float(values[tuple(index)])} at index {index}")
-    return target.to(mean.device)
+    from multitudes.metrics.declare import read_batch  # here: a network that predicts needs no metrics
+
+    read_batch(predictive, target, ignore=ignore)
+    return target.to(predictive.predictions.device)
 
 
 def _between_quantiles(predictive: Predictive) -> tuple[Tensor, Tensor]:

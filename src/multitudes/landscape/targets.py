@@ -13,7 +13,7 @@ from multitudes.core.batches import Batches
 from multitudes.core.calling import Input, tensors_in
 from multitudes.core.multitude import Criterion, Multitude
 from multitudes.core.tasks import TASKS, Task, one_of, task_of, tasks_of
-from multitudes.core.tasks.targets import check_clear
+from multitudes.core.tasks.classes import check_clear
 
 __all__ = ["count_targets", "shuffled", "task_and_criterion", "with_targets"]
 

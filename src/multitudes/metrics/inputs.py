@@ -127,7 +127,9 @@ def read_rows(prediction: Prediction, target: Tensor | None = None, ignore: Igno
         task = _check_task(prediction)
         ignored += [] if prediction.reading.ignored is None else [prediction.reading.ignored]
         several = prediction.reading.several_labels
-        prediction, target = prediction.as_classes(), targets_by_class(prediction, target)
+        if isinstance(target, Tensor):
+            target = prediction.reading.targets_by_class(target, prediction.predictions.shape[1:])
+        prediction = prediction.as_classes()
     shape = _check_prediction(prediction)
     classes = shape.pop(1)
     target = _check_target(target, shape, classes, ignored)
@@ -150,17 +152,6 @@ def read_rows(prediction: Prediction, target: Tensor | None = None, ignore: Igno
     for label in ignored:
         rows = _without(rows, label)
     return rows
-
-
-def targets_by_class(prediction: Predictive, target: Any) -> Any:
-    """Targets of a task of classes as those of `prediction.as_classes()`: one class for each of `places(prediction)`.
-
-    Of a causal language model they are shifted by one position; a yes or no may be 0 or 1 of any type, and have the
-    single channel that the predictions have.
-    """
-    if not isinstance(target, Tensor):
-        return target
-    return prediction.reading.targets_by_class(target, prediction.predictions.shape[1:])
 
 
 def read_without_target(prediction: Prediction, target: Tensor | None = None, ignore: Ignore = None) -> Rows:

@@ -46,7 +46,7 @@ def network_names() -> list[str]:
 
 def outputs_of(task: str, outputs: int) -> int:
     """How many numbers a network answers with: one a class; for regression a mean and a raw variance each."""
-    return task_of(NETWORK_TASKS[task]).channels(outputs)
+    return task_of(NETWORK_TASKS[task]).per_value * outputs
 
 
 def build_network(

@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multitudes.core.calling import InputError
-from multitudes.core.tasks.targets import adds_up
+from multitudes.core.calling import Input, InputError, tensors_in
 from multitudes.core.tasks.task import Task
 
-__all__ = ["Binary", "ClassTask", "Classification", "Multilabel", "Tokens"]
+__all__ = ["Binary", "ClassTask", "Classification", "Multilabel", "Tokens", "check_class_axis", "check_clear"]
 
 CROSS_ENTROPIES = (F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss)
 BINARY_CROSS_ENTROPIES = (F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss)
@@ -93,7 +92,7 @@ class SoftmaxTask(ClassTask):
             )
         if y.is_floating_point():
             own = y.movedim(self.class_axis, 1) if self.class_axis is not None and y.dim() > 2 else y
-            if own.shape != predictions.shape[1:] or bool((own < 0).any()) or not adds_up(own, 1):
+            if own.shape != predictions.shape[1:] or bool((own < 0).any()) or not _adds_up(own, 1):
                 raise InputError(
                     f"y must hold classes, or their probabilities {list(predictions.shape[1:])}, got values of shape "
                     f"{list(y.shape)}: for values pass task='regression' or task='gaussian', and for several labels "
@@ -119,9 +118,9 @@ class Classification(SoftmaxTask):
     compared = True
 
     def _needs(self, shape: Sequence[int]) -> str | None:
+        # The softmax of a single logit is 1, whatever the network predicts.
         if shape[2] >= 2:
             return None
-        # The softmax of a single logit is 1, whatever the network predicts.
         return "hold 2 or more classes in dim 2 (use task='binary' for one logit, task='regression' for one value)"
 
     def check_targets(self, predictions: Tensor, y: Tensor, values: bool = True) -> None:
@@ -227,9 +226,6 @@ class Binary(SigmoidTask):
             return None
         return f"be {self.form}, one logit for each input or pixel (use task='multilabel' for several)"
 
-    def shown(self, outputs: list[int]) -> list[int]:
-        return outputs[1:]
-
     def by_class(self, predictions: Tensor) -> Tensor:
         return super().by_class(predictions.squeeze(2) if predictions.dim() > 2 else predictions)
 
@@ -238,9 +234,6 @@ class Binary(SigmoidTask):
 
     def _placed(self, prediction: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return prediction, y.reshape(prediction.shape) if y.numel() == prediction.numel() else y
-
-    def _fitted_weight(self, weight: Tensor, y: Tensor, fitted: Tensor) -> Tensor:
-        return weight if weight.dim() == 1 or weight.shape != y.shape else weight.reshape(fitted.shape)
 
 
 class Multilabel(SigmoidTask):
@@ -254,3 +247,71 @@ class Multilabel(SigmoidTask):
 
     def places(self, shape: torch.Size) -> torch.Size:
         return shape
+
+
+# -- where no task was chosen ------------------------------------------------------------------------------
+
+
+def check_class_axis(predictions: Tensor, x: Input) -> None:
+    """Raise InputError where the shape of predictions `[S, B, ...]` of inputs does not tell that they classify.
+
+    Classes in dim 2, one axis, are classification. Of images, `[S, B, C, H, W]`, the last two axes must be the input's
+    own, or in proportion to them, and the two before the last must not.
+    """
+    shape = predictions.shape
+    _check_several(shape)
+    if len(shape) < 4:
+        return
+    if len(shape) == 4:
+        raise InputError(
+            f"predictions of shape {list(shape)} may have their classes in dim 2 or last, and no task was chosen: "
+            "pass task='classification' for classes in dim 2, or task='tokens' for classes last"
+        )
+    dims = len(shape) - 3
+    sizes = [tensor.shape[-dims:] for tensor in tensors_in(x) if tensor.dim() >= dims + 1]
+    first = any(_in_proportion(shape[3:], size) for size in sizes)
+    last = any(_in_proportion(shape[2:-1], size) for size in sizes)
+    if not first or last:
+        raise InputError(
+            f"predictions of shape {list(shape)} do not tell where their classes are, and no task was chosen: "
+            "pass task='classification' for classes in dim 2, or task='tokens' for classes last"
+        )
+
+
+def _in_proportion(places: Sequence[int], size: Sequence[int]) -> bool:
+    return all(one * size[0] == places[0] * other for one, other in zip(places, size, strict=True))
+
+
+def _check_several(shape: Sequence[int]) -> None:
+    if len(shape) < 3 or (shape[2] == 1 and len(shape) != 4):  # one token of several classes has four axes
+        raise InputError(
+            f"predictions of shape {list(shape)} are one number for each input, and no task was chosen: pass "
+            "task='binary' for the logit of yes or no; for values pass task='regression'"
+        )
+
+
+def check_clear(predictions: Tensor, y: Tensor) -> None:
+    """Raise InputError where targets do not tell that predictions `[S, B, C, ...]` classify."""
+    shape = predictions.shape[1:]
+    _check_several(predictions.shape)
+    if not isinstance(y, Tensor) or len(shape) < 3:
+        return
+    in_dim_1, last = y.shape == shape[:1] + shape[2:], y.shape == shape[:-1]
+    if y.shape == shape and y.is_floating_point():
+        in_dim_1, last = _adds_up(y, 1), _adds_up(y, -1)
+    if last and in_dim_1:
+        raise InputError(
+            f"predictions of shape {list(shape)} for targets of shape {list(y.shape)} may have their classes in dim 1 "
+            "or last, and no task was chosen: pass task='classification' for dim 1, or task='tokens' for classes last"
+        )
+    if last:
+        raise InputError(
+            f"predictions of shape {list(shape)} for targets of shape {list(y.shape)} have their classes last: "
+            "pass task='tokens'"
+        )
+
+
+def _adds_up(y: Tensor, dim: int) -> bool:
+    """Whether class probabilities add up to 1 over an axis."""
+    total = y.float().sum(dim)
+    return torch.allclose(total, torch.ones_like(total), atol=1e-2)

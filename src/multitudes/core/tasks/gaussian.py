@@ -108,16 +108,11 @@ class Gaussian(ValueTask):
     scores = ("scaled", "absolute")
     likelihood = True
     compared = True
+    per_value = 2
     tells_noise = True
 
     def _needs(self, shape: Sequence[int]) -> str | None:
         return "hold as many raw variances as means in dim 2, an even number together" if shape[2] % 2 else None
-
-    def channels(self, count: int) -> int:
-        return 2 * count
-
-    def shown(self, outputs: list[int]) -> list[int]:
-        return [outputs[0] // 2, *outputs[1:]]
 
     def _averaged(self, values: Tensor, weights: Tensor) -> Tensor:
         means, variances = split_gaussian(values, dim=2)

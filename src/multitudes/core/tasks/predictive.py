@@ -143,7 +143,7 @@ class Predictive:
         return self.predictions.shape[1]
 
     def __repr__(self) -> str:
-        outputs = self.reading.shown(list(self.predictions.shape[2:]))
+        outputs = self.reading.shown(self.predictions.shape[2:])
         calibrated = "" if self.calibration is None else ", calibrated=True"
         levels = "" if self.quantiles is None else f", quantiles={self.quantiles}"
         what = f"members={self.members}, inputs={len(self)}, {outputs=}{levels}{calibrated}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar, Self
 
 import torch
@@ -65,6 +66,8 @@ class Task(ABC):
     """Whether the two classes, no and yes, have one logit."""
     several_labels: ClassVar[bool] = False
     """Whether each input has several targets, in dim 1, each with classes of its own."""
+    per_value: ClassVar[int] = 1
+    """How many numbers a network predicts for each class or value."""
     tells_noise: ClassVar[bool] = False
     """Whether members predict the noise of values, so that their mixture has a density."""
     weighs_classes: ClassVar[bool] = False
@@ -123,13 +126,11 @@ class Task(ABC):
         """The shape `[B, ...]` of what has a target of its own, for predictions `[B, ...]` of a shape."""
         return shape[:1] + shape[2:]
 
-    def channels(self, count: int) -> int:
-        """How many numbers a network predicts for so many classes or values."""
-        return count
-
-    def shown(self, outputs: list[int]) -> list[int]:
-        """The axes of predictions behind `[S, B]`, as they are displayed."""
-        return outputs
+    def shown(self, outputs: Sequence[int]) -> list[int]:
+        """The axes of predictions behind `[S, B]`, as they are displayed: those of classes or values."""
+        if self.single_logit or not outputs:
+            return list(outputs[1:])
+        return [outputs[0] // self.per_value, *outputs[1:]]
 
     def averaged(self, predictions: Tensor, weights: Tensor | None = None) -> Tensor:
         """The prediction that several predictions `[D, B, ...]` make together, in the form of one of them `[B, ...]`.
@@ -189,17 +190,13 @@ class Task(ABC):
         With a `weight` of each row, `[B]`, or of each target, in the shape of y, it is the mean of the targets' losses
         times their weights.
         """
-        with fitting(prediction, y):
-            return self.fitted_loss(criterion, prediction, y, weight)
-
-    def fitted_loss(self, criterion: Criterion, prediction: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        """`loss`, with torch's own errors."""
         own = self._is_own(criterion) or not isinstance(unwrapped(criterion), nn.Module)
-        criterion, prediction, fitted = self._fitted(criterion, prediction, y)
-        if weight is None:
-            return criterion(prediction, fitted)
-        mean = weighted_mean if own else weighted_by_row
-        return mean(criterion, prediction, fitted, self._fitted_weight(weight, y, fitted))
+        with nullcontext() if torch.compiler.is_compiling() else fitting(prediction, y):
+            criterion, prediction, fitted = self._fitted(criterion, prediction, y)
+            if weight is None:
+                return criterion(prediction, fitted)
+            mean = weighted_mean if own else weighted_by_row
+            return mean(criterion, prediction, fitted, self._fitted_weight(weight, y, fitted))
 
     def losses(self, prediction: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Loss of each target by the default criterion; and its weight in the same shape, 0 where it is ignored."""
@@ -231,4 +228,6 @@ class Task(ABC):
 
     def _fitted_weight(self, weight: Tensor, y: Tensor, fitted: Tensor) -> Tensor:
         """Weights of single targets, moved as the targets were."""
-        return weight if weight.dim() == 1 or weight.shape != y.shape else self.aligned(weight, 0)
+        if weight.dim() == 1 or weight.shape != y.shape:
+            return weight
+        return self.aligned(weight, 0).reshape(fitted.shape if weight.numel() == fitted.numel() else weight.shape)

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import Input, tensors_in
 from multitudes.core.tasks import Criterion, Task, criterion_for, task_of, tasks_of
+from multitudes.core.tasks.classes import check_class_axis, check_clear
 from multitudes.core.tasks.criteria import weighted_by_row
 from multitudes.core.tasks.heads import head_task, predicts_next_tokens
 from multitudes.core.tasks.predictive import Predictive
 from multitudes.core.tasks.quantiles import check_levels
-from multitudes.core.tasks.targets import check_class_axis, check_clear
 
 __all__ = ["Tasked", "member_losses"]
 
@@ -128,7 +128,7 @@ class Tasked(nn.Module):
             return partial(_own_loss, chosen)  # what fits a criterion of the user's own is for it to say
         reading = self._reading(known or "classification")
         if torch.compiler.is_compiling():
-            return partial(reading.fitted_loss, chosen)
+            return partial(reading.loss, chosen)
         if known is None:
             check_clear(predictions, y)
         values = criterion is None and not (isinstance(y, Tensor) and y.is_cuda and self._targets_checked)

@@ -164,7 +164,7 @@ def _converted(model: nn.Module, batches: Batches, held_out: Batches | None, opt
     _check_task(task, options)
     output = _first_look(network, batches, options)
     weight, bias = _weights(output)
-    random = len(weight) // 2 if task.tells_noise else len(weight)
+    random = len(weight) // task.per_value
     features = weight.shape[1] + (bias is not None)
     softmax = task.class_axis is not None
     most = MOST if options.memory is None else math.inf

@@ -30,7 +30,7 @@ from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.multitude import Multitude
 from multitudes.core.proof import unmoved
 from multitudes.core.tasks import Task
-from multitudes.core.tasks.targets import check_class_axis, check_clear
+from multitudes.core.tasks.classes import check_class_axis, check_clear
 from multitudes.methods.laplace.curvature import wide
 from multitudes.methods.laplace.layers import features_of
 from multitudes.surgery.affine import AffineMap, affine_layers, has_other_hooks, kind_of, maps_of
@@ -208,7 +208,7 @@ class _Observer:
         self.task.check_shape(prediction[None].shape)
         self.task.check_targets(prediction[None], y)
         if self.task.tells_noise:
-            want = [len(prediction), *self.task.shown(list(prediction.shape[1:]))]
+            want = [len(prediction), *self.task.shown(prediction.shape[1:])]
             if list(y.shape) != want:
                 raise ValueError(f"y must have the means' shape {want}, got {list(y.shape)}")
         places = self.task.places(prediction.shape)

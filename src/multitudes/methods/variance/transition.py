@@ -27,7 +27,7 @@ from multitudes.core.draws.stochastic import expecting
 from multitudes.core.multitude import Criterion, Multitude, plain
 from multitudes.core.seeding import seeded
 from multitudes.core.tasks import task_of
-from multitudes.core.tasks.targets import check_clear
+from multitudes.core.tasks.classes import check_clear
 from multitudes.methods.variance.layers import VarianceLayer, variance_layers
 from multitudes.surgery.layers import replace
 
