@@ -22,6 +22,7 @@ __all__ = ["ClassWeights", "class_weights_of"]
 class ClassWeights:
     """One weight for each class.
 
+    >>> from multitudes.core.tasks import task_of
     >>> ClassWeights(torch.tensor([1.0, 3.0]), task_of("classification")).of(torch.tensor([0, 1, 1]))
     tensor([1., 3., 3.])
     """
