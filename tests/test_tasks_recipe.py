@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,14 @@ def networks() -> mt.Multitude:
 
 def rates(net: mt.Multitude, x: Tensor = X) -> Tensor:
     return net(x).detach().exp()
+
+
+def test_no_code_compares_the_name_of_a_task() -> None:
+    """The registry alone knows names, so that another row is enough."""
+    compared = re.compile(r"""\btask (?:==|!=|in|not in) [("'][^)]*["']""")
+    source = Path(mt.__file__).parent
+    assert not [path.name for path in source.rglob("*.py") if compared.search(path.read_text(encoding="utf-8"))]
+    assert compared.search('if p.task == "binary":') and compared.search('task not in (None, "classification")')
 
 
 def test_a_network_is_trained_by_the_default_criterion() -> None:

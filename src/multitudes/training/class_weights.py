@@ -76,8 +76,8 @@ def class_weights_of(given: Any, net: Multitude, data: Any) -> ClassWeights | No
     if given is None:
         return None
     task = net.reading
-    if not task.weighs_classes:
-        known = one_of([name for name, each in TASKS.items() if each.weighs_classes])
+    if not _weighs(task):
+        known = one_of([name for name, each in TASKS.items() if _weighs(each)])
         raise ValueError(
             f"class_weight is for task {known}, and the task is {task.name!r}: weigh each row instead, in batches "
             "(x, y, weight)"
@@ -91,6 +91,11 @@ def class_weights_of(given: Any, net: Multitude, data: Any) -> ClassWeights | No
             f"class_weight must be None, 'balanced', or one finite number, 0 or more, for each class, got {given!r}"
         )
     return ClassWeights(torch.tensor([float(number) for number in numbers]), task)
+
+
+def _weighs(task: Task | type[Task]) -> bool:
+    """Return whether each target is one of the task's classes."""
+    return task.classes and not task.several_labels
 
 
 def balanced(counts: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class ClassTask(Task):
         return own if self.class_axis is not None else own - log_probs.select(1, 0)
 
     def class_count(self, shape: Sequence[int]) -> int:
-        """How many classes predictions `[B, ...]` of a shape are for."""
+        """The number of classes of predictions `[B, ...]` of a shape."""
         return 2 if self.class_axis is None else shape[self.class_axis]
 
     def targets_by_class(self, y: Tensor, shape: torch.Size) -> Tensor:
@@ -81,7 +81,6 @@ class SoftmaxTask(ClassTask):
 
     quantities = ClassTask.quantities | {"max_logit"}
     scores = ("aps", "lac", "raps")
-    weighs_classes = True
 
     def _check_classes(self, predictions: Tensor, y: Tensor) -> None:
         """Classes, or their probabilities with classes in dim 1, of predictions `[S, B, C, ...]`."""
@@ -218,7 +217,6 @@ class Binary(SigmoidTask):
     rank = 2
     form = "[S, B] or [S, B, 1, ...]"
     metrics = ("classification", "by class", "segmentation", "yes or no", "targetless")
-    weighs_classes = True
     single_logit = True
 
     def _needs(self, shape: Sequence[int]) -> str | None:
@@ -312,6 +310,6 @@ def check_clear(predictions: Tensor, y: Tensor) -> None:
 
 
 def _adds_up(y: Tensor, dim: int) -> bool:
-    """Whether class probabilities add up to 1 over an axis."""
+    """Return whether class probabilities add up to 1 over an axis."""
     total = y.float().sum(dim)
     return torch.allclose(total, torch.ones_like(total), atol=1e-2)

@@ -34,7 +34,7 @@ def unwrapped(criterion: Any) -> Any:
 
 
 def is_any(criterion: Criterion, known: tuple[Any, ...]) -> bool:
-    """Whether a criterion is one of these functions, or an instance of one of these classes."""
+    """Return whether a criterion is one of these functions, or an instance of one of these classes."""
     own = unwrapped(criterion)
     return any(own is one or (isinstance(one, type) and isinstance(own, one)) for one in known)
 

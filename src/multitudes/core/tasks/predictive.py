@@ -1,4 +1,4 @@
-"""Predictive: what S predictions of the same inputs say together.
+"""Predictive: the joint prediction of S predictions of the same inputs, and its uncertainty.
 
 Quantities of classes are computed in the form of classification, classes in dim 2 (`ClassTask.by_class`), and given in
 the task's own; those of values from each member's mean and variance (`ValueTask.means_and_variances`).
@@ -23,7 +23,7 @@ __all__ = ["Calibration", "Predictive"]
 
 
 class Calibration(Protocol):
-    """What a `Predictive` asks of its calibration (see `evaluation.calibrate`)."""
+    """The interface of a `Predictive` to its calibration (see `evaluation.calibrate`)."""
 
     @property
     def conformal(self) -> Any:
@@ -39,7 +39,7 @@ class Calibration(Protocol):
         ...
 
     def equals(self, other: Any) -> bool:
-        """Whether the other gives the same predictions the same calibration."""
+        """Return whether the other gives the same predictions the same calibration."""
         ...
 
 
@@ -56,7 +56,7 @@ def quantity(compute: Callable[[Any], Tensor]) -> cached_property[Tensor]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Predictive:
-    """S predictions of B inputs, and what they say together.
+    """S predictions of B inputs, and the quantities that follow from them.
 
     - `task="classification"`, logits `[S, B, C, ...]`: `probs`, `log_probs` `[B, C, ...]`, `member_probs`,
       `member_log_probs` `[S, B, C, ...]`, `label`, `confidence`, `entropy`, `expected_entropy`,
@@ -76,7 +76,7 @@ class Predictive:
     Each quantity is computed when first asked for, in float32 or better, and kept: do not write into it.
 
     The predictions of a calibrated network (`calibrate`) have a `set(level)`, of values also as `interval(level)`, and
-    their `probs`, `log_probs`, `label`, `confidence` and `entropy` are calibrated. What is said of the members stays:
+    their `probs`, `log_probs`, `label`, `confidence` and `entropy` are calibrated. The quantities of members stay:
     `member_probs`, `member_log_probs`, `expected_entropy`, `mutual_information`, `variance`, `disagreement`,
     `max_logit`. Scalings of the predictions themselves ("member_temperature", "variance") change these too, since the
     members are others then.
@@ -106,13 +106,13 @@ class Predictive:
     predictions: Tensor
     task: str = "classification"
     draws: Tensor | None = None
-    """How many draws each input took, `[B]`, where that was left to the inputs (`draws="auto"`)."""
+    """The number of draws of each input, `[B]`, with `draws="auto"`."""
     calibration: Calibration | None = None
-    """What a calibrated network knows of its errors, fitted to data that it was not trained on."""
+    """The scaling and scores of a calibrated network, fitted to data that it was not trained on."""
     quantiles: tuple[float, ...] | None = None
     """The levels of `task="quantiles"`; evenly spaced from 0.05 to 0.95 where they are not given."""
     next_tokens: bool = False
-    """Whether position t of `task="tokens"` predicts the label at t + 1, as that of a causal language model does."""
+    """True if position t of `task="tokens"` predicts the label at t + 1, as in a causal language model."""
 
     reading: Any = field(init=False, repr=False)
     """The task as an object (see `core.tasks`)."""
@@ -158,9 +158,9 @@ class Predictive:
 
     @cached_property
     def variance(self) -> Tensor:
-        """Of classes: the members' variance of a class's probability, mean over the classes, `[B, ...]`.
+        """Variance over members of a class's probability, mean over the classes, `[B, ...]`.
 
-        Of values: the variance of the members' mixture, `[B]` or `[B, D, ...]`, which is
+        For values, the variance of the members' mixture, `[B]` or `[B, D, ...]`, which is
         `epistemic_variance + aleatoric_variance`.
         """
         if self.reading.classes:
@@ -168,7 +168,7 @@ class Predictive:
         return self.epistemic_variance + self.aleatoric_variance
 
     def set(self, level: float = 0.9, *, seed: int | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """What holds the target with probability `level`, where the network was calibrated (`calibrate`).
+        """The set or interval of a calibrated network that holds the target with probability `level`.
 
         Of classes: a set of them, boolean `[B, C, ...]`; of tokens `[B, T, C]`, and where the answer is yes or no
         `[B, 2, ...]`, whether no and whether yes is in it. Of values: an interval, `(low, high)`, each of the mean's
@@ -180,7 +180,7 @@ class Predictive:
 
     @property
     def member_values(self) -> Tensor:
-        """What the mean prediction is the mean of, `[S, B, ...]`: each member's probabilities, means or quantiles."""
+        """Each member's probabilities, means or quantiles, `[S, B, ...]`."""
         return self.member_probs if self.reading.classes else self.reading.member_values(self.predictions)
 
     @property
@@ -309,7 +309,7 @@ class Predictive:
 
     @quantity
     def epistemic_variance(self) -> Tensor:
-        """How far the members lie apart: the variance of their means, `[B]` or `[B, D, ...]`."""
+        """The variance of the members' means, `[B]` or `[B, D, ...]`."""
         return self.member_means_and_variances[0].var(0, correction=0)
 
     @quantity
@@ -337,7 +337,7 @@ class Predictive:
 
         It is that of the Gaussian with the mean and variance of the members' mixture (Lakshminarayanan et al., 2017,
         section 2.4). Of quantiles it is that of the mixture itself, by default the widest between them. Of a calibrated
-        network with conformal scores it is `set(level)`, which holds the target as often as it says, whatever the
+        network with conformal scores it is `set(level)`, which holds the target as often as promised, whatever the
         distribution.
 
         >>> p = Predictive(torch.tensor([[1.0], [3.0]]), task="regression")

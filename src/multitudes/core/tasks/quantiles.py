@@ -130,7 +130,7 @@ def mixture_quantile(values: Tensor, levels: Sequence[float], level: float) -> T
 
 
 def _inverted(knots: Tensor, share: Tensor, level: float) -> Tensor:
-    """Where the mean of the S distribution functions of `knots [S, N, K]` reaches a level, `[N]`, by halving."""
+    """Find where the mean of the S distribution functions of `knots [S, N, K]` reaches a level, `[N]`, by halving."""
     start, width = knots[..., :-1], knots.diff(dim=-1)
     low, high = knots.amin((0, 2)), knots.amax((0, 2))
     for _ in range(_HALVINGS):

@@ -29,7 +29,7 @@ __all__ = ["Task"]
 
 
 class Task(ABC):
-    """What predictions `[S, B, ...]` mean. Immutable; `core.tasks.task_of` makes one from its name and settings.
+    """The meaning of predictions `[S, B, ...]`. Immutable; `core.tasks.task_of` makes one from its name and settings.
 
     A task derives from `ClassTask` or `ValueTask`, fills in the attributes below where the defaults do not fit, and
     overrides the methods that it does differently.
@@ -37,16 +37,16 @@ class Task(ABC):
 
     name: ClassVar[str]
     criteria: ClassVar[tuple[Any, ...]]
-    """The criteria that are known to be for this task, functions and classes; the default one first."""
+    """Known criteria, functions and classes; the default one first."""
     rank: ClassVar[int] = 3
-    """How many axes predictions `[S, B, ...]` have at least."""
+    """The least number of axes of predictions `[S, B, ...]`."""
     form: ClassVar[str] = "[S, B, channels, ...]"
     """The predictions' shape, for errors."""
     settings: ClassVar[tuple[str, ...]] = ()
-    """The settings that it has: `"quantiles"`, `"next_tokens"`."""
+    """The names of its settings: `"quantiles"`, `"next_tokens"`."""
 
     classes: ClassVar[bool]
-    """Whether predictions are logits of classes, and not values."""
+    """True if predictions are logits of classes, and not values."""
     class_axis: ClassVar[int | None] = None
     """The axis of classes in predictions `[B, ...]`; None where they have none."""
     quantities: ClassVar[frozenset[str]]
@@ -60,26 +60,24 @@ class Task(ABC):
     scores: ClassVar[tuple[str, ...]] = ()
     """The conformal scores of its sets and intervals (`evaluation.conformal`), the default first."""
     likelihood: ClassVar[bool] = False
-    """Whether the default criterion is minus a log-likelihood with a Laplace posterior: of a softmax where there is an
-    axis of classes, else of a sigmoid; of values Gaussian."""
+    """True if a Laplace posterior exists: the default criterion is minus the log-likelihood of a softmax where there
+    is an axis of classes, of a sigmoid for other classes, of a Gaussian for values."""
     single_logit: ClassVar[bool] = False
-    """Whether the two classes, no and yes, have one logit."""
+    """True if the two classes, no and yes, have one logit."""
     several_labels: ClassVar[bool] = False
-    """Whether each input has several targets, in dim 1, each with classes of its own."""
+    """True if each input has several targets, in dim 1, each with classes of its own."""
     per_value: ClassVar[int] = 1
-    """How many numbers a network predicts for each class or value."""
+    """The number of a network's outputs for each class or value."""
     tells_noise: ClassVar[bool] = False
-    """Whether members predict the noise of values, so that their mixture has a density."""
-    weighs_classes: ClassVar[bool] = False
-    """Whether training can weigh classes."""
+    """True if members predict the noise of values, so that their mixture has a density."""
     compared: ClassVar[bool] = False
-    """Whether the landscape's analyses of function space compare such predictions."""
+    """True if the landscape's analyses of function space compare such predictions."""
     ignored: ClassVar[int | None] = None
-    """The target of places that no metric counts."""
+    """The target that no metric counts."""
     quantiles: tuple[float, ...] | None = None
-    """The levels of quantiles, a setting."""
+    """The levels of quantiles; a setting."""
     next_tokens: bool = False
-    """Whether position t predicts the label at t + 1, a setting."""
+    """True if position t predicts the label at t + 1; a setting."""
 
     def __init__(self, **settings: Any) -> None:
         for name in self.settings:
@@ -93,20 +91,19 @@ class Task(ABC):
 
     def check_shape(self, shape: Sequence[int]) -> None:
         """Raise ValueError unless predictions `[S, B, ...]` of this shape can be read."""
-        need = None
         if len(shape) < self.rank:
-            need = f"be {self.form}"
-        elif shape[0] == 0:
-            need = "hold at least one member in dim 0"
-        if need := need or self._needs(shape):
+            need: str | None = f"be {self.form}"
+        else:
+            need = self._needs(shape) if shape[0] else "hold at least one member in dim 0"
+        if need is not None:
             raise ValueError(f"predictions of task {self.name} must {need}, got shape {list(shape)}")
 
     def _needs(self, shape: Sequence[int]) -> str | None:
-        """What a shape of enough axes lacks, for an error."""
+        """The requirement that a shape of enough axes does not meet, for an error."""
         return None
 
     def check_targets(self, predictions: Tensor, y: Tensor, values: bool = True) -> None:
-        """Raise InputError where targets `[B, ...]`, aligned, cannot be what predictions `[S, B, ...]` are trained on.
+        """Raise InputError where aligned targets `[B, ...]` do not fit predictions `[S, B, ...]`.
 
         With `values`, check as well that classes are classes, or probabilities of them.
         """
@@ -164,11 +161,11 @@ class Task(ABC):
         return criterion
 
     def knows(self, criterion: Criterion) -> bool:
-        """Whether a criterion is known to be for this task."""
+        """Return whether a criterion is known to be for this task."""
         return is_any(criterion, self.criteria)
 
     def averages_rows(self, criterion: Criterion) -> bool:
-        """Whether a criterion is known to be the mean over the rows of a batch, so that batches can be put together.
+        """Return whether a criterion is known to be the mean over rows, so that batches can be put together.
 
         >>> from multitudes.core.tasks import task_of
         >>> import torch.nn.functional as F
@@ -180,7 +177,7 @@ class Task(ABC):
         return self._is_own(criterion) and not weighs_rows and setting_of(criterion, "reduction", "mean") == "mean"
 
     def _is_own(self, criterion: Criterion) -> bool:
-        """Whether a criterion computes what the known one does; a subclass may compute anything."""
+        """Return whether a criterion is a known one itself; a subclass may compute anything."""
         own = unwrapped(criterion)
         return (type(own) if isinstance(own, nn.Module) else own) in self.criteria
 

@@ -21,7 +21,7 @@ __all__ = ["Tasked", "member_losses"]
 
 
 class Tasked(nn.Module):
-    """What a multitude knows of its task, by itself or from its `network`."""
+    """The task of a multitude, its own or that of its `network`."""
 
     network: nn.Module
     chosen_task: str | None = None
@@ -31,9 +31,9 @@ class Tasked(nn.Module):
 
     @property
     def task(self) -> str:
-        """What the predictions are of (see `Predictive`), which decides the loss.
+        """The name of the task (see `Predictive`), which decides the loss.
 
-        Until it is set it is that of the network's head, where Hugging Face's class tells one, or classification.
+        Until it is set, it is that of the network's Hugging Face head, or classification.
         """
         return self.known_task or "classification"
 
@@ -51,7 +51,7 @@ class Tasked(nn.Module):
 
     @property
     def known_task(self) -> str | None:
-        """The task that was chosen or that the network's head tells; None where predictions and targets must tell."""
+        """The task that was chosen, or that of the network's head; None where predictions and targets decide."""
         if self.chosen_task is not None or not isinstance(self.network, Tasked):
             return self.chosen_task or head_task(self.network)
         return self.network.known_task
@@ -70,7 +70,7 @@ class Tasked(nn.Module):
 
     @property
     def next_tokens(self) -> bool:
-        """Whether position t of `task="tokens"` is trained on, and scored by, the label at t + 1.
+        """True if position t of `task="tokens"` is trained on, and scored by, the label at t + 1.
 
         So it is for Hugging Face's causal language models, whose labels are the inputs themselves. Set it to False for
         labels that are shifted already, and to True for a language model of your own whose labels are not.
