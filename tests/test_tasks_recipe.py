@@ -40,7 +40,7 @@ class Counts(ValueTask):
 
 @pytest.fixture(autouse=True)
 def one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TASKS, "counts", Counts)
+    monkeypatch.setitem(TASKS, "counts", Counts())
 
 
 def networks() -> mt.Multitude:

@@ -93,7 +93,7 @@ def class_weights_of(given: Any, net: Multitude, data: Any) -> ClassWeights | No
     return ClassWeights(torch.tensor([float(number) for number in numbers]), task)
 
 
-def _weighs(task: Task | type[Task]) -> bool:
+def _weighs(task: Task) -> bool:
     """Return whether each target is one of the task's classes."""
     return task.classes and not task.several_labels
 

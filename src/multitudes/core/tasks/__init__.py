@@ -30,14 +30,14 @@ from multitudes.core.tasks.values import Regression
 
 __all__ = ["TASKS", "Criterion", "Task", "criterion_for", "one_of", "task_of", "tasks_of"]
 
-TASKS: dict[str, type[Task]] = {
-    "classification": Classification,
-    "tokens": Tokens,
-    "binary": Binary,
-    "multilabel": Multilabel,
-    "regression": Regression,
-    "gaussian": Gaussian,
-    "quantiles": Quantiles,
+TASKS: dict[str, Task] = {
+    "classification": Classification(),
+    "tokens": Tokens(),
+    "binary": Binary(),
+    "multilabel": Multilabel(),
+    "regression": Regression(),
+    "gaussian": Gaussian(),
+    "quantiles": Quantiles(),
 }
 """Every task by its name."""
 
@@ -50,7 +50,8 @@ def task_of(name: str, quantiles: Sequence[float] | None = None, next_tokens: bo
     """
     if name not in TASKS:
         raise ValueError(f"task must be one of {', '.join(TASKS)}, got {name!r}")
-    return TASKS[name](quantiles=quantiles, next_tokens=next_tokens)
+    task = TASKS[name]
+    return type(task)(quantiles=quantiles, next_tokens=next_tokens) if task.settings else task
 
 
 def tasks_of(criterion: Criterion) -> tuple[str, ...]:

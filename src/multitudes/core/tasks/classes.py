@@ -69,9 +69,6 @@ class ClassTask(Task):
         mean = (log_probs + weights.log().view(-1, *[1] * (log_probs.dim() - 1))).logsumexp(0)
         return self.logits(mean).reshape(values.shape[1:])
 
-    def _typed(self, y: Tensor, dtype: torch.dtype) -> Tensor:
-        return y.to(torch.int64 if self.class_axis is not None and not y.is_floating_point() else dtype)
-
 
 # -- one class of several ----------------------------------------------------------------------------------
 

@@ -65,6 +65,8 @@ def fitting(prediction: Tensor, y: Tensor) -> Iterator[None]:
 
 def in_one_dtype(prediction: Tensor, criterion: Any) -> tuple[Tensor, Any]:
     """Convert a prediction and a criterion's own weights to the dtype that holds both."""
+    if not isinstance(criterion, (nn.Module, partial)):
+        return prediction, criterion
     own = dict(criterion.named_buffers()) if isinstance(criterion, nn.Module) else {}
     own |= criterion.keywords if isinstance(criterion, partial) else {}
     weights = {name: t for name, t in own.items() if isinstance(t, Tensor) and t.is_floating_point()}

@@ -187,41 +187,36 @@ class Task(ABC):
         With a `weight` of each row, `[B]`, or of each target, in the shape of y, it is the mean of the targets' losses
         times their weights.
         """
-        own = self._is_own(criterion) or not isinstance(unwrapped(criterion), nn.Module)
         with nullcontext() if torch.compiler.is_compiling() else fitting(prediction, y):
             criterion, prediction, fitted = self._fitted(criterion, prediction, y)
             if weight is None:
                 return criterion(prediction, fitted)
+            own = self._is_own(criterion) or not isinstance(unwrapped(criterion), nn.Module)
             mean = weighted_mean if own else weighted_by_row
             return mean(criterion, prediction, fitted, self._fitted_weight(weight, y, fitted))
-
-    def losses(self, prediction: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss of each target by the default criterion; and its weight in the same shape, 0 where it is ignored."""
-        with fitting(prediction, y):
-            criterion, prediction, fitted = self._fitted(self.criterion, prediction, y)
-            losses, counts = target_losses(criterion, prediction, fitted)
-            return losses, counts * spread(self._fitted_weight(weight, y, fitted), losses)
 
     def validation_losses(
         self, predictions: Tensor, together: Tensor, y: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Score of each target, lower is better, and its weight, by members' predictions and by what they are together.
+        """Score of each target, lower is better, and its weight, 0 where it is ignored, in one shape.
 
-        By default the loss of their joint prediction.
+        By default it is the loss of the members' joint prediction, `together`.
         """
-        return self.losses(at_least_float32(together), y, weight)
+        with fitting(together, y):
+            criterion, prediction, fitted = self._fitted(self.criterion, at_least_float32(together), y)
+            losses, counts = target_losses(criterion, prediction, fitted)
+            return losses, counts * spread(self._fitted_weight(weight, y, fitted), losses)
 
     def _fitted(self, criterion: Criterion, prediction: Tensor, y: Tensor) -> tuple[Criterion, Tensor, Tensor]:
         """A criterion, a prediction and targets in the shapes and dtypes that torch's criteria take."""
         prediction, criterion = in_one_dtype(prediction, criterion)
         prediction, y = self._placed(prediction, self.aligned(y))
-        return criterion, prediction, self._typed(y, prediction.dtype)
+        if self.class_axis is not None and not y.is_floating_point():
+            return criterion, prediction, y.to(torch.int64)
+        return criterion, prediction, y.to(prediction.dtype) if self.classes or not y.is_floating_point() else y
 
     def _placed(self, prediction: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return prediction, y
-
-    def _typed(self, y: Tensor, dtype: torch.dtype) -> Tensor:
-        return y if y.is_floating_point() else y.to(dtype)
 
     def _fitted_weight(self, weight: Tensor, y: Tensor, fitted: Tensor) -> Tensor:
         """Weights of single targets, moved as the targets were."""

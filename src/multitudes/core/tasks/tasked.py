@@ -47,7 +47,8 @@ class Tasked(nn.Module):
         return self._reading(self.task)
 
     def _reading(self, task: str) -> Task:
-        return task_of(task, **{name: getattr(self, name) for name in task_of(task).settings})
+        reading = task_of(task)
+        return task_of(task, self.quantiles, self.next_tokens) if reading.settings else reading
 
     @property
     def known_task(self) -> str | None:
