@@ -70,7 +70,7 @@ def test_work_is_counted_where_a_layer_is_given_a_parameter() -> None:
     assert counter.get_total_flops() == 2 * 5 * 3 * 4
 
 
-@pytest.mark.parametrize("runner", ["loop", "packed", "stacked"])
+@pytest.mark.parametrize("runner", ["loop", "packed", "vmapped"])
 def test_multiply_adds_are_the_same_by_every_runner(runner: str) -> None:
     net = deep_ensemble(network(), 3)
     net.runner = runner

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Self
 
@@ -94,8 +94,13 @@ class Multitude(Tasked):
 
     network: nn.Module
 
+    @property
+    def template(self) -> nn.Module:  # type: ignore[override]
+        """The network whose class, configuration and attributes stand for the multitude's."""
+        return self.network
+
     def forget(self) -> None:
-        """Forget what running has taught (`found_anew`), which is found out again."""
+        """Clear the caches (`found_anew`), which are filled again by running."""
         self._draw_cache = DrawCache()
 
     # -- the four verbs ----------------------------------------------------------------------------------
@@ -120,7 +125,7 @@ class Multitude(Tasked):
                 return self._uncompiled(x, draws, seed, memory)
             self._look(x)
             return self._all_draws(x, draws)
-        with one_thread(self.network), input_errors(x), plain_attention():
+        with one_thread(self.network), input_errors(x), plain_attention(self.network):
             self.settle(x)
             predictions = self._all_draws(x, draws, seed, self.memory if memory is None else memory)
         return one_per_input(predictions, x)
@@ -251,7 +256,7 @@ class Multitude(Tasked):
         return drawn.transpose(0, 1).flatten(0, 1)
 
     def _look(self, x: Input) -> None:
-        if to_be_kept(self.network) or rows_to_find(self.network):
+        if to_be_kept(self.template) or rows_to_find(self.template):
             self.find_noise(x)
 
     @uncompiled
@@ -279,7 +284,7 @@ class Multitude(Tasked):
             count = self.training_draws if self.training else self.draws
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise InputError(f"draws must be a whole number, 0 for expectations, or in predict 'auto', got {count!r}")
-        layers = stochastic_layers(self.network)
+        layers = stochastic_layers(self.template)
         if not layers:
             if draws is not None and draws > 1:
                 raise InputError(f"draws={draws}: this network has no layer that draws")
@@ -300,11 +305,19 @@ class Multitude(Tasked):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            network = vars(self).get("network")
+            network = self.template if "network" in vars(self) else None
             value = None if network is None or name.startswith("_") else getattr(network, name, None)
             if value is None or callable(value):
                 raise
             return value
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave the caches out, which hold on to the network's own objects."""
+        return {key: value for key, value in vars(self).items() if key not in self.found_anew}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.forget()
 
     def train(self, mode: bool = True) -> Multitude:
         super().train(mode)
@@ -324,8 +337,8 @@ class Multitude(Tasked):
         """A table of the layers: name, class, parameters, and what the method did to each; then what it reaches."""
         rows = [
             (name or "(root)", type(layer).__name__, f"{count:,}", self.notes.get(name, ""))
-            for name, layer in self.network.named_modules()
-            if (count := sum(p.numel() for p in layer.parameters(recurse=False))) or name in self.notes
+            for name, layer, count in self._rows()
+            if count or name in self.notes
         ]
         total = sum(p.numel() for p in self.parameters())
         size = f"{self.members} member{'s' if self.members > 1 else ''}"
@@ -339,6 +352,11 @@ class Multitude(Tasked):
         ]
         reach = self.notes.get(REACH, "reaches 100 % of the parameters" if self.independent else None)
         return "\n".join(lines if reach is None else [*lines, reach])
+
+    def _rows(self) -> Iterator[tuple[str, nn.Module, int]]:
+        """The layers with their names and numbers of parameters, those of all members together."""
+        for name, layer in self.network.named_modules():
+            yield name, layer, sum(p.numel() for p in layer.parameters(recurse=False))
 
     def parameter_groups(self, lr: float, **own: float | Mapping[str, Any]) -> list[dict[str, Any]]:
         """Parameter groups for an optimizer: parameters of a given last name have a learning rate of their own.
