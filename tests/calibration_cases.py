@@ -3,7 +3,7 @@
 import torch
 
 import multitudes as mt
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.evaluation.calibrate import fit_calibration
 from tests.predictions import randn
 

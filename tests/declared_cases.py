@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from multitudes import metrics
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.metrics.declare import METRICS
 from multitudes.metrics.inputs import read_rows, read_without_target
 from tests.forecast_cases import heads

@@ -22,7 +22,7 @@ import multitudes.data
 from multitudes import Predictive, evaluate
 from multitudes.core.archives import write_arrays
 from multitudes.core.files import write_json
-from multitudes.core.gaussian import join_gaussian
+from multitudes.core.tasks.gaussian import join_gaussian
 from multitudes.data import Data, Part
 from multitudes.metrics import interval_coverage, interval_width
 from multitudes.metrics.regression_inputs import read_forecasts

@@ -9,7 +9,7 @@ import scipy.special
 import scipy.stats
 
 from multitudes import metrics
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from tests.metric_cases import logits
 
 

@@ -24,7 +24,7 @@ import uvicorn
 from PIL import Image
 
 from multitudes import data as datasets
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.data import Data
 from multitudes.serve.app import create_app
 from multitudes.serve.limits import Limits

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributions import Normal
 
 import multitudes as mt
-from multitudes.core.gaussian import beta_nll, gaussian_nll, mixture_nll, split_gaussian
+from multitudes.core.tasks.gaussian import beta_nll, gaussian_nll, mixture_nll, split_gaussian
 
 P = torch.randn(20, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
 Y = torch.randn(20, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 3

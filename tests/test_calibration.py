@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import multitudes as mt
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.evaluation.calibrate import Calibrated, calibrate, fit_calibration
 from multitudes.evaluation.conformal import conformal_scores
 from tests.calibration_cases import classifier, nll, sample, scaled

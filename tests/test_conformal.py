@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.evaluation.calibrate import fit_calibration
 from multitudes.evaluation.conformal import Conformal, ConformalScore, conformal_scores
 from tests.predictions import close, raises, randn
@@ -270,12 +270,12 @@ WRONG = [
     (lambda: conformal_scores(Predictive(torch.tensor([[1.0, 2], [2, 2]]), "regression"), torch.zeros(2), "scaled"),
      "score 'scaled' needs standard deviations above 0, got 0 at index [1]: use members that differ, "
      "task='gaussian', or 'absolute'"),
-    (lambda: scores_of_numbers(torch.zeros(4)), "target must have the means' shape [4, 1], got [4]"),
+    (lambda: scores_of_numbers(torch.zeros(4)), "target must have the shape of one member's means, [4, 1], got [4]"),
     (lambda: scores_of_numbers(torch.tensor([[0.0], [1.0], [math.nan], [0.0]])),
-     "target must hold finite numbers, got nan at index [2, 0]"),
+     "target must hold finite values, got nan at index [2, 0]"),
     (lambda: scores_of_numbers(torch.zeros(4, 1, dtype=torch.bool)),
-     "target must be a tensor of numbers, got torch.bool"),
-    (lambda: scores_of_numbers([0.0]), "target must be a tensor of numbers, got list"),
+     "target must be a tensor of real values [4, 1], got torch.bool"),
+    (lambda: scores_of_numbers([0.0]), "target must be a tensor of real values [4, 1], got list"),
     (lambda: conformal_scores(*regressor(4, "regression"), ignore=255),
      "ignore=255 is a class, and the predictions are of task regression"),
     (lambda: conformal_scores(classifier(4)[0], torch.tensor([0, 1, 8, 9])),

@@ -309,7 +309,7 @@ def test_values_in_8_bits() -> None:
 def test_the_divergence_of_gaussians_is_torchs_own() -> None:
     torch.manual_seed(0)
     got, want = (mt.Predictive(torch.randn(3, 7, 4), task="gaussian") for _ in range(2))
-    (m, v), (right, own) = (each._means_and_variances for each in (got, want))
+    (m, v), (right, own) = (each.member_means_and_variances for each in (got, want))
     normal = torch.distributions.Normal
     each = torch.distributions.kl_divergence(normal(right, own.sqrt()), normal(m, v.sqrt()))
     torch.testing.assert_close(quality._divergence(got, want), each.mean((0, 1)).double())

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import multitudes as mt
 from multitudes.core import progress
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.evaluation.predict import predict
 from tests.predictions import close, raises, randn
 

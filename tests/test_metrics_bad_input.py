@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.metrics.uncertainties import UNCERTAINTIES
 from tests.declared_cases import DECLARED, OF_FORECASTS, OF_ROWS, C, N, P, S, Y, table
 from tests.forecast_cases import heads

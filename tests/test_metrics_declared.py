@@ -17,7 +17,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat
 
 from multitudes import metrics
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.metrics.declare import METRICS
 from tests.declared_cases import (
     CASES,

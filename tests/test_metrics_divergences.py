@@ -7,7 +7,7 @@ import scipy.stats
 import torch
 
 from multitudes import metrics
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.metrics import divergences
 from tests.metric_cases import MEMBERS, logits, text_matrix, text_mean
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from multitudes import metrics
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from tests.metric_cases import MEMBERS, classes, logits, text_matrix, text_mean
 
 

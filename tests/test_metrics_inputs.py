@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from multitudes import metrics
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.evaluation.calibrate import Calibration
 from multitudes.evaluation.temperature import Temperature, Vector
 from multitudes.metrics.inputs import places, read_without_target

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.metrics import UNCERTAINTIES, OODDetection, detect, read_rows
 from tests import metric_cases
 from tests.metric_cases import changed, orders

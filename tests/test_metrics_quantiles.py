@@ -4,7 +4,7 @@ import scipy.stats
 import torch
 
 from multitudes import metrics
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from tests.forecast_cases import heads, members, points, randn, text_observed
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import multitudes as mt
 from multitudes import metrics, shift
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from tests.metric_cases import changed, classes, logits, orders, text_consistency
 
 # Sequences ------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 import torchmetrics.functional.classification
 
 from multitudes import metrics
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from tests import metric_cases
 from tests.metric_cases import classes, logits
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multitudes import metrics
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.metrics import UNCERTAINTIES, uncertainties
 from multitudes.metrics.uncertainties import OF_PROBABILITIES
 from tests import metric_cases

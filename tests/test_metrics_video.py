@@ -6,7 +6,7 @@ import torch
 
 import multitudes as mt
 from multitudes import metrics
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from tests.metric_cases import classes, logits, text_consistency
 
 

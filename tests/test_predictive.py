@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchmetrics.functional import kl_divergence
 
-from multitudes.core.predictive import VARIANCE_FLOOR, Predictive, gaussian_nll, split_gaussian
+from multitudes.core.tasks.gaussian import VARIANCE_FLOOR, gaussian_nll, split_gaussian
+from multitudes.core.tasks.predictive import Predictive
 from tests.predictions import CLASSIFICATION, MOMENTS, PER_CLASS, PER_INPUT, close, randn
 
 # Classification: against textbook computations in float64 ---------------------------------------------------

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from multitudes.core.predictive import Predictive, gaussian_nll
+from multitudes.core.tasks.gaussian import gaussian_nll
+from multitudes.core.tasks.predictive import Predictive
 from tests.predictions import CLASSIFICATION, MOMENTS, PER_CLASS, PER_INPUT, close, raises, randn
 
 # The container ----------------------------------------------------------------------------------------------

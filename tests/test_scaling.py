@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.isotonic import IsotonicRegression
 
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.evaluation.calibrate import fit_calibration
 from multitudes.evaluation.temperature import FLOOR
 from tests.calibration_cases import classifier, nll, sample, scaled

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.serve.limits import Limits
 from multitudes.serve.network import ServedNetwork
 

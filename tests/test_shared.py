@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.core.gaussian import gaussian_nll
+from multitudes.core.tasks.gaussian import gaussian_nll
 from multitudes.methods.batch_ensemble import RankOne
 from multitudes.methods.masksembles import Masked, masks
 from tests.cases import CLASSES, NETWORKS

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.gaussian import join_gaussian
 from multitudes.core.multitude import Multitude
+from multitudes.core.tasks.gaussian import join_gaussian
 from multitudes.data import Data, Part
 from multitudes.data.features import Category, Number
 from multitudes.report.columns_that_matter import important_columns, unsure_rows

@@ -19,7 +19,7 @@ import torch
 from multitudes import data as datasets
 from multitudes.core.files import write_json
 from multitudes.core.multitude import Multitude
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.data import Data, Part
 from multitudes.data.splits import spread
 from multitudes.metrics import ece, mce, nll

@@ -17,7 +17,7 @@ from torchmetrics.functional.classification import multilabel_accuracy
 from torchmetrics.functional.text import perplexity as torchmetrics_perplexity
 
 import multitudes as mt
-from multitudes.core.tasks import averaged
+from multitudes.core.tasks import task_of
 
 B, L, T, C = 40, 3, 6, 5
 X = torch.randn(B, 8, generator=torch.Generator().manual_seed(0))
@@ -116,7 +116,7 @@ def test_class_weights_may_have_another_dtype(weights: torch.dtype, dtype: torch
         net, x = mt.mc_dropout(build().to(dtype), task=task).train(), X.to(dtype)
         net.training_draws = draws
         torch.manual_seed(1)
-        z = averaged(net(x), task).detach().double()
+        z = task_of(task).averaged(net(x)).detach().double()
         if task == "tokens":
             want = F.cross_entropy(z.movedim(-1, 1), y, weight=torch.arange(1, C + 1).double())
         else:

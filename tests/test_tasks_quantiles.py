@@ -10,7 +10,7 @@ from sklearn.metrics import mean_pinball_loss
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.core.quantiles import default_levels, pinball
+from multitudes.core.tasks.quantiles import default_levels, pinball
 from multitudes.landscape.objective import Objective
 
 LEVELS = (0.1, 0.25, 0.5, 0.75, 0.9)

@@ -14,7 +14,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.core.gaussian import beta_nll
+from multitudes.core.tasks.gaussian import beta_nll
 from multitudes.training.fit import fit
 
 G = torch.Generator().manual_seed(0)

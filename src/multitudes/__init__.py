@@ -18,7 +18,8 @@ if TYPE_CHECKING:  # as `HOMES` says below, for those who read types
     from multitudes.core.draws.stochastic import Stochastic
     from multitudes.core.members import Members, fuse
     from multitudes.core.multitude import Multitude
-    from multitudes.core.predictive import Predictive, gaussian_nll
+    from multitudes.core.tasks.gaussian import gaussian_nll
+    from multitudes.core.tasks.predictive import Predictive
     from multitudes.deployment.conversion import deploy
     from multitudes.evaluation.calibrate import Calibrated, calibrate
     from multitudes.evaluation.evaluate import evaluate
@@ -110,7 +111,8 @@ HOMES = {
     "core.draws.stochastic": "Stochastic",
     "core.members": "Members fuse",
     "core.multitude": "Multitude",
-    "core.predictive": "Predictive gaussian_nll",
+    "core.tasks.gaussian": "gaussian_nll",
+    "core.tasks.predictive": "Predictive",
     "deployment.conversion": "deploy",
     "evaluation.calibrate": "Calibrated calibrate",
     "evaluation.evaluate": "evaluate",

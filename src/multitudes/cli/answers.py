@@ -16,7 +16,7 @@ from multitudes.cli.options import Common, EvaluationOptions, located, writable
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from multitudes.core.predictive import Predictive
+    from multitudes.core.tasks.predictive import Predictive
     from multitudes.study.trained import Trained
 
 __all__ = ["evaluate", "predict"]

@@ -121,7 +121,6 @@ def export(
     if common.precision == "bfloat16":
         raise ValueError("--precision bfloat16: an ONNX file is written in float32")
     writable(to, ".onnx")
-    from multitudes.storage.onnx import OUTPUTS
     from multitudes.study.exported import export as export_trained
     from multitudes.study.exported import export_inputs, tokenizer_path
     from multitudes.study.trained import Trained
@@ -129,9 +128,8 @@ def export(
     trained = Trained.read(job, "cpu", None, model_file)
     export_trained(trained, to, draws=draws, seed=common.seed or 0)
     rows = [[each.name, each.type, each.holds] for each in export_inputs(trained.data)]
-    outputs = OUTPUTS["classification" if trained.data.classes else "regression"]
     units = "" if trained.data.classes else ", in the units of the target"
     show(table(["input", "type", "what it holds"], rows, words=3))
     beside = tokenizer_path(trained.data, to)
     told = [] if beside is None else [f"Tokenizer: {beside}, which tokenizers.Tokenizer.from_file reads"]
-    show(f"Outputs: {', '.join(outputs)}{units}", *told, f"Exported: {to}")
+    show(f"Outputs: {', '.join(trained.data.network_task.outputs)}{units}", *told, f"Exported: {to}")

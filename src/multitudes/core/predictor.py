@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from multitudes.core.multitude import Multitude
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 
 __all__ = ["Predictor", "PredictorModule", "multitude_of", "predicted", "predictor"]
 

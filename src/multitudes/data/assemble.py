@@ -24,7 +24,8 @@ from multitudes.data.types import Data, Part
 
 __all__ = ["add_ood", "load"]
 
-TASKS = ("classification", "regression")
+TASKS = {"classification": True, "regression": False}
+"""Whether targets are classes, by what `task=` says."""
 OPTIONS = tuple(each.name for each in fields(Choice))
 
 
@@ -191,7 +192,9 @@ def _from_source(source: Source, name: str, wanted: _Wanted, limit: int | None) 
     every = bad.without(torch.arange(len(source)))
     if not len(every):
         raise ValueError(f"{source.name} has no row without fault: {', '.join(bad.counts())}")
-    y, classes = targets(target, source.columns[target], every, wanted.task, kind.labelled)
+    y, classes = targets(
+        target, source.columns[target], every, None if wanted.task is None else TASKS[wanted.task], kind.labelled
+    )
     groups = y if classes else torch.zeros(len(y))
     own = {part: bad.without(rows) for part, rows in source.parts.items()}
     try:

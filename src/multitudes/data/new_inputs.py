@@ -121,7 +121,7 @@ def labelled(
     every = bad.without(torch.arange(len(opened)))
     if not len(every):
         raise ValueError(f"{opened.name} has no row that can be used")
-    y, classes = targets(name, opened.columns[name], every, data.task, kind.labelled)
+    y, classes = targets(name, opened.columns[name], every, bool(data.classes), kind.labelled)
     rows = bad.without(opened.parts.get("test", every))
     encoded = bad.encode(data.encoder, columns, rows)
     if not encoded.kept:

@@ -141,18 +141,18 @@ def find_target(source: Source, target: str | None, inputs: Collection[str]) -> 
 
 
 def targets(
-    name: str, column: Column, rows: Tensor, task: str | None, labelled: bool
+    name: str, column: Column, rows: Tensor, as_classes: bool | None, labelled: bool
 ) -> tuple[Tensor, tuple[str, ...]]:
     """What to predict of all rows, `[N]`, and the names of the classes, none for regression.
 
     `rows` are those that have a target. Texts, booleans and named labels are classes; whole numbers are where the data
-    are `labelled`, or where there are few of them (`CLASSES`); all else is regression. `task` overrides this.
+    are `labelled`, or where there are few of them (`CLASSES`); all else is regression. `as_classes` overrides this.
     """
     if column.kind not in ("number", "text"):
         raise ValueError(f"target={name!r} must hold numbers or texts, got {column.kind}")
     values = column.take(rows)
     if column.kind == "text":
-        if task == "regression":
+        if as_classes is False:
             raise ValueError(f"task='regression' needs numbers to predict, but {name!r} holds texts like {values[0]!r}")
         classes = column.names or tuple(sorted(set(values)))
         if 2 * len(classes) > len(values) > CLASSES and not column.names:
@@ -165,7 +165,7 @@ def targets(
         known = values.unique()
         few = len(known) <= CLASSES and 10 * len(known) <= len(values)
         named = bool(column.names) or (column.whole and (labelled or few))
-        if task == "regression" or (task is None and not named):
+        if not (named if as_classes is None else as_classes):
             _check_spread(f"target {name!r}", values)
             return column.values.float(), ()
         classes = column.names or tuple(str(int(v)) if v.is_integer() else str(v) for v in known.tolist())

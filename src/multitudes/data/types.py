@@ -13,12 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.checks import check_choice
+from multitudes.core.tasks import Task, task_of
 from multitudes.data.features import Feature
 from multitudes.data.kinds import Encoder, Kind, kind_of_inputs
 from multitudes.data.preprocessing import NUMBERS, layout_of, mean_std
 from multitudes.data.reading import ColumnReading
 
-__all__ = ["Data", "Part"]
+__all__ = ["NETWORK_TASKS", "Data", "Part"]
+
+NETWORK_TASKS = {"classification": "classification", "regression": "gaussian"}
+"""The task of networks for data of each task: numbers are predicted with their noise."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -127,6 +131,11 @@ class Data:
     def task(self) -> str:
         """ "classification" or "regression"."""
         return "classification" if self.classes else "regression"
+
+    @property
+    def network_task(self) -> Task:
+        """The task of networks for these data: classes, or values with their noise."""
+        return task_of(NETWORK_TASKS[self.task])
 
     @property
     def shape(self) -> tuple[int, ...]:

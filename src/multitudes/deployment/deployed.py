@@ -10,7 +10,7 @@ from torch import Tensor
 
 from multitudes.core.calling import Input, InputError, input_errors, moved, one_per_input, tensors_in
 from multitudes.core.multitude import Multitude
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.deployment.engines import Engine
 from multitudes.evaluation.calibrate import Calibration
 

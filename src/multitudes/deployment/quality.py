@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from multitudes import metrics
-from multitudes.core.predictive import Predictive
-from multitudes.core.tasks import CLASSES
+from multitudes.core.tasks.predictive import Predictive
 
 __all__ = ["ACCURACY", "NLL", "VALUES", "check_quality"]
 
@@ -26,7 +25,7 @@ def check_quality(got: Predictive, want: Predictive, targets: Tensor | None) -> 
     Without targets the network's own predictions stand for them: how often the labels are the same, and the divergence
     from the network's probabilities, which is what the likelihood loses if these are right.
     """
-    measured = (_of_classes if want.task in CLASSES else _of_values)(got, want, targets)
+    measured = (_of_classes if want.reading.classes else _of_values)(got, want, targets)
     against = "its own predictions" if targets is None else "the targets"
     told = ", ".join(f"{name} {value:+.4f} (at most {most:+g})" for name, value, most in measured)
     if not all(value <= most for _, value, most in measured):
@@ -51,18 +50,19 @@ def _of_values(got: Predictive, want: Predictive, targets: Tensor | None) -> lis
     """Of the output that has lost the most, as a share of its own deviation; and what the likelihood has lost."""
     one, other = _outputs(got), _outputs(want)
     spread = other.std(0).maximum(0.01 * other.abs().mean(0)).clamp(min=1e-12)
-    if targets is None or want.task == "quantiles":
+    quantiles = want.quantiles is not None
+    if targets is None or quantiles:
         lost = (one - other).square().mean(0).sqrt()
     else:
         right = targets.to(other).reshape(other.shape)
         lost = (one - right).square().mean(0).sqrt() - (other - right).square().mean(0).sqrt()
     measured = [("RMSE / deviation", float((lost / spread).max()), VALUES)]
-    if want.task == "gaussian" and targets is None:
+    if want.reading.tells_noise and targets is None:
         measured.append(("KL", float(_divergence(got, want).max()), NLL))
-    elif want.task == "gaussian":
+    elif want.reading.tells_noise:
         nll = [-float(metrics.log_density(each, targets)) for each in (got, want)]
         measured.append(("NLL", nll[0] - nll[1], NLL))
-    elif want.task == "quantiles" and targets is not None:
+    elif quantiles and targets is not None:
         pinball = [float(metrics.pinball_loss(each, targets)) for each in (got, want)]
         measured.append(("pinball loss / deviation", (pinball[0] - pinball[1]) / float(spread.mean()), VALUES))
     return measured
@@ -70,13 +70,13 @@ def _of_values(got: Predictive, want: Predictive, targets: Tensor | None) -> lis
 
 def _outputs(p: Predictive) -> Tensor:
     """What the members predict in the mean, `[B, D]`: each quantile, or each output's mean."""
-    values = p.predictions.float().mean(0) if p.task == "quantiles" else p.mean
+    values = p.predictions.float().mean(0) if p.quantiles is not None else p.mean
     return values.double().reshape(len(values), -1)
 
 
 def _divergence(got: Predictive, want: Predictive) -> Tensor:
     """The mean divergence of each output's Gaussians, member by member, which those of the mixtures do not exceed."""
-    (mean, variance), (right, own) = (each._means_and_variances for each in (got, want))
+    (mean, variance), (right, own) = (each.member_means_and_variances for each in (got, want))
     variance, own = variance.double(), own.double()
     each = ((variance / own).log() + (own + (mean - right).double().square()) / variance - 1) / 2
     return each.reshape(each.shape[0] * each.shape[1], -1).mean(0)

@@ -19,10 +19,10 @@ from multitudes.core.batches import Batches
 from multitudes.core.calling import Input
 from multitudes.core.checks import check_count, check_number, check_seed
 from multitudes.core.multitude import Multitude
-from multitudes.core.predictive import Predictive
 from multitudes.core.predictor import PredictorModule, multitude_of
-from multitudes.core.tasks import CLASSES, check_task
-from multitudes.evaluation.conformal import SCORES, Conformal, ConformalScore, check_targets
+from multitudes.core.tasks import task_of
+from multitudes.core.tasks.predictive import Predictive
+from multitudes.evaluation.conformal import Conformal, ConformalScore, check_targets
 from multitudes.evaluation.predict import predictions
 from multitudes.evaluation.temperature import SCALINGS, Scaling
 
@@ -50,7 +50,7 @@ class Calibration:
             raise ValueError(f"predictive must be of task {self.task}, as the calibration is, got {predictive.task}")
         scaled = predictive.predictions
         if self.scaling is not None:
-            scaled = self.scaling.predictions(scaled, self.task)
+            scaled = self.scaling.predictions(scaled, predictive.reading)
         return replace(predictive, predictions=scaled, calibration=self)
 
     def log_probs(self, log_probs: Tensor) -> Tensor:
@@ -180,17 +180,6 @@ class Calibrated(PredictorModule):
 
 # -- calibrate ---------------------------------------------------------------------------------------------
 
-_CHOICES: dict[str, tuple[str | None, ...]] = {
-    "classification": ("temperature", "member_temperature", "vector", "isotonic", None),
-    "tokens": ("temperature", "member_temperature", None),
-    "binary": ("temperature", "member_temperature", None),
-    "multilabel": ("temperature", "member_temperature", None),
-    "regression": (None, "variance"),
-    "gaussian": ("variance", None),
-    "quantiles": (None,),
-}
-"""The scalings of each task, the default first."""
-
 
 @dataclass(frozen=True)
 class _Plan:
@@ -304,7 +293,7 @@ def _fitted(predictive: Predictive, target: Tensor, members: int, plan: _Plan) -
     calibration = Calibration(predictive.task, None, None)
     if plan.scaling is not None:
         part, own = predictive[for_scaling], target[for_scaling]
-        if predictive.task in CLASSES:
+        if predictive.reading.classes:
             from multitudes.metrics.inputs import read_rows  # here: a network that predicts needs no metrics
 
             rows = read_rows(part, own, plan.ignore)
@@ -329,12 +318,14 @@ def _predicted(net: Multitude, data: Any, **options: Any) -> tuple[Predictive, T
             raise ValueError(f"batch {index} of data: {len(part)} inputs have targets of shape {list(y.shape)}")
         parts.append(part.cpu())
         targets.append(y.cpu())
-    if parts and parts[0].task == "tokens":
-        parts, targets = _of_one_length(parts, targets)
+    if parts and parts[0].reading.ignored is not None:
+        parts, targets = _of_one_length(parts, targets, parts[0].reading.ignored)
     return Predictive.concat(parts), torch.cat(targets)
 
 
-def _of_one_length(parts: list[Predictive], targets: list[Tensor]) -> tuple[list[Predictive], list[Tensor]]:
+def _of_one_length(
+    parts: list[Predictive], targets: list[Tensor], ignored: int
+) -> tuple[list[Predictive], list[Tensor]]:
     """Batches of tokens whose texts were padded to lengths of their own, all padded to the longest by ignored ones."""
     longest = max(part.predictions.shape[2] for part in parts)
     padded = []
@@ -342,7 +333,7 @@ def _of_one_length(parts: list[Predictive], targets: list[Tensor]) -> tuple[list
         missing = longest - part.predictions.shape[2]
         if missing and y.dim() == 2:
             parts[index] = replace(part, predictions=F.pad(part.predictions, (0, 0, 0, missing)))
-        padded.append(F.pad(y, (0, missing), value=-100) if missing and y.dim() == 2 else y)
+        padded.append(F.pad(y, (0, missing), value=ignored) if missing and y.dim() == 2 else y)
     return parts, padded
 
 
@@ -376,9 +367,9 @@ def _planned(
     """What is to be fitted; a ValueError where something does not fit."""
     from multitudes.metrics.inputs import check_ignore
 
-    check_task(task)
-    scaling = _one_of("scaling", scaling, _CHOICES[task], task)
-    conformal = _one_of("conformal", conformal, (*SCORES[task], None), task)
+    reading = task_of(task)
+    scaling = _one_of("scaling", scaling, reading.scalings, task)
+    conformal = _one_of("conformal", conformal, (*reading.scores, None), task)
     if scaling is None and conformal is None:
         raise ValueError("scaling and conformal must not both be None: there is nothing to calibrate")
     check_number("share", share, 0, above=True, below=1)

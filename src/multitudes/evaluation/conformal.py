@@ -39,21 +39,10 @@ import torch
 from torch import Tensor
 
 from multitudes.core.checks import check_number, check_seed
-from multitudes.core.predictive import Predictive
-from multitudes.core.tasks import CLASSES
+from multitudes.core.tasks import TASKS, Task
+from multitudes.core.tasks.predictive import Predictive
 
-__all__ = ["SCORES", "Conformal", "ConformalScore", "check_targets", "conformal_scores"]
-
-SCORES = {
-    "classification": ("aps", "lac", "raps"),
-    "tokens": ("aps", "lac", "raps"),
-    "binary": ("lac", "aps"),
-    "multilabel": ("lac", "aps"),
-    "regression": ("absolute", "scaled"),
-    "gaussian": ("scaled", "absolute"),
-    "quantiles": ("cqr",),
-}
-"""The scores of each task, the default first."""
+__all__ = ["Conformal", "ConformalScore", "check_targets", "conformal_scores"]
 
 TIE = 1e-6
 """Scores of classes that are this near count as equal: rounding, which no two devices do alike, must not part them."""
@@ -77,7 +66,7 @@ class ConformalScore:
     """Whether "aps" and "raps" add a random part of the class's own probability."""
 
     def __post_init__(self) -> None:
-        names = sorted({name for choices in SCORES.values() for name in choices})
+        names = sorted({name for task in TASKS.values() for name in task.scores})
         if self.name not in names:
             raise ValueError(f"score must be one of {', '.join(names)}, got {self.name!r}")
         if isinstance(self.k_reg, bool) or not isinstance(self.k_reg, int) or self.k_reg < 0:
@@ -134,7 +123,7 @@ class Conformal:
         >>> conformal.set(p[0], 0.7), conformal.set(p[0], 0.8)  # the 7th score of 9 is 0, the 8th is 0.7
         (tensor([[ True, False, False]]), tensor([[ True,  True, False]]))
         """
-        score = _fitting(score, predictive.task)
+        score = _fitting(score, predictive.reading)
         scores = conformal_scores(predictive, target, score, ignore=ignore, seed=seed)
         scores = scores.reshape(len(scores), -1)
         known = ~scores.isnan()
@@ -157,12 +146,12 @@ class Conformal:
         """Boolean `[B, C, ...]`; of values `(low, high)`, each of the shape of `mean`."""
         check_seed(seed)
         threshold = self.threshold(level)
-        if predictive.task in CLASSES:
+        if predictive.reading.classes:
             probs = predictive.as_classes().probs
             u = _uniform(probs, seed, _FOR_SETS) if self.score.randomized else None
             found = torch.cat([self.score.of_classes(*part) <= threshold + TIE for part in _parts(probs, u)])
-            return found.movedim(1, -1) if predictive.task == "tokens" else found
-        if predictive.task == "quantiles":
+            return found.movedim(1, predictive.reading.class_axis or 1)
+        if self.score.name == "cqr":
             return _moved(*_between_quantiles(predictive), threshold, predictive.predictions)
         mean = predictive.mean.double()
         # Infinity itself, which times a standard deviation of 0 would be NaN.
@@ -181,27 +170,25 @@ def conformal_scores(
 ) -> Tensor:
     """How badly each target fits its prediction, in float64: `[B, ...]`, of values the shape of `mean`.
 
-    Targets that are `ignore` have a score of NaN. By default the score is the task's first in `SCORES`: "aps",
+    Targets that are `ignore` have a score of NaN. By default the score is the first of `Task.scores`: "aps",
     "absolute" or, for gaussian predictions, "scaled". A `seed` is for randomized scores alone.
 
     >>> p = Predictive(torch.tensor([[[0.7, 0.2, 0.1], [0.7, 0.2, 0.1]]]).log())
     >>> conformal_scores(p, torch.tensor([0, 2]), "lac"), conformal_scores(p, torch.tensor([0, 2]), "aps")
     (tensor([0.3000, 0.9000], dtype=torch.float64), tensor([0.0000, 0.9000], dtype=torch.float64))
     """
-    score = _fitting(score, predictive.task)
+    score = _fitting(score, predictive.reading)
     check_seed(seed)
     target = check_targets(predictive, target, ignore)
-    if predictive.task == "quantiles":
+    if score.name == "cqr":
         low, high = _between_quantiles(predictive)
         return torch.maximum(low - target.double(), target.double() - high)
-    if predictive.task not in CLASSES:
+    if not predictive.reading.classes:
         return (target.double() - predictive.mean.double()).abs() / _positive(score.reach(predictive))
-    from multitudes.metrics.inputs import targets_by_class  # here: a network that predicts needs no metrics
-
-    target = targets_by_class(predictive, target).long()
+    target = predictive.reading.targets_by_class(target, predictive.predictions.shape[1:]).long()
     ignored = torch.zeros_like(target, dtype=torch.bool) if ignore is None else target == ignore
-    if predictive.task == "tokens":
-        ignored |= target == -100
+    if predictive.reading.ignored is not None:
+        ignored |= target == predictive.reading.ignored
     probs = predictive.as_classes().probs
     parts = _parts(probs, _uniform(probs, seed, _FOR_SCORES) if score.randomized else None)
     own = target.masked_fill(ignored, 0).unsqueeze(1).split(len(parts[0][0]))
@@ -211,24 +198,12 @@ def conformal_scores(
 
 def check_targets(predictive: Predictive, target: Tensor, ignore: int | None = None) -> Tensor:
     """Targets on the predictions' device; a ValueError with the first bad index where they do not fit."""
-    if predictive.task in CLASSES:
-        from multitudes.metrics.inputs import read_rows
-
-        read_rows(predictive, target, ignore)
-        return target.to(predictive.predictions.device)
-    if ignore is not None:
+    if ignore is not None and not predictive.reading.classes:
         raise ValueError(f"ignore={ignore!r} is a class, and the predictions are of task {predictive.task}")
-    kind = getattr(target, "dtype", type(target).__name__)
-    if not isinstance(target, Tensor) or target.is_complex() or target.dtype == torch.bool:
-        raise ValueError(f"target must be a tensor of numbers, got {kind}")
-    mean = predictive.mean
-    if target.shape != mean.shape:
-        raise ValueError(f"target must have the means' shape {list(mean.shape)}, got {list(target.shape)}")
-    for name, values in (("target", target), ("prediction", predictive.predictions)):
-        if not bool(values.isfinite().all()):
-            index = (~values.isfinite()).nonzero()[0].tolist()
-            raise ValueError(f"{name} must hold finite numbers, got {float(values[tuple(index)])} at index {index}")
-    return target.to(mean.device)
+    from multitudes.metrics.declare import read_batch  # here: a network that predicts needs no metrics
+
+    read_batch(predictive, target, ignore=ignore)
+    return target.to(predictive.predictions.device)
 
 
 def _between_quantiles(predictive: Predictive) -> tuple[Tensor, Tensor]:
@@ -244,12 +219,12 @@ def _moved(low: Tensor, high: Tensor, by: float, like: Tensor) -> tuple[Tensor, 
     return torch.minimum(low - by, middle).to(dtype), torch.maximum(high + by, middle).to(dtype)
 
 
-def _fitting(score: ConformalScore | str | None, task: str) -> ConformalScore:
+def _fitting(score: ConformalScore | str | None, task: Task) -> ConformalScore:
     """The score that is meant, which must be one of the task's."""
     if not isinstance(score, ConformalScore):
-        score = ConformalScore(SCORES[task][0] if score is None else score)
-    if score.name not in SCORES[task]:
-        raise ValueError(f"score must be one of {', '.join(SCORES[task])} for {task}, got {score.name!r}")
+        score = ConformalScore(task.scores[0] if score is None else score)
+    if score.name not in task.scores:
+        raise ValueError(f"score must be one of {', '.join(task.scores)} for {task.name}, got {score.name!r}")
     return score
 
 

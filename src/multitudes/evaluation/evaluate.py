@@ -15,16 +15,13 @@ from torchmetrics import Metric
 from multitudes.core.batches import Batches
 from multitudes.core.calling import Input
 from multitudes.core.checks import check_count, check_seed
-from multitudes.core.predictive import Predictive
 from multitudes.core.seeding import mixed
-from multitudes.core.tasks import CLASSES
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.evaluation.predict import predictions
 from multitudes.evaluation.scores import Evaluation, Score
-from multitudes.metrics.declare import GROUPS, METRICS
-from multitudes.metrics.inputs import classes_of, places, read_rows
+from multitudes.metrics.declare import GROUPS, METRICS, read_batch
+from multitudes.metrics.inputs import places
 from multitudes.metrics.ood import OODDetection, OODTable
-from multitudes.metrics.quantile_scores import read_quantiles
-from multitudes.metrics.regression_inputs import read_forecasts
 from multitudes.metrics.robustness import mean_corruption_error, relative_mean_corruption_error
 from multitudes.shift.corruptions import CORRUPTIONS, EXTRA, corrupt
 
@@ -46,10 +43,10 @@ class _Options:
     def metrics(self, p: Predictive, groups: Sequence[str], shifted: bool) -> dict[str, Metric]:
         """The declared metrics of predictions like `p`, by the names of their scores."""
         known = {"bins": self.bins, "min_count": self.min_count, "members": p.members}
-        if p.task in CLASSES:
-            known["classes"] = classes_of(p)
-        # What keeps a number of every row would keep one of every pixel or token.
-        dense = len(places(p)) > (2 if p.task == "multilabel" else 1)
+        if p.reading.classes:
+            known["classes"] = p.reading.class_count(p.predictions.shape[1:])
+        # Metrics that keep a number of every row would keep one of every pixel or token.
+        dense = len(places(p)) > (2 if p.reading.several_labels else 1)
         return {
             each.score: each.streaming(**{name: known[name] for name in each.class_settings if name in known})
             for group in groups
@@ -60,11 +57,7 @@ class _Options:
 
     def read(self, p: Predictive, target: Tensor) -> Any:
         """What all metrics are given of one batch, read and checked once."""
-        if p.task in CLASSES:
-            return read_rows(p, target, self.ignore)
-        if p.task == "quantiles":
-            return read_quantiles(p, target, self.scale)
-        return read_forecasts(p, target, self.noise_precision, self.scale)
+        return read_batch(p, target, ignore=self.ignore, noise_precision=self.noise_precision, scale=self.scale)
 
 
 class _Pass:

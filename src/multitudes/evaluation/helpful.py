@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.evaluation.calibrate import Calibration, fit_calibration
 
 __all__ = ["FEWEST", "helpful_scaling", "log_scores", "scaling_helps"]
@@ -18,7 +18,7 @@ FEWEST = 20
 
 def helpful_scaling(predictive: Predictive, target: Tensor, members: int, seed: int = 0) -> Calibration | None:
     """The task's own scaling, fitted to held-out rows, if there are enough of them and it helps; else None."""
-    known = predictive.task in ("classification", "gaussian")
+    known = predictive.reading.scalings[0] is not None
     if not known or len(target) < FEWEST or not scaling_helps(predictive, target, members, seed):
         return None
     return fit_calibration(predictive, target, members=members, conformal=None)
@@ -39,7 +39,7 @@ def scaling_helps(predictive: Predictive, target: Tensor, members: int, seed: in
         rest = predictive[other]
         gains.append(log_scores(fitted(rest), target[other]) - log_scores(rest, target[other]))
     gain = torch.cat(gains)
-    if predictive.task != "classification":
+    if not predictive.reading.classes:
         return bool(gain.mean() > 0)
     whole = fit_calibration(predictive, target, members=members, conformal=None)
     price = float(whole.tensors["temperature"].log().square().sum()) / (2 * PRIOR**2)
@@ -49,8 +49,7 @@ def scaling_helps(predictive: Predictive, target: Tensor, members: int, seed: in
 
 def log_scores(predictive: Predictive, target: Tensor) -> Tensor:
     """The log probability, or density, of each target, `[N]`, float64."""
-    if predictive.task == "classification":
-        return predictive.log_probs.gather(1, target[:, None])[:, 0].double()
-    from multitudes.metrics.regression_inputs import read_forecasts  # here: a network that predicts needs no metrics
+    from multitudes.metrics.declare import read_batch  # here: a network that predicts needs no metrics
 
-    return read_forecasts(predictive, target).log_density.double()
+    read = read_batch(predictive, target)
+    return (read.target_log_prob if predictive.reading.classes else read.log_density).double()

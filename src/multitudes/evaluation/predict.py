@@ -15,9 +15,9 @@ from multitudes.core.checks import check_count
 from multitudes.core.draws.adaptive import answers_apart
 from multitudes.core.locking import evaluating
 from multitudes.core.multitude import Multitude
-from multitudes.core.predictive import Predictive
 from multitudes.core.predictor import Predictor, predicted, predictor
 from multitudes.core.progress import ProgressBar
+from multitudes.core.tasks.predictive import Predictive
 
 __all__ = ["predict", "predictions"]
 

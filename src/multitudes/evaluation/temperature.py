@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multitudes.core.checks import needed
-from multitudes.core.gaussian import join_gaussian, split_gaussian
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks import Task
+from multitudes.core.tasks.predictive import Predictive
+from multitudes.core.tasks.values import ValueTask
 
 __all__ = ["SCALINGS", "Isotonic", "MemberTemperature", "Scaling", "Temperature", "Variance", "Vector"]
 
@@ -53,7 +54,7 @@ class Scaling:
         """The scaling that fits these targets best."""
         raise NotImplementedError
 
-    def predictions(self, predictions: Tensor, task: str) -> Tensor:
+    def predictions(self, predictions: Tensor, task: Task) -> Tensor:
         """The members' predictions, `[S, B, ...]`, scaled."""
         return predictions
 
@@ -105,7 +106,7 @@ class MemberTemperature(Scaling):
         fitted = cls(_temperatures(predictive.member_log_probs, target, members))
         return fitted if _is_better(fitted, predictive, target) else cls(torch.ones_like(fitted.temperature))
 
-    def predictions(self, predictions: Tensor, task: str) -> Tensor:
+    def predictions(self, predictions: Tensor, task: Task) -> Tensor:
         members = len(self.temperature)
         if len(predictions) % members:
             raise ValueError(f"predictions must be as many of each of the {members} members, got {len(predictions)}")
@@ -203,12 +204,10 @@ class Variance(Scaling):
         factor = ((target.double() - predictive.mean.double()).square() / variance).mean()
         return cls(factor.clamp(min=LEAST_FACTOR))
 
-    def predictions(self, predictions: Tensor, task: str) -> Tensor:
+    def predictions(self, predictions: Tensor, task: Task) -> Tensor:
         factor = self.factor.to(predictions.device, torch.promote_types(predictions.dtype, torch.float32))
-        if task == "regression":
-            return _stretched(predictions.to(factor.dtype), factor)
-        means, variances = split_gaussian(predictions, dim=2)
-        return join_gaussian(_stretched(means, factor), factor * variances, dim=2)
+        assert isinstance(task, ValueTask)
+        return task.stretched(predictions, factor)
 
 
 SCALINGS: dict[str, type[Scaling]] = {
@@ -242,7 +241,7 @@ def _temperatures(logits: Tensor, target: Tensor, members: int) -> Tensor:
 def _is_better(scaling: Scaling, predictive: Predictive, target: Tensor) -> bool:
     """Whether predictions have a lower NLL once they are scaled, by more than float32 rounds."""
     before = -predictive.log_probs
-    scaled = replace(predictive, predictions=scaling.predictions(predictive.predictions, predictive.task))
+    scaled = replace(predictive, predictions=scaling.predictions(predictive.predictions, predictive.reading))
     after = -scaling.log_probs(scaled.log_probs)
     gain = (before.double() - after.double()).gather(1, target[:, None]).mean()
     return bool(gain > 1e-7 * before.gather(1, target[:, None]).double().mean())  # never where it is NaN
@@ -295,9 +294,3 @@ def _interpolated(x: Tensor, knots: Tensor, heights: Tensor) -> Tensor:
     low, high = knots.gather(1, left), knots.gather(1, right)
     share = ((x - low) / (high - low).clamp(min=torch.finfo(x.dtype).tiny)).clamp(0, 1)
     return torch.lerp(heights.gather(1, left), heights.gather(1, right), share)
-
-
-def _stretched(values: Tensor, factor: Tensor) -> Tensor:
-    """Values `[S, ...]` with `factor` times their variance over S, and the same mean."""
-    mean = values.mean(0)
-    return mean + factor.sqrt() * (values - mean)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from multitudes.core.checks import check_count, check_seed, needed
 from multitudes.core.files import replacing
 from multitudes.core.multitude import Multitude
+from multitudes.core.tasks import task_of
 from multitudes.landscape.accuracy_diversity import DiversityPlane, diversity_plane
 from multitudes.landscape.function_space import FunctionMap, Similarity, function_map, similarity
 from multitudes.landscape.hessian import HessianSpectrum, hessian_spectrum
@@ -142,7 +143,7 @@ def _different(networks: Iterable[nn.Module]) -> list[nn.Module]:
 
 def _of_task(network: nn.Module, task: str) -> nn.Module:
     """A network whose loss is that of the task."""
-    if task == "classification":
+    if task_of(task).classes:
         return network
     net = Multitude(network)
     net.task = task
@@ -151,7 +152,7 @@ def _of_task(network: nn.Module, task: str) -> nn.Module:
 
 def _above_chance(found: Solutions) -> bool:
     """Whether the first solution classifies better than chance; else the diversity of the others has no limits."""
-    if found.task != "classification":
+    if not found.predictive.reading.classes:
         return False
     first = found.predictive.predictions[0]
     right = (first.argmax(1) == found.classes()).double().mean()

@@ -190,7 +190,7 @@ def loss_variance(
     >>> -1.2 < law.exponent < -0.8
     True
     """
-    if not isinstance(net, Multitude) or not stochastic_layers(net.network) or net.task != "classification":
+    if not isinstance(net, Multitude) or not stochastic_layers(net.network) or net.reading.class_axis != 1:
         raise ValueError(f"net must be a multitude that draws, for classification, got a {type(net).__name__}")
     check_seed(seed)
     if len(set(sizes)) < 2 or max(check_count("sizes", size) for size in sizes) > check_count("draws", draws) // 2:

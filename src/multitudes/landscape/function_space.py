@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.checks import check_number, check_seed, needed
-from multitudes.core.gaussian import split_gaussian
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.landscape.figures import SCALE, add_points, figure, subplots
 from multitudes.landscape.solutions import Labelled, read_solutions
 from multitudes.metrics.divergences import pairwise_js
@@ -101,7 +100,7 @@ def similarity(
     """
     read = read_solutions(solutions, data, model=model, draws=draws, seed=seed)
     cosines = _cosines(read.networks)
-    if read.task != "classification":
+    if not read.predictive.reading.classes:
         return ValueSimilarity(read.labels, read.runs, read.kinds, cosines, *_apart(read.predictive))
     return Similarity(
         read.labels,
@@ -115,10 +114,8 @@ def similarity(
 
 def _apart(predictive: Predictive) -> tuple[Tensor, Tensor]:
     """How far numbers lie apart, `[S, S]`: the root mean square difference of means, and the symmetric divergence."""
-    if predictive.task == "gaussian":
-        means, variances = (part.double().flatten(1) for part in split_gaussian(predictive.predictions, dim=2))
-    else:
-        means = predictive.predictions.double().flatten(1)
+    means, variances = (part.double().flatten(1) for part in predictive.member_means_and_variances)
+    if not predictive.reading.tells_noise:
         variances = torch.full_like(means, torch.nan)
     squares = (means[:, None] - means).square()
     ratio = variances[:, None] / variances
@@ -186,6 +183,5 @@ def function_map(
     if perplexity >= len(read):
         raise ValueError(f"perplexity must be below the number of solutions, {len(read)}, got {perplexity:g}")
     tsne = manifold.TSNE(perplexity=perplexity, init="pca", random_state=seed % 2**32)
-    answers = read.predictive.member_probs if read.task == "classification" else read.predictive.member_values
-    points = tsne.fit_transform(answers.flatten(1).numpy())  # [S, N * C * ...]
+    points = tsne.fit_transform(read.predictive.member_values.flatten(1).numpy())  # [S, N * C * ...]
     return FunctionMap(read.labels, read.runs, read.kinds, torch.from_numpy(points))

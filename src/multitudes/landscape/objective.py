@@ -19,7 +19,6 @@ from multitudes.core.lending import lent
 from multitudes.core.locking import evaluating
 from multitudes.core.multitude import Criterion, Multitude, plain
 from multitudes.core.seeding import mixed, seeded
-from multitudes.core.tasks import averaged
 from multitudes.landscape.targets import count_targets, task_and_criterion, with_targets
 
 __all__ = ["Objective", "flattened", "unit_direction"]
@@ -126,7 +125,7 @@ class Objective:
             with lent(network, {place: placed[id(p)] for place, p in places.items() if id(p) in placed}):
                 predictions = network(x, **options)
             by_member = predictions.unflatten(0, (network.members, -1))
-            losses = torch.stack([_scalar(criterion(averaged(drawn, network.task), y)) for drawn in by_member])
+            losses = torch.stack([_scalar(criterion(network.reading.averaged(drawn), y)) for drawn in by_member])
             return losses.sum() if network.independent else losses.mean()
 
     def split(self, vector: Tensor) -> dict[str, Tensor]:

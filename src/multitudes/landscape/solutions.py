@@ -27,15 +27,13 @@ from multitudes.core.checks import check_count, check_seed
 from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.multitude import Multitude, plain
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks import TASKS
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.evaluation.predict import predict
 from multitudes.methods.subspace import KINDS, Around, Subspace, subspace
 from multitudes.training.recorder import Checkpoints, Recorder, State, Trajectory
 
 __all__ = ["Solutions", "last_checkpoint", "read_solutions", "subspaces", "trajectory_of"]
-
-TASKS = ("classification", "regression", "gaussian")
-"""What solutions can be compared for."""
 
 CachedInputs = list[tuple[Any, None]]
 """Batches of inputs, cached, so that all solutions see the same ones in the same order."""
@@ -91,7 +89,7 @@ class Solutions(Labelled):
 
     def classes(self) -> Tensor:
         """The target, or an error where the data has none, or numbers are predicted."""
-        if self.task != "classification":
+        if not self.predictive.reading.classes:
             raise ValueError(f"solutions must classify, got predictions of task {self.task}")
         if self.target is None:
             raise ValueError("data must hold the true classes, as (x, y) or batches of them, got inputs alone")
@@ -252,9 +250,10 @@ def _found(solutions: Any, model: nn.Module | None) -> Iterator[tuple[str, str, 
 def _alone(network: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
     """Each member by itself, what to add to the name of its run, and the task that is known of it."""
     net = network if isinstance(network, Multitude) else Multitude(network)
-    if net.task not in TASKS:
+    if not net.reading.compared:
         kind = "multitude" if net is network else "network"
-        raise ValueError(f"solutions must be of task {', '.join(TASKS)}, got a {kind} of task {net.task}")
+        known = ", ".join(name for name, task in TASKS.items() if task.compared)
+        raise ValueError(f"solutions must be of task {known}, got a {kind} of task {net.task}")
     if isinstance(network, Multitude):
         own_run = network.independent and network.members > 1
         for index in range(network.members):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from multitudes.core.batches import Batches
 from multitudes.core.calling import Input, tensors_in
 from multitudes.core.multitude import Criterion, Multitude
-from multitudes.core.targets import check_clear
-from multitudes.core.tasks import TASKS, loss_of, one_of, shifted_targets, tasks_of
+from multitudes.core.tasks import TASKS, Task, one_of, task_of, tasks_of
+from multitudes.core.tasks.classes import check_clear
 
 __all__ = ["count_targets", "shuffled", "task_and_criterion", "with_targets"]
 
@@ -23,28 +23,26 @@ class TaskLoss:
     """The loss of predictions by a known criterion of a task, as `net.loss` computes it."""
 
     criterion: Criterion
-    task: str
+    task: Task
     known: bool = True
-    """Whether the task was chosen, or told by the network; else targets must tell that it classifies."""
-    quantiles: tuple[float, ...] | None = None
-    next_tokens: bool = False
+    """Whether the task was chosen, or follows from the network; else targets must tell that it classifies."""
 
     def __call__(self, prediction: Tensor, y: Tensor) -> Tensor:
         """Predictions `[B, ...]`, targets `[B, ...]` -> their mean loss."""
         if not self.known:
             check_clear(prediction.unsqueeze(0), y)
-        return loss_of(self.criterion, prediction, y, self.task, self.quantiles, self.next_tokens)
+        return self.task.loss(self.criterion, prediction, y)
 
     def __repr__(self) -> str:
         criterion = getattr(self.criterion, "__qualname__", repr(self.criterion))
-        return f"{criterion} of {self.task}, {self.quantiles}, {self.next_tokens}"  # the same in every process
+        return f"{criterion} of {self.task}"  # the same in every process
 
 
 def count_targets(criterion: Criterion, y: Tensor) -> int:
     """How many targets a mean loss is over, those that cross entropy ignores left out."""
     if not isinstance(criterion, TaskLoss) or criterion.criterion is not F.cross_entropy or y.is_floating_point():
         return y.numel()
-    return int(((shifted_targets(y) if criterion.next_tokens else y) != -100).sum())
+    return int((criterion.task.aligned(y) != -100).sum())
 
 
 def task_and_criterion(
@@ -78,9 +76,8 @@ def task_and_criterion(
         )
     if criterion is not None and not known:
         return task, criterion
-    own = TASKS[task] if criterion is None else criterion
-    shifted = task == "tokens" and net.next_tokens
-    return task, TaskLoss(own, task, chosen is not None, net.quantiles, shifted)
+    own = task_of(task, net.quantiles, net.next_tokens)
+    return task, TaskLoss(own.criterion if criterion is None else criterion, own, chosen is not None)
 
 
 def with_targets(data: Any, device: torch.device) -> list[tuple[Input, Tensor]]:

@@ -20,7 +20,7 @@ from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import Draw, drawing, expecting, stochastic_layers
 from multitudes.core.multitude import Criterion, Multitude, plain
 from multitudes.core.seeding import mixed, seeded
-from multitudes.core.tasks import CLASSES, averaged
+from multitudes.core.tasks import task_of
 from multitudes.landscape.fused import Fused, settings_at_once
 from multitudes.landscape.targets import count_targets, task_and_criterion, with_targets
 from multitudes.training.batchnorm import norms, statistics
@@ -128,6 +128,7 @@ class WeightScorer:
     ) -> None:
         self.model = copied(single_network(network)).eval().requires_grad_(False)
         self.task, self.criterion = task_and_criterion(network, criterion, averages=draws > 1)
+        self.reading = task_of(self.task)
         self.device = next(iter(weights_of(self.model).values())).device
         self.batches = with_targets(data, self.device)
         self.norm_data: Batches | None = None
@@ -135,7 +136,7 @@ class WeightScorer:
             self.norm_data = Batches(list(Batches(batch_norm).on(self.device)))
         if at_once is not None:
             check_count("at_once", at_once)
-        self.classes = self._check_targets(criterion is None and self.task == "classification")
+        self.classes = self._check_targets(criterion is None and self.reading.class_axis == 1)
         self.at_once = at_once or settings_at_once(self.model, self.batches[0][0])
         self.references: list[list[Tensor]] = []
         self._fused: Fused | None = None
@@ -203,7 +204,7 @@ class WeightScorer:
                 draw.index = torch.tensor(number)
                 with drawing(stochastic_layers(self.model), draw), seeded(mixed(noise.seed, number)):
                     answers.append(call_with(self.model, state, x))
-            return averaged(torch.stack(answers), self.task)
+            return self.reading.averaged(torch.stack(answers))
 
     def _scores(self, answers: Iterable[Tensor]) -> Scores:
         """The scores of K settings, from their answers `[K, B, ...]` to each batch."""
@@ -212,7 +213,7 @@ class WeightScorer:
         agree: Any = 0
         weight = counted = total = 0
         for index, ((_, y), answer) in enumerate(zip(self.batches, answers, strict=True)):
-            number = count_targets(self.criterion, y) if self.classes or self.task in CLASSES else len(y)
+            number = count_targets(self.criterion, y) if self.classes or self.reading.classes else len(y)
             if number:  # the mean over nothing is not a number
                 loss = loss + torch.stack([self.criterion(one, y) for one in answer]).double().cpu() * number
             weight += number
@@ -231,7 +232,7 @@ class WeightScorer:
         x, y = self.batches[0]
         with torch.no_grad():
             answer = self._answer({}, x, None)
-            classes = self.task == "classification" and not y.is_floating_point() and answer.dim() == y.dim() + 1
+            classes = self.reading.class_axis == 1 and not y.is_floating_point() and answer.dim() == y.dim() + 1
             classes = classes and answer.shape[1] > 1
             if cross_entropy and not classes and not _are_probabilities(y, answer):
                 raise ValueError(

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import Input
 from multitudes.core.checks import check_count, check_number
-from multitudes.core.predictive import Predictive
 from multitudes.core.predictor import Predictor, PredictorModule, predicted, predictor
-from multitudes.core.tasks import averaged
+from multitudes.core.tasks.predictive import Predictive
 
 
 class Stream(PredictorModule):
@@ -53,7 +52,7 @@ class Stream(PredictorModule):
         self._recent.appendleft(now)
         ages = torch.arange(len(self._recent), dtype=torch.float64)
         weights = torch.softmax(-self.decay * ages, 0)
-        joined = averaged(torch.stack(list(self._recent)), answer.task, weights).unsqueeze(0)
+        joined = answer.reading.averaged(torch.stack(list(self._recent)), weights).unsqueeze(0)
         return replace(answer, predictions=joined, draws=None, calibration=None)
 
     predict = forward  # so that `mt.predict(stream, frames)` goes through a whole stream

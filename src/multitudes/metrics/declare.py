@@ -31,8 +31,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from multitudes.core.checks import check_count
-from multitudes.core.predictive import Predictive
-from multitudes.core.tasks import CLASSES
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.metrics.inputs import places, read_rows, read_without_target
 from multitudes.metrics.streaming import KeptMetric, StreamingMetric, SumsMetric, mean_of
 
@@ -69,6 +68,10 @@ RANKS: dict[str, Better] = {}
 """Which scores are better, by name: that of the function, and that in an evaluation."""
 
 
+KINDS: dict[str, Kind] = {}
+"""The kinds of metrics by name, by which tasks list those that apply."""
+
+
 @dataclass(frozen=True)
 class Kind:
     """What metrics of one kind are given."""
@@ -76,19 +79,30 @@ class Kind:
     name: str
     read: Callable[..., Any]
     """From a batch to what updates take; parameters whose type has a check are settings."""
-    fits: Callable[[Predictive, float | None], bool] = lambda p, noise_precision: False
-    """Whether `evaluate` computes such metrics of these predictions, given the precision of the noise."""
+    allows: Callable[[Predictive, float | None], bool] = lambda p, noise_precision: True
+    """Whether predictions of a task that has such metrics allow them, given the precision of the noise."""
+
+    def __post_init__(self) -> None:
+        KINDS[self.name] = self
+
+    def fits(self, p: Predictive, noise_precision: float | None) -> bool:
+        """Whether `evaluate` computes such metrics of these predictions."""
+        return self.name in p.reading.metrics and self.allows(p, noise_precision)
 
 
-CLASSIFICATION = Kind("classification", read_rows, lambda p, _: p.task in CLASSES)
-BY_CLASS = Kind("by class", read_rows, lambda p, _: p.task in CLASSES and p.task != "tokens")
-"""Of few classes: a vocabulary has too many to count each."""
-SEGMENTATION = Kind(
-    "segmentation", read_rows, lambda p, _: p.task in ("classification", "binary") and len(places(p)) > 1
-)
-YES_OR_NO = Kind("yes or no", read_rows, lambda p, _: p.task in ("binary", "multilabel"))
-TOKENS = Kind("tokens", read_rows, lambda p, _: p.task == "tokens")
-TARGETLESS = Kind("targetless", read_without_target, CLASSIFICATION.fits)
+CLASSIFICATION = Kind("classification", read_rows)
+BY_CLASS = Kind("by class", read_rows)
+"""For few classes: a vocabulary has too many to count each."""
+SEGMENTATION = Kind("segmentation", read_rows, lambda p, _: len(places(p)) > 1)
+YES_OR_NO = Kind("yes or no", read_rows)
+TOKENS = Kind("tokens", read_rows)
+TARGETLESS = Kind("targetless", read_without_target)
+
+
+def read_batch(p: Predictive, target: Tensor, **settings: Any) -> Any:
+    """Predictions and targets, read and checked once for all metrics of their task, with the reader's own settings."""
+    read = KINDS[p.reading.metrics[0]].read
+    return read(p, target, **_given(read, settings))
 
 
 # Declarations -------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.metrics.declare import NEITHER, TARGETLESS, metric
 from multitudes.metrics.diversity import over_pairs
 from multitudes.metrics.inputs import Rows

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from multitudes.core.predictive import Predictive
-from multitudes.core.tasks import CLASSES, shifted_targets
+from multitudes.core.tasks import TASKS, Task
+from multitudes.core.tasks.predictive import Predictive
 
 __all__ = ["Rows", "read_rows"]
 
@@ -122,11 +122,14 @@ def read_rows(prediction: Prediction, target: Tensor | None = None, ignore: Igno
         if target is not None:
             raise ValueError(f"target must be left out where prediction is {prediction!r}, which has its targets")
         return _without(prediction, ignore)
-    task, ignored = "classification", [] if ignore is None else [ignore]
+    task, several, ignored = "classification", False, [] if ignore is None else [ignore]
     if isinstance(prediction, Predictive):
         task = _check_task(prediction)
-        ignored += [-100] if task == "tokens" else []
-        prediction, target = prediction.as_classes(), targets_by_class(prediction, target)
+        ignored += [] if prediction.reading.ignored is None else [prediction.reading.ignored]
+        several = prediction.reading.several_labels
+        if isinstance(target, Tensor):
+            target = prediction.reading.targets_by_class(target, prediction.predictions.shape[1:])
+        prediction = prediction.as_classes()
     shape = _check_prediction(prediction)
     classes = shape.pop(1)
     target = _check_target(target, shape, classes, ignored)
@@ -143,31 +146,12 @@ def read_rows(prediction: Prediction, target: Tensor | None = None, ignore: Igno
     if predictive is None:
         probs = probs.clamp(max=1)  # the mean of several softmaxes may round to a little more
     column = None
-    if task == "multilabel":
+    if several:
         column = torch.arange(shape[1], device=probs.device).view(-1, *[1] * (len(shape) - 2)).expand(shape).flatten()
     rows = Rows(probs, target.to(probs.device).reshape(-1), predictive, task, column)
     for label in ignored:
         rows = _without(rows, label)
     return rows
-
-
-def targets_by_class(prediction: Predictive, target: Any) -> Any:
-    """Targets of a task of classes as those of `prediction.as_classes()`: one class for each of `places(prediction)`.
-
-    Of a causal language model they are shifted by one position; a yes or no may be 0 or 1 of any type, and have the
-    single channel that the predictions have.
-    """
-    if not isinstance(target, Tensor):
-        return target
-    if prediction.task == "tokens" and prediction.next_tokens:
-        return shifted_targets(target)
-    if prediction.task in ("binary", "multilabel"):
-        if prediction.task == "binary" and target.shape == prediction.predictions.shape[1:]:
-            target = target.reshape(places(prediction))
-        if target.is_floating_point() and bool((target == target.round()).all()):
-            return target.long()
-        return target.long() if target.dtype == torch.bool else target
-    return target
 
 
 def read_without_target(prediction: Prediction, target: Tensor | None = None, ignore: Ignore = None) -> Rows:
@@ -188,15 +172,10 @@ def places(prediction: Prediction) -> torch.Size:
     """What has a prediction of its own, in the shape `[B, ...]`; of rows `[N]`."""
     if isinstance(prediction, Rows):
         return prediction.target.shape
-    shape = prediction.predictions.shape[1:] if isinstance(prediction, Predictive) else prediction.shape
-    task = prediction.task if isinstance(prediction, Predictive) else "classification"
-    return {"tokens": shape[:-1], "multilabel": shape}.get(task, shape[:1] + shape[2:])
-
-
-def classes_of(prediction: Predictive) -> int:
-    """How many classes there are for each of `places(prediction)`."""
-    shape = prediction.predictions.shape
-    return {"classification": shape[2], "tokens": shape[-1]}.get(prediction.task, 2) if len(shape) > 2 else 2
+    if isinstance(prediction, Predictive):
+        reading: Task = prediction.reading
+        return reading.places(prediction.predictions.shape[1:])
+    return prediction.shape[:1] + prediction.shape[2:]
 
 
 def _without(rows: Rows, ignore: int | None) -> Rows:
@@ -238,9 +217,10 @@ def kind_of(value: Any) -> str:
 
 
 def _check_task(prediction: Predictive) -> str:
-    if prediction.task not in CLASSES:
+    if not prediction.reading.classes:
+        of_classes = [name for name, task in TASKS.items() if task.classes]
         raise ValueError(
-            f"prediction must be of task {', '.join(CLASSES[:-1])} or {CLASSES[-1]}, got a Predictive of task "
+            f"prediction must be of task {', '.join(of_classes[:-1])} or {of_classes[-1]}, got a Predictive of task "
             f"{prediction.task}"
         )
     return prediction.task

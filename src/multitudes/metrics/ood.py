@@ -19,7 +19,7 @@ from multitudes.core.checks import check_number
 from multitudes.metrics.declare import HIGHER, LOWER, ranked
 from multitudes.metrics.inputs import Prediction, Rows, check_mask, kind_of, places, read_without_target
 from multitudes.metrics.streaming import KeptMetric
-from multitudes.metrics.uncertainties import OF_PROBABILITIES, UNCERTAINTIES
+from multitudes.metrics.uncertainties import OF_PROBABILITIES, UNCERTAINTIES, has_logits
 
 __all__ = ["Detection", "OODDetection", "OODTable", "aupr", "auroc", "detect", "fpr_at_recall"]
 
@@ -160,7 +160,7 @@ def detect_update(rows: Rows, outside: bool | Tensor, uncertainties: Sequence[st
     columns = []
     for name in UNCERTAINTIES if uncertainties is None else uncertainties:
         missing = rows.predictive is None and name not in OF_PROBABILITIES
-        missing = missing or (name == "max_logit" and rows.task in ("binary", "multilabel"))
+        missing = missing or (name == "max_logit" and not has_logits(rows))
         if uncertainties is None and missing:
             columns.append(torch.full_like(rows.confidence, torch.nan))
         else:

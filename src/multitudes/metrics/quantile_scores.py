@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.metrics.declare import LOWER, NEITHER, Kind, metric
 from multitudes.metrics.inputs import check_finite
 from multitudes.metrics.regression_inputs import Scale, check_scale, check_values
@@ -68,7 +68,7 @@ def read_quantiles(
         if target is not None or scale != 1:
             raise ValueError("target and scale must be left out where prediction holds quantiles that were read before")
         return prediction
-    if not isinstance(prediction, Predictive) or prediction.task != "quantiles":
+    if not isinstance(prediction, Predictive) or QUANTILES.name not in prediction.reading.metrics:
         kind = prediction.task if isinstance(prediction, Predictive) else type(prediction).__name__
         raise ValueError(f"prediction must be a Predictive of task quantiles, got {kind}")
     check_finite("prediction", prediction.predictions)
@@ -77,16 +77,12 @@ def read_quantiles(
     return QuantileRows(prediction, values.flatten() * scale, scale)
 
 
-def _is_of(p: Predictive) -> bool:
-    return p.task == "quantiles"
-
-
 def _has_intervals(p: Predictive) -> bool:
     return p.quantiles is not None and p.quantiles[0] < 0.5 < p.quantiles[-1]
 
 
-QUANTILES = Kind("quantiles", read_quantiles, lambda p, _: _is_of(p))
-QUANTILE_INTERVALS = Kind("quantile intervals", read_quantiles, lambda p, _: _is_of(p) and _has_intervals(p))
+QUANTILES = Kind("quantiles", read_quantiles)
+QUANTILE_INTERVALS = Kind("quantile intervals", read_quantiles, lambda p, _: _has_intervals(p))
 
 
 @metric("PinballLoss", better=LOWER, kind=QUANTILES, group="scores", score="pinball", shifted=True)

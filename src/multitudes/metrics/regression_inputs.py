@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from multitudes.core.checks import check_number
-from multitudes.core.predictive import Predictive, split_gaussian
+from multitudes.core.tasks import TASKS
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.metrics.declare import Kind
 from multitudes.metrics.inputs import check_finite
 
@@ -155,17 +156,20 @@ def _conformal(prediction: Predictive, scale: float, level: float) -> tuple[Tens
 def _members(prediction: Predictive | Tensor, noise_precision: float | None) -> tuple[Tensor, Tensor]:
     """Each member's means and variances, `[S, B, ...]` in float64."""
     if isinstance(prediction, Predictive):
-        if prediction.task not in ("regression", "gaussian"):
-            raise ValueError(f"prediction must be of task regression or gaussian, got one of task {prediction.task}")
-        if prediction.task == "gaussian" and noise_precision is not None:
+        reading = prediction.reading
+        if REGRESSION.name not in reading.metrics:
+            known = " or ".join(name for name, task in TASKS.items() if REGRESSION.name in task.metrics)
+            raise ValueError(f"prediction must be of task {known}, got one of task {prediction.task}")
+        if reading.tells_noise and noise_precision is not None:
             raise ValueError(
-                "noise_precision must be left out for task gaussian, whose members predict their variance, "
+                f"noise_precision must be left out for task {reading.name}, whose members predict their variance, "
                 f"got {noise_precision}"
             )
         check_finite("prediction", prediction.predictions)
         values = prediction.predictions.detach().double()
-        if prediction.task == "gaussian":
-            return split_gaussian(values, dim=2)
+        if noise_precision is None:
+            means, variances = reading.means_and_variances(values)
+            return means, variances
     else:
         if not isinstance(prediction, Tensor) or not prediction.is_floating_point():
             kind = getattr(prediction, "dtype", type(prediction).__name__)
@@ -252,10 +256,10 @@ def check_values(target: Tensor | None, shape: list[int], device: torch.device) 
 
 # Kinds --------------------------------------------------------------------------------------------------
 
-REGRESSION = Kind("regression", read_forecasts, lambda p, _: p.task in ("regression", "gaussian"))
-INTERVALS = Kind("intervals", read_intervals, REGRESSION.fits)
+REGRESSION = Kind("regression", read_forecasts)
+INTERVALS = Kind("intervals", read_intervals)
 DENSITY = Kind(  # points have none
     "density",
     read_forecasts,
-    lambda p, noise_precision: REGRESSION.fits(p, None) and (p.task == "gaussian" or noise_precision is not None),
+    lambda p, noise_precision: p.reading.tells_noise or noise_precision is not None,
 )

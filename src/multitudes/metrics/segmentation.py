@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_confusion_matrix
 
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.metrics.declare import HIGHER, NEITHER, SEGMENTATION, metric
 from multitudes.metrics.inputs import Rows, check_mask, places, read_without_target
 from multitudes.metrics.streaming import SumsMetric, mean_of, total_of

@@ -30,7 +30,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from multitudes.metrics.inputs import Prediction, read_without_target
+from multitudes.core.tasks import task_of
+from multitudes.metrics.inputs import Prediction, Rows, read_without_target
 
 __all__ = ["UNCERTAINTIES"]
 
@@ -83,9 +84,14 @@ def disagreement(prediction: Prediction) -> Tensor:
 def max_logit(prediction: Prediction) -> Tensor:
     """Minus the largest of the members' mean logits, `[N]`; a yes or no has one logit, and so none."""
     rows = read_without_target(prediction)
-    if rows.task in ("binary", "multilabel"):
+    if not has_logits(rows):
         raise ValueError(f"max_logit needs the logits of several classes, got predictions of task {rows.task}")
     return -rows.members("max_logit").max_logit
+
+
+def has_logits(rows: Rows) -> bool:
+    """Whether rows come from a task with a logit for each of several classes."""
+    return "max_logit" in task_of(rows.task).quantities
 
 
 def energy(prediction: Prediction) -> Tensor:

@@ -13,6 +13,7 @@ from multitudes.landscape.accuracy_diversity import lower_limit, normalised, upp
 from multitudes.report.chart import Axis, Series, View
 from multitudes.report.field import Field
 from multitudes.report.results import Results
+from multitudes.study.rows import TARGETS
 
 __all__ = ["diversity", "function_map", "loss_landscape"]
 
@@ -37,7 +38,7 @@ def diversity(results: Results) -> dict[str, Any]:
     series: list[Series] = []
     references: list[float] = []
     faultless = 0
-    for at, method in enumerate(results.methods if results.task == "classification" else []):
+    for at, method in enumerate(results.methods if TARGETS[results.task].classes else []):
         groups = _groups(_members(results, method))
         points = [
             (name, *_point(labels, group[0][1], target)) for group in groups for name, labels, target in group[1:]

@@ -20,7 +20,7 @@ from multitudes.report.style import HIGHLIGHTED
 from multitudes.study.balance import imbalance
 from multitudes.study.leaderboard import leaderboard
 from multitudes.study.recommendation import Recommendation, recommend
-from multitudes.study.rows import Row
+from multitudes.study.rows import TARGETS, Row
 from multitudes.study.store import WRITTEN_AGAIN, Job, Run
 
 __all__ = ["Outcome", "Results", "mean_spread", "read_results"]
@@ -183,7 +183,7 @@ def read_results(directory: str | Path) -> Results:
         why = "".join(f"; {reason}" for reason in reasons[:2]) + (f"; and {len(reasons) - 2} more" * (len(reasons) > 2))
         raise ValueError(f"there is nothing to report in {str(run.directory)!r}: none of its jobs is done{why}")
     about = run.about
-    if about is None or about.get("task") not in ("classification", "regression"):
+    if about is None or about.get("task") not in TARGETS:
         what = "it is missing" if about is None else f"it names the task {about.get('task')!r}"
         raise DamagedError(run.about_path, f"{what}; {WRITTEN_AGAIN}")
     if outcomes[0].config.get("data", {}).get("fingerprint") not in (

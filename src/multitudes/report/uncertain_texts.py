@@ -10,6 +10,7 @@ from torch import Tensor
 
 from multitudes.report.results import Results
 from multitudes.report.style import HIGHLIGHTED
+from multitudes.study.rows import TARGETS
 
 __all__ = ["shortened", "uncertain_texts"]
 
@@ -25,7 +26,7 @@ def uncertain_texts(results: Results) -> dict[str, Any]:
     deviation of the best method."""
     if results.texts is None:
         return {}
-    return _of_classes(results) if results.task == "classification" else _of_numbers(results)
+    return _of_classes(results) if TARGETS[results.task].classes else _of_numbers(results)
 
 
 def _of_classes(results: Results) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.data.types import Data
 from multitudes.evaluation.conformal import Conformal
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from multitudes.core.draws.adaptive import answers_apart
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.locking import evaluating
-from multitudes.core.predictive import Predictive
 from multitudes.core.predictor import Predictor
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.deployment.conversion import deploy
 from multitudes.evaluation.calibrate import Calibrated
 from multitudes.serve.answers import answer_rows

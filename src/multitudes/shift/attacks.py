@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from multitudes.core.checks import check_count, check_number, check_seed
 from multitudes.core.locking import evaluating
-from multitudes.core.predictive import Predictive
 from multitudes.core.seeding import mixed
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.shift.checks import Bounds, check_call, check_classes, check_labels, class_predictions
 from multitudes.shift.frequency import band_at_full_size, check_band
 from multitudes.shift.randomness import generator_of, normal, uniform

@@ -16,7 +16,7 @@ Bounds = tuple[float, float] | None
 def class_predictions(net: nn.Module, x: Tensor, draws: int | None, seed: int | None) -> Tensor:
     """The predictions of a multitude or a plain network for the classes of `x`, `[S, B, C]`."""
     multitude = multitude_of(net)
-    if multitude.task != "classification":
+    if multitude.reading.class_axis != 1:
         raise ValueError(f"net must be for classification, got a multitude for {multitude.task}")
     if draws is not None and multitude is not net:
         raise ValueError(f"draws={draws!r} is for a multitude, got a {type(net).__name__}")

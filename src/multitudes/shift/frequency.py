@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from multitudes.core.checks import check_count, check_number, check_seed
 from multitudes.core.locking import evaluating
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.shift.checks import (
     Bounds,
     check_bounds,

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.devices import device_of
 from multitudes.core.multitude import Multitude
-from multitudes.core.predictive import Predictive
 from multitudes.core.seeding import mixed
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.data.columns import Column
 from multitudes.data.preprocessing import Preprocessing, mean_std
 from multitudes.data.splits import spread
@@ -147,7 +147,7 @@ class MultitudeEstimator(BaseEstimator):
         x = learned.seen(table.columns)
         if weight is not None:
             weight = (weight / weight[used].mean()).float()
-        rows = Rows(x, learned.standardised(y, recipe.task), weight)
+        rows = Rows(x, learned.standardised(y, recipe.quantiles is not None), weight)
         layout = learned.layout(x[used if len(parts) > 1 else parts[0][0]])
         jobs = [
             (recipe, rows[train], rows[held] if len(held) else None, layout, mixed(seed, number))

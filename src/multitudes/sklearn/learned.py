@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from multitudes.core.checks import check_number
 from multitudes.core.multitude import Multitude
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.data.columns import Column
 from multitudes.data.preprocessing import layout_of
 from multitudes.data.tables import TableEncoder
@@ -85,12 +85,12 @@ class Learned:
 
     # -- units -------------------------------------------------------------------------------------------
 
-    def standardised(self, y: Tensor, task: str) -> Tensor:
-        """What networks learn: classes as they are, numbers as deviations from the mean."""
+    def standardised(self, y: Tensor, flat: bool) -> Tensor:
+        """Targets that networks learn: classes as they are, numbers as deviations from the mean, `[N]` where `flat`."""
         if self.center is None or self.scale is None:
             return y
         standard = ((y - self.center) / self.scale).float()
-        return standard[:, 0] if task == "quantiles" else standard
+        return standard[:, 0] if flat else standard
 
     def in_units(self, values: Tensor) -> Tensor:
         """Predicted numbers in the units of the targets, `[N]` where there is one target."""

@@ -12,8 +12,8 @@ from sklearn.base import RegressorMixin
 from sklearn.utils import check_consistent_length
 from sklearn.utils.validation import check_array
 
-from multitudes.core.predictive import Predictive
-from multitudes.core.quantiles import check_levels
+from multitudes.core.tasks.predictive import Predictive
+from multitudes.core.tasks.quantiles import check_levels
 from multitudes.sklearn.base import MultitudeEstimator
 
 __all__ = ["MultitudeRegressor"]
@@ -26,7 +26,7 @@ class MultitudeRegressor(RegressorMixin, MultitudeEstimator):
         quantiles: levels, such as (0.05, 0.5, 0.95): networks predict these quantiles of one target, instead of a mean
             and a variance.
         module: as of `MultitudeClassifier`; for D targets it must give 2 D outputs, the means and then the raw
-            variances (see `core.gaussian`), or as many as there are quantiles.
+            variances (see `core.tasks.gaussian`), or as many as there are quantiles.
 
     The other arguments, and what X may be, are those of `MultitudeClassifier`; y may have several columns. A network
     learns standardised targets. Its variances are scaled to fit the held-out rows where that helps.
@@ -129,7 +129,7 @@ class MultitudeRegressor(RegressorMixin, MultitudeEstimator):
 
         def read(p: Predictive) -> tuple[Any, ...]:
             p = model.scaled(p)
-            if p.task == "quantiles":
+            if p.quantiles is not None:
                 return tuple(model.in_units(p.quantile(level)) for level in chosen)
             return tuple(model.in_units(p.mean + NormalDist().inv_cdf(level) * p.std) for level in chosen)
 

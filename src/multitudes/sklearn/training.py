@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import call
 from multitudes.core.copying import copied
-from multitudes.core.gaussian import beta_nll
 from multitudes.core.locking import evaluating
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import mixed, seeded
+from multitudes.core.tasks import task_of
+from multitudes.core.tasks.gaussian import beta_nll
 from multitudes.data.kinds import table_training
 from multitudes.methods.recording import Recording
 from multitudes.methods.registry import Method
@@ -142,7 +143,7 @@ class Recipe:
     @property
     def criterion(self) -> Callable[[Tensor, Tensor], Tensor] | None:
         """What a network is trained by, where that is not the task's own criterion."""
-        return beta_nll if self.task == "gaussian" else None
+        return beta_nll if task_of(self.task).knows(beta_nll) else None
 
     def training(self, rows: int) -> dict[str, Any]:
         """How so many rows are trained on: as studies do it, but for what was given."""

@@ -20,8 +20,7 @@ from multitudes.core.checks import check_number, needed
 from multitudes.core.copying import copied
 from multitudes.core.files import replacing
 from multitudes.core.multitude import Multitude
-from multitudes.core.predictive import Predictive
-from multitudes.core.tasks import CLASSES
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.evaluation.calibrate import Calibrated, Calibration
 from multitudes.evaluation.temperature import LEAST_LOG_PROB, Temperature, Vector
 from multitudes.storage.exporting import (
@@ -37,18 +36,7 @@ from multitudes.storage.exporting import (
 from multitudes.storage.freeze import freeze
 from multitudes.storage.save import check_path
 
-__all__ = ["OUTPUTS", "Raw", "to_onnx", "write_onnx"]
-
-OUTPUTS: dict[str, dict[str, Callable[[Predictive], Tensor]]] = {
-    "classification": {
-        "probs": lambda p: p.probs,
-        "entropy": lambda p: p.entropy,
-        "mutual_information": lambda p: p.mutual_information,
-        "members": lambda p: p.member_probs,
-    },
-    "regression": {"mean": lambda p: p.mean, "std": lambda p: p.std, "members": lambda p: p.member_values},
-}
-"""The outputs of the file by name, `[B, ...]` and of `members` `[S, B, ...]`; those of classes, and those of values."""
+__all__ = ["Raw", "to_onnx", "write_onnx"]
 
 VALUES = ("mean", "members")
 """The outputs that are values of their own, and no deviation."""
@@ -159,7 +147,7 @@ class _Answers(nn.Module):
         self.example = example if raw is None else raw.example
         read = multitude.predictive_of(multitude(example), example, None if isinstance(net, Multitude) else net.task)
         self.reading: dict[str, Any] = {"task": read.task, "quantiles": read.quantiles, "next_tokens": read.next_tokens}
-        self.outputs = OUTPUTS["classification" if read.task in CLASSES else "regression"]
+        self.classes, self.outputs = read.reading.classes, read.reading.outputs
         keep_numbers(self, *tensors_in(self.example))
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -168,7 +156,7 @@ class _Answers(nn.Module):
         predictive = Predictive(self.network(given if self.raw is None else self.raw.prepare(given)), **self.reading)
         if self.calibration is not None:
             predictive = self.calibration(predictive)
-        return tuple(self._in_units(name, output(predictive)) for name, output in self.outputs.items())
+        return tuple(self._in_units(name, getattr(predictive, own)) for name, own in self.outputs.items())
 
     def write(self, path: Path) -> None:
         """Write the file."""
@@ -180,13 +168,13 @@ class _Answers(nn.Module):
             take_texts(path, {own[name]: known for name, known in raw.texts.items()})
 
     def _in_units(self, name: str, values: Tensor) -> Tensor:
-        if self.raw is None or self.reading["task"] in CLASSES:
+        if self.raw is None or self.classes:
             return values
         return values * self.raw.std + (self.raw.mean if name in VALUES else 0.0)
 
     def difference(self, name: str, got: Tensor, want: Tensor) -> Tensor:
         """How much an output differs, in the units of the network, relative to values above 1."""
-        if self.raw is None or self.reading["task"] in CLASSES:
+        if self.raw is None or self.classes:
             return (got - want).abs() / want.abs().clamp(min=1)
         rounded = 4 * torch.finfo(torch.float32).eps * want.abs()
         own = (want - (self.raw.mean if name in VALUES else 0.0)).abs().clamp(min=self.raw.std)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from multitudes.core.checks import check_seed
 from multitudes.core.files import read_json
-from multitudes.core.gaussian import beta_nll
 from multitudes.core.multitude import Criterion, Multitude
+from multitudes.core.tasks.gaussian import beta_nll
 from multitudes.data import Data, Loader
 from multitudes.study.job_data import HeldOut, data_of, device_of, inside_run, precision_on
 from multitudes.study.methods import Method, build, method_of, unfit
@@ -111,7 +111,7 @@ class Assignment:
 
     def prepared(self, net: Multitude) -> Multitude:
         """On the device and laid out as for training, with the task of the data and the draws of the evaluation."""
-        net.task = "classification" if self.data.classes else "gaussian"
+        net.task = self.data.network_task.name
         net.draws = self.config["evaluation"].get("draws", net.draws)
         if self.config["training"].get("channels_last"):
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -18,7 +18,7 @@ from multitudes.data.tables import TableEncoder
 from multitudes.data.texts import PADDING, TextEncoder
 from multitudes.evaluation.calibrate import Calibrated
 from multitudes.storage.exporting import input_names
-from multitudes.storage.onnx import OUTPUTS, Raw, write_onnx
+from multitudes.storage.onnx import Raw, write_onnx
 from multitudes.study.store import write_atomically
 from multitudes.study.trained import Trained
 
@@ -51,9 +51,8 @@ def export_inputs(data: Data) -> list[ExportInput]:
         return [ExportInput(TOKENS, "int32", f"[batch, {data.shape[0]}], and {PADDING} behind the end of a text")]
     if not isinstance(encoder, TableEncoder):
         return [ExportInput(IMAGE, "uint8", f"[batch, {', '.join(map(str, data.shape))}], pixels from 0 to 255")]
-    outputs = OUTPUTS["classification" if data.classes else "regression"]
     found = []
-    names = input_names([feature.column for feature in encoder.features], outputs)
+    names = input_names([feature.column for feature in encoder.features], data.network_task.outputs)
     for name, feature in zip(names, encoder.features, strict=True):
         if isinstance(feature, Category):
             found.append(ExportInput(name, "string", "[batch], '' where it is missing"))

@@ -21,6 +21,7 @@ from multitudes.data.splits import spread
 from multitudes.evaluation.predict import predictions
 from multitudes.study.job_data import ScaledBatches
 from multitudes.study.leaderboard import leaderboard
+from multitudes.study.rows import TARGETS
 from multitudes.study.store import Run
 from multitudes.study.trained import Trained
 
@@ -35,8 +36,6 @@ FEWEST_ROWS = 100
 REPEATS = 3
 LIMIT = 15.0
 """Seconds after which no further shuffling is begun."""
-SCORES = {"classification": ("accuracy", "entropy"), "regression": ("rmse", "std")}
-"""What is compared, by task: the error's score, and the uncertainty."""
 
 
 def measure_importance(run: Run) -> dict[str, Any]:
@@ -49,8 +48,8 @@ def measure_importance(run: Run) -> dict[str, Any]:
         if not trained.data.kind.named or len(trained.data.encoder.features) < 2:
             return {}
         methods[label] = importance(trained.net, trained.data)
-        task = trained.data.task
-    return {"score": SCORES[task][0], "uncertainty": SCORES[task][1], "methods": methods} if methods else {}
+        targets = TARGETS[trained.data.task]
+    return {"score": targets.error, "uncertainty": targets.uncertainty, "methods": methods} if methods else {}
 
 
 def importance(net: Any, data: Data, repeats: int = REPEATS, seed: int = 0) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def better(name: str) -> Better:
 
 
 def leaderboard(run: Run, by: str | None = None) -> list[Row]:
-    """A row for each method that has a job done and for each baseline, the best first, by a score of `BY`."""
+    """A row for each method that has a job done and for each baseline, the best first, by a score of `Targets.by`."""
     rows = []
     methods: dict[str, list[Job]] = {}
     for job in run.done:

@@ -14,7 +14,7 @@ from torchmetrics import Metric
 from multitudes.core.checks import needed
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.multitude import Multitude
-from multitudes.core.predictive import Predictive
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.data import Data
 from multitudes.data.splits import spread
 from multitudes.evaluation.calibrate import Calibrated, Calibration

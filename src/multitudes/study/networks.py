@@ -12,7 +12,9 @@ from typing import Any
 from torch import nn
 
 from multitudes import models
+from multitudes.core.tasks import task_of
 from multitudes.data.kinds import kind_of_shape, transformer_training
+from multitudes.data.types import NETWORK_TASKS
 from multitudes.study.hub_models import build_hub_model, is_hub
 
 __all__ = ["build_network", "code_of", "defaults", "file_digest", "network_names", "outputs_of"]
@@ -44,7 +46,7 @@ def network_names() -> list[str]:
 
 def outputs_of(task: str, outputs: int) -> int:
     """How many numbers a network answers with: one a class; for regression a mean and a raw variance each."""
-    return outputs if task == "classification" else 2 * outputs
+    return task_of(NETWORK_TASKS[task]).per_value * outputs
 
 
 def build_network(

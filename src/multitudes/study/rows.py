@@ -7,10 +7,29 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["BY", "MODELS", "Row", "Value", "known_score"]
+__all__ = ["MODELS", "TARGETS", "Row", "Targets", "Value", "known_score"]
 
-BY = {"classification": ("nll", "brier", "accuracy"), "regression": ("log_density", "crps", "rmse")}
-"""The scores that methods can be ranked by, the default first: those that test rows add up to."""
+
+@dataclass(frozen=True)
+class Targets:
+    """What a study knows of the targets of data."""
+
+    classes: bool
+    by: tuple[str, ...]
+    """The scores that methods can be ranked by, the default first: those that test rows add up to."""
+    error: str
+    """The score that tells by how much a column matters."""
+    uncertainty: str
+    """The uncertainty that is compared with it."""
+    also: Mapping[str, str] = field(default_factory=dict)
+    """Other names of scores."""
+
+
+TARGETS = {
+    "classification": Targets(True, ("nll", "brier", "accuracy"), "accuracy", "entropy"),
+    "regression": Targets(False, ("log_density", "crps", "rmse"), "rmse", "std", {"nll": "log_density"}),
+}
+"""The targets that data can have, by name (`Data.task`)."""
 
 MODELS = ("gradient_boosting", "gradient_boosting_quantiles", "random_forest", "linear")
 """The baselines that are models themselves, each a choice in place of a network."""
@@ -22,10 +41,11 @@ def known_score(task: str, by: str | None) -> str:
     >>> known_score("classification", None), known_score("regression", "nll")
     ('nll', 'log_density')
     """
-    wanted = "log_density" if (task, by) == ("regression", "nll") else by
-    if wanted is not None and wanted not in BY[task]:
-        raise ValueError(f"--by must be one of {', '.join(BY[task])} for {task}, got {by!r}")
-    return wanted or BY[task][0]
+    targets = TARGETS[task]
+    wanted = None if by is None else targets.also.get(by, by)
+    if wanted is not None and wanted not in targets.by:
+        raise ValueError(f"--by must be one of {', '.join(targets.by)} for {task}, got {by!r}")
+    return wanted or targets.by[0]
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from typing import Any, Literal, Self
 
 from multitudes.methods.listing import listed
 from multitudes.study.mistakes import SpecError, close, one_of, problem
-from multitudes.study.rows import known_score
+from multitudes.study.rows import TARGETS, known_score
 from multitudes.study.scales import at_scale
 from multitudes.study.sections import (
     DataSection,
@@ -180,7 +180,7 @@ class Spec(Section):
             return self.evaluation.shift
         from multitudes.data.kinds import kind_of_shape
 
-        return SHIFT if kind_of_shape(shape, kind).corruptible(shape) and task == "classification" else []
+        return SHIFT if kind_of_shape(shape, kind).corruptible(shape) and TARGETS[task].classes else []
 
     def _check(self, shape: tuple[int, ...], task: str, kind: str | None, pretrained: bool) -> None:
         """Whether it fits the data."""
@@ -196,13 +196,13 @@ class Spec(Section):
         if training.warmup >= training.epochs:  # type: ignore[operator]
             many = f"the {training.epochs} epochs, got {training.warmup:g}"
             problems.append((("training", "warmup"), f"training.warmup must be less than {many}"))
-        if evaluation.shift and not (kind_of_shape(shape, kind).corruptible(shape) and task == "classification"):
+        if evaluation.shift and not (kind_of_shape(shape, kind).corruptible(shape) and TARGETS[task].classes):
             needs = "images of 1 or 3 channels, 8 or more pixels a side, and classes"
             got = f"inputs {list(shape)} and {task}"
             problems.append((("evaluation", "shift"), f"evaluation.shift needs {needs}, got {got}"))
         if training.augment != "none" and not kind_of_shape(shape, kind).feature_maps:
             problems.append((("training", "augment"), f"training.augment={training.augment!r} is for images"))
-        if training.class_weight != "none" and task != "classification":
+        if training.class_weight != "none" and not TARGETS[task].classes:
             problems.append((("training", "class_weight"), f"training.class_weight is for classes, got {task}"))
         for label, each in self.methods.items():
             if reason := unfit(METHODS[each.method], shape, kind, pretrained):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from multitudes.core.multitude import Multitude
-from multitudes.core.predictive import Predictive
 from multitudes.core.predictor import Predictor
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.data import Data
 from multitudes.evaluation.calibrate import Calibrated
 from multitudes.evaluation.predict import predictions

@@ -12,23 +12,22 @@ from torch import Tensor
 from multitudes.core.calling import Input, split_batch
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import seeded
-from multitudes.core.tasks import one_of, shifted_targets
-from multitudes.core.weighting import spread
+from multitudes.core.tasks import TASKS, Task, one_of
+from multitudes.core.tasks.criteria import spread
 from multitudes.training.validation import settle, unchanged
 
 __all__ = ["ClassWeights", "class_weights_of"]
-
-OF_CLASSES = ("classification", "tokens", "binary")
 
 
 class ClassWeights:
     """One weight for each class.
 
-    >>> ClassWeights(torch.tensor([1.0, 3.0]), "classification").of(torch.tensor([0, 1, 1]))
+    >>> from multitudes.core.tasks import task_of
+    >>> ClassWeights(torch.tensor([1.0, 3.0]), task_of("classification")).of(torch.tensor([0, 1, 1]))
     tensor([1., 3., 3.])
     """
 
-    def __init__(self, weights: Tensor, task: str, counted: bool = False) -> None:
+    def __init__(self, weights: Tensor, task: Task, counted: bool = False) -> None:
         self.weights, self.task = weights, task
         self.counted = counted  # of classes that were not there, none is known
         self.checked = counted
@@ -36,7 +35,7 @@ class ClassWeights:
     def of(self, y: Tensor, weight: Tensor | None = None) -> Tensor:
         """The weight of each target, in the shape of y: that of its class, times that of its row, `[B]`."""
         weights = self.weights.to(y.device)
-        if self.task == "binary":  # of a probability of yes, that of both answers
+        if self.task.single_logit:  # a probability of yes has the weights of both answers, by their shares
             own = torch.lerp(weights[0], weights[1], y.to(weights.dtype))
         elif y.is_floating_point():
             raise ValueError(
@@ -64,8 +63,8 @@ class ClassWeights:
         self.checked = True
         settle(net, x)
         with unchanged(net), seeded(0):
-            probs = net.predict(x, net.task, seed=0).probs
-        classes = 2 if self.task == "binary" else probs.shape[-1 if self.task == "tokens" else 1]
+            found = net.predict(x, net.task, seed=0)
+        classes = found.reading.class_count(found.predictions.shape[1:])
         if classes != len(self.weights):
             raise ValueError(
                 f"class_weight must hold one number for each class, got {len(self.weights)} for a network of {classes}"
@@ -76,20 +75,27 @@ def class_weights_of(given: Any, net: Multitude, data: Any) -> ClassWeights | No
     """Weights of classes as `fit` takes them: None, `"balanced"`, or one number for each class."""
     if given is None:
         return None
-    if net.task not in OF_CLASSES:
+    task = net.reading
+    if not _weighs(task):
+        known = one_of([name for name, each in TASKS.items() if _weighs(each)])
         raise ValueError(
-            f"class_weight is for task {one_of(OF_CLASSES)}, and the task is {net.task!r}: weigh each row instead, in "
-            "batches (x, y, weight)"
+            f"class_weight is for task {known}, and the task is {task.name!r}: weigh each row instead, in batches "
+            "(x, y, weight)"
         )
     if isinstance(given, str) and given == "balanced":
-        return ClassWeights(balanced(_targets(data, net)), net.task, counted=net.task != "binary")
+        return ClassWeights(balanced(_targets(data, task)), task, counted=not task.single_logit)
     numbers = given.tolist() if isinstance(given, Tensor) else given
     listed = isinstance(numbers, Sequence) and not isinstance(numbers, str) and len(numbers) > 0
     if not listed or not all(_is_weight(number) for number in numbers):
         raise ValueError(
             f"class_weight must be None, 'balanced', or one finite number, 0 or more, for each class, got {given!r}"
         )
-    return ClassWeights(torch.tensor([float(number) for number in numbers]), net.task)
+    return ClassWeights(torch.tensor([float(number) for number in numbers]), task)
+
+
+def _weighs(task: Task) -> bool:
+    """Return whether each target is one of the task's classes."""
+    return task.classes and not task.several_labels
 
 
 def balanced(counts: Tensor) -> Tensor:
@@ -109,14 +115,14 @@ def _is_weight(number: Any) -> bool:
     return real and math.isfinite(number) and number >= 0
 
 
-def _targets(data: Any, net: Multitude) -> Tensor:
+def _targets(data: Any, task: Task) -> Tensor:
     """How often each class is a target, in one pass over the data."""
     if isinstance(data, Iterator):
         raise ValueError(
             f"class_weight='balanced' counts the classes before the training, and data is a {type(data).__name__} that "
             "can be iterated only once: pass a list, or one number for each class"
         )
-    counts = torch.zeros(2 if net.task == "binary" else 0, dtype=torch.int64)
+    counts = torch.zeros(2 if task.single_logit else 0, dtype=torch.int64)
     with seeded(0):
         if hasattr(data, "start"):
             data.start(0, 0)
@@ -124,16 +130,16 @@ def _targets(data: Any, net: Multitude) -> Tensor:
             y = split_batch(batch)[1]
             if y is None:
                 raise ValueError(f"batch {number} of data must have targets, (x, y), got an input alone")
-            counts = _added(counts, y.cpu(), net)
+            counts = _added(counts, y.cpu(), task)
     return counts
 
 
-def _added(counts: Tensor, y: Tensor, net: Multitude) -> Tensor:
-    if net.task == "binary":
+def _added(counts: Tensor, y: Tensor, task: Task) -> Tensor:
+    if task.single_logit:
         return counts + torch.tensor([int((y < 0.5).sum()), int((y >= 0.5).sum())])
     if y.is_floating_point():
         raise ValueError(f"class_weight='balanced' counts classes, and y holds probabilities of shape {list(y.shape)}")
-    y = shifted_targets(y) if net.task == "tokens" and net.next_tokens else y
+    y = task.aligned(y)
     found = torch.bincount(y[y >= 0].long().flatten(), minlength=len(counts))
     found[: len(counts)] += counts
     return found

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input, input_errors, plain_attention
-from multitudes.core.gaussian import at_least_float32, mixture_nll
 from multitudes.core.multitude import Multitude
-from multitudes.core.predictive import Predictive
 from multitudes.core.proof import unmoved
 from multitudes.core.seeding import mixed, seeded
-from multitudes.core.targets import check_targets
-from multitudes.core.tasks import VALUES, losses_of, shifted_targets
-from multitudes.core.weighting import spread
+from multitudes.core.tasks import Task
+from multitudes.core.tasks.criteria import spread
+from multitudes.core.tasks.predictive import Predictive
 
 __all__ = ["STOP_BY", "Prepare", "Validation", "restore", "scored", "settle", "tensors_of", "unchanged"]
 
@@ -45,15 +43,13 @@ def scored(p: Predictive, y: Tensor, weight: Tensor, stop_by: str = "score") -> 
     >>> scored(p, torch.tensor([1]), torch.ones(1))  # log 2
     (tensor([0.6931]), tensor([1.]))
     """
-    check_targets(p.task, p.predictions, shifted_targets(y) if p.next_tokens else y)
-    if p.task in VALUES and stop_by == "error":
-        if y.shape != p.mean.shape:
-            raise ValueError(f"y must have the means' shape {list(p.mean.shape)}, got {list(y.shape)}")
-        losses = (p.mean - y).square()
-    elif p.task == "gaussian":
-        losses = mixture_nll(p.predictions, y)
-    else:
-        return losses_of(p.task, at_least_float32(p.together), y, p.quantiles, p.next_tokens, weight)
+    reading: Task = p.reading
+    reading.check_targets(p.predictions, reading.aligned(y))
+    if reading.classes or stop_by == "score":
+        return reading.validation_losses(p.predictions, p.together, y, weight)
+    if y.shape != p.mean.shape:
+        raise ValueError(f"y must have the means' shape {list(p.mean.shape)}, got {list(y.shape)}")
+    losses = (p.mean - y).square()
     return losses, spread(weight, losses)
 
 
@@ -84,7 +80,7 @@ class Validation:
         if not sums[1]:
             raise ValueError("validation must hold at least one target that counts, got weights of 0 for all")
         mean = sums[0] / sums[1]
-        return math.sqrt(mean) if self.stop_by == "error" and net.task in VALUES else mean
+        return math.sqrt(mean) if self.stop_by == "error" and not net.reading.classes else mean
 
     def _iterated(self) -> Iterator[Any]:
         if hasattr(self.batches, "start"):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from multitudes.core.calling import Input, InputError, plain_attention, rows, tensors_in
 from multitudes.core.draws.engine import DrawCache
 from multitudes.core.draws.stochastic import stochastic_layers
-from multitudes.core.predictive import Predictive
 from multitudes.core.proof import alike, kind_of, silent_trial
+from multitudes.core.tasks.predictive import Predictive
 
 FEWEST = 8
 """Draws before any input may stop: fewer would often agree by chance, and their spread be taken for 0."""

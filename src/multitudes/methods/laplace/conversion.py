@@ -27,7 +27,7 @@ from multitudes.core.draws.memory import free_bytes, in_bytes
 from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude, plain
 from multitudes.core.predictor import PredictorModule
-from multitudes.core.tasks import check_task
+from multitudes.core.tasks import Task, task_of
 from multitudes.methods.laplace.curvature import Curvature, structure_for, wide
 from multitudes.methods.laplace.layers import (
     STRUCTURES,
@@ -38,7 +38,7 @@ from multitudes.methods.laplace.layers import (
 )
 from multitudes.methods.laplace.posterior import measured
 from multitudes.methods.laplace.predicting import Laplace, LaplaceMembers, approximations
-from multitudes.methods.laplace.rows import SOFTMAX, OutputLayer, output_layer, rows_of
+from multitudes.methods.laplace.rows import OutputLayer, fits_noise, output_layer, rows_of
 from multitudes.methods.registry import Method, Settings, single
 from multitudes.surgery.affine import weight_of
 from multitudes.surgery.layers import Selector, check_model, replace
@@ -136,7 +136,7 @@ class _Options:
         if self.draws is not None:
             check_count("draws", self.draws)
         if self.task is not None:
-            check_task(self.task)
+            task_of(self.task)
         if self.memory is not None:
             in_bytes(self.memory)
         if isinstance(self.prior, str):
@@ -160,13 +160,13 @@ class _Options:
 def _converted(model: nn.Module, batches: Batches, held_out: Batches | None, options: _Options) -> Laplace:
     network = _network(model)
     reader = Multitude(network).like(model, options.task)
-    task = reader.task
+    task = reader.reading
     _check_task(task, options)
     output = _first_look(network, batches, options)
     weight, bias = _weights(output)
-    random = len(weight) // 2 if task == "gaussian" else len(weight)
+    random = len(weight) // task.per_value
     features = weight.shape[1] + (bias is not None)
-    softmax = task in SOFTMAX
+    softmax = task.class_axis is not None
     most = MOST if options.memory is None else math.inf
     structure = structure_for(options.structure, random, features, softmax, options.budget(weight.device), most)
     trained = wide(weight.flatten(1))[:random].square().sum()
@@ -187,12 +187,12 @@ def _converted(model: nn.Module, batches: Batches, held_out: Batches | None, opt
         converted = _with_noise(converted, fitted.noise.to(torch.float32))
     net = Laplace(converted).like(model)
     net.notes = {**getattr(model, "notes", {}), output.name: _note(net)}
-    return _set(net, "gaussian" if task == "regression" else task, options)
+    return _set(net, "gaussian" if fits_noise(task) else task.name, options)
 
 
 def _set(net: Laplace, task: str, options: _Options) -> Laplace:
     """With the settings that were asked for."""
-    if options.task is not None or task == "gaussian":
+    if options.task is not None or not task_of(task).classes:
         net.task = task
     net.draws = net.draws if options.draws is None else options.draws
     net.memory = options.memory if options.memory is not None else net.memory
@@ -224,14 +224,14 @@ def _network(model: nn.Module) -> nn.Module:
     return check_model(model)
 
 
-def _check_task(task: str, options: _Options) -> None:
-    if task == "quantiles":
-        raise ValueError("task 'quantiles' has no likelihood, which a Laplace posterior needs: use another method")
-    if options.noise is not None and task != "regression":
-        raise ValueError(f"noise={options.noise!r} is for task 'regression', and the task is {task!r}")
+def _check_task(task: Task, options: _Options) -> None:
+    if not task.likelihood:
+        raise ValueError(f"task {task.name!r} has no likelihood, which a Laplace posterior needs: use another method")
+    if options.noise is not None and not fits_noise(task):
+        raise ValueError(f"noise={options.noise!r} is for task 'regression', and the task is {task.name!r}")
     if options.approximation not in approximations(task):
         choices = " or ".join(map(repr, approximations(task)))
-        raise ValueError(f"approximation must be {choices} for task {task!r}, got {options.approximation!r}")
+        raise ValueError(f"approximation must be {choices} for task {task.name!r}, got {options.approximation!r}")
 
 
 def _first_look(network: nn.Module, batches: Batches, options: _Options) -> OutputLayer:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from multitudes.core.calling import call
 from multitudes.core.copying import share_registries
 from multitudes.core.draws.stochastic import Stochastic
-from multitudes.core.gaussian import join_gaussian
+from multitudes.core.tasks.gaussian import join_gaussian
 
 __all__ = ["STRUCTURES", "LaplaceConv", "LaplaceLayer", "LaplaceLinear", "WithNoise", "WithoutDraws", "features_of"]
 

@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multitudes.core.gaussian import split_gaussian
+from multitudes.core.tasks import Task
+from multitudes.core.tasks.gaussian import split_gaussian
 from multitudes.methods.laplace.curvature import PART, WIDE, Curvature, Spectrum
 from multitudes.methods.laplace.layers import PROBIT
 from multitudes.methods.laplace.prior import Evidence, Fitted
-from multitudes.methods.laplace.rows import SOFTMAX, Rows
+from multitudes.methods.laplace.rows import Rows, fits_noise
 
 __all__ = ["Posterior", "measured"]
 
@@ -27,7 +28,7 @@ CANDIDATES = tuple(10 ** (quarter / 4) for quarter in range(-20, 21))
 class Posterior:
     """What a pass over the training data gives."""
 
-    task: str
+    task: Task
     spectrum: Spectrum
     evidence: Evidence
 
@@ -62,7 +63,7 @@ class Posterior:
         return losses
 
 
-def measured(task: str, rows: Iterable[Rows], start: Callable[[], Curvature], square: float) -> Posterior:
+def measured(task: Task, rows: Iterable[Rows], start: Callable[[], Curvature], square: float) -> Posterior:
     """The posterior of all rows; `start` gives an empty curvature, and `square` is the sum of the squared weights."""
     curvature = start()
     fit, by_output = 0.0, True
@@ -70,7 +71,7 @@ def measured(task: str, rows: Iterable[Rows], start: Callable[[], Curvature], sq
     counts: Any = 0.0
     for each in rows:
         curvature.add(each.phi, _curving(task, each), each.weight.amax(1))
-        if task == "regression":
+        if fits_noise(task):
             errors = errors + ((each.target - each.outputs).square() * each.weight).sum(0)
             counts = counts + each.weight.sum(0)
             by_output = by_output and each.by_output
@@ -79,27 +80,27 @@ def measured(task: str, rows: Iterable[Rows], start: Callable[[], Curvature], sq
     if not curvature.rows:
         raise ValueError("data must hold at least one target that is not ignored")
     spectrum = curvature.spectrum()
-    if task != "regression":
+    if not fits_noise(task):
         return Posterior(task, spectrum, Evidence(spectrum.values, square, fit))
     if not by_output:
         errors, counts = errors.sum(0, keepdim=True), counts.sum(0, keepdim=True)
     return Posterior(task, spectrum, Evidence(spectrum.values, square, 0.0, errors, counts))
 
 
-def _curving(task: str, rows: Rows) -> Tensor:
+def _curving(task: Task, rows: Rows) -> Tensor:
     """Probabilities of a softmax, else the second derivatives of the negative log-likelihood in the outputs."""
-    if task in SOFTMAX:
+    if task.class_axis is not None:
         return rows.outputs.softmax(1)
-    if task == "gaussian":
+    if task.tells_noise:
         return rows.weight / split_gaussian(rows.outputs)[1]
-    if task == "regression":
+    if not task.classes:
         return rows.weight
     yes = rows.outputs.sigmoid()
     return yes * (1 - yes) * rows.weight
 
 
 def log_likelihood(
-    task: str,
+    task: Task,
     outputs: Tensor,
     target: Tensor,
     weight: Tensor,
@@ -107,15 +108,15 @@ def log_likelihood(
     noise: Tensor | None = None,
 ) -> Tensor:
     """The log-likelihood of rows, of their outputs, or averaged over Gaussian outputs of these variances."""
-    if task in ("regression", "gaussian"):
-        mean, spread = split_gaussian(outputs) if task == "gaussian" else (outputs, noise)
+    if not task.classes:
+        mean, spread = split_gaussian(outputs) if task.tells_noise else (outputs, noise)
         assert spread is not None
         total = spread if variances is None else spread + variances
         logs = -0.5 * ((2 * math.pi * total).log() + (target - mean).square() / total)
         return (logs * weight).sum()
     if variances is not None:
         outputs = outputs * torch.rsqrt(1 + PROBIT * variances)
-    if task in SOFTMAX:
+    if task.class_axis is not None:
         logs = F.log_softmax(outputs, 1)
         logs = logs * target if target.is_floating_point() else logs.gather(1, target[:, None])
     else:

@@ -15,7 +15,7 @@ from multitudes.core.draws.stochastic import expecting, stochastic_layers
 from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude, plain
 from multitudes.core.settings import holding
-from multitudes.core.tasks import CLASSES
+from multitudes.core.tasks import Task
 from multitudes.methods.laplace.layers import LaplaceLayer, WithoutDraws
 
 __all__ = ["Laplace", "LaplaceMembers", "approximations"]
@@ -58,7 +58,7 @@ class Laplace(Multitude):
 
     @approximation.setter
     def approximation(self, name: str) -> None:
-        check_choice("approximation", name, approximations(self.task))
+        check_choice("approximation", name, approximations(self.reading))
         self._approximation = name
 
     def member(self, index: int) -> nn.Module:
@@ -120,9 +120,9 @@ class LaplaceMembers(Laplace, Members):
         return torch.stack([layer.evidence for layer in self._layers()])
 
 
-def approximations(task: str) -> tuple[str, ...]:
+def approximations(task: Task) -> tuple[str, ...]:
     """How networks of a task can predict."""
-    return ("draws", "probit") if task in CLASSES else ("draws", "exact")
+    return ("draws", "probit") if task.classes else ("draws", "exact")
 
 
 def _points(count: int) -> list[float]:

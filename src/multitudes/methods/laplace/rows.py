@@ -27,11 +27,10 @@ from multitudes.core.calling import (
     weight_in,
 )
 from multitudes.core.draws.stochastic import Stochastic
-from multitudes.core.gaussian import split_gaussian
 from multitudes.core.multitude import Multitude
 from multitudes.core.proof import unmoved
-from multitudes.core.targets import check_class_axis, check_clear, check_shape, check_targets
-from multitudes.core.tasks import shifted_targets
+from multitudes.core.tasks import Task
+from multitudes.core.tasks.classes import check_class_axis, check_clear
 from multitudes.methods.laplace.curvature import wide
 from multitudes.methods.laplace.layers import features_of
 from multitudes.surgery.affine import AffineMap, affine_layers, has_other_hooks, kind_of, maps_of
@@ -39,9 +38,12 @@ from multitudes.surgery.heads import final_layers
 from multitudes.surgery.layers import Selector, check_untied, select
 from multitudes.surgery.observe import observing
 
-__all__ = ["OutputLayer", "Rows", "output_layer", "rows_of"]
+__all__ = ["OutputLayer", "Rows", "fits_noise", "output_layer", "rows_of"]
 
-SOFTMAX = ("classification", "tokens")
+
+def fits_noise(task: Task) -> bool:
+    """Whether the variance of the noise is no output of the network, and fitted or given."""
+    return not task.classes and not task.tells_noise
 
 
 # -- the layer ---------------------------------------------------------------------------------------------
@@ -163,19 +165,19 @@ class _Observer:
 
     def __init__(self, network: nn.Module, output: OutputLayer, reader: Multitude) -> None:
         self.network, self.output, self.reader = network, output, reader
+        self.task = reader.reading
         self.way = ""  # "whole": all outputs in their order; "log_softmax"; "chosen": some of them
 
     def rows(self, x: Input, y: Tensor, weight: Tensor) -> Rows:
         """The rows of a batch; `weight [B]` is that of each input."""
-        task = self.reader.task
         with input_errors(x):
             seen, outputs, prediction = self._run(x)
-        y = shifted_targets(y) if task == "tokens" and self.reader.next_tokens else y
+        y = self.task.aligned(y)
         self._check(x, y, seen, prediction)
         numbers = self._numbers(x, outputs, prediction)
         phi = features_of(self.output.last(seen), self.output.has_bias, seen).flatten(0, -2)
         own = wide(self.output.last(outputs)).flatten(0, -2)
-        if task in SOFTMAX or task == "gaussian":
+        if self.task.tells_noise or self.task.class_axis is not None:
             return self._grouped(phi, own, numbers, y, weight)
         weight = weight.view(-1, *[1] * (prediction.dim() - 1)).expand_as(prediction)
         found = self._apart(phi, own, numbers, y, weight)
@@ -200,19 +202,18 @@ class _Observer:
 
     def _check(self, x: Input, y: Tensor, seen: Tensor, prediction: Tensor) -> None:
         """What targets must be for predictions, and features for a curvature."""
-        task = self.reader.task
         if self.reader.known_task is None:
             check_class_axis(prediction[None], x)
             check_clear(prediction[None], y)
-        check_shape(prediction[None].shape, task)
-        check_targets(task, prediction[None], y)
-        if task == "gaussian":
-            mean = split_gaussian(prediction)[0]
-            if y.shape != mean.shape:
-                raise ValueError(f"y must have the means' shape {list(mean.shape)}, got {list(y.shape)}")
-        if task in SOFTMAX and not y.is_floating_point() and y.shape != _without_classes(prediction, task).shape:
-            want = list(_without_classes(prediction, task).shape)
-            raise ValueError(f"y must hold one class for each prediction, {want}, got shape {list(y.shape)}")
+        self.task.check_shape(prediction[None].shape)
+        self.task.check_targets(prediction[None], y)
+        if self.task.tells_noise:
+            want = [len(prediction), *self.task.shown(prediction.shape[1:])]
+            if list(y.shape) != want:
+                raise ValueError(f"y must have the means' shape {want}, got {list(y.shape)}")
+        places = self.task.places(prediction.shape)
+        if self.task.class_axis is not None and not y.is_floating_point() and y.shape != places:
+            raise ValueError(f"y must hold one class for each prediction, {list(places)}, got shape {list(y.shape)}")
         if y.is_floating_point() and not bool(y.isfinite().all()):
             raise ValueError("y must hold finite numbers, got NaN or infinity")
         if not bool(seen.isfinite().all()):
@@ -242,7 +243,7 @@ class _Observer:
     def _found_way(self, x: Input, outputs: Tensor, prediction: Tensor, counted: Tensor) -> str:
         numbers = self._looked_up(x, counted, prediction)
         if numbers is None:
-            return "log_softmax" if self.reader.task in SOFTMAX and outputs.shape == prediction.shape else "chosen"
+            return "log_softmax" if self.task.class_axis is not None and outputs.shape == prediction.shape else "chosen"
         whole = counted.numel() == prediction.numel()
         return "whole" if whole and torch.equal(numbers, counted.reshape(prediction.shape)) else "chosen"
 
@@ -271,8 +272,8 @@ class _Observer:
 
     def _grouped(self, phi: Tensor, outputs: Tensor, numbers: Tensor, y: Tensor, weight: Tensor) -> Rows:
         """Of predictions that are all outputs of a row together."""
-        task, width = self.reader.task, outputs.shape[1]
-        numbers = (numbers if task == "tokens" else numbers.movedim(1, -1)).flatten(0, -2)
+        axis, width = self.task.class_axis or 1, outputs.shape[1]
+        numbers = numbers.movedim(axis, -1).flatten(0, -2)
         order = torch.arange(width, device=numbers.device)
         first = numbers[:, :1]
         if numbers.shape[1] != width or not torch.equal(numbers - first, order.expand_as(numbers)):
@@ -282,12 +283,12 @@ class _Observer:
             )
         which = first[:, 0] // width
         weight = weight.repeat_interleave(len(which) // len(weight))
-        if task in SOFTMAX and not y.is_floating_point():
+        if self.task.class_axis is not None and not y.is_floating_point():
             y = y.flatten().long()
             kept = y != -100
             which, y, weight = which[kept], y[kept], weight[kept]
         else:
-            y = wide(y if task == "tokens" else y.movedim(1, -1)).flatten(0, -2)
+            y = wide(y.movedim(axis, -1)).flatten(0, -2)
         return Rows(phi[which], outputs[which], y, weight[:, None])
 
     def _apart(self, phi: Tensor, outputs: Tensor, numbers: Tensor, y: Tensor, weight: Tensor) -> Rows:
@@ -300,7 +301,3 @@ class _Observer:
         target, weights = target.view_as(outputs), weights.view_as(outputs)
         kept = weights.any(1)
         return Rows(phi[kept], outputs[kept], target[kept], weights[kept])
-
-
-def _without_classes(prediction: Tensor, task: str) -> Tensor:
-    return prediction.select(-1 if task == "tokens" else 1, 0)

@@ -26,7 +26,8 @@ from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.multitude import Criterion, Multitude, plain
 from multitudes.core.seeding import seeded
-from multitudes.core.targets import check_clear
+from multitudes.core.tasks import task_of
+from multitudes.core.tasks.classes import check_clear
 from multitudes.methods.variance.layers import VarianceLayer, variance_layers
 from multitudes.surgery.layers import replace
 
@@ -65,7 +66,7 @@ def kappa(
     """
     layers = _layers_of(net)
     task = (net if isinstance(net, Multitude) else Multitude(net)).known_task
-    if criterion is None and task not in (None, "classification"):
+    if criterion is None and task is not None and task_of(task).class_axis != 1:
         raise ValueError(f"criterion must be given for task {task!r}: minus the log-likelihood, its mean over a batch")
     check_choice("method", method, ("exact", "hutchinson"))
     count = tensors_in(x)[0].shape[0]

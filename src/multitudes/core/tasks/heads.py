@@ -1,4 +1,4 @@
-"""What a network is for, where its class tells: the heads of Hugging Face's models, known by their names alone."""
+"""The task of a network by its class: the heads of Hugging Face's models, known by their names alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROBLEMS = {
 
 
 def head_task(network: nn.Module) -> str | None:
-    """The task of a Hugging Face head; None where the class tells none, or another output than the logits was chosen.
+    """The task of a Hugging Face head; None for other classes, or where another output than the logits was chosen.
 
     >>> class TinyForTokenClassification(nn.Linear):
     ...     config = None
@@ -48,7 +48,7 @@ def head_task(network: nn.Module) -> str | None:
 
 
 def predicts_next_tokens(network: nn.Module) -> bool:
-    """Whether position t of the predictions is of the label at t + 1, as Hugging Face's causal language models have it.
+    """Return whether position t predicts the label at t + 1, as in Hugging Face's causal language models.
 
     An encoder and decoder together (T5) predict the label at t from those before it, and so do a masked model and the
     few causal ones whose own loss does not shift labels (the decoders of BART and its kin, XLNet).
@@ -62,7 +62,7 @@ def predicts_next_tokens(network: nn.Module) -> bool:
 
 @functools.cache
 def _shifts_labels(kind: Any) -> bool:
-    """Whether the loss in Hugging Face's own forward shifts labels, by the names that its code uses."""
+    """Return whether the loss in Hugging Face's own forward shifts labels, by the names that its code uses."""
     for each in kind.__mro__:
         forward = vars(each).get("forward")
         if forward is not None and each.__module__.startswith("transformers."):
@@ -73,7 +73,7 @@ def _shifts_labels(kind: Any) -> bool:
 
 
 def _inside(network: nn.Module) -> Any:
-    """The user's own network, inside what the library or `torch.compile` has put around it."""
+    """The user's own network, without the wrappers of the library and of `torch.compile`."""
     while True:
         own = type(network).__module__.startswith("multitudes.")
         inner = vars(network).get("network") if own else network._modules.get("_orig_mod")

@@ -1,4 +1,4 @@
-"""Mean and variance heads: one reading of their outputs, for training and for prediction.
+"""Task "gaussian": mean and variance heads.
 
 Lakshminarayanan, Pritzel & Blundell, *Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles*
 (2017), section 2.2.1. Seitzer, Tavakoli, Antic & Martius, *On the Pitfalls of Heteroscedastic Uncertainty Estimation
@@ -8,17 +8,17 @@ with Probabilistic Neural Networks* (2022), for `beta_nll`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from multitudes.core.checks import check_number
+from multitudes.core.tasks.criteria import at_least_float32, reduced, spread
+from multitudes.core.tasks.values import ValueTask
 
-__all__ = [
-    *("VARIANCE_FLOOR", "at_least_float32", "beta_nll", "gaussian_nll", "join_gaussian", "mixture_nll", "reduced"),
-    "split_gaussian",
-]
+__all__ = ["VARIANCE_FLOOR", "Gaussian", "beta_nll", "gaussian_nll", "join_gaussian", "mixture_nll", "split_gaussian"]
 
 VARIANCE_FLOOR = 1e-6  # added to every predicted variance, so that no likelihood is infinite
 
@@ -41,7 +41,7 @@ def split_gaussian(prediction: Tensor, dim: int = 1) -> tuple[Tensor, Tensor]:
 
 
 def join_gaussian(mean: Tensor, variance: Tensor, dim: int = 1) -> Tensor:
-    """The outputs that `split_gaussian` reads as these means and variances: `[B, D, ...]` twice -> `[B, 2D, ...]`.
+    """Outputs that `split_gaussian` reads as these means and variances: `[B, D, ...]` twice -> `[B, 2D, ...]`.
 
     A variance below 1e-6 becomes 1e-6, the least that can be read.
 
@@ -99,13 +99,36 @@ def _nll(mean: Tensor, variance: Tensor, target: Tensor) -> Tensor:
     return 0.5 * (torch.log(2 * math.pi * variance) + (target - mean).square() / variance)
 
 
-def reduced(losses: Tensor, reduction: str) -> Tensor:
-    """The mean or the sum of all losses, or all of them, as torch's criteria name it."""
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    return losses if reduction == "none" else losses.mean() if reduction == "mean" else losses.sum()
+class Gaussian(ValueTask):
+    """Means and then raw variances of each value: `[S, B, 2D, ...]`."""
 
+    name = "gaussian"
+    criteria = (gaussian_nll, beta_nll)
+    scalings = ("variance", None)
+    scores = ("scaled", "absolute")
+    likelihood = True
+    compared = True
+    per_value = 2
+    tells_noise = True
 
-def at_least_float32(x: Tensor) -> Tensor:
-    """The same numbers, in float32 where their precision is lower."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    def _needs(self, shape: Sequence[int]) -> str | None:
+        return "hold as many raw variances as means in dim 2, an even number together" if shape[2] % 2 else None
+
+    def _averaged(self, values: Tensor, weights: Tensor) -> Tensor:
+        means, variances = split_gaussian(values, dim=2)
+        mean = (weights * means).sum(0)
+        return join_gaussian(mean, (weights * (variances + (means - mean).square())).sum(0))
+
+    def means_and_variances(self, predictions: Tensor) -> tuple[Tensor, Tensor]:
+        return split_gaussian(predictions, dim=2)
+
+    def validation_losses(
+        self, predictions: Tensor, together: Tensor, y: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Score by the density of the members' mixture, which is no Gaussian."""
+        losses = mixture_nll(predictions, y)
+        return losses, spread(weight, losses)
+
+    def stretched(self, predictions: Tensor, factor: Tensor) -> Tensor:
+        means, variances = split_gaussian(predictions, dim=2)
+        return join_gaussian(super().stretched(means, factor), factor * variances, dim=2)

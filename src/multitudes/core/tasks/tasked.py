@@ -1,38 +1,27 @@
-"""A network with a task: what its predictions are of, how they are read, and by what they are trained."""
+"""Tasked: a network with a task, which decides how its predictions are read and by what they are trained."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input, tensors_in
-from multitudes.core.heads import head_task, predicts_next_tokens
-from multitudes.core.predictive import Predictive
-from multitudes.core.quantiles import check_levels
-from multitudes.core.targets import check_class_axis, check_clear, check_targets
-from multitudes.core.tasks import (
-    Criterion,
-    averaged,
-    averages_rows,
-    check_task,
-    criterion_for,
-    fitted_loss,
-    loss_of,
-    shifted_targets,
-    tasks_of,
-)
-from multitudes.core.weighting import weighted_by_row
+from multitudes.core.tasks import Criterion, Task, criterion_for, task_of, tasks_of
+from multitudes.core.tasks.classes import check_class_axis, check_clear
+from multitudes.core.tasks.criteria import weighted_by_row
+from multitudes.core.tasks.heads import head_task, predicts_next_tokens
+from multitudes.core.tasks.predictive import Predictive
+from multitudes.core.tasks.quantiles import check_levels
 
 __all__ = ["Tasked", "member_losses"]
 
 
 class Tasked(nn.Module):
-    """What a multitude knows of its task, by itself or from its `network`."""
+    """The task of a multitude, its own or that of its `network`."""
 
     network: nn.Module
     template: nn.Module
@@ -43,19 +32,28 @@ class Tasked(nn.Module):
 
     @property
     def task(self) -> str:
-        """What the predictions are of (see `Predictive`), which decides the loss.
+        """The name of the task (see `Predictive`), which decides the loss.
 
-        Until it is set it is that of the network's head, where Hugging Face's class tells one, or classification.
+        Until it is set, it is that of the network's Hugging Face head, or classification.
         """
         return self.known_task or "classification"
 
     @task.setter
     def task(self, task: str) -> None:
-        self.chosen_task = check_task(task)
+        self.chosen_task = task_of(task).name
+
+    @property
+    def reading(self) -> Task:
+        """The task as an object, with its settings (see `core.tasks`)."""
+        return self._reading(self.task)
+
+    def _reading(self, task: str) -> Task:
+        reading = task_of(task)
+        return task_of(task, self.quantiles, self.next_tokens) if reading.settings else reading
 
     @property
     def known_task(self) -> str | None:
-        """The task that was chosen or that the network's head tells; None where predictions and targets must tell."""
+        """The task that was chosen, or that of the network's head; None where predictions and targets decide."""
         if self.chosen_task is not None or not isinstance(self.template, Tasked):
             return self.chosen_task or head_task(self.template)
         return self.template.known_task
@@ -74,7 +72,7 @@ class Tasked(nn.Module):
 
     @property
     def next_tokens(self) -> bool:
-        """Whether position t of `task="tokens"` is trained on, and scored by, the label at t + 1.
+        """True if position t of `task="tokens"` is trained on, and scored by, the label at t + 1.
 
         So it is for Hugging Face's causal language models, whose labels are the inputs themselves. Set it to False for
         labels that are shifted already, and to True for a language model of your own whose labels are not.
@@ -105,12 +103,13 @@ class Tasked(nn.Module):
         if task is None:
             check_class_axis(predictions, x)
             task = "classification"
-        levels = self.quantiles if task == "quantiles" else None
-        return Predictive(predictions, task, draws, None, levels, task == "tokens" and self.next_tokens)
+        reading = self._reading(task)
+        return Predictive(predictions, task, draws, None, reading.quantiles, reading.next_tokens)
 
     def _warn_of_copies(self, x: Input, y: Tensor, task: str | None) -> None:
         """One warning where tokens are to be predicted that are the inputs themselves: that is learned by copying."""
-        if self._targets_checked or (task or self.known_task) != "tokens" or self.next_tokens:
+        known = task or self.known_task
+        if self._targets_checked or known is None or "next_tokens" not in task_of(known).settings or self.next_tokens:
             return
         for ids in tensors_in(x):
             alike = isinstance(y, Tensor) and (ids.dtype, ids.shape) == (y.dtype, y.shape) and not y.is_floating_point()
@@ -134,18 +133,15 @@ class Tasked(nn.Module):
         chosen = criterion_for(known, criterion, averages)
         if criterion is not None and not tasks_of(criterion):
             return partial(_own_loss, chosen)  # what fits a criterion of the user's own is for it to say
-        own = known or "classification"
-        shifted = own == "tokens" and self.next_tokens
-        reading: dict[str, Any] = {"task": own, "quantiles": self.quantiles, "next_tokens": shifted}
+        reading = self._reading(known or "classification")
         if torch.compiler.is_compiling():
-            return partial(fitted_loss, chosen, **reading)
+            return partial(reading.loss, chosen)
         if known is None:
             check_clear(predictions, y)
-        y = shifted_targets(y) if shifted else y
         values = criterion is None and not (isinstance(y, Tensor) and y.is_cuda and self._targets_checked)
-        check_targets(own, predictions, y, values)
+        reading.check_targets(predictions, reading.aligned(y), values)
         self._targets_checked = True
-        return partial(loss_of, chosen, **reading)
+        return partial(reading.loss, chosen)
 
 
 def member_losses(
@@ -157,10 +153,11 @@ def member_losses(
     over the rows of all members, by one call instead of one for each.
     """
     members, draws = predictions.shape[:2]
-    if alike and draws == 1 and isinstance(criterion, partial) and averages_rows(criterion.args[0]):
+    reading = task_of(task)
+    if alike and draws == 1 and isinstance(criterion, partial) and reading.averages_rows(criterion.args[0]):
         weights = None if weight is None else weight.repeat(members, *[1] * (weight.dim() - 1))
         return [criterion(predictions.flatten(0, 2), y.repeat(members, *[1] * (y.dim() - 1)), weight=weights)]
-    return [criterion(averaged(own, task), y, weight=weight) for own in predictions]
+    return [criterion(reading.averaged(own), y, weight=weight) for own in predictions]
 
 
 def _own_loss(criterion: Criterion, prediction: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Quantile heads: what they are trained by, and the distribution that they describe.
+"""Task "quantiles": quantile heads, and the distribution that they describe.
 
 Koenker & Bassett, *Regression Quantiles* (1978). A network predicts Q quantiles of a value, of rising levels. Between
 them its quantile function is taken to be linear, and to go on as steeply beyond the outermost; where two quantiles
@@ -9,16 +9,19 @@ cross, they change places (Chernozhukov, Fernández-Val & Galichon, *Quantile an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multitudes.core.gaussian import at_least_float32, reduced
+from multitudes.core.calling import InputError
+from multitudes.core.tasks.criteria import Criterion, at_least_float32, reduced, unwrapped
+from multitudes.core.tasks.values import ValueTask
 
-__all__ = ["check_levels", "default_levels", "mixture_quantile", "moments", "pinball", "widest_level"]
+__all__ = ["Quantiles", "check_levels", "default_levels", "mixture_quantile", "moments", "pinball", "widest_level"]
 
 _HALVINGS = 64  # of the range in which a quantile is looked for: to the last bit in float64
 _CHUNK = 2**24  # how many segments of quantile functions are looked at together
@@ -127,7 +130,7 @@ def mixture_quantile(values: Tensor, levels: Sequence[float], level: float) -> T
 
 
 def _inverted(knots: Tensor, share: Tensor, level: float) -> Tensor:
-    """Where the mean of the S distribution functions of `knots [S, N, K]` reaches a level, `[N]`, by halving."""
+    """Find where the mean of the S distribution functions of `knots [S, N, K]` reaches a level, `[N]`, by halving."""
     start, width = knots[..., :-1], knots.diff(dim=-1)
     low, high = knots.amin((0, 2)), knots.amax((0, 2))
     for _ in range(_HALVINGS):
@@ -137,3 +140,58 @@ def _inverted(knots: Tensor, share: Tensor, level: float) -> Tensor:
         enough = (share * below).sum(-1).mean(0) >= level
         low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
     return high
+
+
+class Quantiles(ValueTask):
+    """Quantiles of rising levels of each value: `[S, B, Q, ...]`."""
+
+    name = "quantiles"
+    criteria = (pinball,)
+    form = "[S, B, quantiles, ...]"
+    settings = ("quantiles",)
+    quantities = ValueTask.quantities | {"quantile", "median"}
+    metrics = ("quantiles", "quantile intervals")
+    scores = ("cqr",)
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        """The levels of the quantiles, once predictions have been seen."""
+        assert self.quantiles is not None
+        return self.quantiles
+
+    def sized(self, shape: Sequence[int]) -> Self:
+        count = shape[2]
+        levels = default_levels(count) if self.quantiles is None else check_levels(self.quantiles, count)
+        return type(self)(quantiles=levels)
+
+    def check_targets(self, predictions: Tensor, y: Tensor, values: bool = True) -> None:
+        super().check_targets(predictions, y, values)
+        self.check_shape(predictions.shape)
+        want = predictions.shape[1:2] + predictions.shape[3:]
+        if y.shape != want:
+            raise InputError(
+                f"y must have the predictions' shape without their quantiles, {list(want)}, got {list(y.shape)}"
+            )
+
+    def _fitted(self, criterion: Criterion, prediction: Tensor, y: Tensor) -> tuple[Criterion, Tensor, Tensor]:
+        if unwrapped(criterion) is pinball and self.quantiles is not None:
+            criterion = partial(pinball, levels=self.quantiles)
+        return super()._fitted(criterion, prediction, y)
+
+    def means_and_variances(self, predictions: Tensor) -> tuple[Tensor, Tensor]:
+        return moments(at_least_float32(predictions), self.levels)
+
+    def member_values(self, predictions: Tensor) -> Tensor:
+        return at_least_float32(predictions).sort(2).values
+
+    def quantile(self, predictions: Tensor, level: float) -> Tensor:
+        """The quantile of the members' mixture, `[B, ...]`, of a level between those predicted."""
+        return mixture_quantile(predictions, self.levels, level)
+
+    @property
+    def level(self) -> float:
+        return widest_level(self.levels)
+
+    def interval(self, predictions: Tensor, mean: Tensor, std: Tensor, level: float) -> tuple[Tensor, Tensor]:
+        tail = round((1 - level) / 2, 12)
+        return self.quantile(predictions, tail), self.quantile(predictions, 1 - tail)

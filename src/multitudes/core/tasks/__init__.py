@@ -1,0 +1,101 @@
+"""Tasks: what predictions mean, one object for each; imports from the rest of core only what calls networks.
+
+`TASKS` is the registry, and `task_of` the one place where a task's name becomes an object. All others ask that object:
+how it averages draws, its criterion, its axis of classes, the quantities, metrics and calibrations that exist.
+
+To add a task:
+
+1. One file here, with a class that derives from `ClassTask` (logits of classes) or `ValueTask` (numbers) and has a
+   `name`. `criteria` holds its losses, the default first. What differs from the base is overridden: `_needs` and
+   `check_targets` say which shapes fit, `_averaged` averages draws, `means_and_variances` (or `by_class` and
+   `own_form`) leads to the quantities; `metrics`, `scalings`, `scores`, `outputs` and `likelihood` name what applies.
+2. One row in `TASKS`.
+3. One test: a network is trained, predicts, and is evaluated, calibrated and exported, compared with closed forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import nn
+
+from multitudes.core.calling import InputError
+from multitudes.core.tasks.classes import Binary, Classification, Multilabel, Tokens
+from multitudes.core.tasks.criteria import Criterion, is_any, unwrapped
+from multitudes.core.tasks.gaussian import Gaussian
+from multitudes.core.tasks.quantiles import Quantiles
+from multitudes.core.tasks.task import Task
+from multitudes.core.tasks.values import Regression
+
+__all__ = ["TASKS", "Criterion", "Task", "criterion_for", "one_of", "task_of", "tasks_of"]
+
+TASKS: dict[str, Task] = {
+    "classification": Classification(),
+    "tokens": Tokens(),
+    "binary": Binary(),
+    "multilabel": Multilabel(),
+    "regression": Regression(),
+    "gaussian": Gaussian(),
+    "quantiles": Quantiles(),
+}
+"""Every task by its name."""
+
+
+def task_of(name: str, quantiles: Sequence[float] | None = None, next_tokens: bool = False) -> Task:
+    """The task of a name, with those of the settings that it has: the one place where a name becomes an object.
+
+    >>> task_of("tokens", quantiles=None, next_tokens=True)
+    Tokens(next_tokens=True)
+    """
+    if name not in TASKS:
+        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {name!r}")
+    task = TASKS[name]
+    return type(task)(quantiles=quantiles, next_tokens=next_tokens) if task.settings else task
+
+
+def tasks_of(criterion: Criterion) -> tuple[str, ...]:
+    """The tasks that a criterion is for; none where it is not known."""
+    return tuple(name for name, task in TASKS.items() if is_any(criterion, task.criteria))
+
+
+def one_of(tasks: Sequence[str], sign: str = "") -> str:
+    """Tasks as an error names them: `'binary' or 'multilabel'`."""
+    return " or ".join(f"{sign}{task!r}" for task in tasks)
+
+
+def criterion_for(task: str | None, criterion: Criterion | None, averages: bool = False) -> Criterion:
+    """The criterion to train with: the task's own, or the given one, unless it is for another task.
+
+    A task of None has not been chosen: it stands for classification. Where several draws are averaged (`averages`),
+    which depends on the task, a criterion that is not known needs one that was chosen.
+
+    >>> criterion_for("regression", None).__name__
+    'mse_loss'
+    >>> criterion_for(None, F.mse_loss)
+    Traceback (most recent call last):
+    multitudes.core.calling.InputError: criterion mse_loss is for task 'regression', and the task is 'classification'...
+    """
+    chosen = task_of(task or "classification")
+    if criterion is None:
+        return chosen.criterion
+    if not callable(criterion):
+        raise InputError(f"criterion must be a function of (prediction, target), got {criterion!r}")
+    known = tasks_of(criterion)
+    name = getattr(unwrapped(criterion), "__name__", type(criterion).__name__)
+    if known and chosen.name not in known:
+        raise InputError(
+            f"criterion {name} is for task {one_of(known)}, and the task is {chosen.name!r}: "
+            f"pass {one_of(known, 'task=')}"
+        )
+    if is_any(criterion, (F.binary_cross_entropy, nn.BCELoss)):
+        raise InputError(
+            f"criterion {name} takes probabilities, and a network must give logits: "
+            "leave the sigmoid out, and pass nn.BCEWithLogitsLoss()"
+        )
+    if not known and task is None and averages:
+        raise InputError(
+            "task must be given beside a criterion of your own where draws are averaged, since probabilities and "
+            f"values are averaged differently: pass task=, one of {', '.join(TASKS)}"
+        )
+    return criterion
