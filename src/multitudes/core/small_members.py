@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from multitudes.core.calling import Input, tensors_in
 from multitudes.core.counting import flop_counter
+from multitudes.core.dispatching import Overlapping
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.proof import kind_of, unmoved
 
@@ -73,7 +74,7 @@ def _counted(network: nn.Module, x: Input, run: Callable[[], Tensor], values: in
     return _Size(counter.get_total_flops() / 2 / max(1, layers) / values, largest.nbytes / values)
 
 
-class _Largest(TorchDispatchMode):
+class _Largest(Overlapping, TorchDispatchMode):
     """Notes the bytes of the largest tensor that is made inside, views of others left out."""
 
     def __init__(self) -> None:

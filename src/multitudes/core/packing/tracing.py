@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from multitudes.core.calling import chosen_output
+from multitudes.core.dispatching import NumbersDrawn
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.packing.plan import Plan, hooked_module, settings_of
 from multitudes.core.packing.private_copy import OwnCode, private_copy
@@ -33,19 +34,23 @@ def trace(network: nn.Module, members: int, training: bool) -> Plan:
     if callable(chosen_output(network)):
         raise CannotPack("its output is chosen by a function, which must see each member's own answer")
     settings = {name: settings_of(module) for name, module in network.named_modules()}
-    tracer, states = _Tracer(), random_states()
+    tracer, torchs, (_, *others) = _Tracer(), NumbersDrawn(), random_states()
+    before_torchs = torch.get_rng_state()
     try:
         copy = tracer.copied(network).train(training)
         before = {name: settings_of(module) for name, module in copy.named_modules()}
-        graph = tracer.trace(copy, _defaults(network))
-        drawn = [get() for get, _, _ in states] != [state for _, _, state in states]
+        with torchs:
+            graph = tracer.trace(copy, _defaults(network))
+        drawn = torchs.seen or any(get() != state for get, _, state in others)
     except CannotPack:
         raise
     except Exception as error:  # tracing runs the user's own code, so anything may come
         raise CannotPack(f"it cannot be traced ({type(error).__name__}: {error})") from error
     finally:
-        for _, put, state in states:
+        for _, put, state in others:
             put(state)
+        if torchs.seen:
+            torch.set_rng_state(before_torchs)
     changed = [name for name, module in copy.named_modules() if before[name] != settings_of(module)]
     if changed:
         raise CannotPack(f"the forward of module {changed[0]!r} writes its own attributes")
