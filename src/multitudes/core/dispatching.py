@@ -74,5 +74,19 @@ class NumbersDrawn(Overlapping, TorchDispatchMode):
         self.seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        self.seen = self.seen or _draws(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _draws(function: Any, args: Any, kwargs: Any) -> bool:
+    """Whether one of torch's operations draws from torch's own state.
+
+    Attention and recurrence do where they drop something, and others where they have no generator.
+    """
+    if torch.Tag.nondeterministic_seeded not in function.tags:
+        return False
+    arguments = function._schema.arguments
+    given = {argument.name: argument.default_value for argument in arguments}
+    given |= {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    return given.get("generator") is None and all(given.get(name, 1) != 0 for name in ("dropout_p", "dropout"))

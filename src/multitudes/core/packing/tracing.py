@@ -17,7 +17,7 @@ from multitudes.core.packing.plan import Plan, hooked_module, settings_of
 from multitudes.core.packing.private_copy import OwnCode, private_copy
 from multitudes.core.packing.rules import LAYERS
 from multitudes.core.packing.values import CannotPack
-from multitudes.core.proof import random_states
+from multitudes.core.proof import python_states
 
 
 def trace(network: nn.Module, members: int, training: bool) -> Plan:
@@ -34,7 +34,7 @@ def trace(network: nn.Module, members: int, training: bool) -> Plan:
     if callable(chosen_output(network)):
         raise CannotPack("its output is chosen by a function, which must see each member's own answer")
     settings = {name: settings_of(module) for name, module in network.named_modules()}
-    tracer, torchs, (_, *others) = _Tracer(), NumbersDrawn(), random_states()
+    tracer, torchs, others = _Tracer(), NumbersDrawn(), python_states()
     before_torchs = torch.get_rng_state()
     try:
         copy = tracer.copied(network).train(training)
