@@ -61,13 +61,16 @@ class AtOnce:
 @contextmanager
 def at_once(count: int) -> Iterator[AtOnce]:
     """Inside, code runs for all members at once, each drawing its own random numbers."""
-    with plain_attention(), vmap_increment_nesting(count, "different") as level:
+    plain = plain_attention() if torch.compiler.is_compiling() else nullcontext()
+    with plain, vmap_increment_nesting(count, "different") as level:
         members = AtOnce(count, level)
         with _OtherWords(members):
             yield members
 
 
 class _OtherWords(TorchFunctionMode):
+    """While this mode is active, torch takes no fused attention, which vmap cannot batch; compilers miss that."""
+
     def __init__(self, members: AtOnce) -> None:
         super().__init__()
         self.members = members

@@ -266,7 +266,18 @@ def plain_attention(network: nn.Module | None = None) -> AbstractContextManager[
     """
     if network is not None and not any(isinstance(module, _FUSED) for module in network.modules()):
         return nullcontext()
-    return _PlainAttention()
+    return _compiled_plain_attention() if torch.compiler.is_compiling() else _PlainAttention()
+
+
+@contextmanager
+def _compiled_plain_attention() -> Iterator[None]:
+    """The same while compiling: compilers follow the switch as they trace, and what they compile sets nothing."""
+    switches = torch.backends.mha
+    before, switches._is_fastpath_enabled = switches._is_fastpath_enabled, False
+    try:
+        yield
+    finally:
+        switches._is_fastpath_enabled = before
 
 
 class input_errors:

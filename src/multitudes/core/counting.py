@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch.utils.flop_counter import FlopCounterMode
 
+from multitudes.core.dispatching import Overlapping
+
 __all__ = ["flop_counter"]
 
 
@@ -19,6 +21,10 @@ class _Everywhere:
         pass
 
 
+class _Counter(Overlapping, FlopCounterMode):
+    """Torch's counter, for several threads at once."""
+
+
 def flop_counter() -> FlopCounterMode:
     """A counter of the floating-point operations inside of it, `with counter:`, then `counter.get_total_flops()`.
 
@@ -28,6 +34,6 @@ def flop_counter() -> FlopCounterMode:
     >>> counter.get_total_flops()
     48
     """
-    counter = FlopCounterMode(display=False)
+    counter = _Counter(display=False)
     counter.mod_tracker = _Everywhere()  # type: ignore[assignment]
     return counter

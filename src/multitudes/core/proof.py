@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from multitudes.core.calling import Input, tensors_in
+from multitudes.core.dispatching import NumbersDrawn
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.lending import written_attributes
 from multitudes.core.noise import STILL, Redrawn
@@ -33,6 +34,7 @@ __all__ = [
     "alike",
     "first_difference",
     "kind_of",
+    "python_states",
     "random_states",
     "running_statistics",
     "silent_trial",
@@ -58,11 +60,11 @@ def silent_trial(network: nn.Module, x: Input) -> Iterator[Callable[[], str]]:
     That is random numbers drawn in a way that is not known, and control flow on values.
     """
     looks = Looks(network.parameters())
-    with trial(network, x), expecting(network), Redrawn(STILL), looks:
-        before = random_states(x)
+    with trial(network, x), expecting(network), Redrawn(STILL), looks, NumbersDrawn() as drawn:
+        before = python_states()
 
         def doubt() -> str:
-            if any(get() != state for get, _, state in before):
+            if drawn.seen or any(get() != state for get, _, state in before):
                 return "it draws random numbers in a way that cannot be compared"
             return "its code looks at values, so that rows decide for each other" if looks.seen else ""
 
@@ -166,11 +168,16 @@ def random_states(x: Any = ()) -> list[State]:
         (
             lambda: torch.get_rng_state().tolist(),
             lambda s: torch.set_rng_state(torch.tensor(s, dtype=torch.uint8, device="cpu")),
-        ),
-        (random.getstate, random.setstate),
+        )
     ]
     for device in {tensor.device for tensor in tensors_in(x) if tensor.is_cuda}:
         ways.append(_ways_of(torch.cuda.default_generators[device.index]))
+    return [*((get, put, get()) for get, put in ways), *python_states()]
+
+
+def python_states() -> list[State]:
+    """The random states that are not torch's, of which `NumbersDrawn` knows: Python's, and NumPy's where it is used."""
+    ways: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [(random.getstate, random.setstate)]
     if "numpy" in sys.modules:
         numpy = sys.modules["numpy"].random
         ways.append((lambda: [v.tolist() if hasattr(v, "tolist") else v for v in numpy.get_state()], numpy.set_state))

@@ -8,7 +8,6 @@ it stay as they are.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input
+from multitudes.core.dispatching import NumbersDrawn
 from multitudes.core.draws.frozen import Frozen, scrambled
 from multitudes.core.draws.stochastic import Stochastic, expecting, stochastic_layers
 from multitudes.core.lending import checkpointed
 from multitudes.core.noise import STILL, Redrawn
-from multitudes.core.proof import alike, random_states, running_statistics, unmoved
+from multitudes.core.proof import alike, python_states, running_statistics, unmoved
 from multitudes.core.settings import holding
 
 __all__ = [
@@ -162,9 +162,9 @@ def _found(network: nn.Module, x: Input, run: Callable[[], Tensor]) -> dict[str,
     """The modules whose own code draws in training and not in evaluation, and by which functions."""
     seen: dict[bool, dict[str, set[str]]] = {}
     for training in (True, False):
-        watch = _Watch(network, x)
+        watch = _Watch(network)
         with (
-            _mode(network, training),
+            holding(network.modules(), "training", training),
             running_statistics(network),
             unmoved(network, x),
             expecting(network),
@@ -190,9 +190,10 @@ def _found(network: nn.Module, x: Input, run: Callable[[], Tensor]) -> dict[str,
 class _Watch:
     """Which module is at work when random numbers are drawn: by functions that are known, or by others."""
 
-    def __init__(self, network: nn.Module, x: Input) -> None:
+    def __init__(self, network: nn.Module) -> None:
         self.network = network
-        self.states = random_states(x)
+        self.states = python_states()
+        self.torchs = NumbersDrawn()
         self.stack: list[str] = []
         self.drawn: dict[str, set[str]] = {}
         self.unknown: dict[str, None] = {}
@@ -204,7 +205,8 @@ class _Watch:
             handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
             handles.append(module.register_forward_hook(self._leave, always_call=True))
         try:
-            with Redrawn(STILL, lambda function: self.drawn.setdefault(self._at_work(), set()).add(function)):
+            seen = Redrawn(STILL, lambda function: self.drawn.setdefault(self._at_work(), set()).add(function))
+            with seen, self.torchs:
                 yield
         finally:
             for handle in handles:
@@ -224,8 +226,9 @@ class _Watch:
 
     def _look(self) -> None:
         now = [(get, put, get()) for get, put, _ in self.states]
-        if [state for *_, state in now] != [state for *_, state in self.states]:
+        if self.torchs.seen or [state for *_, state in now] != [state for *_, state in self.states]:
             self.unknown[self._at_work()] = None
+        self.torchs.seen = False
         self.states = now
 
 
@@ -233,7 +236,7 @@ def _check_only_noise(network: nn.Module, x: Input, run: Callable[[], Tensor], f
     """An error where code that asks `self.training` does more than drop: then evaluation would be something else."""
     if not found or not all(functions <= _DROPS for functions in found.values()):
         return
-    with _mode(network, False), unmoved(network, x), torch.no_grad():
+    with holding(network.modules(), "training", False), unmoved(network, x), torch.no_grad():
         with expecting(network):
             want = run()
         sources = [layer for layer in stochastic_layers(network) if isinstance(layer, FunctionalNoise)]
@@ -245,14 +248,6 @@ def _check_only_noise(network: nn.Module, x: Input, run: Callable[[], Tensor], f
             f"{places} asks for self.training for more than dropout, which cannot be kept on alone; layers= names the "
             "dropout layers that shall stay on, without it"
         )
-
-
-@contextmanager
-def _mode(network: nn.Module, training: bool) -> Iterator[None]:
-    """A mode of all modules inside, without what they warn of in it."""
-    with holding(network.modules(), "training", training), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _place(network: nn.Module, name: str) -> str:

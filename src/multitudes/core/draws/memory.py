@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from multitudes.core.calling import InputError
+from multitudes.core.dispatching import Overlapping
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -21,7 +22,7 @@ class OverBudget(Exception):
     """A computation holds more memory than it may."""
 
 
-class Meter(TorchDispatchMode):
+class Meter(Overlapping, TorchDispatchMode):
     """Counts the memory of the tensors made inside that are alive at once; stops above `budget` bytes.
 
     Tensors that were there before are not counted, nor what an operation needs for itself alone. `base` is what was

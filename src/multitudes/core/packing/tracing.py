@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from multitudes.core.calling import chosen_output
+from multitudes.core.dispatching import NumbersDrawn
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.packing.plan import Plan
 from multitudes.core.packing.private_copy import OwnCode, private_copy
 from multitudes.core.packing.rules import LAYERS
 from multitudes.core.packing.values import CannotPack
-from multitudes.core.proof import random_states
+from multitudes.core.proof import python_states
 from multitudes.core.settings import fingerprint
 
 
@@ -28,19 +29,23 @@ def trace(template: nn.Module, members: int) -> Plan:
     """
     if callable(chosen_output(template)):
         raise CannotPack("its output is chosen by a function, which must see each member's own answer")
-    tracer, states = _Tracer(), random_states()
+    tracer, torchs, others = _Tracer(), NumbersDrawn(), python_states()
+    before_torchs = torch.get_rng_state()
     try:
         copy = tracer.copied(template)
         before = {name: _attributes(module) for name, module in copy.named_modules()}
-        graph = tracer.trace(copy, _defaults(template))
-        drawn = any(get() != state for get, _, state in states)
+        with torchs:
+            graph = tracer.trace(copy, _defaults(template))
+        drawn = torchs.seen or any(get() != state for get, _, state in others)
     except CannotPack:
         raise
     except Exception as error:  # tracing runs the user's own code, so anything may come
         raise CannotPack(f"it cannot be traced ({type(error).__name__}: {error})") from error
     finally:
-        for _, put, state in states:
+        for _, put, state in others:
             put(state)
+        if torchs.seen:
+            torch.set_rng_state(before_torchs)
     changed = [name for name, module in copy.named_modules() if before[name] != _attributes(module)]
     if changed:
         raise CannotPack(f"the forward of module {changed[0]!r} writes its own attributes")

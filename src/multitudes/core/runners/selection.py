@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from multitudes.core.calling import Input, tensors_in
 from multitudes.core.counting import flop_counter
+from multitudes.core.dispatching import Overlapping
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.proof import unmoved
 
@@ -115,7 +116,7 @@ def _size_of_run(net: Independent, x: Input) -> tuple[float, int]:
     return counter.get_total_flops() / 2 / max(1, layers), largest.nbytes
 
 
-class _Largest(TorchDispatchMode):
+class _Largest(Overlapping, TorchDispatchMode):
     """Note the bytes of the largest tensor that is made inside, views of others left out."""
 
     def __init__(self) -> None:

@@ -1,0 +1,92 @@
+"""Dispatch modes that several threads may be in at once.
+
+Torch notes for the whole process that some dispatch mode is active, and puts back what it found. Where two threads
+overlap, the one that leaves last puts back the other's note: it stays, and `torch.compile` compiles nothing any more.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["NumbersDrawn", "Overlapping"]
+
+NOTES = [
+    name
+    for name in (
+        "_is_in_torch_dispatch_mode",
+        "_is_in_non_infra_torch_dispatch_mode",
+        "_is_in_any_mode_without_ignore_compile_internals",
+    )
+    if hasattr(_python_dispatch, name)  # older versions of torch have fewer
+]
+"""Torch's notes, names of `torch.utils._python_dispatch`, which are set to what they were and to nothing else."""
+
+_tell_the_compiler = getattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
+
+
+class Overlapping:
+    """Base of dispatch modes, before torch's: the last of them that is left puts back torch's notes."""
+
+    _lock = threading.Lock()
+    _active = 0
+    _before: tuple[Any, ...] = ()
+
+    def __enter__(self) -> Any:
+        kind = Overlapping
+        with kind._lock:
+            if not kind._active:
+                kind._before = tuple(getattr(_python_dispatch, name) for name in NOTES)
+            kind._active += 1
+            return super().__enter__()  # type: ignore[misc]
+
+    def __exit__(self, *args: Any) -> None:
+        kind = Overlapping
+        with kind._lock:
+            super().__exit__(*args)  # type: ignore[misc]
+            kind._active -= 1
+            values = (True,) * len(NOTES) if kind._active else kind._before
+            for name, value in zip(NOTES, values, strict=True):
+                setattr(_python_dispatch, name, value)
+            if _tell_the_compiler is not None:
+                _tell_the_compiler(values[-1])
+
+
+class NumbersDrawn(Overlapping, TorchDispatchMode):
+    """Notes whether this thread draws random numbers of torch, whatever other threads do.
+
+    >>> with NumbersDrawn() as drawn:
+    ...     _ = torch.ones(2) + 1
+    >>> drawn.seen
+    False
+    >>> with drawn:
+    ...     _ = torch.rand(2)
+    >>> drawn.seen
+    True
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.seen = self.seen or _draws(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _draws(function: Any, args: Any, kwargs: Any) -> bool:
+    """Whether one of torch's operations draws from torch's own state.
+
+    Attention and recurrence do where they drop something, and others where they have no generator.
+    """
+    if torch.Tag.nondeterministic_seeded not in function.tags:
+        return False
+    arguments = function._schema.arguments
+    given = {argument.name: argument.default_value for argument in arguments}
+    given |= {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    return given.get("generator") is None and all(given.get(name, 1) != 0 for name in ("dropout_p", "dropout"))
