@@ -30,7 +30,6 @@ from multitudes.surgery.affine import (
     AffineMap,
     affine_layers,
     axis_of,
-    is_computed,
     kind_of,
     maps_of,
     plain_copy,
@@ -83,8 +82,8 @@ class RankOne(MemberLayer):
         if self.s is None:
             return y
         if self.biases is None:
-            return self._by_member(torch.mul, y, self.s)
-        return self._by_member(_scaled_and_moved, y, self.s, self.biases)
+            return self._by_member(torch.mul, y, self.s, untiled=False)
+        return self._by_member(_scaled_and_moved, y, self.s, self.biases, untiled=False)
 
     def _own(self, index: int, rows: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         own = self._weight_of(index, weight)
@@ -94,18 +93,10 @@ class RankOne(MemberLayer):
         inputs = 0 if self.transposed else 1
         return AffineMap(inputs=inputs, outputs=1 - inputs, groups=self.groups)
 
-    def _weight_of(self, index: int | slice, weight: Tensor) -> Tensor:
+    def _weight_of(self, index: int, weight: Tensor) -> Tensor:
         affine, r = self._affine(), self.r[index]
         s = r.new_ones(*r.shape[:-1], affine.widths(weight.shape)[1]) if self.s is None else self.s[index]
         return weight * affine.outer(r, s, weight.dim())
-
-    @property
-    def folds(self) -> bool:
-        return not is_computed(self.layer)
-
-    def folded(self) -> dict[str, Tensor]:
-        weights = {"weight": self._weight_of(slice(None), weight_of(self.layer))}
-        return weights if self.biases is None else {**weights, "bias": self.biases}
 
     def fold(self, index: int) -> nn.Module:
         with evaluating(self.layer):

@@ -20,6 +20,8 @@ from multitudes.core.calling import Input, tile
 from multitudes.core.checks import check_number
 from multitudes.core.copying import copied
 from multitudes.core.locking import evaluating
+from multitudes.core.runners.one_by_one import member_view
+from multitudes.core.runners.side_by_side import SideBySide
 from multitudes.core.shared import MemberLayer, SharedMembers
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.activation_size import keep_scale
@@ -27,7 +29,6 @@ from multitudes.surgery.affine import (
     SEVERAL,
     AffineMap,
     axis_of,
-    is_computed,
     kind_of,
     maps_of,
     plain_copy,
@@ -124,19 +125,11 @@ class Masked(MemberLayer):
         inputs = 0 if self.transposed else 1
         return AffineMap(inputs=inputs, outputs=1 - inputs, groups=self.groups)
 
-    def _factor(self, index: int | slice, weight: Tensor) -> Tensor:
+    def _factor(self, index: int, weight: Tensor) -> Tensor:
         """Zeros in the shape of the weight for the inputs that a member does not see."""
         mask, affine = self.masks[index], self._affine()
         ones = mask.new_ones(*mask.shape[:-1], affine.widths(weight.shape)[1])
         return affine.outer(mask, ones, weight.dim())
-
-    @property
-    def folds(self) -> bool:
-        return not is_computed(self.layer)
-
-    def folded(self) -> dict[str, Tensor]:
-        weight = self._weight()
-        return {"weight": weight * self._factor(slice(None), weight)}
 
     def note(self) -> str:
         return f"each member sees {self.ones} of {self.masks.shape[1]} inputs"
@@ -243,12 +236,15 @@ def _keep_scale(model: nn.Module, net: SharedMembers, x: Input, names: list[str]
     """Scale the masked layers' weights by all members at once, or by the first where a batch cannot hold them all."""
     kept = {name: None for name in names}
     with evaluating(net):
-        trouble = net._prove(x, "tiled")
-    if not trouble:
+        trouble = net._difference(x, SideBySide(net.network, net.members))
+    if trouble:
+        first: Any = member_view(net.network, 0)
+        keep_scale(model, first, x, x, kept)
+        for name in names:
+            if isinstance(layer := net.network.get_submodule(name), Masked):
+                layer.scale = first.get_submodule(name).scale
+    else:
         keep_scale(model, net.network, x, tile(x, net.members), kept)
-        return
-    with net._as(0):
-        keep_scale(model, net.network, x, x, kept)
 
 
 def _sees_all(layer: nn.Module) -> bool:

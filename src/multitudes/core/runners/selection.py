@@ -1,0 +1,70 @@
+"""Runner selection: a table, read from the top; the first row that fits says which runner is tried.
+
+The numbers come from `benchmarks/`. A runner that is not the plain one is verified before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+__all__ = ["SHARED", "Row", "Use", "runner_for"]
+
+
+@dataclass(frozen=True)
+class Use:
+    """What the choice depends on: device, mode, and the kind and size of network and input."""
+
+    device: str
+    training: bool
+    rows: int
+    """Rows of the batch."""
+    table: bool
+    """Whether the input is a table, `[B, F]` of floats."""
+    shared: float = 0.0
+    """Share of the multiply-adds that all members have in common, before the first layer that differs."""
+    products: float = inf
+    """Bytes that all members' input of a layer takes, where all layers that differ are batched products."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A runner, and the uses that it is for; None stands for any."""
+
+    runner: str
+    device: str | None = None
+    training: bool | None = None
+    table: bool | None = None
+    most_rows: float = inf
+    least_shared: float = 0.0
+    most_products: float = inf
+
+    def fits(self, use: Use) -> bool:
+        exact = ((self.device, use.device), (self.training, use.training), (self.table, use.table))
+        return (
+            all(wanted in (None, got) for wanted, got in exact)
+            and use.rows <= self.most_rows
+            and use.shared >= self.least_shared
+            and use.products <= self.most_products
+        )
+
+
+SHARED = (
+    Row("side_by_side", training=True),
+    Row("side_by_side", device="cuda"),
+    Row("side_by_side", table=True, most_rows=4096),
+    Row("side_by_side", least_shared=0.25),
+    Row("side_by_side", most_products=16e6),
+    Row("one_by_one"),
+)
+"""Members that share weights: a CPU computes one large batch in more time than M small ones."""
+
+
+def runner_for(table: Sequence[Row], use: Use) -> str:
+    """Return the runner of the first row that fits.
+
+    >>> runner_for(SHARED, Use("cpu", training=False, rows=32, table=False))
+    'one_by_one'
+    """
+    return next(row.runner for row in table if row.fits(use))

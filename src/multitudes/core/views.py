@@ -1,0 +1,215 @@
+"""Views: module objects of their own over the tensors of one network.
+
+Members that share weights are views of one network: in view `i`, each layer that differs between members is that of
+member `i`. A view shares parameters, buffers, hooks and unchanged layers with the network; attributes that its code
+writes are its own. Running a view swaps nothing, so gradient checkpointing may run any part of it again at any time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.calling import Input, call
+from multitudes.core.compiling import uncompiled
+from multitudes.core.settings import FOUND_ANEW
+
+__all__ = ["Changes", "Views", "in_view", "may_write", "run", "view"]
+
+Changes = Mapping[str, Mapping[str, Any]]
+"""Attributes that differ in a view, by the name of the module."""
+
+_REGISTRIES = frozenset(vars(nn.Module())) - {"_modules"}
+_CONTAINERS = (list, dict, set, tuple)
+_MISSING = object()
+
+
+def may_write(module: nn.Module) -> bool:
+    """Return whether a module's code may write attributes; torch's own layers write buffers alone."""
+    kind = type(module).__module__
+    own = not kind.startswith(("torch.nn.", "multitudes.")) or ".models." in kind
+    return own or bool(module._forward_pre_hooks or module._forward_hooks)
+
+
+def view(network: nn.Module, changes: Changes, own: Callable[[nn.Module], bool] = lambda _: False) -> nn.Module:
+    """Return a view of a network with these changes; modules that need none are the network's, but for `own` ones."""
+    named = dict(network.named_modules(remove_duplicate=False))
+    changed = {id(named[name]): attributes for name, attributes in changes.items()}
+    modules = list(_modules(network))
+    twins = {
+        id(module): object.__new__(type(module))
+        for module in modules
+        if any(id(inner) in changed or own(inner) for inner in _modules(module))
+    }
+    for module in modules:
+        if (twin := twins.get(id(module))) is not None:
+            vars(twin).update({name: _seen(name, value, twins) for name, value in vars(module).items()})
+            vars(twin).update(changed.get(id(module), {}))
+    return twins.get(id(network), network)
+
+
+def _modules(network: nn.Module) -> Iterator[nn.Module]:
+    """All modules of a network, with those whose registries they share (a multitude's network)."""
+    for module in network.modules():
+        yield module
+        inner = vars(module).get(str(getattr(type(module), "shares", None)))
+        if isinstance(inner, nn.Module):
+            yield inner
+
+
+def _seen(name: str, value: Any, twins: Mapping[int, nn.Module], depth: int = 3) -> Any:
+    """An attribute with twins in the place of modules, in a container of its own."""
+    if name in _REGISTRIES:
+        return value
+    if isinstance(value, nn.Module):
+        return twins.get(id(value), value)
+    if isinstance(value, MethodType) and id(value.__self__) in twins:
+        return MethodType(value.__func__, twins[id(value.__self__)])
+    if not depth or type(value) not in _CONTAINERS:
+        return value
+    if isinstance(value, dict):
+        return {key: _seen("", held, twins, depth - 1) for key, held in value.items()}
+    return type(value)(_seen("", held, twins, depth - 1) for held in value)
+
+
+_RUNNING: ContextVar[bool] = ContextVar("running", default=False)
+
+
+def in_view() -> bool:
+    """Return whether a view runs."""
+    return not torch.compiler.is_compiling() and _RUNNING.get()
+
+
+def run(each: nn.Module, x: Input) -> Tensor:
+    """Run a view and find its prediction."""
+    if torch.compiler.is_compiling():
+        return call(each, x)
+    token = _RUNNING.set(True)
+    try:
+        return call(each, x)
+    finally:
+        _RUNNING.reset(token)
+
+
+class Views:
+    """Views of one network, made anew where its modules, modes or attributes have changed.
+
+    An attribute that a view's code has written stays, unless it was set in the network since. The network itself shows
+    what the last view has written.
+    """
+
+    def __init__(self, network: nn.Module, make: Callable[[nn.Module], list[nn.Module]]) -> None:
+        self.network = network
+        self.make = make
+        self.views: list[nn.Module] = []
+        self.state: list[tuple[nn.Module, type, dict[str, Any]]] = []  # of the modules that have views of their own
+        self.given: list[dict[tuple[str, str], Any]] = []  # the attributes that each view was made with
+
+    def current(self) -> list[nn.Module]:
+        """Return the views of the network as it is now."""
+        compiling = torch.compiler.is_compiling()
+        return self.views if self.views and (compiling or self._is_current()) else self._made()
+
+    def _is_current(self) -> bool:
+        for module, kind, held in self.state:
+            if type(module) is not kind or not _equal(_attributes(module), held):
+                return False
+        return True
+
+    @uncompiled
+    def _made(self) -> list[nn.Module]:
+        before = {id(module): held for module, _, held in self.state}
+        modules = dict(self.network.named_modules())
+
+        def stands(path: str, name: str) -> bool:
+            module = modules.get(path)
+            was = before.get(id(module), {}).get(name, _MISSING)
+            return module is not None and _equal(vars(module).get(name, _MISSING), was)
+
+        written = [{key: value for key, value in own.items() if stands(*key)} for own in self._all_written()]
+        self.views = self.make(self.network)
+        self.given = [_writable(each) for each in self.views]
+        self._give(written)
+        first = dict(self.views[0].named_modules())
+        self.state = [(m, type(m), _attributes(m)) for path, m in modules.items() if first.get(path) is not m]
+        return self.views
+
+    def _give(self, written: list[dict[tuple[str, str], Any]]) -> None:
+        for each, own in zip(self.views, written, strict=False):
+            for (path, name), value in own.items():
+                each.get_submodule(path).__dict__[name] = value
+
+    def _all_written(self) -> list[dict[tuple[str, str], Any]]:
+        return [self._written(index) for index in range(len(self.views))]
+
+    def _written(self, index: int) -> dict[tuple[str, str], Any]:
+        """What the code of a view has written, by the names of module and attribute."""
+        now, given = _writable(self.views[index]), self.given[index]
+        return {key: value for key, value in now.items() if not _equal(value, given.get(key, _MISSING))}
+
+    def show(self) -> None:
+        """Give the network the attributes that the last view has written."""
+        if not self.given or not self.given[-1] or torch.compiler.is_compiling():
+            return
+        if written := self._written(len(self.views) - 1):
+            modules = dict(self.network.named_modules())
+            for (path, name), value in written.items():
+                modules[path].__dict__[name] = _copied(value)
+            self.state = [(module, kind, _attributes(module)) for module, kind, _ in self.state]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Views:
+        twin = Views(copy.deepcopy(self.network, memo), copy.deepcopy(self.make, memo))
+        if self.views:
+            twin._made()
+            twin._give([{key: _copied(value) for key, value in own.items()} for own in self._all_written()])
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the views, which are made anew."""
+        return {"network": self.network, "make": self.make, "views": [], "state": [], "given": []}
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What a view takes from a module: children and attributes, containers as they are now."""
+    own = {
+        name: copy.copy(value) if type(value) in _CONTAINERS else value
+        for name, value in vars(module).items()
+        if name not in _REGISTRIES or name == "training"
+    }
+    return {**own, "_forward_pre_hooks": tuple(module._forward_pre_hooks)}  # which a view may have of its own
+
+
+def _writable(each: nn.Module) -> dict[tuple[str, str], Any]:
+    """The attributes that a view's code may write."""
+    return {
+        (path, name): value
+        for path, module in each.named_modules()
+        if may_write(module)
+        for name, value in _attributes(module).items()
+        if name not in _REGISTRIES and name != "_modules" and name not in FOUND_ANEW
+    }
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.copy(value) if type(value) in _CONTAINERS else value
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two values are the same object, or containers of the same objects."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or type(one) not in _CONTAINERS:
+        return isinstance(one, (bool, int, float, str)) and type(one) is type(other) and one == other
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return all(key in other and _equal(value, other[key]) for key, value in one.items())
+    return one == other if isinstance(one, set) else all(map(_equal, one, other))
