@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input, tile
-from multitudes.core.checks import check_number
+from multitudes.core.checks import check_choice, check_number
 from multitudes.core.copying import copied
 from multitudes.core.locking import evaluating
 from multitudes.core.runners.one_by_one import member_view
@@ -186,6 +186,7 @@ def masksembles(
     members: int = 4,
     scale: float = 2.0,
     *,
+    rows: str = "shared",
     layers: Selector = None,
     example: Input | None = None,
     init: str | None = None,
@@ -199,7 +200,7 @@ def masksembles(
     masked layers. From a pretrained network, their weights are scaled so that activations are as large as they
     were on `example`, one batch of inputs; where it is left out, noise of the usual sizes is tried. The same
     `seed` gives the same masks. `model`, `init` and `heads` are as in `deep_ensemble`, for the weights that all members
-    share.
+    share. With `rows="own"` each member trains on its own part of the batch, as in `batch_ensemble`.
 
     >>> net = masksembles(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), members=4, scale=2.0)
     >>> net(torch.ones(5, 3)).shape
@@ -208,6 +209,7 @@ def masksembles(
     start = starting(model, members, init, heads, example=example, seed=seed)
     model = start.network
     check_number("scale", scale, 1, 1000)
+    check_choice("rows", rows, ("shared", "own"))
     chosen = select_affine(model, layers)
     left: list[str] = []
     with start.seeded():
@@ -227,6 +229,7 @@ def masksembles(
         net = SharedMembers(replace(model, converted), members).like(start.given, task)
         if not start.fresh and scale > 1 and x is not None:
             _keep_scale(model, net, x, list(converted))
+    net.rows = rows
     net.notes = start.noted({name: layer.note() for name, layer in converted.items()})
     tell_reach(net, model, converted, x, on_purpose=left, warn=layers is None)
     return net
