@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from multitudes.core.calling import InputError
 from multitudes.core.locking import evaluating
 from multitudes.core.tiling import Run
 from multitudes.core.unreadable import unreadable
-from multitudes.core.views import in_view
+from multitudes.core.views import RUNNING
 
 __all__ = ["MemberLayer", "member_layers", "rows_missing"]
 
@@ -74,12 +76,10 @@ class MemberLayer(nn.Module):
         return getattr(self.layer, "bias", None)
 
     def _asked(self, name: str, tensor: Any) -> Tensor:
-        kind = type(self.layer).__name__
-        place = f"layer {self.place!r} ({kind})" if self.place else f"a {kind}"
         return unreadable(
             tensor,
-            f"the network computes with the {name} of {place} instead of calling the layer, so that its members could "
-            "not be told apart: leave it out by layers=",
+            f"the network computes with the {name} of {self._named()} instead of calling the layer, so that its members "
+            "could not be told apart: leave it out by layers=",
         )
 
     def own_parameters(self) -> list[str]:
@@ -102,13 +102,23 @@ class MemberLayer(nn.Module):
         return {"in_view": True}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.in_view and in_view():
-            kind = type(self.layer).__name__
-            raise InputError(
-                f"layer {self.place!r} ({kind}) is called by way of an object that is no module of the network, where "
-                "its members cannot be told apart: leave it out by layers=, or make it a submodule of what calls it"
-            )
+        if not torch.compiler.is_compiling():
+            in_view, learns = RUNNING.get()
+            if in_view and not self.in_view:
+                raise InputError(
+                    f"{self._named()} is called by way of an object that is no module of the network, where its "
+                    "members cannot be told apart: leave it out by layers=, or make it a submodule of what calls it"
+                )
+            if learns and not torch.is_grad_enabled() and checkpointed_without_gradient():
+                raise InputError(
+                    f"{self._named()} would not learn: no input of the part that torch.utils.checkpoint runs with "
+                    "use_reentrant=True needs a gradient; pass use_reentrant=False, or x.requires_grad_()"
+                )
         return super().__call__(*args, **kwargs)
+
+    def _named(self) -> str:
+        kind = type(self.layer).__name__
+        return f"layer {self.place!r} ({kind})" if self.place else f"a {kind}"
 
     def _changes_weight(self, x: Tensor, weight: Tensor) -> bool:
         """Whether it is faster to change the weight for each member than to change x: on a CPU, if it is smaller.
@@ -154,6 +164,19 @@ class MemberLayer(nn.Module):
         if x.dim() <= -self.axis or x.shape[0] % self.members:
             raise ValueError(rows_missing(self.layer, self.members, x))
         return x.unflatten(0, (self.members, -1))
+
+
+def checkpointed_without_gradient() -> bool:
+    """Return whether this runs inside torch's reentrant checkpointing of inputs that need no gradient.
+
+    Then nothing inside gets a gradient, in a network of one member too, and torch shows no more than a warning.
+    """
+    function = torch.utils.checkpoint.CheckpointFunction.forward.__code__
+    frame, given = sys._getframe(), None
+    while frame is not None:
+        given = frame.f_locals["args"] if frame.f_code is function else given  # of the outermost
+        frame = frame.f_back  # type: ignore[assignment]
+    return given is not None and not any(isinstance(value, Tensor) and value.requires_grad for value in given)
 
 
 def member_layers(network: nn.Module) -> dict[str, MemberLayer]:

@@ -20,7 +20,7 @@ from multitudes.core.calling import Input, call
 from multitudes.core.compiling import uncompiled
 from multitudes.core.settings import FOUND_ANEW
 
-__all__ = ["Changes", "Views", "in_view", "may_write", "run", "view"]
+__all__ = ["RUNNING", "Changes", "Views", "may_write", "run", "view"]
 
 Changes = Mapping[str, Mapping[str, Any]]
 """Attributes that differ in a view, by the name of the module."""
@@ -78,23 +78,19 @@ def _seen(name: str, value: Any, twins: Mapping[int, nn.Module], depth: int = 3)
     return type(value)(_seen("", held, twins, depth - 1) for held in value)
 
 
-_RUNNING: ContextVar[bool] = ContextVar("running", default=False)
+RUNNING: ContextVar[tuple[bool, bool]] = ContextVar("running", default=(False, False))
+"""Whether a view runs, and whether gradients are wanted of what runs."""
 
 
-def in_view() -> bool:
-    """Return whether a view runs."""
-    return not torch.compiler.is_compiling() and _RUNNING.get()
-
-
-def run(each: nn.Module, x: Input) -> Tensor:
-    """Run a view and find its prediction."""
+def run(each: nn.Module, x: Input, is_view: bool = True) -> Tensor:
+    """Run a view, or the network itself, and find its prediction."""
     if torch.compiler.is_compiling():
         return call(each, x)
-    token = _RUNNING.set(True)
+    token = RUNNING.set((is_view, torch.is_grad_enabled()))
     try:
         return call(each, x)
     finally:
-        _RUNNING.reset(token)
+        RUNNING.reset(token)
 
 
 class Views:

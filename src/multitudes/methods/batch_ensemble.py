@@ -242,9 +242,9 @@ def batch_ensemble(
     beginning, as Gorishniy et al. do it in *TabM* (2025); `chunks` are the widths of parts of these inputs, such as
     embeddings, each of which has one number for all of it. `sides="inputs"` leaves out the factors of outputs and the
     members' biases. The layers that `own` selects are each member's own, with all their weights: `own=["fc"]` gives
-    each member an output layer. With `rows="own"` each member trains on its own part of the batch: `net.loss` is the mean
-    over members of each one's loss on its part, for little more than the time of one network. Parts are equally large;
-    where the batch cannot be divided evenly, some rows belong to two members.
+    each member an output layer. With `rows="own"` each member trains on its own part of the batch: `net.loss` is the
+    mean over members of each one's loss on its part, for little more than the time of one network. Parts are equally
+    large; where the batch cannot be divided evenly, some rows belong to two members.
 
     >>> net = batch_ensemble(nn.Linear(3, 2), members=4)
     >>> net(torch.ones(5, 3)).shape

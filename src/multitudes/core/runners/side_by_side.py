@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, call, tile
+from multitudes.core.calling import Input, tile
 from multitudes.core.member_layer import member_layers
 from multitudes.core.tiling import Boundary, tiling
 from multitudes.core.views import Views, run
@@ -41,7 +41,7 @@ class SideBySide:
 
     def divided(self, x: Input) -> Tensor:
         """Run a batch `[M*B, ...]` whose parts are the members' own rows."""
-        return call(self.network, x).unflatten(0, (self.members, -1))
+        return run(self.network, x, is_view=False).unflatten(0, (self.members, -1))
 
 
 def _tiling(boundary: Boundary, members: int, network: nn.Module) -> list[nn.Module]:
