@@ -78,8 +78,8 @@ class MemberLayer(nn.Module):
     def _asked(self, name: str, tensor: Any) -> Tensor:
         return unreadable(
             tensor,
-            f"the network computes with the {name} of {self._named()} instead of calling the layer, so that its members "
-            "could not be told apart: leave it out by layers=",
+            f"the network computes with the {name} of {self._named()} instead of calling the layer, so that its "
+            "members could not be told apart: leave it out by layers=",
         )
 
     def own_parameters(self) -> list[str]:

@@ -165,8 +165,8 @@ class SharedMembers(Multitude):
         return self._runners[key] if key in self._runners else self._chosen(x)
 
     def _key(self, x: Input) -> Hashable:
-        rows = _batch(x).bit_length() if not self.training else 0  # large and small batches may differ in what pays
-        return rows, use_of(self.network, x)
+        mode, kind = use_of(self.network, x)
+        return mode, kind, 0 if mode else _batch(x).bit_length()  # large and small batches may differ in what pays
 
     def _use(self, x: Input, **known: float) -> Use:
         table = isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()

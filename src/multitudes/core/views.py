@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from operator import is_not
 from types import MethodType
 from typing import Any
 
@@ -104,36 +105,32 @@ class Views:
         self.network = network
         self.make = make
         self.views: list[nn.Module] = []
-        self.state: list[tuple[nn.Module, type, dict[str, Any]]] = []  # of the modules that have views of their own
+        self.state: list[_State] = []  # of the modules that have views of their own
         self.given: list[dict[tuple[str, str], Any]] = []  # the attributes that each view was made with
+        self.may_write = False
 
     def current(self) -> list[nn.Module]:
         """Return the views of the network as it is now."""
-        compiling = torch.compiler.is_compiling()
-        return self.views if self.views and (compiling or self._is_current()) else self._made()
-
-    def _is_current(self) -> bool:
-        for module, kind, held in self.state:
-            if type(module) is not kind or not _equal(_attributes(module), held):
-                return False
-        return True
+        if self.views and (torch.compiler.is_compiling() or not any(state.is_outdated() for state in self.state)):
+            return self.views
+        return self._made()
 
     @uncompiled
     def _made(self) -> list[nn.Module]:
-        before = {id(module): held for module, _, held in self.state}
+        before = {id(state.module): state.attributes for state in self.state}
         modules = dict(self.network.named_modules())
 
         def stands(path: str, name: str) -> bool:
             module = modules.get(path)
-            was = before.get(id(module), {}).get(name, _MISSING)
-            return module is not None and _equal(vars(module).get(name, _MISSING), was)
+            return module is not None and vars(module).get(name) is before.get(id(module), {}).get(name)
 
         written = [{key: value for key, value in own.items() if stands(*key)} for own in self._all_written()]
         self.views = self.make(self.network)
         self.given = [_writable(each) for each in self.views]
+        self.may_write = any(self.given)
         self._give(written)
         first = dict(self.views[0].named_modules())
-        self.state = [(m, type(m), _attributes(m)) for path, m in modules.items() if first.get(path) is not m]
+        self.state = [_State(module) for path, module in modules.items() if first.get(path) is not module]
         return self.views
 
     def _give(self, written: list[dict[tuple[str, str], Any]]) -> None:
@@ -151,13 +148,13 @@ class Views:
 
     def show(self) -> None:
         """Give the network the attributes that the last view has written."""
-        if not self.given or not self.given[-1] or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return
         if written := self._written(len(self.views) - 1):
             modules = dict(self.network.named_modules())
             for (path, name), value in written.items():
                 modules[path].__dict__[name] = _copied(value)
-            self.state = [(module, kind, _attributes(module)) for module, kind, _ in self.state]
+            self.state = [_State(state.module) for state in self.state]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Views:
         twin = Views(copy.deepcopy(self.network, memo), copy.deepcopy(self.make, memo))
@@ -168,26 +165,52 @@ class Views:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the views, which are made anew."""
-        return {"network": self.network, "make": self.make, "views": [], "state": [], "given": []}
+        return {"network": self.network, "make": self.make, "views": [], "state": [], "given": [], "may_write": False}
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What a view takes from a module: children and attributes, containers as they are now."""
-    own = {
-        name: copy.copy(value) if type(value) in _CONTAINERS else value
-        for name, value in vars(module).items()
-        if name not in _REGISTRIES or name == "training"
-    }
-    return {**own, "_forward_pre_hooks": tuple(module._forward_pre_hooks)}  # which a view may have of its own
+class _State:
+    """What a view takes from a module: its class, children and attributes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.kind = type(module)
+        self.attributes = dict(vars(module))
+        own = [value for name, value in self.attributes.items() if name not in _REGISTRIES]
+        inside = [held for value in own for held in _containers(value)]
+        self.contents = [(held, _items(held)) for held in (*inside, module._forward_pre_hooks)]
+
+    def is_outdated(self) -> bool:
+        """Return whether the module has changed since."""
+        now, then = vars(self.module), self.attributes
+        if type(self.module) is not self.kind or now.keys() != then.keys():
+            return True
+        if any(map(is_not, now.values(), then.values())):
+            return True
+        for held, items in self.contents:
+            values = (*held, *held.values()) if isinstance(held, dict) else tuple(held)
+            if len(values) != len(items) or any(map(is_not, values, items)):
+                return True
+        return False
+
+
+def _containers(value: Any, depth: int = 3) -> Iterator[Any]:
+    if depth and type(value) in _CONTAINERS:
+        yield value
+        for held in value.values() if isinstance(value, dict) else value:
+            yield from _containers(held, depth - 1)
+
+
+def _items(held: Any) -> tuple[Any, ...]:
+    return (*held, *held.values()) if isinstance(held, dict) else tuple(held)
 
 
 def _writable(each: nn.Module) -> dict[tuple[str, str], Any]:
-    """The attributes that a view's code may write."""
+    """The attributes that a view's code may write; containers as they are now."""
     return {
-        (path, name): value
+        (path, name): copy.copy(value) if type(value) in _CONTAINERS else value
         for path, module in each.named_modules()
         if may_write(module)
-        for name, value in _attributes(module).items()
+        for name, value in vars(module).items()
         if name not in _REGISTRIES and name != "_modules" and name not in FOUND_ANEW
     }
 
@@ -200,12 +223,7 @@ def _copied(value: Any) -> Any:
 
 def _equal(one: Any, other: Any) -> bool:
     """Whether two values are the same object, or containers of the same objects."""
-    if one is other:
-        return True
     if type(one) is not type(other) or type(one) not in _CONTAINERS:
-        return isinstance(one, (bool, int, float, str)) and type(one) is type(other) and one == other
-    if len(one) != len(other):
-        return False
-    if isinstance(one, dict):
-        return all(key in other and _equal(value, other[key]) for key, value in one.items())
-    return one == other if isinstance(one, set) else all(map(_equal, one, other))
+        return one is other
+    ones, others = _items(one), _items(other)
+    return len(ones) == len(others) and all(map(_equal, ones, others))

@@ -68,9 +68,6 @@ class RankOne(MemberLayer):
     def _bias(self) -> Tensor | None:
         return super()._bias() if self.biases is None else self.biases[0]
 
-    def _bias_of(self, index: int) -> Tensor | None:
-        return getattr(self.layer, "bias", None) if self.biases is None else self.biases[index]
-
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         weight = weight_of(self.layer)
         if self._changes_weight(x, weight):
@@ -86,8 +83,9 @@ class RankOne(MemberLayer):
         return self._by_member(_scaled_and_moved, y, self.s, self.biases, untiled=False)
 
     def _own(self, index: int, rows: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        bias = getattr(self.layer, "bias", None) if self.biases is None else self.biases[index]
         own = self._weight_of(index, weight)
-        return run_with(self.layer, self._affine(), rows, own, self._bias_of(index), *args, **kwargs)
+        return run_with(self.layer, self._affine(), rows, own, bias, *args, **kwargs)
 
     def _affine(self) -> AffineMap:
         inputs = 0 if self.transposed else 1

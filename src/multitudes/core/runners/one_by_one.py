@@ -33,7 +33,8 @@ class OneByOne:
         if torch.compiler.is_compiling():
             return torch.stack([run(each, x) for each in views])
         predictions = each_from_the_same(self.network, [partial(run, each, x) for each in views])
-        self.views.show()
+        if self.views.may_write:
+            self.views.show()
         return torch.stack(predictions)
 
     def refresh(self) -> None:

@@ -31,7 +31,8 @@ class SideBySide:
             return self.divided(tile(x, self.members))
         (network,) = self.views.current()
         predictions = run(network, x)
-        self.views.show()
+        if self.views.may_write:
+            self.views.show()
         return predictions.unflatten(0, (self.members, -1))
 
     def refresh(self) -> None:
