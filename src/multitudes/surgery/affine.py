@@ -248,9 +248,7 @@ def run_with(
     """What a layer of one map makes of x with another weight and bias."""
     kind = kind_of(layer)
     hooked = layer._forward_hooks or layer._forward_pre_hooks
-    if (
-        hooked and kind is not None and "weight" in layer._parameters
-    ):  # one that is not there, too, if it is not computed
+    if hooked and kind is not None and "weight" in layer._parameters:  # where it is None too, but not where computed
         tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
         y: Tensor = functional_call(layer, tensors, (x, *args), kwargs)
         return y
