@@ -76,7 +76,7 @@ def test_what_was_written_stays_with_copies_and_when_something_else_changes(net:
 def test_views_follow_modes_hooks_children_and_lists(net: Any) -> None:
     plain = mt.batch_ensemble(OverTheBatch(), 2, seed=0).eval()
     x = torch.randn(5, 4)
-    before = run(plain, x)
+    run(plain, x)
     modes: list[bool] = []
     handle = plain.get_submodule("norm").register_forward_hook(lambda module, *_: modes.append(module.training))
     run(plain, x)
@@ -84,6 +84,7 @@ def test_views_follow_modes_hooks_children_and_lists(net: Any) -> None:
     run(plain.train(), x)
     handle.remove()
     assert modes[-2:] == [True, True]
+    before = run(plain.eval(), x)
     plain.network.scales.append(3.0)
     torch.testing.assert_close(run(plain.eval(), x), 3 * before)
     plain.network.act = nn.Identity()
