@@ -26,22 +26,22 @@ class MemberLayer(nn.Module):
     """The child that is the user's own layer, whose place it takes."""
 
     batched = False
-    """Whether all members run by one batched product, which is faster than one for each while it fits the caches."""
+    """True where all members run by one batched product, which is faster than M products while it fits the caches."""
 
     many_inputs = False
-    """Whether it takes whatever the layer takes, so that a run must show which arguments hold rows (`note_rows`)."""
+    """True where it takes whatever the layer takes, so that a run must show which arguments hold rows (`note_rows`)."""
 
     tiles = True
-    """Whether it takes rows `[B, ...]` that are not tiled, where `untiled` says so."""
+    """True where it takes rows `[B, ...]` that are not tiled, if `untiled` is set."""
 
     member: int | None = None
     """The member that it is, in a view that is one member; None where it takes the rows of all."""
 
     untiled = False
-    """Whether the rows that it is given are `[B, ...]`, the same for all members, and not `[M*B, ...]`."""
+    """True where its input is `[B, ...]`, the same rows for all members, and not `[M*B, ...]`."""
 
     in_view = False
-    """Whether it is a layer of a view of the network (see `views.py`)."""
+    """True for a layer of a view of the network (see `views.py`)."""
 
     def __init__(self, layer: nn.Module, members: int, axis: int = -1) -> None:
         """`axis` is that of channels in x, counted from the last."""
@@ -121,7 +121,7 @@ class MemberLayer(nn.Module):
         return f"layer {self.place!r} ({kind})" if self.place else f"a {kind}"
 
     def _changes_weight(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether it is faster to change the weight for each member than to change x: on a CPU, if it is smaller.
+        """Return whether it is faster to change the weight for each member than x: on a CPU, if it is smaller.
 
         On a GPU one large product is faster than one for each member, and takes more memory (`benchmarks/README.md`).
         Where the layer has hooks, they see what each member's own layer sees.
@@ -137,7 +137,7 @@ class MemberLayer(nn.Module):
         return bool(self.layer._forward_hooks or self.layer._forward_pre_hooks)
 
     def _each(self, x: Tensor, own: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """What each member's `own` layer, a function of its number, makes of its rows."""
+        """Apply each member's `own` layer, a function of its number, to its rows."""
         if self.member is not None:
             return own(self.member, x)
         return torch.cat([own(index, rows) for index, rows in enumerate(self._rows(x))])
@@ -185,7 +185,7 @@ def member_layers(network: nn.Module) -> dict[str, MemberLayer]:
 
 
 def rows_missing(layer: nn.Module, members: int, x: Tensor) -> str:
-    """What is said where an input cannot be the tiled batch."""
+    """Return the error message for an input that cannot be the tiled batch."""
     return (
         f"a {type(layer).__name__} that tells {members} members apart got an input of shape {list(x.shape)}, whose "
         "first axis does not hold the rows of each member one after the other"

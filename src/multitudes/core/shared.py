@@ -24,7 +24,7 @@ from multitudes.core.runners.selection import SHARED, Use, runner_for
 from multitudes.core.runners.side_by_side import SideBySide
 from multitudes.core.runners.verify import FAILURES, Verdicts, difference, use_of
 from multitudes.core.tasks import Criterion
-from multitudes.core.tiling import Boundary, Run, Unseen, found, observed
+from multitudes.core.tiling import Boundary, Run, Unseen, find_boundary, observed
 from multitudes.core.views import run
 
 __all__ = ["MemberLayer", "SharedMembers", "rows_missing"]
@@ -46,10 +46,10 @@ class SharedMembers(Multitude):
     found_anew = ("_draw_cache", "_runners", "_one_by_one", "_whole")
 
     rows = "shared"
-    """Whether the members learn from the same rows of a step, or each from its own part of them, "own"."""
+    """The rows that a member trains on: all rows of the batch, "shared", or its own part of them, "own"."""
 
     own_losses = False
-    """Whether losses add up where nothing that is trained is shared, so that each member learns as it would alone."""
+    """Add the members' losses where nothing trained is shared, so that each member learns as it would alone."""
 
     def __init__(self, network: nn.Module, members: int) -> None:
         super().__init__(network, members)
@@ -98,7 +98,7 @@ class SharedMembers(Multitude):
         dataset_size: int | None = None,
         weight: Tensor | None = None,
     ) -> Tensor:
-        """As `Multitude.loss`; with `rows="own"` the mean over members of each one's loss on its part of the batch.
+        """Return `Multitude.loss`; with `rows="own"` the mean over members of each one's loss on its part of the batch.
 
         Parts are equally large, one after the other. Where the batch cannot be divided evenly, some of its rows belong
         to two members.
@@ -208,7 +208,7 @@ class SharedMembers(Multitude):
         return runner_for(SHARED, self._use(x, **known)) == "side_by_side"
 
     def _boundaries(self, x: Input) -> Iterator[Boundary | None]:
-        """Where the batch may be tiled: as late as possible first, None for the whole input.
+        """Yield the boundaries at which the batch may be tiled, the latest first; None stands for the whole input.
 
         Not after something has drawn random numbers, since each member has numbers of its own.
         """
@@ -241,7 +241,7 @@ class SharedMembers(Multitude):
                 run(network, x)
 
         try:
-            return found(self.network, member_layers(self.network), slots, _batch(x), self.members, look)
+            return find_boundary(self.network, member_layers(self.network), slots, _batch(x), self.members, look)
         except torch.OutOfMemoryError:
             raise
         except FAILURES:
@@ -266,7 +266,7 @@ class SharedMembers(Multitude):
     # -- verification ------------------------------------------------------------------------------------
 
     def _difference(self, x: Input, runner: SideBySide) -> str:
-        """How members side by side differ from the first and the last one alone, in words; nothing where they agree.
+        """Return how members side by side differ from the first and the last one alone; "" where they agree.
 
         A batch of one row is verified as two rows too: of one row, all lengths are the same.
         """

@@ -1,4 +1,4 @@
-"""Where the batch of members that share weights is tiled: as late as it can be.
+"""Tile the batch of members that share weights as late as possible.
 
 One run of a network, alone, shows in which order its modules are called, with which tensors, and how much work comes
 before each. A second run, with one row more, shows which of these tensors have the batch as their first axis. From a
@@ -20,10 +20,10 @@ from multitudes.core.counting import flop_counter
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.views import Changes, view
 
-__all__ = ["Boundary", "Run", "Slot", "Unseen", "found", "mapped", "observed", "tiling"]
+__all__ = ["Boundary", "Run", "Slot", "Unseen", "find_boundary", "mapped", "observed", "tiled_view"]
 
 Slot = tuple[int | str, ...]
-"""Where a tensor lies in the arguments of a call: `(0,)` or `("mask",)`, and inside of tuples and dicts further on."""
+"""The place of a tensor in the arguments of a call: `(0,)` or `("mask",)`, and further inside tuples and dicts."""
 
 
 def mapped(function: Callable[[Slot, Tensor], Any], value: Any, at: Slot = ()) -> Any:
@@ -43,7 +43,7 @@ class Unseen(Exception):
 
 @dataclass(frozen=True)
 class Boundary:
-    """Where the rows `[B, ...]` of all members become `[M*B, ...]`, as one run has shown it.
+    """The place where the rows `[B, ...]` of all members become `[M*B, ...]`, as one run has shown it.
 
     `layers` are the member layers that are given rows which are not tiled. Other modules tile what they are given:
     `tiled` are these arguments, by the module's name, and `left` all others, with the lengths that they had where these
@@ -79,7 +79,7 @@ class Run:
         return self.work[name] / self.total if self.total else 0.0
 
     def may_tile(self, name: str) -> bool:
-        """Whether nothing draws before a module: members have random numbers of their own."""
+        """Return whether nothing draws before a module: members have random numbers of their own."""
         return not self.never and all(self.order.index(each) >= self.order.index(name) for each in self.drawing)
 
     def around(self, name: str) -> list[str]:
@@ -146,7 +146,7 @@ def _note(seen: Run, name: str, lengths: dict[Slot, int], slot: Slot, tensor: Te
 # -- tiling ------------------------------------------------------------------------------------------------
 
 
-def found(
+def find_boundary(
     network: nn.Module,
     layers: Mapping[str, Any],
     row_slots: Mapping[str, frozenset[Slot]],
@@ -191,7 +191,7 @@ def found(
     )
 
 
-def tiling(network: nn.Module, boundary: Boundary, layers: Mapping[str, Any], members: int) -> nn.Module:
+def tiled_view(network: nn.Module, boundary: Boundary, layers: Mapping[str, Any], members: int) -> nn.Module:
     """Return a view of a network that tiles at a boundary.
 
     An argument that may hold rows and was not seen, as a mask in the first batch with padding, is `Unseen`.

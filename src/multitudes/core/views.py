@@ -80,7 +80,7 @@ def _seen(name: str, value: Any, twins: Mapping[int, nn.Module], depth: int = 3)
 
 
 RUNNING: ContextVar[tuple[bool, bool]] = ContextVar("running", default=(False, False))
-"""Whether a view runs, and whether gradients are wanted of what runs."""
+"""Two flags of the current run: a view runs; gradients are wanted."""
 
 
 def run(each: nn.Module, x: Input, is_view: bool = True) -> Tensor:
@@ -142,7 +142,7 @@ class Views:
         return [self._written(index) for index in range(len(self.views))]
 
     def _written(self, index: int) -> dict[tuple[str, str], Any]:
-        """What the code of a view has written, by the names of module and attribute."""
+        """Return what the code of a view has written, by the names of module and attribute."""
         now, given = _writable(self.views[index]), self.given[index]
         return {key: value for key, value in now.items() if not _equal(value, given.get(key, _MISSING))}
 
@@ -169,7 +169,7 @@ class Views:
 
 
 class _State:
-    """What a view takes from a module: its class, children and attributes."""
+    """A snapshot of what a view takes from a module: its class, children and attributes."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -222,7 +222,7 @@ def _copied(value: Any) -> Any:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two values are the same object, or containers of the same objects."""
+    """Return whether two values are the same object, or containers of the same objects."""
     if type(one) is not type(other) or type(one) not in _CONTAINERS:
         return one is other
     ones, others = _items(one), _items(other)

@@ -185,7 +185,7 @@ class OwnBlock(MemberLayer):
         return tuple(part[number] for number in range(len(args))), {key: part[key] for key in kwargs}
 
     def _holds_rows(self, slot: Slot) -> bool:
-        """Whether an argument may hold rows: it does, or has not been seen, as a mask that was not there before."""
+        """Return whether an argument may hold rows: it does, or was not seen, as a mask that was not there before."""
         return list(slot) in self.row_slots or list(slot) not in self.other_slots
 
     def _run(self, index: int, args: Any, kwargs: Any, unbound: Mapping[str, Any] | None = None) -> Any:
@@ -252,7 +252,7 @@ def _registry(modules: Mapping[str, nn.Module], place: str) -> tuple[dict[str, A
 
 
 def _joined(answers: list[Any]) -> Any:
-    """What the members' runs of a block answered, one after the other."""
+    """Concatenate the members' answers of a block."""
 
     def join(*parts: Any) -> Any:
         if not isinstance(parts[0], Tensor):

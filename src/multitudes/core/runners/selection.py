@@ -14,14 +14,14 @@ __all__ = ["SHARED", "Row", "Use", "runner_for"]
 
 @dataclass(frozen=True)
 class Use:
-    """What the choice depends on: device, mode, and the kind and size of network and input."""
+    """The facts that the choice depends on: device, mode, and the kind and size of network and input."""
 
     device: str
     training: bool
     rows: int
     """Rows of the batch."""
     table: bool
-    """Whether the input is a table, `[B, F]` of floats."""
+    """True where the input is a table, `[B, F]` of floats."""
     shared: float = 0.0
     """Share of the multiply-adds that all members have in common, before the first layer that differs."""
     products: float = inf

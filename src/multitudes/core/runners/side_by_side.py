@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import Input, tile
 from multitudes.core.member_layer import member_layers
-from multitudes.core.tiling import Boundary, tiling
+from multitudes.core.tiling import Boundary, tiled_view
 from multitudes.core.views import Views, run
 
 __all__ = ["SideBySide"]
@@ -46,4 +46,4 @@ class SideBySide:
 
 
 def _tiling(boundary: Boundary, members: int, network: nn.Module) -> list[nn.Module]:
-    return [tiling(network, boundary, member_layers(network), members)]
+    return [tiled_view(network, boundary, member_layers(network), members)]
