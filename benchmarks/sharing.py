@@ -16,22 +16,22 @@ from typing import Any
 import torch
 from speed import Case, batch_for, measure, options
 from torch import Tensor, nn
-from torch.func import functional_call
 
 import multitudes as mt
 from multitudes.core.shared import MemberLayer
-from multitudes.methods.masksembles import Masked, _factor
+from multitudes.methods.masksembles import Masked
+from multitudes.surgery.affine import run_with
 
 
 def changing(weights: bool, net: nn.Module) -> nn.Module:
-    """A network whose layers change weights wherever it pays by size, or activations everywhere."""
+    """A network whose layers change weights wherever the library does on a CPU, or activations everywhere."""
     for layer in net.modules():
-        if isinstance(layer, MemberLayer):
-            layer._changes_weight = layer._weight_is_smaller if weights else _never
+        if isinstance(layer, MemberLayer) and not weights:
+            layer._changes_weight = _never
     return net
 
 
-def _never(x: Tensor) -> bool:
+def _never(x: Tensor, weight: Tensor) -> bool:
     return False
 
 
@@ -43,9 +43,9 @@ def with_zeros(net: nn.Module) -> nn.Module:
     return net
 
 
-def _zeroed(layer: Any, index: int, rows: Tensor) -> Tensor:
-    weight = layer.layer.weight * _factor(layer.masks[index], layer.layer)
-    return functional_call(layer.layer, {"weight": weight}, (rows,))
+def _zeroed(layer: Any, index: int, rows: Tensor, weight: Tensor) -> Tensor:
+    own = weight * layer._factor(index, weight)
+    return run_with(layer.layer, layer._affine(), rows, own, layer.layer.bias)
 
 
 def ways(model: Callable[[], nn.Module]) -> dict[str, nn.Module]:

@@ -23,6 +23,7 @@ from torch import nn
 
 import multitudes as mt
 from multitudes.core.packing import pointwise
+from multitudes.core.shared import SharedMembers
 
 METHODS: dict[str, Callable[[nn.Module], mt.Multitude]] = {
     "deep ensemble, 4": partial(mt.deep_ensemble, members=4),
@@ -32,6 +33,8 @@ METHODS: dict[str, Callable[[nn.Module], mt.Multitude]] = {
     ),
     "BatchEnsemble, 4": partial(mt.batch_ensemble, members=4),
     "Masksembles, 4": partial(mt.masksembles, members=4),
+    "BatchEnsemble, 4, own rows": partial(mt.batch_ensemble, members=4, rows="own"),
+    "Masksembles, 4, own rows": partial(mt.masksembles, members=4, rows="own"),
     "MIMO, 4": partial(mt.mimo, members=4),
 }
 
@@ -73,12 +76,16 @@ class Case:
     def training(self) -> None:
         self.net.train()
         with self.autocast():
-            predictions = self.run(self.x)
-            members = predictions if isinstance(self.net, mt.Multitude) else predictions.unsqueeze(0)
-            loss = sum(F.cross_entropy(prediction, self.y) for prediction in members)
-        loss.backward()
+            self.loss().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def loss(self) -> torch.Tensor:
+        if isinstance(self.net, SharedMembers) and self.net.rows == "own":
+            return self.net.loss(self.x, self.y, task="classification")
+        predictions = self.run(self.x)
+        members = predictions if isinstance(self.net, mt.Multitude) else predictions.unsqueeze(0)
+        return torch.stack([F.cross_entropy(prediction, self.y) for prediction in members]).sum()
 
 
 def medians(functions: dict[str, Callable[[], object]], cuda: bool, repeats: int, calls: int = 1) -> dict[str, float]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import multitudes as mt
 
-__all__ = ["FAMILIES", "bert", "gpt2", "rows_through", "swin", "tokens", "vit"]
+__all__ = ["FAMILIES", "bert", "gpt2", "llama", "rows_through", "swin", "tokens", "vit"]
 
 
 def bert() -> nn.Module:

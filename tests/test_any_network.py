@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import multitudes as mt
+from multitudes.core.runners.one_by_one import OneByOne
+from multitudes.core.runners.side_by_side import SideBySide
 
 CLASSES = 3
 
@@ -310,8 +312,10 @@ def test_a_gate_that_is_closed_or_nearly_so_hides_nothing(gate: float) -> None:
     net = shared("batch_ensemble", model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        net.train()(torch.randn(4, 4, 4))
-    assert net._tiles[True] == "alone"
+        x = torch.randn(4, 4, 4)
+        predictions = net.train()(x)
+    assert isinstance(net._runners[True], OneByOne)
+    torch.testing.assert_close(predictions, torch.stack([net.member(index)(x) for index in (0, 1)]))
 
 
 def test_a_convolutional_network_is_tiled_without_a_word() -> None:
@@ -321,7 +325,7 @@ def test_a_convolutional_network_is_tiled_without_a_word() -> None:
         warnings.simplefilter("error")
         net(torch.randn(4, 1, 8, 8))
     assert (
-        net._tiles[True] != "alone" and float(net.get_submodule("1").num_batches_tracked) == 1
+        isinstance(net._runners[True], SideBySide) and float(net.get_submodule("1").num_batches_tracked) == 1
     )  # the trial left no trace
 
 

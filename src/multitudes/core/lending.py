@@ -6,7 +6,7 @@ A network's own code may write as it runs: a buffer is assigned (`self.mean = ..
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import InputError
 from multitudes.core.settings import FLAT_WEIGHTS, FOUND_ANEW
+from multitudes.core.views import may_write
 
 __all__ = [
     "Attributes",
     "Written",
     "apart",
     "checkpointed",
-    "each_from_the_same",
     "keep_written",
     "lent",
     "put_back",
@@ -95,12 +95,10 @@ def _refill(registry: dict[str, Any], items: dict[str, Any]) -> None:
 
 
 @contextmanager
-def checkpointed(again: Callable[[], AbstractContextManager[Any]] | None, learns: bool = False) -> Iterator[None]:
+def checkpointed(again: Callable[[], AbstractContextManager[Any]] | None) -> Iterator[None]:
     """Inside, what gradient checkpointing will run a second time, in the backward pass, runs within `again()` there.
 
     By then the network is no longer lent to the member whose activations are asked for. With None, it is an error.
-    With `learns` gradients reach what is inside, whatever it is given: torch's reentrant way makes none where no input
-    has any, as where adapters lie behind a frozen layer.
     """
     module: Any = torch.utils.checkpoint
     reentrant, generator = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
@@ -118,7 +116,7 @@ def checkpointed(again: Callable[[], AbstractContextManager[Any]] | None, learns
     class Reentrant:
         @staticmethod
         def apply(function: Callable[..., Any], *args: Any) -> Any:
-            return reentrant.apply(wrapped(function), *(_with_gradient(args) if learns else args))
+            return reentrant.apply(wrapped(function), *args)
 
     def without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return generator(wrapped(function), *args, **kwargs)
@@ -128,53 +126,6 @@ def checkpointed(again: Callable[[], AbstractContextManager[Any]] | None, learns
         yield
     finally:
         module.CheckpointFunction, module._checkpoint_without_reentrant_generator = reentrant, generator
-
-
-def _with_gradient(args: Sequence[Any]) -> Sequence[Any]:
-    """Arguments of which one has a gradient, if any can."""
-    tensors = [value for value in args if isinstance(value, Tensor)]
-    if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in tensors):
-        return args
-    first = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()][:1]
-    return [value.detach().requires_grad_() if any(value is one for one in first) else value for value in args]
-
-
-@contextmanager
-def each_from_the_same(
-    network: nn.Module, attributes: Sequence[Attributes], own: Collection[str] = ()
-) -> Iterator[Callable[[int, Callable[[], Any]], Any]]:
-    """Inside, `turn(index, run)` runs members that share a network's buffers, each from the same state of them.
-
-    After, a buffer that their runs have moved is the mean of what they made of it, or the last, of whole numbers; those
-    that are named by `own` hold each member's part, and stay as they were moved. What the network's code writes beside
-    tensors is each member's own.
-    """
-    shared = {name: buffer for name, buffer in network.named_buffers() if name not in own}
-    before = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in shared.items()}
-    made: dict[str, list[Tensor]] = {}
-
-    def turn(index: int, run: Callable[[], Any]) -> Any:
-        with written_attributes(network, attributes[index]), lent(network, {}) as written:
-            result = run()
-        for name, (buffer, version, value) in before.items():
-            if buffer._version != version and name not in written:
-                made.setdefault(name, []).append(buffer.detach().clone())
-                buffer.data.copy_(value)
-        for name, value in written.items():
-            made.setdefault(name, []).append(value.detach())
-        return result
-
-    yield turn
-    show_last(network, attributes)
-    for name, values in made.items():
-        path, _, last = name.rpartition(".")
-        whole = not (values[0].is_floating_point() or values[0].is_complex()) or len({v.shape for v in values}) > 1
-        value = values[-1] if whole else torch.stack(values).mean(0)
-        old = before[name][0] if name in before else None
-        if old is not None and old.shape == value.shape and old.dtype == value.dtype:
-            old.data.copy_(value)
-        else:
-            network.get_submodule(path)._buffers[last] = value
 
 
 # -- attributes --------------------------------------------------------------------------------------------
@@ -188,7 +139,7 @@ def written_attributes(network: nn.Module, own: Attributes) -> Iterator[None]:
     those whose hooks have written before and are gone. What was written to a module that is gone is forgotten.
     """
     wrote = {path for path, _ in own}
-    modules = {path: module for path, module in network.named_modules() if path in wrote or _may_write(module)}
+    modules = {path: module for path, module in network.named_modules() if path in wrote or may_write(module)}
     before = {path: _attributes(module) for path, module in modules.items()}
     contents = {
         (path, key): value.copy()
@@ -277,9 +228,3 @@ def _same_content(one: Any, other: Any) -> bool:
 def _attributes(module: nn.Module) -> dict[str, Any]:
     passed = {*_REGISTRIES, *FOUND_ANEW, "training", *(FLAT_WEIGHTS if isinstance(module, nn.RNNBase) else ())}
     return {key: value for key, value in vars(module).items() if key not in passed}
-
-
-def _may_write(module: nn.Module) -> bool:
-    kind = type(module).__module__
-    own = not kind.startswith(("torch.nn.", "multitudes.")) or ".models." in kind
-    return own or bool(module._forward_pre_hooks or module._forward_hooks)

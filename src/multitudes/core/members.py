@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.architecture import of_one_architecture, shared_parameters
-from multitudes.core.calling import Input, InputError, plain_attention
+from multitudes.core.calling import Input, InputError, plain_attention, tensors_in
 from multitudes.core.compiling import uncompiled
 from multitudes.core.copying import copied
 from multitudes.core.divergences import Divergence
@@ -21,7 +21,8 @@ from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.multitude import Multitude, plain
 from multitudes.core.runners.loop import LoopRunner
 from multitudes.core.runners.packed import PackedRunner
-from multitudes.core.runners.selection import runner_for
+from multitudes.core.runners.selection import INDEPENDENT, Use, runner_for
+from multitudes.core.runners.size import convolves, is_small, is_watched
 from multitudes.core.runners.verify import Verdicts, difference
 from multitudes.core.runners.vmapped import VmappedRunner
 from multitudes.core.tasks import Criterion
@@ -98,13 +99,37 @@ class Members(Multitude):
         """Return the fast runner to use, which was compared with the loop; None for the loop."""
         if self._shared and self.training:
             self._check_frozen()
-        name = runner_for(self, x) if self._runner == "auto" else self._runner
+        name = self._usual(x) if self._runner == "auto" else self._runner
         if name == "loop":
             return None
         reason = self.refusal(name, x)
         if reason and self._runner != "auto":
             raise InputError(f"runner {name!r} cannot run this network: {reason}")
         return None if reason else self._fast[name]
+
+    def _usual(self, x: Input) -> str:
+        """The name of the runner that is usually the fastest, by the table of `runners/selection.py`."""
+        first = x if isinstance(x, Tensor) else tensors_in(x)[0]
+        if not first.is_cuda and (torch.compiler.is_compiling() or is_watched()):
+            return "loop"
+        gradients, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled(first.device.type)
+        key = first.device.type, self.training, gradients, autocast, first.dtype, first.shape
+        if key not in self._chosen:
+            use = Use(
+                first.device.type, self.training, len(first) if first.dim() else 0, False, gradients=gradients,
+                convolves=convolves(self.template),
+                small=not (first.is_cuda or self.training or gradients) and self._packs_small(x),
+            )  # fmt: skip
+            self._chosen[key] = runner_for(INDEPENDENT, use)
+        return self._chosen[key]
+
+    @uncompiled
+    def _packs_small(self, x: Input) -> bool:
+        """Whether members are small on `x`, and the packed runner has a rule for each of their steps."""
+        if not is_small(self.template, self.members, x, partial(self._of_first, x)) or self.refusal("packed", x):
+            return False
+        packed = self._fast["packed"]
+        return isinstance(packed, PackedRunner) and packed.all_steps_have_rules()
 
     def refusal(self, name: str, x: Input) -> str:
         """Return why a runner cannot run inputs like `x` in the present mode; an empty string if it can."""

@@ -3,69 +3,53 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Hashable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, InputError, call, input_errors, tensors_in, tile
+from multitudes.core.calling import Input, InputError, input_errors, tensors_in
 from multitudes.core.calling import rows as some_rows
 from multitudes.core.clipping import clip_each
 from multitudes.core.compiling import uncompiled
 from multitudes.core.copying import copied
 from multitudes.core.draws.functional import to_be_kept
-from multitudes.core.draws.stochastic import stochastic_layers
-from multitudes.core.folded_members import FoldedMembers
-from multitudes.core.lending import Attributes, checkpointed, each_from_the_same
-from multitudes.core.member_layer import MemberLayer, rows_missing
+from multitudes.core.member_layer import MemberLayer, member_layers, rows_missing
 from multitudes.core.multitude import Multitude
-from multitudes.core.proof import alike, first_difference, kind_of, running_statistics, silent_trial, unmoved
-from multitudes.core.settings import holding
+from multitudes.core.proof import first_difference, running_statistics, silent_trial, unmoved
+from multitudes.core.runners.one_by_one import OneByOne, member_view
+from multitudes.core.runners.selection import SHARED, Use, runner_for
+from multitudes.core.runners.side_by_side import SideBySide
+from multitudes.core.runners.verify import FAILURES, Verdicts, difference, use_of
 from multitudes.core.tasks import Criterion
-from multitudes.core.tiling import Boundary, Run, Unseen, observed, tiling
+from multitudes.core.tiling import Boundary, Run, Unseen, find_boundary, observed
+from multitudes.core.views import run
 
-__all__ = ["MemberLayer", "SharedMembers", "Way", "rows_missing"]
+__all__ = ["MemberLayer", "SharedMembers", "rows_missing"]
 
-MOST_ROWS = 4096
-"""Of a table, the most rows that all members see side by side in evaluation on a CPU."""
-
-LEAST_SHARED = 0.25
-"""Of the multiply-adds, the share before the first member layer from which on a CPU evaluates members side by side."""
-
-MOST_BYTES = 16e6
-"""The most that all members' input of a layer takes where batched products run side by side in evaluation on a CPU."""
-
-Way = str | Boundary
-"""How members run: "late", "wide", a boundary, "tiled" or "alone" (see `SharedMembers`)."""
+_WARNING = "Cannot batch the members of this network ({reason}); running them one after the other."
 
 
 class SharedMembers(Multitude):
-    """Members that share one network's weights, and run as one batch, tiled `[M*B, ...]`, member-major.
+    """Members that share one network's weights: a network some of whose layers differ between members.
 
-    Layers that tell the members apart have a `member` attribute: None when they see the tiled batch, `i` when
-    they see member `i`'s rows alone. What comes before the first of them runs once for all members: that layer is the
-    one that tiles (the way "late"), or a module that it lies in, with all that are called after it (a `Boundary`),
-    since what is tiled must not meet what is not, as in a residual addition. Output layers may have all members'
-    channels side by side instead ("wide"), for code after them that counts rows. Where none of these is the same
-    computation, the input is tiled ("tiled"). In evaluation on a CPU the members run one after the other ("alone"),
-    which is faster there than one large batch, but for rows of a table, and where enough comes before the first member
-    layer; and wherever a tiled batch is not the same computation, because a network has its batch elsewhere, or lets
-    its rows see each other. That is tried with the first input of each kind. In evaluation on a GPU members may run
-    folded instead (`FoldedMembers`). Batch norms in training take their statistics over the tiled batch, all members'
-    together.
+    They run side by side in one batch `[M*B, ...]`, member-major, or one by one, as `runners/selection.py` says. Side
+    by side, what comes before the first layer that differs runs once where that is the same computation: the batch is
+    tiled at a `Boundary`, as late as possible, or else as a whole. Each way is verified on the first input of each
+    kind; where none computes what the members compute alone, they run one by one. Batch norms in training take their
+    statistics over the tiled batch, all members' together.
     """
 
     expands = False  # the rows of the tiled batch are the members'
-    found_anew = ("_draw_cache", "_folded", "_written", "_tiles")
+    found_anew = ("_draw_cache", "_settled", "_runners", "_one_by_one", "_whole")
 
     rows = "shared"
-    """Whether the members learn from the same rows of a step, or each from its own part of them, "own"."""
+    """The rows that a member trains on: all rows of the batch, "shared", or its own part of them, "own"."""
 
     own_losses = False
-    """Whether losses add up where nothing that is trained is shared, so that each member learns as it would alone."""
+    """Add the members' losses where nothing trained is shared, so that each member learns as it would alone."""
 
     def __init__(self, network: nn.Module, members: int) -> None:
         super().__init__(network, members)
@@ -73,28 +57,16 @@ class SharedMembers(Multitude):
 
     def forget(self) -> None:
         super().forget()
-        self._written: list[Attributes] = [{} for _ in range(self.members)]
-        self._tiles: dict[Any, Way] = {}  # the ways, by mode and kind of input, and the last by mode alone
-        self._folded = FoldedMembers()
+        self._one_by_one = OneByOne(self.network, self.members)
+        self._runners: dict[Hashable, OneByOne | SideBySide] = {}  # by kind of input, and the last one by mode
+        self._whole = Verdicts()  # whether members can lie side by side in one batch from the start
 
     def _predictions(self, x: Input) -> Tensor:
-        predictions = self._folded.predictions(self, x)
-        return self.unfolded(x) if predictions is None else predictions
-
-    def unfolded(self, x: Input) -> Tensor:
-        """Predictions `[M, B, ...]` by member layers, which is how members run but in evaluation on a GPU."""
-        way = self._way(x)
-        if isinstance(way, Boundary):
-            try:
-                return self._side_by_side(way, x)
-            except Unseen:
-                way = self._learned(way, x)
-        if way != "alone":
-            return self._side_by_side(way, x)
-        if torch.compiler.is_compiling():
-            return torch.stack([self._alone(index, x) for index in range(self.members)])
-        with each_from_the_same(self.network, self._written, self._own_buffers()) as turn:
-            return torch.stack([turn(index, partial(self._alone, index, x)) for index in range(self.members)])
+        runner = self._runner(x)
+        try:
+            return runner(x)
+        except Unseen:
+            return self._learned(runner, x)(x)
 
     @property
     def independent(self) -> bool:  # type: ignore[override]
@@ -107,12 +79,8 @@ class SharedMembers(Multitude):
 
     def _own_names(self) -> set[str]:
         """The names of the parameters that are each member's own, `[M, ...]`."""
-        layers = [(name, m) for name, m in self.network.named_modules() if isinstance(m, MemberLayer)]
-        return {f"{name}.{own}" if name else own for name, layer in layers for own in layer.own_parameters()}
-
-    def _own_buffers(self) -> set[str]:
-        layers = [(name, m) for name, m in self.network.named_modules() if isinstance(m, MemberLayer)]
-        return {f"{name}.{own}" if name else own for name, layer in layers for own in layer._buffers}
+        layers = member_layers(self.network)
+        return {f"{name}.{own}" if name else own for name, layer in layers.items() for own in layer.own_parameters()}
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradient to at most `max_norm`; each member's own where nothing that is trained is shared."""
@@ -130,245 +98,204 @@ class SharedMembers(Multitude):
         dataset_size: int | None = None,
         weight: Tensor | None = None,
     ) -> Tensor:
-        """As `Multitude.loss`; with `rows="own"` the batch is divided among the members, the rest of it left out."""
+        """Return `Multitude.loss`; with `rows="own"` the mean over members of each one's loss on its part of the batch.
+
+        Parts are equally large, one after the other. Where the batch cannot be divided evenly, some of its rows belong
+        to two members.
+        """
         if self.rows == "shared" or not self.training:
             return super().loss(x, y, criterion, task=task, dataset_size=dataset_size, weight=weight)
-        given = len(y)
-        used = given - given % self.members
-        if not used:
-            raise InputError(f"x must have a row for each of {self.members} members, which have their own, got {given}")
-        if self._way(x) == "alone":
-            raise InputError("rows='own' needs members that can lie side by side in one batch")
+        parts = self._parts(len(y), y.device)
         with input_errors(x):
             self.settle(x)
-            predictions = call(self.network, some_rows(x, torch.arange(used, device=y.device)))
-        parts = predictions.unflatten(0, (self.members, -1))
-        targets = y[:used].unflatten(0, (self.members, -1))
-        weights = [None] * self.members if weight is None else weight[:used].unflatten(0, (self.members, -1)).unbind()
-        criterion = self._criterion(criterion, task, parts, targets[0])
-        each = zip(parts, targets, weights, strict=True)
+            self._check_divides(x)
+            divided = x if parts.numel() == len(y) else some_rows(x, parts.flatten())
+            predictions = SideBySide(self.network, self.members).divided(divided)
+        weights = [None] * self.members if weight is None else weight[parts].unbind()
+        criterion = self._criterion(criterion, task, predictions, y[parts[0]])
+        each = zip(predictions, y[parts], weights, strict=True)
         losses = [criterion(part, target, weight=own) for part, target, own in each]
         return self._combine(losses) + self._divergence_of_one(dataset_size)
 
+    def _parts(self, rows: int, device: torch.device) -> Tensor:
+        """The rows of each member's part of a batch, `[M, ceil(B / M)]`.
+
+        >>> SharedMembers(nn.Linear(2, 2), 2)._parts(5, torch.device("cpu"))
+        tensor([[0, 1, 2],
+                [2, 3, 4]])
+        """
+        first = torch.arange(self.members, device=device) * rows // self.members
+        return first[:, None] + torch.arange(-(-rows // self.members), device=device)
+
+    def train(self, mode: bool = True) -> SharedMembers:
+        super().train(mode)
+        for runner in (self._one_by_one, *self._runners.values()):  # a compiled graph cannot look for what has changed
+            runner.refresh()
+        return self
+
+    # -- the protocol ------------------------------------------------------------------------------------
+
     def _of_first(self, x: Input) -> Tensor:
-        return self._alone(0, x)
+        return run(self._one_by_one.views.current()[0], x)
 
     def _prepare(self, x: Input) -> None:
-        self._way(x)
+        self._runner(x)
 
-    # -- ways to run -------------------------------------------------------------------------------------
+    def _member(self, index: int) -> nn.Module:
+        folded = {id(layer): layer.fold(index) for layer in member_layers(self.network).values()}
+        return copied(self.network, folded)
 
-    def _together(self, x: Input) -> bool:
-        """Whether members run side by side whatever they share: not in evaluation on a CPU, but for rows of a table."""
-        if self.training or any(t.is_cuda for t in tensors_in(x)):
-            return True
-        return isinstance(x, Tensor) and x.dim() == 2 and len(x) <= MOST_ROWS and x.is_floating_point()
+    def _check_divides(self, x: Input) -> None:
+        """Refuse `rows="own"` where members side by side do not compute what they compute alone."""
+        whole = SideBySide(self.network, self.members)
+        reason = self._whole.reason("own", self.network, x, lambda: self._difference(x, whole))
+        if reason:
+            raise InputError(f"rows='own' needs members that can lie side by side in one batch: {reason}")
 
-    def _side_by_side(self, way: Way, x: Input) -> Tensor:
+    # -- runners -----------------------------------------------------------------------------------------
+
+    def _runner(self, x: Input) -> OneByOne | SideBySide:
+        """The runner for this kind of input, which is looked for once."""
         if torch.compiler.is_compiling():
-            with self._running(way, x):
-                answer = call(self.network, tile(x, self.members) if way == "tiled" else x)
-        else:
-            with self._running(way, x), checkpointed(lambda: self._running(way, x), learns=True):
-                answer = call(self.network, tile(x, self.members) if way == "tiled" else x)
-        if way != "wide":
-            return answer.unflatten(0, (self.members, -1))
-        axis = self._layers()[0].axis % answer.dim()
-        return answer.unflatten(axis, (self.members, -1)).movedim(axis, 0)
-
-    def _running(self, way: Way, x: Input) -> AbstractContextManager[None]:
-        """Inside, the batch is tiled where this way does it."""
-        if isinstance(way, Boundary):
-            return tiling(self.network, way, _batch(x), self.members)
-        if way == "wide":
-            return holding(self._layers(), "wide", True)
-        return holding(self._layers() if way == "late" else (), "batch", _batch(x))
-
-    def shares_much(self, x: Input) -> bool:
-        """Whether so much of the network comes before the batch is tiled that running it once is what pays."""
-        way, (seen, _) = self._way(x), self._seen(x)
-        if way in ("tiled", "alone"):
-            return False
-        first = next((name for name in seen.order if isinstance(self.network.get_submodule(name), MemberLayer)), None)
-        name = str(way) if isinstance(way, Boundary) else first
-        return name in seen.work and seen.before(name) >= LEAST_SHARED
-
-    def _layers(self) -> list[MemberLayer]:
-        return [module for module in self.network.modules() if isinstance(module, MemberLayer)]
-
-    def _alone(self, index: int, x: Input) -> Tensor:
-        with self._as(index):
-            if torch.compiler.is_compiling():
-                return call(self.network, x)
-            with checkpointed(lambda: self._as(index), learns=True):
-                return call(self.network, x)
-
-    def _as(self, index: int) -> AbstractContextManager[None]:
-        """Inside, the network is member `index`."""
-        return holding(self._layers(), "member", index)
-
-    def _way(self, x: Input) -> Way:
-        """How to run: the first way, of those that compute the least, that gives what each member gives alone.
-
-        It is tried once for each kind of input.
-        """
-        if torch.compiler.is_compiling() and (self.training in self._tiles or not self._together(x)):
-            return self._tiles.get(self.training, "alone")
+            # Nothing can be tried while a graph is compiled: what was found in this mode counts.
+            default = self._one_by_one if runner_for(SHARED, self._use(x)) == "one_by_one" else None
+            known = self._runners.get(self.training, default)
+            return self._chosen(x) if known is None else known
         key = self._key(x)
-        return self._tiles[key] if key in self._tiles else self._tried(x, key, key[-1])
+        return self._runners[key] if key in self._runners else self._chosen(x)
 
-    def _key(self, x: Input) -> tuple[bool, Any, int, bool]:
-        together = self._together(x)
-        rows = min(_batch(x), 2) if together else _batch(x).bit_length()  # to run together pays for small batches
-        return self.training, kind_of(x), rows, together
+    def _key(self, x: Input) -> Hashable:
+        mode, kind = use_of(self.network, x)
+        return mode, kind, 0 if mode else _batch(x).bit_length()  # large and small batches may differ in what pays
 
-    def _learned(self, before: Boundary, x: Input) -> Way:
-        """The way for an input that comes with a tensor which others of its kind did not have."""
-        key = self._key(x)
-        way = self._tried(x, key, key[-1])
-        if isinstance(way, Boundary):
-            way = self._tiles[key] = way.joined(before)
-        return way
+    def _use(self, x: Input, **known: float) -> Use:
+        table = isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()
+        return Use(tensors_in(x)[0].device.type, self.training, _batch(x), table, **known)
 
     @uncompiled
-    def _tried(self, x: Input, key: Any, together: bool) -> Way:
+    def _chosen(self, x: Input) -> OneByOne | SideBySide:
+        runner = self._runners[self._key(x)] = self._found(x)
+        in_graphs: OneByOne | SideBySide = runner
+        if isinstance(runner, SideBySide) and runner.boundary and runner.boundary.tiled:  # by hooks
+            whole = SideBySide(self.network, self.members)
+            in_graphs = self._one_by_one if self._difference(x, whole) else whole
+        self._runners[self.training] = in_graphs
+        return runner
+
+    def _learned(self, before: OneByOne | SideBySide, x: Input) -> OneByOne | SideBySide:
+        """The runner for an input that comes with a tensor which others of its kind did not have."""
+        runner = self._chosen(x)
+        old, new = (getattr(each, "boundary", None) for each in (before, runner))
+        if old is not None and new is not None:
+            joined = SideBySide(self.network, self.members, new.joined(old))
+            runner = self._runners[self._key(x)] = runner if self._difference(x, joined) else joined
+        return runner
+
+    def _found(self, x: Input) -> OneByOne | SideBySide:
+        """The first runner that the table names and that computes what each member computes alone."""
         if not _batch(x):
-            return "tiled" if together else "alone"
-        twice = torch.zeros(2, dtype=torch.int64, device=tensors_in(x)[0].device)
-        way = self._found(x if _batch(x) > 1 else some_rows(x, twice), together)  # of one row, all lengths are alike
-        if _batch(x) == 1 and way != "alone" and self._prove(x, way):
-            way = "alone" if way == "tiled" or not together else self._found(x, together, late=False)
-        self._tiles[key] = way
-        # A compiler can follow no boundary, which is set by hooks.
-        in_graphs = way if not isinstance(way, Boundary) else "tiled" if not self._prove(x, "tiled") else "alone"
-        self._tiles[self.training] = in_graphs
-        return way
+            return SideBySide(self.network, self.members) if self._wanted(x) else self._one_by_one
+        reason = ""
+        for boundary in self._boundaries(x):
+            runner = SideBySide(self.network, self.members, boundary)
+            if not (reason := self._difference(x, runner)):
+                return runner
+        if self._wanted(x):
+            warnings.warn(_WARNING.format(reason=reason), stacklevel=2)
+        return self._one_by_one
 
-    def _found(self, x: Input, together: bool, late: bool = True) -> Way:
-        """The first way that is the same computation; a warning where members should run side by side and cannot."""
-        trouble = ""
-        with self._trial(x) as (want, doubt):
-            for way in self._ways(x, together, late):
-                trouble = self._trouble(x, way, want) or doubt()
-                if not trouble:
-                    return way
-        if together:
-            warnings.warn(
-                f"the members' rows cannot lie side by side in one batch: {trouble}; so the members run one after "
-                "the other, which is slower",
-                stacklevel=2,
-            )
-        return "alone"
+    def _wanted(self, x: Input, **known: float) -> bool:
+        return runner_for(SHARED, self._use(x, **known)) == "side_by_side"
 
-    def _ways(self, x: Input, together: bool, late: bool) -> Iterator[Way]:
-        """What may be tried, those that compute the least first; with `together`, the whole batch tiled as the last."""
-        if late and not to_be_kept(self.network):
-            yield from self._late_ways(x, together)
-        if together:
-            yield "tiled"
+    def _boundaries(self, x: Input) -> Iterator[Boundary | None]:
+        """Yield the boundaries at which the batch may be tiled, the latest first; None stands for the whole input.
 
-    def _late_ways(self, x: Input, together: bool) -> Iterator[Way]:
-        """The ways that run what comes before the first member layer once.
-
-        Not where something draws before: each member has numbers of its own. Where members would else run one after the
-        other, enough must come before.
+        Not after something has drawn random numbers, since each member has numbers of its own.
         """
-        layers = self._layers()
-        unseen = together and not stochastic_layers(self.network) and not any(layer.many_inputs for layer in layers)
-        if unseen:
-            yield "late"
+        twice = torch.zeros(2, dtype=torch.int64, device=tensors_in(x)[0].device)
+        x = x if _batch(x) > 1 else some_rows(x, twice)  # of one row, all lengths are the same
+        layers = member_layers(self.network)
         seen, more = self._seen(x)
-        first = next((name for name in seen.order if isinstance(self.network.get_submodule(name), MemberLayer)), None)
-        if first is None:
-            return
-        for layer in layers:
-            layer.note_rows(seen, more)
-        able = [name for name in seen.around(first) if seen.may_tile(name)]
-        pays = together or self._is_small(seen, layers)
-        able = [name for name in able if pays or seen.before(name) >= LEAST_SHARED]
-        if able[:1] == [first] and not unseen:
-            yield "late"
-        if able[:1] == [first] and all(layer.widens for layer in layers) and not stochastic_layers(self.network):
-            yield "wide"
-        yield from (seen.boundary(name, more) for name in able)
-        if pays and not together:
-            yield "tiled"
+        first = next((name for name in seen.order if name in layers), None)
+        largest = max((seen.nbytes.get(name, 0) for name in layers), default=0)
+        products = {"products": self.members * largest} if all(each.batched for each in layers.values()) else {}
+        if first is not None and not to_be_kept(self.network):
+            for layer in layers.values():
+                layer.note_rows(seen, more)
+            able = [name for name in seen.around(first) if seen.may_tile(name)]
+            for name in able:
+                if not self._wanted(x, shared=seen.before(name), **products):
+                    continue
+                slots = seen.row_slots(name, more)
+                for own in ({}, slots) if name == first else (slots,):
+                    if (boundary := self._boundary(x, own)) is not None:
+                        yield boundary
+        if self._wanted(x, **products):
+            yield None
 
-    def _is_small(self, seen: Run, layers: list[MemberLayer]) -> bool:
-        """Whether all members' layers are batched products of little."""
-        largest = max((seen.nbytes.get(layer.place, 0) for layer in layers), default=0)
-        return all(layer.batched for layer in layers) and largest * self.members <= MOST_BYTES
+    def _boundary(self, x: Input, slots: Any) -> Boundary | None:
+        """The boundary that tiles these arguments; None where the network cannot run so."""
+
+        def look(network: nn.Module) -> None:
+            with running_statistics(self.network), silent_trial(self.network, x):
+                run(network, x)
+
+        try:
+            return find_boundary(self.network, member_layers(self.network), slots, _batch(x), self.members, look)
+        except torch.OutOfMemoryError:
+            raise
+        except FAILURES:
+            return None
 
     def _seen(self, x: Input) -> tuple[Run, Run]:
         """A run of the first member, and one with a row more; nothing where these cannot be."""
-        inside = {id(module) for layer in self._layers() for module in layer.modules() if module is not layer}
+        member = member_view(self.network, 0)
+        inside = {id(m) for layer in member_layers(member).values() for m in layer.modules() if m is not layer}
         index = torch.arange(_batch(x) + 1, device=tensors_in(x)[0].device) % _batch(x)
         runs = []
         for rows in (x, some_rows(x, index)):
             try:
                 with unmoved(self.network, x):
-                    runs.append(observed(self.network, inside, partial(self._alone, 0, rows)))
+                    runs.append(observed(member, inside, partial(run, member, rows)))
             except torch.OutOfMemoryError:
                 raise
-            except (RuntimeError, ValueError, IndexError, TypeError):
+            except FAILURES:
                 return Run(), Run()
         return (runs[0], runs[1]) if runs[0].order == runs[1].order else (Run(), Run())
 
-    # -- proofs ------------------------------------------------------------------------------------------
+    # -- verification ------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _trial(self, x: Input) -> Iterator[tuple[Callable[[], Tensor], Callable[[], str]]]:
-        """Inside, nothing is left of what runs; gives what the first and the last member give alone, and the doubts."""
-        found: list[Tensor] = []
+    def _difference(self, x: Input, runner: SideBySide) -> str:
+        """Return how members side by side differ from the first and the last one alone; "" where they agree.
 
-        def want() -> Tensor:
-            if not found:
-                with_each = []
-                for index in self._few():
-                    with unmoved(self.network, x):
-                        with_each.append(self._alone(index, x))
-                found.append(torch.stack(with_each))
-            return found[0]
+        A batch of one row is verified as two rows too: of one row, all lengths are the same.
+        """
+        if _batch(x) == 1:
+            twice = some_rows(x, torch.zeros(2, dtype=torch.int64, device=tensors_in(x)[0].device))
+            if reason := self._difference(twice, runner):
+                return reason
+        few = sorted({0, self.members - 1})
+        with running_statistics(self.network):
+            alone = [member_view(self.network, index) for index in few]
+            fast = SideBySide(self.network, self.members, runner.boundary)  # keeps what its code writes to itself
 
-        with running_statistics(self.network), silent_trial(self.network, x) as doubt:
-            yield want, doubt
+            def layer() -> str:
+                part = partial(_own_rows, few[-1], self.members)
+                return first_difference(self.network, lambda: fast(x), lambda: run(alone[-1], x), part)
 
-    def _few(self) -> list[int]:
-        return sorted({0, self.members - 1})
+            def plain(x: Input) -> Tensor:
+                return torch.stack([_unmoved(each, x) for each in alone])
 
-    def _prove(self, x: Input, way: Way) -> str:
-        with self._trial(x) as (want, doubt):
-            return self._trouble(x, way, want) or doubt()
+            return difference(self.network, x, lambda x: fast(x)[few], plain, layer=layer)
 
-    def _trouble(self, x: Input, way: Way, want: Callable[[], Tensor]) -> str:
-        """How members side by side differ from the first and the last one alone; nothing where they do not."""
-        few, alone = self._few(), want()
-        try:
-            with unmoved(self.network, x):
-                got = self._side_by_side(way, x)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, ValueError, IndexError, TypeError, Unseen) as error:
-            return f"tiled, the network fails ({str(error).splitlines()[0]})"
-        if got.shape[1:] == alone.shape[1:] and alike(got[few], alone):
-            return ""
-        if way != "tiled":
-            return "another way is tried"
-        layer = first_difference(
-            self.network,
-            lambda: self._side_by_side(way, x),
-            lambda: self._alone(few[-1], x),
-            partial(_own_rows, few[-1], self.members),
-        )
-        return f"{layer} gives something else then" if layer else "tiled, the predictions are different ones"
 
-    def _member(self, index: int) -> nn.Module:
-        folded = {id(layer): layer.fold(index) for layer in self._layers()}
-        return copied(self.network, folded)
+def _unmoved(network: nn.Module, x: Input) -> Tensor:
+    with unmoved(network, x):
+        return run(network, x)
 
 
 def _batch(x: Input) -> int:
-    return len(tensors_in(x)[0])
+    return len(x if isinstance(x, Tensor) else tensors_in(x)[0])
 
 
 def _own_rows(index: int, members: int, tiled: Tensor) -> Tensor | None:

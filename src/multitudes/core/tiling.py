@@ -1,16 +1,15 @@
-"""Where the batch of members that share weights is tiled: as late as it can be.
+"""Tile the batch of members that share weights as late as possible.
 
 One run of a network, alone, shows in which order its modules are called, with which tensors, and how much work comes
-before each. A second run, with one row more, shows which of these tensors have the batch as their first axis. A
-`Boundary` is a module that tiles what it is given, and with it all modules that are called after it: so what a block of
-a transformer is given, hidden states and masks, is tiled on the way into the block, and the residual addition inside it
-meets nothing that is not.
+before each. A second run, with one row more, shows which of these tensors have the batch as their first axis. From a
+`Boundary` on, all modules tile what they are given, where it is not tiled: so hidden states and masks are tiled on the
+way into a block of a transformer, and the residual addition inside it meets nothing that is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,11 +18,12 @@ from torch import Tensor, nn
 
 from multitudes.core.counting import flop_counter
 from multitudes.core.draws.stochastic import Stochastic
+from multitudes.core.views import Changes, view
 
-__all__ = ["Boundary", "Run", "Slot", "Unseen", "mapped", "observed", "tiling"]
+__all__ = ["Boundary", "Run", "Slot", "Unseen", "find_boundary", "mapped", "observed", "tiled_view"]
 
 Slot = tuple[int | str, ...]
-"""Where a tensor lies in the arguments of a call: `(0,)` or `("mask",)`, and inside of tuples and dicts further on."""
+"""The place of a tensor in the arguments of a call: `(0,)` or `("mask",)`, and further inside tuples and dicts."""
 
 
 def mapped(function: Callable[[Slot, Tensor], Any], value: Any, at: Slot = ()) -> Any:
@@ -38,27 +38,28 @@ def mapped(function: Callable[[Slot, Tensor], Any], value: Any, at: Slot = ()) -
 
 
 class Unseen(Exception):
-    """A module was called with a tensor of which no run has shown whether it holds rows."""
+    """A module was called with a tensor that no run has shown before."""
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """The modules that tile, by name, and which of their arguments; `others` are those that hold no rows."""
+    """The place where the rows `[B, ...]` of all members become `[M*B, ...]`, as one run has shown it.
 
-    slots: Mapping[str, frozenset[Slot]]
-    others: Mapping[str, Mapping[Slot, int]] = field(default_factory=dict)  # with the lengths that they had
+    `layers` are the member layers that are given rows which are not tiled. Other modules tile what they are given:
+    `tiled` are these arguments, by the module's name, and `left` all others, with the lengths that they had where these
+    were not tiled before.
+    """
 
-    def __str__(self) -> str:
-        return next(iter(self.slots))
+    layers: frozenset[str]
+    tiled: Mapping[str, frozenset[Slot]] = field(default_factory=dict)
+    left: Mapping[str, Mapping[Slot, int]] = field(default_factory=dict)
 
     def joined(self, other: Boundary) -> Boundary:
-        """With what another boundary at the same module knows: a mask is not there in every batch."""
-        if str(self) != str(other):
-            return self
-        names = dict.fromkeys([*self.slots, *other.slots])
-        slots = {name: self.slots.get(name, frozenset()) | other.slots.get(name, frozenset()) for name in names}
-        others = {name: {**other.others.get(name, {}), **self.others.get(name, {})} for name in names}
-        return Boundary(slots, others)
+        """Add what another run has shown: a mask is not there in every batch."""
+        names = dict.fromkeys([*self.tiled, *other.tiled])
+        tiled = {name: self.tiled.get(name, frozenset()) | other.tiled.get(name, frozenset()) for name in names}
+        left = {name: {**other.left.get(name, {}), **self.left.get(name, {})} for name in names}
+        return Boundary(self.layers | other.layers, tiled, left)
 
 
 @dataclass
@@ -78,7 +79,7 @@ class Run:
         return self.work[name] / self.total if self.total else 0.0
 
     def may_tile(self, name: str) -> bool:
-        """Whether nothing draws before a module: members have random numbers of their own."""
+        """Return whether nothing draws before a module: members have random numbers of their own."""
         return not self.never and all(self.order.index(each) >= self.order.index(name) for each in self.drawing)
 
     def around(self, name: str) -> list[str]:
@@ -87,17 +88,17 @@ class Run:
         names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
         return [each for each in names if each in self.work]
 
-    def boundary(self, name: str, other: Run) -> Boundary:
-        """A module as the one that tiles, by this run and one with another number of rows."""
+    def row_slots(self, name: str, other: Run) -> dict[str, frozenset[Slot]]:
+        """Return the arguments that hold rows, of a module and all that are called after it.
+
+        That is shown by this run and one with another number of rows. Modules inside others are left out.
+        """
         slots: dict[str, frozenset[Slot]] = {}
-        others: dict[str, dict[Slot, int]] = {}
         for each in self.order[self.order.index(name) :]:
-            if any(each.startswith(f"{outer}.") for outer in slots):
-                continue
-            mine, theirs = self.lengths[each], other.lengths.get(each, {})
-            slots[each] = frozenset(slot for slot, length in mine.items() if theirs.get(slot, length) != length)
-            others[each] = {slot: length for slot, length in mine.items() if slot not in slots[each]}
-        return Boundary(slots, others)
+            if not any(each.startswith(f"{outer}.") for outer in slots):
+                mine, theirs = self.lengths[each], other.lengths.get(each, {})
+                slots[each] = frozenset(slot for slot, length in mine.items() if theirs.get(slot, length) != length)
+        return slots
 
 
 def observed(network: nn.Module, inside: set[int], run: Callable[[], Any]) -> Run:
@@ -142,36 +143,92 @@ def _note(seen: Run, name: str, lengths: dict[Slot, int], slot: Slot, tensor: Te
         lengths.setdefault(slot, len(tensor))
 
 
-@contextmanager
-def tiling(network: nn.Module, boundary: Boundary, batch: int, members: int) -> Iterator[None]:
-    """Inside, the modules of a boundary tile what they are given: rows `[B, ...]` become `[M*B, ...]`.
+# -- tiling ------------------------------------------------------------------------------------------------
 
-    What may hold rows and has not been seen, as a mask in the first batch with padding, is `Unseen`.
-    """
-    done: dict[int, tuple[Tensor, Tensor]] = {}  # a mask that many blocks are given is tiled once
 
-    def tiled(name: str, slot: Slot, tensor: Tensor) -> Tensor:
-        if not tensor.dim() or len(tensor) != batch:
+def find_boundary(
+    network: nn.Module,
+    layers: Mapping[str, Any],
+    row_slots: Mapping[str, frozenset[Slot]],
+    batch: int,
+    members: int,
+    run: Callable[[nn.Module], Any],
+) -> Boundary:
+    """Run a view of a network in which these arguments are tiled, and return the boundary that this makes."""
+    tiled: dict[str, set[Slot]] = {name: set() for name in row_slots}
+    left: dict[str, dict[Slot, int]] = {name: {} for name in row_slots}
+    untiled: dict[str, bool] = {}
+
+    def look(name: str, slot: Slot, tensor: Tensor) -> Tensor:
+        if not tensor.dim():
             return tensor
-        if slot not in boundary.slots[name]:
-            if boundary.others.get(name, {}).get(slot) != batch:
-                raise Unseen(f"{name} {slot}")
-            return tensor
-        if id(tensor) not in done:
-            done[id(tensor)] = tensor, tensor.repeat(members, *[1] * (tensor.dim() - 1))
-        return done[id(tensor)][1]
+        if len(tensor) == batch and slot in row_slots[name]:
+            tiled[name].add(slot)
+            return _repeated(tensor, members)
+        left[name][slot] = 0 if len(tensor) == members * batch else len(tensor)
+        return tensor
 
     def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        own = partial(tiled, name)
-        given = tuple(mapped(own, value, (number,)) for number, value in enumerate(args))
-        return given, {key: mapped(own, value, (key,)) for key, value in kwargs.items()}
+        return _each(partial(look, name), args, kwargs)
 
-    handles = [
-        network.get_submodule(name).register_forward_pre_hook(partial(enter, name), with_kwargs=True)
-        for name in boundary.slots
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    def expand(name: str, module: Any, args: Any, kwargs: Any) -> None:
+        lengths: list[int] = []
+        _each(lambda _, tensor: lengths.append(len(tensor)) if tensor.dim() else None, args, kwargs)
+        module.untiled = max((n for n in lengths if n in (batch, members * batch)), default=0) == batch
+        if untiled.setdefault(name, module.untiled) != module.untiled:
+            raise ValueError(f"layer {name!r} is called with rows that are tiled, and with rows that are not")
+
+    own = {name: enter for name in row_slots if name not in layers or not layers[name].tiles}
+    expanding = {name: expand for name, layer in layers.items() if layer.tiles}
+    run(_with_hooks(network, own | expanding, {name: layer.as_all() for name, layer in layers.items()}))
+    if twice := next((name for name in own if tiled[name] & {s for s, n in left[name].items() if n != 1}), None):
+        raise ValueError(f"layer {twice!r} is called with rows that are tiled, and with rows that are not")
+    kept = [name for name in own if tiled[name] or any(network.get_submodule(name).children())]
+    return Boundary(
+        frozenset(name for name, value in untiled.items() if value),
+        {name: frozenset(tiled[name]) for name in kept},
+        {name: left[name] for name in kept},
+    )
+
+
+def tiled_view(network: nn.Module, boundary: Boundary, layers: Mapping[str, Any], members: int) -> nn.Module:
+    """Return a view of a network that tiles at a boundary.
+
+    An argument that may hold rows and was not seen, as a mask in the first batch with padding, is `Unseen`.
+    """
+
+    def tile(name: str, slot: Slot, tensor: Tensor) -> Tensor:
+        length = boundary.left[name].get(slot)
+        if slot in boundary.tiled[name] and (length != 1 or len(tensor) != 1):  # one row for all may be broadcast
+            return _repeated(tensor, members)
+        if tensor.dim() and (length is None or (length == 1 and len(tensor) != 1)):
+            raise Unseen(f"{name} {slot}")
+        return tensor
+
+    def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _each(partial(tile, name), args, kwargs)
+
+    changes = {name: {**layer.as_all(), "untiled": name in boundary.layers} for name, layer in layers.items()}
+    return _with_hooks(network, {name: enter for name in boundary.tiled}, changes)
+
+
+def _each(function: Callable[[Slot, Tensor], Any], args: Any, kwargs: Any) -> Any:
+    given = tuple(mapped(function, value, (number,)) for number, value in enumerate(args))
+    return given, {key: mapped(function, value, (key,)) for key, value in kwargs.items()}
+
+
+def _repeated(tensor: Tensor, members: int) -> Tensor:
+    return tensor.repeat(members, *[1] * (tensor.dim() - 1))
+
+
+def _with_hooks(network: nn.Module, hooks: Mapping[str, Callable[..., Any]], changes: Changes) -> nn.Module:
+    """Return a view of a network whose modules have hooks of their own, each called with the module's name."""
+    registries = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+    own = dict(changes)
+    for name in hooks:
+        module = network.get_submodule(name)
+        own[name] = {**own.get(name, {}), **{each: copy.copy(getattr(module, each)) for each in registries}}
+    hooked = view(network, own)
+    for name, hook in hooks.items():
+        hooked.get_submodule(name).register_forward_pre_hook(partial(hook, name), with_kwargs=True)
+    return hooked

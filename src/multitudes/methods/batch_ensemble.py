@@ -30,7 +30,6 @@ from multitudes.surgery.affine import (
     AffineMap,
     affine_layers,
     axis_of,
-    is_computed,
     kind_of,
     maps_of,
     plain_copy,
@@ -69,9 +68,6 @@ class RankOne(MemberLayer):
     def _bias(self) -> Tensor | None:
         return super()._bias() if self.biases is None else self.biases[0]
 
-    def _bias_of(self, index: int) -> Tensor | None:
-        return getattr(self.layer, "bias", None) if self.biases is None else self.biases[index]
-
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         weight = weight_of(self.layer)
         if self._changes_weight(x, weight):
@@ -83,29 +79,22 @@ class RankOne(MemberLayer):
         if self.s is None:
             return y
         if self.biases is None:
-            return self._by_member(torch.mul, y, self.s)
-        return self._by_member(_scaled_and_moved, y, self.s, self.biases)
+            return self._by_member(torch.mul, y, self.s, untiled=False)
+        return self._by_member(_scaled_and_moved, y, self.s, self.biases, untiled=False)
 
     def _own(self, index: int, rows: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        bias = getattr(self.layer, "bias", None) if self.biases is None else self.biases[index]
         own = self._weight_of(index, weight)
-        return run_with(self.layer, self._affine(), rows, own, self._bias_of(index), *args, **kwargs)
+        return run_with(self.layer, self._affine(), rows, own, bias, *args, **kwargs)
 
     def _affine(self) -> AffineMap:
         inputs = 0 if self.transposed else 1
         return AffineMap(inputs=inputs, outputs=1 - inputs, groups=self.groups)
 
-    def _weight_of(self, index: int | slice, weight: Tensor) -> Tensor:
+    def _weight_of(self, index: int, weight: Tensor) -> Tensor:
         affine, r = self._affine(), self.r[index]
         s = r.new_ones(*r.shape[:-1], affine.widths(weight.shape)[1]) if self.s is None else self.s[index]
         return weight * affine.outer(r, s, weight.dim())
-
-    @property
-    def folds(self) -> bool:
-        return not is_computed(self.layer)
-
-    def folded(self) -> dict[str, Tensor]:
-        weights = {"weight": self._weight_of(slice(None), weight_of(self.layer))}
-        return weights if self.biases is None else {**weights, "bias": self.biases}
 
     def fold(self, index: int) -> nn.Module:
         with evaluating(self.layer):
@@ -251,8 +240,9 @@ def batch_ensemble(
     beginning, as Gorishniy et al. do it in *TabM* (2025); `chunks` are the widths of parts of these inputs, such as
     embeddings, each of which has one number for all of it. `sides="inputs"` leaves out the factors of outputs and the
     members' biases. The layers that `own` selects are each member's own, with all their weights: `own=["fc"]` gives
-    each member an output layer. With `rows="own"` members learn from different rows: `net.loss` divides a batch among
-    them, so that a step needs one `members` times as large.
+    each member an output layer. With `rows="own"` each member trains on its own part of the batch: `net.loss` is the
+    mean over members of each one's loss on its part, for little more than the time of one network. Parts are equally
+    large; where the batch cannot be divided evenly, some rows belong to two members.
 
     >>> net = batch_ensemble(nn.Linear(3, 2), members=4)
     >>> net(torch.ones(5, 3)).shape

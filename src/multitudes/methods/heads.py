@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from multitudes.core.calling import Input
+from multitudes.core.checks import check_choice
 from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.member_layer import MemberLayer
@@ -33,6 +34,7 @@ def heads(
     *,
     layers: Selector = None,
     from_layer: str | None = None,
+    rows: str = "shared",
     example: Input | None = None,
     init: str | None = None,
     task: str | None = None,
@@ -48,12 +50,14 @@ def heads(
     The trunk keeps its weights, and each member's layers are drawn anew by their own rules. With `init="fresh"` the
     trunk is drawn anew as well; with `init="pretrained"` nothing is, which is for one member. What is frozen stays so.
     The loss is the mean over members; where the whole trunk is frozen, the members' losses add up instead, and each
-    learns exactly as it would alone. In training, dropout before the heads has one mask for all members.
+    learns exactly as it would alone. In training, dropout before the heads has one mask for all members. With
+    `rows="own"` each member trains on its own part of the batch, as in `batch_ensemble`.
 
     >>> net = heads(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), members=8)
     >>> net(torch.ones(5, 3)).shape
     torch.Size([8, 5, 2])
     """
+    check_choice("rows", rows, ("shared", "own"))
     start = starting(model, members, init, example=example, seed=seed)
     names = _chosen(start.network, layers, from_layer, example)
     check_untied(start.network, names)
@@ -69,7 +73,7 @@ def heads(
             "selects others"
         )
     net = SharedMembers(replace(network, converted), members).like(start.given, task)
-    net.own_losses = True
+    net.own_losses, net.rows = True, rows
     net.notes = _noted(start, names, init)
     return net
 

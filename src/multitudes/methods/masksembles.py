@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input, tile
-from multitudes.core.checks import check_number
+from multitudes.core.checks import check_choice, check_number
 from multitudes.core.copying import copied
 from multitudes.core.locking import evaluating
+from multitudes.core.runners.one_by_one import member_view
+from multitudes.core.runners.side_by_side import SideBySide
 from multitudes.core.shared import MemberLayer, SharedMembers
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.activation_size import keep_scale
@@ -27,7 +29,6 @@ from multitudes.surgery.affine import (
     SEVERAL,
     AffineMap,
     axis_of,
-    is_computed,
     kind_of,
     maps_of,
     plain_copy,
@@ -124,19 +125,11 @@ class Masked(MemberLayer):
         inputs = 0 if self.transposed else 1
         return AffineMap(inputs=inputs, outputs=1 - inputs, groups=self.groups)
 
-    def _factor(self, index: int | slice, weight: Tensor) -> Tensor:
+    def _factor(self, index: int, weight: Tensor) -> Tensor:
         """Zeros in the shape of the weight for the inputs that a member does not see."""
         mask, affine = self.masks[index], self._affine()
         ones = mask.new_ones(*mask.shape[:-1], affine.widths(weight.shape)[1])
         return affine.outer(mask, ones, weight.dim())
-
-    @property
-    def folds(self) -> bool:
-        return not is_computed(self.layer)
-
-    def folded(self) -> dict[str, Tensor]:
-        weight = self._weight()
-        return {"weight": weight * self._factor(slice(None), weight)}
 
     def note(self) -> str:
         return f"each member sees {self.ones} of {self.masks.shape[1]} inputs"
@@ -193,6 +186,7 @@ def masksembles(
     members: int = 4,
     scale: float = 2.0,
     *,
+    rows: str = "shared",
     layers: Selector = None,
     example: Input | None = None,
     init: str | None = None,
@@ -206,7 +200,7 @@ def masksembles(
     masked layers. From a pretrained network, their weights are scaled so that activations are as large as they
     were on `example`, one batch of inputs; where it is left out, noise of the usual sizes is tried. The same
     `seed` gives the same masks. `model`, `init` and `heads` are as in `deep_ensemble`, for the weights that all members
-    share.
+    share. With `rows="own"` each member trains on its own part of the batch, as in `batch_ensemble`.
 
     >>> net = masksembles(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), members=4, scale=2.0)
     >>> net(torch.ones(5, 3)).shape
@@ -215,6 +209,7 @@ def masksembles(
     start = starting(model, members, init, heads, example=example, seed=seed)
     model = start.network
     check_number("scale", scale, 1, 1000)
+    check_choice("rows", rows, ("shared", "own"))
     chosen = select_affine(model, layers)
     left: list[str] = []
     with start.seeded():
@@ -234,6 +229,7 @@ def masksembles(
         net = SharedMembers(replace(model, converted), members).like(start.given, task)
         if not start.fresh and scale > 1 and x is not None:
             _keep_scale(model, net, x, list(converted))
+    net.rows = rows
     net.notes = start.noted({name: layer.note() for name, layer in converted.items()})
     tell_reach(net, model, converted, x, on_purpose=left, warn=layers is None)
     return net
@@ -243,12 +239,15 @@ def _keep_scale(model: nn.Module, net: SharedMembers, x: Input, names: list[str]
     """Scale the masked layers' weights by all members at once, or by the first where a batch cannot hold them all."""
     kept = {name: None for name in names}
     with evaluating(net):
-        trouble = net._prove(x, "tiled")
-    if not trouble:
+        trouble = net._difference(x, SideBySide(net.network, net.members))
+    if trouble:
+        first: Any = member_view(net.network, 0)
+        keep_scale(model, first, x, x, kept)
+        for name in names:
+            if isinstance(layer := net.network.get_submodule(name), Masked):
+                layer.scale = first.get_submodule(name).scale
+    else:
         keep_scale(model, net.network, x, tile(x, net.members), kept)
-        return
-    with net._as(0):
-        keep_scale(model, net.network, x, x, kept)
 
 
 def _sees_all(layer: nn.Module) -> bool:

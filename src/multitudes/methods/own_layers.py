@@ -11,12 +11,11 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from multitudes.core.copying import copied
-from multitudes.core.lending import checkpointed, lent
 from multitudes.core.locking import evaluating
 from multitudes.core.member_layer import MemberLayer, rows_missing
 from multitudes.core.tiling import Run, Slot, mapped
+from multitudes.core.views import view
 from multitudes.surgery.affine import SEVERAL, AffineMap, axis_of, kind_of, maps_of, plain_copy, run_with, weight_of
-from multitudes.surgery.layers import TRANSPOSED
 
 __all__ = ["Own", "OwnBlock", "own_copies", "own_layer"]
 
@@ -53,13 +52,7 @@ class Own(MemberLayer):
     def batched(self) -> bool:  # type: ignore[override]
         return kind_of(self.layer) is nn.Linear
 
-    @property
-    def widens(self) -> bool:  # type: ignore[override]
-        return self.groups == 1 and kind_of(self.layer) not in TRANSPOSED and not self._hooked
-
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.wide and self.member is None:
-            return self._side_by_side(x, *args, **kwargs)
         if kind_of(self.layer) is nn.Linear and self.member is None and not self._hooked:
             return self._product(x)
         return self._each(x, lambda index, rows: self._own(index, rows, *args, **kwargs))
@@ -70,14 +63,6 @@ class Own(MemberLayer):
         y = torch.bmm(rows.flatten(1, -2), self.weights.mT)
         y = y if self.biases is None else y + self.biases.unsqueeze(1)
         return y.view(*rows.shape[:-1], -1).flatten(0, 1)
-
-    def _side_by_side(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """One product, whose channels are all members', `[B, ..., M*O]`."""
-        inputs = 0 if self.transposed else 1
-        weight = torch.cat(self.weights.unbind(), 1 - inputs)
-        bias = None if self.biases is None else self.biases.flatten()
-        affine = AffineMap(inputs=inputs, outputs=1 - inputs)
-        return run_with(self.layer, affine, x, weight, bias, *args, **kwargs)
 
     def _own(self, index: int, rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         inputs = 0 if self.transposed else 1
@@ -90,13 +75,6 @@ class Own(MemberLayer):
         stack = {"weight": self.weights, "bias": self.biases}[name]
         assert stack is not None
         return stack
-
-    @property
-    def folds(self) -> bool:
-        return True
-
-    def folded(self) -> dict[str, Tensor]:
-        return {"weight": self.weights} if self.biases is None else {"weight": self.weights, "bias": self.biases}
 
     def fold(self, index: int) -> nn.Module:
         bias = None
@@ -194,7 +172,7 @@ class OwnBlock(MemberLayer):
         )
         if not first:
             raise ValueError(rows_missing(self.layer, self.members, torch.zeros(())))
-        total = first[0] if self.batch is None else self.batch * self.members
+        total = max(first) * (self.members if self.untiled else 1)
 
         def own(slot: Slot, tensor: Tensor) -> Tensor:
             if not tensor.dim() or not self._holds_rows(slot) or len(tensor) != total:
@@ -207,7 +185,7 @@ class OwnBlock(MemberLayer):
         return tuple(part[number] for number in range(len(args))), {key: part[key] for key in kwargs}
 
     def _holds_rows(self, slot: Slot) -> bool:
-        """Whether an argument may hold rows: it does, or has not been seen, as a mask that was not there before."""
+        """Return whether an argument may hold rows: it does, or was not seen, as a mask that was not there before."""
         return list(slot) in self.row_slots or list(slot) not in self.other_slots
 
     def _run(self, index: int, args: Any, kwargs: Any, unbound: Mapping[str, Any] | None = None) -> Any:
@@ -215,12 +193,20 @@ class OwnBlock(MemberLayer):
         tensors = {place: stacks[own][index] for place, own in self.places.items()}
         if torch.compiler.is_compiling():
             return functional_call(self.layer, tensors, args, kwargs, tie_weights=False)
-        with checkpointed(lambda: lent(self.layer, tensors), learns=True), lent(self.layer, tensors) as written:
-            answer = self.layer(*args, **kwargs)
-        for place, buffer in written.items():
-            if place in self.places:
-                with torch.no_grad():
-                    self._stacks()[self.places[place]][index] = buffer
+        block, modules = _own_view(self.layer)
+        for place, tensor in tensors.items():
+            registry, name = _registry(modules, place)
+            registry[name] = tensor
+        given = {path: dict(vars(module)) for path, module in modules.items()}
+        answer = block(*args, **kwargs)
+        with torch.no_grad():
+            for place, tensor in tensors.items():
+                registry, name = _registry(modules, place)
+                if registry[name] is not tensor:  # a buffer that the block's code has assigned
+                    self._stacks()[self.places[place]][index] = registry[name]
+        for path, attributes in given.items():
+            twin, module = vars(modules[path]), self.layer.get_submodule(path)
+            module.__dict__.update({key: value for key, value in twin.items() if value is not attributes.get(key)})
         return answer
 
     def __getattr__(self, name: str) -> Any:
@@ -246,8 +232,27 @@ class OwnBlock(MemberLayer):
         return plain
 
 
+def _own_view(block: nn.Module) -> tuple[nn.Module, dict[str, nn.Module]]:
+    """A view of a block with parameters and buffers of its own, and its modules by name."""
+    names = ("_parameters", "_buffers")
+    changes = {path: {name: dict(getattr(m, name)) for name in names} for path, m in block.named_modules()}
+    own = view(block, changes)
+    modules = dict(own.named_modules())
+    for path, module in block.named_modules():  # what code appends to a list is kept with the block
+        twin = modules[path].__dict__
+        twin.update({key: held for key, held in vars(module).items() if type(held) is list and held == twin[key]})
+    return own, modules
+
+
+def _registry(modules: Mapping[str, nn.Module], place: str) -> tuple[dict[str, Any], str]:
+    """The registry that holds a tensor of a block, and its name there."""
+    path, _, name = place.rpartition(".")
+    parameters, buffers = modules[path]._parameters, modules[path]._buffers
+    return (parameters if name in parameters else buffers), name
+
+
 def _joined(answers: list[Any]) -> Any:
-    """What the members' runs of a block answered, one after the other."""
+    """Concatenate the members' answers of a block."""
 
     def join(*parts: Any) -> Any:
         if not isinstance(parts[0], Tensor):

@@ -221,8 +221,7 @@ def select_affine(model: nn.Module, layers: Selector) -> dict[str, nn.Module]:
 
 def weight_of(layer: Any) -> Tensor:
     """The weight that a layer of one map computes with, made as its next forward would make it."""
-    hooks = _weight_hooks(layer)
-    if not hooks:
+    if not layer._forward_pre_hooks or not (hooks := _weight_hooks(layer)):
         weight: Tensor = layer.weight
         return weight
     hook = hooks[0]
@@ -248,9 +247,8 @@ def run_with(
 ) -> Tensor:
     """What a layer of one map makes of x with another weight and bias."""
     kind = kind_of(layer)
-    if kind is nn.Linear and not (layer._forward_hooks or layer._forward_pre_hooks):
-        return F.linear(x, weight, bias)
-    if kind is not None and "weight" in layer._parameters:  # one that is not there, too, if it is not computed
+    hooked = layer._forward_hooks or layer._forward_pre_hooks
+    if hooked and kind is not None and "weight" in layer._parameters:  # where it is None too, but not where computed
         tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
         y: Tensor = functional_call(layer, tensors, (x, *args), kwargs)
         return y

@@ -28,6 +28,8 @@ _ARGUMENTS = {
 class WholeMemberLayer(MemberLayer):
     """A layer of several maps; a subclass says which tensors each member has in the place of the layer's own."""
 
+    tiles = False
+
     def __init__(self, layer: nn.Module, members: int) -> None:
         super().__init__(layer, members)
         self.maps = [(m.weight, m.bias, m.inputs, m.outputs, m.groups) for m in maps_of(layer)]
@@ -52,14 +54,6 @@ class WholeMemberLayer(MemberLayer):
     def trained(self, name: str) -> bool:
         """Whether the tensor of this name is trained in a member alone."""
         return self.layer.get_parameter(name).requires_grad
-
-    @property
-    def folds(self) -> bool:
-        return True
-
-    def folded(self) -> dict[str, Tensor]:
-        each = [self.tensors(index) for index in range(self.members)]
-        return {name: torch.stack([own[name] for own in each]) for name in each[0]}
 
     def fold(self, index: int) -> nn.Module:
         plain = copied(self.layer)

@@ -1,131 +1,88 @@
-"""Selection: the runner that `auto` takes, by device, mode, kind of network and size.
+"""Runner selection: a table, read from the top; the first row that fits says which runner is tried.
 
-The table comes from `benchmarks/README.md`; nothing is timed here, so that the same network and batch always run the
-same way.
-
-| device | mode | network | runner |
-|---|---|---|---|
-| CPU | training, or with gradients | any | loop |
-| CPU | evaluation | small members (`is_small`) | packed |
-| CPU | evaluation | others | loop |
-| CPU | compiled | any | loop |
-| GPU | any | mostly convolutions | packed |
-| GPU | any | others | vmapped |
+The numbers come from `benchmarks/`. A runner that is not the plain one is verified before it is used.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
 
-import torch
-from torch import Tensor, nn
-from torch._C import _functorch
-from torch.nn.modules.conv import _ConvNd
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-from multitudes.core.calling import Input, tensors_in
-from multitudes.core.counting import flop_counter
-from multitudes.core.dispatching import Overlapping
-from multitudes.core.draws.stochastic import stochastic_layers
-from multitudes.core.proof import unmoved
-
-__all__ = ["MOST_BYTES", "MOST_OPERATIONS", "MOST_WEIGHTS", "convolves", "runner_for"]
-
-MOST_OPERATIONS = 15e6
-"""The multiply-adds of a member's layer, in the mean, up to which packed members are faster on a CPU."""
-
-MOST_BYTES = 2**20
-"""The most that all members' largest activation may take, so that it stays in a core's cache."""
-
-MOST_WEIGHTS = 2**20
-"""The most bytes that all members' weights may take, since they are stacked in every call."""
+__all__ = ["INDEPENDENT", "SHARED", "Row", "Use", "runner_for"]
 
 
-class Independent(Protocol):
-    """The part of `Members` that selection reads."""
+@dataclass(frozen=True)
+class Use:
+    """The facts that the choice depends on: device, mode, and the kind and size of network and input."""
 
-    network: Any
-    members: int
+    device: str
     training: bool
-    _chosen: dict[Any, str]
-
-    def _of_first(self, x: Input) -> Tensor: ...
-
-    def refusal(self, name: str, x: Input) -> str: ...
-
-
-def runner_for(net: Independent, x: Input) -> str:
-    """Return the name of the runner for an input, by the table above."""
-    first = x if isinstance(x, Tensor) else tensors_in(x)[0]
-    if first.is_cuda:
-        return "packed" if convolves(net.network[0]) else "vmapped"
-    if net.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_watched():
-        return "loop"
-    key = (first.shape, first.dtype, torch.is_autocast_enabled("cpu"), isinstance(x, Tensor))
-    if key not in net._chosen:
-        net._chosen[key] = "packed" if is_small(net, x) else "loop"
-    return net._chosen[key]
+    rows: int
+    """Rows of the batch."""
+    table: bool
+    """True where the input is a table, `[B, F]` of floats."""
+    shared: float = 0.0
+    """Share of the multiply-adds that all members have in common, before the first layer that differs."""
+    products: float = inf
+    """Bytes that all members' input of a layer takes, where all layers that differ are batched products."""
+    gradients: bool = False
+    """Whether gradients are recorded."""
+    convolves: bool = False
+    """Whether the network has at least as many kernels as matrices."""
+    small: bool = False
+    """Whether calling a member's layers takes most of its time (`runners/size.py`)."""
 
 
-def convolves(network: nn.Module) -> bool:
-    """Return whether a network has at least as many kernels as matrices."""
-    ranks = [parameter.dim() for parameter in network.parameters()]
-    return sum(rank > 2 for rank in ranks) >= ranks.count(2)
+@dataclass(frozen=True)
+class Row:
+    """A runner, and the uses that it is for; None stands for any."""
+
+    runner: str
+    device: str | None = None
+    training: bool | None = None
+    table: bool | None = None
+    most_rows: float = inf
+    least_shared: float = 0.0
+    most_products: float = inf
+    gradients: bool | None = None
+    convolves: bool | None = None
+    small: bool | None = None
+
+    def fits(self, use: Use) -> bool:
+        exact = ("device", "training", "table", "gradients", "convolves", "small")
+        return (
+            all(getattr(self, name) in (None, getattr(use, name)) for name in exact)
+            and use.rows <= self.most_rows
+            and use.shared >= self.least_shared
+            and use.products <= self.most_products
+        )
 
 
-def _is_watched() -> bool:
-    """Return whether a transform, a dispatch mode or a tracer is active, which should see each member's own code."""
-    return (
-        _functorch.peek_interpreter_stack() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._is_tracing()
-    )
+SHARED = (
+    Row("side_by_side", training=True),
+    Row("side_by_side", device="cuda"),
+    Row("side_by_side", table=True, most_rows=4096),
+    Row("side_by_side", least_shared=0.25),
+    Row("side_by_side", most_products=16e6),
+    Row("one_by_one"),
+)
+"""Members that share weights: a CPU computes one large batch in more time than M small ones."""
+
+INDEPENDENT = (
+    Row("packed", device="cuda", convolves=True),
+    Row("vmapped", device="cuda"),
+    Row("packed", device="cpu", training=False, gradients=False, small=True),
+    Row("loop"),
+)
+"""Members that share no weight: a CPU is fastest with one after the other, unless they are small; a GPU, with all at
+once, which fills it."""
 
 
-def is_small(net: Independent, x: Input) -> bool:
-    """Return whether members are so small that calling their layers takes most of the time, and can be packed.
+def runner_for(table: Sequence[Row], use: Use) -> str:
+    """Return the runner of the first row that fits.
 
-    Packing makes a CPU's depthwise convolutions and those of one pixel several times slower, so that networks of these
-    are not small. Each step must have a rule of its own.
+    >>> runner_for(SHARED, Use("cpu", training=False, rows=32, table=False))
+    'one_by_one'
     """
-    tensors = tensors_in(x)
-    kinds = {t.dtype for t in (*tensors, *net.network.parameters()) if t.is_floating_point()}
-    if not kinds <= {torch.float32, torch.float64} or torch.is_autocast_enabled("cpu"):
-        return False
-    if stochastic_layers(net.network) or not tensors[0].dim() or not len(tensors[0]):
-        return False
-    member = net.network[0]
-    if net.members * sum(p.nbytes for p in member.parameters()) > MOST_WEIGHTS:
-        return False
-    convolutions = [module for module in member.modules() if isinstance(module, _ConvNd)]
-    of_one_pixel = sum(max(module.kernel_size) == 1 for module in convolutions)
-    if 4 * of_one_pixel > len(convolutions) or any(module.groups > 1 for module in convolutions):
-        return False
-    operations, nbytes = _size_of_run(net, x)
-    if operations > MOST_OPERATIONS or nbytes * net.members > MOST_BYTES:
-        return False
-    return not net.refusal("packed", x) and net._fast["packed"].all_steps_have_rules()
-
-
-def _size_of_run(net: Independent, x: Input) -> tuple[float, int]:
-    """One member's multiply-adds for each layer, in the mean, and the bytes of the largest tensor that it makes."""
-    layers = sum(parameter.dim() > 1 for parameter in net.network[0].parameters())
-    with unmoved(net.network, x), torch.no_grad(), flop_counter() as counter, _Largest() as largest:
-        net._of_first(x)
-    return counter.get_total_flops() / 2 / max(1, layers), largest.nbytes
-
-
-class _Largest(Overlapping, TorchDispatchMode):
-    """Note the bytes of the largest tensor that is made inside, views of others left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if not any(returned.alias_info for returned in function._schema.returns):
-            made = [value.nbytes for value in tree_leaves(result) if isinstance(value, Tensor)]
-            self.nbytes = max(self.nbytes, *made, 0)
-        return result
+    return next(row.runner for row in table if row.fits(use))

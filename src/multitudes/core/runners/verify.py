@@ -119,7 +119,8 @@ def use_of(network: nn.Module, x: Input) -> tuple[bool, Hashable]:
     first = x if isinstance(x, Tensor) else tensors_in(x)[0]
     device = first.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return network.training, (kind_of(x), first.dim() > 0 and len(first) > 1, autocast)
+    kind = (x.dim(), x.dtype, device) if isinstance(x, Tensor) else kind_of(x)
+    return network.training, (kind, first.dim() > 0 and len(first) > 1, autocast)
 
 
 class Verdicts:

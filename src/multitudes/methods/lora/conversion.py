@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from multitudes.core.calling import Input
-from multitudes.core.checks import check_count, check_number
+from multitudes.core.checks import check_choice, check_count, check_number
 from multitudes.core.copying import copied
 from multitudes.core.member_layer import MemberLayer
 from multitudes.core.multitude import Multitude
@@ -52,6 +52,7 @@ def lora(
     heads: Selector = None,
     dropout: float = 0.0,
     adapters: Sequence[str | os.PathLike[str]] | None = None,
+    rows: str = "shared",
     example: Input | None = None,
     init: str | None = None,
     task: str | None = None,
@@ -69,16 +70,18 @@ def lora(
     `net.member(i)` is the network with the adapter merged into its weights, in plain layers.
 
     `adapters` are folders that PEFT has written, or `net.save_adapters`: each becomes a member, and the files say what
-    is adapted, and by which rank.
+    is adapted, and by which rank. With `rows="own"` each member trains on its own part of the batch, as in
+    `batch_ensemble`.
 
     >>> net = lora(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), members=4, rank=2)
     >>> import torch
     >>> net(torch.ones(5, 3)).shape, [name for name, p in net.named_parameters() if p.requires_grad]
     (torch.Size([4, 5, 2]), ['0.A', '0.B', '2.weights', '2.biases'])
     """
+    check_choice("rows", rows, ("shared", "own"))
     if adapters is not None:
         given = {"rank": rank, "alpha": alpha, "layers": layers, "heads": heads, "init": init, "members": members}
-        return _of_files(model, adapters, given, task)
+        return _of_files(model, adapters, given, rows, task)
     members, rank = 8 if members is None else members, 8 if rank is None else rank
     check_count("rank", rank)
     check_number("dropout", dropout, 0, below=1)
@@ -95,7 +98,7 @@ def lora(
         converted = own_parts(network, own, members, drawn=init != "pretrained")
         for name in chosen:
             converted[name] = _lora_layer(network.get_submodule(name), members, rank, alpha or rank, dropout)
-    return _assembled(start, network, converted, own, members, task)
+    return _assembled(start, network, converted, own, members, rows, task)
 
 
 def _lora_layer(layer: nn.Module, members: int, rank: int, alpha: float, dropout: float) -> MemberLayer:
@@ -110,11 +113,13 @@ def _assembled(
     converted: dict[str, MemberLayer],
     heads: Collection[str],
     members: int,
+    rows: str,
     task: str | None,
 ) -> LoraMembers:
     for name, layer in converted.items():
         layer.place = name
     net = LoraMembers(replace(network, converted), members).like(start.given, task)
+    net.rows = rows
     own = net._own_names()
     for name, parameter in net.named_parameters():
         parameter.requires_grad_(name in own and parameter.requires_grad)
@@ -187,7 +192,11 @@ def _check_rank(chosen: dict[str, nn.Module], rank: int) -> None:
 
 
 def _of_files(
-    model: nn.Module | Factory, adapters: Sequence[str | os.PathLike[str]], given: dict[str, Any], task: str | None
+    model: nn.Module | Factory,
+    adapters: Sequence[str | os.PathLike[str]],
+    given: dict[str, Any],
+    rows: str,
+    task: str | None,
 ) -> LoraMembers:
     if isinstance(adapters, (str, os.PathLike)) or not adapters:
         raise ValueError(f"adapters must be a list of folders that PEFT has written, got {adapters!r}")
@@ -206,7 +215,7 @@ def _of_files(
     for name in chosen:
         rank = max(adapter.layers[name].rank for adapter in read if name in adapter.layers)
         converted[name] = Lora(network.get_submodule(name), len(adapters), rank, 1.0, read[0].dropout)
-    net = _assembled(start, network, converted, heads, len(adapters), task)
+    net = _assembled(start, network, converted, heads, len(adapters), rows, task)
     with_adapters(net.network, read)
     return net
 

@@ -1,0 +1,85 @@
+"""The size of a member: whether it is so small that a CPU spends most of its time on calling layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _functorch
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from multitudes.core.calling import Input, tensors_in
+from multitudes.core.counting import flop_counter
+from multitudes.core.dispatching import Overlapping
+from multitudes.core.draws.stochastic import stochastic_layers
+from multitudes.core.proof import unmoved
+
+__all__ = ["MOST_BYTES", "MOST_OPERATIONS", "MOST_WEIGHTS", "convolves", "is_small", "is_watched"]
+
+MOST_OPERATIONS = 15e6
+"""The multiply-adds of a member's layer, in the mean, up to which packed members are faster on a CPU."""
+
+MOST_BYTES = 2**20
+"""The most that all members' largest activation may take, so that it stays in a core's cache."""
+
+MOST_WEIGHTS = 2**20
+"""The most bytes that all members' weights may take, since they are stacked in every call."""
+
+
+def convolves(network: nn.Module) -> bool:
+    """Return whether a network has at least as many kernels as matrices."""
+    ranks = [parameter.dim() for parameter in network.parameters()]
+    return sum(rank > 2 for rank in ranks) >= ranks.count(2)
+
+
+def is_watched() -> bool:
+    """Return whether a transform, a dispatch mode or a tracer is active, which should see each member's own code."""
+    return (
+        _functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_tracing()
+    )
+
+
+def is_small(member: nn.Module, members: int, x: Input, run: Callable[[], Tensor]) -> bool:
+    """Return whether members are so small on `x` that running them packed is faster; `run` runs one of them.
+
+    Packing makes a CPU's depthwise convolutions and those of one pixel several times slower, so that networks of these
+    are not small.
+    """
+    tensors = tensors_in(x)
+    kinds = {t.dtype for t in (*tensors, *member.parameters()) if t.is_floating_point()}
+    if not kinds <= {torch.float32, torch.float64} or torch.is_autocast_enabled("cpu"):
+        return False
+    if stochastic_layers(member) or not tensors[0].dim() or not len(tensors[0]):
+        return False
+    if members * sum(p.nbytes for p in member.parameters()) > MOST_WEIGHTS:
+        return False
+    convolutions = [module for module in member.modules() if isinstance(module, _ConvNd)]
+    of_one_pixel = sum(max(module.kernel_size) == 1 for module in convolutions)
+    if 4 * of_one_pixel > len(convolutions) or any(module.groups > 1 for module in convolutions):
+        return False
+    layers = sum(parameter.dim() > 1 for parameter in member.parameters())
+    with unmoved(member, x), torch.no_grad(), flop_counter() as counter, _Largest() as largest:
+        run()
+    operations = counter.get_total_flops() / 2 / max(1, layers)
+    return operations <= MOST_OPERATIONS and largest.nbytes * members <= MOST_BYTES
+
+
+class _Largest(Overlapping, TorchDispatchMode):
+    """Note the bytes of the largest tensor that is made inside, views of others left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not any(returned.alias_info for returned in function._schema.returns):
+            made = [value.nbytes for value in tree_leaves(result) if isinstance(value, Tensor)]
+            self.nbytes = max(self.nbytes, *made, 0)
+        return result
