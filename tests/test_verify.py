@@ -1,0 +1,125 @@
+"""Verification of fast runners: what counts as a difference, what is left of a trial, and what is cached."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.runners.verify import Verdicts, difference, use_of
+
+
+def _network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+
+class Finds:
+    """Counts how often a difference is looked for."""
+
+    count = 0
+
+    def __call__(self) -> str:
+        self.count += 1
+        return "it differs"
+
+
+def test_a_runner_that_computes_the_same_has_no_difference_and_leaves_nothing() -> None:
+    network, x = _network(), torch.randn(5, 4)
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    state = torch.get_rng_state()
+    assert difference(network, x, lambda x: network(x)[None], lambda x: network(x)[None], buffers=True) == ""
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, value in network.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def _doubled(network: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: 2 * network(x)[None]
+
+
+def _failing(network: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: network(x[:, :2])[None]
+
+
+def _running_twice(network: nn.Module) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        network(x)
+        return network(x)[None]
+
+    return run
+
+
+def _looking(network: nn.Module) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        y = network(x)[None]
+        return y if y.sum() > 0 else y.clone()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("fast", "reason"),
+    [
+        (_doubled, "it gives other predictions"),
+        (_failing, "it fails: mat1 and mat2 shapes cannot be multiplied"),
+        (_running_twice, "buffer '1.running_mean' gets other values"),
+        (_looking, "its code looks at values"),
+    ],
+)
+def test_a_difference_is_told_in_words(fast: Callable[..., Callable[[Tensor], Tensor]], reason: str) -> None:
+    network, x = _network(), torch.randn(5, 4)
+    assert difference(network, x, fast(network), lambda x: network(x)[None], buffers=True).startswith(reason)
+
+
+def test_a_gate_at_zero_hides_nothing() -> None:
+    network, x = _network(), torch.randn(5, 4)
+    nn.init.zeros_(network.get_parameter("2.weight"))
+    plain = lambda x: network(x)[None]  # noqa: E731
+    mixing = lambda x: network[2](network[1](network[0](x)).flip(0))[None]  # noqa: E731
+    torch.testing.assert_close(mixing(x), plain(x))
+    assert difference(network.eval(), x, mixing, plain) == "it gives other predictions"
+
+
+def test_the_layer_is_named_where_it_is_known() -> None:
+    network, x = _network(), torch.randn(5, 4)
+    reason = difference(network, x, _doubled(network), lambda x: network(x)[None], layer=lambda: "layer '1'")
+    assert reason == "layer '1' gives other values"
+
+
+def test_draws_are_compared_with_their_noise() -> None:
+    network, x = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5)), torch.randn(5, 4)
+
+    def seeded(seed: int) -> Callable[[Tensor], Tensor]:
+        def run(x: Tensor) -> Tensor:
+            torch.manual_seed(seed)
+            return network(x)[None]
+
+        return run
+
+    assert difference(network, x, seeded(1), seeded(1), noise=True) == ""
+    assert difference(network, x, seeded(1), seeded(2), noise=True) == "it gives other predictions"
+
+
+def test_a_verdict_is_found_once_for_each_kind_of_use() -> None:
+    network, verdicts, find = nn.Linear(4, 3), Verdicts(), Finds()
+
+    def ask(runner: str, x: Tensor) -> str:
+        return verdicts.reason(runner, network, x, find, "No {reason}.")
+
+    with pytest.warns(UserWarning, match=r"^No it differs\.$"):
+        assert ask("fast", torch.randn(5, 4)) == "it differs"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ask("fast", torch.randn(7, 4)) == "it differs" and find.count == 1
+        ask("fast", torch.randn(1, 4))  # of one row, all lengths are equal
+        ask("fast", torch.randn(2, 7, 4))
+        ask("fast", torch.randn(5, 4, dtype=torch.float64))
+        with torch.autocast("cpu", torch.bfloat16):
+            ask("fast", torch.randn(5, 4))
+        network.eval()
+        ask("fast", torch.randn(5, 4))
+    assert find.count == 6
+    assert use_of(network, torch.randn(5, 4)) == use_of(network, torch.randn(9, 4))
