@@ -25,10 +25,11 @@ from multitudes.core.copying import copied, share_registries
 from multitudes.core.divergences import Divergence
 from multitudes.core.draws.adaptive import check_adaptive, predict_adaptively
 from multitudes.core.draws.bypass import check_called, drawing_weights
-from multitudes.core.draws.engine import DrawCache, Draws
+from multitudes.core.draws.engine import Draws
 from multitudes.core.draws.frozen import find_rows, rows_to_find
 from multitudes.core.draws.functional import keep_noise, to_be_kept
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
+from multitudes.core.draws.vmap import Run
 from multitudes.core.locking import evaluating, one_thread
 from multitudes.core.predictive import Predictive
 from multitudes.core.proof import unmoved
@@ -58,9 +59,6 @@ class Multitude(Tasked):
 
     independent = False
     """Whether the members share no weight. Then each learns from its own loss, and the losses add up."""
-
-    expands = True
-    """Whether draws may lie side by side in one batch, each row a row of one draw."""
 
     found_anew: tuple[str, ...] = ("_draw_cache",)
     """The attributes that hold what running has taught, which no file keeps."""
@@ -96,7 +94,7 @@ class Multitude(Tasked):
 
     def forget(self) -> None:
         """Forget what running has taught (`found_anew`), which is found out again."""
-        self._draw_cache = DrawCache()
+        self._draw_cache = Draws()
 
     # -- the four verbs ----------------------------------------------------------------------------------
 
@@ -127,9 +125,11 @@ class Multitude(Tasked):
 
     def settle(self, x: Input) -> None:
         """Find out what must be known before the first run: noise to keep on; that drawing layers are called."""
+        if self._called:
+            return
         self._look(x)
         alone = type(self)._predictions is Multitude._predictions
-        if alone and not self._called and drawing_weights(self.network):
+        if alone and drawing_weights(self.network):
             with unmoved(self.network, x), expecting(self.network):
                 check_called(self.network, lambda: self._predictions(x))
         self._called = True
@@ -268,9 +268,11 @@ class Multitude(Tasked):
 
     def draw_numbers(self, x: Input, numbers: range, seed: int | None, memory: str | float | None) -> Tensor:
         """The draws of these numbers, `[D, M, B, ...]`."""
-        with expecting(self.network):
-            self._prepare(x)
-        return Draws(self.network, self._predictions, x, self._draw_cache, seed, memory, self.expands).make(numbers)
+        if type(self)._prepare is not Multitude._prepare:
+            with expecting(self.network):
+                self._prepare(x)
+        run = Run(self.network, stochastic_layers(self.network), self._predictions, x)
+        return self._draw_cache.make(run, numbers, seed, memory)
 
     def _count(self, draws: int | None) -> int | None:
         """How many draws to make; None where the network makes none, or is making one."""

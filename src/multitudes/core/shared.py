@@ -58,7 +58,6 @@ class SharedMembers(Multitude):
     together.
     """
 
-    expands = False  # the rows of the tiled batch are the members'
     found_anew = ("_draw_cache", "_folded", "_written", "_tiles")
 
     rows = "shared"

@@ -1,53 +1,40 @@
-"""Draws: many answers of a network that draws, for little more than what follows its first random number.
+"""Draws: many predictions of a network that draws, for little more than what follows its first random number.
 
-A stochastic layer computes one draw for one batch and knows nothing of how many there are. The draws run under
-`torch.vmap`, which computes what comes before the first stochastic layer once. Each draw has a random source of
-its own, made from the seed and the draw's number, so that the same seed gives the same draws however they are
-cut into chunks, and whichever way they run.
+A stochastic layer computes one draw for one batch and knows nothing of how many there are. There are two runners:
+`vmapped` makes draws at once, under `torch.vmap`, which computes what comes before the first stochastic layer once;
+`one_by_one` is a loop, and always right. Each draw has a random source of its own, made from the seed and the draw's
+number, so that the same seed gives the same draws, whichever runner makes them and however they are cut into chunks.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
-from math import inf
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
-from multitudes.core.calling import Input, InputError, tensors_in, tile
+from multitudes.core.calling import Input, InputError, mapped, tensors_in
 from multitudes.core.draws.memory import Meter, OverBudget, free_bytes, in_bytes
-from multitudes.core.draws.stochastic import Draw, drawing, stochastic_layers
-from multitudes.core.draws.vmap import vmap_friendly
-from multitudes.core.lending import Attributes, lent, written_attributes
-from multitudes.core.proof import Looks, alike, kind_of, trial, unmoved
-from multitudes.core.seeding import mixed
+from multitudes.core.draws.stochastic import drawing
+from multitudes.core.draws.vmap import Run, vmapped
+from multitudes.core.lending import Attributes, written_attributes
+from multitudes.core.proof import alike, unmoved
+from multitudes.core.runners.verify import FAILURES, use_of
+from multitudes.core.seeding import TorchNumbers, mixed, seeded, torch_generators
+
+__all__ = ["Cost", "Draws", "cost_key", "one_by_one"]
 
 CACHED = 128e6
 """The bytes that draws may hold at once on a CPU, however much memory there is: more of them take longer each."""
 
 
 class Different(ValueError):
-    """Two ways to make the same draws give different predictions."""
-
-
-Predict = Callable[[Input], Tensor]
-"""One draw of every member: `[B, ...] -> [M, B, ...]`."""
-
-
-@dataclass
-class DrawCache:
-    """What making draws has taught about a network."""
-
-    way: str = "vmap"  # under vmap; "expand": as one batch of all draws' rows; "loop": one after the other
-    draws_elsewhere: bool = False  # random numbers beside those that its stochastic layers ask for
-    proven: set[Any] = field(default_factory=set)  # ways, with the kinds of inputs for which they were tried
-    costs: dict[Any, Cost] = field(default_factory=dict)
+    """Draws under vmap are not those that are made one by one."""
 
 
 @dataclass(frozen=True)
@@ -58,195 +45,145 @@ class Cost:
     each: float
 
 
+def one_by_one(run: Run, numbers: range, seeds_torch: bool = False) -> Tensor:
+    """Make the draws of these numbers one after the other: `[D, M, B, ...]`.
+
+    With `seeds_torch`, torch's own random state is seeded for each draw, and put back after it, for networks whose code
+    draws from it. Other threads see that state meanwhile; there is no other way to give such code a seed.
+    """
+    drawn = []
+    for number in numbers:
+        run.draw.index = torch.tensor(number)
+        with seeded(mixed(run.draw.seed, number)) if seeds_torch else nullcontext():
+            drawn.append(run.predict(run.x))
+    return torch.stack(drawn)
+
+
 @dataclass
 class Draws:
-    """Draws of one input, each known by its number and the seed."""
+    """Makes a multitude's draws; caches how, which no file keeps.
 
-    network: nn.Module
-    predict: Predict
-    x: Input
-    cache: DrawCache
-    seed: int | None = None
-    memory: str | float | None = None
-    expands: bool = True
+    `runner` is "vmapped" until vmap fails, or gives other draws than `one_by_one`.
+    """
 
-    def make(self, numbers: range) -> Tensor:
-        """The draws of these numbers, `[D, M, B, ...]`."""
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
-            raise InputError(f"seed must be a whole number, got {self.seed!r}")
-        if self.memory is not None:
-            in_bytes(self.memory)  # an error of its own, before anything else can go wrong
-        self.layers = stochastic_layers(self.network)
-        seed = int(torch.randint(2**62, ())) if self.seed is None else self.seed
-        self.draw = Draw(seed)
-        with drawing(self.layers, self.draw), self._own_random_state() as used:
-            result, way = self._first_way_that_works(numbers)
-            if way == "loop" or not used():
-                return result
-        # What it draws elsewhere would depend on the chunks, so each draw must have a random state of its own.
-        self.cache.draws_elsewhere = True
-        return self.make(numbers)
+    runner: str = "vmapped"
+    seeds_torch: bool = False  # whether random numbers come from torch's own state as well
+    verified: set[Hashable] = field(default_factory=set)
+    costs: dict[Hashable, Cost] = field(default_factory=dict)
 
-    @contextmanager
-    def _own_random_state(self) -> Iterator[Callable[[], bool]]:
-        """With a seed, torch's random state is left as it was; yields whether it has been used."""
-        if self.seed is None:
-            yield lambda: False
-            return
-        with torch.random.fork_rng([g.device for g in self._generators() if g.device.type == "cuda"]):
-            before = [generator.get_state() for generator in self._generators()]
-            yield lambda: any(
-                not torch.equal(state, generator.get_state())
-                for state, generator in zip(before, self._generators(), strict=True)
-            )
+    def make(self, run: Run, numbers: range, seed: int | None = None, memory: str | float | None = None) -> Tensor:
+        """Make the draws of these numbers: `[D, M, B, ...]`."""
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise InputError(f"seed must be a whole number, got {seed!r}")
+        budget = free_bytes(tensors_in(run.x)[0].device) / 4 if memory is None else in_bytes(memory)
+        run.draw.seed = int(torch.randint(2**62, ())) if seed is None else seed
+        with drawing(run.layers, run.draw):
+            return self._drawn(run, numbers, budget) if seed is None else self._seeded(run, numbers, budget)
 
-    def _generators(self) -> list[torch.Generator]:
-        """Torch's own random sources, on the CPU and on the devices of the input."""
-        devices = {tensor.device.index for tensor in tensors_in(self.x) if tensor.is_cuda}
-        return [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
+    def _seeded(self, run: Run, numbers: range, budget: float) -> Tensor:
+        """Make draws that a seed repeats, and leave torch's random state as it was."""
+        if not self.seeds_torch:
+            before = [(generator, generator.get_state()) for generator in torch_generators(run.x)]
+            drawn = self._drawn(run, numbers, budget)
+            same = all(torch.equal(generator.get_state(), state) for generator, state in before)
+            if same or not _draws_from_torch(run, numbers):  # but another thread does
+                return drawn
+            for generator, state in before:
+                generator.set_state(state)
+            run.draw.forget()
+            self.seeds_torch = True
+        return one_by_one(run, numbers, seeds_torch=True)
 
-    # -- ways --------------------------------------------------------------------------------------------
-
-    def _first_way_that_works(self, numbers: range) -> tuple[Tensor, str]:
+    def _drawn(self, run: Run, numbers: range, budget: float) -> Tensor:
+        """Make draws under vmap where they have something in common, and vmap can; one by one otherwise."""
         trouble = ""
-        for way in (ways := self._ways(len(numbers))):
+        apart = len(numbers) == 1 or any(layer.noise == "network" for layer in run.layers)
+        if self.runner == "vmapped" and not apart:
             try:
-                result = self._run(way, numbers) if self._is_proven(way) else self._proven_run(way, numbers)
-            except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
-                if way == ways[-1] or isinstance(error, torch.OutOfMemoryError):
-                    raise
-                self.draw.forget()
-                seen = f"{_culprit(self.network, error.__traceback__)} ({str(error).splitlines()[0]})"
-                trouble = trouble or (str(error) if isinstance(error, Different) else f"vmap cannot run {seen}")
-                continue
-            if trouble:
-                self.cache.way = way
-                how = "as one large batch" if way == "expand" else "one after the other"
-                warnings.warn(f"{trouble}, so the draws run {how}, which is slower", stacklevel=2)
-            return result, way
-        raise AssertionError("unreachable: the last way returns or raises")
+                return self._in_chunks(run, numbers, budget)
+            except OverBudget:  # two draws are too many
+                pass
+            except torch.OutOfMemoryError:
+                raise
+            except FAILURES as error:
+                place = f"{_culprit(run.network, error.__traceback__)} ({str(error).splitlines()[0]})"
+                trouble = str(error) if isinstance(error, Different) else f"vmap cannot run {place}"
+            run.draw.forget()
+        drawn = one_by_one(run, numbers)  # an error where the input does not fit
+        if trouble:
+            self.runner = "one_by_one"
+            warnings.warn(f"{trouble}, so the draws run one after the other, which is slower", stacklevel=2)
+        return drawn
 
-    def _is_proven(self, way: str) -> bool:
-        return way == "loop" or (way, torch.is_grad_enabled(), kind_of(self.x)) in self.cache.proven
-
-    def _proven_run(self, way: str, numbers: range) -> Tensor:
-        """Make draws by a quick way for the first time, and compare them with draws made one by one.
-
-        Under vmap one of them is made again. As one batch, two are tried with moved weights before, since what lets
-        rows see each other may be behind a gate that is still closed.
-        """
-        if way == "expand":
-            looks = Looks([*self.network.parameters(), *tensors_in(self.x)])
-            with trial(self.network, self.x), looks:
-                self._compare(self._run(way, range(2)), range(2))
-            if looks.seen:
-                raise Different("the network's code looks at values, so that rows decide for each other")
-        attributes: Attributes = {}
-        versions = [buffer._version for buffer in self.network.buffers()]
-        with written_attributes(self.network, attributes), lent(self.network, {}) as written:
-            result = self._run(way, numbers)
-        if attributes or written or versions != [buffer._version for buffer in self.network.buffers()]:
-            name = next(iter([*written, *(key for _, key in attributes), "a buffer"]))
-            raise Different(f"the network writes {name!r} as it runs, which each draw must do by itself")
-        with unmoved(self.network, self.x):
-            self._compare(result[-1:], numbers[-1:])
-        self.cache.proven.add((way, torch.is_grad_enabled(), kind_of(self.x)))
-        return result
-
-    def _compare(self, got: Tensor, numbers: range) -> None:
-        self.draw.forget()
-        want = torch.stack([self._one(number) for number in numbers])
-        self.draw.forget()
-        if not alike(got.flatten(0, 1), want.flatten(0, 1)):
-            raise Different("at once the network gives other predictions than draw by draw")
-
-    def _ways(self, draws: int) -> list[str]:
-        kinds = {layer.noise for layer in self.layers}
-        if draws == 1 or "network" in kinds or (self.cache.draws_elsewhere and self.seed is not None):
-            return ["loop"]
-        if self.cache.way == "loop":
-            return ["loop"]
-        ways = ["vmap", *(["expand"] if self.expands and kinds == {"rows"} else []), "loop"]
-        return ways[ways.index(self.cache.way) :]
-
-    def _run(self, way: str, numbers: range) -> Tensor:
-        if way == "loop":
-            return torch.stack([self._one(number) for number in numbers])
-        several = self._under_vmap if way == "vmap" else self._as_one_batch
-        parts: list[Tensor] = []
-        done = 0
-        while done < len(numbers):
-            part = self._within_budget(several, numbers[done:])
-            parts.append(part)
-            done += len(part)
+    def _in_chunks(self, run: Run, numbers: range, budget: float) -> Tensor:
+        """Make draws under vmap, as many at once as fit; of a new size of input, two come first, and are measured."""
+        key, parts = cost_key(run.x), []
+        if key not in self.costs:
+            parts.append(self._first(run, numbers[:2], key, budget))
+            numbers = numbers[2:]
+        cost = self.costs[key]
+        most = budget if tensors_in(run.x)[0].is_cuda else CACHED
+        size = max(1, int(min(budget - cost.shared, most) / cost.each))
+        parts += [vmapped(run, numbers[start : start + size]) for start in range(0, len(numbers), size)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _one(self, number: int) -> Tensor:
-        if self.seed is not None:
-            for generator in self._generators():
-                generator.manual_seed(mixed(self.seed, number))
-        self.draw.index = torch.tensor(number)
-        return self.predict(self.x)
-
-    def _under_vmap(self, numbers: range) -> Tensor:
-        def one(draw_index: Tensor) -> Tensor:
-            self.draw.index = draw_index
-            with vmap_friendly(lambda: self.draw.begun):
-                return self.predict(self.x)
-
-        self.draw.begun = False
-        return torch.vmap(one, randomness="different")(torch.arange(numbers.start, numbers.stop))
-
-    def _as_one_batch(self, numbers: range) -> Tensor:
-        if self.draw.meter is not None:  # a first layer's result may be many times as large as its input
-            self.draw.meter.reserve(16 * len(numbers) * sum(t.nbytes for t in tensors_in(self.x)))
-        self.draw.index = torch.arange(numbers.start, numbers.stop)
-        self.draw.rows = len(numbers)
+    def _first(self, run: Run, numbers: range, key: Hashable, budget: float) -> Tensor:
+        """Make two draws, measure the memory they take, and for a new kind of input compare one with a plain draw."""
+        use = torch.is_grad_enabled(), use_of(run.network, run.x)
+        new = use not in self.verified
+        meter = run.draw.meter = Meter(budget / 2)
         try:
-            predictions = self.predict(tile(self.x, len(numbers)))
+            with _nothing_written(run.network) if new else nullcontext(), meter:
+                drawn = vmapped(run, numbers)
         finally:
-            self.draw.rows = None
-        return predictions.unflatten(1, (len(numbers), -1)).transpose(0, 1)
-
-    # -- memory ------------------------------------------------------------------------------------------
-
-    def _within_budget(self, several: Callable[[range], Tensor], numbers: range) -> Tensor:
-        """As many of the draws as fit into the budget, one at least.
-
-        How much one takes is measured the first time. A chunk that turns out too large is broken off: at half the
-        budget, since an operation's result is seen only when it is there.
-        """
-        key = cost_key(self.x)
-        most = self.budget if tensors_in(self.x)[0].is_cuda else CACHED
-        cost = self.cache.costs.get(key)
-        if cost is not None:
-            room = min(self.budget - cost.shared, most)
-            return several(numbers[: max(1, int(room / cost.each))])
-        count = len(numbers)
-        while True:
-            one = count == 1
-            meter = self.draw.meter = Meter(inf, inf) if one else Meter(self.budget / 2, most)
-            try:
-                with meter:
-                    result = several(numbers[:count])
-                shared = meter.base or 0
-                self.cache.costs[key] = Cost(shared, max(1, meter.peak - shared) / count)
-                return result
-            except OverBudget:
-                self.draw.forget()
-                count = (count + 1) // 2
-            finally:
-                self.draw.meter = None
-
-    @cached_property
-    def budget(self) -> float:
-        """How many bytes the draws may hold at once."""
-        return free_bytes(tensors_in(self.x)[0].device) / 4 if self.memory is None else in_bytes(self.memory)
+            run.draw.meter = None
+        if new:
+            run.draw.forget()
+            with unmoved(run.network, run.x):
+                want = one_by_one(run, numbers[-1:])
+            if not alike(drawn[-1:].flatten(0, 1), want.flatten(0, 1)):
+                raise Different("at once the network gives other predictions than draw by draw")
+            self.verified.add(use)
+        shared = meter.base or 0
+        self.costs[key] = Cost(shared, max(1, meter.peak - shared) / len(numbers))
+        return drawn
 
 
-def cost_key(x: Input) -> Any:
-    """What inputs have in common of which draws cost the same memory."""
-    return torch.is_grad_enabled(), *((tensor.shape, tensor.dtype) for tensor in tensors_in(x))
+def cost_key(x: Input) -> Hashable:
+    """Return what inputs have in common whose draws are computed in the same way and cost the same memory."""
+    leaves, structure = tree_flatten(mapped(lambda tensor: tensor, x))
+    sizes = [(leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]
+    device = tensors_in(x)[0].device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return torch.is_grad_enabled(), autocast, structure, *sizes
+
+
+def _draws_from_torch(run: Run, numbers: range) -> bool:
+    """Whether the network's code draws from torch's own random state."""
+    run.draw.forget()
+    with unmoved(run.network, run.x), TorchNumbers() as torchs:
+        one_by_one(run, numbers[:1])
+    return torchs.drawn
+
+
+@contextmanager
+def _nothing_written(network: nn.Module) -> Iterator[None]:
+    """Raise an error where the network writes attributes or buffers inside; attributes and registries are put back."""
+    attributes: Attributes = {}
+    registries = [(module, dict(module._buffers)) for module in network.modules()]
+    before = {name: (buffer, buffer._version) for name, buffer in network.named_buffers()}
+    try:
+        with written_attributes(network, attributes):
+            yield
+        now = dict(network.named_buffers())
+    finally:
+        for module, buffers in registries:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+    moved = [name for name, buffer in now.items() if before.get(name, (None, 0))[0] is not buffer]
+    moved += [name for name, (buffer, version) in before.items() if buffer._version != version]
+    for name in (*(name for _, name in attributes), *moved):
+        raise Different(f"the network writes {name!r} as it runs, which each draw must do by itself")
 
 
 def _culprit(network: nn.Module, traceback: TracebackType | None) -> str:

@@ -19,9 +19,8 @@ from multitudes.core.copying import share_registries
 from multitudes.core.draws.stochastic import Stochastic, drawing
 from multitudes.core.proof import unmoved
 
-__all__ = ["Frozen", "find_rows", "rows_to_find", "scrambled", "seek_rows"]
+__all__ = ["Frozen", "find_rows", "rows_to_find", "scrambled"]
 
-_MARK = "finds_rows"
 Shape = tuple[int, ...]
 
 
@@ -135,15 +134,9 @@ def scrambled(numbers: Tensor) -> Tensor:
 # -- where the rows of a batch lie -------------------------------------------------------------------------
 
 
-def seek_rows(network: nn.Module) -> None:
-    """Leave word that it is to be found out along which axes rows lie, once an input shows it."""
-    if any(_unknown(network)):
-        vars(network)[_MARK] = True
-
-
 def rows_to_find(network: nn.Module) -> bool:
     """Whether it is to be found out along which axes rows lie."""
-    return _MARK in vars(network)
+    return any(True for _ in _unknown(network))
 
 
 @torch.no_grad()
@@ -156,7 +149,6 @@ def find_rows(network: nn.Module, x: Input, run: Callable[[Input], Any]) -> None
         axes = {name: _axes(name, layer, two[name], three[name]) for name, layer in layers.items()}
         for name, layer in layers.items():
             layer._axes = axes[name]
-    vars(network).pop(_MARK, None)
 
 
 def _shapes(

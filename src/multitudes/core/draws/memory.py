@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,15 @@ class OverBudget(Exception):
 
 
 class Meter(TorchDispatchMode):
-    """Counts the memory of the tensors made inside that are alive at once; stops above `budget` bytes.
+    """Count the memory of the tensors made inside that are alive at once; raise `OverBudget` above `budget` bytes.
 
     Tensors that were there before are not counted, nor what an operation needs for itself alone. `base` is what was
-    alive when memory was first reserved, and `peak - base` may be limited as well, to `above_base` bytes.
+    alive when `mark` was first called; `peak` is the most since then.
     """
 
-    def __init__(self, budget: float = float("inf"), above_base: float = float("inf")) -> None:
+    def __init__(self, budget: float = inf) -> None:
         super().__init__()
         self.budget = budget
-        self.above_base = above_base
         self.live = 0
         self.peak = 0
         self.base: int | None = None
@@ -39,22 +39,18 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        given = [_storage(leaf)._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and _storage(leaf)._cdata not in given:
-                self._count(_storage(leaf))
-        self._check(self.live)
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
+                self._count(tensor.untyped_storage())
+        if self.live > self.budget:
+            raise OverBudget
         return result
 
-    def reserve(self, size: int) -> None:
-        """Ask for memory before it is taken."""
+    def mark(self) -> None:
+        """Note how much is alive, the first time."""
         if self.base is None:
             self.base = self.peak = self.live
-        self._check(self.live + size)
-
-    def _check(self, live: int) -> None:
-        if live > self.budget or live - (self.base or 0) > self.above_base:
-            raise OverBudget
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -66,10 +62,6 @@ class Meter(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         self.live -= self._known.pop(key)
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
 
 
 def in_bytes(memory: str | int | float) -> float:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,11 +37,16 @@ class Stochastic(nn.Module):
 
     def normal(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Standard normal numbers, in the dtype and on the device of `like`."""
-        return self._numbers("normal", shape, like)
+        if self.draw is not None:
+            return self.draw.numbers("normal", tuple(shape), like.dtype, like.device)
+        return torch.randn(tuple(shape), dtype=like.dtype, device=like.device)
 
     def uniform(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Numbers from [0, 1), on the device of `like` and in its dtype, or float32 where that is too coarse."""
-        return self._numbers("uniform", shape, like)
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        if self.draw is not None:
+            return self.draw.numbers("uniform", tuple(shape), dtype, like.device)
+        return torch.rand(tuple(shape), dtype=dtype, device=like.device)
 
     def fold(self) -> nn.Module | None:
         """One draw of it as a plain layer; None where no plain layer computes one, as with noise of each row's own."""
@@ -58,35 +63,24 @@ class Stochastic(nn.Module):
     def end(self, network: nn.Module, args: Any, output: Any) -> None:
         """Forget that draw, after it has run."""
 
-    def _numbers(self, kind: str, shape: Sequence[int], like: Tensor) -> Tensor:
-        dtype = like.dtype if kind == "normal" else torch.promote_types(like.dtype, torch.float32)
-        if self.draw is not None:
-            return self.draw.numbers(kind, tuple(shape), dtype, like.device)
-        function = torch.randn if kind == "normal" else torch.rand
-        return function(tuple(shape), dtype=dtype, device=like.device)
 
-
+@dataclass
 class Draw:
     """Which draw is being made, and where its random numbers come from.
 
-    `index` is the draw's number, under vmap a batch of them. Where `rows` draws lie side by side in one batch, it
-    holds as many numbers.
+    `index` is the draw's number, under vmap a batch of them.
     """
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.index = torch.zeros((), dtype=torch.int64)
-        self.rows: int | None = None
-        self.begun = False  # whether random numbers have been asked for
-        self.meter: Meter | None = None
-        self._generators: dict[tuple[int, torch.device], torch.Generator] = {}
+    seed: int = 0
+    index: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    meter: Meter | None = None
+    _generators: dict[tuple[int, torch.device], torch.Generator] = field(default_factory=dict)
 
     def numbers(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        self.begun = True
-        if self.rows is None:
-            return _Numbers.apply(self.index, self, kind, shape, dtype, device)
-        own = (shape[0] // self.rows, *shape[1:])
-        return _Numbers.apply(self.index, self, kind, own, dtype, device).flatten(0, 1)
+        """Random numbers of this draw, which come after those that it was asked for before."""
+        if self.meter is not None:
+            self.meter.mark()
+        return _Numbers.apply(self.index, self, kind, shape, dtype, device)
 
     @contextmanager
     def of_member(self, index: int | Tensor, members: int) -> Iterator[None]:
@@ -116,8 +110,6 @@ class _Numbers(torch.autograd.Function):
     def forward(
         draw_index: Tensor, draw: Draw, kind: str, shape: Any, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        if draw.meter is not None:
-            draw.meter.reserve(draw_index.numel() * math.prod(shape) * dtype.itemsize)
         numbers = torch.empty((*draw_index.shape, *shape), dtype=dtype, device=device)
         for row, index in zip(numbers.view(draw_index.numel(), *shape), draw_index.flatten().tolist(), strict=True):
             generator = draw.generator(index, numbers.device)
@@ -168,9 +160,17 @@ def expecting(network: nn.Module) -> AbstractContextManager[None]:
     return holding(stochastic_layers(network), "expects", True)
 
 
-def drawing(layers: list[Stochastic], draw: Draw) -> AbstractContextManager[None]:
+@contextmanager
+def drawing(layers: Sequence[Stochastic], draw: Draw) -> Iterator[None]:
     """Inside, the layers take their random numbers from `draw`."""
-    return holding(layers, "draw", draw)
+    before = [layer.draw for layer in layers]
+    for layer in layers:
+        layer.draw = draw
+    try:
+        yield
+    finally:
+        for layer, own in zip(layers, before, strict=True):
+            layer.draw = own
 
 
 def as_member(network: nn.Module, index: int | Tensor, members: int) -> AbstractContextManager[None]:

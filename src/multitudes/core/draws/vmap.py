@@ -1,4 +1,4 @@
-"""What vmap does badly, done well: a few functions for evaluation, put in other words while draws run under vmap.
+"""Draws at once, under `torch.vmap`, and rules for functions that vmap runs badly.
 
 vmap asks a batched tensor for things it does not know (its memory format), moves whole feature maps to make room for
 the new dimension, or calls a fused function once for each draw. A norm with fixed statistics is a product and a sum,
@@ -7,49 +7,61 @@ pooling to one point a mean, attention two products and a softmax: all run on ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from multitudes.core.calling import Input
+from multitudes.core.draws.stochastic import Draw, Stochastic
 
-@contextmanager
-def vmap_friendly(batched: Callable[[], bool]) -> Iterator[None]:
-    """Inside, batch norm in evaluation, global average pooling and attention are computed in vmap's own terms.
+__all__ = ["CONVOLUTIONS", "Run", "VmapRules", "convolution", "vmapped"]
 
-    `batched` says whether there are batched tensors yet: before that, torch's own functions are the faster ones.
+
+@dataclass
+class Run:
+    """A network and an input whose draws are made: `predict` makes one of every member, `[B, ...] -> [M, B, ...]`."""
+
+    network: nn.Module
+    layers: Sequence[Stochastic]
+    predict: Callable[[Input], Tensor]
+    x: Input
+    draw: Draw = field(default_factory=Draw)
+
+
+def vmapped(run: Run, numbers: range) -> Tensor:
+    """Make the draws of these numbers at once: `[D, M, B, ...]`.
+
+    What comes before the first random number is computed once for all of them.
     """
-    with _OtherWords(batched), sdpa_kernel(SDPBackend.MATH):
-        yield
+
+    def one(number: Tensor) -> Tensor:
+        run.draw.index = number
+        with VmapRules():
+            return run.predict(run.x)
+
+    return torch.vmap(one, randomness="different")(torch.arange(numbers.start, numbers.stop))
 
 
-class _OtherWords(TorchFunctionMode):
-    def __init__(self, batched: Callable[[], bool]) -> None:
-        super().__init__()
-        self.batched = batched
+class VmapRules(TorchFunctionMode):
+    """Inside, a few functions of batched tensors are computed in terms that suit vmap; all others as ever."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.batched():
+        rule = _RULES.get(function)
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        if rule is None or not any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
             return function(*args, **kwargs)
-        if function is F.batch_norm:
-            return _batch_norm(*args, **kwargs)
-        if function is F.adaptive_avg_pool2d:
-            return _average_pool(*args, **kwargs)
-        if function in CONVOLUTIONS:
-            return convolution(function, *args, **kwargs)
-        return function(*args, **kwargs)
-
-
-CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+        return rule(function, *args, **kwargs)
 
 
 def _batch_norm(
+    function: Any,
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -60,7 +72,7 @@ def _batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     if training or running_mean is None or running_var is None:
-        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        return function(input, running_mean, running_var, weight, bias, training, momentum, eps)
     scale = (running_var + eps).rsqrt()
     if weight is not None:
         scale = scale * weight
@@ -83,7 +95,48 @@ def convolution(
     return y if bias is None else y + bias.to(dtype).view(-1, *[1] * (weight.dim() - 2))
 
 
-def _average_pool(input: Tensor, output_size: Any) -> Tensor:
+def _average_pool(function: Any, input: Tensor, output_size: Any) -> Tensor:
     if output_size in (1, (1, 1), [1, 1]):
         return input.mean((-2, -1), keepdim=True)
-    return F.adaptive_avg_pool2d(input, output_size)
+    return function(input, output_size)
+
+
+def _attention(
+    function: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+    decomposed = torch.ops.aten._scaled_dot_product_attention_math
+    options: Any = {"scale": scale, "enable_gqa": enable_gqa}
+    return decomposed(query, key, value, attn_mask, dropout_p, is_causal, None, **options)[0]
+
+
+def _multihead(function: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Torch's attention layer, which fuses attention where its weights are not asked for."""
+    given = _MULTIHEAD.bind(*args, **kwargs)
+    if given.arguments.get("need_weights", True):
+        return function(*args, **kwargs)
+    given.arguments |= {"need_weights": True, "average_attn_weights": False}
+    return function(*given.args, **given.kwargs)[0], None
+
+
+_MULTIHEAD = inspect.signature(F.multi_head_attention_forward)
+
+CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    F.batch_norm: _batch_norm,
+    F.adaptive_avg_pool2d: _average_pool,
+    F.scaled_dot_product_attention: _attention,
+    F.multi_head_attention_forward: _multihead,
+    **dict.fromkeys(CONVOLUTIONS, convolution),
+}
