@@ -9,21 +9,20 @@ number, so that the same seed gives the same draws, whichever runner makes them 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
-from multitudes.core.calling import Input, InputError, mapped, tensors_in
+from multitudes.core.calling import Input, InputError, tensors_in
 from multitudes.core.draws.memory import Meter, OverBudget, free_bytes, in_bytes
-from multitudes.core.draws.stochastic import drawing
+from multitudes.core.draws.stochastic import Draw, drawing
 from multitudes.core.draws.vmap import Run, vmapped
 from multitudes.core.lending import Attributes, written_attributes
-from multitudes.core.proof import alike, unmoved
+from multitudes.core.proof import alike, kind_of, unmoved
 from multitudes.core.runners.verify import FAILURES, use_of
 from multitudes.core.seeding import TorchNumbers, mixed, seeded, torch_generators
 
@@ -53,8 +52,8 @@ def one_by_one(run: Run, numbers: range, seeds_torch: bool = False) -> Tensor:
     """
     drawn = []
     for number in numbers:
-        run.draw.index = torch.tensor(number)
-        with seeded(mixed(run.draw.seed, number)) if seeds_torch else nullcontext():
+        own_random_state = seeded(mixed(run.seed, number)) if seeds_torch else nullcontext()
+        with drawing(run.layers, Draw(run.seed, torch.tensor(number))), own_random_state:
             drawn.append(run.predict(run.x))
     return torch.stack(drawn)
 
@@ -75,32 +74,30 @@ class Draws:
         """Make the draws of these numbers: `[D, M, B, ...]`."""
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise InputError(f"seed must be a whole number, got {seed!r}")
-        budget = free_bytes(tensors_in(run.x)[0].device) / 4 if memory is None else in_bytes(memory)
-        run.draw.seed = int(torch.randint(2**62, ())) if seed is None else seed
-        with drawing(run.layers, run.draw):
-            return self._drawn(run, numbers, budget) if seed is None else self._seeded(run, numbers, budget)
+        size = None if memory is None else in_bytes(memory)
+        run.seed = int(torch.randint(2**62, ())) if seed is None else seed
+        return self._drawn(run, numbers, size) if seed is None else self._seeded(run, numbers, size)
 
-    def _seeded(self, run: Run, numbers: range, budget: float) -> Tensor:
+    def _seeded(self, run: Run, numbers: range, memory: float | None) -> Tensor:
         """Make draws that a seed repeats, and leave torch's random state as it was."""
         if not self.seeds_torch:
             before = [(generator, generator.get_state()) for generator in torch_generators(run.x)]
-            drawn = self._drawn(run, numbers, budget)
+            drawn = self._drawn(run, numbers, memory)
             same = all(torch.equal(generator.get_state(), state) for generator, state in before)
             if same or not _draws_from_torch(run, numbers):  # but another thread does
                 return drawn
             for generator, state in before:
                 generator.set_state(state)
-            run.draw.forget()
             self.seeds_torch = True
         return one_by_one(run, numbers, seeds_torch=True)
 
-    def _drawn(self, run: Run, numbers: range, budget: float) -> Tensor:
+    def _drawn(self, run: Run, numbers: range, memory: float | None) -> Tensor:
         """Make draws under vmap where they have something in common, and vmap can; one by one otherwise."""
         trouble = ""
         apart = len(numbers) == 1 or any(layer.noise == "network" for layer in run.layers)
         if self.runner == "vmapped" and not apart:
             try:
-                return self._in_chunks(run, numbers, budget)
+                return self._in_chunks(run, numbers, memory)
             except OverBudget:  # two draws are too many
                 pass
             except torch.OutOfMemoryError:
@@ -108,82 +105,67 @@ class Draws:
             except FAILURES as error:
                 place = f"{_culprit(run.network, error.__traceback__)} ({str(error).splitlines()[0]})"
                 trouble = str(error) if isinstance(error, Different) else f"vmap cannot run {place}"
-            run.draw.forget()
         drawn = one_by_one(run, numbers)  # an error where the input does not fit
         if trouble:
             self.runner = "one_by_one"
             warnings.warn(f"{trouble}, so the draws run one after the other, which is slower", stacklevel=2)
         return drawn
 
-    def _in_chunks(self, run: Run, numbers: range, budget: float) -> Tensor:
-        """Make draws under vmap, as many at once as fit; of a new size of input, two come first, and are measured."""
-        key, parts = cost_key(run.x), []
+    def _in_chunks(self, run: Run, numbers: range, memory: float | None) -> Tensor:
+        """Make draws under vmap, as many at once as fit."""
+        key = cost_key(run.x)
         if key not in self.costs:
-            parts.append(self._first(run, numbers[:2], key, budget))
-            numbers = numbers[2:]
-        cost = self.costs[key]
-        most = budget if tensors_in(run.x)[0].is_cuda else CACHED
-        size = max(1, int(min(budget - cost.shared, most) / cost.each))
-        parts += [vmapped(run, numbers[start : start + size]) for start in range(0, len(numbers), size)]
+            self.costs[key] = self._try(run, numbers[-2:], _budget(run.x, memory))
+        cost, size = self.costs[key], len(numbers)
+        if cost.shared + size * cost.each > (CACHED if memory is None else memory):
+            budget = _budget(run.x, memory)
+            most = budget if tensors_in(run.x)[0].is_cuda else CACHED
+            size = int(min(budget - cost.shared, most) / cost.each)
+        if size <= 1:  # then they share nothing
+            return one_by_one(run, numbers)
+        parts = [vmapped(run, numbers[start : start + size]) for start in range(0, len(numbers), size)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _first(self, run: Run, numbers: range, key: Hashable, budget: float) -> Tensor:
-        """Make two draws, measure the memory they take, and for a new kind of input compare one with a plain draw."""
+    def _try(self, run: Run, numbers: range, budget: float) -> Cost:
+        """Measure what two draws cost; for a new kind of input, an error if the last is not what it is alone."""
         use = torch.is_grad_enabled(), use_of(run.network, run.x)
-        new = use not in self.verified
-        meter = run.draw.meter = Meter(budget / 2)
-        try:
-            with _nothing_written(run.network) if new else nullcontext(), meter:
-                drawn = vmapped(run, numbers)
-        finally:
-            run.draw.meter = None
-        if new:
-            run.draw.forget()
-            with unmoved(run.network, run.x):
-                want = one_by_one(run, numbers[-1:])
-            if not alike(drawn[-1:].flatten(0, 1), want.flatten(0, 1)):
+        writes: Attributes = {}
+        meter = Meter(budget / 2)  # an operation's result is seen only when it is there
+        with unmoved(run.network, run.x):
+            want = None if use in self.verified else one_by_one(run, numbers[-1:])
+            before = {name: (id(buffer), buffer._version) for name, buffer in run.network.named_buffers()}
+            with written_attributes(run.network, writes), meter:
+                got = vmapped(run, numbers, meter)[-1:]
+            after = {name: (id(buffer), buffer._version) for name, buffer in run.network.named_buffers()}
+        if want is not None:
+            written = [*(name for _, name in writes), *(name for name in after if before.get(name) != after[name])]
+            if written:
+                raise Different(f"the network writes {written[0]!r} as it runs, which each draw must do by itself")
+            if not alike(got.flatten(0, 1), want.flatten(0, 1)):
                 raise Different("at once the network gives other predictions than draw by draw")
             self.verified.add(use)
         shared = meter.base or 0
-        self.costs[key] = Cost(shared, max(1, meter.peak - shared) / len(numbers))
-        return drawn
+        return Cost(shared, max(1, meter.peak - shared) / len(numbers))
+
+
+def _budget(x: Input, memory: float | None) -> float:
+    """How many bytes draws may hold at once: by default a quarter of what is free."""
+    return free_bytes(tensors_in(x)[0].device) / 4 if memory is None else memory
 
 
 def cost_key(x: Input) -> Hashable:
     """Return what inputs have in common whose draws are computed in the same way and cost the same memory."""
-    leaves, structure = tree_flatten(mapped(lambda tensor: tensor, x))
-    sizes = [(leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]
-    device = tensors_in(x)[0].device.type
+    tensors = tensors_in(x)
+    device = tensors[0].device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return torch.is_grad_enabled(), autocast, structure, *sizes
+    return torch.is_grad_enabled(), autocast, kind_of(x), *(tensor.shape for tensor in tensors)
 
 
 def _draws_from_torch(run: Run, numbers: range) -> bool:
     """Whether the network's code draws from torch's own random state."""
-    run.draw.forget()
     with unmoved(run.network, run.x), TorchNumbers() as torchs:
         one_by_one(run, numbers[:1])
     return torchs.drawn
-
-
-@contextmanager
-def _nothing_written(network: nn.Module) -> Iterator[None]:
-    """Raise an error where the network writes attributes or buffers inside; attributes and registries are put back."""
-    attributes: Attributes = {}
-    registries = [(module, dict(module._buffers)) for module in network.modules()]
-    before = {name: (buffer, buffer._version) for name, buffer in network.named_buffers()}
-    try:
-        with written_attributes(network, attributes):
-            yield
-        now = dict(network.named_buffers())
-    finally:
-        for module, buffers in registries:
-            module._buffers.clear()
-            module._buffers.update(buffers)
-    moved = [name for name, buffer in now.items() if before.get(name, (None, 0))[0] is not buffer]
-    moved += [name for name, (buffer, version) in before.items() if buffer._version != version]
-    for name in (*(name for _, name in attributes), *moved):
-        raise Different(f"the network writes {name!r} as it runs, which each draw must do by itself")
 
 
 def _culprit(network: nn.Module, traceback: TracebackType | None) -> str:

@@ -98,10 +98,6 @@ class Draw:
             self._generators[key] = torch.Generator(device).manual_seed(mixed(self.seed, draw_index))
         return self._generators[key]
 
-    def forget(self) -> None:
-        """Let every draw start again."""
-        self._generators.clear()
-
 
 class _Numbers(torch.autograd.Function):
     """Random numbers `[*draws, *shape]`, each draw's from its own source; under vmap, a call's for its own draw."""

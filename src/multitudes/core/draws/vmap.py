@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from multitudes.core.calling import Input
-from multitudes.core.draws.stochastic import Draw, Stochastic
+from multitudes.core.draws.memory import Meter
+from multitudes.core.draws.stochastic import Draw, Stochastic, drawing
 
 __all__ = ["CONVOLUTIONS", "Run", "VmapRules", "convolution", "vmapped"]
 
@@ -31,21 +32,24 @@ class Run:
     layers: Sequence[Stochastic]
     predict: Callable[[Input], Tensor]
     x: Input
-    draw: Draw = field(default_factory=Draw)
+    seed: int = 0
 
 
-def vmapped(run: Run, numbers: range) -> Tensor:
+def vmapped(run: Run, numbers: range, meter: Meter | None = None) -> Tensor:
     """Make the draws of these numbers at once: `[D, M, B, ...]`.
 
     What comes before the first random number is computed once for all of them.
     """
 
+    draw = Draw(run.seed, meter=meter)
+
     def one(number: Tensor) -> Tensor:
-        run.draw.index = number
+        draw.index = number
         with VmapRules():
             return run.predict(run.x)
 
-    return torch.vmap(one, randomness="different")(torch.arange(numbers.start, numbers.stop))
+    with drawing(run.layers, draw):
+        return torch.vmap(one, randomness="different")(torch.arange(numbers.start, numbers.stop))
 
 
 class VmapRules(TorchFunctionMode):
