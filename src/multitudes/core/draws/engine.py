@@ -117,7 +117,7 @@ class Draws:
         if key not in self.costs:
             self.costs[key] = self._try(run, numbers[-2:], _budget(run.x, memory))
         cost, size = self.costs[key], len(numbers)
-        if cost.shared + size * cost.each > (CACHED if memory is None else memory):
+        if cost.shared + size * cost.each > min(CACHED, memory or CACHED):
             budget = _budget(run.x, memory)
             most = budget if tensors_in(run.x)[0].is_cuda else CACHED
             size = int(min(budget - cost.shared, most) / cost.each)
