@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 Input = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """What a network is called with: one tensor, its positional arguments, or its keyword arguments."""
@@ -244,36 +244,25 @@ def tensors_in(x: Any) -> list[Tensor]:
     return found
 
 
-_SWITCHING = threading.Lock()
-_PLAIN, _FASTPATH = 0, True  # how many are in `plain_attention`, and what the switch was before
+class _PlainAttention(TorchFunctionMode):
+    """Torch takes its fused attention only where no function mode is active, and modes are each thread's own."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
 
 
-@contextmanager
-def plain_attention() -> Iterator[None]:
-    """Without torch's fused attention, which vmap cannot batch; it is on again when the last thread is out of here."""
-    if torch.compiler.is_compiling():  # which can follow names that are set, and no locks
-        switches = torch.backends.mha
-        before, switches._is_fastpath_enabled = switches._is_fastpath_enabled, False
-        try:
-            yield
-        finally:
-            switches._is_fastpath_enabled = before
-        return
-    _switch(1)
-    try:
-        yield
-    finally:
-        _switch(-1)
+_FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
-def _switch(change: int) -> None:
-    """Count who is in `plain_attention`, and turn fused attention off for the first and on after the last."""
-    global _PLAIN, _FASTPATH
-    switches = torch.backends.mha
-    with _SWITCHING:
-        _FASTPATH = _FASTPATH if _PLAIN else switches._is_fastpath_enabled
-        _PLAIN += change
-        switches._is_fastpath_enabled = False if _PLAIN else _FASTPATH
+def plain_attention(network: nn.Module | None = None) -> AbstractContextManager[Any]:
+    """Inside, torch's attention calls its layers and functions, instead of one fused kernel that vmap cannot batch.
+
+    With a `network` that has no such attention nothing is done, since a function mode takes a microsecond for each
+    function.
+    """
+    if network is not None and not any(isinstance(module, _FUSED) for module in network.modules()):
+        return nullcontext()
+    return _PlainAttention()
 
 
 @contextmanager

@@ -118,7 +118,7 @@ class Multitude(Tasked):
                 return self._uncompiled(x, draws, seed, memory)
             self._look(x)
             return self._all_draws(x, draws)
-        with one_thread(self.network), input_errors(x), plain_attention():
+        with one_thread(self.network), input_errors(x), plain_attention(self.network):
             self.settle(x)
             predictions = self._all_draws(x, draws, seed, self.memory if memory is None else memory)
         return one_per_input(predictions, x)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from multitudes.core.attention import math_attention
 from multitudes.core.calling import Input, call, input_errors, plain_attention
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.locking import evaluating
@@ -93,7 +93,7 @@ def observing(*models: nn.Module) -> Iterator[None]:
 @contextmanager
 def followed_attention() -> Iterator[None]:
     """Inside, attention computes step by step: NaN in, NaN out, which fused kernels do not promise."""
-    with plain_attention(), sdpa_kernel(SDPBackend.MATH):
+    with plain_attention(), math_attention():
         yield
 
 

@@ -7,7 +7,6 @@ pooling to one point a mean, attention two products and a softmax: all run on ba
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from multitudes.core.attention import by_math
 from multitudes.core.calling import Input
 from multitudes.core.draws.memory import Meter
 from multitudes.core.draws.stochastic import Draw, Stochastic, drawing
@@ -105,42 +105,15 @@ def _average_pool(function: Any, input: Tensor, output_size: Any) -> Tensor:
     return function(input, output_size)
 
 
-def _attention(
-    function: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
-    decomposed = torch.ops.aten._scaled_dot_product_attention_math
-    options: Any = {"scale": scale, "enable_gqa": enable_gqa}
-    return decomposed(query, key, value, attn_mask, dropout_p, is_causal, None, **options)[0]
+def _attention(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return by_math(function)(*args, **kwargs)
 
-
-def _multihead(function: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Torch's attention layer, which fuses attention where its weights are not asked for."""
-    given = _MULTIHEAD.bind(*args, **kwargs)
-    if given.arguments.get("need_weights", True):
-        return function(*args, **kwargs)
-    given.arguments |= {"need_weights": True, "average_attn_weights": False}
-    return function(*given.args, **given.kwargs)[0], None
-
-
-_MULTIHEAD = inspect.signature(F.multi_head_attention_forward)
 
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 _RULES: dict[Any, Callable[..., Any]] = {
     F.batch_norm: _batch_norm,
     F.adaptive_avg_pool2d: _average_pool,
-    F.scaled_dot_product_attention: _attention,
-    F.multi_head_attention_forward: _multihead,
+    **dict.fromkeys((F.scaled_dot_product_attention, F.multi_head_attention_forward), _attention),
     **dict.fromkeys(CONVOLUTIONS, convolution),
 }
