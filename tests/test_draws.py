@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 import warnings
 from collections.abc import Callable
 
@@ -45,6 +46,35 @@ class Branch(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x if x.abs().max().item() < 1e6 else -x
+
+
+class Remembers(nn.Module):
+    """Assigns an attribute, or a buffer."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.last: object = None
+        self.register_buffer("total", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "last":
+            self.last = x.detach()
+        elif self.what == "total":
+            self.total = x.detach().mean(0)
+        return x
+
+
+class Counts(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
 
 
 class Scaled(Stochastic):
@@ -161,6 +191,34 @@ def test_a_seed_makes_draws_repeatable_and_leaves_torchs_state_alone(build: Call
     assert not torch.isclose(first[0], first[1]).all()
 
 
+@pytest.mark.parametrize("draws", [1, 6])
+def test_a_seed_leaves_torchs_state_alone_while_the_draws_run(draws: int) -> None:
+    states: list[Tensor] = []
+    net = mt.mc_dropout(small(nn.Dropout(0.5)).network).eval()
+    net.network[0].register_forward_hook(lambda *_: states.append(torch.get_rng_state()))
+    before = torch.get_rng_state()
+    net(torch.randn(5, 4, generator=torch.Generator().manual_seed(0)), draws=draws, seed=3)
+    assert states and all(torch.equal(state, before) for state in states)
+
+
+def test_a_thread_that_draws_meanwhile_keeps_its_numbers_and_changes_no_draw() -> None:
+    net, x = mt.mc_dropout(small(nn.Dropout(0.5)).network).eval(), torch.randn(5, 4)
+    want = net(x, draws=6, seed=3)
+
+    def draw_elsewhere(*_: object) -> None:
+        thread = threading.Thread(target=torch.rand, args=(3,))
+        thread.start()
+        thread.join()
+
+    net.network[0].register_forward_hook(draw_elsewhere)
+    torch.manual_seed(5)
+    assert torch.equal(net(x, draws=6, seed=3), want)
+    assert not net._draw_cache.seeds_torch
+    left = torch.rand(2)
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(5)[3:], left)
+
+
 def test_training_takes_no_seed() -> None:
     with pytest.raises(ValueError, match="seed=3 is for evaluation"):
         small(Jitter()).train()(torch.randn(5, 4), seed=3)
@@ -236,6 +294,21 @@ def test_what_vmap_cannot_run_is_named_once_and_runs_one_by_one(layers: list[nn.
         want = by("one_by_one", net)(x, draws=6, seed=2)
     torch.testing.assert_close(drawn, want)
     torch.testing.assert_close(net(x, draws=6, seed=2, memory=1), want)
+
+
+@pytest.mark.parametrize(
+    ("layer", "written"), [(Remembers("last"), "last"), (Remembers("total"), "2.total"), (Counts(), "2.calls")]
+)
+def test_a_network_that_writes_as_it_runs_makes_draws_one_by_one(layer: nn.Module, written: str) -> None:
+    net, x = small(Jitter(), layer), torch.randn(5, 4)
+    alone = small(Jitter(), copy.deepcopy(layer))
+    with pytest.warns(UserWarning, match=f"writes '{written}' as it runs, .* one after the other"):
+        drawn = net(x, draws=6, seed=2)
+    torch.testing.assert_close(drawn, by("one_by_one", alone)(x, draws=6, seed=2))
+    for tensor in (getattr(net.network[2], "last", None), *net.buffers()):
+        assert tensor is None or not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    if isinstance(layer, Counts):
+        assert float(net.network[2].calls) == 6
 
 
 def test_an_input_that_does_not_fit_is_an_error_without_a_warning() -> None:
