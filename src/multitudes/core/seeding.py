@@ -1,4 +1,4 @@
-"""Random states: seeds for numbered parts, and code that runs with a random state of its own."""
+"""Seeds for numbered parts, and code that runs with a seeded random state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["TorchNumbers", "mixed", "seeded", "torch_generators"]
 
 
 def mixed(seed: int, number: int) -> int:
-    """A seed for a numbered part of what has a seed, by the finaliser of SplitMix64."""
+    """Return a seed for a numbered part of something that has a seed, by the finaliser of SplitMix64."""
     z = (seed + (number + 1) * 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
@@ -25,7 +25,7 @@ def mixed(seed: int, number: int) -> int:
 
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    """Random numbers from `seed`, and torch's own random state as it was, after. None: torch's own state."""
+    """Seed torch's random state for the duration of a call, and put it back; do nothing where `seed` is None."""
     check_seed(seed)
     if seed is None:
         yield

@@ -1,9 +1,9 @@
-"""Draws: many predictions of a network that draws, for little more than what follows its first random number.
+"""Draws: many predictions of a network that draws.
 
-A stochastic layer computes one draw for one batch and knows nothing of how many there are. There are two runners:
-`vmapped` makes draws at once, under `torch.vmap`, which computes what comes before the first stochastic layer once;
-`one_by_one` is a loop, and always right. Each draw has a random source of its own, made from the seed and the draw's
-number, so that the same seed gives the same draws, whichever runner makes them and however they are cut into chunks.
+A stochastic layer computes one draw for one batch. There are two runners: `vmapped` makes draws under `torch.vmap`,
+which computes everything before the first stochastic layer once; `one_by_one` is a loop, and always right. Each draw
+has a random source of its own, made from the seed and the draw's number, so that a seed gives the same draws with both
+runners and in chunks of any size.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from multitudes.core.seeding import TorchNumbers, mixed, seeded, torch_generator
 __all__ = ["Cost", "Draws", "cost_key", "one_by_one"]
 
 CACHED = 128e6
-"""The bytes that draws may hold at once on a CPU, however much memory there is: more of them take longer each."""
+"""Bytes that draws may hold at once on a CPU, however much memory there is: with more, each draw takes longer."""
 
 
 class Different(ValueError):
-    """Draws under vmap are not those that are made one by one."""
+    """Draws under vmap differ from those that are made one by one."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes alive at once: by what all draws share, when the first random number is drawn, and by each draw."""
+    """Bytes alive at once: `shared` by all draws, when the first random number is drawn, and for `each` draw."""
 
     shared: float
     each: float
@@ -60,7 +60,7 @@ def one_by_one(run: Run, numbers: range, seeds_torch: bool = False) -> Tensor:
 
 @dataclass
 class Draws:
-    """Makes a multitude's draws; caches how, which no file keeps.
+    """Make a multitude's draws. The fields are caches, which no file keeps.
 
     `runner` is "vmapped" until vmap fails, or gives other draws than `one_by_one`.
     """
@@ -79,12 +79,12 @@ class Draws:
         return self._drawn(run, numbers, size) if seed is None else self._seeded(run, numbers, size)
 
     def _seeded(self, run: Run, numbers: range, memory: float | None) -> Tensor:
-        """Make draws that a seed repeats, and leave torch's random state as it was."""
+        """Make draws that a seed repeats; leave torch's random state as it was."""
         if not self.seeds_torch:
             before = [(generator, generator.get_state()) for generator in torch_generators(run.x)]
             drawn = self._drawn(run, numbers, memory)
             same = all(torch.equal(generator.get_state(), state) for generator, state in before)
-            if same or not _draws_from_torch(run, numbers):  # but another thread does
+            if same or not _draws_from_torch(run, numbers):  # another thread moved it
                 return drawn
             for generator, state in before:
                 generator.set_state(state)
@@ -92,7 +92,7 @@ class Draws:
         return one_by_one(run, numbers, seeds_torch=True)
 
     def _drawn(self, run: Run, numbers: range, memory: float | None) -> Tensor:
-        """Make draws under vmap where they have something in common, and vmap can; one by one otherwise."""
+        """Make draws under vmap where that works and they share some computation; otherwise one by one."""
         trouble = ""
         apart = len(numbers) == 1 or any(layer.noise == "network" for layer in run.layers)
         if self.runner == "vmapped" and not apart:
@@ -121,13 +121,13 @@ class Draws:
             budget = _budget(run.x, memory)
             most = budget if tensors_in(run.x)[0].is_cuda else CACHED
             size = int(min(budget - cost.shared, most) / cost.each)
-        if size <= 1:  # then they share nothing
+        if size <= 1:  # chunks of one share nothing
             return one_by_one(run, numbers)
         parts = [vmapped(run, numbers[start : start + size]) for start in range(0, len(numbers), size)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _try(self, run: Run, numbers: range, budget: float) -> Cost:
-        """Measure what two draws cost; for a new kind of input, an error if the last is not what it is alone."""
+        """Measure what two draws cost; for a new kind of input, raise an error if one made alone differs."""
         use = torch.is_grad_enabled(), use_of(run.network, run.x)
         writes: Attributes = {}
         meter = Meter(budget / 2)  # an operation's result is seen only when it is there
@@ -142,19 +142,19 @@ class Draws:
             if written:
                 raise Different(f"the network writes {written[0]!r} as it runs, which each draw must do by itself")
             if not alike(got.flatten(0, 1), want.flatten(0, 1)):
-                raise Different("at once the network gives other predictions than draw by draw")
+                raise Different("under vmap the network gives other predictions than draw by draw")
             self.verified.add(use)
         shared = meter.base or 0
         return Cost(shared, max(1, meter.peak - shared) / len(numbers))
 
 
 def _budget(x: Input, memory: float | None) -> float:
-    """How many bytes draws may hold at once: by default a quarter of what is free."""
+    """Return how many bytes draws may hold at once: by default a quarter of what is free."""
     return free_bytes(tensors_in(x)[0].device) / 4 if memory is None else memory
 
 
 def cost_key(x: Input) -> Hashable:
-    """Return what inputs have in common whose draws are computed in the same way and cost the same memory."""
+    """Return a key of inputs whose draws are computed in the same way and cost the same memory."""
     tensors = tensors_in(x)
     device = tensors[0].device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -162,14 +162,14 @@ def cost_key(x: Input) -> Hashable:
 
 
 def _draws_from_torch(run: Run, numbers: range) -> bool:
-    """Whether the network's code draws from torch's own random state."""
+    """Return whether the network's code draws from torch's own random state."""
     with unmoved(run.network, run.x), TorchNumbers() as torchs:
         one_by_one(run, numbers[:1])
     return torchs.drawn
 
 
 def _culprit(network: nn.Module, traceback: TracebackType | None) -> str:
-    """The innermost of the network's own modules that an error passed through."""
+    """Return the innermost of the network's own modules that an error passed through."""
     names = {id(module): name for name, module in network.named_modules()}
     found = "the network itself"
     while traceback is not None:

@@ -1,4 +1,4 @@
-"""Memory: how much a computation takes, how much it may take."""
+"""Memory that a computation takes, that it may take, and that is free."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Meter(TorchDispatchMode):
 
 
 def in_bytes(memory: str | int | float) -> float:
-    """A size such as `"2GB"`, `"512 MiB"`, or a number of bytes.
+    """Return a size in bytes, given as `"2GB"`, `"512 MiB"`, or a number.
 
     >>> in_bytes("2GB"), in_bytes("0.5 MiB"), in_bytes(1000)
     (2000000000.0, 524288.0, 1000.0)
@@ -81,7 +81,7 @@ def in_bytes(memory: str | int | float) -> float:
 
 
 def free_bytes(device: torch.device) -> float:
-    """How much memory is free on a device; 8 GB where the system does not say."""
+    """Return how much memory is free on a device; 8 GB where that is unknown."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + unused)

@@ -1,4 +1,4 @@
-"""Draws at once, under `torch.vmap`, and rules for functions that vmap runs badly.
+"""The runner of draws under `torch.vmap`, and rules for functions that vmap runs slowly.
 
 vmap asks a batched tensor for things it does not know (its memory format), moves whole feature maps to make room for
 the new dimension, or calls a fused function once for each draw. A norm with fixed statistics is a product and a sum,
@@ -26,7 +26,7 @@ __all__ = ["CONVOLUTIONS", "Run", "VmapRules", "convolution", "vmapped"]
 
 @dataclass
 class Run:
-    """A network and an input whose draws are made: `predict` makes one of every member, `[B, ...] -> [M, B, ...]`."""
+    """A network that draws, and an input; `predict` makes one draw of every member, `[B, ...] -> [M, B, ...]`."""
 
     network: nn.Module
     layers: Sequence[Stochastic]
@@ -36,9 +36,9 @@ class Run:
 
 
 def vmapped(run: Run, numbers: range, meter: Meter | None = None) -> Tensor:
-    """Make the draws of these numbers at once: `[D, M, B, ...]`.
+    """Make the draws of these numbers under vmap: `[D, M, B, ...]`.
 
-    What comes before the first random number is computed once for all of them.
+    Everything before the first random number is computed once for all of them.
     """
 
     draw = Draw(run.seed, meter=meter)
@@ -53,7 +53,7 @@ def vmapped(run: Run, numbers: range, meter: Meter | None = None) -> Tensor:
 
 
 class VmapRules(TorchFunctionMode):
-    """Inside, a few functions of batched tensors are computed in terms that suit vmap; all others as ever."""
+    """Decompose a few functions of batched tensors into others that vmap runs well."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -90,7 +90,7 @@ def _batch_norm(
 def convolution(
     function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **options: Any
 ) -> Tensor:
-    """Under autocast, vmap's convolution forgets to cast the bias, and on a CPU whatever else is not cast already."""
+    """Cast what vmap's convolution leaves uncast under autocast: the bias, and on a CPU all that it takes."""
     kind = input.device.type
     if not torch.is_autocast_enabled(kind) or input.dtype == torch.float64:  # which autocast leaves alone
         return function(input, weight, bias, *rest, **options)
