@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import multitudes as mt
 from multitudes.core.draws.memory import Meter, free_bytes, in_bytes
 from multitudes.core.draws.stochastic import Stochastic
+from multitudes.deployment.drawn import drawn, noise_of
+from multitudes.deployment.engines import Plain
 from tests.cases import CLASSES, NETWORKS
 from tests.drawing_cases import Jitter
 
@@ -287,12 +289,12 @@ def test_what_comes_before_the_first_draw_is_computed_once() -> None:
 def test_what_vmap_cannot_run_is_named_once_and_runs_one_by_one(layers: list[nn.Module], culprit: str) -> None:
     net, x = small(*layers), torch.randn(5, 4)
     with pytest.warns(UserWarning, match=f"vmap cannot run layer {culprit}.*one after the other"):
-        drawn = net(x, draws=6, seed=2)
+        got = net(x, draws=6, seed=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert torch.equal(net(x, draws=6, seed=2), drawn)
+        assert torch.equal(net(x, draws=6, seed=2), got)
         want = by("one_by_one", net)(x, draws=6, seed=2)
-    torch.testing.assert_close(drawn, want)
+    torch.testing.assert_close(got, want)
     torch.testing.assert_close(net(x, draws=6, seed=2, memory=1), want)
 
 
@@ -327,6 +329,19 @@ def test_gradients_reach_the_input_through_draws() -> None:
         by(runner, net)(x, draws=6, seed=2).square().sum().backward()
         gradients.append(x.grad)
     torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_draws_with_given_random_numbers_are_those_of_the_seed(members: int) -> None:
+    """As CUDA graphs make them."""
+    net, x = convolutional(), torch.randn(5, 3, 6, 6)
+    net = mt.deep_ensemble(net, members).eval() if members > 1 else net
+    plain = Plain(net, None, x)
+    noise = noise_of(plain, x, 6)
+    noise.seed(7)
+    noise.fill()
+    with torch.no_grad():
+        torch.testing.assert_close(drawn(plain, x)(x, *noise.numbers), net(x, draws=6, seed=7))
 
 
 # -- memory ------------------------------------------------------------------------------------------------
