@@ -234,14 +234,11 @@ def moved(x: Any, device: torch.device | str | None) -> Any:
 
 def tensors_in(x: Any) -> list[Tensor]:
     """The tensors that a network is called with, however deep they lie."""
-    found: list[Tensor] = []
-
-    def see(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    mapped(see, x)
-    return found
+    if isinstance(x, Tensor):
+        return [x]
+    held = x.values() if isinstance(x, Mapping) else x
+    nested = isinstance(x, (Mapping, tuple, list)) and not hasattr(x, "_fields")
+    return [tensor for value in held for tensor in tensors_in(value)] if nested else []
 
 
 class _PlainAttention(TorchFunctionMode):
