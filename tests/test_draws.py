@@ -363,8 +363,12 @@ def test_the_meter_counts_what_is_alive_at_once() -> None:
 
 
 @pytest.mark.parametrize("budget", [6e5, 2e6, 5e6])
-def test_many_draws_stay_inside_the_budget(budget: float) -> None:
+@pytest.mark.parametrize("known", [False, True])
+def test_many_draws_stay_inside_the_budget(budget: float, known: bool) -> None:
     net, x = convolutional(), torch.randn(16, 3, 16, 16)
+    if known:  # the kind of input, and not the size
+        with torch.no_grad():
+            net(x[:3], draws=4)
     with torch.no_grad(), Meter() as one:
         net(x, draws=1)
     assert one.peak < budget

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -112,10 +112,16 @@ class Draws:
         return drawn
 
     def _in_chunks(self, run: Run, numbers: range, memory: float | None) -> Tensor:
-        """Make draws under vmap, as many at once as fit."""
+        """Make draws under vmap, as many at once as fit; how much memory they take is measured for each new size."""
         key = cost_key(run.x)
         if key not in self.costs:
-            self.costs[key] = self._try(run, numbers[-2:], _budget(run.x, memory))
+            use, budget = (torch.is_grad_enabled(), use_of(run.network, run.x)), _budget(run.x, memory)
+            if use in self.verified:
+                with suppress(OverBudget):
+                    drawn, self.costs[key] = _measured(run, numbers, budget)
+                    return drawn
+            self.costs[key] = _verify(run, numbers[-2:], budget)
+            self.verified.add(use)
         cost, size = self.costs[key], len(numbers)
         if cost.shared + size * cost.each > min(CACHED, memory or CACHED):
             budget = _budget(run.x, memory)
@@ -126,26 +132,31 @@ class Draws:
         parts = [vmapped(run, numbers[start : start + size]) for start in range(0, len(numbers), size)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _try(self, run: Run, numbers: range, budget: float) -> Cost:
-        """Measure what two draws cost; for a new kind of input, raise an error if one made alone differs."""
-        use = torch.is_grad_enabled(), use_of(run.network, run.x)
-        writes: Attributes = {}
-        meter = Meter(budget / 2)  # an operation's result is seen only when it is there
-        with unmoved(run.network, run.x):
-            want = None if use in self.verified else one_by_one(run, numbers[-1:])
-            before = {name: (id(buffer), buffer._version) for name, buffer in run.network.named_buffers()}
-            with written_attributes(run.network, writes), meter:
-                got = vmapped(run, numbers, meter)[-1:]
-            after = {name: (id(buffer), buffer._version) for name, buffer in run.network.named_buffers()}
-        if want is not None:
-            written = [*(name for _, name in writes), *(name for name in after if before.get(name) != after[name])]
-            if written:
-                raise Different(f"the network writes {written[0]!r} as it runs, which each draw must do by itself")
-            if not alike(got.flatten(0, 1), want.flatten(0, 1)):
-                raise Different("under vmap the network gives other predictions than draw by draw")
-            self.verified.add(use)
-        shared = meter.base or 0
-        return Cost(shared, max(1, meter.peak - shared) / len(numbers))
+
+def _measured(run: Run, numbers: range, budget: float) -> tuple[Tensor, Cost]:
+    """Make draws under vmap, and measure what they cost; raise an error if that is more than half the budget."""
+    meter = Meter(budget / 2)  # an operation's result is seen only when it is there
+    with meter:
+        drawn = vmapped(run, numbers, meter)
+    shared = meter.base or 0
+    return drawn, Cost(shared, max(1, meter.peak - shared) / len(numbers))
+
+
+def _verify(run: Run, numbers: range, budget: float) -> Cost:
+    """Return what draws under vmap cost; raise an error if the last differs from one made alone, or leaves traces."""
+    writes: Attributes = {}
+    with unmoved(run.network, run.x):
+        want = one_by_one(run, numbers[-1:])
+        before = {name: (id(buffer), buffer._version) for name, buffer in run.network.named_buffers()}
+        with written_attributes(run.network, writes):
+            drawn, cost = _measured(run, numbers, budget)
+        after = {name: (id(buffer), buffer._version) for name, buffer in run.network.named_buffers()}
+    written = [*(name for _, name in writes), *(name for name in after if before.get(name) != after[name])]
+    if written:
+        raise Different(f"the network writes {written[0]!r} as it runs, which each draw must do by itself")
+    if not alike(drawn[-1:].flatten(0, 1), want.flatten(0, 1)):
+        raise Different("under vmap the network gives other predictions than draw by draw")
+    return cost
 
 
 def _budget(x: Input, memory: float | None) -> float:

@@ -26,7 +26,7 @@ class Meter(TorchDispatchMode):
     """Count the memory of the tensors made inside that are alive at once; raise `OverBudget` above `budget` bytes.
 
     Tensors that were there before are not counted, nor what an operation needs for itself alone. `base` is what was
-    alive when `mark` was first called; `peak` is the most since then.
+    alive when memory was first reserved; `peak` is the most since then.
     """
 
     def __init__(self, budget: float = inf) -> None:
@@ -43,14 +43,18 @@ class Meter(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
                 self._count(tensor.untyped_storage())
-        if self.live > self.budget:
-            raise OverBudget
+        self._check(self.live)
         return result
 
-    def mark(self) -> None:
-        """Note how much is alive, the first time."""
+    def reserve(self, size: int) -> None:
+        """Ask for memory before it is taken; the first time, note how much is alive as `base`."""
         if self.base is None:
             self.base = self.peak = self.live
+        self._check(self.live + size)
+
+    def _check(self, live: int) -> None:
+        if live > self.budget:
+            raise OverBudget
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -68,8 +69,7 @@ class Stochastic(nn.Module):
 class Draw:
     """The source of the random numbers of one draw.
 
-    `index` is the draw's number, under vmap a batch of them. `meter` notes how much memory there is before the first
-    random number.
+    `index` is the draw's number, under vmap a batch of them. The memory of random numbers is reserved from a `meter`.
     """
 
     seed: int = 0
@@ -79,8 +79,6 @@ class Draw:
 
     def numbers(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the draw's next random numbers."""
-        if self.meter is not None:
-            self.meter.mark()
         return _Numbers.apply(self.index, self, kind, shape, dtype, device)
 
     @contextmanager
@@ -107,6 +105,8 @@ class _Numbers(torch.autograd.Function):
     def forward(
         draw_index: Tensor, draw: Draw, kind: str, shape: Any, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
+        if draw.meter is not None:
+            draw.meter.reserve(draw_index.numel() * math.prod(shape) * dtype.itemsize)
         numbers = torch.empty((*draw_index.shape, *shape), dtype=dtype, device=device)
         for row, index in zip(numbers.view(draw_index.numel(), *shape), draw_index.flatten().tolist(), strict=True):
             generator = draw.generator(index, numbers.device)
