@@ -51,6 +51,8 @@ def _takes_whole(network: nn.Module, x: Mapping[str, Any]) -> bool:
 
 def call(network: nn.Module, x: Input) -> Tensor:
     """Run a network and find its prediction: the tensor it returns, the `logits` of that, or the chosen output."""
+    if isinstance(x, Tensor):
+        return prediction_in(network(x), network)
     args, kwargs = split_call(network, x)
     return prediction_in(network(*args, **kwargs), network)
 
@@ -106,7 +108,7 @@ def chosen_output(network: nn.Module) -> Output | None:
 
 def prediction_in(answer: Any, network: nn.Module) -> Tensor:
     """The prediction in a network's answer: what was chosen, or the answer itself, or the `logits` of it."""
-    output = chosen_output(network)
+    output = vars(network).get(OUTPUT)
     if output is not None:
         found = part_of(answer, output)
         if not isinstance(found, Tensor):

@@ -119,7 +119,8 @@ class Multitude(Tasked):
             self._look(x)
             return self._all_draws(x, draws)
         with one_thread(self.network), input_errors(x), plain_attention(self.network):
-            self.settle(x)
+            if not self._called:
+                self.settle(x)
             predictions = self._all_draws(x, draws, seed, self.memory if memory is None else memory)
         return one_per_input(predictions, x)
 
