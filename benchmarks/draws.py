@@ -40,7 +40,7 @@ def sharing(args: argparse.Namespace) -> None:
     functions: dict[str, Callable[[], object]] = {"one forward": lambda: model.to(args.device)(x)}
     for name, convert in PLACES.items():
         net, loop = convert(model).to(args.device).eval(), convert(model).to(args.device).eval()
-        loop._draw_cache.way = "loop"
+        loop._draw_cache.runner = "one_by_one"
         functions[name] = lambda net=net: net(x, draws=args.draws)
         functions[f"{name}, looped"] = lambda net=loop: net(x, draws=args.draws)
         net.draws = args.draws

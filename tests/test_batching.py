@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import multitudes as mt
-from multitudes.core.draws.vmap import vmap_friendly
+from multitudes.core.draws.vmap import VmapRules
 from tests.drawing_cases import Jitter
 
 
@@ -23,8 +23,8 @@ def test_batch_norm_in_evaluation(shape: tuple[int, ...], affine: bool, dtype: t
     statistics = torch.randn(5, dtype=torch.float64), torch.rand(5, dtype=torch.float64) + 0.5
     weights = (torch.randn(5, dtype=torch.float64), torch.randn(5, dtype=torch.float64)) if affine else (None, None)
     want = F.batch_norm(x.double(), *statistics, *weights, eps=1e-3)
-    with vmap_friendly(lambda: True):
-        got = F.batch_norm(x, *statistics, *weights, False, 0.1, 1e-3)
+    with VmapRules():
+        got = torch.vmap(lambda x: F.batch_norm(x, *statistics, *weights, False, 0.1, 1e-3))(x[None])[0]
     assert got.dtype == dtype
     torch.testing.assert_close(got, want.to(dtype))
 
@@ -33,13 +33,14 @@ def test_batch_norm_is_torchs_own_in_training_and_before_anything_is_batched() -
     one, other = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
     x = torch.randn(5, 3, 4, 4)
     want = one(x)
-    with vmap_friendly(lambda: True):
+    with VmapRules():
         torch.testing.assert_close(other(x), want, rtol=0, atol=0)
     assert torch.equal(one.running_var, other.running_var)
-    for norm, batched in ((nn.BatchNorm2d(3, track_running_stats=False), True), (nn.BatchNorm2d(3), False)):
-        want = norm.eval()(x)
-        with vmap_friendly(lambda batched=batched: batched):
-            torch.testing.assert_close(norm(x), want, rtol=0, atol=0)
+    of_the_batch = nn.BatchNorm2d(3, track_running_stats=False).eval()
+    with VmapRules():
+        torch.testing.assert_close(torch.vmap(of_the_batch)(x[None])[0], of_the_batch(x))
+        got = nn.BatchNorm2d(3).eval()(x)
+    torch.testing.assert_close(got, nn.BatchNorm2d(3).eval()(x), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("size", [1, (1, 1), (2, 1), 3, (None, 1)])
@@ -47,8 +48,8 @@ def test_batch_norm_is_torchs_own_in_training_and_before_anything_is_batched() -
 def test_average_pooling(size: object, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
     pool = nn.AdaptiveAvgPool2d(size)
-    with vmap_friendly(lambda: True):
-        got = pool(x)
+    with VmapRules():
+        got = torch.vmap(pool)(x[None])[0]
     torch.testing.assert_close(got, pool(x))
 
 
@@ -58,7 +59,7 @@ def test_a_convolution_under_autocast(kind: type[nn.Module], bias: bool) -> None
     torch.manual_seed(0)
     layer, x = kind(3, 4, 3, stride=2, padding=1, bias=bias), torch.randn(6, 2, 3, 8, 8)
     want = torch.stack([layer(each) for each in x])
-    with torch.autocast("cpu", torch.bfloat16), vmap_friendly(lambda: True):
+    with torch.autocast("cpu", torch.bfloat16), VmapRules():
         for got in (torch.vmap(layer)(x), torch.vmap(layer)(x.bfloat16()), torch.stack([layer(each) for each in x])):
             assert got.dtype == torch.bfloat16
             torch.testing.assert_close(got.float(), want, rtol=2**-6, atol=2**-6)  # everything is rounded
@@ -68,9 +69,38 @@ def test_a_convolution_under_autocast(kind: type[nn.Module], bias: bool) -> None
 
 def test_a_convolution_with_settings_by_name() -> None:
     x, weight, bias = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3), torch.randn(4)
-    with vmap_friendly(lambda: True):
-        got = F.conv2d(x, weight, bias=bias, stride=2, padding=1)
-    torch.testing.assert_close(got, F.conv2d(x, weight, bias, 2, 1), rtol=0, atol=0)
+    with VmapRules():
+        got = torch.vmap(lambda x: F.conv2d(x, weight=weight, bias=bias, stride=2, padding=1))(x[None])[0]
+    torch.testing.assert_close(got, F.conv2d(x, weight, bias, 2, 1))
+
+
+@pytest.mark.parametrize("mask", [None, "boolean", "added", "causal"])
+@pytest.mark.parametrize("several", [False, True])
+def test_attention_by_its_function(mask: str | None, several: bool) -> None:
+    """With `several` queries for each key."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, 4, 5, 8), *torch.randn(2, 3, 2, 2 if several else 4, 6, 8)
+    seen = torch.rand(5, 6) > 0.4
+    seen[:, 0] = True
+    masks = {"boolean": seen, "added": torch.randn(5, 6)}
+    options = {"attn_mask": masks.get(mask), "is_causal": mask == "causal", "enable_gqa": several, "scale": 0.3}
+    with VmapRules(), warnings.catch_warnings():
+        warnings.simplefilter("error")  # vmap warns where it must loop
+        got = torch.vmap(lambda *of: F.scaled_dot_product_attention(*of, **options))(query, key, value)
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(query, key, value, **options))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("weights", [False, True])
+def test_attention_by_its_layer(causal: bool, weights: bool) -> None:
+    torch.manual_seed(0)
+    layer, x = nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(3, 4, 5, 8)
+    options: dict[str, object] = {"need_weights": weights, "is_causal": causal}
+    options["attn_mask"] = torch.ones(5, 5, dtype=torch.bool).triu(1) if causal else None
+    with VmapRules(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = torch.vmap(lambda x: layer(x, x, x, **options)[0])(x)
+    torch.testing.assert_close(got, torch.stack([layer(one, one, one, **options)[0] for one in x]))
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
@@ -81,7 +111,7 @@ def test_the_draws_of_a_unet_run_at_once_under_autocast(memory_format: torch.mem
     with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
         warnings.simplefilter("error")  # of another way than vmap
         drawn = net(x, draws=3, seed=0)
-        net._draw_cache.way = "loop"
+        net._draw_cache.runner = "one_by_one"
         want = net(x, draws=3, seed=0)
     assert drawn.dtype == want.dtype == torch.bfloat16
     torch.testing.assert_close(drawn, want, rtol=0.05, atol=0.02)
@@ -95,5 +125,5 @@ def test_attention_runs_for_all_draws_at_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # vmap warns where it must loop
         drawn = net(x, draws=6, seed=0)
-    net._draw_cache.way = "loop"
+    net._draw_cache.runner = "one_by_one"
     torch.testing.assert_close(drawn, net(x, draws=6, seed=0))

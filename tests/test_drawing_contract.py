@@ -30,7 +30,7 @@ def test_draws_do_not_depend_on_how_they_are_made(method: str, network: str) -> 
     net, (x, _) = build(method, network).eval(), NETWORKS[network].batch()
     want = net(x, draws=5, seed=1)
     torch.testing.assert_close(net(x, draws=5, seed=1, memory=1), want, rtol=1e-4, atol=1e-5)
-    net._draw_cache.way = "loop"
+    net._draw_cache.runner = "one_by_one"
     torch.testing.assert_close(net(x, draws=5, seed=1), want, rtol=1e-4, atol=1e-5)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 import warnings
 from collections.abc import Callable
 
@@ -14,10 +15,12 @@ from torch import Tensor, nn
 import multitudes as mt
 from multitudes.core.draws.memory import Meter, free_bytes, in_bytes
 from multitudes.core.draws.stochastic import Stochastic
+from multitudes.deployment.drawn import drawn, noise_of
+from multitudes.deployment.engines import Plain
 from tests.cases import CLASSES, NETWORKS
 from tests.drawing_cases import Jitter
 
-WAYS = ("vmap", "expand", "loop")
+RUNNERS = ("vmapped", "one_by_one")
 
 
 class OfTorch(Stochastic):
@@ -47,6 +50,35 @@ class Branch(nn.Module):
         return x if x.abs().max().item() < 1e6 else -x
 
 
+class Remembers(nn.Module):
+    """Assigns an attribute, or a buffer."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.last: object = None
+        self.register_buffer("total", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "last":
+            self.last = x.detach()
+        elif self.what == "total":
+            self.total = x.detach().mean(0)
+        return x
+
+
+class Counts(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
 class Scaled(Stochastic):
     """Multiplies the whole batch by one factor."""
 
@@ -70,9 +102,9 @@ def convolutional() -> mt.Multitude:
     return mt.mc_dropout(model).eval()
 
 
-def by(way: str, net: mt.Multitude) -> mt.Multitude:
+def by(runner: str, net: mt.Multitude) -> mt.Multitude:
     other = copy.deepcopy(net)
-    other._draw_cache.way = way
+    other._draw_cache.runner = runner
     return other
 
 
@@ -161,6 +193,34 @@ def test_a_seed_makes_draws_repeatable_and_leaves_torchs_state_alone(build: Call
     assert not torch.isclose(first[0], first[1]).all()
 
 
+@pytest.mark.parametrize("draws", [1, 6])
+def test_a_seed_leaves_torchs_state_alone_while_the_draws_run(draws: int) -> None:
+    states: list[Tensor] = []
+    net = mt.mc_dropout(small(nn.Dropout(0.5)).network).eval()
+    net.network[0].register_forward_hook(lambda *_: states.append(torch.get_rng_state()))
+    before = torch.get_rng_state()
+    net(torch.randn(5, 4, generator=torch.Generator().manual_seed(0)), draws=draws, seed=3)
+    assert states and all(torch.equal(state, before) for state in states)
+
+
+def test_a_thread_that_draws_meanwhile_keeps_its_numbers_and_changes_no_draw() -> None:
+    net, x = mt.mc_dropout(small(nn.Dropout(0.5)).network).eval(), torch.randn(5, 4)
+    want = net(x, draws=6, seed=3)
+
+    def draw_elsewhere(*_: object) -> None:
+        thread = threading.Thread(target=torch.rand, args=(3,))
+        thread.start()
+        thread.join()
+
+    net.network[0].register_forward_hook(draw_elsewhere)
+    torch.manual_seed(5)
+    assert torch.equal(net(x, draws=6, seed=3), want)
+    assert not net._draw_cache.seeds_torch
+    left = torch.rand(2)
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(5)[3:], left)
+
+
 def test_training_takes_no_seed() -> None:
     with pytest.raises(ValueError, match="seed=3 is for evaluation"):
         small(Jitter()).train()(torch.randn(5, 4), seed=3)
@@ -180,17 +240,17 @@ def test_the_first_draws_are_the_same_however_many_there_are() -> None:
     torch.testing.assert_close(net(x, draws=3, seed=1), net(x, draws=11, seed=1)[:3])
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("memory", [None, 1, "20kB", "100 KiB", 1e9])
-def test_draws_depend_neither_on_the_way_nor_on_the_chunks(way: str, memory: str | float | None) -> None:
-    net, x = by(way, convolutional()), torch.randn(5, 3, 6, 6)
+def test_draws_depend_neither_on_the_runner_nor_on_the_chunks(runner: str, memory: str | float | None) -> None:
+    net, x = by(runner, convolutional()), torch.randn(5, 3, 6, 6)
     torch.testing.assert_close(net(x, draws=9, seed=2, memory=memory), convolutional()(x, draws=9, seed=2))
 
 
 @pytest.mark.parametrize("memory", [1, "2kB", 1e9])
 def test_torchs_own_random_numbers_do_not_depend_on_the_chunks_either(memory: str | float) -> None:
     net, x = small(OfTorch(), Jitter()), torch.randn(5, 4)
-    want = by("loop", net)(x, draws=9, seed=2)
+    want = by("one_by_one", net)(x, draws=9, seed=2)
     torch.testing.assert_close(net(x, draws=9, seed=2, memory=memory), want)
 
 
@@ -213,29 +273,44 @@ def test_what_comes_before_the_first_draw_is_computed_once() -> None:
         net.get_submodule(name).register_forward_hook(lambda *_, name=name: calls.__setitem__(name, calls[name] + 1))
     x = torch.randn(4, 3, 8, 8)
     assert net(x, draws=16).shape == (16, 4, CLASSES)
-    assert calls == {"conv1": 2, "fc.layer": 2}  # the first time, one draw is made again, for comparison
+    assert calls == {"conv1": 3, "fc.layer": 3}  # the first time, two draws are compared with one alone
     net(x, draws=16)
-    assert calls == {"conv1": 3, "fc.layer": 3}
+    assert calls == {"conv1": 4, "fc.layer": 4}
 
 
 @pytest.mark.parametrize(
-    ("layers", "culprit", "way"),
+    ("layers", "culprit"),
     [
-        ([Residue()], "'1' .Residue.", "one large batch"),
-        ([Jitter(), Branch()], "'2' .Branch.", "one after the other"),
-        ([Scaled(), Branch()], "'2' .Branch.", "one after the other"),
+        ([Residue()], "'1' .Residue."),
+        ([Jitter(), Branch()], "'2' .Branch."),
+        ([Scaled(), Branch()], "'2' .Branch."),
     ],
 )
-def test_what_vmap_cannot_run_is_named_once_and_run_otherwise(layers: list[nn.Module], culprit: str, way: str) -> None:
+def test_what_vmap_cannot_run_is_named_once_and_runs_one_by_one(layers: list[nn.Module], culprit: str) -> None:
     net, x = small(*layers), torch.randn(5, 4)
-    with pytest.warns(UserWarning, match=f"vmap cannot run layer {culprit}.*{way}"):
-        drawn = net(x, draws=6, seed=2)
+    with pytest.warns(UserWarning, match=f"vmap cannot run layer {culprit}.*one after the other"):
+        got = net(x, draws=6, seed=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert torch.equal(net(x, draws=6, seed=2), drawn)
-        want = by("loop", net)(x, draws=6, seed=2)
-    torch.testing.assert_close(drawn, want)
+        assert torch.equal(net(x, draws=6, seed=2), got)
+        want = by("one_by_one", net)(x, draws=6, seed=2)
+    torch.testing.assert_close(got, want)
     torch.testing.assert_close(net(x, draws=6, seed=2, memory=1), want)
+
+
+@pytest.mark.parametrize(
+    ("layer", "written"), [(Remembers("last"), "last"), (Remembers("total"), "2.total"), (Counts(), "2.calls")]
+)
+def test_a_network_that_writes_as_it_runs_makes_draws_one_by_one(layer: nn.Module, written: str) -> None:
+    net, x = small(Jitter(), layer), torch.randn(5, 4)
+    alone = small(Jitter(), copy.deepcopy(layer))
+    with pytest.warns(UserWarning, match=f"writes '{written}' as it runs, .* one after the other"):
+        drawn = net(x, draws=6, seed=2)
+    torch.testing.assert_close(drawn, by("one_by_one", alone)(x, draws=6, seed=2))
+    for tensor in (getattr(net.network[2], "last", None), *net.buffers()):
+        assert tensor is None or not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    if isinstance(layer, Counts):
+        assert float(net.network[2].calls) == 6
 
 
 def test_an_input_that_does_not_fit_is_an_error_without_a_warning() -> None:
@@ -243,18 +318,30 @@ def test_an_input_that_does_not_fit_is_an_error_without_a_warning() -> None:
     with warnings.catch_warnings(), pytest.raises(ValueError, match="does not fit"):
         warnings.simplefilter("error")
         net(torch.randn(5, 7))
-    assert net._draw_cache.way == "vmap"
+    assert net._draw_cache.runner == "vmapped"
 
 
 def test_gradients_reach_the_input_through_draws() -> None:
     net, x = convolutional(), torch.randn(5, 3, 6, 6)
     gradients = []
-    for way in WAYS:
+    for runner in RUNNERS:
         x = x.detach().requires_grad_()
-        by(way, net)(x, draws=6, seed=2).square().sum().backward()
+        by(runner, net)(x, draws=6, seed=2).square().sum().backward()
         gradients.append(x.grad)
-    torch.testing.assert_close(gradients[0], gradients[2])
-    torch.testing.assert_close(gradients[1], gradients[2])
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_draws_with_given_random_numbers_are_those_of_the_seed(members: int) -> None:
+    """As CUDA graphs make them."""
+    net, x = convolutional(), torch.randn(5, 3, 6, 6)
+    net = mt.deep_ensemble(net, members).eval() if members > 1 else net
+    plain = Plain(net, None, x)
+    noise = noise_of(plain, x, 6)
+    noise.seed(7)
+    noise.fill()
+    with torch.no_grad():
+        torch.testing.assert_close(drawn(plain, x)(x, *noise.numbers), net(x, draws=6, seed=7))
 
 
 # -- memory ------------------------------------------------------------------------------------------------
@@ -275,10 +362,13 @@ def test_the_meter_counts_what_is_alive_at_once() -> None:
     assert meter.peak == 8000
 
 
-@pytest.mark.parametrize("way", ["vmap", "expand"])
 @pytest.mark.parametrize("budget", [6e5, 2e6, 5e6])
-def test_many_draws_stay_inside_the_budget(way: str, budget: float) -> None:
-    net, x = by(way, convolutional()), torch.randn(16, 3, 16, 16)
+@pytest.mark.parametrize("known", [False, True])
+def test_many_draws_stay_inside_the_budget(budget: float, known: bool) -> None:
+    net, x = convolutional(), torch.randn(16, 3, 16, 16)
+    if known:  # the kind of input, and not the size
+        with torch.no_grad():
+            net(x[:3], draws=4)
     with torch.no_grad(), Meter() as one:
         net(x, draws=1)
     assert one.peak < budget

@@ -149,7 +149,7 @@ def test_draws_run_under_vmap_channels_last(build: Callable[[], nn.Module], half
     with torch.autocast("cuda", torch.bfloat16, enabled=half), warnings.catch_warnings():
         warnings.simplefilter("error")
         drawn = net(x, draws=3, seed=0)
-        net._draw_cache.way = "loop"
+        net._draw_cache.runner = "one_by_one"
         want = net(x, draws=3, seed=0)
     error = (drawn - want).norm() / want.norm()
     assert error < (0.05 if half else 1e-3)

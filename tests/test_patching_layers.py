@@ -109,7 +109,7 @@ def test_every_kind_of_layer_draws_the_same_under_vmap_and_in_a_loop() -> None:
         assert len(patches(net)) == 7
         together = net(x, draws=6, seed=3)
         assert (together.std(0) > 0).all()
-        net._draw_cache.way = "loop"
+        net._draw_cache.runner = "one_by_one"
         torch.testing.assert_close(net(x, draws=6, seed=3), together, rtol=1e-4, atol=1e-5)
 
 

@@ -110,7 +110,7 @@ def chosen_output(network: nn.Module) -> Output | None:
 
 def prediction_in(answer: Any, network: nn.Module) -> Tensor:
     """The prediction in a network's answer: what was chosen, or the answer itself, or the `logits` of it."""
-    output = chosen_output(network)
+    output = vars(network).get(OUTPUT)
     if output is not None:
         found = part_of(answer, output)
         if not isinstance(found, Tensor):
@@ -238,14 +238,11 @@ def moved(x: Any, device: torch.device | str | None) -> Any:
 
 def tensors_in(x: Any) -> list[Tensor]:
     """The tensors that a network is called with, however deep they lie."""
-    found: list[Tensor] = []
-
-    def see(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    mapped(see, x)
-    return found
+    if isinstance(x, Tensor):
+        return [x]
+    held = x.values() if isinstance(x, Mapping) else x
+    nested = isinstance(x, (Mapping, tuple, list)) and not hasattr(x, "_fields")
+    return [tensor for value in held for tensor in tensors_in(value)] if nested else []
 
 
 class _PlainAttention(TorchFunctionMode):

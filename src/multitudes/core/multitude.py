@@ -26,10 +26,11 @@ from multitudes.core.copying import copied, share_registries
 from multitudes.core.divergences import Divergence
 from multitudes.core.draws.adaptive import check_adaptive, predict_adaptively
 from multitudes.core.draws.bypass import check_called, drawing_weights
-from multitudes.core.draws.engine import DrawCache, Draws
+from multitudes.core.draws.engine import Draws
 from multitudes.core.draws.frozen import find_rows, rows_to_find
 from multitudes.core.draws.functional import keep_noise, to_be_kept
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
+from multitudes.core.draws.vmap import Run
 from multitudes.core.locking import evaluating, one_thread
 from multitudes.core.proof import unmoved
 from multitudes.core.seeding import seeded
@@ -59,9 +60,6 @@ class Multitude(Tasked):
 
     independent = False
     """Whether the members share no weight. Then each learns from its own loss, and the losses add up."""
-
-    expands = True
-    """Whether draws may lie side by side in one batch, each row a row of one draw."""
 
     found_anew: tuple[str, ...] = ("_draw_cache", "_settled")
     """The attributes that are caches, filled by running, which copies and files leave out."""
@@ -102,7 +100,7 @@ class Multitude(Tasked):
 
     def forget(self) -> None:
         """Clear the caches (`found_anew`), which are filled again by running."""
-        self._draw_cache = DrawCache()
+        self._draw_cache = Draws()
         self._settled = False
 
     # -- the four verbs ----------------------------------------------------------------------------------
@@ -135,9 +133,11 @@ class Multitude(Tasked):
 
     def settle(self, x: Input) -> None:
         """Find out what must be known before the first run: noise to keep on; that drawing layers are called."""
+        if self._settled:
+            return
         self._look(x)
         alone = type(self)._predictions is Multitude._predictions
-        if alone and not self._settled and drawing_weights(self.network):
+        if alone and drawing_weights(self.network):
             with unmoved(self.network, x), expecting(self.network):
                 check_called(self.network, lambda: self._predictions(x))
         self._settled = not (to_be_kept(self.template) or rows_to_find(self.template))
@@ -282,9 +282,11 @@ class Multitude(Tasked):
 
     def draw_numbers(self, x: Input, numbers: range, seed: int | None, memory: str | float | None) -> Tensor:
         """The draws of these numbers, `[D, M, B, ...]`."""
-        with expecting(self.network):
-            self._prepare(x)
-        return Draws(self.network, self._predictions, x, self._draw_cache, seed, memory, self.expands).make(numbers)
+        if type(self)._prepare is not Multitude._prepare:
+            with expecting(self.network):
+                self._prepare(x)
+        run = Run(self.network, stochastic_layers(self.network), self._predictions, x)
+        return self._draw_cache.make(run, numbers, seed, memory)
 
     def _count(self, draws: int | None) -> int | None:
         """How many draws to make; None where the network makes none, or is making one."""

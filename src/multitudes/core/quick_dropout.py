@@ -1,4 +1,4 @@
-"""Dropout whose random numbers come four at a time on a CPU, where drawing them takes longer than using them."""
+"""Dropout that draws its random numbers four at a time on a CPU, where drawing takes longer than dropping."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from torch import Tensor, nn
 __all__ = ["QuickDropout"]
 
 LEVELS = 1 << 16
-"""Of the numbers that are drawn: sixteen bits each, four of them in one of torch's."""
+"""Values of one random number: sixteen bits, four numbers in one of torch's."""
 FEW = 1 << 14
-"""Of fewer numbers than these torch's own dropout is as fast."""
+"""Numbers below which torch's own dropout is as fast."""
 
 
 class QuickDropout(nn.Dropout):
-    """As `nn.Dropout`, with a rate that is a multiple of 1 / 65536; two or three times as fast on a CPU.
+    """`nn.Dropout` with a rate that is a multiple of 1 / 65536; two or three times as fast on a CPU.
 
-    Where somebody watches or changes torch's functions (a proof, a compiler, `vmap`), it is `nn.Dropout`.
+    Under function or dispatch modes, a compiler or `vmap`, it is `nn.Dropout`.
     """
 
     def forward(self, x: Tensor) -> Tensor:

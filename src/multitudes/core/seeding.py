@@ -1,19 +1,22 @@
-"""Random states: seeds for numbered parts, and code that runs with a random state of its own."""
+"""Seeds for numbered parts, and code that runs with a seeded random state."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from multitudes.core.calling import tensors_in
 from multitudes.core.checks import check_seed
 
-__all__ = ["mixed", "seeded"]
+__all__ = ["TorchNumbers", "mixed", "seeded", "torch_generators"]
 
 
 def mixed(seed: int, number: int) -> int:
-    """A seed for a numbered part of what has a seed, by the finaliser of SplitMix64."""
+    """Return a seed for a numbered part of something that has a seed, by the finaliser of SplitMix64."""
     z = (seed + (number + 1) * 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
@@ -22,7 +25,7 @@ def mixed(seed: int, number: int) -> int:
 
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    """Random numbers from `seed`, and torch's own random state as it was, after. None: torch's own state."""
+    """Seed torch's random state for the duration of a call, and put it back; do nothing where `seed` is None."""
     check_seed(seed)
     if seed is None:
         yield
@@ -30,3 +33,21 @@ def seeded(seed: int | None) -> Iterator[None]:
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         yield
+
+
+def torch_generators(x: Any) -> list[torch.Generator]:
+    """Return torch's own random sources, of the CPU and of the devices of an input."""
+    devices = {tensor.device.index for tensor in tensors_in(x) if tensor.is_cuda}
+    return [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
+
+
+class TorchNumbers(TorchDispatchMode):
+    """Note whether the code that runs inside, in this thread, draws from torch's own random sources."""
+
+    drawn = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in function.tags and kwargs.get("generator") is None:
+            self.drawn = True
+        return function(*args, **kwargs)

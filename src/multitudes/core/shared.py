@@ -42,7 +42,6 @@ class SharedMembers(Multitude):
     statistics over the tiled batch, all members' together.
     """
 
-    expands = False  # the rows of the tiled batch are the members'
     found_anew = ("_draw_cache", "_settled", "_runners", "_one_by_one", "_whole")
 
     rows = "shared"

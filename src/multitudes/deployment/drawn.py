@@ -18,7 +18,7 @@ from multitudes.core.calling import Input, mapped, plain_attention, tensors_in
 from multitudes.core.draws.engine import cost_key
 from multitudes.core.draws.memory import free_bytes
 from multitudes.core.draws.stochastic import Draw, Stochastic, drawing, stochastic_layers
-from multitudes.core.draws.vmap import vmap_friendly
+from multitudes.core.draws.vmap import VmapRules
 from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import mixed
@@ -78,7 +78,6 @@ class _Given(_Sources):
     given: Iterator[Tensor]
 
     def numbers(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        self.begun = True
         return next(self.given)
 
 
@@ -113,7 +112,7 @@ def noise_of(plain: Plain, x: Input, draws: int) -> Noise:
     """The noise that draws of a network take for inputs like `x`; `CannotTrace` where they cannot be made at once."""
     net, cache = plain.net, plain.net._draw_cache
     plain(x, draws=draws, seed=0)  # which finds out how draws are made, and what they cost
-    if cache.draws_elsewhere or cache.way != "vmap" or any(s.noise == "network" for s in _layers(net)):
+    if cache.seeds_torch or cache.runner != "vmapped" or any(s.noise == "network" for s in _layers(net)):
         raise CannotTrace("its draws have nothing in common, or are made one by one")
     cost, room = cache.costs.get(cost_key(x)), free_bytes(plain.device) / 4
     if cost is not None and cost.shared + draws * cost.each > room:
@@ -122,7 +121,8 @@ def noise_of(plain: Plain, x: Input, draws: int) -> Noise:
 
     def one(index: Tensor) -> Tensor:
         draw.index = index
-        return _prediction(net, x, draw)
+        with VmapRules():
+            return net._predictions(x)
 
     with plain.precision(), _drawing(net, draw):
         torch.vmap(one, randomness="error")(torch.arange(draws))
@@ -141,8 +141,9 @@ def drawn(plain: Plain, x: Input) -> Callable[..., Tensor]:
         draw = _Given()
 
         def one(*numbers: Tensor) -> Tensor:
-            draw.given, draw.begun = iter(numbers), False
-            return _prediction(net, given, draw)
+            draw.given = iter(numbers)
+            with VmapRules():
+                return net._predictions(given)
 
         with plain.precision(), _drawing(net, draw):
             found = torch.vmap(one, randomness="error")(*tensors[count:])
@@ -153,11 +154,6 @@ def drawn(plain: Plain, x: Input) -> Callable[..., Tensor]:
 
 def _layers(net: Multitude) -> list[Stochastic]:
     return stochastic_layers(net.network)
-
-
-def _prediction(net: Multitude, x: Input, draw: Draw) -> Tensor:
-    with vmap_friendly(lambda: draw.begun):
-        return net._predictions(x)
 
 
 @contextmanager

@@ -61,7 +61,8 @@ class Dropout(Stochastic):
         if self.expects or self.p == 0:
             return x
         shape = (*x.shape[:2], *[1] * (x.dim() - 2)) if self.channels else x.shape
-        return x * _mask(self.uniform(shape, like=x), self.p, x)
+        kept = self.uniform(shape, like=x) >= self.p
+        return x * (kept.to(x.dtype) / (1 - self.p))
 
     def extra_repr(self) -> str:
         return f"p={self.p}" + (", channels=True" if self.channels else "")

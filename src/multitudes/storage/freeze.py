@@ -15,7 +15,7 @@ from torch import nn
 
 from multitudes.core.checks import check_count, check_seed
 from multitudes.core.copying import copied
-from multitudes.core.draws.frozen import Frozen, seek_rows
+from multitudes.core.draws.frozen import Frozen
 from multitudes.core.draws.functional import freeze_when_found, to_be_kept
 from multitudes.core.draws.stochastic import Draw, attached, detach, drawing, stochastic_layers
 from multitudes.core.members import Members
@@ -104,7 +104,6 @@ def _drawn(network: nn.Module, draw: Draw) -> nn.Module:
             seed = torch.randint(2**31, (), generator=generator).to(device)
             memo[id(layer)] = Frozen(copied(layer, memo), seed)
     frozen = copied(network, memo)
-    seek_rows(frozen)
     if to_be_kept(frozen):
         freeze_when_found(frozen, torch.randint(2**31, (), generator=generator).to(device))
     for module in frozen.modules():

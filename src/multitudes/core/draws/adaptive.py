@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input, InputError, plain_attention, rows, tensors_in
-from multitudes.core.draws.engine import DrawCache
+from multitudes.core.draws.engine import Draws
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.proof import alike, kind_of, silent_trial
 from multitudes.core.tasks.predictive import Predictive
@@ -22,7 +22,7 @@ class Drawing(Protocol):
     """What adaptive draws ask of a multitude."""
 
     network: nn.Module
-    _draw_cache: DrawCache
+    _draw_cache: Draws
 
     def _predictions(self, x: Input) -> Tensor:
         """One draw of every member, `[M, B, ...]`."""
@@ -41,14 +41,14 @@ def check_adaptive(net: Drawing, x: Input, tolerance: float, max_draws: int) -> 
         raise InputError(f"tolerance must be above 0, got {tolerance!r}")
     if isinstance(max_draws, bool) or not isinstance(max_draws, int) or max_draws < 2:
         raise InputError(f"max_draws must be a whole number, 2 or more, got {max_draws!r}")
-    proven = net._draw_cache.proven
-    if ("apart", kind_of(x)) not in proven:
+    verified = net._draw_cache.verified
+    if ("apart", kind_of(x)) not in verified:
         if not answers_apart(net, x):
             raise InputError(
                 "draws='auto' draws some inputs more often than others, and this network's predictions for one input "
                 "depend on the others, or its batch is not the first dimension of x: give a number of draws"
             )
-        proven.add(("apart", kind_of(x)))
+        verified.add(("apart", kind_of(x)))
 
 
 def answers_apart(net: Drawing, x: Input) -> bool:

@@ -1,256 +1,186 @@
-"""Draws: many answers of a network that draws, for little more than what follows its first random number.
+"""Draws: many predictions of a network that draws.
 
-A stochastic layer computes one draw for one batch and knows nothing of how many there are. The draws run under
-`torch.vmap`, which computes what comes before the first stochastic layer once. Each draw has a random source of
-its own, made from the seed and the draw's number, so that the same seed gives the same draws however they are
-cut into chunks, and whichever way they run.
+A stochastic layer computes one draw for one batch. There are two runners: `vmapped` makes draws under `torch.vmap`,
+which computes everything before the first stochastic layer once; `one_by_one` is a loop, and always right. Each draw
+has a random source of its own, made from the seed and the draw's number, so that a seed gives the same draws with both
+runners and in chunks of any size.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
-from math import inf
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, InputError, tensors_in, tile
+from multitudes.core.calling import Input, InputError, tensors_in
 from multitudes.core.draws.memory import Meter, OverBudget, free_bytes, in_bytes
-from multitudes.core.draws.stochastic import Draw, drawing, stochastic_layers
-from multitudes.core.draws.vmap import vmap_friendly
-from multitudes.core.lending import Attributes, lent, written_attributes
-from multitudes.core.proof import Looks, alike, kind_of, trial, unmoved
-from multitudes.core.seeding import mixed
+from multitudes.core.draws.stochastic import Draw, drawing
+from multitudes.core.draws.vmap import Run, vmapped
+from multitudes.core.lending import Attributes, written_attributes
+from multitudes.core.proof import alike, kind_of, unmoved
+from multitudes.core.runners.verify import FAILURES, use_of
+from multitudes.core.seeding import TorchNumbers, mixed, seeded, torch_generators
+
+__all__ = ["Cost", "Draws", "cost_key", "one_by_one"]
 
 CACHED = 128e6
-"""The bytes that draws may hold at once on a CPU, however much memory there is: more of them take longer each."""
+"""Bytes that draws may hold at once on a CPU, however much memory there is: with more, each draw takes longer."""
 
 
 class Different(ValueError):
-    """Two ways to make the same draws give different predictions."""
-
-
-Predict = Callable[[Input], Tensor]
-"""One draw of every member: `[B, ...] -> [M, B, ...]`."""
-
-
-@dataclass
-class DrawCache:
-    """What making draws has taught about a network."""
-
-    way: str = "vmap"  # under vmap; "expand": as one batch of all draws' rows; "loop": one after the other
-    draws_elsewhere: bool = False  # random numbers beside those that its stochastic layers ask for
-    proven: set[Any] = field(default_factory=set)  # ways, with the kinds of inputs for which they were tried
-    costs: dict[Any, Cost] = field(default_factory=dict)
+    """Draws under vmap differ from those that are made one by one."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes alive at once: by what all draws share, when the first random number is drawn, and by each draw."""
+    """Bytes alive at once: `shared` by all draws, when the first random number is drawn, and for `each` draw."""
 
     shared: float
     each: float
 
 
+def one_by_one(run: Run, numbers: range, seeds_torch: bool = False) -> Tensor:
+    """Make the draws of these numbers one after the other: `[D, M, B, ...]`.
+
+    With `seeds_torch`, torch's own random state is seeded for each draw, and put back after it, for networks whose code
+    draws from it. Other threads see that state meanwhile; there is no other way to give such code a seed.
+    """
+    drawn = []
+    for number in numbers:
+        own_random_state = seeded(mixed(run.seed, number)) if seeds_torch else nullcontext()
+        with drawing(run.layers, Draw(run.seed, torch.tensor(number))), own_random_state:
+            drawn.append(run.predict(run.x))
+    return torch.stack(drawn)
+
+
 @dataclass
 class Draws:
-    """Draws of one input, each known by its number and the seed."""
+    """Make a multitude's draws. The fields are caches, which no file keeps.
 
-    network: nn.Module
-    predict: Predict
-    x: Input
-    cache: DrawCache
-    seed: int | None = None
-    memory: str | float | None = None
-    expands: bool = True
+    `runner` is "vmapped" until vmap fails, or gives other draws than `one_by_one`.
+    """
 
-    def make(self, numbers: range) -> Tensor:
-        """The draws of these numbers, `[D, M, B, ...]`."""
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
-            raise InputError(f"seed must be a whole number, got {self.seed!r}")
-        if self.memory is not None:
-            in_bytes(self.memory)  # an error of its own, before anything else can go wrong
-        self.layers = stochastic_layers(self.network)
-        seed = int(torch.randint(2**62, ())) if self.seed is None else self.seed
-        self.draw = Draw(seed)
-        with drawing(self.layers, self.draw), self._own_random_state() as used:
-            result, way = self._first_way_that_works(numbers)
-            if way == "loop" or not used():
-                return result
-        # What it draws elsewhere would depend on the chunks, so each draw must have a random state of its own.
-        self.cache.draws_elsewhere = True
-        return self.make(numbers)
+    runner: str = "vmapped"
+    seeds_torch: bool = False  # whether random numbers come from torch's own state as well
+    verified: set[Hashable] = field(default_factory=set)
+    costs: dict[Hashable, Cost] = field(default_factory=dict)
 
-    @contextmanager
-    def _own_random_state(self) -> Iterator[Callable[[], bool]]:
-        """With a seed, torch's random state is left as it was; yields whether it has been used."""
-        if self.seed is None:
-            yield lambda: False
-            return
-        with torch.random.fork_rng([g.device for g in self._generators() if g.device.type == "cuda"]):
-            before = [generator.get_state() for generator in self._generators()]
-            yield lambda: any(
-                not torch.equal(state, generator.get_state())
-                for state, generator in zip(before, self._generators(), strict=True)
-            )
+    def make(self, run: Run, numbers: range, seed: int | None = None, memory: str | float | None = None) -> Tensor:
+        """Make the draws of these numbers: `[D, M, B, ...]`."""
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise InputError(f"seed must be a whole number, got {seed!r}")
+        size = None if memory is None else in_bytes(memory)
+        run.seed = int(torch.randint(2**62, ())) if seed is None else seed
+        return self._drawn(run, numbers, size) if seed is None else self._seeded(run, numbers, size)
 
-    def _generators(self) -> list[torch.Generator]:
-        """Torch's own random sources, on the CPU and on the devices of the input."""
-        devices = {tensor.device.index for tensor in tensors_in(self.x) if tensor.is_cuda}
-        return [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
+    def _seeded(self, run: Run, numbers: range, memory: float | None) -> Tensor:
+        """Make draws that a seed repeats; leave torch's random state as it was."""
+        if not self.seeds_torch:
+            before = [(generator, generator.get_state()) for generator in torch_generators(run.x)]
+            drawn = self._drawn(run, numbers, memory)
+            same = all(torch.equal(generator.get_state(), state) for generator, state in before)
+            if same or not _draws_from_torch(run, numbers):  # another thread moved it
+                return drawn
+            for generator, state in before:
+                generator.set_state(state)
+            self.seeds_torch = True
+        return one_by_one(run, numbers, seeds_torch=True)
 
-    # -- ways --------------------------------------------------------------------------------------------
-
-    def _first_way_that_works(self, numbers: range) -> tuple[Tensor, str]:
+    def _drawn(self, run: Run, numbers: range, memory: float | None) -> Tensor:
+        """Make draws under vmap where that works and they share some computation; otherwise one by one."""
         trouble = ""
-        for way in (ways := self._ways(len(numbers))):
+        apart = len(numbers) == 1 or any(layer.noise == "network" for layer in run.layers)
+        if self.runner == "vmapped" and not apart:
             try:
-                result = self._run(way, numbers) if self._is_proven(way) else self._proven_run(way, numbers)
-            except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
-                if way == ways[-1] or isinstance(error, torch.OutOfMemoryError):
-                    raise
-                self.draw.forget()
-                seen = f"{_culprit(self.network, error.__traceback__)} ({str(error).splitlines()[0]})"
-                trouble = trouble or (str(error) if isinstance(error, Different) else f"vmap cannot run {seen}")
-                continue
-            if trouble:
-                self.cache.way = way
-                how = "as one large batch" if way == "expand" else "one after the other"
-                warnings.warn(f"{trouble}, so the draws run {how}, which is slower", stacklevel=2)
-            return result, way
-        raise AssertionError("unreachable: the last way returns or raises")
+                return self._in_chunks(run, numbers, memory)
+            except OverBudget:  # two draws are too many
+                pass
+            except torch.OutOfMemoryError:
+                raise
+            except FAILURES as error:
+                place = f"{_culprit(run.network, error.__traceback__)} ({str(error).splitlines()[0]})"
+                trouble = str(error) if isinstance(error, Different) else f"vmap cannot run {place}"
+        drawn = one_by_one(run, numbers)  # an error where the input does not fit
+        if trouble:
+            self.runner = "one_by_one"
+            warnings.warn(f"{trouble}, so the draws run one after the other, which is slower", stacklevel=2)
+        return drawn
 
-    def _is_proven(self, way: str) -> bool:
-        return way == "loop" or (way, torch.is_grad_enabled(), kind_of(self.x)) in self.cache.proven
-
-    def _proven_run(self, way: str, numbers: range) -> Tensor:
-        """Make draws by a quick way for the first time, and compare them with draws made one by one.
-
-        Under vmap one of them is made again. As one batch, two are tried with moved weights before, since what lets
-        rows see each other may be behind a gate that is still closed.
-        """
-        if way == "expand":
-            looks = Looks([*self.network.parameters(), *tensors_in(self.x)])
-            with trial(self.network, self.x), looks:
-                self._compare(self._run(way, range(2)), range(2))
-            if looks.seen:
-                raise Different("the network's code looks at values, so that rows decide for each other")
-        attributes: Attributes = {}
-        versions = [buffer._version for buffer in self.network.buffers()]
-        with written_attributes(self.network, attributes), lent(self.network, {}) as written:
-            result = self._run(way, numbers)
-        if attributes or written or versions != [buffer._version for buffer in self.network.buffers()]:
-            name = next(iter([*written, *(key for _, key in attributes), "a buffer"]))
-            raise Different(f"the network writes {name!r} as it runs, which each draw must do by itself")
-        with unmoved(self.network, self.x):
-            self._compare(result[-1:], numbers[-1:])
-        self.cache.proven.add((way, torch.is_grad_enabled(), kind_of(self.x)))
-        return result
-
-    def _compare(self, got: Tensor, numbers: range) -> None:
-        self.draw.forget()
-        want = torch.stack([self._one(number) for number in numbers])
-        self.draw.forget()
-        if not alike(got.flatten(0, 1), want.flatten(0, 1)):
-            raise Different("at once the network gives other predictions than draw by draw")
-
-    def _ways(self, draws: int) -> list[str]:
-        kinds = {layer.noise for layer in self.layers}
-        if draws == 1 or "network" in kinds or (self.cache.draws_elsewhere and self.seed is not None):
-            return ["loop"]
-        if self.cache.way == "loop":
-            return ["loop"]
-        ways = ["vmap", *(["expand"] if self.expands and kinds == {"rows"} else []), "loop"]
-        return ways[ways.index(self.cache.way) :]
-
-    def _run(self, way: str, numbers: range) -> Tensor:
-        if way == "loop":
-            return torch.stack([self._one(number) for number in numbers])
-        several = self._under_vmap if way == "vmap" else self._as_one_batch
-        parts: list[Tensor] = []
-        done = 0
-        while done < len(numbers):
-            part = self._within_budget(several, numbers[done:])
-            parts.append(part)
-            done += len(part)
+    def _in_chunks(self, run: Run, numbers: range, memory: float | None) -> Tensor:
+        """Make draws under vmap, as many at once as fit; how much memory they take is measured for each new size."""
+        key = cost_key(run.x)
+        if key not in self.costs:
+            use, budget = (torch.is_grad_enabled(), use_of(run.network, run.x)), _budget(run.x, memory)
+            if use in self.verified:
+                with suppress(OverBudget):
+                    drawn, self.costs[key] = _measured(run, numbers, budget)
+                    return drawn
+            self.costs[key] = _verify(run, numbers[-2:], budget)
+            self.verified.add(use)
+        cost, size = self.costs[key], len(numbers)
+        if cost.shared + size * cost.each > min(CACHED, memory or CACHED):
+            budget = _budget(run.x, memory)
+            most = budget if tensors_in(run.x)[0].is_cuda else CACHED
+            size = int(min(budget - cost.shared, most) / cost.each)
+        if size <= 1:  # chunks of one share nothing
+            return one_by_one(run, numbers)
+        parts = [vmapped(run, numbers[start : start + size]) for start in range(0, len(numbers), size)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _one(self, number: int) -> Tensor:
-        if self.seed is not None:
-            for generator in self._generators():
-                generator.manual_seed(mixed(self.seed, number))
-        self.draw.index = torch.tensor(number)
-        return self.predict(self.x)
 
-    def _under_vmap(self, numbers: range) -> Tensor:
-        def one(draw_index: Tensor) -> Tensor:
-            self.draw.index = draw_index
-            with vmap_friendly(lambda: self.draw.begun):
-                return self.predict(self.x)
-
-        self.draw.begun = False
-        return torch.vmap(one, randomness="different")(torch.arange(numbers.start, numbers.stop))
-
-    def _as_one_batch(self, numbers: range) -> Tensor:
-        if self.draw.meter is not None:  # a first layer's result may be many times as large as its input
-            self.draw.meter.reserve(16 * len(numbers) * sum(t.nbytes for t in tensors_in(self.x)))
-        self.draw.index = torch.arange(numbers.start, numbers.stop)
-        self.draw.rows = len(numbers)
-        try:
-            predictions = self.predict(tile(self.x, len(numbers)))
-        finally:
-            self.draw.rows = None
-        return predictions.unflatten(1, (len(numbers), -1)).transpose(0, 1)
-
-    # -- memory ------------------------------------------------------------------------------------------
-
-    def _within_budget(self, several: Callable[[range], Tensor], numbers: range) -> Tensor:
-        """As many of the draws as fit into the budget, one at least.
-
-        How much one takes is measured the first time. A chunk that turns out too large is broken off: at half the
-        budget, since an operation's result is seen only when it is there.
-        """
-        key = cost_key(self.x)
-        most = self.budget if tensors_in(self.x)[0].is_cuda else CACHED
-        cost = self.cache.costs.get(key)
-        if cost is not None:
-            room = min(self.budget - cost.shared, most)
-            return several(numbers[: max(1, int(room / cost.each))])
-        count = len(numbers)
-        while True:
-            one = count == 1
-            meter = self.draw.meter = Meter(inf, inf) if one else Meter(self.budget / 2, most)
-            try:
-                with meter:
-                    result = several(numbers[:count])
-                shared = meter.base or 0
-                self.cache.costs[key] = Cost(shared, max(1, meter.peak - shared) / count)
-                return result
-            except OverBudget:
-                self.draw.forget()
-                count = (count + 1) // 2
-            finally:
-                self.draw.meter = None
-
-    @cached_property
-    def budget(self) -> float:
-        """How many bytes the draws may hold at once."""
-        return free_bytes(tensors_in(self.x)[0].device) / 4 if self.memory is None else in_bytes(self.memory)
+def _measured(run: Run, numbers: range, budget: float) -> tuple[Tensor, Cost]:
+    """Make draws under vmap, and measure what they cost; raise an error if that is more than half the budget."""
+    meter = Meter(budget / 2)  # an operation's result is seen only when it is there
+    with meter:
+        drawn = vmapped(run, numbers, meter)
+    shared = meter.base or 0
+    return drawn, Cost(shared, max(1, meter.peak - shared) / len(numbers))
 
 
-def cost_key(x: Input) -> Any:
-    """What inputs have in common of which draws cost the same memory."""
-    return torch.is_grad_enabled(), *((tensor.shape, tensor.dtype) for tensor in tensors_in(x))
+def _verify(run: Run, numbers: range, budget: float) -> Cost:
+    """Return what draws under vmap cost; raise an error if the last differs from one made alone, or leaves traces."""
+    writes: Attributes = {}
+    with unmoved(run.network, run.x):
+        want = one_by_one(run, numbers[-1:])
+        before = {name: (id(buffer), buffer._version) for name, buffer in run.network.named_buffers()}
+        with written_attributes(run.network, writes):
+            drawn, cost = _measured(run, numbers, budget)
+        after = {name: (id(buffer), buffer._version) for name, buffer in run.network.named_buffers()}
+    written = [*(name for _, name in writes), *(name for name in after if before.get(name) != after[name])]
+    if written:
+        raise Different(f"the network writes {written[0]!r} as it runs, which each draw must do by itself")
+    if not alike(drawn[-1:].flatten(0, 1), want.flatten(0, 1)):
+        raise Different("under vmap the network gives other predictions than draw by draw")
+    return cost
+
+
+def _budget(x: Input, memory: float | None) -> float:
+    """Return how many bytes draws may hold at once: by default a quarter of what is free."""
+    return free_bytes(tensors_in(x)[0].device) / 4 if memory is None else memory
+
+
+def cost_key(x: Input) -> Hashable:
+    """Return a key of inputs whose draws are computed in the same way and cost the same memory."""
+    tensors = tensors_in(x)
+    device = tensors[0].device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return torch.is_grad_enabled(), autocast, kind_of(x), *(tensor.shape for tensor in tensors)
+
+
+def _draws_from_torch(run: Run, numbers: range) -> bool:
+    """Return whether the network's code draws from torch's own random state."""
+    with unmoved(run.network, run.x), TorchNumbers() as torchs:
+        one_by_one(run, numbers[:1])
+    return torchs.drawn
 
 
 def _culprit(network: nn.Module, traceback: TracebackType | None) -> str:
-    """The innermost of the network's own modules that an error passed through."""
+    """Return the innermost of the network's own modules that an error passed through."""
     names = {id(module): name for name, module in network.named_modules()}
     found = "the network itself"
     while traceback is not None:

@@ -1,8 +1,8 @@
-"""Noise on activations with the same random numbers each time: what frozen networks have for layers that draw.
+"""Frozen layers: noise on activations with the same random numbers each time.
 
 The numbers are computed from one that the layer keeps, by a hash of 32-bit integers, so that they need no storage, fit
 inputs of any size, and are the same on every device, under `torch.vmap`, compiled and exported. All rows of a batch
-share them. Along which axis the rows lie is seen in two runs, of two rows and of three.
+share them. Two runs, of two rows and of three, show which axis is the batch axis.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ from multitudes.core.copying import share_registries
 from multitudes.core.draws.stochastic import Stochastic, drawing
 from multitudes.core.proof import unmoved
 
-__all__ = ["Frozen", "find_rows", "rows_to_find", "scrambled", "seek_rows"]
+__all__ = ["Frozen", "find_rows", "rows_to_find", "scrambled"]
 
-_MARK = "finds_rows"
 Shape = tuple[int, ...]
 
 
 class Frozen(nn.Module):
-    """A layer that drew, with the same random numbers each time; where they were each row's own, all rows share them.
+    """A layer that draws, with the same random numbers each time, and for all rows of a batch.
 
-    It shares the layer's registries and answers for its settings. `frozen`, a buffer, is what its numbers come from.
-    Where it is told to keep them, by an empty list, those of its next call become constants. `_axes` has the axis of
-    the rows for each rank, where it is not the first; None is for numbers that are no row's own.
+    It shares the layer's registries and has its settings as attributes. `frozen`, a buffer, is the seed of its numbers.
+    With an empty list as `kept`, the numbers of the next call become constants. `_axes` has the batch axis for each
+    rank, where it is not the first; None for numbers that do not belong to rows.
     """
 
     shares = "layer"
     layer: Stochastic
     frozen: Tensor
     kept: list[Tensor] | None = None
-    seen: list[Shape] | None = None  # the shapes that are asked for, while the rows are looked for
+    seen: list[Shape] | None = None  # the shapes of the numbers, while the batch axis is looked for
     _axes: dict[str, int | None] | None = {}  # noqa: RUF012 (of files from before it was looked for)
 
     def __init__(self, layer: Stochastic, seed: Tensor) -> None:
@@ -55,7 +54,7 @@ class Frozen(nn.Module):
             return self.layer(*args, **kwargs)
 
     def axis(self, shape: Shape) -> int | None:
-        """Along which axis of what is asked for the rows lie; None where they have nothing of their own there."""
+        """Return the batch axis of numbers of this shape; None where they do not belong to rows."""
         if self.layer.noise != "rows":
             return None
         if self.seen is not None:
@@ -84,20 +83,20 @@ class Frozen(nn.Module):
 
 
 class _Numbers:
-    """Where a frozen layer's numbers come from: a `Draw` whose numbers are the same each time, and all rows'."""
+    """The source of a frozen layer's numbers: a `Draw` whose numbers are the same each time and for all rows."""
 
     def __init__(self, layer: Frozen) -> None:
         self.layer = layer
         self.seed = layer.frozen
-        self.asked = 0  # how often, in this call
+        self.requests = 0  # in this call
         self.stream = 0
 
     def numbers(self, kind: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
         axis, kept = self.layer.axis(shape), self.layer.kept
         own = shape if axis is None else (*shape[:axis], 1, *shape[axis + 1 :])
-        self.asked += 1
-        if kept is not None and self.asked <= len(kept):
-            numbers = kept[self.asked - 1]
+        self.requests += 1
+        if kept is not None and self.requests <= len(kept):
+            numbers = kept[self.requests - 1]
         else:
             numbers = self._new(kind, math.prod(own), device).to(dtype).reshape(own)
             if kept is not None:
@@ -113,7 +112,7 @@ class _Numbers:
         return radius * torch.cos(2 * math.pi * self._uniform(count, device))
 
     def _uniform(self, count: int, device: torch.device) -> Tensor:
-        """Float32 numbers from [0, 1), `[count]`, others each time."""
+        """Return float32 numbers from [0, 1), `[count]`, other ones at each call."""
         self.stream += 1
         seed = self.seed.to(device)
         index = torch.arange(count, device=device)
@@ -122,7 +121,7 @@ class _Numbers:
 
 
 def scrambled(numbers: Tensor) -> Tensor:
-    """A hash of numbers below 2^32, in int64: neighbours become unlike (Mueller's, of two rounds).
+    """Return a hash of numbers below 2^32, in int64 (Mueller's, of two rounds).
 
     >>> scrambled(torch.tensor([0, 1, 2]))
     tensor([         0,  824515495, 1722258072])
@@ -132,23 +131,17 @@ def scrambled(numbers: Tensor) -> Tensor:
     return numbers ^ (numbers >> 16)
 
 
-# -- where the rows of a batch lie -------------------------------------------------------------------------
-
-
-def seek_rows(network: nn.Module) -> None:
-    """Leave word that it is to be found out along which axes rows lie, once an input shows it."""
-    if any(_unknown(network)):
-        vars(network)[_MARK] = True
+# -- the batch axis ----------------------------------------------------------------------------------------
 
 
 def rows_to_find(network: nn.Module) -> bool:
-    """Whether it is to be found out along which axes rows lie."""
-    return _MARK in vars(network)
+    """Return whether the batch axis of a frozen layer's numbers has yet to be found."""
+    return any(True for _ in _unknown(network))
 
 
 @torch.no_grad()
 def find_rows(network: nn.Module, x: Input, run: Callable[[Input], Any]) -> None:
-    """Find out along which axes of what frozen layers ask for the rows lie: those that are longer for more rows."""
+    """Find the batch axes of frozen layers' numbers: those that are longer for more rows."""
     layers = dict(_unknown(network))
     if layers:
         with unmoved(network, x):
@@ -156,13 +149,12 @@ def find_rows(network: nn.Module, x: Input, run: Callable[[Input], Any]) -> None
         axes = {name: _axes(name, layer, two[name], three[name]) for name, layer in layers.items()}
         for name, layer in layers.items():
             layer._axes = axes[name]
-    vars(network).pop(_MARK, None)
 
 
 def _shapes(
     layers: Mapping[str, Frozen], x: Input, count: int, run: Callable[[Input], Any]
 ) -> dict[str, Sequence[Shape]]:
-    """The shapes that layers ask for in a run of so many rows; none where the network takes batches of one size."""
+    """Return the shapes of layers' numbers in a run of `count` rows; none if the network takes batches of one size."""
     for layer in layers.values():
         layer.seen = []
     try:
@@ -183,7 +175,7 @@ def _unknown(network: nn.Module) -> Iterator[tuple[str, Frozen]]:
 
 
 def _axes(name: str, layer: Frozen, two: Sequence[Shape], three: Sequence[Shape]) -> dict[str, int | None]:
-    """The axis of the rows for each rank, where it is not the first, of the shapes for two rows and for three."""
+    """Return the batch axis for each rank, where it is not the first, from the shapes for two rows and for three."""
     found: dict[str, int | None] = {}
     for one, other in zip(two, three, strict=False):
         longer = (axis for axis, (few, more) in enumerate(zip(one, other, strict=False)) if few != more)

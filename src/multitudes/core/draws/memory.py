@@ -1,9 +1,10 @@
-"""Memory: how much a computation takes, how much it may take."""
+"""Memory that a computation takes, that it may take, and that is free."""
 
 from __future__ import annotations
 
 import re
 import weakref
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,15 @@ class OverBudget(Exception):
 
 
 class Meter(Overlapping, TorchDispatchMode):
-    """Counts the memory of the tensors made inside that are alive at once; stops above `budget` bytes.
+    """Count the memory of the tensors made inside that are alive at once; raise `OverBudget` above `budget` bytes.
 
     Tensors that were there before are not counted, nor what an operation needs for itself alone. `base` is what was
-    alive when memory was first reserved, and `peak - base` may be limited as well, to `above_base` bytes.
+    alive when memory was first reserved; `peak` is the most since then.
     """
 
-    def __init__(self, budget: float = float("inf"), above_base: float = float("inf")) -> None:
+    def __init__(self, budget: float = inf) -> None:
         super().__init__()
         self.budget = budget
-        self.above_base = above_base
         self.live = 0
         self.peak = 0
         self.base: int | None = None
@@ -40,21 +40,21 @@ class Meter(Overlapping, TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        given = [_storage(leaf)._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and _storage(leaf)._cdata not in given:
-                self._count(_storage(leaf))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
+                self._count(tensor.untyped_storage())
         self._check(self.live)
         return result
 
     def reserve(self, size: int) -> None:
-        """Ask for memory before it is taken."""
+        """Ask for memory before it is taken; the first time, note how much is alive as `base`."""
         if self.base is None:
             self.base = self.peak = self.live
         self._check(self.live + size)
 
     def _check(self, live: int) -> None:
-        if live > self.budget or live - (self.base or 0) > self.above_base:
+        if live > self.budget:
             raise OverBudget
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -69,12 +69,8 @@ class Meter(Overlapping, TorchDispatchMode):
         self.live -= self._known.pop(key)
 
 
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
-
-
 def in_bytes(memory: str | int | float) -> float:
-    """A size such as `"2GB"`, `"512 MiB"`, or a number of bytes.
+    """Return a size in bytes, given as `"2GB"`, `"512 MiB"`, or a number.
 
     >>> in_bytes("2GB"), in_bytes("0.5 MiB"), in_bytes(1000)
     (2000000000.0, 524288.0, 1000.0)
@@ -90,7 +86,7 @@ def in_bytes(memory: str | int | float) -> float:
 
 
 def free_bytes(device: torch.device) -> float:
-    """How much memory is free on a device; 8 GB where the system does not say."""
+    """Return how much memory is free on a device; 8 GB where that is unknown."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + unused)

@@ -1,10 +1,11 @@
-"""Stochastic layers, and where their random numbers come from."""
+"""Stochastic layers, and the sources of their random numbers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,14 +17,14 @@ from multitudes.core.settings import holding
 
 
 class Stochastic(nn.Module):
-    """A layer that draws, in training and in evaluation alike, until expectations are asked for.
+    """A layer that draws random numbers, in training and in evaluation.
 
-    It computes one draw for one batch and knows nothing of how many there are. A subclass's `forward` takes its
-    random numbers from `self.normal` and `self.uniform`; where `self.expects` is true, it computes with
-    expectations instead. `noise` says what is drawn: `"rows"`, noise of its own for each row of the batch;
-    `"weights"`, weights that serve the whole batch; `"network"`, all the weights of a network, so that two
-    draws have nothing in common. A layer that treats all channels alike and has no weights may say `channelwise`:
-    then the channels of several networks can go through it side by side.
+    It computes one draw for one batch and does not depend on how many there are. A subclass's `forward` takes its
+    random numbers from `self.normal` and `self.uniform`; where `self.expects` is true, it computes with expectations
+    instead. `noise` is the kind of noise: `"rows"`, other noise for each row of the batch; `"weights"`, weights for the
+    whole batch; `"network"`, all the weights of a network, so that two draws share no computation. A layer without
+    weights that treats all channels in the same way may set `channelwise`: then the channels of several networks can
+    go through it side by side.
 
     >>> class Jitter(Stochastic):
     ...     def forward(self, x: Tensor) -> Tensor:
@@ -37,14 +38,19 @@ class Stochastic(nn.Module):
 
     def normal(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Standard normal numbers, in the dtype and on the device of `like`."""
-        return self._numbers("normal", shape, like)
+        if self.draw is not None:
+            return self.draw.numbers("normal", tuple(shape), like.dtype, like.device)
+        return torch.randn(tuple(shape), dtype=like.dtype, device=like.device)
 
     def uniform(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Numbers from [0, 1), on the device of `like` and in its dtype, or float32 where that is too coarse."""
-        return self._numbers("uniform", shape, like)
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        if self.draw is not None:
+            return self.draw.numbers("uniform", tuple(shape), dtype, like.device)
+        return torch.rand(tuple(shape), dtype=dtype, device=like.device)
 
     def fold(self) -> nn.Module | None:
-        """One draw of it as a plain layer; None where no plain layer computes one, as with noise of each row's own."""
+        """Return one draw as a plain layer; None where none computes it, as with other noise for each row."""
         return None
 
     def attach(self, network: nn.Module) -> None:
@@ -56,41 +62,28 @@ class Stochastic(nn.Module):
         """Draw, before an attached network runs."""
 
     def end(self, network: nn.Module, args: Any, output: Any) -> None:
-        """Forget that draw, after it has run."""
-
-    def _numbers(self, kind: str, shape: Sequence[int], like: Tensor) -> Tensor:
-        dtype = like.dtype if kind == "normal" else torch.promote_types(like.dtype, torch.float32)
-        if self.draw is not None:
-            return self.draw.numbers(kind, tuple(shape), dtype, like.device)
-        function = torch.randn if kind == "normal" else torch.rand
-        return function(tuple(shape), dtype=dtype, device=like.device)
+        """Discard that draw, after the network has run."""
 
 
+@dataclass
 class Draw:
-    """Which draw is being made, and where its random numbers come from.
+    """The source of the random numbers of one draw.
 
-    `index` is the draw's number, under vmap a batch of them. Where `rows` draws lie side by side in one batch, it
-    holds as many numbers.
+    `index` is the draw's number, under vmap a batch of them. The memory of random numbers is reserved from a `meter`.
     """
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.index = torch.zeros((), dtype=torch.int64)
-        self.rows: int | None = None
-        self.begun = False  # whether random numbers have been asked for
-        self.meter: Meter | None = None
-        self._generators: dict[tuple[int, torch.device], torch.Generator] = {}
+    seed: int = 0
+    index: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    meter: Meter | None = None
+    _generators: dict[tuple[int, torch.device], torch.Generator] = field(default_factory=dict)
 
     def numbers(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        self.begun = True
-        if self.rows is None:
-            return _Numbers.apply(self.index, self, kind, shape, dtype, device)
-        own = (shape[0] // self.rows, *shape[1:])
-        return _Numbers.apply(self.index, self, kind, own, dtype, device).flatten(0, 1)
+        """Return the draw's next random numbers."""
+        return _Numbers.apply(self.index, self, kind, shape, dtype, device)
 
     @contextmanager
     def of_member(self, index: int | Tensor, members: int) -> Iterator[None]:
-        """Inside, random numbers of a member's own."""
+        """Give a member random numbers of its own for the duration of a call."""
         draw_index = self.index
         self.index = draw_index * members + index
         try:
@@ -104,13 +97,9 @@ class Draw:
             self._generators[key] = torch.Generator(device).manual_seed(mixed(self.seed, draw_index))
         return self._generators[key]
 
-    def forget(self) -> None:
-        """Let every draw start again."""
-        self._generators.clear()
-
 
 class _Numbers(torch.autograd.Function):
-    """Random numbers `[*draws, *shape]`, each draw's from its own source; under vmap, a call's for its own draw."""
+    """Random numbers `[*draws, *shape]`, each draw's from its own source; under vmap, those of the draw that asks."""
 
     @staticmethod
     def forward(
@@ -144,12 +133,12 @@ class _Numbers(torch.autograd.Function):
 
 
 def stochastic_layers(network: nn.Module) -> list[Stochastic]:
-    """The layers that draw."""
+    """Return the layers that draw."""
     return [module for module in network.modules() if isinstance(module, Stochastic)]
 
 
 def attached(network: nn.Module) -> list[Stochastic]:
-    """The layers that draw for a whole network (see `Stochastic.attach`)."""
+    """Return the layers that draw for a whole network (see `Stochastic.attach`)."""
     owners = [getattr(hook, "__self__", None) for hook in network._forward_pre_hooks.values()]
     return [owner for owner in owners if isinstance(owner, Stochastic)]
 
@@ -164,17 +153,25 @@ def detach(network: nn.Module) -> None:
 
 
 def expecting(network: nn.Module) -> AbstractContextManager[None]:
-    """Inside, expectations instead of draws: the deterministic procedure."""
+    """Let the layers compute with expectations instead of draws, for the duration of a call."""
     return holding(stochastic_layers(network), "expects", True)
 
 
-def drawing(layers: list[Stochastic], draw: Draw) -> AbstractContextManager[None]:
-    """Inside, the layers take their random numbers from `draw`."""
-    return holding(layers, "draw", draw)
+@contextmanager
+def drawing(layers: Sequence[Stochastic], draw: Draw) -> Iterator[None]:
+    """Give the layers their random numbers from `draw`, for the duration of a call."""
+    before = [layer.draw for layer in layers]
+    for layer in layers:
+        layer.draw = draw
+    try:
+        yield
+    finally:
+        for layer, own in zip(layers, before, strict=True):
+            layer.draw = own
 
 
 def as_member(network: nn.Module, index: int | Tensor, members: int) -> AbstractContextManager[None]:
-    """Inside, random numbers of a member's own, where the network is making a draw."""
+    """Give a member random numbers of its own for the duration of a call, where its network is making a draw."""
     for layer in stochastic_layers(network):
         if layer.draw is not None:
             return layer.draw.of_member(index, members)
