@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.surgery.attended import Attention, HeadChoice
+from multitudes.surgery.attention import Attention, HeadChoice, OpenAttention
 from multitudes.surgery.narrow import narrowed_copy
-from multitudes.surgery.opened_attention import OpenAttention
 from tests.attention_networks import ATTENTION, INPUT, Grouped, Language, Net, Own, OwnNorm, Softmax
 from tests.of_parts import Of
 
@@ -130,9 +129,9 @@ def test_one_layer_for_queries_keys_and_values_keeps_the_same_heads_of_each(
         table = [("q", k * group + g) if g < group else ("kv", k) for k in range(shared) for g in range(group + 2)]
     else:
         table = [("q", h) for h in range(heads)] + [("kv", k) for _ in range(2) for k in range(shared)]
-    attention = Attention("", ("qkv",), heads, shared, size)
+    attention = Attention("", ("qkv",), heads, shared, size, heads_first)
     width = len(table) * size
-    choice = HeadChoice([attention], {"qkv": width}, 0.5, torch.Generator().manual_seed(0), heads_first=heads_first)
+    choice = HeadChoice([attention], {"qkv": width}, 0.5, torch.Generator().manual_seed(0))
     kept = choice.outputs("qkv", width)
     assert kept is not None
     owners = [table[channel // size] for channel in kept.tolist()]

@@ -9,15 +9,17 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
+from multitudes.core.copying import copied
 from multitudes.core.seeding import seeded
+from multitudes.surgery.cuts import CannotNarrow, GroupedLinear
 from multitudes.surgery.initialise import is_hugging_face
 
-__all__ = ["narrowed_config", "narrower_models", "untrue_configs"]
+__all__ = ["filled", "narrowed_config", "narrower_models", "untrue_configs"]
 
 _WIDTHS = (
     "intermediate_size", "hidden_dim", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "d_inner",
@@ -123,27 +125,29 @@ def _narrow_depths(config: Any, small: Any, factor: float) -> None:
 # -- models ------------------------------------------------------------------------------------------------
 
 
-def narrower_models(model: nn.Module, factor: float) -> dict[str, nn.Module]:
+def narrower_models(model: nn.Module, factor: float, name: str = "") -> dict[str, nn.Module]:
     """The narrower ones of the Hugging Face models in a network, by name: those whose configurations narrow them.
 
-    Their weights are drawn anew. One that is frozen as a whole is left as it is; one that is so in part is refused.
+    Their weights are drawn anew. One that is frozen as a whole is left as it is; one that is so in part is refused. If
+    a configuration does not build its model, as where an output layer was replaced by others, the parts are narrowed.
     """
-    found: dict[str, nn.Module] = {}
-    for name, module in _outermost(model) if factor < 1 else ():
-        trained = {p.requires_grad for p in module.parameters()}
+    if factor == 1:
+        return {}
+    if is_hugging_face(model):
+        trained: Any = {p.requires_grad for p in model.parameters()}
         if trained == {False}:
-            continue
-        built = _built(module, narrowed_config(module.config, factor))
-        if built is None:
-            continue
-        if False in trained:
-            frozen = next(own for own, p in module.named_parameters() if not p.requires_grad)
-            raise ValueError(
-                f"{_of(name, module)} has frozen parameters ({frozen!r} is one), and its configuration narrows all its "
-                "layers: unfreeze them, or let deep_ensemble keep it whole"
+            return {}
+        built = _built(model, narrowed_config(model.config, factor))
+        if built is not None and False in trained:
+            frozen = next(own for own, p in model.named_parameters() if not p.requires_grad)
+            raise CannotNarrow(
+                f"{_of(name, model)} has frozen parameters ({frozen!r} is one), and its configuration narrows all its "
+                "layers: unfreeze them"
             )
-        found[name] = built
-    return found
+        if built is not None:
+            return {name: built}
+    parts = [narrower_models(child, factor, f"{name}.{own}" if name else own) for own, child in model.named_children()]
+    return {own: built for part in parts for own, built in part.items()}
 
 
 def untrue_configs(network: nn.Module) -> list[str]:
@@ -203,3 +207,48 @@ def _built(module: Any, config: Any) -> Any:
 def _structure(network: nn.Module) -> list[Any]:
     modules = [(name, type(module)) for name, module in network.named_modules()]
     return [*modules, *[name for name, _ in network.named_parameters()]]
+
+
+def filled(narrowed: nn.Module, built: Mapping[str, nn.Module], own: Collection[str]) -> nn.Module:
+    """The narrowed network in which Hugging Face models are those that were built, with its weights.
+
+    Layers of `own` are not of the configuration's widths, and are those of the narrowed network.
+    """
+    for name, network in built.items():
+        cut, fresh = narrowed.get_submodule(name), copied(network)
+        for each, layer in cut.named_modules():
+            if isinstance(layer, GroupedLinear) or (f"{name}.{each}" if name else each) in own:
+                fresh.set_submodule(each, layer)
+        for each, parameter in cut.named_parameters():
+            other = fresh.get_parameter(each)
+            if other.shape != parameter.shape:
+                raise CannotNarrow(
+                    f"{each!r} is {list(other.shape)} in the narrower {type(cut).__name__} of its configuration, and "
+                    f"{list(parameter.shape)} by what was observed"
+                )
+            other.data, other.requires_grad = parameter.data, parameter.requires_grad
+        _take_settings(cut, fresh)
+        if not name:
+            return fresh
+        narrowed.set_submodule(name, fresh)
+        for module in narrowed.modules():  # which may hold the configuration as well
+            held = [key for key, value in vars(module).items() if value is cut.config]
+            for key in held:
+                setattr(module, key, fresh.config)
+    return narrowed
+
+
+def _take_settings(cut: nn.Module, fresh: nn.Module) -> None:
+    """Buffers, modes and what a user has added, of modules that were built anew."""
+    others = dict(fresh.named_modules())
+    for name, module in cut.named_modules():
+        other = others[name]
+        for key, buffer in module._buffers.items():
+            mine = other._buffers.get(key)
+            kept = key not in module._non_persistent_buffers_set  # others are computed of the configuration
+            if kept and buffer is not None and mine is not None and buffer.shape == mine.shape:
+                other._buffers[key] = buffer
+        other.training = module.training
+        for key, value in vars(module).items():
+            if key not in vars(other) and not key.startswith("_"):
+                setattr(other, key, value)

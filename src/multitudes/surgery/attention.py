@@ -1,7 +1,8 @@
 """Attention, observed: which layers make its queries, keys and values, and which of its heads are kept.
 
 Whole heads are kept, and their size stays, so that rotary and relative positions keep their meaning. Where a group of
-query heads shares a head of keys and values, each head that is kept of these keeps as many of its query heads.
+query heads shares a head of keys and values, each head that is kept of these keeps as many of its query heads. Where
+one layer makes queries, keys and values, their order is observed by a block of its channels that is NaN.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,14 +19,29 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from multitudes.core.calling import Input, call, tensors_in
-from multitudes.surgery.cuts import width_of
+from multitudes.core.copying import copied
+from multitudes.surgery.affine import is_changed, kind_of
+from multitudes.surgery.cuts import CannotNarrow, output_axis, width_of
+from multitudes.surgery.layers import replace as replace_layers
 from multitudes.surgery.observe import followed_attention, hooked, observing
 
-__all__ = ["Attention", "HeadChoice", "Inside", "attentions", "choose"]
+__all__ = [
+    "Attention",
+    "HeadChoice",
+    "Inside",
+    "Pattern",
+    "attention_layers",
+    "choose",
+    "close_attention",
+    "observe_attention",
+    "open_attention",
+]
 
 Pattern = tuple[int, int]
+"""How channels are taken apart: into how many equal parts, and in blocks of how many neighbors."""
 
 _PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
+_PARTS = {"chunk", "split", "tensor_split", "glu", "__getitem__"}
 
 
 @dataclass(frozen=True)
@@ -38,6 +54,8 @@ class Attention:
     shared: int
     """How many heads of keys and values there are; each is shared by a group of query heads, or has one of its own."""
     size: int
+    heads_first: bool = False
+    """Whether one layer makes queries, keys and values head by head, not one after the other."""
 
     @property
     def width(self) -> int:
@@ -74,13 +92,15 @@ class Inside(TorchFunctionMode):
         self.inside.pop()
 
 
-class _Attending(Inside):
-    """Notes each attention of a run: torch's own function, or a softmax of a product."""
+class _Trace(Inside):
+    """Records each attention of a run: torch's own function, or a softmax of a product."""
 
     def __init__(self, batch: int) -> None:
         super().__init__()
         self.batch = batch
         self.found: list[Attention] = []
+        self.lost: list[tuple[bool, bool]] = []  # whether the first head, and whether any head, has NaN scores
+        self.patterns: dict[int, Pattern] = {}  # how axes are taken apart, by their size
         self.ran: list[tuple[str, int]] = []  # the layers that have made channels, and how many
         self.since: list[int] = []  # of each running module, how many layers had run when it began
         self.sizes: dict[tuple[int, ...], int] = {}  # of products, by their shape: the last axis of what they multiply
@@ -99,15 +119,18 @@ class _Attending(Inside):
         with torch._C.DisableTorchFunction():
             tensors = _tensors((*args, *(kwargs or {}).values()))
             if function is F.scaled_dot_product_attention:
-                self._note(tensors[0].shape, tensors[0].shape[-1], tensors[1].shape)
+                self._note(tensors[:2], tensors[0].shape[-1], tensors[1].shape)
             elif name in _PRODUCTS and isinstance(result, Tensor):
                 self.sizes[tuple(result.shape)] = tensors[name == "baddbmm"].shape[-1]
             elif name == "softmax" and tensors[0].dim() > 2 and tuple(tensors[0].shape) in self.sizes:
-                self._note(tensors[0].shape, self.sizes[tuple(tensors[0].shape)])
+                self._note(tensors[:1], self.sizes[tuple(tensors[0].shape)])
+            elif name in _PARTS or name == "pixel_shuffle":
+                self._take_apart(name, tensors[0], result)
         return result
 
-    def _note(self, shape: Sequence[int], size: int, keys: Sequence[int] | None = None) -> None:
-        """Note an attention by the shape `[..., H, T, _]` of its queries or scores, and the size of its heads."""
+    def _note(self, scores: list[Tensor], size: int, keys: Sequence[int] | None = None) -> None:
+        """Record an attention by `[..., H, T, _]`, its scores or its queries and keys, and the size of its heads."""
+        shape = scores[0].shape
         for (place, _), since in zip(reversed(self.inside), reversed(self.since), strict=True):
             made = [width // size for _, width in self.ran[since:] if width % size == 0]
             if not made:
@@ -116,12 +139,34 @@ class _Attending(Inside):
             shared = keys[-3] if keys is not None and len(keys) > 3 else heads
             shared = shared if shared < heads else _shared_heads(made[-3:], heads)
             self.found.append(Attention(place, tuple(n for n, _ in self.ran[since:]), heads, shared, size))
+            first = [x.movedim(-3, 0)[0] if x.dim() > 3 else x[:1] for x in scores]
+            self.lost.append((_has_nan(first), _has_nan(scores)))
             return
+
+    def _take_apart(self, name: str, x: Tensor, result: Any) -> None:
+        """Record that an axis is taken apart into equal parts, or in blocks."""
+        part = result[0] if isinstance(result, (tuple, list)) else result
+        if name == "pixel_shuffle":
+            self._add(x.shape[-3], 1, x.shape[-3] // part.shape[-3])
+        elif part.dim() == x.dim():
+            for size, own in zip(x.shape, part.shape, strict=True):
+                parts = size // own if 1 < own < size and size % own == 0 else 1
+                if parts > 1 and (name != "__getitem__" or parts == 2):
+                    self._add(size, parts, 1)
+
+    def _add(self, size: int, parts: int, block: int) -> None:
+        before = self.patterns.get(size, (1, 1))
+        both = math.lcm(before[0], parts), math.lcm(before[1], block)
+        self.patterns[size] = both if size % math.prod(both) == 0 else before
 
 
 def _tensors(args: Any) -> list[Tensor]:
     flat = [t for arg in args for t in (arg if isinstance(arg, (list, tuple)) else (arg,))]
     return [t for t in flat if isinstance(t, Tensor)]
+
+
+def _has_nan(tensors: Sequence[Tensor]) -> bool:
+    return any(bool(x.isnan().any()) for x in tensors)
 
 
 def _merged_heads(shape: Sequence[int], made: list[int], batch: int) -> int:
@@ -144,16 +189,58 @@ def _shared_heads(made: list[int], heads: int) -> int:
     return next((each for each in own if 0 < each <= heads and heads % each == 0), heads)
 
 
-def attentions(model: nn.Module, example: Input, names: Mapping[str, nn.Module]) -> list[Attention]:
-    """The attentions of a run, in order; `names` are the layers that make channels."""
-    attending = _Attending(tensors_in(example)[0].shape[0])
+def observe_attention(
+    model: nn.Module, example: Input, names: Mapping[str, nn.Module]
+) -> tuple[list[Attention], dict[int, Pattern]]:
+    """The attentions of a run, in order, and how axes are taken apart; `names` are the layers that make channels.
 
-    def see(name: str, layer: nn.Module, *_: Any) -> None:
-        attending.ran.append((name, width_of(layer)))
+    A second run observes the order in which one layer makes heads: a block of its channels is NaN which belongs to the
+    keys of the first head if they come head by head, and to other queries, or other keys, if they do not.
+    """
+    first = _traced(model, example, names, {})
+    widths = {name: width_of(layer) for name, layer in names.items()}
+    fused = [_fused_layer(attention, widths) for attention in first.found]
+    blocks: dict[str, tuple[int, int]] = {}
+    for attention, (name, of_queries) in zip(first.found, fused, strict=True):
+        if name:
+            blocks[name] = (attention.heads // attention.shared if of_queries else 1), attention.size
+    lost = _traced(model, example, names, blocks).lost if blocks else first.lost
+    return [
+        replace(attention, heads_first=in_first if of_queries else bool(name) and not in_any)
+        for attention, (name, of_queries), (in_first, in_any) in zip(first.found, fused, lost, strict=True)
+    ], first.patterns
 
-    with observing(model), followed_attention(), hooked(model, names, see), attending.entered(model), attending:
+
+def _fused_layer(attention: Attention, widths: Mapping[str, int]) -> tuple[str, bool]:
+    """The layer that makes keys and values, if one does, and whether it makes queries too."""
+    heads, shared, size = attention.heads, attention.shared, attention.size
+    for name in attention.sources:
+        if widths[name] == (heads + 2 * shared) * size:
+            return name, True
+        if widths[name] == 2 * shared * size and 2 * shared != heads:
+            return name, False
+    return "", False
+
+
+def _traced(
+    model: nn.Module, example: Input, names: Mapping[str, nn.Module], blocks: Mapping[str, tuple[int, int]]
+) -> _Trace:
+    """Trace a run; with `blocks`, of NaN in one block of some layers' channels, by index and size, and else zeros."""
+    trace = _Trace(tensors_in(example)[0].shape[0])
+
+    def see(name: str, layer: nn.Module, _: Any, y: Tensor) -> Tensor | None:
+        trace.ran.append((name, width_of(layer)))
+        if not blocks:
+            return None
+        with torch._C.DisableTorchFunction():
+            y = torch.zeros_like(y)
+            index, size = blocks.get(name, (0, 0))
+            y.narrow(output_axis(layer), index * size, size).fill_(torch.nan)
+        return y
+
+    with observing(model), followed_attention(), hooked(model, names, see), trace.entered(model), trace:
         call(model, example)
-    return attending.found
+    return trace
 
 
 # -- which heads are kept ----------------------------------------------------------------------------------
@@ -163,8 +250,7 @@ class HeadChoice:
     """Which heads, and so which channels, are kept of the layers that attention reads from.
 
     `counts` gives the wanted widths of layers, where they are known; else `factor` does, rounded up to whole heads.
-    Layers in `whole` keep all their heads. Where one layer makes queries, keys and values, they come one after the
-    other, or, with `heads_first`, head by head.
+    Layers in `whole` keep all their heads.
     """
 
     def __init__(
@@ -175,10 +261,9 @@ class HeadChoice:
         generator: torch.Generator,
         counts: Mapping[str, int] | None = None,
         whole: set[str] | None = None,
-        heads_first: bool = False,
     ) -> None:
         self.found, self.widths, self.factor, self.generator = found, widths, factor, generator
-        self.counts, self.whole, self.heads_first = counts or {}, whole or set(), heads_first
+        self.counts, self.whole = counts or {}, whole or set()
         self._kept: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
     @property
@@ -218,13 +303,6 @@ class HeadChoice:
         """The kept heads, by how many there were, of the attentions in a module, or that it is in."""
         near = [a for a in self.found if _within(place, a.place) or _within(a.place, place)]
         return {a.shared: self.kept(a)[1] for a in near} | {a.heads: self.kept(a)[0] for a in near}
-
-    def counted(self, place: str) -> dict[str, dict[int, int]]:
-        """What a module may count of its attentions, before and after: heads, their groups, their size."""
-        near = [a for a in self.found if _within(place, a.place) or _within(a.place, place)]
-        groups = {a.heads // a.shared: len(self.kept(a)[0]) // len(self.kept(a)[1]) for a in near if a.shared < a.heads}
-        sizes = {a.size: a.size for a in near}
-        return {"heads": {h: len(kept) for h, kept in self.inside(place).items()}, "groups": groups, "sizes": sizes}
 
     def kept(self, attention: Attention) -> tuple[Tensor, Tensor]:
         """The kept query heads, and the kept heads of keys and values."""
@@ -268,7 +346,7 @@ class HeadChoice:
         for name, width in makers.items():
             if width == heads * size:
                 if self.counts[name] % size:
-                    raise ValueError(
+                    raise CannotNarrow(
                         f"layer {name!r} would make {self.counts[name]} of {width} channels, which are no whole heads "
                         f"of {size}"
                     )
@@ -296,7 +374,7 @@ class HeadChoice:
 
     def _fused(self, attention: Attention, parts: list[tuple[int, Tensor]]) -> Tensor:
         size = attention.size
-        if not self.heads_first:
+        if not attention.heads_first:
             starts = [sum(count for count, _ in parts[:index]) * size for index in range(len(parts))]
             return torch.cat([start + _blocks(kept, size) for start, (_, kept) in zip(starts, parts, strict=True)])
         keys = parts[-1][1]
@@ -331,3 +409,172 @@ def choose(width: int, count: int, generator: torch.Generator | None = None, pat
     chosen = edges[:-1] + (torch.rand(own, generator=generator) * (edges[1:] - edges[:-1])).long()
     blocks = (chosen.unsqueeze(1) * block + torch.arange(block)).flatten()
     return (torch.arange(parts).unsqueeze(1) * (width // parts) + blocks).flatten()
+
+
+# -- torch's own attention, opened ----------------------------------------------------------------------------
+
+_MAPS = ("q", "k", "v")
+
+
+class OpenAttention(nn.MultiheadAttention):
+    """What an `nn.MultiheadAttention` computes, with a linear layer for each of its four maps.
+
+    The number of heads follows from the width of the projections; `head_dim` is fixed.
+    """
+
+    def __init__(self, attention: Any) -> None:
+        nn.Module.__init__(self)
+        self.embed_dim, self.head_dim, self.num_heads = attention.embed_dim, attention.head_dim, attention.num_heads
+        self.batch_first, self.dropout = attention.batch_first, attention.dropout
+        self.add_zero_attn = attention.add_zero_attn
+        self.in_proj_bias, self._qkv_same_embed_dim = None, False  # type: ignore[assignment]
+        for name, weight in zip(_MAPS, _weights(attention), strict=True):
+            setattr(self, f"{name}_proj", _linear(weight, _bias(attention, name)))
+        self.out_proj = copied(attention.out_proj)
+        self.bias_k, self.bias_v = _copied(attention.bias_k), _copied(attention.bias_v)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Torch's own signature; `is_causal` is a hint about `attn_mask`, which is given with it."""
+        batched = query.dim() == 3
+        if not batched:
+            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        q, k, v = (self.get_submodule(f"{n}_proj")(x) for n, x in zip(_MAPS, (query, key, value), strict=True))
+        if self.bias_k is not None and self.bias_v is not None:
+            k, v = (torch.cat([x, b.expand(len(x), -1, -1)], 1) for x, b in ((k, self.bias_k), (v, self.bias_v)))
+        if self.add_zero_attn:
+            k, v = (torch.cat([x, x[:, :1] * 0], 1) for x in (k, v))
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
+        mask = _mask(q, k, key_padding_mask, attn_mask)
+        y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout if self.training else 0.0)
+        y = self.out_proj(y.transpose(1, 2).flatten(-2))
+        weights = _attention_weights(q, k, mask, average_attn_weights) if need_weights else None
+        if not batched:
+            return y.squeeze(0), None if weights is None else weights.squeeze(0)
+        return (y if self.batch_first else y.transpose(0, 1)), weights
+
+
+def _mask(q: Tensor, k: Tensor, padding: Tensor | None, given: Tensor | None) -> Tensor | None:
+    """What is added to the scores `[B, H, T, S]`; None where nothing is hidden."""
+    masks = []
+    for mask, shape in ((padding, (len(k), 1, 1, -1)), (given, None)):
+        if mask is None:
+            continue
+        hidden = (
+            torch.zeros_like(mask, dtype=q.dtype).masked_fill(mask, -torch.inf) if mask.dtype is torch.bool else mask
+        )
+        if shape is None:
+            shape = (1, 1, *mask.shape) if mask.dim() == 2 else (len(q), -1, *mask.shape[1:])
+        hidden = hidden.to(q.dtype).view(shape)
+        masks.append(F.pad(hidden, (0, k.shape[2] - hidden.shape[-1])))
+    return sum(masks[1:], masks[0]) if masks else None
+
+
+def _attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, average: bool) -> Tensor:
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    weights = (scores if mask is None else scores + mask).softmax(-1)
+    return weights.mean(1) if average else weights
+
+
+def _weights(attention: Any) -> tuple[nn.Parameter, ...]:
+    if attention._qkv_same_embed_dim:
+        parts: Any = attention.in_proj_weight.data.chunk(3)
+        return tuple(nn.Parameter(part.clone(), attention.in_proj_weight.requires_grad) for part in parts)
+    return tuple(_copied(getattr(attention, f"{name}_proj_weight")) for name in _MAPS)
+
+
+def _bias(attention: Any, name: str) -> nn.Parameter | None:
+    if attention.in_proj_bias is None:
+        return None
+    part = attention.in_proj_bias.data.chunk(3)[_MAPS.index(name)]
+    return nn.Parameter(part.clone(), attention.in_proj_bias.requires_grad)
+
+
+def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    layer.weight, layer.bias = weight, bias  # type: ignore[assignment]
+    return layer
+
+
+def _copied(parameter: nn.Parameter | None) -> Any:
+    """A parameter of its own with the same values."""
+    return None if parameter is None else nn.Parameter(parameter.data.clone(), parameter.requires_grad)
+
+
+def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Torch's own attention layers in a network, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if kind_of(module) is nn.MultiheadAttention and not is_changed(module)
+    }
+
+
+def open_attention(model: nn.Module) -> nn.Module:
+    """A copy of a network with its attention layers opened; a network that has none is given back as it is."""
+    layers = attention_layers(model)
+    if not layers:
+        return model
+    opened = replace_layers(model, {name: OpenAttention(layer) for name, layer in layers.items()})
+    for module in opened.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # which would read the weights of attention
+    return opened
+
+
+def close_attention(opened: nn.Module, model: nn.Module) -> nn.Module:
+    """The opened network, of whatever widths, with torch's own attention layers again."""
+    layers = attention_layers(model)
+    if not layers:
+        return opened
+    closed = replace_layers(
+        opened, {name: _closed(opened.get_submodule(name), layer, name) for name, layer in layers.items()}
+    )
+    given: dict[str, Any] = dict(model.named_modules())
+    for name, module in closed.named_modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = given[name].use_nested_tensor
+        if isinstance(module, nn.TransformerEncoderLayer) and type(module.linear1) is type(module.linear2) is nn.Linear:
+            module.activation_relu_or_gelu = given[name].activation_relu_or_gelu
+    return closed
+
+
+def _closed(opened: Any, attention: Any, name: str) -> nn.MultiheadAttention:
+    width, heads = opened.q_proj.out_features, opened.q_proj.out_features // opened.head_dim
+    ends = opened.q_proj.in_features, opened.out_proj.out_features
+    if ends != (width, width):
+        raise CannotNarrow(
+            f"layer {name!r} is a MultiheadAttention, which is as wide as its heads together, {heads} x "
+            f"{opened.head_dim}, and would read {ends[0]} and give {ends[1]} channels"
+        )
+    closed = copied(attention)
+    maps = [getattr(opened, f"{each}_proj") for each in _MAPS]
+    closed.embed_dim, closed.num_heads = width, heads
+    closed.kdim, closed.vdim = maps[1].in_features, maps[2].in_features
+    trained = maps[0].weight.requires_grad
+    if attention._qkv_same_embed_dim and closed.kdim == closed.vdim == width:
+        closed.in_proj_weight = nn.Parameter(torch.cat([each.weight.data for each in maps]), trained)
+    else:
+        closed._qkv_same_embed_dim, closed.in_proj_weight = False, None
+        for each, layer in zip(_MAPS, maps, strict=True):
+            setattr(closed, f"{each}_proj_weight", nn.Parameter(layer.weight.data, layer.weight.requires_grad))
+    if attention.in_proj_bias is not None:
+        biases = torch.cat([each.bias.data for each in maps])
+        closed.in_proj_bias = nn.Parameter(biases, attention.in_proj_bias.requires_grad)
+    out: Any = closed.out_proj
+    out.in_features = out.out_features = width
+    out.weight, out.bias = opened.out_proj.weight, opened.out_proj.bias
+    closed.bias_k, closed.bias_v = opened.bias_k, opened.bias_v
+    return closed
