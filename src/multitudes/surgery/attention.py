@@ -271,6 +271,13 @@ class HeadChoice:
         """The layers that attentions read from."""
         return {name for attention in self.found for name in attention.sources}
 
+    @property
+    def groups(self) -> dict[int, int]:
+        """How many query heads share a head of keys and values, before and after."""
+        return {
+            a.heads // a.shared: len(self.kept(a)[0]) // len(self.kept(a)[1]) for a in self.found if a.shared < a.heads
+        }
+
     def outputs(self, name: str, width: int, table: bool = False) -> Tensor | None:
         """The kept channels of a layer of some width; None where attention does not bind them.
 

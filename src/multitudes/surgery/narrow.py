@@ -47,6 +47,7 @@ from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, i
 from multitudes.surgery.narrow_config import filled, narrower_models, untrue_configs
 from multitudes.surgery.narrow_proof import prove, runs_like, standing_alone
 from multitudes.surgery.observe import example_for, executed, hooked, observing
+from multitudes.surgery.sizes import changed
 from multitudes.surgery.start import starting
 from multitudes.surgery.watch import Along, Watch, gives_output, loses_the_same
 
@@ -169,29 +170,30 @@ def _observed_copy(
     counts = {n: width_of(m) for n, m in _layers_of(built).items() if n in known and makes(known[n])}
     if counts.get(order[-1], 0) != width_of(known[order[-1]]):  # an output layer of the user's own
         counts.pop(order[-1], None)
-    cuts, heads, whole = _kept(model, example, known, order, factor, counts)
-    split = grouped - whole
+    watch, whole = _watched(model, example, known, order, factor, counts)
+    split, heads = grouped - whole, watch.heads
     cuts = {
         name: _grouped(known[name], cut, factor, gamma if name in split else 1, min_channels, heads, name)
-        for name, cut in cuts.items()
+        for name, cut in watch.cuts.items()
     }
     along = {**_along_built(model, cuts, heads, built), **_along(model, example, cuts, built)}
     cuts |= {name: cuts[other] for name, other in _twins(known, order).items()}
     narrowed = _cut(model, cuts, along)
+    changed(narrowed, [size for size in watch.sizes if not any(_within(size.owner[0], name) for name in built)])
     narrowed = filled(narrowed, built, [name for name in order[-1:] if name not in counts])
     prove(model, narrowed, cuts, example, along, heads.sources)
     return narrowed, cuts
 
 
-def _kept(
+def _watched(
     model: nn.Module,
     example: Input,
     known: dict[str, nn.Module],
     order: list[str],
     factor: float,
     counts: dict[str, int],
-) -> tuple[dict[str, Cut], HeadChoice, set[str]]:
-    """Every layer's cut, the heads that are kept, and the layers that are not split into groups.
+) -> tuple[Watch, set[str]]:
+    """Observe every layer's cut and the heads that are kept, and the layers that are not split into groups.
 
     Those are the first, frozen ones, and those that give the output. `counts` are the widths that layers of Hugging
     Face models have by their configurations.
@@ -217,7 +219,7 @@ def _kept(
             before = executed(model, example, known)
             whole |= set(before[: before.index(frozen[-1])])
             watch, _ = watched(whole)
-    return watch.cuts, watch.heads, whole | {order[0]}
+    return watch, whole | {order[0]}
 
 
 def _twins(known: dict[str, nn.Module], order: list[str]) -> dict[str, str]:
@@ -294,10 +296,14 @@ def _along(model: nn.Module, example: Input, cuts: Mapping[str, Cut], built: Map
     return {name: kept for name, kept in along.items() if loses_the_same(model, example, cuts, {name: kept})}
 
 
+def _within(name: str, outer: str) -> bool:
+    return not outer or name == outer or name.startswith(f"{outer}.")
+
+
 def _of_built(name: str, built: Mapping[str, nn.Module]) -> nn.Parameter | None:
     """The parameter of a narrower Hugging Face model by its name in the network."""
     for prefix, network in built.items():
-        if not prefix or name.startswith(f"{prefix}."):
+        if _within(name, prefix):
             return network.get_parameter(name.removeprefix(f"{prefix}.") if prefix else name)
     return None
 

@@ -23,6 +23,7 @@ from multitudes.surgery.cuts import (
     width_of,
 )
 from multitudes.surgery.observe import followed_attention, hooked, observing
+from multitudes.surgery.sizes import Size, followed_sizes, note_sizes
 
 __all__ = ["Along", "Watch", "gives_output", "loses_the_same"]
 
@@ -54,13 +55,17 @@ class Watch(Inside):
         self.heads, self.patterns, self.counts = heads, patterns, counts
         self.cuts: dict[str, Cut] = {}
         self.chosen: dict[tuple[int, int], Tensor] = {}  # one choice a width, so that channels that are added agree
+        self.sizes: list[Size] = []  # the numbers that the network holds
         self.mixer = ""  # what made all channels NaN of some, and where
 
     def run(self, model: nn.Module, example: Input, names: Collection[str]) -> Tensor:
         def see(name: str, layer: nn.Module, args: Any, y: Tensor) -> Tensor:
             return self.see(name, layer, args[0] if args else y, y)
 
-        with self.entered(model), followed_attention(), self, hooked(model, names, see):
+        with (
+            self.entered(model), followed_attention(), followed_sizes(model, names) as self.sizes,
+            self, hooked(model, names, see),
+        ):  # fmt: skip
             return call(model, example)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,6 +75,8 @@ class Watch(Inside):
                 "cannot be narrowed"
             )
         result = function(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():
+            note_sizes(getattr(function, "__name__", ""), args, kwargs or {}, result, self.heads.groups)
         if not self.mixer and isinstance(result, Tensor) and result.is_floating_point():
             self._look_for_a_mixer(function, (*args, *(kwargs or {}).values()), result)
         return result
