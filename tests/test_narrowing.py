@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import multitudes as mt
+from multitudes.surgery.attention import choose
 from multitudes.surgery.cuts import Cut, cut_layer
 from multitudes.surgery.layers import replace
 from multitudes.surgery.narrow_proof import prove
-from multitudes.surgery.attention import choose
 from tests.hard_networks import HARD
 from tests.of_parts import Of
 

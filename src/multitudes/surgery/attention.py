@@ -179,14 +179,11 @@ def _merged_heads(shape: Sequence[int], made: list[int], batch: int) -> int:
 
 def _shared_heads(made: list[int], heads: int) -> int:
     """How many heads of keys and values the last layers have made, counted in heads; as many as queries by default."""
-    own = []
-    if (made[-1] - heads) % 2 == 0:
-        own.append((made[-1] - heads) // 2)  # one layer for queries, keys and values
-    if len(made) == 3 and made[0] == heads and made[1] == made[2]:
-        own.append(made[2])
-    if len(made) > 1 and made[-2] == heads and made[-1] % 2 == 0:
-        own.append(made[-1] // 2)  # one for keys and values
-    return next((each for each in own if 0 < each <= heads and heads % each == 0), heads)
+    for shared in range(heads, 0, -1):
+        ways = made[-1:] == [heads + 2 * shared], made == [heads, shared, shared], made[-2:] == [heads, 2 * shared]
+        if heads % shared == 0 and any(ways):
+            return shared
+    return heads
 
 
 def observe_attention(
@@ -336,37 +333,19 @@ class HeadChoice:
         """How many heads are kept, of queries and of keys and values."""
         heads, shared, size = attention.heads, attention.shared, attention.size
         alike = [a for a in self.found if (a.heads, a.shared, a.size) == (heads, shared, size)]
-        sources = {n: self.widths[n] for a in alike for n in a.sources if self.widths[n] % size == 0}
-        makers = {n: w for n, w in sources.items() if w // size in (heads, shared, heads + 2 * shared, 2 * shared)}
-        if any(name in self.whole for name in makers):
+        made = {n: self.widths[n] // size for a in alike for n in a.sources if self.widths[n] % size == 0}
+        if any(n in self.whole and m in (heads, shared, heads + 2 * shared, 2 * shared) for n, m in made.items()):
             return heads, shared
-        kept_shared = math.ceil(round(shared * self.factor, 9))
-        kept = math.ceil(round(heads * self.factor, 9))
-        if any(name in self.counts for name in makers):
-            makers = {name: width for name, width in makers.items() if name in self.counts}
-            kept_shared = self._wanted(makers, shared, size, kept_shared)
-            kept = self._wanted(makers, heads, size, 0) or self._of_one(makers, attention, kept_shared)
-        return math.ceil(kept / kept_shared) * kept_shared, kept_shared
-
-    def _wanted(self, makers: Mapping[str, int], heads: int, size: int, default: int) -> int:
-        """How many of so many heads are wanted, by the wanted width of a layer that makes them alone."""
-        for name, width in makers.items():
-            if width == heads * size:
+        kept = {heads: math.ceil(round(heads * self.factor, 9)), shared: math.ceil(round(shared * self.factor, 9))}
+        for name, count in made.items():
+            if name in self.counts and count in kept:
                 if self.counts[name] % size:
                     raise CannotNarrow(
-                        f"layer {name!r} would make {self.counts[name]} of {width} channels, which are no whole heads "
-                        f"of {size}"
+                        f"layer {name!r} would make {self.counts[name]} of {count * size} channels, which are no whole "
+                        f"heads of {size}"
                     )
-                return self.counts[name] // size
-        return default
-
-    def _of_one(self, makers: Mapping[str, int], attention: Attention, kept_shared: int) -> int:
-        """How many query heads are wanted of a layer that makes keys and values as well."""
-        for name, width in makers.items():
-            if width == (attention.heads + 2 * attention.shared) * attention.size:
-                parts = self.counts[name] // attention.size
-                return parts // 3 if attention.heads == attention.shared else parts - 2 * kept_shared
-        return math.ceil(round(attention.heads * self.factor, 9))
+                kept[count] = self.counts[name] // size
+        return math.ceil(kept[heads] / kept[shared]) * kept[shared], kept[shared]
 
     def _of_source(self, attention: Attention, width: int) -> Tensor | None:
         """The kept channels of a layer of some width that an attention reads from."""
@@ -380,19 +359,13 @@ class HeadChoice:
         return _blocks(*alone[width]) if width in alone else None
 
     def _fused(self, attention: Attention, parts: list[tuple[int, Tensor]]) -> Tensor:
-        size = attention.size
-        if not attention.heads_first:
-            starts = [sum(count for count, _ in parts[:index]) * size for index in range(len(parts))]
-            return torch.cat([start + _blocks(kept, size) for start, (_, kept) in zip(starts, parts, strict=True)])
-        keys = parts[-1][1]
-        each = [count // attention.shared for count, _ in parts]  # heads in each group
-        places = []
-        for key in keys.tolist():
-            begin = key * sum(each)
-            for index, (_, kept) in enumerate(parts):
-                own = kept[kept // each[index] == key] - key * each[index]
-                places.append(begin + sum(each[:index]) + own)
-        return _blocks(torch.cat(places), size)
+        """The kept channels of a layer that makes several parts of some heads, one after the other or head by head."""
+        groups = attention.shared if attention.heads_first else 1
+        stays = [
+            group * (count // groups) + head in kept
+            for group in range(groups) for count, kept in parts for head in range(count // groups)
+        ]  # fmt: skip
+        return _blocks(torch.tensor(stays).nonzero()[:, 0], attention.size)
 
 
 def _within(name: str, outer: str) -> bool:

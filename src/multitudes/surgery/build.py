@@ -67,7 +67,7 @@ def built_at(build: Build, width: float, count: int, whole: nn.Module, example: 
     first: nn.Module | None = None
     given: list[nn.Module] = []
     for _ in range(count):
-        network = _call(build, width)
+        network = plain(_call(build, width))
         if any(network is other for other in given):
             raise ValueError("model must build a new network whenever it is called, got the same one twice")
         if first is None:
@@ -77,7 +77,7 @@ def built_at(build: Build, width: float, count: int, whole: nn.Module, example: 
         elif difference := _difference(first, network):
             raise ValueError(f"model({width:g}) must build the same architecture in every call, but {difference}")
         given.append(network)
-        yield plain(network)
+        yield network
 
 
 def _call(build: Build, width: float) -> nn.Module:

@@ -44,7 +44,7 @@ from multitudes.surgery.cuts import (
     width_of,
 )
 from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, is_frozen, replace, select
-from multitudes.surgery.narrow_config import filled, narrower_models, untrue_configs
+from multitudes.surgery.narrow_config import follow_configs, narrower_models, untrue_configs
 from multitudes.surgery.narrow_proof import prove, runs_like, standing_alone
 from multitudes.surgery.observe import example_for, executed, hooked, observing
 from multitudes.surgery.sizes import changed
@@ -176,11 +176,11 @@ def _observed_copy(
         name: _grouped(known[name], cut, factor, gamma if name in split else 1, min_channels, heads, name)
         for name, cut in watch.cuts.items()
     }
-    along = {**_along_built(model, cuts, heads, built), **_along(model, example, cuts, built)}
+    along = _along(model, example, cuts, heads, built)
     cuts |= {name: cuts[other] for name, other in _twins(known, order).items()}
     narrowed = _cut(model, cuts, along)
     changed(narrowed, [size for size in watch.sizes if not any(_within(size.owner[0], name) for name in built)])
-    narrowed = filled(narrowed, built, [name for name in order[-1:] if name not in counts])
+    follow_configs(narrowed, built, [name for name in order[-1:] if name not in counts])
     prove(model, narrowed, cuts, example, along, heads.sources)
     return narrowed, cuts
 
@@ -274,26 +274,49 @@ def _closed(narrowed: nn.Module, model: nn.Module, example: Input) -> nn.Module:
 # -- parameters that stand alone ---------------------------------------------------------------------------
 
 
-def _along(model: nn.Module, example: Input, cuts: Mapping[str, Cut], built: Mapping[str, nn.Module]) -> Along:
-    """The cuts of trained parameters that meet channels which are cut: along the last axis of a width that fits.
+def _along(
+    model: nn.Module, example: Input, cuts: Mapping[str, Cut], heads: HeadChoice, built: Mapping[str, nn.Module]
+) -> Along:
+    """The cuts of parameters: in Hugging Face models to what they are in the narrower ones, elsewhere where they meet
+    channels that are cut.
 
-    What such a parameter would lose must be what the layers behind it lose, which is observed.
+    What such a parameter would lose along the last axis of a width that fits must be what the layers behind it lose,
+    which is observed.
     """
-    made = {name: model.get_submodule(name) for name in cuts}
-    widths = {
-        width_of(layer): cuts[name].outputs
-        for name, layer in made.items()
-        if makes(layer) and not is_depthwise(layer) and len(cuts[name].outputs) < width_of(layer)
-    }
+    layers = [(width_of(layer), cut.outputs) for layer, cut in _made(model, cuts)]
+    widths = {width: kept for width, kept in layers if len(kept) < width}
+    exact = {(width, len(kept)): kept for width, kept in layers}
+    fixed: dict[str, tuple[tuple[int, Tensor], ...]] = {}
     along: dict[str, tuple[tuple[int, Tensor], ...]] = {}
     for name in standing_alone(model):
-        parameter = model.get_parameter(name)
-        fitting = [axis for axis, size in enumerate(parameter.shape) if size in widths]
-        if fitting and parameter.requires_grad and _of_built(name, built) is None:
-            along[name] = ((fitting[-1], widths[parameter.shape[fitting[-1]]]),)
-    if not along or loses_the_same(model, example, cuts, along):
-        return along
-    return {name: kept for name, kept in along.items() if loses_the_same(model, example, cuts, {name: kept})}
+        whole, small = model.get_parameter(name), _of_built(name, built)
+        if small is not None:
+            near = {(h, len(k)): k for at in ("", name.rpartition(".")[0]) for h, k in heads.inside(at).items()}
+            fixed[name] = _between(name, whole.shape, small.shape, exact | near)
+        elif whole.requires_grad and (fitting := [axis for axis, size in enumerate(whole.shape) if size in widths]):
+            along[name] = ((fitting[-1], widths[whole.shape[fitting[-1]]]),)
+    if along and not loses_the_same(model, example, cuts, along):
+        along = {name: kept for name, kept in along.items() if loses_the_same(model, example, cuts, {name: kept})}
+    return fixed | along
+
+
+def _made(model: nn.Module, cuts: Mapping[str, Cut]) -> list[tuple[nn.Module, Cut]]:
+    """The layers that make channels of their own, and their cuts."""
+    layers = [(model.get_submodule(name), cut) for name, cut in cuts.items()]
+    return [(layer, cut) for layer, cut in layers if makes(layer) and not is_depthwise(layer)]
+
+
+def _between(
+    name: str, whole: torch.Size, small: torch.Size, kept: Mapping[tuple[int, int], Tensor]
+) -> tuple[tuple[int, Tensor], ...]:
+    """The axes along which two shapes differ, and the entries that are kept of each."""
+    axes = [(axis, pair) for axis, pair in enumerate(zip(whole, small, strict=True)) if pair[0] != pair[1]]
+    if missing := [pair for _, pair in axes if pair not in kept]:
+        raise CannotNarrow(
+            f"parameter {name!r} would have {missing[0][1]} of {missing[0][0]} entries, and no layer keeps as many "
+            "channels"
+        )
+    return tuple((axis, kept[pair]) for axis, pair in axes)
 
 
 def _within(name: str, outer: str) -> bool:
@@ -306,34 +329,6 @@ def _of_built(name: str, built: Mapping[str, nn.Module]) -> nn.Parameter | None:
         if _within(name, prefix):
             return network.get_parameter(name.removeprefix(f"{prefix}.") if prefix else name)
     return None
-
-
-def _along_built(
-    model: nn.Module, cuts: Mapping[str, Cut], heads: HeadChoice, built: Mapping[str, nn.Module]
-) -> dict[str, tuple[tuple[int, Tensor], ...]]:
-    """How parameters that stand alone in Hugging Face models are cut to what they are in the narrower ones."""
-    layers = {name: model.get_submodule(name) for name in cuts}
-    kept = {
-        (width_of(layer), len(cuts[name].outputs)): cuts[name].outputs for name, layer in layers.items() if makes(layer)
-    }
-    along: dict[str, tuple[tuple[int, Tensor], ...]] = {}
-    for name in standing_alone(model):
-        small = _of_built(name, built)
-        if small is None:
-            continue
-        whole = model.get_parameter(name)
-        near = {(h, len(k)): k for place in ("", name.rpartition(".")[0]) for h, k in heads.inside(place).items()}
-        axes = {
-            axis: pair for axis, pair in enumerate(zip(whole.shape, small.shape, strict=True)) if pair[0] != pair[1]
-        }
-        if missing := [pair for pair in axes.values() if pair not in near and pair not in kept]:
-            raise CannotNarrow(
-                f"parameter {name!r} would have {missing[0][1]} of {missing[0][0]} entries, and no layer keeps as many "
-                "channels"
-            )
-        if axes:
-            along[name] = tuple((axis, near[pair] if pair in near else kept[pair]) for axis, pair in axes.items())
-    return along
 
 
 # -- cut ---------------------------------------------------------------------------------------------------

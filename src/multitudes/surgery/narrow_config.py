@@ -14,12 +14,11 @@ from typing import Any
 
 from torch import nn
 
-from multitudes.core.copying import copied
 from multitudes.core.seeding import seeded
 from multitudes.surgery.cuts import CannotNarrow, GroupedLinear
 from multitudes.surgery.initialise import is_hugging_face
 
-__all__ = ["filled", "narrowed_config", "narrower_models", "untrue_configs"]
+__all__ = ["follow_configs", "narrowed_config", "narrower_models", "untrue_configs"]
 
 _WIDTHS = (
     "intermediate_size", "hidden_dim", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "d_inner",
@@ -209,46 +208,38 @@ def _structure(network: nn.Module) -> list[Any]:
     return [*modules, *[name for name, _ in network.named_parameters()]]
 
 
-def filled(narrowed: nn.Module, built: Mapping[str, nn.Module], own: Collection[str]) -> nn.Module:
-    """The narrowed network in which Hugging Face models are those that were built, with its weights.
+def follow_configs(narrowed: nn.Module, built: Mapping[str, nn.Module], own: Collection[str]) -> None:
+    """Give narrowed Hugging Face models the configurations, sizes and computed buffers of those that were built.
 
-    Layers of `own` are not of the configuration's widths, and are those of the narrowed network.
+    Layers of `own` are not of the configuration's widths.
     """
     for name, network in built.items():
-        cut, fresh = narrowed.get_submodule(name), copied(network)
-        for each, layer in cut.named_modules():
-            if isinstance(layer, GroupedLinear) or (f"{name}.{each}" if name else each) in own:
-                fresh.set_submodule(each, layer)
-        for each, parameter in cut.named_parameters():
-            other = fresh.get_parameter(each)
-            if other.shape != parameter.shape:
+        cut: Any = narrowed.get_submodule(name)
+        for (each, parameter), other in zip(cut.named_parameters(), network.parameters(), strict=True):
+            layer = f"{name}.{each}" if name else each
+            grouped = isinstance(cut.get_submodule(each.rpartition(".")[0]), GroupedLinear)
+            if parameter.shape != other.shape and not grouped and layer.rpartition(".")[0] not in own:
                 raise CannotNarrow(
                     f"{each!r} is {list(other.shape)} in the narrower {type(cut).__name__} of its configuration, and "
                     f"{list(parameter.shape)} by what was observed"
                 )
-            other.data, other.requires_grad = parameter.data, parameter.requires_grad
-        _take_settings(cut, fresh)
-        if not name:
-            return fresh
-        narrowed.set_submodule(name, fresh)
-        for module in narrowed.modules():  # which may hold the configuration as well
-            held = [key for key, value in vars(module).items() if value is cut.config]
+        before, after = cut.config, copy.deepcopy(network.config)
+        for each, other_module in network.named_modules():
+            module: Any = cut.get_submodule(each)
+            if type(module) is type(other_module) and (f"{name}.{each}" if name else each) not in own:
+                _take_sizes(module, other_module)
+        for module in narrowed.modules():
+            held = [key for key, value in vars(module).items() if value is before]
             for key in held:
-                setattr(module, key, fresh.config)
-    return narrowed
+                setattr(module, key, after)
 
 
-def _take_settings(cut: nn.Module, fresh: nn.Module) -> None:
-    """Buffers, modes and what a user has added, of modules that were built anew."""
-    others = dict(fresh.named_modules())
-    for name, module in cut.named_modules():
-        other = others[name]
-        for key, buffer in module._buffers.items():
-            mine = other._buffers.get(key)
-            kept = key not in module._non_persistent_buffers_set  # others are computed of the configuration
-            if kept and buffer is not None and mine is not None and buffer.shape == mine.shape:
-                other._buffers[key] = buffer
-        other.training = module.training
-        for key, value in vars(module).items():
-            if key not in vars(other) and not key.startswith("_"):
-                setattr(other, key, value)
+def _take_sizes(module: nn.Module, other: nn.Module) -> None:
+    """Take the numbers, and the buffers that are computed from a configuration, of a narrower module."""
+    torchs = type(module).__module__.startswith("torch.nn")  # whose other numbers, as a rate of dropout, are the user's
+    for key, value in vars(other).items():
+        sized = type(value) in (int, tuple, list) or (type(value) is float and not torchs)
+        if sized and not key.startswith("_") and key in vars(module):
+            vars(module)[key] = copy.copy(value)
+    for key in other._non_persistent_buffers_set:
+        module._buffers[key] = None if (buffer := other._buffers[key]) is None else buffer.clone()
