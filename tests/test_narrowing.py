@@ -208,7 +208,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "in_training": (
         lambda: Of(lambda net, x: net.head(net.body(x)) + (net.aux(net.body(x)) if net.training else 0.0),
                    body=nn.Linear(6, 16), head=nn.Linear(16, 2), aux=nn.Linear(16, 2)), (6,),
-        r"layer 'aux' \(Linear\) runs in training and not in evaluation",
+        r"layer 'aux' does not run on the example in evaluation",
     ),
 }  # fmt: skip
 

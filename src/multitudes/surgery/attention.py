@@ -408,10 +408,10 @@ class OpenAttention(nn.MultiheadAttention):
         self.batch_first, self.dropout = attention.batch_first, attention.dropout
         self.add_zero_attn = attention.add_zero_attn
         self.in_proj_bias, self._qkv_same_embed_dim = None, False  # type: ignore[assignment]
-        for name, weight in zip(_MAPS, _weights(attention), strict=True):
-            setattr(self, f"{name}_proj", _linear(weight, _bias(attention, name)))
-        self.out_proj = copied(attention.out_proj)
-        self.bias_k, self.bias_v = _copied(attention.bias_k), _copied(attention.bias_v)
+        for index, name in enumerate(_MAPS):
+            setattr(self, f"{name}_proj", _projection(attention, index))
+        own = copied(attention)
+        self.out_proj, self.bias_k, self.bias_v = own.out_proj, own.bias_k, own.bias_v
 
     def forward(
         self,
@@ -468,29 +468,16 @@ def _attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, average: bool)
     return weights.mean(1) if average else weights
 
 
-def _weights(attention: Any) -> tuple[nn.Parameter, ...]:
-    if attention._qkv_same_embed_dim:
-        parts: Any = attention.in_proj_weight.data.chunk(3)
-        return tuple(nn.Parameter(part.clone(), attention.in_proj_weight.requires_grad) for part in parts)
-    return tuple(_copied(getattr(attention, f"{name}_proj_weight")) for name in _MAPS)
-
-
-def _bias(attention: Any, name: str) -> nn.Parameter | None:
-    if attention.in_proj_bias is None:
-        return None
-    part = attention.in_proj_bias.data.chunk(3)[_MAPS.index(name)]
-    return nn.Parameter(part.clone(), attention.in_proj_bias.requires_grad)
-
-
-def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
+def _projection(attention: Any, index: int) -> nn.Linear:
+    """The map of queries, keys or values as a linear layer."""
+    whole, fused = attention.in_proj_weight, attention._qkv_same_embed_dim
+    whole = whole if fused else getattr(attention, f"{_MAPS[index]}_proj_weight")
+    weight, bias = whole.data.chunk(3)[index] if fused else whole.data, attention.in_proj_bias
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
-    layer.weight, layer.bias = weight, bias  # type: ignore[assignment]
+    layer.weight = nn.Parameter(weight.clone(), whole.requires_grad)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.data.chunk(3)[index].clone(), bias.requires_grad)
     return layer
-
-
-def _copied(parameter: nn.Parameter | None) -> Any:
-    """A parameter of its own with the same values."""
-    return None if parameter is None else nn.Parameter(parameter.data.clone(), parameter.requires_grad)
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -20,7 +20,7 @@ from multitudes.core.calling import Input, call, plain_attention
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.multitude import Multitude
-from multitudes.core.proof import alike, unmoved
+from multitudes.core.proof import alike
 from multitudes.core.seeding import seeded
 from multitudes.surgery.activation_size import keep_scale
 from multitudes.surgery.affine import is_computed, kind_of
@@ -46,7 +46,7 @@ from multitudes.surgery.cuts import (
 from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, is_frozen, replace, select
 from multitudes.surgery.narrow_config import follow_configs, narrower_models, untrue_configs
 from multitudes.surgery.narrow_proof import prove, runs_like, standing_alone
-from multitudes.surgery.observe import example_for, executed, hooked, observing
+from multitudes.surgery.observe import example_for, executed, observing
 from multitudes.surgery.sizes import changed
 from multitudes.surgery.start import starting
 from multitudes.surgery.watch import Along, Watch, gives_output, loses_the_same
@@ -166,7 +166,6 @@ def _observed_copy(
     order = executed(model, example, [name for name, module in known.items() if makes(module)])
     if not order:
         raise CannotNarrow(f"model ({type(model).__name__}) has no layer that can be narrowed")
-    _check_reached(model, known, example)
     counts = {n: width_of(m) for n, m in _layers_of(built).items() if n in known and makes(known[n])}
     if counts.get(order[-1], 0) != width_of(known[order[-1]]):  # an output layer of the user's own
         counts.pop(order[-1], None)
@@ -367,27 +366,6 @@ def _cut_frozen(model: nn.Module, cuts: dict[str, Cut]) -> list[str]:
     """The layers with frozen parameters that would lose inputs, in the order in which they run."""
     frozen = {name: model.get_submodule(name) for name in cuts if is_frozen(model.get_submodule(name))}
     return [name for name, layer in frozen.items() if len(cuts[name].inputs) < inputs_of(layer)]
-
-
-def _check_reached(model: nn.Module, known: dict[str, nn.Module], example: Input) -> None:
-    """A layer that runs in training alone is not observed, and would keep its width."""
-    reached: list[str] = []
-    with hooked(model, known, lambda name, *_: reached.append(name)), unmoved(model, ()), torch.no_grad():
-        modes = [(module, module.training) for module in model.modules()]
-        try:
-            call(model.train(), example)
-        except (RuntimeError, ValueError):  # as batch norms do of a single row
-            return
-        finally:
-            for module, mode in modes:
-                module.training = mode
-    evaluated = set(executed(model, example, known))
-    missing = [name for name in dict.fromkeys(reached) if name not in evaluated]
-    if missing:
-        raise CannotNarrow(
-            f"layer {missing[0]!r} ({type(known[missing[0]]).__name__}) runs in training and not in evaluation, where "
-            "the network is observed, so it cannot be narrowed"
-        )
 
 
 def _check_layers(model: nn.Module) -> None:

@@ -60,7 +60,8 @@ class Watch(Inside):
 
     def run(self, model: nn.Module, example: Input, names: Collection[str]) -> Tensor:
         def see(name: str, layer: nn.Module, args: Any, y: Tensor) -> Tensor:
-            return self.see(name, layer, args[0] if args else y, y)
+            with torch._C.DisableTorchFunction():
+                return self.see(name, layer, args[0] if args else y, y)
 
         with (
             self.entered(model), followed_attention(), followed_sizes(model, names) as self.sizes,
@@ -101,10 +102,6 @@ class Watch(Inside):
 
     def see(self, name: str, layer: Any, x: Tensor, y: Tensor) -> Tensor:
         """Note what a layer keeps, and let its dropped channels be NaN."""
-        with torch._C.DisableTorchFunction():
-            return self._see(name, layer, x, y)
-
-    def _see(self, name: str, layer: Any, x: Tensor, y: Tensor) -> Tensor:
         embedding = isinstance(layer, nn.Embedding)
         dropped: Any = None if embedding else x.isnan().movedim(input_axis(layer), 0)
         if self._is_of_each_head(layer, dropped):
