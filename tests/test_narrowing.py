@@ -60,6 +60,37 @@ def quarters() -> nn.Module:
     return Of(forward, one=nn.Linear(6, 16), head=nn.Linear(4, 4))
 
 
+def thirds() -> nn.Module:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        first, second, third = net.one(x).split(net.size, -1)
+        return net.head(first * second.sigmoid() + third)
+
+    return Of(forward, one=nn.Linear(6, 36), head=nn.Linear(12, 4), size=12)
+
+
+def halves() -> nn.Module:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.one(x)
+        half = x.shape[-1] // 2
+        return net.head(x[..., :half] * x[..., half:].relu())
+
+    return Of(forward, one=nn.Linear(6, 16), head=nn.Linear(8, 4))
+
+
+def shuffled() -> nn.Module:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.one(x)
+        x = x.view(len(x), net.groups, -1, *x.shape[2:]).transpose(1, 2).reshape(x.shape)
+        return net.head(net.two(x).mean((2, 3)))
+
+    parts = {"one": nn.Conv2d(3, 16, 1), "two": nn.Conv2d(16, 8, 3, groups=2), "head": nn.Linear(8, 4)}
+    return Of(forward, **parts, groups=2)
+
+
+def held_in_a_layer() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Unflatten(-1, (16, 1)), nn.Flatten(1), nn.ReLU(), nn.Linear(16, 4))
+
+
 def shifted_by_zeros() -> nn.Module:
     def forward(net: Any, x: Tensor) -> Tensor:
         x = net.one(x)
@@ -81,6 +112,13 @@ NARROWED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "shifted": (shifted_by_zeros, (5, 6)),
     "gated": (lambda: nn.Sequential(nn.Linear(6, 16), nn.GLU(-1), nn.Linear(8, 4)), (6,)),
     "quarters": (quarters, (6,)),
+    "thirds": (thirds, (6,)),
+    "halves": (halves, (6,)),
+    "shuffled": (shuffled, (3, 6, 6)),
+    "channel_shuffle": (
+        lambda: nn.Sequential(nn.Conv2d(3, 16, 1), nn.ChannelShuffle(2), nn.Conv2d(16, 4, 1, groups=2)), (3, 4, 4),
+    ),
+    "held": (held_in_a_layer, (6,)),
     "pixel_shuffle": (
         lambda: nn.Sequential(nn.Conv2d(3, 32, 1), nn.PixelShuffle(2), nn.Conv2d(8, 4, 1)), (3, 4, 4),
     ),

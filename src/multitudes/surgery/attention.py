@@ -42,6 +42,7 @@ Pattern = tuple[int, int]
 
 _PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
 _PARTS = {"chunk", "split", "tensor_split", "glu", "__getitem__"}
+_GROUPS = {"view", "reshape", "unflatten", "channel_shuffle", "pixel_shuffle"}
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,8 @@ class _Trace(Inside):
                 self.sizes[tuple(result.shape)] = tensors[name == "baddbmm"].shape[-1]
             elif name == "softmax" and tensors[0].dim() > 2 and tuple(tensors[0].shape) in self.sizes:
                 self._note(tensors[:1], self.sizes[tuple(tensors[0].shape)])
-            elif name in _PARTS or name == "pixel_shuffle":
-                self._take_apart(name, tensors[0], result)
+            elif name in _PARTS | _GROUPS:
+                self._take_apart(name, tensors[0], result, args)
         return result
 
     def _note(self, scores: list[Tensor], size: int, keys: Sequence[int] | None = None) -> None:
@@ -143,11 +144,16 @@ class _Trace(Inside):
             self.lost.append((_has_nan(first), _has_nan(scores)))
             return
 
-    def _take_apart(self, name: str, x: Tensor, result: Any) -> None:
+    def _take_apart(self, name: str, x: Tensor, result: Any, args: Sequence[Any]) -> None:
         """Record that an axis is taken apart into equal parts, or in blocks."""
         part = result[0] if isinstance(result, (tuple, list)) else result
         if name == "pixel_shuffle":
             self._add(x.shape[-3], 1, x.shape[-3] // part.shape[-3])
+        elif name == "channel_shuffle":
+            self._add(x.shape[1], int(args[1]), 1)
+        elif name in _GROUPS:  # of feature maps: `[B, C, H, W] -> [B, groups, C / groups, H, W]`
+            if x.dim() > 3 and part.shape[3:] == x.shape[2:] and part.shape[:1] == x.shape[:1]:
+                self._add(x.shape[1], part.shape[1], 1)
         elif part.dim() == x.dim():
             for size, own in zip(x.shape, part.shape, strict=True):
                 parts = size // own if 1 < own < size and size % own == 0 else 1

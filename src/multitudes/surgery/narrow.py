@@ -169,6 +169,7 @@ def _observed_copy(
     counts = {n: width_of(m) for n, m in _layers_of(built).items() if n in known and makes(known[n])}
     if counts.get(order[-1], 0) != width_of(known[order[-1]]):  # an output layer of the user's own
         counts.pop(order[-1], None)
+    twins = _twins(known, order)
     watch, whole = _watched(model, example, known, order, factor, counts)
     split, heads = grouped - whole, watch.heads
     cuts = {
@@ -176,7 +177,7 @@ def _observed_copy(
         for name, cut in watch.cuts.items()
     }
     along = _along(model, example, cuts, heads, built)
-    cuts |= {name: cuts[other] for name, other in _twins(known, order).items()}
+    cuts |= {name: cuts[other] for name, other in twins.items()}
     narrowed = _cut(model, cuts, along)
     changed(narrowed, [size for size in watch.sizes if not any(_within(size.owner[0], name) for name in built)])
     follow_configs(narrowed, built, [name for name in order[-1:] if name not in counts])
