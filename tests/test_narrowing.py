@@ -68,6 +68,25 @@ def thirds() -> nn.Module:
     return Of(forward, one=nn.Linear(6, 36), head=nn.Linear(12, 4), size=12)
 
 
+def slices() -> nn.Module:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.one(x)
+        third = x.shape[-1] // 3
+        return net.head(x[..., :third] * x[..., third : 2 * third].relu() + x[..., 2 * third :])
+
+    return Of(forward, one=nn.Linear(6, 36), head=nn.Linear(12, 4))
+
+
+def pixels() -> nn.Module:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.one(x)
+        rows, width, high, wide = x.shape
+        x = x.view(rows, width // 4, 2, 2, high, wide).permute(0, 1, 4, 2, 5, 3)
+        return net.head(x.reshape(rows, width // 4, 2 * high, 2 * wide).mean((2, 3)))
+
+    return Of(forward, one=nn.Conv2d(3, 32, 1), head=nn.Linear(8, 4))
+
+
 def halves() -> nn.Module:
     def forward(net: Any, x: Tensor) -> Tensor:
         x = net.one(x)
@@ -114,6 +133,8 @@ NARROWED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "quarters": (quarters, (6,)),
     "thirds": (thirds, (6,)),
     "halves": (halves, (6,)),
+    "slices": (slices, (6,)),
+    "pixels": (pixels, (3, 4, 4)),
     "shuffled": (shuffled, (3, 6, 6)),
     "channel_shuffle": (
         lambda: nn.Sequential(nn.Conv2d(3, 16, 1), nn.ChannelShuffle(2), nn.Conv2d(16, 4, 1, groups=2)), (3, 4, 4),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import multitudes as mt
 from multitudes.surgery.attention import Attention, HeadChoice, OpenAttention
 from multitudes.surgery.narrow import narrowed_copy
-from tests.attention_networks import ATTENTION, INPUT, Grouped, Language, Net, Own, OwnNorm, Softmax
+from tests.attention_networks import ATTENTION, INPUT, Grouped, Language, Net, Own, OwnNorm, Rearranged, Softmax
 from tests.of_parts import Of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*stayed as in model")
@@ -277,6 +277,16 @@ def test_a_network_that_is_all_residual_is_refused_by_its_numbers() -> None:
         ValueError, match="as wide as its heads together, 2 x 4, and would read 16 and give 16 channels"
     ):
         mt.packed(model, 2, 1, example=torch.randn(2, 5, 16))
+
+
+def test_einops_is_followed() -> None:
+    pytest.importorskip("einops")
+    torch.manual_seed(0)
+    model, x = Net(Rearranged).eval(), torch.randn(4, *INPUT)
+    member = mt.packed(model, 2, 1, example=x, init="pretrained", seed=0).member(0)
+    attention = member.blocks[0].attention
+    assert (attention.heads, attention.to_qkv.out_features, attention.scale) == (2, 48, 8**-0.5)
+    assert model.blocks[0].attention.heads == 4 and type(model.blocks[0].attention.heads) is int
 
 
 def over_channels(net: nn.Module, x: Tensor) -> Tensor:

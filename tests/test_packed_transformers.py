@@ -286,6 +286,32 @@ def test_a_model_whose_channels_cannot_be_followed_is_fresh_by_its_configuration
         mt.packed(model, 2, 1, example=x, init="pretrained")
 
 
+def test_a_function_of_the_width_packs_what_cannot_be_followed() -> None:
+    """A Fourier transform mixes all channels."""
+
+    def build(width: float) -> nn.Module:
+        sizes = {"hidden_size": round(32 * width), "intermediate_size": round(64 * width), "num_hidden_layers": 1}
+        return hugging_face("FNetForSequenceClassification", "FNetConfig", sizes | {"vocab_size": 50, "num_labels": 5})
+
+    x = {"input_ids": torch.randint(5, 50, (2, 7))}
+    with pytest.raises(ValueError, match=r"mixed on their way.*packed\(build, \.\.\.\), where build\(width\)"):
+        mt.packed(build(1.0), 2, 1, example=x, init="pretrained")
+    with pytest.raises(ValueError, match="builds the same network every time"):  # `hugging_face` sets a seed
+        mt.packed(build, 2, 1, example=x)
+    seeds = iter(range(9))
+
+    def seeded(width: float) -> nn.Module:
+        network = build(width)
+        torch.manual_seed(next(seeds))
+        network.classifier.reset_parameters()
+        return network
+
+    net = mt.packed(seeded, 2, 1, example=x).eval()
+    net.runner = "loop"
+    torch.testing.assert_close(net(x), torch.stack([logits(net.member(index), x) for index in range(2)]))
+    assert net.member(1).config.hidden_size == 16
+
+
 @pytest.mark.slow
 def test_a_packed_vit_s_has_the_parameters_of_one() -> None:
     config = {

@@ -151,13 +151,17 @@ class _Trace(Inside):
             self._add(x.shape[-3], 1, x.shape[-3] // part.shape[-3])
         elif name == "channel_shuffle":
             self._add(x.shape[1], int(args[1]), 1)
-        elif name in _GROUPS:  # of feature maps: `[B, C, H, W] -> [B, groups, C / groups, H, W]`
-            if x.dim() > 3 and part.shape[3:] == x.shape[2:] and part.shape[:1] == x.shape[:1]:
-                self._add(x.shape[1], part.shape[1], 1)
+        elif (
+            name in _GROUPS
+        ):  # of feature maps: `[B, C, H, W] -> [B, groups, C / groups, H, W]`, or `[B, C / 4, 2, 2, ...]`
+            channels = part.shape[1 : part.dim() - x.dim() + 2]
+            if x.dim() > 3 and (*x.shape[:1], *channels, *x.shape[2:]) == tuple(part.shape) and len(channels) in (2, 3):
+                whole = len(channels) == 2
+                self._add(x.shape[1], channels[0] if whole else 1, 1 if whole else math.prod(channels[1:]))
         elif part.dim() == x.dim():
             for size, own in zip(x.shape, part.shape, strict=True):
                 parts = size // own if 1 < own < size and size % own == 0 else 1
-                if parts > 1 and (name != "__getitem__" or parts == 2):
+                if parts > 1 and (name != "__getitem__" or parts < 5):
                     self._add(size, parts, 1)
 
     def _add(self, size: int, parts: int, block: int) -> None:

@@ -280,8 +280,8 @@ def _along(
     """The cuts of parameters: in Hugging Face models to what they are in the narrower ones, elsewhere where they meet
     channels that are cut.
 
-    What such a parameter would lose along the last axis of a width that fits must be what the layers behind it lose,
-    which is observed.
+    What such a parameter would lose along the last axis of a width, or of a number of heads, that fits must be what the
+    layers behind it lose, which is observed.
     """
     layers = [(width_of(layer), cut.outputs) for layer, cut in _made(model, cuts)]
     widths = {width: kept for width, kept in layers if len(kept) < width}
@@ -290,11 +290,15 @@ def _along(
     along: dict[str, tuple[tuple[int, Tensor], ...]] = {}
     for name in standing_alone(model):
         whole, small = model.get_parameter(name), _of_built(name, built)
+        near = heads.inside(name.rpartition(".")[0])
         if small is not None:
-            near = {(h, len(k)): k for at in ("", name.rpartition(".")[0]) for h, k in heads.inside(at).items()}
-            fixed[name] = _between(name, whole.shape, small.shape, exact | near)
-        elif whole.requires_grad and (fitting := [axis for axis, size in enumerate(whole.shape) if size in widths]):
-            along[name] = ((fitting[-1], widths[whole.shape[fitting[-1]]]),)
+            counts = {(size, len(kept)): kept for size, kept in (*heads.inside("").items(), *near.items())}
+            fixed[name] = _between(name, whole.shape, small.shape, exact | counts)
+            continue
+        lost = widths if any(size in widths for size in whole.shape) else near
+        fitting = [axis for axis, size in enumerate(whole.shape) if len(lost.get(size, range(size))) < size]
+        if fitting and whole.requires_grad:
+            along[name] = ((fitting[-1], lost[whole.shape[fitting[-1]]]),)
     if along and not loses_the_same(model, example, cuts, along):
         along = {name: kept for name, kept in along.items() if loses_the_same(model, example, cuts, {name: kept})}
     return fixed | along

@@ -15,12 +15,17 @@ Owner = tuple[str, ...]
 
 
 class Size(int):
-    """A number that a network holds; it knows what holds it, and how many entries are kept of axes of that size."""
+    """A number that a network holds; it knows what holds it, and how many entries are kept of axes of that size.
+
+    Its hash is its own, so that no cache, as einops has one, answers with a number from another run.
+    """
 
     owner: Owner
     key: str
     position: int
     kept: set[int]
+
+    __hash__ = object.__hash__
 
     @classmethod
     def of(cls, value: int, owner: Owner, key: str, position: int = 0) -> Size:
@@ -94,8 +99,8 @@ def note_sizes(
         return
     else:
         for size in flat if name == "repeat_interleave" else ():
-            if isinstance(size, Size) and size in groups:
-                size.kept.add(groups[size])
+            if isinstance(size, Size) and int(size) in groups:
+                size.kept.add(groups[int(size)])
         return
     for axis, size in axes:
         if isinstance(size, Size):

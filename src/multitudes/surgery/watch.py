@@ -63,10 +63,15 @@ class Watch(Inside):
             with torch._C.DisableTorchFunction():
                 return self.see(name, layer, args[0] if args else y, y)
 
-        with (
-            self.entered(model), followed_attention(), followed_sizes(model, names) as self.sizes,
-            self, hooked(model, names, see),
-        ):  # fmt: skip
+        try:
+            with followed_sizes(model, names) as self.sizes:
+                return self._run(model, example, names, see)
+        except KeyError:  # of a table whose keys are numbers that the network holds
+            self.sizes, self.inside, self.cuts = [], [], {}
+            return self._run(model, example, names, see)
+
+    def _run(self, model: nn.Module, example: Input, names: Collection[str], see: Any) -> Tensor:
+        with self.entered(model), followed_attention(), self, hooked(model, names, see):
             return call(model, example)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
