@@ -207,7 +207,7 @@ def test_a_configuration_that_cannot_tell_the_widths_is_warned_of(monkeypatch: p
     model, x = build("convnext")
     monkeypatch.setattr("multitudes.surgery.narrow_config.narrowed_config", lambda config, factor: config)
     with pytest.warns(
-        UserWarning, match="the configuration of ConvNextForImageClassification cannot tell the narrowed"
+        UserWarning, match="the configuration of ConvNextForImageClassification cannot express the narrowed"
     ):
         small = mt.narrow(model, 0.5, example=x, init="pretrained")
     assert parameters(small) < 0.4 * parameters(model)

@@ -23,7 +23,7 @@ from multitudes.core.members import Members
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.build import Build, build_function, built_at, refuse_options, whole_network
 from multitudes.surgery.layers import Factory, Selector
-from multitudes.surgery.narrow import narrowed_copy, rescaled, told, warn_of_whole
+from multitudes.surgery.narrow import layer_notes, narrowed_copy, rescaled, warn_of_whole
 from multitudes.surgery.observe import example_for
 from multitudes.surgery.start import starting
 
@@ -58,7 +58,7 @@ def packed(
     Widths are rounded up where they do not divide: those of attention to whole heads, whose size stays. Hugging Face's
     models are narrowed by their own configurations, so that a member can be saved and loaded as one. `gamma` is not
     applied to the first and the last layer, nor where a subgroup would have fewer than `min_channels` inputs, and only
-    to layers that `layers` selects; `net.summary()` tells every layer's widths and gamma.
+    to layers that `layers` selects; `net.summary()` shows every layer's widths and gamma.
 
     With `init="pretrained"` each member starts from its own selection of the model's channels and heads, scaled so that
     activations are as large as they were; so it does of what a function builds that is given as `model`, and with
@@ -90,7 +90,7 @@ def packed(
             whole = start.another()
             if index == 0 or not start.redraws:
                 network, cuts = narrowed_copy(whole, alpha / members, gamma, min_channels, layers, x, start.redraws)
-                notes.update(told(cuts, network))
+                notes.update(layer_notes(cuts, network))
             if index == 0 and alpha < members:
                 warn_of_whole(whole, network, members)
             yield start.begin(copied(network) if start.redraws else rescaled(network, whole, cuts, x))

@@ -147,8 +147,8 @@ def _widths(model: nn.Module, narrow: nn.Module) -> dict[str, Cut]:
 def _warn_of_configs(narrowed: nn.Module, model: nn.Module) -> None:
     if (wrong := untrue_configs(narrowed)) and not untrue_configs(model):
         warnings.warn(
-            f"the configuration of {', '.join(wrong)} cannot tell the narrowed widths: members predict and are saved "
-            "by mt.save, but save_pretrained gives what from_pretrained does not load",
+            f"the configuration of {', '.join(wrong)} cannot express the narrowed widths: members predict and are "
+            "saved by mt.save, but save_pretrained gives what from_pretrained does not load",
             stacklevel=4,
         )
 
@@ -404,8 +404,8 @@ def warn_of_whole(model: nn.Module, narrowed: nn.Module, members: int = 1) -> No
         )
 
 
-def told(cuts: dict[str, Cut], network: nn.Module) -> dict[str, str]:
-    """What became of layers, by their names in the narrowed network: torch's attention has its queries' heads."""
+def layer_notes(cuts: dict[str, Cut], network: nn.Module) -> dict[str, str]:
+    """Notes for `summary()` by the names of layers in the narrowed network; torch's attention has its queries' note."""
     there = dict(network.named_modules())
     notes = {name.removesuffix(".q_proj"): cut.note for name, cut in cuts.items() if name not in there}
     return {n: text for n, text in notes.items() if n in there} | {n: c.note for n, c in cuts.items() if n in there}
@@ -439,6 +439,6 @@ def _grouped(layer: Any, cut: Cut, factor: float, gamma: int, min_channels: int,
         and len(cut.inputs) // (own * g) >= min_channels)
     )  # fmt: skip
     rounded = f", rounded up from {exact:g}" if width != len(cut.outputs) > exact + 1e-9 else ""
-    bound = f", {told}" if (told := heads.note(name, width)) else ""
+    bound = f", {said}" if (said := heads.note(name, width)) else ""
     note = f"{len(cut.inputs)} -> {len(cut.outputs)}{bound}, gamma {used}{'' if bound else rounded}"
     return Cut(cut.inputs, cut.outputs, used, note)
