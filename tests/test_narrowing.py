@@ -68,6 +68,19 @@ def thirds() -> nn.Module:
     return Of(forward, one=nn.Linear(6, 36), head=nn.Linear(12, 4), size=12)
 
 
+@torch.jit.script
+def times(x: Tensor, number: int) -> Tensor:
+    return x * number
+
+
+def scripted() -> nn.Module:
+    """Compiled functions take plain numbers only."""
+    return Of(
+        lambda net, x: net.head(times(net.one(x), net.number).relu()),
+        one=nn.Linear(6, 16), head=nn.Linear(16, 4), number=3,
+    )  # fmt: skip
+
+
 def slices() -> nn.Module:
     def forward(net: Any, x: Tensor) -> Tensor:
         x = net.one(x)
@@ -134,6 +147,7 @@ NARROWED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "thirds": (thirds, (6,)),
     "halves": (halves, (6,)),
     "slices": (slices, (6,)),
+    "scripted": (scripted, (6,)),
     "pixels": (pixels, (3, 4, 4)),
     "shuffled": (shuffled, (3, 6, 6)),
     "channel_shuffle": (

@@ -66,7 +66,7 @@ class Watch(Inside):
         try:
             with followed_sizes(model, names) as self.sizes:
                 return self._run(model, example, names, see)
-        except KeyError:  # of a table whose keys are numbers that the network holds
+        except (KeyError, TypeError, RuntimeError):  # as of a table whose keys are held numbers, or a scripted function
             self.sizes, self.inside, self.cuts = [], [], {}
             return self._run(model, example, names, see)
 
