@@ -135,6 +135,49 @@ class Held(nn.Module):
         return self.c_proj((weights @ v).transpose(1, 2).contiguous().view(rows, length, width))
 
 
+class Rearranged(nn.Module):
+    """Heads are taken apart by einops, which computes the sizes itself."""
+
+    def __init__(self, dim: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.scale = heads, (dim // heads) ** -0.5
+        self.to_qkv, self.to_out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from einops import rearrange
+
+        q, k, v = (rearrange(t, "b n (h d) -> b h n d", h=self.heads) for t in self.to_qkv(x).chunk(3, -1))
+        y = torch.matmul((torch.matmul(q, k.mT) * self.scale).softmax(-1), v)
+        return self.to_out(rearrange(y, "b h n d -> b n (h d)"))
+
+
+class Relative(nn.Module):
+    """A table of relative positions with an entry for each head."""
+
+    def __init__(self, dim: int = 32, heads: int = 4, length: int = 5) -> None:
+        super().__init__()
+        self.num_heads, self.length = heads, length
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.table = nn.Parameter(torch.randn(2 * length - 1, heads))
+        steps = torch.arange(length)
+        self.register_buffer("index", steps.unsqueeze(1) - steps + length - 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        q, k, v = self.qkv(x).reshape(rows, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        scores = q @ k.mT * k.shape[-1] ** -0.5 + self.table[self.index].permute(2, 0, 1)
+        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(rows, length, width))
+
+
+class Keyed(Relative):
+    """A number that is held is the key of a table."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * {5: 0.5, 6: 1.0}[self.length]
+        q, k, v = self.qkv(x).unflatten(-1, (3, -1, 8)).permute(2, 0, 3, 1, 4)
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
 class Block(nn.Module):
     def __init__(self, attention: nn.Module, dim: int = 32, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
@@ -285,6 +328,8 @@ ATTENTION: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "held": (
         lambda: Net(Held), {"blocks.0.attention.config.n_head": 2, "blocks.0.attention.config.block_size": 32},
     ),
+    "relative": (lambda: Net(Relative), {"blocks.1.attention.num_heads": 2}),
+    "keyed": (lambda: Net(Keyed), {"blocks.0.attention.length": 5}),
     "padded": (Padded, {"encoder.layers.1.self_attn.num_heads": 2}),
     "two_sizes": (TwoSizes, {"few.attention.num_heads": 2, "many.attention.num_heads": 4}),
     "maps": (Maps, {"heads": 2, "qkv.out_channels": 48}),

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import multitudes as mt
+from multitudes.surgery.attention import choose
 from multitudes.surgery.cuts import Cut, cut_layer
 from multitudes.surgery.layers import replace
 from multitudes.surgery.narrow_proof import prove
-from multitudes.surgery.watch import choose
 from tests.hard_networks import HARD
 from tests.of_parts import Of
 
@@ -60,6 +60,69 @@ def quarters() -> nn.Module:
     return Of(forward, one=nn.Linear(6, 16), head=nn.Linear(4, 4))
 
 
+def thirds() -> nn.Module:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        first, second, third = net.one(x).split(net.size, -1)
+        return net.head(first * second.sigmoid() + third)
+
+    return Of(forward, one=nn.Linear(6, 36), head=nn.Linear(12, 4), size=12)
+
+
+@torch.jit.script
+def times(x: Tensor, number: int) -> Tensor:
+    return x * number
+
+
+def scripted() -> nn.Module:
+    """Compiled functions take plain numbers only."""
+    return Of(
+        lambda net, x: net.head(times(net.one(x), net.number).relu()),
+        one=nn.Linear(6, 16), head=nn.Linear(16, 4), number=3,
+    )  # fmt: skip
+
+
+def slices() -> nn.Module:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.one(x)
+        third = x.shape[-1] // 3
+        return net.head(x[..., :third] * x[..., third : 2 * third].relu() + x[..., 2 * third :])
+
+    return Of(forward, one=nn.Linear(6, 36), head=nn.Linear(12, 4))
+
+
+def pixels() -> nn.Module:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.one(x)
+        rows, width, high, wide = x.shape
+        x = x.view(rows, width // 4, 2, 2, high, wide).permute(0, 1, 4, 2, 5, 3)
+        return net.head(x.reshape(rows, width // 4, 2 * high, 2 * wide).mean((2, 3)))
+
+    return Of(forward, one=nn.Conv2d(3, 32, 1), head=nn.Linear(8, 4))
+
+
+def halves() -> nn.Module:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.one(x)
+        half = x.shape[-1] // 2
+        return net.head(x[..., :half] * x[..., half:].relu())
+
+    return Of(forward, one=nn.Linear(6, 16), head=nn.Linear(8, 4))
+
+
+def shuffled() -> nn.Module:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.one(x)
+        x = x.view(len(x), net.groups, -1, *x.shape[2:]).transpose(1, 2).reshape(x.shape)
+        return net.head(net.two(x).mean((2, 3)))
+
+    parts = {"one": nn.Conv2d(3, 16, 1), "two": nn.Conv2d(16, 8, 3, groups=2), "head": nn.Linear(8, 4)}
+    return Of(forward, **parts, groups=2)
+
+
+def held_in_a_layer() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Unflatten(-1, (16, 1)), nn.Flatten(1), nn.ReLU(), nn.Linear(16, 4))
+
+
 def shifted_by_zeros() -> nn.Module:
     def forward(net: Any, x: Tensor) -> Tensor:
         x = net.one(x)
@@ -81,6 +144,16 @@ NARROWED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "shifted": (shifted_by_zeros, (5, 6)),
     "gated": (lambda: nn.Sequential(nn.Linear(6, 16), nn.GLU(-1), nn.Linear(8, 4)), (6,)),
     "quarters": (quarters, (6,)),
+    "thirds": (thirds, (6,)),
+    "halves": (halves, (6,)),
+    "slices": (slices, (6,)),
+    "scripted": (scripted, (6,)),
+    "pixels": (pixels, (3, 4, 4)),
+    "shuffled": (shuffled, (3, 6, 6)),
+    "channel_shuffle": (
+        lambda: nn.Sequential(nn.Conv2d(3, 16, 1), nn.ChannelShuffle(2), nn.Conv2d(16, 4, 1, groups=2)), (3, 4, 4),
+    ),
+    "held": (held_in_a_layer, (6,)),
     "pixel_shuffle": (
         lambda: nn.Sequential(nn.Conv2d(3, 32, 1), nn.PixelShuffle(2), nn.Conv2d(8, 4, 1)), (3, 4, 4),
     ),
@@ -208,7 +281,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "in_training": (
         lambda: Of(lambda net, x: net.head(net.body(x)) + (net.aux(net.body(x)) if net.training else 0.0),
                    body=nn.Linear(6, 16), head=nn.Linear(16, 2), aux=nn.Linear(16, 2)), (6,),
-        r"layer 'aux' \(Linear\) runs in training and not in evaluation",
+        r"layer 'aux' does not run on the example in evaluation",
     ),
 }  # fmt: skip
 

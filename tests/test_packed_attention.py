@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.surgery.attended import Attention, HeadChoice
+from multitudes.surgery.attention import Attention, HeadChoice, OpenAttention
 from multitudes.surgery.narrow import narrowed_copy
-from multitudes.surgery.opened_attention import OpenAttention
-from tests.attention_networks import ATTENTION, INPUT, Grouped, Language, Net, Own, OwnNorm, Softmax
+from tests.attention_networks import ATTENTION, INPUT, Grouped, Language, Net, Own, OwnNorm, Rearranged, Softmax
 from tests.of_parts import Of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*stayed as in model")
@@ -130,9 +129,9 @@ def test_one_layer_for_queries_keys_and_values_keeps_the_same_heads_of_each(
         table = [("q", k * group + g) if g < group else ("kv", k) for k in range(shared) for g in range(group + 2)]
     else:
         table = [("q", h) for h in range(heads)] + [("kv", k) for _ in range(2) for k in range(shared)]
-    attention = Attention("", ("qkv",), heads, shared, size)
+    attention = Attention("", ("qkv",), heads, shared, size, heads_first)
     width = len(table) * size
-    choice = HeadChoice([attention], {"qkv": width}, 0.5, torch.Generator().manual_seed(0), heads_first=heads_first)
+    choice = HeadChoice([attention], {"qkv": width}, 0.5, torch.Generator().manual_seed(0))
     kept = choice.outputs("qkv", width)
     assert kept is not None
     owners = [table[channel // size] for channel in kept.tolist()]
@@ -278,6 +277,16 @@ def test_a_network_that_is_all_residual_is_refused_by_its_numbers() -> None:
         ValueError, match="as wide as its heads together, 2 x 4, and would read 16 and give 16 channels"
     ):
         mt.packed(model, 2, 1, example=torch.randn(2, 5, 16))
+
+
+def test_einops_is_followed() -> None:
+    pytest.importorskip("einops")
+    torch.manual_seed(0)
+    model, x = Net(Rearranged).eval(), torch.randn(4, *INPUT)
+    member = mt.packed(model, 2, 1, example=x, init="pretrained", seed=0).member(0)
+    attention = member.blocks[0].attention
+    assert (attention.heads, attention.to_qkv.out_features, attention.scale) == (2, 48, 8**-0.5)
+    assert model.blocks[0].attention.heads == 4 and type(model.blocks[0].attention.heads) is int
 
 
 def over_channels(net: nn.Module, x: Tensor) -> Tensor:

@@ -207,7 +207,7 @@ def test_a_configuration_that_cannot_tell_the_widths_is_warned_of(monkeypatch: p
     model, x = build("convnext")
     monkeypatch.setattr("multitudes.surgery.narrow_config.narrowed_config", lambda config, factor: config)
     with pytest.warns(
-        UserWarning, match="the configuration of ConvNextForImageClassification cannot tell the narrowed"
+        UserWarning, match="the configuration of ConvNextForImageClassification cannot express the narrowed"
     ):
         small = mt.narrow(model, 0.5, example=x, init="pretrained")
     assert parameters(small) < 0.4 * parameters(model)
@@ -284,6 +284,32 @@ def test_a_model_whose_channels_cannot_be_followed_is_fresh_by_its_configuration
         ValueError, match=r"mixed on their way by einsum in layer '.*rel_attn' \(XLNetRelativeAttention\)"
     ):
         mt.packed(model, 2, 1, example=x, init="pretrained")
+
+
+def test_a_function_of_the_width_packs_what_cannot_be_followed() -> None:
+    """A Fourier transform mixes all channels."""
+
+    def build(width: float) -> nn.Module:
+        sizes = {"hidden_size": round(32 * width), "intermediate_size": round(64 * width), "num_hidden_layers": 1}
+        return hugging_face("FNetForSequenceClassification", "FNetConfig", sizes | {"vocab_size": 50, "num_labels": 5})
+
+    x = {"input_ids": torch.randint(5, 50, (2, 7))}
+    with pytest.raises(ValueError, match=r"mixed on their way.*packed\(build, \.\.\.\), where build\(width\)"):
+        mt.packed(build(1.0), 2, 1, example=x, init="pretrained")
+    with pytest.raises(ValueError, match="builds the same network every time"):  # `hugging_face` sets a seed
+        mt.packed(build, 2, 1, example=x)
+    seeds = iter(range(9))
+
+    def seeded(width: float) -> nn.Module:
+        network = build(width)
+        torch.manual_seed(next(seeds))
+        network.classifier.reset_parameters()
+        return network
+
+    net = mt.packed(seeded, 2, 1, example=x).eval()
+    net.runner = "loop"
+    torch.testing.assert_close(net(x), torch.stack([logits(net.member(index), x) for index in range(2)]))
+    assert net.member(1).config.hidden_size == 16
 
 
 @pytest.mark.slow

@@ -11,10 +11,10 @@ from torch import nn
 
 import multitudes as mt
 from multitudes.core.shared import MemberLayer
+from multitudes.surgery.attention import choose
 from multitudes.surgery.initialise import redraw
 from multitudes.surgery.layers import PRODUCTS, replace, select
 from multitudes.surgery.observe import example_for
-from multitudes.surgery.watch import choose
 from tests.cases import CLASSES, NETWORKS, Cnn
 from tests.hard_networks import DenseBlock, UNet
 from tests.of_parts import Of

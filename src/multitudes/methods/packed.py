@@ -21,14 +21,15 @@ from multitudes.core.checks import check_count, check_number
 from multitudes.core.copying import copied
 from multitudes.core.members import Members
 from multitudes.methods.registry import Method, by
+from multitudes.surgery.build import Build, build_function, built_at, refuse_options, whole_network
 from multitudes.surgery.layers import Factory, Selector
-from multitudes.surgery.narrow import narrowed_copy, rescaled, told, warn_of_whole
+from multitudes.surgery.narrow import layer_notes, narrowed_copy, rescaled, warn_of_whole
 from multitudes.surgery.observe import example_for
 from multitudes.surgery.start import starting
 
 
 def packed(
-    model: nn.Module | Factory,
+    model: nn.Module | Factory | Build,
     members: int = 4,
     alpha: float | None = None,
     gamma: int = 1,
@@ -43,11 +44,21 @@ def packed(
 ) -> Members:
     """A Packed-Ensemble-(alpha, M, gamma) of `model`, which is left as it was.
 
+    Members are narrowed copies of `model`, or, exactly as you want them, what a function of the width constructs:
+
+        def build(width: float) -> nn.Module:
+            return MyNetwork(channels=round(64 * width), heads=round(8 * width))
+
+        net = mt.packed(build, members=4, alpha=2)  # each member is a build(0.5) of its own
+
+    `build(1.0)` is the network that inputs, outputs and the size in `net.summary()` are compared with. `gamma`,
+    `min_channels`, `layers`, `init` and `heads` belong to networks that are narrowed here, not to such a function.
+
     `alpha` is above 0 and at most `members`, where every member is as wide as the model; by default 2.
     Widths are rounded up where they do not divide: those of attention to whole heads, whose size stays. Hugging Face's
     models are narrowed by their own configurations, so that a member can be saved and loaded as one. `gamma` is not
     applied to the first and the last layer, nor where a subgroup would have fewer than `min_channels` inputs, and only
-    to layers that `layers` selects; `net.summary()` tells every layer's widths and gamma.
+    to layers that `layers` selects; `net.summary()` shows every layer's widths and gamma.
 
     With `init="pretrained"` each member starts from its own selection of the model's channels and heads, scaled so that
     activations are as large as they were; so it does of what a function builds that is given as `model`, and with
@@ -64,7 +75,10 @@ def packed(
     >>> net.member(0)[0]
     Linear(in_features=8, out_features=32, bias=True)
     """
-    start = starting(model, members, init, heads, example=example, seed=seed)
+    if (build := build_function(model)) is not None:
+        refuse_options(gamma, min_channels, layers, init, heads)
+        return _packed_by(build, members, alpha, example, task, seed)
+    start = starting(model, members, init, heads, example=example, seed=seed)  # type: ignore[arg-type]
     alpha = min(2, members) if alpha is None else alpha
     check_number("alpha", alpha, 0, high=members, above=True)
     check_count("gamma", gamma)
@@ -76,7 +90,7 @@ def packed(
             whole = start.another()
             if index == 0 or not start.redraws:
                 network, cuts = narrowed_copy(whole, alpha / members, gamma, min_channels, layers, x, start.redraws)
-                notes.update(told(cuts, network))
+                notes.update(layer_notes(cuts, network))
             if index == 0 and alpha < members:
                 warn_of_whole(whole, network, members)
             yield start.begin(copied(network) if start.redraws else rescaled(network, whole, cuts, x))
@@ -86,6 +100,20 @@ def packed(
         net = Members(start.apart(networks(), ways_out), members).like(start.given, task)
     net.notes = start.noted(notes)
     net.notes["total"] = f"alpha {alpha:g}, gamma {gamma}, {_size(net, start.network)}"
+    return net
+
+
+def _packed_by(
+    build: Build, members: int, alpha: float | None, example: Input | None, task: str | None, seed: int | None
+) -> Members:
+    """The Packed-Ensemble whose members `build(alpha / members)` constructs."""
+    start = starting(lambda: whole_network(build), members, None, seed=seed)
+    alpha = min(2, members) if alpha is None else alpha
+    check_number("alpha", alpha, 0, high=members, above=True)
+    with start.seeded():
+        networks = built_at(build, alpha / members, members, start.network, example)
+        net = Members(start.apart(networks, "set no seed in it"), members).like(start.given, task)
+    net.notes["total"] = f"alpha {alpha:g}, build({alpha / members:g}), {_size(net, start.network)}"
     return net
 
 

@@ -1,17 +1,22 @@
-"""Cuts: smaller layers of the same class, with the kept channels' weights."""
+"""Cuts: smaller layers of the same class, with the kept channels' weights.
+
+Torch's own classes are known. The channels of any other class are observed: one with nothing but a matrix and a vector
+may compute an affine map, and one with a number for each channel may treat its channels independently, as norms do.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from multitudes.core.copying import copied
-from multitudes.surgery.affine import is_computed, kind_of
-from multitudes.surgery.foreign import channel_axis, cut_affine, cut_channels, foreign_map
+from multitudes.surgery.affine import AffineMap, computes, is_computed, kind_of, maps_of
 from multitudes.surgery.layers import CONVOLUTIONS, PRODUCTS, TRANSPOSED
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -19,6 +24,16 @@ INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 LAST_NORMS = (nn.LayerNorm, nn.RMSNorm)
 FOLLOWING: tuple[type[nn.Module], ...] = (*BATCH_NORMS, *INSTANCE_NORMS, nn.GroupNorm, *LAST_NORMS, nn.PReLU)
 """Layers whose outputs are their inputs' channels."""
+
+
+class CannotNarrow(ValueError):
+    """The reason why a network cannot be narrowed, and the two ways out."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"{reason}; pass a function instead, packed(build, ...), where build(width) constructs the network at that "
+            "fraction of its width, or keep it whole, by deep_ensemble"
+        )
 
 
 @dataclass(frozen=True)
@@ -99,7 +114,7 @@ def output_axis(layer: nn.Module) -> int:
 def inputs_of(layer: Any) -> int:
     """The number of channels that a layer reads."""
     if channel_axis(layer) is not None:
-        return next(parameter.shape[-1] for parameter in layer.parameters())
+        return _numbers(layer)
     if isinstance(layer, LAST_NORMS):
         return int(layer.normalized_shape[0])
     if (affine := foreign_map(layer)) is not None:
@@ -115,31 +130,28 @@ def is_depthwise(layer: Any) -> bool:
 
 def cut_layer(layer: Any, cut: Cut, name: str) -> nn.Module:
     """A smaller layer of the same class, with the kept channels' weights."""
-    inputs, outputs = len(cut.inputs), len(cut.outputs)
     if channel_axis(layer) is not None:
-        return cut_channels(layer, cut.inputs, name)
-    if foreign_map(layer) is not None:
-        return cut_affine(layer, cut.inputs, cut.outputs, name)
-    small = copied(layer)
-    if isinstance(layer, LAST_NORMS):
-        small.normalized_shape = (inputs, *layer.normalized_shape[1:])
-        return _indexed(small, cut.inputs)
-    if isinstance(layer, nn.PReLU):
-        if layer.num_parameters == 1:
-            return small
-        small.num_parameters = inputs
-        return _indexed(small, cut.inputs)
-    if isinstance(layer, nn.GroupNorm):
-        small.num_channels, small.num_groups = inputs, norm_groups(layer, inputs)
-        return _indexed(small, cut.inputs)
-    if follows(layer):
-        small.num_features = inputs
-        return _indexed(small, cut.inputs)
+        return _cut_norm(layer, cut.inputs, name)
+    if (affine := foreign_map(layer)) is not None:
+        return _cut_map(layer, affine, cut, name)
+    small, inputs = copied(layer), len(cut.inputs)
     if isinstance(layer, nn.Embedding):
-        small.embedding_dim = outputs
+        small.embedding_dim = len(cut.outputs)
         small.weight = nn.Parameter(layer.weight.data[:, cut.outputs].clone(), layer.weight.requires_grad)
         return small
-    return _cut_product(layer, small, cut, name)
+    if not follows(layer):
+        return _cut_product(layer, small, cut, name)
+    if isinstance(layer, LAST_NORMS):
+        small.normalized_shape = (inputs, *layer.normalized_shape[1:])
+    elif isinstance(layer, nn.GroupNorm):
+        small.num_channels, small.num_groups = inputs, norm_groups(layer, inputs)
+    elif not isinstance(layer, nn.PReLU):
+        small.num_features = inputs
+    elif layer.num_parameters == 1:
+        return small
+    else:
+        small.num_parameters = inputs
+    return _indexed(small, cut.inputs)
 
 
 def _cut_product(layer: Any, small: Any, cut: Cut, name: str) -> nn.Module:
@@ -147,7 +159,7 @@ def _cut_product(layer: Any, small: Any, cut: Cut, name: str) -> nn.Module:
     linear = isinstance(layer, nn.Linear)
     groups = (inputs if is_depthwise(layer) else getattr(layer, "groups", 1)) * cut.gamma
     if inputs % groups or outputs % groups:
-        raise ValueError(f"layer {name!r} has {groups} groups, which do not divide its narrowed width of {inputs}")
+        raise CannotNarrow(f"layer {name!r} has {groups} groups, which do not divide its narrowed width of {inputs}")
     if linear:
         if cut.gamma > 1:
             small = GroupedLinear(inputs, outputs, groups, layer.bias is not None).to(layer.weight)
@@ -170,7 +182,7 @@ def _cut_weight(layer: Any, cut: Cut, groups: int, name: str) -> Tensor:
     kept = cut.inputs.view(groups, -1).repeat_interleave(len(cut.outputs) // groups, 0)  # [O', I'/groups]
     local = kept - (cut.outputs * own // weight.shape[0] * each).unsqueeze(1)
     if int(local.min()) < 0 or int(local.max()) >= each:
-        raise ValueError(f"layer {name!r} has {own} groups of {each} inputs, which its narrowed width does not fit")
+        raise CannotNarrow(f"layer {name!r} has {own} groups of {each} inputs, which its narrowed width does not fit")
     small = weight[cut.outputs.unsqueeze(1), local]
     if transposed:
         small = small.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
@@ -182,11 +194,142 @@ def norm_groups(layer: nn.GroupNorm, width: int) -> int:
     return next(g for g in range(layer.num_groups, 0, -1) if width % g == 0)
 
 
-def _indexed(layer: nn.Module, index: Tensor) -> nn.Module:
-    """Keep the indexed entries of all of a layer's per-channel parameters and buffers."""
+def _indexed(layer: nn.Module, kept: Tensor) -> nn.Module:
+    """Keep some entries of all of a layer's per-channel parameters and buffers."""
+    axis = 0 if _inherits(layer, FOLLOWING) else -1
     for name, parameter in layer.named_parameters():
-        setattr(layer, name, nn.Parameter(parameter.data[index].clone(), parameter.requires_grad))
+        values = parameter.data.index_select(axis, kept.to(parameter.device))
+        setattr(layer, name, nn.Parameter(values, parameter.requires_grad))
     for name, buffer in layer.named_buffers():
         if buffer.dim():
-            setattr(layer, name, buffer[index].clone())
+            setattr(layer, name, buffer.index_select(axis, kept.to(buffer.device)))
     return layer
+
+
+# -- layers of other classes ---------------------------------------------------------------------------------
+
+_maps: WeakKeyDictionary[nn.Module, AffineMap | None] = WeakKeyDictionary()
+_norms: WeakKeyDictionary[nn.Module, tuple[int, int] | None] = WeakKeyDictionary()
+
+
+def foreign_map(layer: nn.Module) -> AffineMap | None:
+    """The affine map that a layer of another class computes, as Hugging Face's `Conv1D` does; None where none is."""
+    if layer not in _maps:
+        own = (
+            kind_of(layer) is None
+            and not isinstance(layer, nn.Embedding)
+            and any(p is not None for p in layer._parameters.values())
+        )
+        found = maps_of(layer) if own else ()
+        _maps[layer] = found[0] if len(found) == 1 else None
+    return _maps[layer]
+
+
+def channel_axis(layer: nn.Module) -> int | None:
+    """The axis of channels of a layer of another class that follows them, as norms and scales do; else None.
+
+    Such a layer has a number for each channel in each of its parameters, and with permuted channels and numbers it
+    gives the permuted output.
+    """
+    found = _observed_norm(layer)
+    return None if found is None else found[0]
+
+
+def _observed_norm(layer: nn.Module) -> tuple[int, int] | None:
+    """The axis of channels, and how many dimensions the inputs have."""
+    if layer not in _norms:
+        able = _has_one_number_a_channel(layer)
+        _norms[layer] = next((form for form in ((-1, 3), (-1, 4), (1, 4)) if able and _permutes(layer, form)), None)
+    return _norms[layer]
+
+
+def _has_one_number_a_channel(layer: nn.Module) -> bool:
+    parameters = [p for p in layer._parameters.values() if p is not None]
+    tensors = [*parameters, *(b for b in layer._buffers.values() if b is not None and b.dim())]
+    sizes = {size for t in tensors for size in (t.numel(), t.shape[-1] if t.dim() else 1)}
+    foreign = not type(layer).forward.__module__.startswith(("torch.", "multitudes.")) and "forward" not in vars(layer)
+    return bool(parameters) and len(sizes) == 1 and min(sizes) > 1 and foreign and not layer._modules
+
+
+@torch.no_grad()
+def _permutes(layer: nn.Module, form: tuple[int, int]) -> bool:
+    axis, width, generator = form[0], _numbers(layer), torch.Generator().manual_seed(0)
+    x = torch.randn(_shape(form, width), generator=generator, dtype=torch.float64)
+    order = torch.randperm(width, generator=generator)
+    order = order.flip(0) if torch.equal(order, torch.arange(width)) else order
+    values = [torch.rand(width, generator=generator, dtype=torch.float64) + 0.5 for _ in layer.parameters()]
+    try:
+        y = _answer(layer, values, x)
+        z = _answer(layer, [value[order] for value in values], x.index_select(axis, order))
+    except Exception:  # whatever a user's own code may raise: it is no layer of this kind
+        return False
+    same = isinstance(y, Tensor) and isinstance(z, Tensor) and y.shape == x.shape == z.shape
+    return same and torch.allclose(y.index_select(axis, order), z, equal_nan=True)
+
+
+def _numbers(layer: nn.Module) -> int:
+    return next(parameter.shape[-1] for parameter in layer.parameters())
+
+
+def _shape(form: tuple[int, int], width: int) -> list[int]:
+    shape = [2, 3, 3, 3][: form[1]]
+    shape[form[0]] = width
+    return shape
+
+
+def _answer(layer: nn.Module, values: Sequence[Tensor], x: Tensor) -> Tensor:
+    """The output of a bare copy of a layer whose parameters have other values."""
+    bare = copied(layer).cpu().double().eval()
+    bare._forward_hooks.clear()
+    bare._forward_pre_hooks.clear()
+    for parameter, value in zip(bare.parameters(), values, strict=True):
+        parameter.data = value.view(parameter.shape)
+    with torch.random.fork_rng([]):
+        y: Tensor = bare(x)
+    return y
+
+
+def _cut_map(layer: Any, affine: AffineMap, cut: Cut, name: str) -> nn.Module:
+    """A smaller layer that computes its affine map; whole numbers that it holds of its widths follow."""
+    small, weight = copied(layer), layer.weight.data
+    for axis, kept in ((affine.inputs, cut.inputs), (affine.outputs, cut.outputs)):
+        weight = weight.index_select(axis, kept.to(weight.device))
+    small.weight = nn.Parameter(weight.clone(), layer.weight.requires_grad)
+    if layer._parameters.get("bias") is not None:
+        small.bias = nn.Parameter(layer.bias.data[cut.outputs].clone(), layer.bias.requires_grad)
+    follow = dict(zip(affine.widths(layer.weight.shape), (len(cut.inputs), len(cut.outputs)), strict=True))
+    held = {key: value for key, value in vars(layer).items() if type(value) is int}
+    vars(small).update({key: follow.get(value, value) for key, value in held.items()})
+    if not computes(small, affine):
+        raise CannotNarrow(f"layer {name!r} ({type(layer).__name__}) computes something else when its widths change")
+    return small
+
+
+def _cut_norm(layer: nn.Module, kept: Tensor, name: str) -> nn.Module:
+    """A smaller layer with the kept channels' numbers; its width, where it holds that or a root of it, follows."""
+    width, count = _numbers(layer), len(kept)
+    small = _indexed(copied(layer), kept)
+    follow: dict[Any, Any] = {width: count, (width,): (count,)} | {width**p: count**p for p in (0.5, -0.5)}
+    for key, value in vars(layer).items():
+        if isinstance(value, int | float | tuple) and not isinstance(value, bool) and value in follow:
+            vars(small)[key] = type(value)(follow[value])
+    if not _answers_alike(layer, small, math.gcd(width, count)):
+        raise CannotNarrow(
+            f"layer {name!r} ({type(layer).__name__}) computes with its width of {width}, which cannot be narrowed"
+        )
+    return small
+
+
+@torch.no_grad()
+def _answers_alike(layer: nn.Module, small: nn.Module, width: int) -> bool:
+    """Whether both give the same for channels that repeat, so that neither counts its channels."""
+    form, generator = _observed_norm(layer), torch.Generator().manual_seed(0)
+    assert form is not None
+    x = torch.randn(_shape(form, width), generator=generator, dtype=torch.float64)
+    values = [torch.rand(width, generator=generator, dtype=torch.float64) + 0.5 for _ in layer.parameters()]
+    answers = []
+    for each in (layer, small):
+        times = _numbers(each) // width
+        y = _answer(each, [value.repeat(times) for value in values], torch.cat([x] * times, form[0]))
+        answers.append(y.narrow(form[0], 0, width))
+    return torch.allclose(answers[0], answers[1], equal_nan=True)

@@ -9,10 +9,8 @@ surviving inputs are those that are not NaN. One run on an example gives every l
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,23 +20,40 @@ from multitudes.core.calling import Input, call, plain_attention
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.multitude import Multitude
-from multitudes.core.proof import alike, unmoved
+from multitudes.core.proof import alike
+from multitudes.core.seeding import seeded
 from multitudes.surgery.activation_size import keep_scale
 from multitudes.surgery.affine import is_computed, kind_of
-from multitudes.surgery.applying import Plan, apply_cuts
-from multitudes.surgery.attended import Attention, HeadChoice, attentions
-from multitudes.surgery.cuts import Cut, follows, inputs_of, is_depthwise, makes, norm_groups, width_of
-from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, is_frozen, select
-from multitudes.surgery.narrow_config import narrower_models, untrue_configs
-from multitudes.surgery.narrow_proof import runs_like, standing_alone
-from multitudes.surgery.observe import example_for, executed, hooked, observing
-from multitudes.surgery.opened_attention import attention_layers, close_attention, open_attention
+from multitudes.surgery.attention import (
+    HeadChoice,
+    attention_layers,
+    close_attention,
+    observe_attention,
+    open_attention,
+)
+from multitudes.surgery.build import Build, build_function, built_at, refuse_options, whole_network
+from multitudes.surgery.cuts import (
+    CannotNarrow,
+    Cut,
+    cut_layer,
+    follows,
+    inputs_of,
+    is_depthwise,
+    makes,
+    norm_groups,
+    width_of,
+)
+from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, is_frozen, replace, select
+from multitudes.surgery.narrow_config import follow_configs, narrower_models, untrue_configs
+from multitudes.surgery.narrow_proof import prove, runs_like, standing_alone
+from multitudes.surgery.observe import example_for, executed, observing
+from multitudes.surgery.sizes import changed
 from multitudes.surgery.start import starting
-from multitudes.surgery.watch import PATTERNS, Pattern, Watch, gives_output
+from multitudes.surgery.watch import Along, Watch, gives_output, loses_the_same
 
 
 def narrow(
-    model: nn.Module | Factory,
+    model: nn.Module | Factory | Build,
     factor: float,
     gamma: int = 1,
     *,
@@ -61,6 +76,8 @@ def narrow(
     Layers with frozen parameters, and those that they read from, are not narrowed, and keep their weights.
     `example` is one batch of inputs, real ones at best; where it is left out, noise of the usual sizes is tried.
 
+    Where `model` is a function of the width, `build(factor)` is returned, compared with `build(1.0)`; see `packed`.
+
     >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
     >>> narrow(model, 0.5)
     Sequential(
@@ -69,7 +86,12 @@ def narrow(
       (2): Linear(in_features=32, out_features=3, bias=True)
     )
     """
-    start = starting(model, 1, init, heads, example=example, seed=seed)
+    if (build := build_function(model)) is not None:
+        refuse_options(gamma, min_channels, layers, init, heads)
+        check_number("factor", factor, 0, high=1, above=True)
+        with seeded(seed):
+            return next(built_at(build, factor, 1, whole_network(build), example))
+    start = starting(model, 1, init, heads, example=example, seed=seed)  # type: ignore[arg-type]
     if isinstance(model := start.given, Multitude):
         raise ValueError(f"model is a multitude ({type(model).__name__}): narrow its network first, or use packed")
     check_number("factor", factor, 0, high=1, above=True)
@@ -93,32 +115,19 @@ def narrowed_copy(
 ) -> tuple[nn.Module, dict[str, Cut]]:
     """The narrowed copy with the kept channels' weights, proven on the example, and every layer's cut, by name.
 
-    Channels are chosen at random, from torch's random state; where that does not work out, in patterns. Where weights
-    are `redrawn` after, a Hugging Face model whose channels cannot be followed is the one that its configuration gives.
+    Channels are chosen at random, from torch's random state. Where weights are `redrawn` after, a Hugging Face model
+    whose channels cannot be followed is the one that its configuration gives.
     """
     opened = open_attention(model)
     built = narrower_models(opened, factor)
-    observed = partial(
-        _observed_copy, opened, grouped=_selected(model, layers), factor=factor, gamma=gamma, min_channels=min_channels,
-        example=example,
-    )  # fmt: skip
+    grouping = factor, gamma, min_channels, _selected(model, layers)
     try:
-        narrowed, cuts = observed(built)
-        closed: nn.Module | None = _closed(narrowed, model, example)
+        narrowed, cuts = _observed_copy(opened, built, grouping, example)
+        closed = _closed(narrowed, model, example)
     except ValueError:
         if redrawn and gamma == 1 and "" in built and runs_like(built[""], model, example):
             return built[""], _widths(model, built[""])
-        if not built:
-            raise
-        try:
-            narrowed, cuts = observed({})
-            closed = _closed(narrowed, model, example)
-        except ValueError:
-            closed = None
-        if closed is None:
-            raise
-        built = {}
-    assert closed is not None
+        raise
     if factor < 1 and not built:
         _warn_of_configs(closed, model)
     return closed, cuts
@@ -138,55 +147,83 @@ def _widths(model: nn.Module, narrow: nn.Module) -> dict[str, Cut]:
 def _warn_of_configs(narrowed: nn.Module, model: nn.Module) -> None:
     if (wrong := untrue_configs(narrowed)) and not untrue_configs(model):
         warnings.warn(
-            f"the configuration of {', '.join(wrong)} cannot tell the narrowed widths: members predict and are saved "
-            "by mt.save, but save_pretrained gives what from_pretrained does not load",
+            f"the configuration of {', '.join(wrong)} cannot express the narrowed widths: members predict and are "
+            "saved by mt.save, but save_pretrained gives what from_pretrained does not load",
             stacklevel=4,
         )
 
 
+# -- observed ----------------------------------------------------------------------------------------------
+
+
 def _observed_copy(
-    model: nn.Module,
-    built: dict[str, nn.Module],
-    *,
-    grouped: set[str],
-    factor: float,
-    gamma: int,
-    min_channels: int,
-    example: Input,
+    model: nn.Module, built: dict[str, nn.Module], grouping: tuple[float, int, int, set[str]], example: Input
 ) -> tuple[nn.Module, dict[str, Cut]]:
     """The narrowed copy by what is observed of the network, and every layer's cut."""
     _check_layers(model)
+    factor, gamma, min_channels, grouped = grouping
     known = {name: module for name, module in model.named_modules() if makes(module) or follows(module)}
     order = executed(model, example, [name for name, module in known.items() if makes(module)])
     if not order:
-        raise ValueError(f"model ({type(model).__name__}) has no layer that can be narrowed")
-    _check_reached(model, known, example)
-    twins = _twins(known, order)
+        raise CannotNarrow(f"model ({type(model).__name__}) has no layer that can be narrowed")
     counts = {n: width_of(m) for n, m in _layers_of(built).items() if n in known and makes(known[n])}
     if counts.get(order[-1], 0) != width_of(known[order[-1]]):  # an output layer of the user's own
         counts.pop(order[-1], None)
-    found = attentions(model, example, {n: known[n] for n in order})
-    seen = _Seen(model, example, known, order, found, factor, counts)
-    seed, first = int(torch.randint(2**62, ())), ValueError()
-    for pattern, heads_first in seen.ways():
-        try:
-            plan, whole = seen.plan(pattern, heads_first, seed)
-            split = grouped - whole
-            cuts = {
-                name: _grouped(known[name], cut, factor, gamma if name in split else 1, min_channels, plan.heads, name)
-                for name, cut in plan.cuts.items()
-            }
-            cuts |= {name: cuts[other] for name, other in twins.items()}
-            own = [name for name in order[-1:] if name not in counts]
-            plan = dataclasses.replace(plan, cuts=cuts, built=built, own=own)
-            return apply_cuts(model, plan, example), cuts
-        except ValueError as error:
-            first = first if first.args else error
-    raise first
+    twins = _twins(known, order)
+    watch, whole = _watched(model, example, known, order, factor, counts)
+    split, heads = grouped - whole, watch.heads
+    cuts = {
+        name: _grouped(known[name], cut, factor, gamma if name in split else 1, min_channels, heads, name)
+        for name, cut in watch.cuts.items()
+    }
+    along = _along(model, example, cuts, heads, built)
+    cuts |= {name: cuts[other] for name, other in twins.items()}
+    narrowed = _cut(model, cuts, along)
+    changed(narrowed, [size for size in watch.sizes if not any(_within(size.owner[0], name) for name in built)])
+    follow_configs(narrowed, built, [name for name in order[-1:] if name not in counts])
+    prove(model, narrowed, cuts, example, along, heads.sources)
+    return narrowed, cuts
+
+
+def _watched(
+    model: nn.Module,
+    example: Input,
+    known: dict[str, nn.Module],
+    order: list[str],
+    factor: float,
+    counts: dict[str, int],
+) -> tuple[Watch, set[str]]:
+    """Observe every layer's cut and the heads that are kept, and the layers that are not split into groups.
+
+    Those are the first, frozen ones, and those that give the output. `counts` are the widths that layers of Hugging
+    Face models have by their configurations.
+    """
+    found, patterns = observe_attention(model, example, {name: known[name] for name in order})
+    widths = {name: width_of(known[name]) for name in order}
+    seed = int(torch.randint(2**62, ()))
+
+    def watched(whole: set[str]) -> tuple[Watch, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        whole = whole - {name for name, count in counts.items() if count < width_of(known[name])}
+        heads = HeadChoice(found, widths, factor, generator, counts, whole)
+        watch = Watch(factor, whole, generator, heads, patterns, counts)
+        return watch, watch.run(model, example, known)
+
+    with observing(model):
+        whole = {order[-1]} | {name for name in order if is_frozen(known[name])}
+        watch, output = watched(whole)
+        if bool(output.isnan().any()):  # several layers give the output
+            whole |= {n for n in order if gives_output(model, n, example, known)}
+            watch, _ = watched(whole)
+        if frozen := _cut_frozen(model, watch.cuts):  # what it reads must be whole as well
+            before = executed(model, example, known)
+            whole |= set(before[: before.index(frozen[-1])])
+            watch, _ = watched(whole)
+    return watch, whole | {order[0]}
 
 
 def _twins(known: dict[str, nn.Module], order: list[str]) -> dict[str, str]:
-    """Of tables that do not run themselves, the layer that runs with the same weight; any other is refused."""
+    """For tables that do not run themselves, the layer that runs with the same weight; any other is refused."""
     owners = {id(p): name for name in order for p in known[name].parameters()}
     twins: dict[str, str] = {}
     for name, layer in known.items():
@@ -195,9 +232,9 @@ def _twins(known: dict[str, nn.Module], order: list[str]) -> dict[str, str]:
         same = {owners.get(id(p)) for p in layer.parameters()}
         other = same.pop() if isinstance(layer, nn.Embedding) and len(same) == 1 else None
         if other is None:
-            raise ValueError(
+            raise CannotNarrow(
                 f"layer {name!r} does not run on the example in evaluation, so its widths cannot be seen: pass an "
-                "example on which it runs, or take it out; deep_ensemble keeps it whole"
+                "example on which it runs, or take it out"
             )
         twins[name] = other
     return twins
@@ -230,53 +267,104 @@ def _closed(narrowed: nn.Module, model: nn.Module, example: Input) -> nn.Module:
     if closed is not narrowed:
         with observing(closed, narrowed), plain_attention():
             if not alike(call(closed, example)[None], call(narrowed, example)[None]):
-                raise ValueError(f"model ({type(model).__name__}) gives another output with narrower attention")
+                raise CannotNarrow(f"model ({type(model).__name__}) gives another output with narrower attention")
     return closed
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """What was observed of a network: its layers, the order in which they run, and its attentions."""
+# -- parameters that stand alone ---------------------------------------------------------------------------
 
-    model: nn.Module
-    example: Input
-    known: dict[str, nn.Module]
-    order: list[str]
-    attentions: list[Attention]
-    factor: float
-    counts: dict[str, int]
-    """The widths that layers of Hugging Face models have by their configurations."""
 
-    def ways(self) -> list[tuple[Pattern, bool]]:
-        """The ways to choose channels, the likeliest first."""
-        if not self.attentions:
-            return [(pattern, False) for pattern in PATTERNS]
-        return [(pattern, heads_first) for pattern in PATTERNS for heads_first in (False, True)]
+def _along(
+    model: nn.Module, example: Input, cuts: Mapping[str, Cut], heads: HeadChoice, built: Mapping[str, nn.Module]
+) -> Along:
+    """The cuts of parameters: in Hugging Face models to what they are in the narrower ones, elsewhere where they meet
+    channels that are cut.
 
-    def plan(self, pattern: Pattern, heads_first: bool, seed: int) -> tuple[Plan, set[str]]:
-        """Every layer's cut, and the layers that are not split into groups: the first, frozen ones, those that give the
-        output."""
+    What such a parameter would lose along the last axis of a width, or of a number of heads, that fits must be what the
+    layers behind it lose, which is observed.
+    """
+    layers = [(width_of(layer), cut.outputs) for layer, cut in _made(model, cuts)]
+    widths = {width: kept for width, kept in layers if len(kept) < width}
+    exact = {(width, len(kept)): kept for width, kept in layers}
+    fixed: dict[str, tuple[tuple[int, Tensor], ...]] = {}
+    along: dict[str, tuple[tuple[int, Tensor], ...]] = {}
+    for name in standing_alone(model):
+        whole, small = model.get_parameter(name), _of_built(name, built)
+        near = heads.inside(name.rpartition(".")[0])
+        if small is not None:
+            counts = {(size, len(kept)): kept for size, kept in (*heads.inside("").items(), *near.items())}
+            fixed[name] = _between(name, whole.shape, small.shape, exact | counts)
+            continue
+        lost = widths if any(size in widths for size in whole.shape) else near
+        fitting = [axis for axis, size in enumerate(whole.shape) if len(lost.get(size, range(size))) < size]
+        if fitting and whole.requires_grad:
+            along[name] = ((fitting[-1], lost[whole.shape[fitting[-1]]]),)
+    if along and not loses_the_same(model, example, cuts, along):
+        along = {name: kept for name, kept in along.items() if loses_the_same(model, example, cuts, {name: kept})}
+    return fixed | along
 
-        def watched(whole: set[str]) -> tuple[Watch, Tensor]:
-            generator = torch.Generator().manual_seed(seed)
-            widths = {name: width_of(self.known[name]) for name in self.order}
-            whole = whole - {name for name, count in self.counts.items() if count < width_of(self.known[name])}
-            heads = HeadChoice(self.attentions, widths, self.factor, generator, self.counts, whole, heads_first)
-            watch = Watch(self.factor, whole, generator, pattern, heads, self.counts)
-            return watch, watch.run(self.model, self.example, self.known)
 
-        with observing(self.model):
-            whole = {self.order[-1]} | {name for name in self.order if is_frozen(self.known[name])}
-            watch, output = watched(whole)
-            if bool(output.isnan().any()):  # several layers give the output
-                whole |= {n for n in self.order if gives_output(self.model, n, self.example, self.known)}
-                watch, _ = watched(whole)
-            if frozen := _cut_frozen(self.model, watch.cuts):  # what it reads must be whole as well
-                before = executed(self.model, self.example, self.known)
-                whole |= set(before[: before.index(frozen[-1])])
-                watch, _ = watched(whole)
-        assert watch.heads is not None
-        return Plan(watch.cuts, watch.heads), whole | {self.order[0]}
+def _made(model: nn.Module, cuts: Mapping[str, Cut]) -> list[tuple[nn.Module, Cut]]:
+    """The layers that make channels of their own, and their cuts."""
+    layers = [(model.get_submodule(name), cut) for name, cut in cuts.items()]
+    return [(layer, cut) for layer, cut in layers if makes(layer) and not is_depthwise(layer)]
+
+
+def _between(
+    name: str, whole: torch.Size, small: torch.Size, kept: Mapping[tuple[int, int], Tensor]
+) -> tuple[tuple[int, Tensor], ...]:
+    """The axes along which two shapes differ, and the entries that are kept of each."""
+    axes = [(axis, pair) for axis, pair in enumerate(zip(whole, small, strict=True)) if pair[0] != pair[1]]
+    if missing := [pair for _, pair in axes if pair not in kept]:
+        raise CannotNarrow(
+            f"parameter {name!r} would have {missing[0][1]} of {missing[0][0]} entries, and no layer keeps as many "
+            "channels"
+        )
+    return tuple((axis, kept[pair]) for axis, pair in axes)
+
+
+def _within(name: str, outer: str) -> bool:
+    return not outer or name == outer or name.startswith(f"{outer}.")
+
+
+def _of_built(name: str, built: Mapping[str, nn.Module]) -> nn.Parameter | None:
+    """The parameter of a narrower Hugging Face model by its name in the network."""
+    for prefix, network in built.items():
+        if _within(name, prefix):
+            return network.get_parameter(name.removeprefix(f"{prefix}.") if prefix else name)
+    return None
+
+
+# -- cut ---------------------------------------------------------------------------------------------------
+
+
+def _cut(model: nn.Module, cuts: Mapping[str, Cut], along: Along) -> nn.Module:
+    """The copy with smaller layers and parameters; layers that shared a weight share it, where they keep the same."""
+    layers = {name: model.get_submodule(name) for name in cuts if not is_frozen(model.get_submodule(name))}
+    small = {name: cut_layer(layer, cuts[name], name) for name, layer in layers.items()}
+    first: dict[int, nn.Parameter] = {}
+    for name, layer in layers.items():
+        for own, parameter in layer._parameters.items():
+            if parameter is not None:
+                mine: Any = small[name]._parameters[own]
+                shared = first.setdefault(id(parameter), mine)
+                if shared is not mine and shared.shape == mine.shape and torch.equal(shared, mine):
+                    small[name].register_parameter(own, shared)
+    try:
+        narrowed = replace(model, small)
+    except ValueError as error:  # of weights that are shared
+        raise CannotNarrow(str(error)) from error
+    for name, kept in along.items():
+        path, _, own = name.rpartition(".")
+        whole: Any = model.get_parameter(name)
+        values = whole.data
+        for axis, index in kept:
+            values = values.index_select(axis, index.to(values.device))
+        narrowed.get_submodule(path).register_parameter(own, nn.Parameter(values.clone(), whole.requires_grad))
+    return narrowed
+
+
+# -- what cannot be narrowed -------------------------------------------------------------------------------
 
 
 def _cut_frozen(model: nn.Module, cuts: dict[str, Cut]) -> list[str]:
@@ -285,40 +373,19 @@ def _cut_frozen(model: nn.Module, cuts: dict[str, Cut]) -> list[str]:
     return [name for name, layer in frozen.items() if len(cuts[name].inputs) < inputs_of(layer)]
 
 
-def _check_reached(model: nn.Module, known: dict[str, nn.Module], example: Input) -> None:
-    """A layer that runs in training alone is not observed, and would keep its width."""
-    reached: list[str] = []
-    with hooked(model, known, lambda name, *_: reached.append(name)), unmoved(model, ()), torch.no_grad():
-        modes = [(module, module.training) for module in model.modules()]
-        try:
-            call(model.train(), example)
-        except (RuntimeError, ValueError):  # as batch norms do of a single row
-            return
-        finally:
-            for module, mode in modes:
-                module.training = mode
-    evaluated = set(executed(model, example, known))
-    missing = [name for name in dict.fromkeys(reached) if name not in evaluated]
-    if missing:
-        raise ValueError(
-            f"layer {missing[0]!r} ({type(known[missing[0]]).__name__}) runs in training and not in evaluation, where "
-            "the network is observed, so it cannot be narrowed; deep_ensemble keeps it whole"
-        )
-
-
 def _check_layers(model: nn.Module) -> None:
     for name, module in model.named_modules():
         kind = f"layer {name!r} is a {type(module).__name__}"
         if isinstance(module, Stochastic) and any(True for _ in module.parameters()):
-            raise ValueError(f"{kind}, whose random weights cannot be narrowed; deep_ensemble keeps it whole")
+            raise CannotNarrow(f"{kind}, whose random weights cannot be narrowed")
         if kind_of(module) in PRODUCTS and is_computed(module):
-            raise ValueError(
+            raise CannotNarrow(
                 f"{kind} whose weight is computed from others (by weight_norm, spectral_norm, pruning), which cannot "
-                "be narrowed; deep_ensemble keeps it whole"
+                "be narrowed"
             )
         own = module._parameters and not makes(module) and not follows(module)
         if own and type(module).__module__.startswith("torch.nn"):
-            raise ValueError(f"{kind}, which cannot be narrowed; deep_ensemble keeps it whole")
+            raise CannotNarrow(f"{kind}, which cannot be narrowed")
 
 
 def warn_of_whole(model: nn.Module, narrowed: nn.Module, members: int = 1) -> None:
@@ -337,8 +404,8 @@ def warn_of_whole(model: nn.Module, narrowed: nn.Module, members: int = 1) -> No
         )
 
 
-def told(cuts: dict[str, Cut], network: nn.Module) -> dict[str, str]:
-    """What became of layers, by their names in the narrowed network: torch's attention has its queries' heads."""
+def layer_notes(cuts: dict[str, Cut], network: nn.Module) -> dict[str, str]:
+    """Notes for `summary()` by the names of layers in the narrowed network; torch's attention has its queries' note."""
     there = dict(network.named_modules())
     notes = {name.removesuffix(".q_proj"): cut.note for name, cut in cuts.items() if name not in there}
     return {n: text for n, text in notes.items() if n in there} | {n: c.note for n, c in cuts.items() if n in there}
@@ -372,6 +439,6 @@ def _grouped(layer: Any, cut: Cut, factor: float, gamma: int, min_channels: int,
         and len(cut.inputs) // (own * g) >= min_channels)
     )  # fmt: skip
     rounded = f", rounded up from {exact:g}" if width != len(cut.outputs) > exact + 1e-9 else ""
-    bound = f", {told}" if (told := heads.note(name, width)) else ""
+    bound = f", {said}" if (said := heads.note(name, width)) else ""
     note = f"{len(cut.inputs)} -> {len(cut.outputs)}{bound}, gamma {used}{'' if bound else rounded}"
     return Cut(cut.inputs, cut.outputs, used, note)

@@ -9,15 +9,16 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from multitudes.core.seeding import seeded
+from multitudes.surgery.cuts import CannotNarrow, GroupedLinear
 from multitudes.surgery.initialise import is_hugging_face
 
-__all__ = ["narrowed_config", "narrower_models", "untrue_configs"]
+__all__ = ["follow_configs", "narrowed_config", "narrower_models", "untrue_configs"]
 
 _WIDTHS = (
     "intermediate_size", "hidden_dim", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "d_inner",
@@ -123,27 +124,29 @@ def _narrow_depths(config: Any, small: Any, factor: float) -> None:
 # -- models ------------------------------------------------------------------------------------------------
 
 
-def narrower_models(model: nn.Module, factor: float) -> dict[str, nn.Module]:
+def narrower_models(model: nn.Module, factor: float, name: str = "") -> dict[str, nn.Module]:
     """The narrower ones of the Hugging Face models in a network, by name: those whose configurations narrow them.
 
-    Their weights are drawn anew. One that is frozen as a whole is left as it is; one that is so in part is refused.
+    Their weights are drawn anew. One that is frozen as a whole is left as it is; one that is so in part is refused. If
+    a configuration does not build its model, as where an output layer was replaced by others, the parts are narrowed.
     """
-    found: dict[str, nn.Module] = {}
-    for name, module in _outermost(model) if factor < 1 else ():
-        trained = {p.requires_grad for p in module.parameters()}
+    if factor == 1:
+        return {}
+    if is_hugging_face(model):
+        trained: Any = {p.requires_grad for p in model.parameters()}
         if trained == {False}:
-            continue
-        built = _built(module, narrowed_config(module.config, factor))
-        if built is None:
-            continue
-        if False in trained:
-            frozen = next(own for own, p in module.named_parameters() if not p.requires_grad)
-            raise ValueError(
-                f"{_of(name, module)} has frozen parameters ({frozen!r} is one), and its configuration narrows all its "
-                "layers: unfreeze them, or let deep_ensemble keep it whole"
+            return {}
+        built = _built(model, narrowed_config(model.config, factor))
+        if built is not None and False in trained:
+            frozen = next(own for own, p in model.named_parameters() if not p.requires_grad)
+            raise CannotNarrow(
+                f"{_of(name, model)} has frozen parameters ({frozen!r} is one), and its configuration narrows all its "
+                "layers: unfreeze them"
             )
-        found[name] = built
-    return found
+        if built is not None:
+            return {name: built}
+    parts = [narrower_models(child, factor, f"{name}.{own}" if name else own) for own, child in model.named_children()]
+    return {own: built for part in parts for own, built in part.items()}
 
 
 def untrue_configs(network: nn.Module) -> list[str]:
@@ -203,3 +206,40 @@ def _built(module: Any, config: Any) -> Any:
 def _structure(network: nn.Module) -> list[Any]:
     modules = [(name, type(module)) for name, module in network.named_modules()]
     return [*modules, *[name for name, _ in network.named_parameters()]]
+
+
+def follow_configs(narrowed: nn.Module, built: Mapping[str, nn.Module], own: Collection[str]) -> None:
+    """Give narrowed Hugging Face models the configurations, sizes and computed buffers of those that were built.
+
+    Layers of `own` are not of the configuration's widths.
+    """
+    for name, network in built.items():
+        cut: Any = narrowed.get_submodule(name)
+        for (each, parameter), other in zip(cut.named_parameters(), network.parameters(), strict=True):
+            layer = f"{name}.{each}" if name else each
+            grouped = isinstance(cut.get_submodule(each.rpartition(".")[0]), GroupedLinear)
+            if parameter.shape != other.shape and not grouped and layer.rpartition(".")[0] not in own:
+                raise CannotNarrow(
+                    f"{each!r} is {list(other.shape)} in the narrower {type(cut).__name__} of its configuration, and "
+                    f"{list(parameter.shape)} by what was observed"
+                )
+        before, after = cut.config, copy.deepcopy(network.config)
+        for each, other_module in network.named_modules():
+            module: Any = cut.get_submodule(each)
+            if type(module) is type(other_module) and (f"{name}.{each}" if name else each) not in own:
+                _take_sizes(module, other_module)
+        for module in narrowed.modules():
+            held = [key for key, value in vars(module).items() if value is before]
+            for key in held:
+                setattr(module, key, after)
+
+
+def _take_sizes(module: nn.Module, other: nn.Module) -> None:
+    """Take the numbers, and the buffers that are computed from a configuration, of a narrower module."""
+    torchs = type(module).__module__.startswith("torch.nn")  # whose other numbers, as a rate of dropout, are the user's
+    for key, value in vars(other).items():
+        sized = type(value) in (int, tuple, list) or (type(value) is float and not torchs)
+        if sized and not key.startswith("_") and key in vars(module):
+            vars(module)[key] = copy.copy(value)
+    for key in other._non_persistent_buffers_set:
+        module._buffers[key] = None if (buffer := other._buffers[key]) is None else buffer.clone()

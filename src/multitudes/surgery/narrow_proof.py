@@ -14,13 +14,11 @@ from multitudes.core.draws.stochastic import expecting
 from multitudes.core.noise import STILL, Redrawn
 from multitudes.core.proof import alike, running_statistics, unmoved
 from multitudes.core.settings import holding
-from multitudes.surgery.cuts import Cut, follows, input_axis, makes, output_axis
+from multitudes.surgery.cuts import CannotNarrow, Cut, follows, input_axis, makes, output_axis
 from multitudes.surgery.observe import followed_attention, hooked, observing
+from multitudes.surgery.watch import Along
 
-__all__ = ["Along", "prove", "runs_like", "standing_alone"]
-
-Along = Mapping[str, tuple[tuple[int, Tensor], ...]]
-"""Of parameters that stand alone, by name: which axes are cut, and the entries that are kept along them."""
+__all__ = ["prove", "runs_like", "standing_alone"]
 
 
 def prove(
@@ -53,25 +51,25 @@ def prove(
             with hooked(narrowed, cuts, see):
                 output = call(narrowed, example)
         except (RuntimeError, ValueError, IndexError) as error:
-            raise ValueError(_unfit(model, str(error).splitlines()[0])) from error
+            raise CannotNarrow(_unfit(model, str(error).splitlines()[0])) from error
     for (name, x), (other, y) in zip(got, wanted, strict=False):
         y = y if x.shape == y.shape else _of_kept_heads(y)
         if name != other or x.shape != y.shape or not _equal(x, y):
-            raise ValueError(
+            raise CannotNarrow(
                 f"model ({type(model).__name__}) cannot be narrowed, since what its forward does before layer {name!r} "
                 f"gives that layer other values, or others of its channels, when there are fewer of them"
-                f"{_fixed(model)}; deep_ensemble keeps it whole"
+                f"{_fixed(model)}"
             )
     if output.shape != want.shape:
-        raise ValueError(_unfit(model, f"it gives {list(output.shape)} instead of {list(want.shape)}"))
+        raise CannotNarrow(_unfit(model, f"it gives {list(output.shape)} instead of {list(want.shape)}"))
     if not _equal(output, want):
-        raise ValueError(
+        raise CannotNarrow(
             f"model ({type(model).__name__}) cannot be narrowed, since what its forward does after layer "
-            f"{got[-1][0]!r} gives another output when there are fewer channels; deep_ensemble keeps it whole"
+            f"{got[-1][0]!r} gives another output when there are fewer channels"
         )
     trouble = _trouble_in_training(narrowed, example)
     if trouble and not _trouble_in_training(model, example):
-        raise ValueError(_unfit(model, f"in training, {trouble}"))
+        raise CannotNarrow(_unfit(model, f"in training, {trouble}"))
 
 
 def runs_like(network: nn.Module, model: nn.Module, example: Input) -> bool:

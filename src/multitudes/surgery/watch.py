@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input, call
-from multitudes.surgery.attended import HeadChoice, Inside, Pattern, choose
+from multitudes.surgery.attention import HeadChoice, Inside, Pattern, choose
 from multitudes.surgery.cuts import (
+    CannotNarrow,
     Cut,
     follows,
     input_axis,
@@ -21,14 +22,13 @@ from multitudes.surgery.cuts import (
     output_axis,
     width_of,
 )
-from multitudes.surgery.observe import followed_attention, hooked
+from multitudes.surgery.observe import followed_attention, hooked, observing
+from multitudes.surgery.sizes import Size, followed_sizes, note_sizes
 
-__all__ = ["PATTERNS", "Pattern", "Watch", "choose", "gives_output"]
+__all__ = ["Along", "Watch", "gives_output", "loses_the_same"]
 
-PATTERNS: tuple[Pattern, ...] = ((1, 1), (2, 1), (4, 1), (3, 1), (1, 4))
-"""Ways to choose channels: any; the same of each half, as gated units need it, of each quarter or third; or those that
-lie together, as a shuffle of pixels needs them."""
-
+Along = Mapping[str, tuple[tuple[int, Tensor], ...]]
+"""Cuts of parameters that stand alone, by name: which axes are cut, and the entries that are kept along them."""
 
 _LOOKS = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__}
 
@@ -37,7 +37,8 @@ class Watch(Inside):
     """One run in which each layer's dropped channels are NaN; layers in `last` keep all of theirs.
 
     A channel that is NaN anywhere is dropped. Elsewhere it may have been padded, or masked, with numbers. `heads`
-    chooses where attention binds channels together, and `counts` gives wanted widths, where they are known.
+    chooses where attention binds channels together, `patterns` say how the network takes axes of some sizes apart, and
+    `counts` gives wanted widths, where they are known.
     """
 
     def __init__(
@@ -45,31 +46,43 @@ class Watch(Inside):
         factor: float,
         last: set[str],
         generator: torch.Generator,
-        pattern: Pattern = (1, 1),
-        heads: HeadChoice | None = None,
-        counts: Mapping[str, int] | None = None,
+        heads: HeadChoice,
+        patterns: Mapping[int, Pattern],
+        counts: Mapping[str, int],
     ) -> None:
         super().__init__()
-        self.factor, self.last, self.generator, self.pattern = factor, last, generator, pattern
-        self.heads, self.counts = heads, counts or {}
+        self.factor, self.last, self.generator = factor, last, generator
+        self.heads, self.patterns, self.counts = heads, patterns, counts
         self.cuts: dict[str, Cut] = {}
         self.chosen: dict[tuple[int, int], Tensor] = {}  # one choice a width, so that channels that are added agree
+        self.sizes: list[Size] = []  # the numbers that the network holds
         self.mixer = ""  # what made all channels NaN of some, and where
 
     def run(self, model: nn.Module, example: Input, names: Collection[str]) -> Tensor:
         def see(name: str, layer: nn.Module, args: Any, y: Tensor) -> Tensor:
-            return self.see(name, layer, args[0] if args else y, y)
+            with torch._C.DisableTorchFunction():
+                return self.see(name, layer, args[0] if args else y, y)
 
+        try:
+            with followed_sizes(model, names) as self.sizes:
+                return self._run(model, example, names, see)
+        except (KeyError, TypeError, RuntimeError):  # as of a table whose keys are held numbers, or a scripted function
+            self.sizes, self.inside, self.cuts = [], [], {}
+            return self._run(model, example, names, see)
+
+    def _run(self, model: nn.Module, example: Input, names: Collection[str], see: Any) -> Tensor:
         with self.entered(model), followed_attention(), self, hooked(model, names, see):
             return call(model, example)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _LOOKS and args[0].is_floating_point() and bool(args[0].isnan().any()):
-            raise ValueError(
+            raise CannotNarrow(
                 f"{self._place()} decides by the values of channels ({function.__name__.strip('_')}), so the network "
-                "cannot be narrowed; deep_ensemble keeps it whole"
+                "cannot be narrowed"
             )
         result = function(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():
+            note_sizes(getattr(function, "__name__", ""), args, kwargs or {}, result, self.heads.groups)
         if not self.mixer and isinstance(result, Tensor) and result.is_floating_point():
             self._look_for_a_mixer(function, (*args, *(kwargs or {}).values()), result)
         return result
@@ -94,10 +107,6 @@ class Watch(Inside):
 
     def see(self, name: str, layer: Any, x: Tensor, y: Tensor) -> Tensor:
         """Note what a layer keeps, and let its dropped channels be NaN."""
-        with torch._C.DisableTorchFunction():
-            return self._see(name, layer, x, y)
-
-    def _see(self, name: str, layer: Any, x: Tensor, y: Tensor) -> Tensor:
         embedding = isinstance(layer, nn.Embedding)
         dropped: Any = None if embedding else x.isnan().movedim(input_axis(layer), 0)
         if self._is_of_each_head(layer, dropped):
@@ -114,12 +123,12 @@ class Watch(Inside):
             out.index_fill_(output_axis(layer), outputs.to(y.device), 0.0)
         before = self.cuts.setdefault(name, cut)
         if not (torch.equal(before.inputs, cut.inputs) and torch.equal(before.outputs, cut.outputs)):
-            raise ValueError(f"layer {name!r} is used in several places that see different channels")
+            raise CannotNarrow(f"layer {name!r} is used in several places that see different channels")
         return out
 
     def _is_of_each_head(self, layer: nn.Module, dropped: Any) -> bool:
         """Whether all of a layer's channels are there in some places, and dropped in others, as those of heads are."""
-        if dropped is None or self.heads is None or not self.heads.found or input_axis(layer) != -1:
+        if dropped is None or not self.heads.found or input_axis(layer) != -1:
             return False
         return bool(dropped.any()) and not bool(dropped.all()) and bool((dropped == dropped[:1]).all())
 
@@ -131,21 +140,22 @@ class Watch(Inside):
         if name in self.last:
             return torch.arange(width)
         count = self.counts.get(name)
-        bound = self.heads.outputs(name, width, isinstance(layer, nn.Embedding)) if self.heads is not None else None
+        bound = self.heads.outputs(name, width, isinstance(layer, nn.Embedding))
         if bound is not None and count in (None, len(bound)):
             return bound
-        count = count or math.ceil(round(width * self.factor, 9))
+        pattern = self.patterns.get(width, (1, 1))
+        unit = math.prod(pattern)
+        count = count or math.ceil(round(width * self.factor / unit, 9)) * unit
         if (width, count) not in self.chosen:
-            self.chosen[width, count] = choose(width, count, self.generator, self.pattern)
+            self.chosen[width, count] = choose(width, count, self.generator, pattern)
         return self.chosen[width, count]
 
     def _kept(self, mask: Any, name: str) -> Tensor:
         dropped = mask.flatten(1).any(1)
         if bool(dropped.all()):
             by = f" by {self.mixer}" if self.mixer else ""
-            raise ValueError(
-                f"the channels that reach layer {name!r} are mixed on their way{by}, so the network cannot be "
-                "narrowed; deep_ensemble keeps it whole"
+            raise CannotNarrow(
+                f"the channels that reach layer {name!r} are mixed on their way{by}, so the network cannot be narrowed"
             )
         return (~dropped).nonzero()[:, 0].cpu()
 
@@ -160,3 +170,31 @@ def gives_output(model: nn.Module, name: str, example: Input, names: Collection[
 
     with followed_attention(), hooked(model, names, mark):
         return bool(call(model, example).isnan().any())
+
+
+def loses_the_same(model: nn.Module, example: Input, cuts: Mapping[str, Cut], along: Along) -> bool:
+    """Whether the entries that parameters would lose reach, as NaN, only channels that the next layers lose."""
+    reached: list[bool] = []
+
+    def see(name: str, layer: nn.Module, args: Any, y: Tensor) -> Tensor:
+        if isinstance(layer, nn.Embedding):
+            return torch.zeros_like(y)
+        nan = args[0].isnan()
+        seen = nan.movedim(input_axis(layer), 0).flatten(1).any(1).cpu()
+        reached.extend((~seen[cuts[name].inputs]).tolist() if bool(seen.any()) else ())
+        return torch.where(nan, torch.nan, 0.0).to(y) if follows(layer) else torch.zeros_like(y)
+
+    before = {name: model.get_parameter(name).data for name in along}
+    try:
+        for name, kept in along.items():
+            values = before[name].clone()
+            for axis, index in kept:
+                dropped = torch.ones(values.shape[axis], dtype=torch.bool).index_fill_(0, index, False).nonzero()[:, 0]
+                values.index_fill_(axis, dropped.to(values.device), torch.nan)
+            model.get_parameter(name).data = values
+        with observing(model), followed_attention(), hooked(model, cuts, see):
+            output = call(model, example)
+    finally:
+        for name, values in before.items():
+            model.get_parameter(name).data = values
+    return bool(reached) and all(reached) and not bool(output.isnan().any())
