@@ -8,8 +8,6 @@ it leaves no trace in buffers, attributes or random states.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -18,15 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from multitudes.core.calling import Input, tensors_in
+from multitudes.core.calling import Input, mapped, plain_attention, rows, tensors_in
 from multitudes.core.draws.stochastic import expecting
-from multitudes.core.lending import written_attributes
 from multitudes.core.noise import STILL, Redrawn
 from multitudes.core.settings import holding
+from multitudes.core.trace import Call, Trace, random_states, recording, unmoved
 
 __all__ = [
     "Looks",
@@ -34,6 +29,7 @@ __all__ = [
     "first_difference",
     "kind_of",
     "random_states",
+    "rows_interact",
     "running_statistics",
     "silent_trial",
     "trial",
@@ -57,62 +53,35 @@ def silent_trial(network: nn.Module, x: Input) -> Iterator[Callable[[], str]]:
 
     That is random numbers drawn in a way that is not known, and control flow on values.
     """
-    looks = Looks(network.parameters())
-    with trial(network, x), expecting(network), Redrawn(STILL), looks:
+    looks = list(network.parameters())
+    with trial(network, x), expecting(network), Redrawn(STILL), recording(network, (), looks=looks) as trace:
         before = random_states(x)
 
         def doubt() -> str:
             if any(get() != state for get, _, state in before):
                 return "it draws random numbers in a way that cannot be compared"
-            return "its code looks at values, so that rows decide for each other" if looks.seen else ""
+            return "its code looks at values, so that rows decide for each other" if trace.looks else ""
 
         yield doubt
 
 
-class Looks(TorchFunctionMode):
-    """Notes whether Python code looks at a number that depends on some tensors: `if h.sum() > 0`, `h.item()`.
-
-    On one input, two ways to run a network may then agree by chance.
-    """
+class Looks:
+    """Whether code inspects a value that depends on some tensors, inside `with`; use `recording(looks=...)` instead."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.known = WeakTensorKeyDictionary({tensor: True for tensor in tensors})
-        self.seen = False
+        self._trace = Trace()
+        self._recording = recording(nn.Module(), (), self._trace, looks=tensors)
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if any(isinstance(value, Tensor) and value in self.known for value in tree_leaves((args, kwargs))):
-            self.seen = self.seen or getattr(function, "__name__", "") in _LOOKS
-            self.known.update({value: True for value in tree_leaves(result) if isinstance(value, Tensor)})
-        return result
+    def __enter__(self) -> None:
+        self._recording.__enter__()
 
+    def __exit__(self, *error: Any) -> None:
+        self._recording.__exit__(*error)
 
-_LOOKS = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "is_nonzero", "equal", "allclose", "numpy"}
-
-
-@contextmanager
-def unmoved(network: nn.Module, x: Input) -> Iterator[None]:
-    """Whatever runs inside leaves buffers, attributes and random states as they were."""
-    registries = [(module, dict(module._buffers)) for module in network.modules()]
-    values = [(buffer, buffer.clone()) for buffer in network.buffers()]
-    states = random_states(x)
-    try:
-        with written_attributes(network, {}):
-            yield
-    finally:
-        for module, buffers in registries:
-            module._buffers.clear()
-            module._buffers.update(buffers)
-        for buffer, before in values:
-            if not _same(buffer, before):
-                buffer.copy_(before)
-        for _, put, state in states:
-            put(state)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.is_meta or (one.layout is torch.strided and torch.equal(one, other))
+    @property
+    def seen(self) -> bool:
+        """Whether it does."""
+        return bool(self._trace.looks)
 
 
 @contextmanager
@@ -145,36 +114,6 @@ def _keeps_statistics(module: nn.Module) -> bool:
         return bool(module.track_running_stats)
     hooks = module._forward_pre_hooks.values()
     return isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks)
-
-
-State = tuple[Callable[[], Any], Callable[[Any], Any], Any]
-
-
-def _ways_of(generator: torch.Generator) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    def put(state: list[int]) -> None:
-        generator.set_state(torch.tensor(state, dtype=torch.uint8, device="cpu"))
-
-    return lambda: generator.get_state().tolist(), put
-
-
-def random_states(x: Any = ()) -> list[State]:
-    """How to get and to put each random state, and what it is now, in a form that compares.
-
-    That is torch's on the CPU and on the devices of `x`, Python's, and NumPy's where it is in use.
-    """
-    ways: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
-        (
-            lambda: torch.get_rng_state().tolist(),
-            lambda s: torch.set_rng_state(torch.tensor(s, dtype=torch.uint8, device="cpu")),
-        ),
-        (random.getstate, random.setstate),
-    ]
-    for device in {tensor.device for tensor in tensors_in(x) if tensor.is_cuda}:
-        ways.append(_ways_of(torch.cuda.default_generators[device.index]))
-    if "numpy" in sys.modules:
-        numpy = sys.modules["numpy"].random
-        ways.append((lambda: [v.tolist() if hasattr(v, "tolist") else v for v in numpy.get_state()], numpy.set_state))
-    return [(get, put, get()) for get, put in ways]
 
 
 # -- comparing ---------------------------------------------------------------------------------------------
@@ -225,36 +164,47 @@ def first_difference(
     part: Callable[[Tensor], Tensor | None],
 ) -> str:
     """The first layer whose output, or the `part` of it that counts, differs between two ways to run a network."""
+    wrappers = [module for module in network.modules() if hasattr(type(module), "wraps")]
+    inside = {id(module) for wrapper in wrappers for module in wrapper.modules() if module is not wrapper}
+    names = [name for name, module in network.named_modules() if name and id(module) not in inside]
 
-    def outputs(run: Callable[[], Any]) -> list[tuple[str, Tensor]]:
-        found: list[tuple[str, Tensor]] = []
-
-        def see(name: str) -> Callable[..., None]:
-            def hook(module: nn.Module, args: Any, output: Any) -> None:
-                if isinstance(output, Tensor):
-                    found.append((f"layer {name!r} ({type(module).__name__})", output.detach()))
-
-            return hook
-
-        wrappers = [module for module in network.modules() if hasattr(type(module), "wraps")]
-        inside = {id(module) for wrapper in wrappers for module in wrapper.modules() if module is not wrapper}
-        handles = [
-            module.register_forward_hook(see(name))
-            for name, module in network.named_modules()
-            if name and id(module) not in inside
-        ]
-        try:
+    def outputs(run: Callable[[], Any]) -> list[Call]:
+        with recording(network, names) as trace:
             run()
-        finally:
-            for handle in handles:
-                handle.remove()
-        return found
+        return [call for call in trace.ended if isinstance(call.output, Tensor)]
 
-    for (name, got), (_, want) in zip(outputs(quick), outputs(plain), strict=False):
-        own = part(got)
+    for quickly, plainly in zip(outputs(quick), outputs(plain), strict=False):
+        own, want = part(quickly.output.detach()), plainly.output.detach()
         if own is None or own.shape != want.shape or not alike(own[None], want[None]):
-            return name
+            return f"layer {quickly.name!r} ({type(quickly.module).__name__})"
     return ""
+
+
+def rows_interact(network: nn.Module, predict: Callable[[Input], Tensor], x: Input) -> str:
+    """Return how the prediction for one input depends on the other inputs of a batch; nothing where it does not.
+
+    `predict` gives predictions `[S, B, ...]`. The last half of the batch runs alone, in reverse order, with moved
+    weights and without noise. One input alone runs beside another one.
+    """
+    if len(tensors_in(x)[0]) == 1:
+        x = mapped(_with_another, x)
+    batch = len(tensors_in(x)[0])
+    order = torch.arange(batch - 1, (batch - 1) // 2, -1, device=tensors_in(x)[0].device)
+    with plain_attention(), silent_trial(network, x) as doubt:
+        every, some = predict(x), predict(rows(x, order))
+        if reason := doubt():
+            return reason
+        if every.dim() > 1 and every.shape[1] == batch and alike(some, every[:, order]):
+            return ""
+    return "the first axis of x is not the batch, or rows affect each other"
+
+
+def _with_another(x: Tensor) -> Tensor:
+    """A tensor of one row and another row: of other numbers, or of the same ids."""
+    if x.shape[:1] != (1,):
+        return x
+    other = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)).to(x) if x.is_floating_point() else x
+    return torch.cat([x, other])
 
 
 def _real(values: Tensor) -> Tensor:

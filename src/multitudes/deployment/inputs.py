@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input, tensors_in
-from multitudes.core.proof import Looks
+from multitudes.core.trace import recording
 
 __all__ = ["looks_at_values", "rows_of", "signature", "unusual"]
 
@@ -59,7 +59,7 @@ def unusual(x: Input) -> bool:
 
 def looks_at_values(network: nn.Module, x: Input, run: Any) -> bool:
     """Whether a network's own code looks at values: `if x.max() > 1`, `self.norms[int(domain[0])]`."""
-    looks = Looks([*network.parameters(), *network.buffers(), *tensors_in(x)])
-    with torch.no_grad(), looks:
+    looks = [*network.parameters(), *network.buffers(), *tensors_in(x)]
+    with torch.no_grad(), recording(network, (), looks=looks) as trace:
         run()
-    return looks.seen
+    return bool(trace.looks)

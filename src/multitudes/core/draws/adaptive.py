@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, InputError, plain_attention, rows, tensors_in
+from multitudes.core.calling import Input, InputError, rows, tensors_in
 from multitudes.core.draws.engine import DrawCache
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.predictive import Predictive
-from multitudes.core.proof import alike, kind_of, silent_trial
+from multitudes.core.proof import kind_of, rows_interact
 
 FEWEST = 8
 """Draws before any input may stop: fewer would often agree by chance, and their spread be taken for 0."""
@@ -43,21 +43,12 @@ def check_adaptive(net: Drawing, x: Input, tolerance: float, max_draws: int) -> 
         raise InputError(f"max_draws must be a whole number, 2 or more, got {max_draws!r}")
     proven = net._draw_cache.proven
     if ("apart", kind_of(x)) not in proven:
-        if not answers_apart(net, x):
+        if rows_interact(net.network, net._predictions, x):
             raise InputError(
                 "draws='auto' draws some inputs more often than others, and this network's predictions for one input "
                 "depend on the others, or its batch is not the first dimension of x: give a number of draws"
             )
         proven.add(("apart", kind_of(x)))
-
-
-def answers_apart(net: Drawing, x: Input) -> bool:
-    """Whether each input's prediction is the same without the other inputs, tried on the first half of `x`."""
-    batch, device = len(tensors_in(x)[0]), tensors_in(x)[0].device
-    few = torch.arange((batch + 1) // 2, device=device)
-    with plain_attention(), silent_trial(net.network, x) as doubt:
-        whole, part = net._predictions(x), net._predictions(rows(x, few))
-        return whole.shape[1] == batch and not doubt() and alike(whole[:, few], part)
 
 
 def schedule(max_draws: int) -> list[int]:

@@ -22,8 +22,9 @@ from multitudes.core.draws.frozen import Frozen, scrambled
 from multitudes.core.draws.stochastic import Stochastic, expecting, stochastic_layers
 from multitudes.core.lending import checkpointed
 from multitudes.core.noise import STILL, Redrawn
-from multitudes.core.proof import alike, random_states, running_statistics, unmoved
+from multitudes.core.proof import alike, running_statistics
 from multitudes.core.settings import holding
+from multitudes.core.trace import recording, unmoved
 
 __all__ = [
     "FunctionalNoise",
@@ -162,19 +163,18 @@ def _found(network: nn.Module, x: Input, run: Callable[[], Tensor]) -> dict[str,
     """The modules whose own code draws in training and not in evaluation, and by which functions."""
     seen: dict[bool, dict[str, set[str]]] = {}
     for training in (True, False):
-        watch = _Watch(network, x)
         with (
             _mode(network, training),
             running_statistics(network),
             unmoved(network, x),
             expecting(network),
             torch.no_grad(),
-            watch.on(),
+            recording(network, tensors=False, noise=x) as trace,
         ):
             run()
-        seen[training] = watch.drawn
-        if training and watch.unknown:
-            name = next(iter(watch.unknown))
+        seen[training] = trace.random
+        if training and trace.unknown_random:
+            name = next(iter(trace.unknown_random))
             raise ValueError(
                 f"{_place(network, name)} draws random numbers in training in a way that cannot be kept on in "
                 "evaluation; layers= names the dropout layers that shall stay on, without it"
@@ -185,48 +185,6 @@ def _found(network: nn.Module, x: Input, run: Callable[[], Tensor]) -> dict[str,
         if (new := functions - seen[False].get(name, set()))
         and not isinstance(network.get_submodule(name), _ACTIVATIONS)
     }
-
-
-class _Watch:
-    """Which module is at work when random numbers are drawn: by functions that are known, or by others."""
-
-    def __init__(self, network: nn.Module, x: Input) -> None:
-        self.network = network
-        self.states = random_states(x)
-        self.stack: list[str] = []
-        self.drawn: dict[str, set[str]] = {}
-        self.unknown: dict[str, None] = {}
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        handles = []
-        for name, module in self.network.named_modules():
-            handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
-        try:
-            with Redrawn(STILL, lambda function: self.drawn.setdefault(self._at_work(), set()).add(function)):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _at_work(self) -> str:
-        return self.stack[-1] if self.stack else ""
-
-    def _enter(self, name: str, *_: Any) -> None:
-        self._look()
-        self.stack.append(name)
-
-    def _leave(self, *_: Any) -> None:
-        self._look()
-        if self.stack:
-            self.stack.pop()
-
-    def _look(self) -> None:
-        now = [(get, put, get()) for get, put, _ in self.states]
-        if [state for *_, state in now] != [state for *_, state in self.states]:
-            self.unknown[self._at_work()] = None
-        self.states = now
 
 
 def _check_only_noise(network: nn.Module, x: Input, run: Callable[[], Tensor], found: dict[str, set[str]]) -> None:

@@ -29,15 +29,14 @@ from multitudes.core.calling import (
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.gaussian import split_gaussian
 from multitudes.core.multitude import Multitude
-from multitudes.core.proof import unmoved
 from multitudes.core.targets import check_class_axis, check_clear, check_shape, check_targets
 from multitudes.core.tasks import shifted_targets
+from multitudes.core.trace import hooked, observing, recording, unmoved
 from multitudes.methods.laplace.curvature import wide
 from multitudes.methods.laplace.layers import features_of
 from multitudes.surgery.affine import AffineMap, affine_layers, has_other_hooks, kind_of, maps_of
 from multitudes.surgery.heads import final_layers
 from multitudes.surgery.layers import Selector, check_untied, select
-from multitudes.surgery.observe import observing
 
 __all__ = ["OutputLayer", "Rows", "output_layer", "rows_of"]
 
@@ -183,20 +182,12 @@ class _Observer:
 
     def _run(self, x: Input, instead: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """What the layer is given and gives, and the prediction; with other outputs `instead` of its own."""
-        seen: list[tuple[Tensor, Tensor]] = []
-
-        def look(layer: nn.Module, args: Any, y: Tensor) -> Tensor | None:
-            seen.append((args[0], y))
-            return instead
-
-        handle = self.output.layer.register_forward_hook(look)
-        try:
+        names = [self.output.name]
+        with recording(self.network, names) as trace, hooked(self.network, names, lambda *_: instead):
             prediction = call(self.network, x)
-        finally:
-            handle.remove()
-        if len(seen) != 1:
-            raise InputError(f"{self.output.where} runs {len(seen)} times for an input, and must run once")
-        return *seen[0], prediction
+        if len(trace.ended) != 1:
+            raise InputError(f"{self.output.where} runs {len(trace.ended)} times for an input, and must run once")
+        return trace.ended[0].args[0], trace.ended[0].output, prediction
 
     def _check(self, x: Input, y: Tensor, seen: Tensor, prediction: Tensor) -> None:
         """What targets must be for predictions, and features for a curvature."""
