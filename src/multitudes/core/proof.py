@@ -191,7 +191,13 @@ def rows_interact(network: nn.Module, predict: Callable[[Input], Tensor], x: Inp
     batch = len(tensors_in(x)[0])
     order = torch.arange(batch - 1, (batch - 1) // 2, -1, device=tensors_in(x)[0].device)
     with plain_attention(), silent_trial(network, x) as doubt:
-        every, some = predict(x), predict(rows(x, order))
+        every = predict(x)
+        try:
+            some = predict(rows(x, order))
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            return f"the network fails for fewer rows ({str(error).splitlines()[0]})"
         if reason := doubt():
             return reason
         if every.dim() > 1 and every.shape[1] == batch and alike(some, every[:, order]):

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from multitudes.core.draws.stochastic import Stochastic
-from multitudes.core.trace import hooked, recording
+from multitudes.core.trace import Shape, hooked, recording
 
 __all__ = ["Boundary", "Run", "Slot", "Unseen", "mapped", "observed", "tiling"]
 
@@ -26,9 +26,9 @@ Slot = tuple[int | str, ...]
 """Where a tensor lies in the arguments of a call: `(0,)` or `("mask",)`, and inside of tuples and dicts further on."""
 
 
-def mapped(function: Callable[[Slot, Tensor], Any], value: Any, at: Slot = ()) -> Any:
+def mapped(function: Callable[[Slot, Any], Any], value: Any, at: Slot = ()) -> Any:
     """A function of every tensor in arguments or answers, and of its place."""
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, Shape)):
         return function(at, value)
     if type(value) is dict:
         return {key: mapped(function, held, (*at, key)) for key, held in value.items()}
@@ -122,10 +122,10 @@ def observed(network: nn.Module, inside: set[int], run: Callable[[], Any]) -> Ru
     return seen
 
 
-def _note(seen: Run, name: str, lengths: dict[Slot, int], slot: Slot, tensor: Tensor) -> None:
+def _note(seen: Run, name: str, lengths: dict[Slot, int], slot: Slot, tensor: Tensor | Shape) -> None:
     seen.nbytes[name] = max(tensor.nbytes, seen.nbytes.get(name, 0))
-    if tensor.dim():
-        lengths.setdefault(slot, len(tensor))
+    if len(tensor.shape):
+        lengths.setdefault(slot, tensor.shape[0])
 
 
 @contextmanager

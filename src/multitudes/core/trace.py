@@ -12,28 +12,42 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from multitudes.core.calling import Input, call, input_errors, tensors_in
+from multitudes.core.calling import Input, call, input_errors, mapped, tensors_in
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.lending import Attributes, written_attributes
 from multitudes.core.locking import evaluating
 from multitudes.core.noise import STILL, Redrawn
 
-__all__ = ["Call", "Trace", "Use", "hooked", "observing", "random_states", "record", "recording", "unmoved"]
+__all__ = ["Call", "Shape", "Trace", "Use", "hooked", "observing", "random_states", "record", "recording", "unmoved"]
 
 Which = Collection[type[nn.Module] | str] | None
 """Modules of a network, by their exact classes or their names; None for all."""
 
 
 # -- what was recorded -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of a tensor that was not kept."""
+
+    shape: torch.Size
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Any:
+        """The size of a tensor; a nested one as it is."""
+        return tensor if tensor.is_nested else cls(tensor.shape, tensor.nbytes)
 
 
 @dataclass(eq=False)
@@ -150,8 +164,7 @@ def recording(
         network: the network whose modules are followed.
         which: the modules that are followed, all by default.
         trace: the trace to fill, a new one by default.
-        tensors: keep the tensors that modules take and give; otherwise only their shapes and dtypes, on the meta
-            device.
+        tensors: keep the tensors that modules take and give; otherwise a `Shape` of each.
         functions: record torch functions: all, or those that take one of some tensors.
         looks: record where Python code inspects a value that depends on these tensors: `if h.sum() > 0`, `h.item()`.
         noise: record random functions, which give the middle of their distributions meanwhile; the input says on which
@@ -160,7 +173,7 @@ def recording(
     """
     trace = Trace() if trace is None else trace
     looks = list(looks)
-    counter = _Counter()
+    counter = WorkCounter()
     states = [] if noise is None else random_states(noise)
 
     def compare_states() -> None:
@@ -170,7 +183,7 @@ def recording(
                 states[index] = get, put, now
 
     def held(value: Any) -> Any:
-        return value if tensors else _shapes_of(value)
+        return value if tensors else mapped(Shape.of, value)
 
     def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         compare_states()
@@ -199,13 +212,6 @@ def recording(
     trace.multiply_adds, trace.nbytes = counter.multiply_adds, counter.nbytes
 
 
-def _shapes_of(value: Any) -> Any:
-    with torch._C.DisableTorchFunction():
-        return tree_map_only(
-            Tensor, lambda t: t if t.is_nested else torch.empty(t.shape, dtype=t.dtype, device="meta"), value
-        )
-
-
 @contextmanager
 def hooked(
     network: nn.Module,
@@ -220,13 +226,8 @@ def hooked(
     `leave(name, module, args, output)` may return another output, `enter(name, module, args, kwargs)` other arguments
     `(args, kwargs)`. With `always`, `leave` is called for modules that raise an error, too.
     """
-    modules: dict[int, tuple[str, nn.Module]] = {}
-    which = None if which is None else set(which)
-    for name, module in network.named_modules(remove_duplicate=False):
-        if which is None or type(module) in which or name in which:
-            modules.setdefault(id(module), (name, module))
     with ExitStack() as stack:
-        for name, module in modules.values():
+        for name, module in _modules(network, which):
             if enter is not None:
                 handle = module.register_forward_pre_hook(
                     lambda m, args, kwargs, name=name: enter(name, m, args, kwargs), with_kwargs=True
@@ -238,6 +239,22 @@ def hooked(
                 )
                 stack.callback(handle.remove)
         yield
+
+
+def _modules(network: nn.Module, which: Which) -> Iterable[tuple[str, nn.Module]]:
+    """Modules with their names, each under one name only."""
+    found: dict[int, tuple[str, nn.Module]] = {}
+    if which is not None and all(isinstance(each, str) for each in which):  # without a walk through all modules
+        for name in which:
+            module: Any = network
+            for part in str(name).split(".") if name else ():
+                module = module._modules[part]
+            found.setdefault(id(module), (str(name), module))
+        return found.values()
+    for name, module in network.named_modules(remove_duplicate=False):
+        if which is None or type(module) in which or name in which:
+            found.setdefault(id(module), (name, module))
+    return found.values()
 
 
 # -- functions ---------------------------------------------------------------------------------------------
@@ -257,19 +274,24 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self.trace = trace
         self.all = functions is True
-        self.ids = set() if isinstance(functions, bool) else {id(tensor) for tensor in functions}
+        # Tensors by their ids, and what their `.T` and `.data` are, which stay alive so that no other gets their ids.
+        self.own = {id(t): (t, t) for t in ([] if isinstance(functions, bool) else functions)}
         self.known = WeakTensorKeyDictionary({tensor: True for tensor in looks})
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        used = given if self.all else [tensor for tensor in given if id(tensor) in self.ids]
-        if (self.all or used) and not _asks(function, name):
-            self.trace.functions.append(Use(name, tuple(used), tuple(self.trace.running)))
+        used = given if self.all else [self.own[id(tensor)][0] for tensor in given if id(tensor) in self.own]
+        inside = tuple(self.trace.running)
         result = function(*args, **(kwargs or {}))
+        if used and not _asks(function, name):
+            if name == "__get__" and not self.all and isinstance(result, Tensor):
+                self.own[id(result)] = used[0], result
+            else:
+                self.trace.functions.append(Use(name, tuple(used), inside))
         if len(self.known) and any(tensor in self.known for tensor in given):
             if name in _LOOKS:
-                self.trace.looks.append(Use(name, (), tuple(self.trace.running)))
+                self.trace.looks.append(Use(name, (), inside))
             self.known.update({value: True for value in tree_leaves(result) if isinstance(value, Tensor)})
         return result
 
@@ -310,8 +332,8 @@ class _Nowhere:
         pass
 
 
-class _Counter(FlopCounterMode):
-    """Torch's counter of operations; it notes the bytes of the largest tensor as well."""
+class WorkCounter(FlopCounterMode):
+    """Torch's counter of operations, which notes the bytes of the largest tensor as well."""
 
     nbytes = 0
 
@@ -325,16 +347,17 @@ class _Counter(FlopCounterMode):
         return int(self.get_total_flops()) // 2
 
     def _count_flops(self, packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
-        given = {_memory(value) for value in tree_leaves((args, kwargs))} - {None}
-        made = [value for value in tree_leaves(out) if _memory(value) not in (None, *given)]
-        self.nbytes = max([self.nbytes, *(value.nbytes for value in made)])
+        if not _gives_views(packet):
+            for value in out if isinstance(out, (tuple, list)) else (out,):
+                self.nbytes = max(self.nbytes, value.nbytes if isinstance(value, Tensor) else 0)
         return super()._count_flops(packet, out, args, kwargs)
 
 
-def _memory(value: Any) -> int | None:
-    """Where a tensor's numbers lie."""
-    own = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
-    return value.untyped_storage()._cdata if own else None
+@cache
+def _gives_views(packet: Any) -> bool:
+    """Whether an operation gives its argument, or a view of it."""
+    overloads = packet.overloads() if hasattr(packet, "overloads") else []
+    return bool(overloads) and any(r.alias_info for r in getattr(packet, overloads[0])._schema.returns)
 
 
 # -- nothing is left behind --------------------------------------------------------------------------------

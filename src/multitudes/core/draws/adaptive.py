@@ -42,7 +42,7 @@ def check_adaptive(net: Drawing, x: Input, tolerance: float, max_draws: int) -> 
     if isinstance(max_draws, bool) or not isinstance(max_draws, int) or max_draws < 2:
         raise InputError(f"max_draws must be a whole number, 2 or more, got {max_draws!r}")
     proven = net._draw_cache.proven
-    if ("apart", kind_of(x)) not in proven:
+    if len(tensors_in(x)[0]) > 1 and ("apart", kind_of(x)) not in proven:
         if rows_interact(net.network, net._predictions, x):
             raise InputError(
                 "draws='auto' draws some inputs more often than others, and this network's predictions for one input "
