@@ -362,3 +362,19 @@ def test_a_causal_network_with_its_sequence_first_mixes_rows() -> None:
     assert rows_interact(network, lambda x: call(network, x)[None], torch.randn(6, 5, 3))
     first = Of(lambda own, x: own.lstm(x)[0], lstm=nn.LSTM(3, 4, batch_first=True))
     assert not rows_interact(first, lambda x: call(first, x)[None], torch.randn(6, 5, 3))
+
+
+def test_a_hook_that_fails_before_a_call_begins_leaves_the_calls_in_order() -> None:
+    def refuse(module: nn.Module, args: Any) -> None:
+        raise RuntimeError("refused")
+
+    def either(own: Any, x: Tensor) -> Any:
+        try:
+            return own.first(x)
+        except RuntimeError:
+            return own.second(x)
+
+    network = Of(either, first=nn.Linear(3, 3), second=nn.Linear(3, 2))
+    network.first.register_forward_pre_hook(refuse)
+    calls = record(network, torch.ones(2, 3)).calls
+    assert [(each.name, len(each.inside)) for each in calls] == [("", 0), ("second", 1)]

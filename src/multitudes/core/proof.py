@@ -42,16 +42,16 @@ __all__ = [
 
 @contextmanager
 def trial(network: nn.Module, x: Input) -> Iterator[None]:
-    """Inside, a network runs with moved weights and without gradients; after, it is as it was."""
+    """Run a network with moved weights and without gradients; leave it as it was."""
     with unmoved(network, x), torch.no_grad(), _moved_weights(network):
         yield
 
 
 @contextmanager
 def silent_trial(network: nn.Module, x: Input) -> Iterator[Callable[[], str]]:
-    """A `trial` without noise; yields what it cannot be sure of, in words, once the network has run.
+    """Run a `trial` without noise; yield a function that says, once the network has run, why it proves nothing.
 
-    That is random numbers drawn in a way that is not known, and control flow on values.
+    The reasons are random numbers that are drawn in an unknown way, and control flow on values.
     """
     looks = list(network.parameters())
     with trial(network, x), expecting(network), Redrawn(STILL), recording(network, (), looks=looks) as trace:
@@ -66,7 +66,7 @@ def silent_trial(network: nn.Module, x: Input) -> Iterator[Callable[[], str]]:
 
 
 class Looks:
-    """Whether code inspects a value that depends on some tensors, inside `with`; use `recording(looks=...)` instead."""
+    """Note whether code inspects a value that depends on some tensors; use `recording(looks=...)` instead."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._trace = Trace()
@@ -80,13 +80,13 @@ class Looks:
 
     @property
     def seen(self) -> bool:
-        """Whether it does."""
+        """Return whether it does."""
         return bool(self._trace.looks)
 
 
 @contextmanager
 def _moved_weights(network: nn.Module) -> Iterator[None]:
-    """Inside, every weight is another, of about the same size, but none is nearly zero."""
+    """Replace every weight by another of about the same size, none of them nearly zero."""
     before = [(parameter, parameter.data) for parameter in network.parameters()]
     for number, (parameter, data) in enumerate(before):
         if data.is_floating_point() and data.layout is torch.strided and data.numel():
@@ -105,7 +105,7 @@ def _moved_weights(network: nn.Module) -> Iterator[None]:
 
 
 def running_statistics(network: nn.Module) -> AbstractContextManager[None]:
-    """Inside, norms compute with the statistics that they keep, in training too: batch norms, and spectral norms."""
+    """Let batch norms and spectral norms compute with the statistics that they keep, in training too."""
     return holding(filter(_keeps_statistics, network.modules()), "training", False)
 
 
@@ -120,7 +120,7 @@ def _keeps_statistics(module: nn.Module) -> bool:
 
 
 def kind_of(x: Any, batch: int | None = None) -> Any:
-    """What an input is like, whatever its sizes: ranks, dtypes, and which tensors are as long as the first."""
+    """The kind of an input, whatever its sizes: ranks, dtypes, and which tensors are as long as the first."""
     if batch is None:
         first = tensors_in(x)
         batch = first[0].shape[0] if first and first[0].dim() else 0
@@ -134,7 +134,7 @@ def kind_of(x: Any, batch: int | None = None) -> Any:
 
 
 def alike(got: Tensor, want: Tensor) -> bool:
-    """Whether two computations of the same values `[S, ...]` agree, each of the S to float rounding."""
+    """Return whether two computations of the same values `[S, ...]` agree, each of the S to float rounding."""
     with torch._C.DisableTorchFunction():  # what watches the computations does not watch this
         return _alike(got, want)
 

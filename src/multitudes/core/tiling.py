@@ -1,4 +1,4 @@
-"""Where the batch of members that share weights is tiled: as late as it can be.
+"""Tile the batch of members that share weights, as late as possible.
 
 One run of a network, alone, shows in which order its modules are called, with which tensors, and how much work comes
 before each. A second run, with one row more, shows which of these tensors have the batch as their first axis. A
@@ -23,7 +23,7 @@ from multitudes.core.trace import Shape, hooked, recording
 __all__ = ["Boundary", "Run", "Slot", "Unseen", "mapped", "observed", "tiling"]
 
 Slot = tuple[int | str, ...]
-"""Where a tensor lies in the arguments of a call: `(0,)` or `("mask",)`, and inside of tuples and dicts further on."""
+"""The place of a tensor in the arguments of a call: `(0,)` or `("mask",)`, and further in tuples and dicts."""
 
 
 def mapped(function: Callable[[Slot, Any], Any], value: Any, at: Slot = ()) -> Any:
@@ -52,7 +52,7 @@ class Boundary:
         return next(iter(self.slots))
 
     def joined(self, other: Boundary) -> Boundary:
-        """With what another boundary at the same module knows: a mask is not there in every batch."""
+        """Join two boundaries at the same module: a mask is not there in every batch."""
         if str(self) != str(other):
             return self
         names = dict.fromkeys([*self.slots, *other.slots])
@@ -78,7 +78,7 @@ class Run:
         return self.work[name] / self.total if self.total else 0.0
 
     def may_tile(self, name: str) -> bool:
-        """Whether nothing draws before a module: members have random numbers of their own."""
+        """Return whether nothing draws before a module: members have random numbers of their own."""
         return not self.never and all(self.order.index(each) >= self.order.index(name) for each in self.drawing)
 
     def around(self, name: str) -> list[str]:
@@ -130,7 +130,7 @@ def _note(seen: Run, name: str, lengths: dict[Slot, int], slot: Slot, tensor: Te
 
 @contextmanager
 def tiling(network: nn.Module, boundary: Boundary, batch: int, members: int) -> Iterator[None]:
-    """Inside, the modules of a boundary tile what they are given: rows `[B, ...]` become `[M*B, ...]`.
+    """Let the modules of a boundary tile what they are given: rows `[B, ...]` become `[M*B, ...]`.
 
     What may hold rows and has not been seen, as a mask in the first batch with padding, is `Unseen`.
     """

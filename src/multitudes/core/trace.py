@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -119,15 +119,7 @@ class Trace:
 
 
 def record(
-    network: nn.Module,
-    x: Input,
-    which: Which = None,
-    *,
-    tensors: bool = True,
-    functions: bool = False,
-    looks: bool = False,
-    noise: bool = False,
-    work: bool = False,
+    network: nn.Module, x: Input, which: Which = None, *, looks: bool = False, noise: bool = False, **options: bool
 ) -> Trace:
     """Run a network on `x` once, in evaluation with expectations and without gradients; leave it as it was.
 
@@ -137,12 +129,17 @@ def record(
     >>> [call.name for call in trace.calls], trace.multiply_adds
     (['', '0', '1', '2'], 100)
     """
-    own = [*network.parameters(), *network.buffers(), *tensors_in(x)] if looks else []
-    trace = Trace()
-    with evaluating(network), unmoved(network, x, trace), expecting(network), torch.no_grad(), input_errors(x):
-        given = x if noise else None
-        with recording(network, which, trace, tensors=tensors, functions=functions, looks=own, noise=given, work=work):
-            trace.output = call(network, x)
+    trace, given = Trace(), x if noise else None
+    followed = [*network.parameters(), *network.buffers(), *tensors_in(x)] if looks else ()
+    with (
+        evaluating(network),
+        unmoved(network, x, trace),
+        expecting(network),
+        torch.no_grad(),
+        input_errors(x),
+        recording(network, which, trace, looks=followed, noise=given, **options),
+    ):
+        trace.output = call(network, x)
     return trace
 
 
@@ -171,9 +168,7 @@ def recording(
             devices random states are compared.
         work: count multiply-adds and the bytes of the largest tensor.
     """
-    trace = Trace() if trace is None else trace
-    looks = list(looks)
-    counter = WorkCounter()
+    trace, looks, counter = trace or Trace(), list(looks), WorkCounter()
     states = [] if noise is None else random_states(noise)
 
     def compare_states() -> None:
@@ -193,6 +188,8 @@ def recording(
 
     def leave(name: str, module: nn.Module, args: Any, output: Any) -> None:
         compare_states()
+        if not trace.running or trace.running[-1].module is not module:  # another hook failed before it began
+            return
         ended = trace.running.pop()
         ended.output, ended.work = held(output), counter.multiply_adds - ended.before
         trace.steps.append((ended, False))
@@ -297,7 +294,7 @@ class _Functions(TorchFunctionMode):
 
 
 def _asks(function: Any, name: str) -> bool:
-    """Whether a function asks for shapes and settings of a tensor alone."""
+    """Return whether a function asks for shapes and settings of a tensor alone."""
     if name == "__get__":
         name = getattr(getattr(function, "__self__", None), "__name__", "")
         return name in _ASKED or name.startswith("is_")
@@ -320,18 +317,6 @@ _KERNELS = {torch.ops.aten.mkldnn_rnn_layer: _recurrent, torch.ops.aten._cudnn_r
 """Kernels that torch's counter leaves out."""
 
 
-class _Nowhere:
-    """In place of torch's record of the running module, whose hooks fail where a module takes a parameter."""
-
-    parents = ("Global",)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *args: object) -> None:
-        pass
-
-
 class WorkCounter(FlopCounterMode):
     """Torch's counter of operations, which notes the bytes of the largest tensor as well."""
 
@@ -339,11 +324,13 @@ class WorkCounter(FlopCounterMode):
 
     def __init__(self) -> None:
         super().__init__(display=False, custom_mapping=_KERNELS)
-        self.mod_tracker: Any = _Nowhere()
+        tracker: Any = nullcontext()  # torch's own adds hooks that fail where a module takes a parameter
+        tracker.parents = ("Global",)
+        self.mod_tracker = tracker
 
     @property
     def multiply_adds(self) -> int:
-        """As many as were counted so far."""
+        """Those that were counted so far."""
         return int(self.get_total_flops()) // 2
 
     def _count_flops(self, packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
@@ -355,7 +342,7 @@ class WorkCounter(FlopCounterMode):
 
 @cache
 def _gives_views(packet: Any) -> bool:
-    """Whether an operation gives its argument, or a view of it."""
+    """Return whether an operation gives its argument, or a view of it."""
     overloads = packet.overloads() if hasattr(packet, "overloads") else []
     return bool(overloads) and any(r.alias_info for r in getattr(packet, overloads[0])._schema.returns)
 
@@ -378,7 +365,7 @@ def observing(*networks: nn.Module) -> Iterator[None]:
 @contextmanager
 def unmoved(network: nn.Module, x: Input, trace: Trace | None = None) -> Iterator[None]:
     """Leave buffers, attributes, modes and random states as they were; note in a trace which of them were written."""
-    trace = Trace() if trace is None else trace
+    trace = trace or Trace()
     modules = [(path, module, dict(module._buffers), module.training) for path, module in network.named_modules()]
     values = [(name, buffer, buffer.clone()) for name, buffer in network.named_buffers()]
     states = random_states(x)
@@ -422,9 +409,9 @@ def _of_generator(generator: torch.Generator) -> tuple[Callable[[], Any], Callab
 
 
 def random_states(x: Any = ()) -> list[State]:
-    """How to get and to put each random state, and what it is now, in a form that compares.
+    """Functions that get and set each random state, and its value now, in a form that can be compared.
 
-    They are torch's on the CPU and on the devices of `x`, Python's, and NumPy's where it is in use.
+    The states are torch's on the CPU and on the devices of `x`, Python's, and NumPy's where it is in use.
     """
     ways = [_of_generator(torch.default_generator), (random.getstate, random.setstate)]
     for device in {tensor.device for tensor in tensors_in(x) if tensor.is_cuda}:

@@ -111,7 +111,7 @@ def foldable(network: nn.Module, run: Callable[[], Any]) -> list[Folded]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether nobody else looks at what a module gives, or computes its weights."""
+    """Return whether nobody else looks at what a module gives, or computes its weights."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return not any(getattr(module, hook) for hook in hooks)
 
@@ -121,7 +121,7 @@ def _is_fixed(norm: Any) -> bool:
 
 
 def _takes_before(layer: Any, norm: Any) -> bool:
-    """Whether a layer can take up a norm of its input: it must not pad, and have the norm's channels as inputs."""
+    """Return whether a layer can take up a norm of its input: it must not pad, and must have as many inputs."""
     if isinstance(layer, nn.Linear):
         return bool(layer.in_features == norm.num_features)
     if not isinstance(layer, _CONVOLUTIONS) or layer.in_channels != norm.num_features:
@@ -136,7 +136,7 @@ def _shared_tensors(network: nn.Module) -> set[int]:
 
 
 class _Seen:
-    """Which tensors the layers took and gave, and how often each tensor was used by any function."""
+    """The tensors that layers took and gave, and how often each tensor was used by any function."""
 
     def __init__(self, trace: Trace, answer: Any) -> None:
         self.trace = trace  # which keeps all tensors, so that no other one gets their address

@@ -41,7 +41,7 @@ def rows_of(x: Input) -> int:
 
 
 def unusual(x: Input) -> bool:
-    """Whether an input has numbers of which runtimes differ: ids below 0, and masks that leave nothing of a row.
+    """Return whether an input has numbers of which runtimes differ: ids below 0, and masks that leave nothing of a row.
 
     One floating-point tensor alone is no mask.
     """
@@ -58,7 +58,7 @@ def unusual(x: Input) -> bool:
 
 
 def looks_at_values(network: nn.Module, x: Input, run: Any) -> bool:
-    """Whether a network's own code looks at values: `if x.max() > 1`, `self.norms[int(domain[0])]`."""
+    """Return whether a network's own code looks at values: `if x.max() > 1`, `self.norms[int(domain[0])]`."""
     looks = [*network.parameters(), *network.buffers(), *tensors_in(x)]
     with torch.no_grad(), recording(network, (), looks=looks) as trace:
         run()

@@ -233,7 +233,7 @@ def _proven_axes(
 
 
 def _trouble(net: Mimo, model: nn.Module, x: Tensor) -> str:
-    """How the widened network differs from the model; nothing where it does not."""
+    """Return how the widened network differs from the model; nothing where it does not."""
     generator = torch.Generator().manual_seed(0)
     moved = [torch.rand(x.shape, generator=generator).to(x) for _ in range(net.members)]
     slots = [x + each for each in moved] if x.is_floating_point() else [x.flip(0), *[x] * (net.members - 1)]
@@ -268,13 +268,13 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _seen(model: nn.Module, name: str, x: Tensor) -> Tensor:
-    """What a layer sees first."""
+    """Return the first input of a layer."""
     seen: Tensor = record(model, x, [name]).calls[0].args[0]
     return seen
 
 
 def _past(net: Mimo, x: Tensor) -> Tensor:
-    """The output where the first layer gives the same whatever x is."""
+    """The output if the first layer gives the same whatever x is."""
 
     def same(_: str, __: nn.Module, ___: Any, y: Tensor) -> Tensor:
         return torch.rand(y.shape, generator=torch.Generator().manual_seed(1)).to(y)

@@ -83,7 +83,7 @@ class ServedNetwork:
     # -- how it runs ---------------------------------------------------------------------------------------
 
     def _rows_apart(self, example: Tensor) -> bool:
-        """Whether a row's prediction does not depend on the other rows, so that requests may share a batch."""
+        """Return whether a row's prediction does not depend on the other rows, so that requests may share a batch."""
         net = self.trained.multitude
         with evaluating(net), torch.no_grad():
             return not rows_interact(net.network, net._predictions, self._seen(example))

@@ -1,4 +1,4 @@
-"""How much of a network a method reaches: the share of its parameters and of its multiply-adds."""
+"""The share of a network's parameters and of its multiply-adds that a method reaches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from multitudes.surgery.observe import cheap_example
 __all__ = ["kinds_left", "tell_reach"]
 
 _SHOWN = 5
-"""How many kinds of layers a warning names."""
+"""The most kinds of layers that a warning names."""
 
 
 def tell_reach(
@@ -74,7 +74,7 @@ def _parameters(model: nn.Module, names: Collection[str]) -> int:
 def _multiply_adds(
     model: nn.Module, converted: Collection[str], on_purpose: Collection[str], example: Input | None
 ) -> tuple[int, int, int] | None:
-    """Those of the converted layers, of those left out on purpose, and of all; None where no example can be run."""
+    """Count those of the converted layers, of layers left out on purpose, and of all; None if no example runs."""
     if any(isinstance(module, nn.RNNBase | nn.Conv3d) for module in model.modules()) and example is None:
         return None
     x = cheap_example(model) if example is None else example

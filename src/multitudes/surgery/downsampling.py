@@ -1,4 +1,4 @@
-"""Where a network makes its feature maps smaller, seen in one run on an example.
+"""Find where a network makes its feature maps smaller, in one run on an example.
 
 A strided convolution or a pooling layer makes a map smaller. Where a block does so along several paths at once, as
 residual blocks do, the whole block is one down-sampling. That is not read off its code but observed: NaN is put into
@@ -48,32 +48,32 @@ class Step(Call):
 
     @property
     def input(self) -> Any:
-        """What it is about: its first argument."""
+        """Its first argument."""
         return self.args[0] if self.args else None
 
     @property
     def on_map(self) -> bool:
-        """Whether it reads a feature map, `[B, C, H, W]`."""
+        """Return whether it reads a feature map, `[B, C, H, W]`."""
         return isinstance(self.input, Tensor) and self.input.dim() == 4 and self.input.is_floating_point()
 
     @property
     def has_weights(self) -> bool:
-        """Whether it computes with weights of its own, norms aside."""
+        """Return whether it computes with weights of its own, norms aside."""
         return not isinstance(self.module, NORMS) and any(True for _ in self.module.parameters())
 
     @property
     def pools(self) -> bool:
-        """Whether it is a pooling layer."""
+        """Return whether it is a pooling layer."""
         return isinstance(self.module, (*POOLINGS, *GLOBAL)) and self.on_map
 
     @property
     def gives_one_value(self) -> bool:
-        """Whether it is a pooling layer that gives one value for each map."""
+        """Return whether it is a pooling layer that gives one value for each map."""
         return self.pools and isinstance(self.output, Tensor) and self.output[0, 0].numel() == 1
 
     @property
     def passes_on(self) -> bool:
-        """Whether it is a norm, an activation, a dropout, a padding: nothing that makes new features or pools."""
+        """Return whether it is a norm, an activation, a dropout, a padding: no new features, no pooling."""
         if self.pools or isinstance(self.module, PRODUCTS):
             return False
         same = isinstance(self.output, Tensor) and self.on_map and self.output.shape == self.input.shape
@@ -81,7 +81,7 @@ class Step(Call):
 
     @property
     def downsamples(self) -> bool:
-        """Whether it is a strided convolution or a pooling layer, also where the map is a single pixel already."""
+        """Return whether it is a strided convolution or a pooling layer, even of a single pixel."""
         if not self.on_map:
             return False
         if isinstance(self.module, (nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d, nn.LPPool2d)):
@@ -98,13 +98,13 @@ class Step(Call):
 
 
 def smaller(output: Any, input: Any) -> bool:
-    """Whether one feature map `[B, C, H, W]` is smaller than another."""
+    """Return whether one feature map `[B, C, H, W]` is smaller than another."""
     maps = isinstance(output, Tensor) and isinstance(input, Tensor) and output.dim() == input.dim() == 4
     return maps and any(after < before for after, before in zip(output.shape[2:], input.shape[2:], strict=True))
 
 
 class Run:
-    """What was seen in one run of a network in evaluation: its layers' calls in order, and those of its blocks.
+    """One run of a network in evaluation: its layers' calls in order, and those of its blocks.
 
     A layer is a module without children, or one that torch's parametrisations or a subclass gave some. What runs is a
     copy of the network, which may keep something of what it is made to see.
@@ -138,7 +138,7 @@ class Run:
         return [seen for seen in (*self.layers, *self.blocks) if seen.module is module]
 
     def reads_input(self, seen: Step) -> bool:
-        """Whether it reads the network's own input, and not yet what a layer with weights has made of it."""
+        """Return whether it reads the network's own input, and not yet what a layer with weights has made of it."""
         if any(seen.input is given for given in self.inputs):
             return True
         return not any(layer.has_weights for layer in self.layers[: seen.start])
@@ -198,7 +198,7 @@ def _place(seen: Step) -> str | None:
 
 
 def has_other_path(block: Step, layer: nn.Module) -> bool:
-    """Whether a block's input reaches its output around a layer: NaN gets through."""
+    """Return whether a block's input reaches its output around a layer: NaN gets through."""
     others = {name for name, module in block.module.named_modules(remove_duplicate=False) if module is layer}
     with (
         observing(block.module),

@@ -19,7 +19,7 @@ from multitudes.surgery.observe import example_for
 __all__ = ["final_layers", "output_layers"]
 
 _NAMES = ("classifier", "score", "lm_head", "fc", "head", "heads")
-"""What networks call the child that gives their output."""
+"""Usual names of the child that gives a network's output."""
 
 
 def output_layers(network: nn.Module, heads: Selector = None, example: Input | None = None) -> list[str]:

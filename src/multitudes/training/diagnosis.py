@@ -1,4 +1,4 @@
-"""Where a computation went bad: `first_bad_layer`."""
+"""Find where a computation went bad: `first_bad_layer`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["first_bad_layer"]
 
 @torch.no_grad()
 def first_bad_layer(net: nn.Module, x: Input, compute: Callable[[], Any]) -> str:
-    """Which input, weight or layer's output first holds NaN or infinity when `compute` runs `net` on `x`; in words."""
+    """Name the input, weight or layer's output that first holds NaN or infinity when `compute` runs `net` on `x`."""
     if any(_bad(tensor) for tensor in tensors_in(x)):
         return "the input holds NaN or infinite values"
     for name, parameter in net.named_parameters():

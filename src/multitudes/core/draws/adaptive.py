@@ -19,7 +19,7 @@ FEWEST = 8
 
 
 class Drawing(Protocol):
-    """What adaptive draws ask of a multitude."""
+    """The parts of a multitude that adaptive draws use."""
 
     network: nn.Module
     _draw_cache: DrawCache
@@ -34,7 +34,7 @@ class Drawing(Protocol):
 
 
 def check_adaptive(net: Drawing, x: Input, tolerance: float, max_draws: int) -> None:
-    """What adaptive draws ask of a network, its input and their settings."""
+    """Check a network, its input and the settings of adaptive draws."""
     if not stochastic_layers(net.network):
         raise InputError("draws='auto': this network has no layer that draws")
     if not (isinstance(tolerance, (int, float)) and tolerance > 0):

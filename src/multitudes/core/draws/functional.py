@@ -46,7 +46,7 @@ _DROPS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "scaled_dot_product_
 
 
 class FunctionalNoise(Stochastic):
-    """What a module's own code draws; `rate`, where it is given, is that of its dropout."""
+    """The random numbers of a module's own code; `rate`, if given, is that of its dropout."""
 
     still = False  # whether dropout drops nothing, while the module's code runs as in training
 
@@ -112,7 +112,7 @@ def freeze_when_found(network: nn.Module, seed: Tensor) -> None:
 
 
 def to_be_kept(network: nn.Module) -> bool:
-    """Whether the network's functional noise is to be kept on, and has not been looked for yet."""
+    """Return whether the network's functional noise is to be kept on, and has not been looked for yet."""
     return _MARK in vars(network)
 
 

@@ -62,12 +62,12 @@ class OutputLayer:
 
     @property
     def dense(self) -> bool:
-        """Whether it is a convolution, with channels in dim 1."""
+        """Return whether it is a convolution, with channels in dim 1."""
         return kind_of(self.layer) is nn.Conv2d
 
     @property
     def has_bias(self) -> bool:
-        """Whether it adds a bias."""
+        """Return whether it adds a bias."""
         return getattr(self.layer, "bias", None) is not None
 
     def last(self, values: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ class Rows:
     weight: Tensor
     """That of each target, `[R, O]`, or of all of a row, `[R, 1]`; 0 where an output has none."""
     by_output: bool = True
-    """Whether each output of the layer is one of the predictions `[B]` or `[B, O]`."""
+    """Return whether each output of the layer is one of the predictions `[B]` or `[B, O]`."""
 
 
 def rows_of(
@@ -181,7 +181,7 @@ class _Observer:
         return replace(found, by_output=prediction.dim() < 3 and prediction[:1].numel() == own.shape[1])
 
     def _run(self, x: Input, instead: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """What the layer is given and gives, and the prediction; with other outputs `instead` of its own."""
+        """Return the layer's input and output, and the prediction, with other outputs `instead` of its own."""
         names = [self.output.name]
         with recording(self.network, names) as trace, hooked(self.network, names, lambda *_: instead):
             prediction = call(self.network, x)

@@ -73,7 +73,7 @@ def _place(model: nn.Module, word: str, example: Input | None) -> list[str]:
 
 
 def is_norm(layer: nn.Module) -> bool:
-    """Whether a layer is a norm that can be patched, by its class or by its name and parameters."""
+    """Return whether a layer is a norm that can be patched, by its class or by its name and parameters."""
     return type(layer) in NORMS or patch_for(layer) is PatchedWrappedNorm
 
 
