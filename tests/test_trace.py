@@ -16,19 +16,7 @@ from torch import Tensor, nn
 from multitudes.core.calling import InputError, call
 from multitudes.core.proof import rows_interact
 from multitudes.core.trace import Shape, Trace, hooked, record, recording
-
-
-class Of(nn.Module):
-    """A module whose forward is a function of it and its input."""
-
-    def __init__(self, function: Callable[[Any, Tensor], Any], **parts: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            self.add_module(name, part)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
+from tests.of_parts import Of
 
 
 def nested() -> nn.Module:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from multitudes.core.calling import Input, call, mapped
+from multitudes.core.calling import Input, call, mapped, tensors_in
 from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
 from multitudes.core.members import Members
@@ -17,7 +17,6 @@ from multitudes.core.shared import SharedMembers
 from multitudes.core.trace import recording
 from multitudes.deployment.engines import distance, rounding
 from multitudes.deployment.folding import Folded, fold_norms, foldable
-from multitudes.deployment.inputs import looks_at_values
 from multitudes.storage.exporting import members_apart
 
 __all__ = ["check_repeats", "prepared"]
@@ -74,9 +73,11 @@ def _without_norms(net: Multitude, example: Input, options: dict[str, Any]) -> t
 
     None are where the network's code looks at values: another input may take another way, past the norm.
     """
-    with expecting(net.network):
-        if looks_at_values(net.network, example, lambda: net._of_first(example)):
-            return net, 0
+    values = [*net.network.parameters(), *net.network.buffers(), *tensors_in(example)]
+    with expecting(net.network), recording(net.network, (), looks=values) as trace:
+        net._of_first(example)
+    if trace.looks:
+        return net, 0
     found = _folded(net, example, options)
     if found is None:
         return net, 0
