@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import InputError, call
 from multitudes.core.proof import rows_interact
-from multitudes.core.trace import Shape, Trace, hooked, record, recording
+from multitudes.core.trace import Shape, Trace, hooked, observing, record, recording
 from tests.of_parts import Of
 
 
@@ -366,3 +368,23 @@ def test_a_hook_that_fails_before_a_call_begins_leaves_the_calls_in_order() -> N
     network.first.register_forward_pre_hook(refuse)
     calls = record(network, torch.ones(2, 3)).calls
     assert [(each.name, len(each.inside)) for each in calls] == [("", 0), ("second", 1)]
+
+
+def test_threads_that_observe_one_network_leave_its_modes() -> None:
+    network = nn.Sequential(Writing(), nn.BatchNorm1d(3)).train()
+
+    def look() -> None:
+        for _ in range(30):
+            with observing(network):
+                call(network, torch.ones(4, 3))
+            record(network, torch.ones(4, 3))
+
+    switched = sys.getswitchinterval()
+    sys.setswitchinterval(5e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda _: look(), range(4)))
+    finally:
+        sys.setswitchinterval(switched)
+    assert all(module.training for module in network.modules()) and not any(hooks(network))
+    assert float(network.state_dict()["0.count"]) == 0

@@ -60,7 +60,7 @@ def silent_trial(network: nn.Module, x: Input) -> Iterator[Callable[[], str]]:
         def doubt() -> str:
             if any(get() != state for get, _, state in before):
                 return "it draws random numbers in a way that cannot be compared"
-            return "its code looks at values, so that rows decide for each other" if trace.looks else ""
+            return "its code inspects values, so that one row may decide for another" if trace.looks else ""
 
         yield doubt
 

@@ -355,8 +355,8 @@ def observing(*networks: nn.Module) -> Iterator[None]:
     """Run networks in evaluation, with expectations instead of draws and without gradients; leave them as they were."""
     with ExitStack() as stack:
         for network in networks:
+            stack.enter_context(evaluating(network))  # first, since it locks the network
             stack.enter_context(unmoved(network, ()))
-            stack.enter_context(evaluating(network))
             stack.enter_context(expecting(network))
         stack.enter_context(torch.no_grad())
         yield
