@@ -239,14 +239,15 @@ def hooked(
 
 
 def _modules(network: nn.Module, which: Which) -> Iterable[tuple[str, nn.Module]]:
-    """Modules with their names, each under one name only."""
+    """Modules with their names, each under one name only; names that are not there are left out."""
     found: dict[int, tuple[str, nn.Module]] = {}
     if which is not None and all(isinstance(each, str) for each in which):  # without a walk through all modules
         for name in which:
             module: Any = network
             for part in str(name).split(".") if name else ():
-                module = module._modules[part]
-            found.setdefault(id(module), (str(name), module))
+                module = None if module is None else module._modules.get(part)
+            if module is not None:
+                found.setdefault(id(module), (str(name), module))
         return found.values()
     for name, module in network.named_modules(remove_duplicate=False):
         if which is None or type(module) in which or name in which:

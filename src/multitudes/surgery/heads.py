@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from multitudes.core.calling import Input, input_errors, prediction_in, split_call
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.locking import evaluating
-from multitudes.core.trace import hooked
+from multitudes.core.trace import hooked, unmoved
 from multitudes.surgery.layers import Selector, select
 from multitudes.surgery.observe import example_for
 
@@ -88,7 +88,13 @@ def _observed(network: nn.Module, example: Input, read: Callable[[Any], Tensor |
     try:
         for parameter in frozen:
             parameter.requires_grad_()
-        with evaluating(network), expecting(network), torch.enable_grad(), hooked(network, owners, enter=cut):
+        with (
+            evaluating(network),
+            unmoved(network, example),
+            expecting(network),
+            torch.enable_grad(),
+            hooked(network, owners, enter=cut),
+        ):
             args, kwargs = split_call(network, example)
             outputs = (read or _outputs)(network(*args, **kwargs))
         gradients = (

@@ -31,7 +31,7 @@ from multitudes.core.gaussian import split_gaussian
 from multitudes.core.multitude import Multitude
 from multitudes.core.targets import check_class_axis, check_clear, check_shape, check_targets
 from multitudes.core.tasks import shifted_targets
-from multitudes.core.trace import hooked, observing, recording, unmoved
+from multitudes.core.trace import hooked, observing, recording
 from multitudes.methods.laplace.curvature import wide
 from multitudes.methods.laplace.layers import features_of
 from multitudes.surgery.affine import AffineMap, affine_layers, has_other_hooks, kind_of, maps_of
@@ -82,7 +82,7 @@ def output_layer(network: nn.Module, layers: Selector, example: Input) -> Output
     elif maps_of(network) or isinstance(network, Stochastic):
         names = [""]
     else:
-        with input_errors(example), plain_attention(), unmoved(network, example):
+        with input_errors(example), plain_attention():
             names = final_layers(network, example)
     if len(names) != 1:
         raise ValueError(
