@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import multitudes as mt
 from multitudes.core.trace import recording
 
-RUNNERS = ("packed", "stacked", "auto")
+RUNNERS = ("packed", "vmapped", "auto")
 
 IMAGE, DIGIT, ROW = (3, 32, 32), (1, 8, 8), (16,)
 

@@ -134,7 +134,7 @@ def batch_for(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="METHOD")
-    parser.add_argument("--runners", nargs="+", default=["auto", "loop", "packed", "stacked"])
+    parser.add_argument("--runners", nargs="+", default=["auto", "loop", "packed", "vmapped"])
     parser.add_argument("--kinds", nargs="+", default=["inference", "training"])
     parser.add_argument("--dense-below", type=float, default=pointwise.DENSE_BELOW, help="see packing/pointwise.py")
     args = parser.parse_args()

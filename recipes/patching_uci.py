@@ -151,7 +151,7 @@ def members(method: str, splits: Sequence[tuple[Tensor, Tensor]], hidden: int, s
     each = COMPONENTS if method == "ensemble" else 1
     networks = [Errors(network(method, x.shape[1], hidden), x, y) for x, y in splits for _ in range(each)]
     net = Splits(networks, len(networks))
-    net.runner = "stacked"  # on a CPU "auto" would loop, which takes twice as long here
+    net.runner = "vmapped"  # on a CPU "auto" would loop, which takes twice as long here
     return net
 
 

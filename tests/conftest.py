@@ -17,7 +17,6 @@ QUICK = {
     "test_heads_and_smoothing_compose": 0,
     "test_two_processes_agree_on_the_best_epoch_and_on_the_last": 0,
     "test_networks_whose_speeds_are_compared_are_laid_out_alike": 0,
-    "test_every_method_is_right_or_refuses": 2,
     "test_a_mask_may_come_with_some_batches_alone": 3,
     "test_check_proves_hard_networks_right": 6,
     "test_torchs_attention": 6,

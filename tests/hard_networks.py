@@ -252,6 +252,6 @@ HARD = {
     "one_layer": (lambda: nn.Conv2d(3, 4, 1), (3, 8, 8)),
 }
 MAY_REFUSE = {
-    ("branches", "packed"), ("branches", "stacked"), ("written", "packed"), ("cumulative", "stacked"),
-    ("lstm", "packed"), ("lstm", "stacked"), ("asks", "packed"),
+    ("branches", "packed"), ("branches", "vmapped"), ("written", "packed"), ("cumulative", "vmapped"),
+    ("lstm", "packed"), ("lstm", "vmapped"), ("asks", "packed"),
 }  # fmt: skip

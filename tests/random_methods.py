@@ -30,7 +30,7 @@ from tests.random_networks import Case, case, in_double, run
 Make = Callable[..., Case]
 """`make(noise, weights)` builds a case: with all its noise or some, with its own weights or others."""
 Check = Callable[[Make, str], None]
-RUNNERS = ("loop", "packed", "stacked")
+RUNNERS = ("loop", "packed", "vmapped")
 INITS = ("fresh", "pretrained")
 KINDS = ("random", "dropout", "diagonal", "low_rank")
 DRAWS = 6

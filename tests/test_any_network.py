@@ -105,7 +105,7 @@ HARD: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", list(HARD))
-@pytest.mark.parametrize("runner", ["loop", "packed", "stacked"])
+@pytest.mark.parametrize("runner", ["loop", "packed", "vmapped"])
 def test_members_run_and_learn_as_they_would_alone(name: str, runner: str) -> None:
     torch.manual_seed(0)
     models = [HARD[name]() for _ in range(3)]

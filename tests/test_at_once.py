@@ -167,7 +167,7 @@ def test_each_member_predicts_and_learns_as_it_does_alone(name: str, monkeypatch
 def test_a_deep_ensemble_of_a_pretrained_model_runs_stacked() -> None:
     model, x = text_model("Bert"), texts()
     net = mt.deep_ensemble(model, members=3, init="heads", seed=0).eval()
-    net.runner = "stacked"
+    net.runner = "vmapped"
     together = net(x)
     for index in range(3):
         torch.testing.assert_close(together[index], net.member(index).eval()(**x).logits, rtol=1e-4, atol=1e-5)
@@ -180,7 +180,7 @@ def test_a_text_with_other_padding_is_not_mistaken_for_the_first() -> None:
     longer = torch.ones(4, 11, dtype=torch.long)
     longer[2, 3:] = longer[0, 7:] = 0
     y = {"input_ids": torch.randint(5, 40, (4, 11)), "attention_mask": longer}
-    net.runner = "stacked"
+    net.runner = "vmapped"
     net(x)
     together = net(y)
     for index in range(2):
@@ -191,7 +191,7 @@ def test_frozen_parameters_get_no_gradient() -> None:
     net, x = several("bert")
     for parameter in net.network.base_model.embeddings.parameters():
         parameter.requires_grad_(False)
-    net.runner = "stacked"
+    net.runner = "vmapped"
     net.eval()(x).square().sum().backward()
     got = {name: parameter.grad for name, parameter in net.named_parameters()}
     net.zero_grad()
@@ -217,7 +217,7 @@ def test_equal_members_draw_different_dropout_in_training(build: Callable[[], nn
     model = build()
     x = sequences() if isinstance(model, (Block, Encoder)) else texts()
     net = mt.fuse([model, model])
-    net.runner = "stacked"
+    net.runner = "vmapped"
     one, other = net.train()(x)
     assert not torch.allclose(one, other)
     one, other = net.eval()(x)
@@ -228,12 +228,12 @@ def test_the_second_derivative_is_that_of_the_loop(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "ONE_BY_ONE_ABOVE", 0)
     net = mt.fuse([nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 2)) for _ in range(2)])
     x, found = torch.randn(5, 4), {}
-    for runner in ("loop", "stacked"):
+    for runner in ("loop", "vmapped"):
         net.runner = runner
         weights = list(net.parameters())
         slope = torch.autograd.grad(net(x).square().sum(), weights, create_graph=True)
         found[runner] = torch.autograd.grad(sum(g.square().sum() for g in slope), weights)
-    torch.testing.assert_close(found["stacked"], found["loop"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found["vmapped"], found["loop"], rtol=1e-4, atol=1e-4)
 
 
 def test_code_that_looks_at_values_is_refused() -> None:
@@ -243,7 +243,7 @@ def test_code_that_looks_at_values_is_refused() -> None:
             return y if y.sum() > 0 else 2 * y
 
     net = mt.fuse([Looks(), Looks()])
-    net.runner = "stacked"
+    net.runner = "vmapped"
     with pytest.raises(ValueError, match="runner 'stacked' cannot run this network"):
         net(sequences())
     net.runner = "auto"
@@ -251,8 +251,8 @@ def test_code_that_looks_at_values_is_refused() -> None:
 
 
 def test_auto_stacks_transformers_and_packs_convolutions_where_it_compiles_for_a_gpu() -> None:
-    assert several("library")[0].runners("cuda")[0] == "stacked"
-    assert several("bert")[0].runners("cuda")[0] == "stacked"
+    assert several("library")[0].runners("cuda")[0] == "vmapped"
+    assert several("bert")[0].runners("cuda")[0] == "vmapped"
     assert mt.fuse([mt.models.resnet18()]).runners("cuda")[0] == "packed"
     assert several("library")[0].runners("cpu") == ["loop"]
 
@@ -279,7 +279,7 @@ def test_compiled_as_one_graph_it_is_the_loop(name: str, training: bool) -> None
     weights = [p for p in net.parameters() if p.requires_grad]
     want = net(x)
     slopes = torch.autograd.grad(want.square().sum(), weights, allow_unused=True)
-    net.runner = "stacked"
+    net.runner = "vmapped"
     net(x)
     torch.compiler.reset()  # it makes eight versions of a function and no more
     got = torch.compile(net, backend="aot_eager", fullgraph=True)(x)
@@ -412,7 +412,7 @@ def test_torchs_attention(call: str, crossed: bool) -> None:
             return swap(self.attention(swap(x), swap(other), swap(other), **options)[0])
 
     compared = mt.check(mt.fuse([Attends(), Attends()]), torch.randn(2, 5, 8)).compared
-    assert any(line.startswith("stacked") for line in compared)
+    assert any(line.startswith("vmapped") for line in compared)
     assert any(line.startswith("packed") for line in compared)
 
 
@@ -422,9 +422,9 @@ def test_draws_of_members_run_under_two_vmaps(monkeypatch: pytest.MonkeyPatch) -
     network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.4), nn.Linear(8, 3))
     net, x = mt.deep_ensemble(mt.mc_dropout(network), 2).eval(), torch.randn(5, 6)
     drawn = {}
-    for runner in ("loop", "stacked"):
+    for runner in ("loop", "vmapped"):
         net.runner = runner
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # one says so where draws have to run one after the other
             drawn[runner] = net(x, draws=4, seed=0)
-    torch.testing.assert_close(drawn["stacked"], drawn["loop"])
+    torch.testing.assert_close(drawn["vmapped"], drawn["loop"])

@@ -107,7 +107,7 @@ def test_members_draw_numbers_of_their_own() -> None:
     one = small(Jitter())
     net = mt.fuse([one.network, one.network]).eval()  # the same weights twice
     x = torch.randn(5, 4)
-    for runner in ("loop", "packed", "stacked"):
+    for runner in ("loop", "packed", "vmapped"):
         net.runner = runner
         first, second = net(x, draws=6, seed=1).unflatten(0, (2, 6))
         assert not torch.isclose(first, second).any()
@@ -194,7 +194,7 @@ def test_torchs_own_random_numbers_do_not_depend_on_the_chunks_either(memory: st
     torch.testing.assert_close(net(x, draws=9, seed=2, memory=memory), want)
 
 
-@pytest.mark.parametrize("runner", ["loop", "packed", "stacked"])
+@pytest.mark.parametrize("runner", ["loop", "packed", "vmapped"])
 def test_every_runner_draws_the_same(runner: str) -> None:
     net = mt.deep_ensemble(convolutional(), 3).eval()
     x = torch.randn(5, 3, 6, 6)

@@ -135,7 +135,7 @@ NETWORKS: dict[str, tuple[Callable[[], SharedMembers], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("runner", ["auto", "loop", "packed", "stacked"])
+@pytest.mark.parametrize("runner", ["auto", "loop", "packed", "vmapped"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_folded_members_predict_what_each_does_alone(name: str, runner: str, folding: Runs) -> None:
     build, shape = NETWORKS[name]

@@ -130,7 +130,7 @@ def test_layers_that_draw_inside_layers_that_draw_are_frozen_too() -> None:
     assert not stochastic_layers(frozen.network) and torch.equal(frozen(x), frozen(x))
 
 
-@pytest.mark.parametrize("runner", ["loop", "packed", "stacked"])
+@pytest.mark.parametrize("runner", ["loop", "packed", "vmapped"])
 def test_every_runner_gives_a_frozen_network_the_same_noise(runner: str) -> None:
     net = mt.freeze(drawing_cases.build("mc_dropout", "cnn").eval(), 3, seed=0)
     x, _ = NETWORKS["cnn"].batch()

@@ -18,7 +18,7 @@ from tests.hard_networks import HARD
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-RUNNERS = ("loop", "packed", "stacked")
+RUNNERS = ("loop", "packed", "vmapped")
 
 
 @pytest.fixture(autouse=True)
@@ -181,7 +181,7 @@ class Encoder(nn.Module):
 
 @pytest.mark.parametrize("build", [lambda: mt.models.vit(width=128, heads=2, depth=2), Encoder])
 @pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("runner", ["packed", "stacked"])
+@pytest.mark.parametrize("runner", ["packed", "vmapped"])
 def test_gradients_through_attention_are_those_of_the_loop(
     build: Callable[[], nn.Module], half: bool, runner: str
 ) -> None:

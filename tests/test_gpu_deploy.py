@@ -206,7 +206,7 @@ def test_batches_whose_rows_see_each_other_are_not_padded() -> None:
         torch.testing.assert_close(deployed(x)[0], model(x), rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("runner", ["packed", "loop", "stacked"])
+@pytest.mark.parametrize("runner", ["packed", "loop", "vmapped"])
 @torch.no_grad()
 def test_code_that_takes_one_memory_layout_alone_is_right_whichever_way_members_run(runner: str) -> None:
     case = cases.NETWORKS["cnn"]  # which has x.view

@@ -58,7 +58,7 @@ every_model = pytest.mark.parametrize("name", list(MODELS))
 
 
 @every_model
-@pytest.mark.parametrize("runner", ["auto", "loop", "packed", "stacked"])
+@pytest.mark.parametrize("runner", ["auto", "loop", "packed", "vmapped"])
 def test_fused_models_equal_the_models(name: str, runner: str) -> None:
     build, batch = MODELS[name]
     torch.manual_seed(0)
@@ -68,7 +68,7 @@ def test_fused_models_equal_the_models(name: str, runner: str) -> None:
         net.runner = runner
         together = net(x)
     except ValueError:
-        assert runner in ("packed", "stacked")  # their code branches on values, which the loop does not mind
+        assert runner in ("packed", "vmapped")  # their code branches on values, which the loop does not mind
         return
     for index, model in enumerate(models):
         torch.testing.assert_close(together[index], model(**x).logits, rtol=1e-4, atol=1e-5)

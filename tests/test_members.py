@@ -1,8 +1,9 @@
-"""Members that share no weight: stored stacked, run by three runners, each learning as it would alone."""
+"""Members that share no weight: plain networks in a list, run by three runners, each learning as it would alone."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from tests.cases import CLASSES, NETWORKS, Cnn
 from tests.hard_networks import HARD, MAY_REFUSE
 from tests.of_parts import Of
 
-RUNNERS = ("loop", "packed", "stacked")
+RUNNERS = ("loop", "packed", "vmapped")
 EVERY_NETWORK = pytest.mark.parametrize("network", list(NETWORKS))
 EVERY_WAY = pytest.mark.parametrize(
     ("network", "runner"),
@@ -39,19 +40,18 @@ def test_fused_networks_equal_the_networks_one_by_one(network: str, runner: str,
     together = net(x)
     for index, model in enumerate(models):
         torch.testing.assert_close(together[index], model(x), rtol=1e-5, atol=1e-5)
-    for name, buffer in net.named_buffers():  # running statistics have moved alike
-        want = torch.stack([dict(model.named_buffers())[name] for model in models])
-        torch.testing.assert_close(buffer, want, rtol=1e-5, atol=1e-5)
+    for index, model in enumerate(models):  # and so do running statistics
+        own = dict(net.member(index).named_buffers())
+        for name, buffer in model.named_buffers():
+            torch.testing.assert_close(own[name], buffer, rtol=1e-5, atol=1e-5)
 
 
 @EVERY_NETWORK
 def test_member_reverses_fuse(network: str) -> None:
     models = trained(network)
     net = mt.fuse(models)
-    assert list(net.state_dict()) == list(models[0].state_dict())
-    assert dict(net.named_parameters()).keys() == dict(models[0].named_parameters()).keys()
-    for name, child in net.named_children():
-        assert getattr(net, name) is net.get_submodule(name) is child
+    assert list(net.state_dict()) == [f"{index}.{name}" for index in range(3) for name in models[0].state_dict()]
+    assert [type(child) for child in net.children()] == [type(model) for model in models]
     for index, model in enumerate(models):
         member = net.member(index)
         assert repr(member) == repr(model)
@@ -94,7 +94,7 @@ def test_a_members_gradient_is_the_one_it_would_get_alone(network: str, runner: 
     for index, model in enumerate(models):
         F.cross_entropy(model(x), y).backward()
         for name, parameter in model.named_parameters():
-            got = net.get_parameter(name).grad[index]
+            got = net.member(index).get_parameter(name).grad
             torch.testing.assert_close(got, parameter.grad, rtol=1e-6, atol=1e-9)
 
 
@@ -125,8 +125,8 @@ def test_networks_that_mix_channels_are_right_or_refused(name: str, runner: str,
     for index, model in enumerate(models):
         model(x).square().sum().backward()
         for parameter_name, parameter in model.named_parameters():
-            got = net.get_parameter(parameter_name).grad[index]
-            want = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            got = net.member(index).get_parameter(parameter_name).grad
+            got, want = (torch.zeros_like(parameter) if g is None else g for g in (got, parameter.grad))
             torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
 
 
@@ -138,7 +138,7 @@ def test_check_proves_hard_networks_right(name: str) -> None:
 
 def test_check_finds_members_that_mix() -> None:
     net = mt.fuse([Cnn() for _ in range(2)])
-    net._predictions = lambda x, run=net._run: run("loop", x).flip(0)
+    net._predictions = lambda x: net._loop(x).flip(0)
     with pytest.raises(ValueError, match="member 0 differs from itself alone"):
         mt.check(net, torch.randn(2, 3, 8, 8))
 
@@ -174,13 +174,13 @@ def test_clipping_treats_members_one_by_one() -> None:
         want = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         torch.testing.assert_close(norms[index], want, rtol=1e-4, atol=1e-5)
         for name, parameter in model.named_parameters():
-            torch.testing.assert_close(net.get_parameter(name).grad[index], parameter.grad, rtol=1e-3, atol=1e-6)
+            got = net.member(index).get_parameter(name).grad
+            torch.testing.assert_close(got, parameter.grad, rtol=1e-3, atol=1e-6)
 
 
 def test_a_memory_format_is_the_members_own() -> None:
     models = trained("resnet", 2)
     net = mt.fuse(models).to(memory_format=torch.channels_last)
-    assert net.conv1.weight[0].is_contiguous(memory_format=torch.channels_last)
     assert net.member(1).conv1.weight.is_contiguous(memory_format=torch.channels_last)
     x, _ = NETWORKS["resnet"].batch()
     torch.testing.assert_close(net(x)[1], models[1](x), rtol=1e-4, atol=1e-5)
@@ -190,9 +190,11 @@ def test_frozen_parameters_stay_frozen() -> None:
     model = Cnn()
     model.conv1.requires_grad_(False)
     net = mt.fuse([model, model])
-    assert not net.conv1.weight.requires_grad
-    assert net.conv2.weight.requires_grad
-    assert not net.member(0).conv1.weight.requires_grad
+    for index in range(2):
+        assert not net.member(index).conv1.weight.requires_grad
+        assert net.member(index).conv2.weight.requires_grad
+    assert net.member(1).conv1.weight is net.member(0).conv1.weight is not model.conv1.weight
+    assert net.member(1).conv2.weight is not net.member(0).conv2.weight
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -236,9 +238,7 @@ def test_networks_that_differ_cannot_be_fused(networks: list[nn.Module], sentenc
 
 def test_runners_are_named() -> None:
     net = mt.fuse(trained("cnn"))
-    assert net.runners("cpu") == ["loop"]
-    assert net.runners("cuda") == ["packed", "loop", "stacked"]
-    with pytest.raises(ValueError, match="runner must be one of auto, loop, packed, stacked, got 'fast'"):
+    with pytest.raises(ValueError, match="runner must be one of auto, loop, packed, vmapped, got 'fast'"):
         net.runner = "fast"
 
 
@@ -307,25 +307,54 @@ def test_networks_whose_settings_differ_are_not_fused(one: Any, other: Any) -> N
     assert mt.fuse([Holds(one), Holds(copy.deepcopy(one))]).members == 2
 
 
-def test_what_a_hook_has_written_outlives_the_hook_and_not_the_layer() -> None:
+def test_members_are_modules_that_can_be_hooked_pruned_and_replaced_each_by_itself() -> None:
     net = mt.deep_ensemble(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), 2).eval()
-    for layer in net.network:  # type: ignore[attr-defined]
-        hook = layer.register_forward_hook(lambda layer, args, output: setattr(layer, "seen", output.sum().item()))
-        x = torch.randn(2, 4)
-        net(x)
-        hook.remove()
-    net(torch.randn(2, 4))
-    for index in range(2):
-        first, second = net.member(index)
-        assert second.seen == pytest.approx(float(second(first(x)).sum()), abs=1e-5)
-    net.network[1] = nn.Identity()  # type: ignore[index]
-    assert net(x).shape == (2, 2, 4) and not hasattr(net.member(0)[1], "seen")
+    x = torch.randn(2, 4)
+    net.member(1)[0].register_forward_hook(lambda layer, args, output: setattr(layer, "seen", output.sum().item()))
+    net(x)
+    assert net.member(1)[0].seen == pytest.approx(float(net.member(1)[0](x).sum()), abs=1e-5)
+    assert not hasattr(net.member(0)[0], "seen")
+    nn.utils.prune.l1_unstructured(net.member(0)[1], "weight", amount=0.5)
+    assert int((net.member(0)[1].weight == 0).sum()) == 6
+    nn.utils.parametrizations.weight_norm(net.member(1)[1])
+    torch.testing.assert_close(net(x), torch.stack([net.member(0)(x), net.member(1)(x)]))
+
+
+@pytest.mark.parametrize("runner", ["auto", "packed", "vmapped"])
+def test_a_change_of_one_member_is_noticed_by_every_runner(runner: str) -> None:
+    def network() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.LazyLinear(4))
+
+    build = network()
+    x = torch.randn(2, 3, 6, 6)
+    build(x)
+    changes: list[Callable[[nn.Module], Any]] = [
+        lambda member: member.__setitem__(1, nn.Tanh()),
+        lambda member: setattr(member[0], "padding", (2, 2)) or setattr(member[0], "dilation", (2, 2)),
+        lambda member: member[0].register_forward_hook(lambda layer, args, output: 2 * output),
+        lambda member: setattr(member, "1", nn.Identity()),
+        lambda member: member[3].weight.data.mul_(3),
+        lambda member: setattr(member[3], "weight", nn.Parameter(torch.ones_like(member[3].weight))),
+    ]
+    for change in changes:
+        net = mt.deep_ensemble(build, members=3, seed=0).eval()
+        net.runner = runner
+        with torch.no_grad():
+            net(x)
+            change(net.member(1))
+            want = torch.stack([net.member(index)(x) for index in range(3)])
+            try:
+                got = net(x)
+            except ValueError as refusal:
+                assert runner != "auto" and "cannot run this network" in str(refusal)
+                continue
+        torch.testing.assert_close(got, want)
 
 
 def test_a_recurrent_layer_that_a_hook_has_looked_at_runs_without_it() -> None:
     net = mt.deep_ensemble(Of(lambda net, x: net.rnn(x)[0][:, -1], rnn=nn.LSTM(4, 3, batch_first=True)), 2).eval()
     x = torch.randn(5, 6, 4)
-    hook = net.network.rnn.register_forward_hook(lambda *_: None)  # type: ignore[union-attr]
+    hook = net.member(0).rnn.register_forward_hook(lambda *_: None)  # type: ignore[union-attr]
     want = net(x)
     hook.remove()
     torch.testing.assert_close(net(x), want)

@@ -107,7 +107,7 @@ class Auxiliary(nn.Linear):
         return SimpleNamespace(logits=logits, aside=-logits) if self.training else logits
 
 
-@pytest.mark.parametrize("runner", ["loop", "packed", "stacked"])
+@pytest.mark.parametrize("runner", ["loop", "packed", "vmapped"])
 def test_a_tensor_alone_is_its_own_logits_and_has_no_other_part(runner: str) -> None:
     net = mt.deep_ensemble(mt.Multitude(Auxiliary(8, 3), output="logits"), 2)
     torch.testing.assert_close(net.train()(X), net.eval()(X))

@@ -237,7 +237,7 @@ def test_an_ensemble_of_explicit_ensembles_keeps_its_probabilities() -> None:
     x, shapes = torch.randn(8, 4), {name: p.shape for name, p in net.named_parameters()}
     assert shapes["0.mixing.logits"] == (2, 3)
     assert len([name for name in shapes if "logits" in name]) == 1
-    for runner in ("loop", "stacked"):
+    for runner in ("loop", "vmapped"):
         net.runner = runner
         assert net(x, draws=5).shape == (10, 8, 3)
         assert {name: p.shape for name, p in net.named_parameters()} == shapes

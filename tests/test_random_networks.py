@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -13,29 +14,81 @@ from benchmarks import families, random_networks
 from benchmarks.families import COLUMNS, REASONS
 from benchmarks.family_networks import FAMILIES
 from benchmarks.networks_page import PAGE, table_in, written
+from tests.random_floor import FLOORS, below, sample
 from tests.random_judge import Wrong, is_refusal, judge_members, judge_shared, judged, left_alone, same
-from tests.random_methods import ROWS, verdict
+from tests.random_methods import CHECKS, ROWS, Verdict, verdict
 from tests.random_networks import INPUTS, Case, Network, Pool, case, run
 
-FEW = range(10)
 MANY = range(1000, 1150)
+BAD = ("crashed", "wrong")
 
 
-def assert_right_or_refused(number: int, rows: list[tuple[str, str]] = ROWS) -> None:
-    verdicts = {row: verdict(number, *row) for row in rows}
-    bad = [f"{' '.join(row)}: {v.kind}: {v.why}" for row, v in verdicts.items() if v.kind in ("crashed", "wrong")]
-    assert not bad, f"{case(number)}\n" + "\n".join(bad)
+def check_sample(method: str) -> None:
+    """Each of a method's networks in the sample is right or refused, and no fewer are right than before."""
+    rows = [row for row in ROWS if row[0] == method]
+    verdicts = {(number, *row): verdict(number, *row) for number in sample(method) for row in rows}
+    bad = [f"{number} {runner}: {v.kind}: {v.why}" for (number, _, runner), v in verdicts.items() if v.kind in BAD]
+    assert not bad, f"{method}\n" + "\n".join(bad)
+    right = {row: sum(v.kind == "right" for key, v in verdicts.items() if key[1:] == row) for row in rows}
+    assert not below(right, {method: FLOORS[method][1]})
 
 
-@pytest.mark.parametrize("number", FEW)
-def test_every_method_is_right_or_refuses(number: int) -> None:
-    assert_right_or_refused(number, ROWS[number % 3 :: 3])
+@pytest.mark.parametrize("method", CHECKS)
+def test_every_method_is_right_or_refuses(method: str) -> None:
+    check_sample(method)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", MANY)
 def test_every_method_is_right_or_refuses_many_more(number: int) -> None:
-    assert_right_or_refused(number)
+    verdicts = {row: verdict(number, *row) for row in ROWS}
+    bad = [f"{' '.join(row)}: {v.kind}: {v.why}" for row, v in verdicts.items() if v.kind in BAD]
+    assert not bad, f"{case(number)}\n" + "\n".join(bad)
+
+
+# -- the floor ---------------------------------------------------------------------------------------------
+
+
+def test_every_method_has_a_floor() -> None:
+    assert FLOORS.keys() == CHECKS.keys()
+    assert all(floor.best > 0 and floor.all >= floor.best for floors in FLOORS.values() for floor in floors)
+    assert all(small.best <= len(sample(method)) for method, (_, small) in FLOORS.items())
+
+
+def test_the_page_is_not_below_the_floor() -> None:
+    _, *rows = table_in(PAGE.read_text(), "random networks")
+    right = {(row[0].strip("`"), row[1]): int(row[2]) for row in rows[:-1]}
+    assert not below(right, {method: campaign for method, (campaign, _) in FLOORS.items()})
+
+
+def campaign(monkeypatch: pytest.MonkeyPatch, kind: str, *options: str) -> int:
+    """The exit code of the campaign where every network is of one kind."""
+    monkeypatch.setattr(random_networks, "verdicts", lambda number, methods: dict.fromkeys(ROWS, Verdict(kind, "")))
+    monkeypatch.setattr(sys, "argv", ["random_networks", *options])
+    with pytest.raises(SystemExit) as ended:
+        random_networks.main()
+    return int(ended.value.code or 0)
+
+
+def test_a_library_that_refuses_everything_fails(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    assert campaign(monkeypatch, "refused") == 1
+    told = capsys.readouterr().err
+    assert all(f"{method}: 0 right by its best runner" in told for method in CHECKS)
+    assert campaign(monkeypatch, "right") == 0
+    assert campaign(monkeypatch, "refused", "--seed", "1000", "--count", "10") == 0  # networks without a floor
+    assert campaign(monkeypatch, "wrong", "--seed", "1000", "--count", "10") == 1
+    monkeypatch.setattr(sys.modules[__name__], "verdict", lambda *_: Verdict("refused", ""))
+    for method in CHECKS:
+        with pytest.raises(AssertionError, match=f"{method}: 0 right by its best runner"):
+            check_sample(method)
+
+
+def test_runners_may_change_their_names() -> None:
+    floors = {method: campaign for method, (campaign, _) in FLOORS.items()}
+    as_before = {("fuse", "loop"): 1000, ("fuse", "packed"): 220, ("fuse", "vmapped"): 710}
+    assert not below(as_before, floors)
+    assert below(as_before | {("fuse", "vmapped"): 709}, floors)
+    assert below({("fuse", "loop"): 999, ("fuse", "packed"): 999}, floors)
 
 
 # -- the generator -----------------------------------------------------------------------------------------

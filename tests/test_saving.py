@@ -137,13 +137,13 @@ def test_the_librarys_own_networks_load_without_a_model(name: str, tmp_path: Pat
 
 def test_settings_are_saved_as_they_are_now(tmp_path: Path) -> None:
     net = mt.packed(mt.mc_dropout(mlp()), 2, example=X)
-    net.draws, net.training_draws, net.task, net.memory, net.runner = 7, 3, "gaussian", "1GB", "stacked"
+    net.draws, net.training_draws, net.task, net.memory, net.runner = 7, 3, "gaussian", "1GB", "vmapped"
     net.network[0].weight.requires_grad_(False)
     net.train()
     net.network[1].eval()
     loaded = load(save(net, tmp_path / "net.safetensors"))
     same(net, loaded, X)
-    assert loaded.runner == "stacked" and loaded.memory == "1GB"
+    assert loaded.runner == "vmapped" and loaded.memory == "1GB"
 
 
 def test_a_sparse_variance_network_stays_sparse(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_multiply_adds_are_those_of_all_members_and_draws(net: Multitude, want: 
     assert multiply_adds(net, torch.randn(5, 1, 8, 8)) == want
 
 
-@pytest.mark.parametrize("runner", ["loop", "packed", "stacked"])
+@pytest.mark.parametrize("runner", ["loop", "packed", "vmapped"])
 def test_multiply_adds_are_the_same_by_every_runner(runner: str) -> None:
     net = deep_ensemble(network(), 3)
     net.runner = runner

@@ -140,7 +140,7 @@ def test_a_cluster_without_a_place_for_a_job_is_told(make, tmp_path, two_nodes, 
 
 @pytest.mark.slow
 def test_ctrl_c_brings_the_trainings_back_and_the_study_goes_on_elsewhere(make, tmp_path, two_nodes):
-    spec = make(methods=["single", "mc_dropout"], seeds=1, epochs=1500)
+    spec = make(methods=["single", "mc_dropout"], seeds=1, epochs=1500, patience=0)
     run, whole = prepare(spec, tmp_path / "run"), prepare(spec, tmp_path / "whole")
 
     def stop(snapshot):

@@ -248,7 +248,7 @@ def test_an_ensemble_of_subspaces_draws_from_each_members_own() -> None:
     few = fused(eye, draws=3, seed=1).detach()[..., 0].unflatten(0, (2, 3)).numpy()
     np.testing.assert_array_equal(few, drawn[:, :3])
     np.testing.assert_allclose(fused(eye, draws=0)[..., 0].detach(), [WAY.mean(0), far.mean(0)])
-    fused.runner = "stacked"
+    fused.runner = "vmapped"
     np.testing.assert_allclose(fused(eye, draws=3, seed=1)[..., 0].detach().unflatten(0, (2, 3)), few)
     with pytest.raises(ValueError, match="runner 'packed' cannot run this network"):
         fused.runner = "packed"

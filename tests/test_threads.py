@@ -6,10 +6,12 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import multitudes as mt
 from multitudes.core.calling import plain_attention
@@ -70,24 +72,47 @@ def test_threads_get_the_answers_that_one_thread_gets(method: str, training: boo
     assert net.training == training and net.network.training == training
 
 
-def test_fused_attention_is_on_again_when_the_last_thread_is_done() -> None:
-    switches = torch.backends.mha
-    assert switches._is_fastpath_enabled
-    inside, leave = threading.Event(), threading.Event()
+class Fused(TorchDispatchMode):
+    """Counts the calls of torch's fused attention in one thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._schema.name.endswith(("_transformer_encoder_layer_fwd", "_native_multi_head_attention"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["layer", "attention"])
+def test_plain_attention_in_one_thread_leaves_fused_attention_to_the_others(kind: str) -> None:
+    layer: Any = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    x = torch.randn(2, 3, 8)
+
+    @torch.no_grad()
+    def fused() -> int:
+        with Fused() as calls:
+            layer(x) if kind == "layer" else layer.self_attn(x, x, x)
+        return calls.count
+
+    assert fused() == 1
+    inside, leave, counts = threading.Event(), threading.Event(), []
 
     def first() -> None:
-        with plain_attention():
+        with plain_attention(), plain_attention(layer):
             inside.set()
             leave.wait(10)
+            counts.append(fused())
 
     thread = threading.Thread(target=first)
     thread.start()
     inside.wait(10)
-    with plain_attention():
+    assert fused() == 1
+    with plain_attention(layer):
         leave.set()
         thread.join()
-        assert not switches._is_fastpath_enabled
-    assert switches._is_fastpath_enabled
+        assert fused() == 0
+    assert counts == [0] and fused() == 1
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

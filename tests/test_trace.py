@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
+import math
 import random
+import sys
+import threading
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import multitudes as mt
+from multitudes.core.packing import trace
 from tests.cases import CLASSES, NETWORKS, Cnn
 from tests.hard_networks import HARD, Aliased
 
-RUNNERS = ("loop", "packed", "stacked")
+RUNNERS = ("loop", "packed", "vmapped")
 
 
 class Freezes(Cnn):
@@ -311,3 +317,86 @@ def test_an_input_that_fails_proves_nothing() -> None:
         net(torch.randn(3, shape[0] + 1))
     with pytest.raises(ValueError, match="different predictions"):
         net(torch.randn(3, *shape))
+
+
+# -- nothing is patched ------------------------------------------------------------------------------------
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x / math.sqrt(x.shape[-1]) / sqrt(len(x))
+
+
+class Asks(Cnn):
+    """Asks Python's own functions about its input, and what the process looks like while it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN.append(names_of_the_process())
+        return super().forward(scaled(x) * self.scale * math.floor(len(x) + 0.5)) * self.in_pairs(x)
+
+    def in_pairs(self, x: Tensor) -> float:
+        return len(x) % 2 + 1.5
+
+
+SEEN: list[dict[str, Any]] = []
+sqrt = math.sqrt
+
+
+def names_of_the_process() -> dict[str, Any]:
+    kinds = {
+        "math": sys.modules["math"],
+        "builtins": builtins,
+        "Module": nn.Module,
+        "F": F,
+        "here": sys.modules[__name__],
+    }
+    return {f"{kind}.{key}": id(value) for kind, holder in kinds.items() for key, value in vars(holder).items()}
+
+
+def test_tracing_follows_python_functions_and_patches_nothing() -> None:
+    before = names_of_the_process()
+    networks = [Asks(), Asks()]
+    net = mt.fuse(networks)
+    net.runner = "packed"
+    SEEN.clear()
+    for training in (True, False):
+        trace(net.network, 2, training)
+    assert len(SEEN) == 2 and all(seen == before for seen in SEEN), "once for each mode"
+    assert vars(net.network).keys() <= vars(networks[0]).keys() | {"_tensor_constant0"}
+    for rows in (2, 5):
+        x = torch.randn(rows, 3, 8, 8)
+        torch.testing.assert_close(net.eval()(x), torch.stack([network.eval()(x) for network in networks]))
+
+
+def test_a_network_is_traced_while_others_run_in_other_threads() -> None:
+    """fx's own trace would give the modules of other threads to its tracer."""
+    model, other, x = Asks().eval(), Cnn().eval(), torch.randn(2, 3, 8, 8)
+    want, done = other(x), threading.Event()
+    right: list[bool] = []
+
+    def run() -> None:
+        while not done.is_set():
+            try:
+                right.append(torch.equal(other(x), want))
+            except Exception:
+                right.append(False)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    switching = sys.getswitchinterval()
+    sys.setswitchinterval(5e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        nets = [mt.fuse([model, model]) for _ in range(5)]
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(switching)
+    for net in nets:
+        net.runner = "packed"
+        torch.testing.assert_close(net(x)[1], model(x))
+    assert right and all(right)

@@ -79,7 +79,7 @@ def test_an_ensemble_of_variance_networks(parameterization: str) -> None:
     mt.check(net, x)
     members = [net.member(i) for i in range(3)]
     torch.testing.assert_close(net.kl(), sum(member.kl() for member in members))
-    for runner in ("loop", "packed", "stacked"):
+    for runner in ("loop", "packed", "vmapped"):
         net.runner = runner
         torch.testing.assert_close(net.eval()(x, draws=0), torch.cat([m.eval()(x, draws=0) for m in members]))
     drawn = net.get_parameter("4.sigma" if parameterization == "zero" else "4.weight")

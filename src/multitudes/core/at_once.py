@@ -27,6 +27,7 @@ from torch._functorch.vmap import (  # type: ignore[attr-defined]  # what torch.
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from multitudes.core.attention import math_attention
 from multitudes.core.calling import plain_attention
 from multitudes.core.draws.vmap import CONVOLUTIONS, convolution
 
@@ -199,7 +200,7 @@ def _attention(
     rank = query.dim()
     drawn = dropout_p > 0 and torch.compiler.is_compiling()  # then vmap has to draw the members' own numbers
     if drawn or rank < 3 or key.dim() != rank or value.dim() != rank:
-        with sdpa_kernel(SDPBackend.MATH):  # which need not know of gradients
+        with math_attention():  # which need not know of gradients
             return attend(query, key, value, attn_mask)
     tensors = [members.whole(tensor) for tensor in (query, key, value)]
     batch = torch.broadcast_shapes(*(tensor.shape[:2] for tensor in tensors))
@@ -227,7 +228,7 @@ def _multihead(members: AtOnce, *args: Any, **kwargs: Any) -> Any:
     result = _projected_attention(members, *args, **kwargs)
     if result is not NotImplemented:
         return result
-    with sdpa_kernel(SDPBackend.MATH):
+    with math_attention():
         return F.multi_head_attention_forward(*args, **kwargs)
 
 

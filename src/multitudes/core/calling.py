@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 Input = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """What a network is called with: one tensor, its positional arguments, or its keyword arguments."""
@@ -51,8 +51,12 @@ def _takes_whole(network: nn.Module, x: Mapping[str, Any]) -> bool:
 
 def call(network: nn.Module, x: Input) -> Tensor:
     """Run a network and find its prediction: the tensor it returns, the `logits` of that, or the chosen output."""
-    args, kwargs = split_call(network, x)
-    return prediction_in(network(*args, **kwargs), network)
+    if isinstance(x, Tensor):
+        answer = network(x)
+    else:
+        args, kwargs = split_call(network, x)
+        answer = network(*args, **kwargs)
+    return answer if isinstance(answer, Tensor) and OUTPUT not in vars(network) else prediction_in(answer, network)
 
 
 def slots(network: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
@@ -244,52 +248,44 @@ def tensors_in(x: Any) -> list[Tensor]:
     return found
 
 
-_SWITCHING = threading.Lock()
-_PLAIN, _FASTPATH = 0, True  # how many are in `plain_attention`, and what the switch was before
+class _PlainAttention(TorchFunctionMode):
+    """Torch takes its fused attention only where no function mode is active, and modes are each thread's own."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
 
 
-@contextmanager
-def plain_attention() -> Iterator[None]:
-    """Without torch's fused attention, which vmap cannot batch; it is on again when the last thread is out of here."""
-    if torch.compiler.is_compiling():  # which can follow names that are set, and no locks
-        switches = torch.backends.mha
-        before, switches._is_fastpath_enabled = switches._is_fastpath_enabled, False
-        try:
-            yield
-        finally:
-            switches._is_fastpath_enabled = before
-        return
-    _switch(1)
-    try:
-        yield
-    finally:
-        _switch(-1)
+_FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
-def _switch(change: int) -> None:
-    """Count who is in `plain_attention`, and turn fused attention off for the first and on after the last."""
-    global _PLAIN, _FASTPATH
-    switches = torch.backends.mha
-    with _SWITCHING:
-        _FASTPATH = _FASTPATH if _PLAIN else switches._is_fastpath_enabled
-        _PLAIN += change
-        switches._is_fastpath_enabled = False if _PLAIN else _FASTPATH
+def plain_attention(network: nn.Module | None = None) -> AbstractContextManager[Any]:
+    """Inside, torch's attention calls its layers and functions, instead of one fused kernel that vmap cannot batch.
+
+    With a `network` that has no such attention nothing is done, since a function mode takes a microsecond for each
+    function.
+    """
+    if network is not None and not any(isinstance(module, _FUSED) for module in network.modules()):
+        return nullcontext()
+    return _PlainAttention()
 
 
-@contextmanager
-def input_errors(x: Input) -> Iterator[None]:
-    """Turn what torch says about an input that does not fit into a ValueError that names the input."""
-    tensors = tensors_in(x)
-    if not tensors:
-        raise ValueError(f"x must be a tensor, or a tuple or mapping that holds one, got {type(x).__name__}")
-    try:
-        yield
-    except (torch.OutOfMemoryError, NotImplementedError, InputError):  # not about the shape of x
-        raise
-    except (RuntimeError, IndexError, ValueError, TypeError) as error:
-        if "CUDA error" in str(error):
-            raise
-        shapes = ", ".join(f"{list(t.shape)} ({t.dtype})" for t in tensors)
+class input_errors:
+    """Inside, what torch says about an input that does not fit becomes a ValueError that names the input."""
+
+    def __init__(self, x: Input) -> None:
+        self.x = x
+        if not isinstance(x, Tensor) and not tensors_in(x):
+            raise ValueError(f"x must be a tensor, or a tuple or mapping that holds one, got {type(x).__name__}")
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        if not isinstance(error, (RuntimeError, IndexError, ValueError, TypeError)):
+            return
+        passing = (torch.OutOfMemoryError, NotImplementedError, InputError)  # not about the shape of x
+        if isinstance(error, passing) or "CUDA error" in str(error):
+            return
+        shapes = ", ".join(f"{list(t.shape)} ({t.dtype})" for t in tensors_in(self.x))
         raise InputError(f"x of shape {shapes} does not fit the network: {error}") from error
 
 
@@ -298,8 +294,8 @@ def one_per_input(predictions: Tensor, x: Input) -> Tensor:
 
     A single tensor has its batch first, or second where a sequence comes first; of several, the network knows.
     """
-    tensors = tensors_in(x)
-    fits = len(tensors) > 1 or predictions.shape[1:2] in [(size,) for size in tensors[0].shape[:2]]
+    tensors = [x] if isinstance(x, Tensor) else tensors_in(x)
+    fits = len(tensors) > 1 or predictions.shape[1:2] in (tensors[0].shape[:1], tensors[0].shape[1:2])
     if predictions.dim() < 2 or not fits:
         raise ValueError(
             f"x of shape {list(tensors[0].shape)} gave predictions of shape {list(predictions.shape)}: the first or "

@@ -26,9 +26,9 @@ from multitudes.core.lending import Attributes, Written, lent
 from multitudes.core.member_layer import MemberLayer
 from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude
-from multitudes.core.packing.plan import hooked_module
+from multitudes.core.runners.template import hooked_module
 from multitudes.core.proof import alike, kind_of, unmoved
-from multitudes.core.stacking import stackable
+from multitudes.core.architecture import stackable
 
 __all__ = ["FoldedMembers"]
 

@@ -1,4 +1,4 @@
-"""Locking: one thread at a time runs a network.
+"""Locks: one thread at a time runs a network.
 
 While a network runs, it holds the tensors of one member after the other, or is in another mode than before. A second
 thread would see them, and predict something else.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 __all__ = ["evaluating", "one_thread"]
@@ -20,8 +21,13 @@ _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 _FINDING = threading.Lock()
 
 
-def one_thread(network: nn.Module) -> threading.RLock:
-    """The lock of a network, which the thread that runs it holds; copies of the network have locks of their own."""
+def one_thread(network: nn.Module) -> AbstractContextManager[object]:
+    """The lock of a network, held by the thread that runs it; each copy of a network has a lock of its own.
+
+    `torch.compile` cannot trace a lock: a compiled network is called without one.
+    """
+    if torch.compiler.is_compiling():
+        return nullcontext()
     with _FINDING:
         return _LOCKS.setdefault(network, threading.RLock())
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Self
 
@@ -62,10 +63,10 @@ class Multitude(Tasked):
     expands = True
     """Whether draws may lie side by side in one batch, each row a row of one draw."""
 
-    found_anew: tuple[str, ...] = ("_draw_cache",)
-    """The attributes that hold what running has taught, which no file keeps."""
+    found_anew: tuple[str, ...] = ("_draw_cache", "_settled")
+    """The attributes that are caches, filled by running, which copies and files leave out."""
 
-    _called = False  # whether it is known that layers that draw are called
+    _settled = False  # whether the network's own noise was looked for, and its drawing layers are known to be called
 
     shares = "network"
     """The attribute that holds the module whose registries it shares."""
@@ -94,9 +95,15 @@ class Multitude(Tasked):
 
     network: nn.Module
 
+    @property
+    def template(self) -> nn.Module:  # type: ignore[override]
+        """The network whose class, configuration and attributes stand for the multitude's."""
+        return self.network
+
     def forget(self) -> None:
-        """Forget what running has taught (`found_anew`), which is found out again."""
+        """Clear the caches (`found_anew`), which are filled again by running."""
         self._draw_cache = DrawCache()
+        self._settled = False
 
     # -- the four verbs ----------------------------------------------------------------------------------
 
@@ -120,8 +127,9 @@ class Multitude(Tasked):
                 return self._uncompiled(x, draws, seed, memory)
             self._look(x)
             return self._all_draws(x, draws)
-        with one_thread(self.network), input_errors(x), plain_attention():
-            self.settle(x)
+        with one_thread(self.network), input_errors(x), self._attention():
+            if not self._settled:
+                self.settle(x)
             predictions = self._all_draws(x, draws, seed, self.memory if memory is None else memory)
         return one_per_input(predictions, x)
 
@@ -129,10 +137,10 @@ class Multitude(Tasked):
         """Find out what must be known before the first run: noise to keep on; that drawing layers are called."""
         self._look(x)
         alone = type(self)._predictions is Multitude._predictions
-        if alone and not self._called and drawing_weights(self.network):
+        if alone and not self._settled and drawing_weights(self.network):
             with unmoved(self.network, x), expecting(self.network):
                 check_called(self.network, lambda: self._predictions(x))
-        self._called = True
+        self._settled = not (to_be_kept(self.template) or rows_to_find(self.template))
 
     @uncompiled
     def _uncompiled(self, x: Input, draws: int | None, seed: int, memory: str | float | None) -> Tensor:
@@ -233,6 +241,8 @@ class Multitude(Tasked):
     ) -> Tensor:
         """`[M * D, B, ...]`, member-major."""
         count = self._count(draws)
+        if count is None and seed is None:
+            return self._predictions(x)
         if count is None:
             with seeded(seed):  # for a network that draws in its own code
                 return self._predictions(x)
@@ -250,8 +260,12 @@ class Multitude(Tasked):
             drawn = self.draw_numbers(x, range(count), seed, memory)
         return drawn.transpose(0, 1).flatten(0, 1)
 
+    def _attention(self) -> AbstractContextManager[Any]:
+        """Inside, torch's attention calls the layers that stand in it, instead of one kernel that reads their weights."""
+        return plain_attention(self.network)
+
     def _look(self, x: Input) -> None:
-        if to_be_kept(self.network) or rows_to_find(self.network):
+        if to_be_kept(self.template) or rows_to_find(self.template):
             self.find_noise(x)
 
     @uncompiled
@@ -279,7 +293,7 @@ class Multitude(Tasked):
             count = self.training_draws if self.training else self.draws
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise InputError(f"draws must be a whole number, 0 for expectations, or in predict 'auto', got {count!r}")
-        layers = stochastic_layers(self.network)
+        layers = stochastic_layers(self.template)
         if not layers:
             if draws is not None and draws > 1:
                 raise InputError(f"draws={draws}: this network has no layer that draws")
@@ -300,11 +314,19 @@ class Multitude(Tasked):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            network = vars(self).get("network")
+            network = self.template if "network" in vars(self) else None
             value = None if network is None or name.startswith("_") else getattr(network, name, None)
             if value is None or callable(value):
                 raise
             return value
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave the caches out, which hold on to the network's own objects."""
+        return {key: value for key, value in vars(self).items() if key not in self.found_anew}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.forget()
 
     def train(self, mode: bool = True) -> Multitude:
         super().train(mode)
@@ -324,8 +346,8 @@ class Multitude(Tasked):
         """A table of the layers: name, class, parameters, and what the method did to each; then what it reaches."""
         rows = [
             (name or "(root)", type(layer).__name__, f"{count:,}", self.notes.get(name, ""))
-            for name, layer in self.network.named_modules()
-            if (count := sum(p.numel() for p in layer.parameters(recurse=False))) or name in self.notes
+            for name, layer, count in self._rows()
+            if count or name in self.notes
         ]
         total = sum(p.numel() for p in self.parameters())
         size = f"{self.members} member{'s' if self.members > 1 else ''}"
@@ -339,6 +361,11 @@ class Multitude(Tasked):
         ]
         reach = self.notes.get(REACH, "reaches 100 % of the parameters" if self.independent else None)
         return "\n".join(lines if reach is None else [*lines, reach])
+
+    def _rows(self) -> Iterator[tuple[str, nn.Module, int]]:
+        """The layers with their names and numbers of parameters, those of all members together."""
+        for name, layer in self.network.named_modules():
+            yield name, layer, sum(p.numel() for p in layer.parameters(recurse=False))
 
     def parameter_groups(self, lr: float, **own: float | Mapping[str, Any]) -> list[dict[str, Any]]:
         """Parameter groups for an optimizer: parameters of a given last name have a learning rate of their own.

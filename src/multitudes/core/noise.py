@@ -10,12 +10,15 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from multitudes.core.attention import dropped, multihead
 
 __all__ = ["STILL", "Redrawn", "Source", "draws_by"]
 
@@ -132,19 +135,8 @@ def _attention(
 ) -> Any:
     if dropout_p == 0:
         return NotImplemented
-    if enable_gqa:
-        groups = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    scores = query @ key.mT * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    if is_causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(future, -torch.inf)
-    if attn_mask is not None:
-        hidden = attn_mask.dtype == torch.bool
-        scores = scores.masked_fill(~attn_mask, -torch.inf) if hidden else scores + attn_mask
-    nothing = (scores == -torch.inf).all(-1, keepdim=True)
-    weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
-    return _dropped(source, weights, dropout_p) @ value
+    drop = partial(_dropped, source, p=dropout_p)
+    return dropped(drop, query, key, value, attn_mask, is_causal, scale, enable_gqa)
 
 
 def _dropped(source: Source, x: Tensor, p: float, batch: int = 0) -> Tensor:
@@ -154,27 +146,20 @@ def _dropped(source: Source, x: Tensor, p: float, batch: int = 0) -> Tensor:
 
 
 def _multihead(source: Source, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Torch's attention as a whole, which calls dropout by the names of its own module: these are lent for a while."""
+    """Torch's attention as a whole, which calls dropout by the names of its own module."""
     given = _MULTIHEAD.bind(*args, **kwargs).arguments
     if not given.get("training", True) or given["dropout_p"] == 0:
         return NotImplemented
-    names: dict[str, Any] = {"dropout": _dropout, "scaled_dot_product_attention": _attention}
-    before = {name: getattr(F, name) for name in names}
 
-    def lent(name: str) -> Callable[..., Any]:
+    def drawn(rule: Rule, own: Any) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            result = names[name](source, before[name], *args, **kwargs)
-            return before[name](*args, **kwargs) if result is NotImplemented else result
+            result = rule(source, own, *args, **kwargs)
+            return own(*args, **kwargs) if result is NotImplemented else result
 
         return run
 
-    try:
-        for name in names:
-            setattr(F, name, lent(name))
-        return function(*args, **kwargs)
-    finally:
-        for name, own in before.items():
-            setattr(F, name, own)
+    attention = drawn(_attention, F.scaled_dot_product_attention)
+    return multihead(dropout=drawn(_dropout, F.dropout), scaled_dot_product_attention=attention)(*args, **kwargs)
 
 
 def _recurrent(source: Source, function: Any, input: Any, *args: Any) -> Any:

@@ -35,6 +35,7 @@ class Tasked(nn.Module):
     """What a multitude knows of its task, by itself or from its `network`."""
 
     network: nn.Module
+    template: nn.Module
     chosen_task: str | None = None
     _quantiles: tuple[float, ...] | None = None
     _next_tokens: bool | None = None
@@ -55,9 +56,9 @@ class Tasked(nn.Module):
     @property
     def known_task(self) -> str | None:
         """The task that was chosen or that the network's head tells; None where predictions and targets must tell."""
-        if self.chosen_task is not None or not isinstance(self.network, Tasked):
-            return self.chosen_task or head_task(self.network)
-        return self.network.known_task
+        if self.chosen_task is not None or not isinstance(self.template, Tasked):
+            return self.chosen_task or head_task(self.template)
+        return self.template.known_task
 
     @property
     def quantiles(self) -> tuple[float, ...] | None:
@@ -68,8 +69,8 @@ class Tasked(nn.Module):
     def quantiles(self, levels: Sequence[float]) -> None:
         self._quantiles = check_levels(levels)
         self.task = "quantiles"
-        if isinstance(self.network, Tasked):
-            self.network.quantiles = levels
+        for inner in self._inner_networks():
+            inner.quantiles = levels
 
     @property
     def next_tokens(self) -> bool:
@@ -78,15 +79,20 @@ class Tasked(nn.Module):
         So it is for Hugging Face's causal language models, whose labels are the inputs themselves. Set it to False for
         labels that are shifted already, and to True for a language model of your own whose labels are not.
         """
-        if self._next_tokens is not None or not isinstance(self.network, Tasked):
-            return predicts_next_tokens(self.network) if self._next_tokens is None else self._next_tokens
-        return self.network.next_tokens
+        if self._next_tokens is not None or not isinstance(self.template, Tasked):
+            return predicts_next_tokens(self.template) if self._next_tokens is None else self._next_tokens
+        return self.template.next_tokens
 
     @next_tokens.setter
     def next_tokens(self, shifted: bool) -> None:
         self._next_tokens = bool(shifted)
-        if isinstance(self.network, Tasked):
-            self.network.next_tokens = shifted
+        for inner in self._inner_networks():
+            inner.next_tokens = shifted
+
+    def _inner_networks(self) -> list[Tasked]:
+        """The networks inside that have a task themselves: members that are multitudes."""
+        inside = self.network if isinstance(self.network, nn.ModuleList) else [self.network]
+        return [network for network in inside if isinstance(network, Tasked)]
 
     def predictive_of(
         self, predictions: Tensor, x: Input, task: str | None = None, draws: Tensor | None = None

@@ -168,7 +168,7 @@ def recording(
             devices random states are compared.
         work: count multiply-adds and the bytes of the largest tensor.
     """
-    trace, looks, counter = trace or Trace(), list(looks), WorkCounter()
+    trace, looks, counter = trace or Trace(), list(looks), _WorkCounter()
     states = [] if noise is None else random_states(noise)
 
     def compare_states() -> None:
@@ -318,7 +318,7 @@ _KERNELS = {torch.ops.aten.mkldnn_rnn_layer: _recurrent, torch.ops.aten._cudnn_r
 """Kernels that torch's counter leaves out."""
 
 
-class WorkCounter(FlopCounterMode):
+class _WorkCounter(FlopCounterMode):
     """Torch's counter of operations, which notes the bytes of the largest tensor as well."""
 
     nbytes = 0

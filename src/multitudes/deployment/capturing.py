@@ -202,13 +202,13 @@ def _runners(net: Multitude, x: Input, draws: int) -> list[str]:
     if not isinstance(net, Members) or draws:  # members that draw do so one after the other
         return [""]
     if not _convolves(net):
-        return [net._likeliest(x)]
-    return [name for name in ("packed", "loop") if name not in net._refused]
+        return ["loop" if net.refusal("vmapped", x) else "vmapped"]
+    return ["loop"] if net.refusal("packed", x) else ["packed", "loop"]
 
 
 def _convolves(net: Multitude) -> bool:
     """Whether a network has at least as many kernels as matrices."""
-    ranks = [parameter.dim() - isinstance(net, Members) for parameter in net.network.parameters()]
+    ranks = [parameter.dim() for parameter in net.network.parameters()]
     return sum(rank > 2 for rank in ranks) >= ranks.count(2) and 4 in ranks
 
 

@@ -96,7 +96,7 @@ def _folded(net: Multitude, example: Input, options: dict[str, Any]) -> tuple[Mu
         fold_norms(quick.network, pairs)
         quick.forget()
         return quick, pairs
-    networks = [net._member(index) for index in range(net.members)]
+    networks = [copied(net._member(index)) for index in range(net.members)]
     if type(net) is not Members or isinstance(networks[0], Multitude):  # which have more than their tensors stacked
         return None
     first = Multitude(networks[0]).like(net)

@@ -66,11 +66,10 @@ class Fused:
 
     def load(self, states: list[State]) -> None:
         """Fill the copies; where there are more copies than states, the last one is used again."""
-        own = dict(self.members.network.named_parameters()) | dict(self.members.network.named_buffers())
-        for name in states[0]:
-            filled = torch.stack([state[name] for state in states])
-            own[name].data[: len(states)].copy_(filled)
-            own[name].data[len(states) :].copy_(filled[-1])
+        for index, member in enumerate(self.members.network):
+            own = dict(member.named_parameters()) | dict(member.named_buffers())
+            for name, value in states[min(index, len(states) - 1)].items():
+                own[name].data.copy_(value)
         self.loaded = len(states)
 
     def answers(self) -> Iterator[Tensor]:
@@ -99,19 +98,19 @@ def _fastest(model: nn.Module, settings: int, x: Input) -> Plan:
         except (RuntimeError, ValueError):  # an error of the network itself is raised again by the loop
             continue
     if not times:
-        return Plan(Members([model] * settings, settings).eval(), "loop", False, None)
+        return Plan(Members([model] * settings, settings).unshare().eval(), "loop", False, None)
     return min(times, key=lambda timed: timed[0])[1]
 
 
 def _plans(model: nn.Module, settings: int, x: Input) -> Iterator[Plan]:
-    members = Members([model] * settings, settings).eval()
+    members = Members([model] * settings, settings).unshare().eval()
     cuda = tensors_in(x)[0].is_cuda
     independent = not cuda and isinstance(x, Tensor) and _rows_are_independent(model, x)
     row = _bytes_of_a_row(model, x) if independent else 0.0
     for channels_last in (False, True) if isinstance(x, Tensor) and x.dim() == 4 else (False,):
         if channels_last:
             members = copied(members).to(memory_format=torch.channels_last)
-        for runner in ("loop", "packed", "stacked") if cuda else ("loop", "packed"):
+        for runner in ("loop", "packed", "vmapped") if cuda else ("loop", "packed"):
             size = row * (settings if runner == "packed" else 1)
             yield Plan(members, runner, channels_last, max(FEWEST_ROWS, int(CACHED / size)) if independent else None)
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from multitudes.core.attention import math_attention
 from multitudes.core.calling import Input, InputError, call_with, input_errors, moved, plain_attention, slots
 from multitudes.core.checks import check_number, check_seed
 from multitudes.core.draws.stochastic import expecting
@@ -141,7 +141,7 @@ class Objective:
     def ready(self) -> Iterator[None]:
         """Inside, the network runs in evaluation mode; afterwards it is as it was."""
         expectations = expecting(self.network) if self.draws == 0 else nullcontext()
-        math = sdpa_kernel(SDPBackend.MATH)  # fused attention has no second derivatives
+        math = math_attention()  # fused attention has no second derivatives
         with evaluating(self.network), expectations, plain_attention(), math:
             yield
 

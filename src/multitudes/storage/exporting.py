@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import Input, call, tensors_in, tile
 from multitudes.core.checks import needed
+from multitudes.core.copying import copied
 from multitudes.core.draws.frozen import Frozen
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.members import Members, fuse
@@ -60,7 +61,7 @@ class Apart(nn.Module):
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        apart = [net.member(index) for index in range(net.members)] if isinstance(net, Members) else []
+        apart = [copied(net.member(index)) for index in range(net.members)] if isinstance(net, Members) else []
         self.members = nn.ModuleList(map(Apart, apart))
         self.net = None if apart else net
 

@@ -23,9 +23,7 @@ __all__ = ["check_path", "from_parts", "load", "read_calibration", "save", "to_p
 HEADER = "multitudes"
 """The entry of the file's header that holds the structure, as JSON."""
 
-FORMAT = 4
-UNSEALED = 3
-"""The last format without a checksum, which is read as well."""
+FORMAT = 5
 CALIBRATION = "calibration/"
 """In front of the names of what a calibration was fitted to; no name of a network's tensors holds a slash."""
 
@@ -84,10 +82,10 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Multit
     wrong = f"path must be a file that mt.save wrote, got {str(path)!r}, which"
     again = "take another copy of it, or save the network again"
     try:
-        tensors, header = read_tensors(path, HEADER, "loading a multitude", old=UNSEALED)
+        tensors, header = read_tensors(path, HEADER, "loading a multitude")
     except DamagedError as error:
         raise ValueError(f"{wrong} is damaged or of another kind: {error.what}; {again}") from error
-    if header.get("format") not in (FORMAT, UNSEALED):
+    if header.get("format") != FORMAT:
         raise ValueError(f"{str(path)!r} is of format {header.get('format')}, and this version reads format {FORMAT}")
     try:
         return from_parts(header, tensors, model)

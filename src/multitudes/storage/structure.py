@@ -22,7 +22,7 @@ from multitudes.core.copying import copied, share_registries
 from multitudes.core.divergences import DIVERGENCES, name_of
 from multitudes.core.draws.functional import kept_class, own_class
 from multitudes.core.draws.stochastic import attached
-from multitudes.core.lending import Attributes, remember, standing
+from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude, plain
 from multitudes.core.settings import FOUND_ANEW
 from multitudes.storage.held import check_held, held_by, lazy_hooks
@@ -41,7 +41,7 @@ _REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 def describe(net: nn.Module) -> tuple[list[Node], dict[str, Tensor]]:
     """The nodes of a network, its own first, and its tensors by name, those left out of state dicts included."""
     places = _places(net)
-    numbers = {id(module): number for number, (module, _, _) in enumerate(places)}
+    numbers = {id(place[0]): number for number, place in enumerate(places)}
     tensors: dict[str, Tensor] = {}
     names: dict[int, str] = {}
 
@@ -53,9 +53,9 @@ def describe(net: nn.Module) -> tuple[list[Node], dict[str, Tensor]]:
         return {name: None if tensor is None else names[id(tensor)] for name, tensor in registry.items()}
 
     nodes, seen = [], set[int]()
-    for module, path, origin in places:
+    for module, path, origin, member in places:
         prefix = f"{path}." if path else ""
-        node: Node = {"path": path, "class": _name_of(own_class(module))}
+        node: Node = {"path": path, "class": _name_of(own_class(module)), "member": member}
         if own_class(module) is not type(module):
             node["keeps_noise"] = True
         node |= _settings(module, path, origin, numbers, seen)
@@ -74,24 +74,28 @@ def describe(net: nn.Module) -> tuple[list[Node], dict[str, Tensor]]:
     return nodes, tensors
 
 
-def _places(net: nn.Module) -> list[tuple[nn.Module, str, str]]:
-    """Every module once, with its path, and its path in the network that was converted."""
-    found: dict[int, tuple[nn.Module, str, str]] = {}
+def _places(net: nn.Module) -> list[tuple[nn.Module, str, str, str]]:
+    """Every module once, with its path, its path in the network that was converted, and that of the member it is in."""
+    found: dict[int, tuple[nn.Module, str, str, str]] = {}
 
-    def walk(module: nn.Module, path: str, origin: str) -> None:
+    def walk(module: nn.Module, path: str, origin: str, member: str) -> None:
         if id(module) in found:
             return
-        found[id(module)] = module, path, origin
+        found[id(module)] = module, path, origin, member
         inner = _shared(module)
-        if inner is not None:
-            walk(inner, path, origin)
-            return
-        for name, child in module._modules.items():
-            if child is not None:
-                wrapped = name == getattr(type(module), "wraps", None)  # in the user's network it has the place itself
-                walk(child, _joined(path, name), origin if wrapped else _joined(origin, name))
+        if isinstance(module, Members):
+            found[id(inner)] = inner, path, origin, member
+            for name, each in inner._modules.items():  # each stands where the user's network stood
+                walk(each, _joined(path, name), origin, _joined(path, name))
+        elif inner is not None:
+            walk(inner, path, origin, member)
+        else:
+            for name, child in module._modules.items():
+                if child is not None:
+                    wrapped = name == getattr(type(module), "wraps", None)  # in the user's network it has its place
+                    walk(child, _joined(path, name), origin if wrapped else _joined(origin, name), member)
 
-    walk(net, "", "")
+    walk(net, "", "", "")
     return list(found.values())
 
 
@@ -120,7 +124,6 @@ def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, i
     node: Node = {"settings": {key: value for key, value in settings.items() if key not in FOUND_ANEW}, "place": origin}
     if isinstance(module, Multitude):
         node["divergences"] = [_encoded_function(function) for function in module.divergences]
-        node["written"] = [_written(module.network, own, numbers) for own in getattr(module, "_written", ())]
     hooks = _hooks(module)
     where = f"layer {path!r} ({type(module).__name__})" if path else f"the network ({type(module).__name__})"
     if type(module).get_extra_state is not nn.Module.get_extra_state:
@@ -162,15 +165,6 @@ def _encoded(value: Any, numbers: Mapping[int, int]) -> Any:
     if type(value) is dict and all(type(key) is str for key in value):
         return {"dict": {key: _encoded(v, numbers) for key, v in value.items()}}
     raise TypeError
-
-
-def _written(network: nn.Module, own: Attributes, numbers: Mapping[int, int]) -> list[list[Any]]:
-    """What a member's code has written beside tensors, where it is plain: a counter, say."""
-    found = []
-    for path, key, value in standing(network, own):
-        with suppress(TypeError):
-            found.append([path, key, _encoded(value, numbers)])
-    return found
 
 
 def _encoded_function(function: Callable[..., Tensor]) -> Node:
@@ -220,9 +214,6 @@ def rebuild(nodes: list[Node], tensors: Mapping[str, Tensor], model: nn.Module |
         if isinstance(module, Multitude):
             module.divergences = tuple(map(_decoded_function, node["divergences"]))
             module.forget()
-            for own, items in zip(getattr(module, "_written", ()), node["written"], strict=True):
-                for path, key, value in items:
-                    remember(module.network, own, path, key, _decoded(value, modules))
     return modules[0]
 
 
@@ -307,32 +298,48 @@ def _modules(
     nodes: list[Node], parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor], model: nn.Module | None
 ) -> list[Any]:
     """A module for each node: a bare one of its class, or a copy of the user's own."""
-    bare = {number: _bare(node["class"]) for number, node in enumerate(nodes) if "origin" not in node}
-    if model is None:
-        return list(bare.values())
-    there = dict(plain(model).named_modules(remove_duplicate=False))
-    own = {number: there[node["origin"]] for number, node in enumerate(nodes) if "origin" in node}
-    # Copied all at once, so that what they know of each other, and of their tensors, stays true.
+    modules: dict[int, nn.Module] = {
+        number: _bare(node["class"]) for number, node in enumerate(nodes) if "origin" not in node
+    }
+    if model is not None:
+        there = dict(plain(model).named_modules(remove_duplicate=False))
+        for member in dict.fromkeys(node["member"] for node in nodes):
+            own = [number for number, node in enumerate(nodes) if node["member"] == member]
+            modules |= _copies(own, nodes, modules, there, {"parameters": parameters, "buffers": tensors})
+    return [modules[number] for number in range(len(nodes))]
+
+
+def _copies(
+    numbers: list[int],
+    nodes: list[Node],
+    bare: Mapping[int, nn.Module],
+    there: Mapping[str, nn.Module],
+    saved: Mapping[str, Mapping[str, Tensor]],
+) -> dict[int, nn.Module]:
+    """Copies of the user's own modules of one member.
+
+    They are copied all at once, so that what they know of each other, and of their tensors, stays true.
+    """
     memo: dict[int, Any] = {}
-    for number, module in bare.items():
-        counterpart = there.get(nodes[number]["path"])
-        if counterpart is not None and "shares" not in nodes[number]:
-            memo.setdefault(id(counterpart), module)
+    for number in numbers:
+        counterpart = there.get(nodes[number]["place"]) if "place" in nodes[number] else None
+        if number in bare and counterpart is not None and "shares" not in nodes[number]:
+            memo.setdefault(id(counterpart), bare[number])
+    own = {number: there[nodes[number]["origin"]] for number in numbers if "origin" in nodes[number]}
     for number, module in own.items():
         memo.pop(id(module), None)
-        kept: tuple[tuple[str, Mapping[str, Tensor]], ...] = (("parameters", parameters), ("buffers", tensors))
-        for registry, saved in kept:
+        for registry, tensors in saved.items():
             for name, tensor in getattr(module, f"_{registry}").items():
                 key = nodes[number][registry][name]
                 if tensor is not None and key is not None:
-                    memo[id(tensor)] = saved[key]
+                    memo[id(tensor)] = tensors[key]
     copies = dict(zip(own, copied(nn.ModuleList(own.values()), memo), strict=True))
     for module in copies.values():
-        for number in lazy_hooks(module._forward_hooks):
-            del module._forward_hooks[number]
+        for hook in lazy_hooks(module._forward_hooks):
+            del module._forward_hooks[hook]
         for key in FOUND_ANEW:
             vars(module).pop(key, None)
-    return [bare[number] if number in bare else copies[number] for number in range(len(nodes))]
+    return copies
 
 
 def _bare(name: str) -> nn.Module:

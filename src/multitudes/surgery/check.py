@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from multitudes.core.calling import Input, call, plain_attention, tensors_in
 from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
-from multitudes.core.members import Members
+from multitudes.core.members import RUNNERS, Members
 from multitudes.core.multitude import Multitude
 from multitudes.core.noise import STILL, Redrawn
 from multitudes.core.proof import running_statistics
@@ -49,13 +49,13 @@ def check(net: Multitude, example: Input, tolerance: float = 1e-4) -> Checked:
     loop: no prediction depends on another member's weights
     packed: predictions and gradients of 2 members, in evaluation and in training, as each member's alone
     packed: no prediction depends on another member's weights
-    stacked: predictions and gradients of 2 members, in evaluation and in training, as each member's alone
-    stacked: no prediction depends on another member's weights
+    vmapped: predictions and gradients of 2 members, in evaluation and in training, as each member's alone
+    vmapped: no prediction depends on another member's weights
     """
     if not isinstance(net, Multitude):
         raise ValueError(f"net must be a multitude, got {type(net).__name__}")
     done = Checked()
-    for runner in ("loop", "packed", "stacked") if isinstance(net, Members) else ("auto",):
+    for runner in RUNNERS[1:] if isinstance(net, Members) else ("auto",):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a quick way that is not taken is no fault
             proof = _Proof(net, example, tolerance, runner, done)
@@ -104,7 +104,7 @@ class _Proof:
                     one.runner = self.runner
                 return _Answer.of(one, self.example, lambda x: one(x, draws=0).unflatten(0, (one.members, -1)))
             except ValueError as refusal:
-                if self.runner in ("packed", "stacked"):
+                if self.runner in ("packed", "vmapped"):
                     raise _Refused from refusal
                 raise
 
@@ -124,7 +124,7 @@ class _Proof:
         together = self.together(training)
         mode = "training" if training else "evaluation"
         for index in range(self.net.members):
-            member = self.net.member(index).train(training)
+            member = copied(self.net.member(index)).train(training)
             with self._quiet(member):
                 alone = _Answer.of(member, self.example, partial(_answers, member))
             where = f"member {index} differs from itself alone in {mode}"
@@ -143,10 +143,9 @@ class _Proof:
         for poisoned in range(self.net.members):
 
             def poison(net: Multitude, poisoned: int = poisoned) -> None:
-                own = net._own_names() if isinstance(net, SharedMembers) else None
-                for name, parameter in net.named_parameters():
-                    if (own is None or name in own) and (parameter.is_floating_point() or parameter.is_complex()):
-                        parameter.data[poisoned] = torch.nan
+                for tensor in _tensors_of_member(net, poisoned):
+                    if tensor.is_floating_point() or tensor.is_complex():
+                        tensor.fill_(torch.nan)
 
             after = self.together(False, poison).predictions
             for index, (was, now) in enumerate(zip(before, after, strict=True)):
@@ -156,6 +155,15 @@ class _Proof:
                     )
 
 
+def _tensors_of_member(net: Multitude, index: int) -> list[Tensor]:
+    """The values of the parameters that belong to one member alone."""
+    if isinstance(net, Members):
+        shared = {id(parameter) for _, parameter in net._shared}
+        return [parameter.data for parameter in net.network[index].parameters() if id(parameter) not in shared]
+    own = net._own_names() if isinstance(net, SharedMembers) else {name for name, _ in net.named_parameters()}
+    return [parameter.data[index] for name, parameter in net.named_parameters() if name in own]
+
+
 @dataclass
 class _Answer:
     """Predictions `[M, ...]`, each member's gradients, by name, and the buffers after the run."""
@@ -163,7 +171,7 @@ class _Answer:
     predictions: Tensor
     gradients: list[dict[str, Tensor]]
     buffers: dict[str, Tensor]
-    stacked: bool
+    apart: bool  # whether names start with the number of a member
 
     @classmethod
     def of(cls, net: nn.Module, example: Input, run: Callable[[Any], Tensor]) -> _Answer:
@@ -176,16 +184,16 @@ class _Answer:
         wanted = {n: p for n, p in net.named_parameters() if p.requires_grad} | inputs
         gradients = [_gradients((part * mixture).sum(), wanted) for part in predictions]
         buffers = {name: buffer.detach().clone() for name, buffer in net.named_buffers()}
-        stacked = isinstance(net, Members)
-        return cls(predictions.detach(), gradients, buffers, stacked)
+        return cls(predictions.detach(), gradients, buffers, isinstance(net, Members))
 
     def member(self, index: int) -> _Answer:
         """One member's part."""
         own = self.gradients[index]
         buffers = self.buffers
-        if self.stacked:
-            own = {n: g if n.startswith("x[") else g[index] for n, g in own.items()}
-            buffers = {name: b[index] for name, b in buffers.items() if b.layout is torch.strided}
+        if self.apart:
+            of_x = {name: gradient for name, gradient in own.items() if name.startswith("x[")}
+            own = of_x | _of_member(own, index)
+            buffers = _of_member(buffers, index)
         return _Answer(self.predictions[index], [own], buffers, False)
 
     def beside(self, alone: _Answer, net: Multitude) -> dict[str, tuple[Tensor, Tensor]]:
@@ -200,6 +208,11 @@ class _Answer:
             for name in self.buffers.keys() & alone.buffers.keys():
                 pairs[f"buffer {name}"] = _number(self.buffers[name]), _number(alone.buffers[name])
         return pairs
+
+
+def _of_member(tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+    prefix = f"{index}."
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _gradients(value: Tensor, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -15,7 +15,6 @@ from multitudes.core.copying import copied
 from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import seeded
-from multitudes.core.stacking import stackable
 from multitudes.surgery.computed import plain_weights
 from multitudes.surgery.constructed import Own, compared
 
@@ -32,7 +31,9 @@ def redraw(network: nn.Module, own: Mapping[str, Own] | None = None, only: Colle
     their layers', and they are drawn in that way, or kept.
     """
     if isinstance(network, Members):
-        return _redraw_members(network, own, only)
+        for member in network.network:
+            redraw(member, own, only)
+        return network
     kept = [(tensor, tensor.detach().clone()) for tensor in frozen_tensors(network)]
     parameters = dict(network.named_parameters())
     custom = [(parameters[name], how, parameters[name].detach().clone()) for name, how in (own or {}).items()]
@@ -42,17 +43,6 @@ def redraw(network: nn.Module, own: Mapping[str, Own] | None = None, only: Colle
     for tensor, value in kept:
         tensor.copy_(value)
     return network
-
-
-def _redraw_members(net: Members, own: Mapping[str, Own] | None, only: Collection[str] | None) -> Members:
-    """Draw each member anew: the rules know nothing of stacked tensors."""
-    stacked = dict(net.named_parameters()) | dict(net.named_buffers())
-    for index in range(net.members):
-        member = redraw(net._member(index), own, only)
-        for name, tensor in [*member.named_parameters(), *member.named_buffers()]:
-            if stackable(stacked[name]):
-                stacked[name][index].copy_(tensor)
-    return net
 
 
 def frozen_tensors(network: nn.Module) -> list[Tensor]:

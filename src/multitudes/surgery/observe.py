@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from multitudes.core.attention import math_attention
 from multitudes.core.calling import Input, call, plain_attention
 from multitudes.core.seeding import seeded
 from multitudes.core.trace import hooked, observing, record
@@ -76,7 +76,7 @@ def _shapes(first: Any) -> list[tuple[int, ...]]:
 @contextmanager
 def followed_attention() -> Iterator[None]:
     """Inside, attention computes step by step: NaN in, NaN out, which fused kernels do not promise."""
-    with plain_attention(), sdpa_kernel(SDPBackend.MATH):
+    with plain_attention(), math_attention():
         yield
 
 

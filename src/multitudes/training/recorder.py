@@ -320,10 +320,11 @@ class Trajectory:
         return trajectory
 
     def of_member(self, index: int) -> Trajectory:
-        """The trajectory of one of the members whose tensors are stacked in it."""
+        """The trajectory of one member of `Members`, by the member's own names."""
+        prefix = f"{index}."
 
         def alone(state: State) -> State:
-            return {name: tensor[index].clone() for name, tensor in state.items()}
+            return {name.removeprefix(prefix): t.clone() for name, t in state.items() if name.startswith(prefix)}
 
         before = Moments(self.before.count, alone(self.before.mean), alone(self.before.squares))
         return Trajectory([alone(state) for state in self.states], before)

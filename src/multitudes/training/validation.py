@@ -121,14 +121,8 @@ def settle(net: Multitude, x: Input) -> None:
 @contextmanager
 def unchanged(net: Multitude) -> Iterator[None]:
     """Whatever runs inside leaves buffers, random states and what the network's code writes as they were."""
-    written = [dict(own) for own in getattr(net, "_written", ())]
-    try:
-        with unmoved(net.network, ()):
-            yield
-    finally:
-        for own, before in zip(getattr(net, "_written", ()), written, strict=True):
-            own.clear()
-            own.update(before)
+    with unmoved(net.network, ()):
+        yield
 
 
 def tensors_of(net: nn.Module) -> dict[str, Tensor]:

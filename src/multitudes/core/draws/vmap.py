@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+
+from multitudes.core.attention import by_math
 
 
 @contextmanager
@@ -24,7 +25,7 @@ def vmap_friendly(batched: Callable[[], bool]) -> Iterator[None]:
 
     `batched` says whether there are batched tensors yet: before that, torch's own functions are the faster ones.
     """
-    with _OtherWords(batched), sdpa_kernel(SDPBackend.MATH):
+    with _OtherWords(batched):
         yield
 
 
@@ -43,7 +44,7 @@ class _OtherWords(TorchFunctionMode):
             return _average_pool(*args, **kwargs)
         if function in CONVOLUTIONS:
             return convolution(function, *args, **kwargs)
-        return function(*args, **kwargs)
+        return by_math(function)(*args, **kwargs)
 
 
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)

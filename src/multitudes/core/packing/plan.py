@@ -6,6 +6,7 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from multitudes.core.calling import Output, chosen_output, part_of
 from multitudes.core.draws.stochastic import Stochastic, as_member
 from multitudes.core.packing.rules import FUNCTIONS, LAYERS, METHODS, RANDOM
 from multitudes.core.packing.values import CannotPack, Many, Packed, Stacked
-from multitudes.core.settings import fingerprint
 
 # Questions about a value that have one answer for all members: asked of member 0.
 _ASKED = {"size", "dim", "ndimension", "numel", "is_floating_point", "element_size"}
@@ -45,23 +45,27 @@ class Step:
     draws: bool  # random numbers
     writes: bool  # into its first argument
     asks: bool  # something that has one answer for all members
-    rule: Callable[..., Any] | None  # how a function runs for all members at once
+    rule: Callable[..., Any] | None  # how a layer or a function runs for all members at once
+    layer: nn.Module | None  # of a call of one
+    tensors: dict[str, str]  # the names of the layer's tensors in the whole network, by their names in it
+    settings: dict[str, Any]  # of the layer
+    plain: bool  # whether its arguments are results of earlier steps and nothing else
 
 
 class Plan:
-    """The steps of one network in one mode; `plan(network, x)` gives `[M, B, ...]`.
+    """The steps of one template network; `plan(tensors, x)` gives `[M, B, ...]`.
 
-    The plan holds no weights: it reads them, stacked `[M, ...]`, from the network that it is given.
+    The plan holds no weights: it gets those of all members, stacked `[M, ...]`, by their names.
     """
 
-    def __init__(self, graph: fx.Graph, members: int, training: bool, settings: dict[str, dict[str, Any]]) -> None:
+    def __init__(self, graph: fx.Graph, template: nn.Module, members: int) -> None:
+        self.template = template
         self.members = members
-        self.training = training
-        self.settings = settings  # those of the modules whose own code was traced
         self.mapped: set[str] = set()  # the steps that have no rule, once they have run
         self.required: list[str] = []
         self.defaults: dict[str, Any] = {}
         self.steps: list[Step] = []
+        paths = {id(module): path for path, module in template.named_modules()}
         for node in graph.nodes:
             args, kwargs = _refs(node.args), _refs(node.kwargs)
             if node.op == "placeholder" and args:
@@ -74,25 +78,30 @@ class Plan:
                 kind, target = node.op, node.target
                 what = target in RANDOM, _writes_in_place(kind, target, args), _asks(target, args)
                 rule, kwargs = _rule_for(kind, target, args, kwargs)
-                self.steps.append(Step(node.name, kind, target, args, kwargs, *what, rule))
+                layer = template.get_submodule(target) if kind == "call_module" else None
+                names: dict[str, str] = {}
+                settings: dict[str, Any] = {}
+                if layer is not None:
+                    rule = LAYERS.get(type(layer))
+                    names = _tensor_names(layer, paths)
+                    settings = {**vars(layer), **layer._parameters}
+                simple = not kwargs and all(isinstance(arg, Ref) for arg in args)
+                self.steps.append(
+                    Step(node.name, kind, target, args, kwargs, *what, rule, layer, names, settings, simple)
+                )
 
-    def outdated(self, network: nn.Module) -> bool:
-        """Whether a setting that the traced code may have read has changed since, or a hook was added."""
-        if hooked_module(network) is not None:
-            return True
-        return any(settings_of(network.get_submodule(name)) != before for name, before in self.settings.items())
-
-    def __call__(self, network: nn.Module, x: Any) -> Tensor:
-        if any(network.get_submodule(name).training != self.training for name in self.settings):
-            raise CannotPack("some of its modules are in training mode and some are not")
+    def __call__(self, tensors: Mapping[str, Tensor], x: Any) -> Tensor:
         env = self._bind(x)
         for step in self.steps:
-            args, kwargs = _fill(step.args, env), _fill(step.kwargs, env)
-            result = self._run(step, network, args, kwargs)
+            if step.plain:  # the usual step, of earlier results alone
+                args, kwargs = tuple([env[ref.name] for ref in step.args]), {}
+            else:
+                args, kwargs = _fill(step.args, env), _fill(step.kwargs, env)
+            result = self._run(step, tensors, args, kwargs)
             env[step.name] = result
             if step.writes and isinstance(result, (Many, Tensor)):
                 env[step.args[0].name] = result
-        return self._answer(_fill(self.output, env), chosen_output(network))
+        return self._answer(_fill(self.output, env), chosen_output(self.template))
 
     def _bind(self, x: Any) -> dict[str, Any]:
         """The placeholders' values. Optional arguments were traced at their defaults and cannot be given."""
@@ -117,34 +126,33 @@ class Plan:
             raise CannotPack(f"it returns a {type(output).__name__}")
         return output.stacked()
 
-    def _run(self, step: Step, network: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _run(self, step: Step, tensors: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
         if step.kind == "get_attr":
-            return self._attribute(network, step.target)
-        if step.kind == "call_module":
-            return self._layer(step, network.get_submodule(step.target), args, kwargs)
+            return self._attribute(step.target, tensors)
+        if step.layer is not None:
+            return self._layer(step, step.layer, tensors, args, kwargs)
         return self._function(step, args, kwargs)
 
-    def _attribute(self, network: nn.Module, path: str) -> Any:
+    def _attribute(self, path: str, tensors: Mapping[str, Tensor]) -> Any:
+        if path in tensors:
+            return Stacked(tensors[path], self.members)
         owner, _, name = path.rpartition(".")
-        module = network.get_submodule(owner)
-        value = getattr(module, name)
-        registered = name in module._parameters or name in module._buffers
-        return Stacked(value, self.members) if registered and value is not None else value
+        return getattr(self.template.get_submodule(owner), name)
 
-    def _layer(self, step: Step, layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        rule = LAYERS.get(type(layer))
-        if rule is not None and len(args) == 1 and not kwargs and isinstance(args[0], (Many, Tensor)):
-            result = rule(layer, args[0], self.members)
+    def _layer(self, step: Step, layer: nn.Module, tensors: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
+        own = {name: tensors[full] for name, full in step.tensors.items() if full in tensors}
+        if step.rule is not None and len(args) == 1 and not kwargs and isinstance(args[0], (Many, Tensor)):
+            stacked = SimpleNamespace(**{**step.settings, **own}) if own else layer
+            result = step.rule(stacked, args[0], self.members)
             if result is not NotImplemented:
                 return result
-        state = dict(layer.named_parameters()) | dict(layer.named_buffers())
-        names = list(state)
+        names = list(own)
 
         def run(*values: Any) -> Any:
-            tensors, args, kwargs = dict(zip(names, values[: len(names)], strict=True)), *values[len(names) :]
-            return functional_call(layer, tensors, args, kwargs)
+            given, args, kwargs = dict(zip(names, values[: len(names)], strict=True)), *values[len(names) :]
+            return functional_call(layer, given, args, kwargs, tie_weights=False)
 
-        weights = [Stacked(tensor, self.members) for tensor in state.values()]
+        weights = [Stacked(tensor, self.members) for tensor in own.values()]
         if isinstance(layer, Stochastic):
             return self._drawn(layer, run, (*weights, args, kwargs), step)
         return self._vmap(run, (*weights, args, kwargs), step)
@@ -199,43 +207,13 @@ class Plan:
         return tree_unflatten([Stacked(p, self.members) if isinstance(p, Tensor) else p for p in whole], shape)
 
 
-def hooked_module(network: nn.Module) -> str | None:
-    """The name of a module with hooks, forward or backward; None where there is none."""
-    for name, module in network.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-            return name
-    return None
-
-
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-
-
-def own_attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module holds beside what nn.Module and fx put there."""
-    return {
-        key: value
-        for key, value in vars(module).items()
-        if key not in _MODULE_ATTRIBUTES and not key.startswith("_tensor_constant")
-    }
-
-
-def settings_of(module: nn.Module) -> dict[str, Any]:
-    """What a module's own code is and may read, so that two readings tell what changed.
-
-    That is its class, the names of its children, its attributes and its classes'.
-    """
-    classes = [kind for kind in type(module).__mro__ if not kind.__module__.startswith(("torch.", "builtins"))]
-    of_classes = {
-        f"{kind.__qualname__}.{key}": value
-        for kind in classes
-        for key, value in vars(kind).items()
-        if isinstance(value, _READ) and not key.startswith("__")
-    }
-    read = {key: fingerprint(value) for key, value in (of_classes | own_attributes(module)).items()}
-    return {"": (type(module), type(module).forward, tuple(module._modules)), **read}
-
-
-_READ = (bool, int, float, complex, str, tuple, list, dict, set)
+def _tensor_names(layer: nn.Module, paths: Mapping[int, str]) -> dict[str, str]:
+    """The names of a layer's tensors in the whole network, by their names in the layer."""
+    names = {}
+    for path, module in layer.named_modules():
+        inner, outer = (f"{each}." if each else "" for each in (path, paths[id(module)]))
+        names |= {inner + name: outer + name for name in (*module._parameters, *module._buffers)}
+    return names
 
 
 # -- arguments ---------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,10 +93,10 @@ def batch_norm(layer: Any, value: Value, members: int) -> Packed:
     return Packed(F.batch_norm(x, mean, variance, weight, bias, use_batch, momentum or 0.0, layer.eps), members)
 
 
-def instance_norm(layer: Any, value: Value, members: int) -> Any:
+def instance_norm(layer: Any, value: Value, members: int, rank: int) -> Any:
     """Per channel and input."""
     x = as_packed(value, members)
-    if x.dim() != _INSTANCE_RANKS[type(layer)]:
+    if x.dim() != rank:
         return NotImplemented
     use_input = layer.training or not layer.track_running_stats
     stats = _flat(layer.running_mean), _flat(layer.running_var)
@@ -249,7 +250,9 @@ LAYERS: dict[type, Callable[[Any, Value, int], Any]] = {
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), transposed_convolution),
     nn.Linear: linear,
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), batch_norm),
-    **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), instance_norm),
+    nn.InstanceNorm1d: partial(instance_norm, rank=3),
+    nn.InstanceNorm2d: partial(instance_norm, rank=4),
+    nn.InstanceNorm3d: partial(instance_norm, rank=5),
     nn.GroupNorm: group_norm,
     nn.LayerNorm: layer_norm,
     nn.PReLU: prelu,
@@ -270,8 +273,6 @@ LAYERS: dict[type, Callable[[Any, Value, int], Any]] = {
         per_channel,
     ),
 }  # fmt: skip
-
-_INSTANCE_RANKS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(

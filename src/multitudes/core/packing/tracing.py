@@ -2,84 +2,65 @@
 
 from __future__ import annotations
 
-import builtins
-import copy
 import inspect
 import operator
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from multitudes.core.calling import chosen_output
 from multitudes.core.draws.stochastic import Stochastic
-from multitudes.core.packing.plan import Plan, hooked_module, own_attributes, settings_of
+from multitudes.core.packing.plan import Plan
+from multitudes.core.packing.private_copy import OwnCode, private_copy
 from multitudes.core.packing.rules import LAYERS
 from multitudes.core.packing.values import CannotPack
 from multitudes.core.proof import random_states
+from multitudes.core.settings import fingerprint
 
 
-def trace(network: nn.Module, members: int, training: bool) -> Plan:
-    """Trace a network in one mode, or raise `CannotPack` with the reason.
+def trace(template: nn.Module, members: int) -> Plan:
+    """Trace a network that nobody else uses, in its present mode, or raise `CannotPack` with the reason.
 
     A trace keeps what the network's own code did while it was traced, so whatever a trace would freeze is
     refused: control flow on values, random numbers drawn in plain Python, attributes written by `forward`.
     """
-    hooked = hooked_module(network)
-    if hooked is not None:
-        raise CannotPack(
-            f"module {hooked!r} has forward hooks, or backward ones, which must see each member's own tensors"
-        )
-    if callable(chosen_output(network)):
+    if callable(chosen_output(template)):
         raise CannotPack("its output is chosen by a function, which must see each member's own answer")
-    settings = {name: settings_of(module) for name, module in network.named_modules()}
-    tracer = _Tracer()
-    with _left_as_it_was(network) as drawn:
-        try:
-            network.train(training)
-            with _len_of_proxies():
-                graph = tracer.trace(network, _defaults(network))
-        except CannotPack:
-            raise
-        except Exception as error:  # tracing runs the user's own code, so anything may come
-            raise CannotPack(f"it cannot be traced ({type(error).__name__}: {error})") from error
-        changed = [name for name, before in settings.items() if before != settings_of(network.get_submodule(name))]
-        if changed:
-            raise CannotPack(f"the forward of module {changed[0]!r} writes its own attributes")
-        if drawn():
-            raise CannotPack("it draws random numbers in its own code")
-    return Plan(graph, members, training, {name: settings[name] for name in sorted(tracer.entered)})
-
-
-@contextmanager
-def _left_as_it_was(network: nn.Module) -> Iterator[Callable[[], bool]]:
-    """Undo what running a network's code did to it and to the random states; yields whether numbers were drawn."""
-    modes = {module: module.training for module in network.modules()}
-    attributes = {module: own_attributes(module) for module in modes}
-    contents = [
-        (value, copy.copy(value)) for held in attributes.values() for value in held.values() if isinstance(value, list)
-    ]
-    registries: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (held, dict(held)) for module in modes for held in (module._parameters, module._buffers)
-    ]
-    states = random_states()
+    tracer, states = _Tracer(), random_states()
     try:
-        yield lambda: [get() for get, _, _ in states] != [before for _, _, before in states]
+        copy = tracer.copied(template)
+        before = {name: _attributes(module) for name, module in copy.named_modules()}
+        graph = tracer.trace(copy, _defaults(template))
+        drawn = any(get() != state for get, _, state in states)
+    except CannotPack:
+        raise
+    except Exception as error:  # tracing runs the user's own code, so anything may come
+        raise CannotPack(f"it cannot be traced ({type(error).__name__}: {error})") from error
     finally:
-        for module, mode in modes.items():
-            module.training = mode
-            for key in own_attributes(module).keys() - attributes[module].keys():
-                del vars(module)[key]
-            vars(module).update(attributes[module])
-        for held, own in registries:
-            held.clear()
-            held.update(own)
-        for value, before in contents:
-            value[:] = before
-        for _, put, before in states:
-            put(before)
+        for _, put, state in states:
+            put(state)
+    changed = [name for name, module in copy.named_modules() if before[name] != _attributes(module)]
+    if changed:
+        raise CannotPack(f"the forward of module {changed[0]!r} writes its own attributes")
+    if drawn:
+        raise CannotPack("it draws random numbers in its own code")
+    vars(template).update({key: value for key, value in vars(copy).items() if key.startswith("_tensor_constant")})
+    return Plan(graph, template, members)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module holds beside what nn.Module and fx put there."""
+    held = {
+        key: fingerprint(value)
+        for key, value in vars(module).items()
+        if key not in _OF_MODULE and not key.startswith("_tensor_constant")
+    }
+    return held | {"": tuple(module._modules)}
+
+
+_OF_MODULE = frozenset(vars(nn.Module()))
 
 
 def _defaults(network: nn.Module) -> dict[str, Any]:
@@ -89,23 +70,6 @@ def _defaults(network: nn.Module) -> dict[str, Any]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise CannotPack(f"its forward takes any number of arguments ({parameter})")
     return {p.name: p.default for p in parameters if p.default is not p.empty}
-
-
-@contextmanager
-def _len_of_proxies() -> Iterator[None]:
-    """Let `len(x)` be traced: Python takes no stand-in for its result, so `len` itself is replaced for a while."""
-    real = builtins.len
-
-    def traced(value: Any) -> Any:
-        if isinstance(value, fx.Proxy):
-            return value.tracer.create_proxy("call_function", real, (value,), {})
-        return real(value)
-
-    builtins.len = traced
-    try:
-        yield
-    finally:
-        builtins.len = real
 
 
 class _Proxy(fx.Proxy):
@@ -138,8 +102,28 @@ class _Tracer(fx.Tracer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.entered: set[str] = {""}
         self.surroundings = _surroundings()
+        self.code = OwnCode()
+        self.proxies: dict[str, fx.Proxy] = {}
+
+    def copied(self, network: nn.Module) -> nn.Module:
+        """A copy of a network whose code this tracer follows."""
+        return private_copy(network, self.call_module, lambda tensor: self.getattr("", tensor, self.proxies), self.code)
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        """Trace a `copied` network."""
+        self.root, self.graph = root, fx.Graph(tracer_cls=type(self))
+        self.submodule_paths = {module: name for name, module in root.named_modules()}
+        self.tensor_attrs = {
+            value: f"{name}.{key}" if name else key
+            for module, name in self.submodule_paths.items()
+            for key, value in vars(module).items()
+            if isinstance(value, Tensor)
+        }
+        forward = self.code.copied(type(root).forward)
+        function, args = self.create_args_for_root(forward, True, concrete_args)
+        self.create_node("output", "output", (self.create_arg(function(*args)),), {})
+        return self.graph
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if _surroundings() != self.surroundings:
@@ -153,7 +137,4 @@ class _Tracer(fx.Tracer):
         own = type(module).__module__.startswith("multitudes.") and ".models" not in type(module).__module__
         own = own and not getattr(type(module), "traceable", False)  # plain code over torch's own layers and functions
         own = own or isinstance(module, Stochastic)
-        leaf = own or type(module) in LAYERS or super().is_leaf_module(module, qualified_name)
-        if not leaf:
-            self.entered.add(qualified_name)
-        return leaf
+        return own or type(module) in LAYERS or super().is_leaf_module(module, qualified_name)

@@ -106,6 +106,19 @@ class Laplace(Multitude):
 class LaplaceMembers(Laplace, Members):
     """Members that share no weight, each with a posterior of its own output layer: a mixture of Laplaces."""
 
+    def _layers(self) -> list[LaplaceLayer]:
+        return [layer for layer in stochastic_layers(self.network) if isinstance(layer, LaplaceLayer)]
+
+    @property
+    def prior(self) -> Tensor:
+        """The precision of each member's prior, `[M]`."""
+        return torch.stack([layer.prior for layer in self._layers()])
+
+    @property
+    def log_marginal_likelihood(self) -> Tensor:
+        """The logarithm of the training data's marginal likelihood, each member's, `[M]`."""
+        return torch.stack([layer.evidence for layer in self._layers()])
+
 
 def approximations(task: str) -> tuple[str, ...]:
     """How networks of a task can predict."""

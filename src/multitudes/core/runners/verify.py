@@ -1,0 +1,161 @@
+"""Verification: compare a fast runner with the plain one before it is used.
+
+`difference` runs both on one input. `Verdicts` caches the answer for each runner, mode and kind of input:
+
+    reason = verdicts.reason("packed", network, x, lambda: difference(network, x, packed, loop, buffers=True))
+    predictions = loop(x) if reason else packed(x)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.calling import Input, tensors_in
+from multitudes.core.compiling import uncompiled
+from multitudes.core.proof import _is_half, alike, kind_of, silent_trial, trial
+from multitudes.core.trace import recording, unmoved
+
+__all__ = ["FAILURES", "Runner", "Verdicts", "difference", "use_of"]
+
+Runner = Callable[[Any], Tensor]
+"""A way to run a network: an input to predictions `[S, B, ...]`."""
+
+FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError)
+"""Errors of a fast runner that count as a difference; too little memory does not."""
+
+
+def difference(
+    network: nn.Module,
+    x: Input,
+    fast: Runner,
+    plain: Runner,
+    *,
+    buffers: bool = False,
+    gradients: bool = False,
+    noise: bool = False,
+    layer: Callable[[], str] | None = None,
+) -> str:
+    """Return how `fast` differs from `plain` on an input, in words; an empty string where they agree.
+
+    Both run with moved weights, without gradients and without noise, and leave buffers, attributes and random states
+    as they were. With `noise=True` the network draws as usual, and the runners must draw the same numbers. With
+    `buffers=True` both must also leave the same buffers in `network`. `layer` returns the name of the first layer that
+    differs; it is called where predictions differ. With `gradients=True`, where a member's parameters are trained, the
+    gradients of both must agree as well.
+    """
+    watched = _noisy_trial if noise else silent_trial
+    with watched(network, x) as doubt:
+        want = _outcome(network, x, plain, buffers)
+        try:
+            got = _outcome(network, x, fast, buffers)
+        except torch.OutOfMemoryError:
+            raise
+        except FAILURES as error:
+            return f"it fails: {(str(error) or type(error).__name__).splitlines()[0]}"
+        if trouble := doubt():
+            return trouble
+        if not alike(got.pop(""), want.pop("")):
+            place = layer() if layer is not None else ""
+            return f"{place} gives other values" if place else "it gives other predictions"
+        wrong = [name for name in want if name not in got or not alike(got[name][None], want[name][None])]
+        if wrong:
+            return f"buffer {wrong[0]!r} gets other values"
+        return _difference_of_gradients(network, x, fast, plain) if gradients else ""
+
+
+def _difference_of_gradients(network: nn.Module, x: Input, fast: Runner, plain: Runner) -> str:
+    """Return which parameter's gradient differs; it is that of a random mixture of the predictions."""
+    trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
+    if not trained:
+        return ""
+
+    def of(runner: Runner) -> list[Tensor | None]:
+        with unmoved(network, x), torch.enable_grad():
+            predictions = runner(x)
+            if not predictions.requires_grad:
+                return [None] * len(trained)
+            weights = torch.linspace(0.5, 1.5, predictions.numel(), device=predictions.device).view_as(predictions)
+            real = torch.view_as_real(predictions).sum(-1) if predictions.is_complex() else predictions
+            return list(torch.autograd.grad((real * weights).sum(), list(trained.values()), allow_unused=True))
+
+    want = of(plain)
+    try:
+        got = of(fast)
+    except torch.OutOfMemoryError:
+        raise
+    except FAILURES as error:
+        return f"its gradients fail: {(str(error) or type(error).__name__).splitlines()[0]}"
+    half = any(_is_half(one) for one in want if one is not None)
+    steepest = max((float(one.abs().max()) for one in want if one is not None and one.numel()), default=0.0)
+    for name, one, other in zip(trained, got, want, strict=True):
+        one, other = (trained[name].new_zeros(()) if each is None else each for each in (one, other))
+        if not float((one - other).abs().max()) <= (0.1 if half else 1e-2) * steepest:
+            return f"the gradient of {name!r} gets other values"
+    return ""
+
+
+@contextmanager
+def _noisy_trial(network: nn.Module, x: Input) -> Iterator[Callable[[], str]]:
+    values = [*network.parameters(), *tensors_in(x)]
+    with trial(network, x), recording(network, (), looks=values) as trace:
+        yield lambda: "its code inspects values, so that one row may decide for another" if trace.looks else ""
+
+
+def _outcome(network: nn.Module, x: Input, runner: Runner, buffers: bool) -> dict[str, Tensor]:
+    """The predictions of a run, by "", and the buffers after it, by their names."""
+    with unmoved(network, x):
+        predictions = runner(x)
+        kept = network.named_buffers() if buffers else ()
+        return {"": predictions, **{name: buffer.clone() for name, buffer in kept}}
+
+
+def use_of(network: nn.Module, x: Input) -> tuple[bool, Hashable]:
+    """Return what a verdict depends on: the mode; and the kind of input, whether it has several rows, and autocast."""
+    first = x if isinstance(x, Tensor) else tensors_in(x)[0]
+    device = first.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return network.training, (kind_of(x), first.dim() > 0 and len(first) > 1, autocast)
+
+
+class Verdicts:
+    """A cache of how runners differ from the plain one, by runner and use (`use_of`).
+
+    While a graph is compiled nothing can be compared: the last verdict in the same mode counts.
+    """
+
+    def __init__(self) -> None:
+        self.reasons: dict[tuple[Hashable, Hashable], str] = {}
+        self.in_mode: dict[tuple[Hashable, bool], str] = {}
+
+    def reason(self, runner: Hashable, network: nn.Module, x: Input, find: Callable[[], str], warning: str = "") -> str:
+        """Return the cached verdict, or that of `find`; an empty string says that the runner may be used.
+
+        `warning` is a sentence with `{reason}` in it, shown for the first refusal of a runner.
+        """
+        mode = runner, network.training
+        if torch.compiler.is_compiling():
+            return self.in_mode[mode] if mode in self.in_mode else self._find(mode, network, x, find, warning)
+        key = runner, use_of(network, x)
+        return self.reasons[key] if key in self.reasons else self._find(mode, network, x, find, warning)
+
+    def forget(self, runner: Hashable, training: bool) -> None:
+        """Forget the verdicts of a runner in a mode."""
+        self.reasons = {key: r for key, r in self.reasons.items() if key[0] != runner or key[1][0] != training}
+        self.in_mode.pop((runner, training), None)
+
+    @uncompiled
+    def _find(
+        self, mode: tuple[Hashable, bool], network: nn.Module, x: Input, find: Callable[[], str], warning: str
+    ) -> str:
+        reason, runner = find(), mode[0]
+        refused = any(other == runner and earlier for (other, _), earlier in self.reasons.items())
+        self.reasons[runner, use_of(network, x)] = self.in_mode[mode] = reason
+        if reason and warning and not refused:
+            warnings.warn(warning.format(reason=reason), stacklevel=2)
+        return reason

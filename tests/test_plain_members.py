@@ -1,0 +1,248 @@
+"""Members are plain networks: what trains, shards or changes one network right, does so with each member."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import multitudes as mt
+
+Parameters = Iterable[nn.Parameter]
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(150, 8), nn.Tanh(),
+        nn.LayerNorm(8), nn.Linear(8, 3),
+    )  # fmt: skip
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(16, 2, 5, 5, generator=generator), torch.randint(3, (16,), generator=generator)
+
+
+class Shampoo(Optimizer):
+    """Gupta, Koren and Singer, 2018: each matrix's gradient between roots of its rows' and columns' second moments."""
+
+    def __init__(self, params: Parameters, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                gradient = p.grad.reshape(len(p), -1)
+                state = self.state[p]
+                for side, product in (("left", gradient @ gradient.T), ("right", gradient.T @ gradient)):
+                    state[side] = state.get(side, 1e-3 * torch.eye(len(product), dtype=product.dtype)) + product
+                update = _root(state["left"]) @ gradient @ _root(state["right"])
+                p.sub_(group["lr"] * update.view_as(p))
+
+
+def _root(matrix: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors @ torch.diag(values.clamp(min=1e-6) ** -0.25) @ vectors.T
+
+
+class Lamb(Optimizer):
+    """You et al., 2020: Adam's step, scaled to each tensor's norm."""
+
+    def __init__(self, params: Parameters, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                state["m"] = 0.9 * state.get("m", torch.zeros_like(p)) + 0.1 * p.grad
+                state["v"] = 0.99 * state.get("v", torch.zeros_like(p)) + 0.01 * p.grad.square()
+                mean, square = state["m"] / (1 - 0.9 ** state["step"]), state["v"] / (1 - 0.99 ** state["step"])
+                update = mean / (square.sqrt() + 1e-6) + 0.01 * p
+                p.sub_(group["lr"] * p.norm().clamp(1e-3, 10) / update.norm() * update)
+
+
+def decayed(params: Parameters) -> Optimizer:
+    """The usual rule: no weight decay for biases and norms."""
+    params = list(params)
+    groups = [
+        {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.5},
+        {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+OPTIMIZERS: dict[str, Callable[[Parameters], Optimizer | list[Optimizer]]] = {
+    "sgd": lambda params: torch.optim.SGD(params, 0.05, momentum=0.9, weight_decay=1e-2),
+    "adamw": decayed,
+    "muon": lambda params: _muon_and_adam(list(params)),
+    "adafactor": lambda params: torch.optim.Adafactor(params, 1e-2),
+    "shampoo": lambda params: Shampoo(params, 0.05),
+    "lamb": lambda params: Lamb(params, 0.02),
+}
+
+
+def _muon_and_adam(params: list[nn.Parameter]) -> list[Optimizer]:
+    """Matrices by Muon, the rest by Adam, as Muon's authors advise."""
+    return [
+        torch.optim.Muon([p for p in params if p.ndim == 2], 1e-2),
+        torch.optim.Adam([p for p in params if p.ndim != 2], 1e-2),
+    ]
+
+
+def trained(parts: list[nn.Module], loss: Callable[[Tensor, Tensor], Tensor], make: Callable[..., Any]) -> None:
+    made = make([p for part in parts for p in part.parameters()])
+    optimizers = made if isinstance(made, list) else [made]
+    for step in range(10):
+        x, y = batch(step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss(x.to(torch.float64), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@pytest.mark.parametrize("runner", ["auto", "packed", "vmapped"])
+def test_each_member_is_trained_as_it_would_be_alone(name: str, runner: str) -> None:
+    net = mt.deep_ensemble(network(), members=3, seed=0).double().train()
+    alone = [copy.deepcopy(net.member(index)) for index in range(3)]
+    before = copy.deepcopy(alone)
+    net.runner = runner
+    trained([net], net.loss, OPTIMIZERS[name])
+    for index, member in enumerate(alone):
+        trained([member], lambda x, y, member=member: F.cross_entropy(member(x), y), OPTIMIZERS[name])
+        for key, want in member.state_dict().items():
+            torch.testing.assert_close(net.member(index).state_dict()[key], want, rtol=1e-6, atol=1e-8)
+    moved = [(net.member(0)[4].weight - before[0][4].weight).abs().max(), net.member(0)[4].weight.abs().max()]
+    assert all(value > 1e-4 for value in moved)
+
+
+def test_an_optimizer_that_looks_at_all_parameters_at_once_trains_one_member() -> None:
+    net = mt.deep_ensemble(network(), members=2, seed=0).double().train()
+    alone = copy.deepcopy(net.member(1))
+
+    def fitted(member: nn.Module) -> nn.Module:
+        optimizer = torch.optim.LBFGS(member.parameters(), max_iter=5, line_search_fn="strong_wolfe")
+        x, y = batch(0)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(member(x.double()), y)
+            loss.backward()
+            return loss
+
+        for _ in range(10):
+            optimizer.step(closure)
+        return member
+
+    for index in range(2):
+        fitted(net.member(index))
+    fitted(alone)
+    for key, want in alone.state_dict().items():
+        torch.testing.assert_close(net.member(1).state_dict()[key], want, rtol=1e-6, atol=1e-8)
+    x = batch(1)[0].double()
+    torch.testing.assert_close(net.eval()(x)[1], alone.eval()(x))
+
+
+def test_members_share_a_frozen_backbone_and_save_it_once(tmp_path: Path) -> None:
+    model = network()
+    for layer in model[:4]:
+        layer.requires_grad_(False)
+    model[4].requires_grad_(False)
+    net = mt.deep_ensemble(model, members=4, init="heads", heads=["7"], seed=0)
+    sizes = {id(p): p.nbytes for p in net.parameters()}
+    backbone = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    head = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    assert sum(sizes.values()) == backbone + 4 * head
+    path = mt.save(net, tmp_path / "net.safetensors")
+    loaded = mt.load(path)
+    assert path.stat().st_size < backbone + 4 * head + 40_000
+    assert loaded.member(3)[4].weight is loaded.member(0)[4].weight
+    moved = copy.deepcopy(net).double()
+    assert moved.member(3)[4].weight is moved.member(0)[4].weight
+    x = batch(0)[0]
+    torch.testing.assert_close(loaded.eval()(x), net.eval()(x))
+
+
+def test_shared_parameters_are_not_trained_unless_each_member_has_its_own() -> None:
+    model = network()
+    model[0].requires_grad_(False)
+    net = mt.deep_ensemble(model, members=2, init="heads", heads=["7"], seed=0).train()
+    x, y = batch(0)
+    net.loss(x, y).backward()
+    net.member(0)[0].weight.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"parameter '0\.weight' was frozen, so that all members share it.*unshare"):
+        net.loss(x, y)
+    net.unshare()
+    assert net.member(1)[0].weight is not net.member(0)[0].weight
+    net.requires_grad_(True)
+    net.loss(x, y).backward()
+    assert net.member(1)[0].weight.grad is not None
+    assert not torch.equal(net.member(1)[0].weight.grad, net.member(0)[0].weight.grad)
+
+
+SHARDED = """
+import sys
+import torch, torch.distributed as dist, torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+import multitudes as mt
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+net = mt.deep_ensemble(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3)), members=3, seed=0)
+alone = [mt.deep_ensemble(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3)), members=3, seed=0).member(i)
+         for i in range(3)]
+mesh = init_device_mesh("cpu", (2,))
+for layer in list(net.modules()):
+    if isinstance(layer, nn.Linear):
+        fully_shard(layer, mesh=mesh)
+fully_shard(net, mesh=mesh)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for step in range(3):
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(16, 8, generator=generator), torch.randint(3, (16,), generator=generator)
+    half = slice(8 * rank, 8 * rank + 8)
+    optimizer.zero_grad()
+    net.loss(x[half], y[half]).backward()
+    optimizer.step()
+    for member in alone:  # the mean over both processes is that over the whole batch
+        member.zero_grad()
+        F.cross_entropy(member(x), y).backward()
+        with torch.no_grad():
+            for p in member.parameters():
+                p -= 0.1 * p.grad
+for index, member in enumerate(alone):
+    for name, want in member.named_parameters():
+        got = net.member(index).get_parameter(name).full_tensor()
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+dist.destroy_process_group()
+print("equal")
+"""
+
+
+@pytest.mark.slow
+def test_members_are_sharded_layer_by_layer_in_two_processes(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SHARDED]
+    both = [
+        subprocess.Popen([*command, str(rank), str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for process in both:
+        output, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors[-2000:]
+        assert output.strip() == "equal"
