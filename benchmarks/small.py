@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.core.counting import flop_counter
+from multitudes.core.trace import recording
 
 RUNNERS = ("packed", "vmapped", "auto")
 
@@ -78,9 +78,9 @@ NETWORKS: dict[str, tuple[Callable[[], mt.Members], tuple[int, ...], tuple[int, 
 def operations(net: mt.Members, x: Tensor) -> float:
     """The multiply-adds of one member, in millions."""
     net.runner = "loop"
-    with flop_counter() as counter, torch.no_grad():
+    with torch.no_grad(), recording(net.network, (), work=True) as trace:
         net(x)
-    return counter.get_total_flops() / 2e6 / net.members
+    return trace.multiply_adds / 1e6 / net.members
 
 
 def call(net: mt.Members, runner: str, x: Tensor) -> None:

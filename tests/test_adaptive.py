@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.core.draws.adaptive import schedule
+from tests.of_parts import Of
 
 
 def test_counts_double_up_to_the_most() -> None:
@@ -75,3 +77,12 @@ def test_adaptive_arguments_are_checked(options: dict[str, object]) -> None:
     net, x = uneven()
     with pytest.raises(ValueError, match=next(iter(options))):
         net.predict(x, draws="auto", **options)
+
+
+@pytest.mark.parametrize("mix", [lambda x: x.softmax(0), lambda x: x.cumsum(0)], ids=["all rows", "earlier rows"])
+def test_networks_that_mix_rows_are_refused_also_after_a_single_row(mix: Callable[[Tensor], Tensor]) -> None:
+    net = mt.mc_dropout(Of(lambda net, x: mix(net.body(x)), body=nn.Sequential(nn.Linear(3, 3), nn.Dropout()))).eval()
+    options = {"draws": "auto", "tolerance": 0.5, "task": "regression"}
+    net.predict(torch.randn(1, 3), **options)
+    with pytest.raises(ValueError, match="depend on the others"):
+        net.predict(torch.randn(4, 3), **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -170,12 +171,13 @@ def test_a_head_that_shares_the_embedding_is_left_and_the_rest_converted() -> No
 def test_a_network_that_reads_the_weight_of_a_layer_that_draws_is_refused_by_name(method: Callable[..., Any]) -> None:
     """Its noise would be left out in silence."""
     parts = {"body": nn.Linear(4, 6), "read": nn.Linear(6, 6), "head": nn.Linear(6, 2)}
-    asks = Of(lambda net, x: net.head(net.read(net.body(x).to(net.read.weight.dtype))), **parts)
+    asks = Of(lambda net, x: net.head(net.read(net.body(x).to(net.read.weight.data.dtype))), **parts)
     reads = Of(lambda net, x: net.head(F.linear(net.body(x), net.read.weight, net.read.bias)), **parts)
+    by_data = Of(lambda net, x: net.head(net.body(x) @ net.read.weight.data.T), **parts)
     x = torch.randn(3, 4)
     assert method(asks)(x, draws=2).shape == (2, 3, 2)
-    for mode in (True, False):
+    for network, mode in itertools.product((reads, by_data), (True, False)):
         with pytest.raises(
             ValueError, match="computes with the weight of layer 'read' .* instead of calling the layer"
         ):
-            method(reads).train(mode)(x)
+            method(network).train(mode)(x)

@@ -70,6 +70,15 @@ def test_multiply_adds_are_those_of_the_formula() -> None:
     )
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_multiply_adds_of_recurrent_layers_count(kind: Any) -> None:
+    parts = {"body": kind(4, 6, batch_first=True), "hidden": nn.Linear(6, 8), "head": nn.Linear(8, 2)}
+    model = Of(lambda net, x: net.head(net.hidden(net.body(x)[0])).mean(1), **parts)
+    net = mt.masksembles(model, 2, layers=["hidden", "head"], example=torch.randn(3, 5, 4))
+    recurrent, linear = model.body.weight_ih_l0.numel() + model.body.weight_hh_l0.numel(), 6 * 8 + 8 * 2
+    assert f"and {share(linear, recurrent + linear)} of the multiply-adds" in net.summary()
+
+
 @pytest.mark.parametrize("name", list(METHODS))
 @pytest.mark.parametrize("network", ["mlp", "cnn", "resnet", "group_norm", "separable"])
 def test_usual_networks_are_reached(network: str, name: str) -> None:

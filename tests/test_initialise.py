@@ -372,3 +372,20 @@ def test_ensembles_of_ensembles_are_drawn_anew_member_by_member() -> None:
     torch.testing.assert_close(weight.std((2, 3)), torch.full((2, 3), (3 * 400) ** -0.5), rtol=0.02, atol=0)
     assert torch.corrcoef(weight.flatten(0, 1).flatten(1)).sub(torch.eye(6)).abs().max() < 0.02
     assert torch.equal(net.network.bias, layer.bias.expand(2, 3, 300))
+
+
+def test_finding_the_output_layers_leaves_nothing_behind() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+            self.register_buffer("steps", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps += 1
+            self.hidden = self.body(x)
+            return self.head(self.hidden)
+
+    network = Counting()
+    assert output_layers(network, example=torch.ones(2, 3)) == ["head"]
+    assert int(network.steps) == 0 and not hasattr(network, "hidden")

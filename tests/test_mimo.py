@@ -44,9 +44,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
         lambda: of(lambda net, x: net.head(net.body(x).relu()).softmax(1)), (5, 12),
         "what comes after layer 'head' mixes its outputs",
     ),
-    "sequence first": (encoder, (6, 3, 12), "the first axis of x is not the batch, or rows see each other"),
+    "sequence first": (encoder, (6, 3, 12), "the first axis of x is not the batch, or rows affect each other"),
     "rows that see each other": (
-        lambda: of(lambda net, x: net.head(net.body(x).softmax(0))), (5, 12), "rows see each other",
+        lambda: of(lambda net, x: net.head(net.body(x).softmax(0))), (5, 12), "rows affect each other",
     ),
     "transposed layer": (
         lambda: nn.Sequential(nn.ConvTranspose1d(3, 4, 2), nn.Flatten(), nn.Linear(20, 2)), (5, 3, 4),

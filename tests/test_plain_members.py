@@ -239,7 +239,9 @@ print("equal")
 def test_members_are_sharded_layer_by_layer_in_two_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SHARDED]
     both = [
-        subprocess.Popen([*command, str(rank), str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for rank in range(2)
     ]
     for process in both:

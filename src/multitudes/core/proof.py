@@ -8,9 +8,7 @@ it leaves no trace in buffers, attributes or random states.
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -18,24 +16,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from multitudes.core.calling import Input, tensors_in
+from multitudes.core.calling import Input, mapped, plain_attention, rows, tensors_in
 from multitudes.core.dispatching import NumbersDrawn
 from multitudes.core.draws.stochastic import expecting
-from multitudes.core.lending import written_attributes
 from multitudes.core.noise import STILL, Redrawn
 from multitudes.core.settings import holding
+from multitudes.core.trace import Call, python_states, random_states, recording, unmoved
 
 __all__ = [
-    "Looks",
     "alike",
     "first_difference",
     "kind_of",
     "python_states",
     "random_states",
+    "rows_interact",
     "running_statistics",
     "silent_trial",
     "trial",
@@ -48,78 +43,33 @@ __all__ = [
 
 @contextmanager
 def trial(network: nn.Module, x: Input) -> Iterator[None]:
-    """Inside, a network runs with moved weights and without gradients; after, it is as it was."""
+    """Run a network with moved weights and without gradients; leave it as it was."""
     with unmoved(network, x), torch.no_grad(), _moved_weights(network):
         yield
 
 
 @contextmanager
 def silent_trial(network: nn.Module, x: Input) -> Iterator[Callable[[], str]]:
-    """A `trial` without noise; yields what it cannot be sure of, in words, once the network has run.
+    """Run a `trial` without noise; yield a function that says, once the network has run, why it proves nothing.
 
-    That is random numbers drawn in a way that is not known, and control flow on values.
+    The reasons are random numbers that are drawn in an unknown way, and control flow on values.
     """
-    looks = Looks(network.parameters())
-    with trial(network, x), expecting(network), Redrawn(STILL), looks, NumbersDrawn() as drawn:
+    looks = list(network.parameters())
+    watched = recording(network, (), looks=looks)
+    with trial(network, x), expecting(network), Redrawn(STILL), watched as trace, NumbersDrawn() as drawn:
         before = python_states()
 
         def doubt() -> str:
             if drawn.seen or any(get() != state for get, _, state in before):
                 return "it draws random numbers in a way that cannot be compared"
-            return "its code looks at values, so that rows decide for each other" if looks.seen else ""
+            return "its code inspects values, so that one row may decide for another" if trace.looks else ""
 
         yield doubt
 
 
-class Looks(TorchFunctionMode):
-    """Notes whether Python code looks at a number that depends on some tensors: `if h.sum() > 0`, `h.item()`.
-
-    On one input, two ways to run a network may then agree by chance.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.known = WeakTensorKeyDictionary({tensor: True for tensor in tensors})
-        self.seen = False
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if any(isinstance(value, Tensor) and value in self.known for value in tree_leaves((args, kwargs))):
-            self.seen = self.seen or getattr(function, "__name__", "") in _LOOKS
-            self.known.update({value: True for value in tree_leaves(result) if isinstance(value, Tensor)})
-        return result
-
-
-_LOOKS = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "is_nonzero", "equal", "allclose", "numpy"}
-
-
-@contextmanager
-def unmoved(network: nn.Module, x: Input) -> Iterator[None]:
-    """Whatever runs inside leaves buffers, attributes and random states as they were."""
-    registries = [(module, dict(module._buffers)) for module in network.modules()]
-    values = [(buffer, buffer.clone()) for buffer in network.buffers()]
-    states = random_states(x)
-    try:
-        with written_attributes(network, {}):
-            yield
-    finally:
-        for module, buffers in registries:
-            module._buffers.clear()
-            module._buffers.update(buffers)
-        for buffer, before in values:
-            if not _same(buffer, before):
-                buffer.copy_(before)
-        for _, put, state in states:
-            put(state)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.is_meta or (one.layout is torch.strided and torch.equal(one, other))
-
-
 @contextmanager
 def _moved_weights(network: nn.Module) -> Iterator[None]:
-    """Inside, every weight is another, of about the same size, but none is nearly zero."""
+    """Replace every weight by another of about the same size, none of them nearly zero."""
     before = [(parameter, parameter.data) for parameter in network.parameters()]
     for number, (parameter, data) in enumerate(before):
         if data.is_floating_point() and data.layout is torch.strided and data.numel():
@@ -138,7 +88,7 @@ def _moved_weights(network: nn.Module) -> Iterator[None]:
 
 
 def running_statistics(network: nn.Module) -> AbstractContextManager[None]:
-    """Inside, norms compute with the statistics that they keep, in training too: batch norms, and spectral norms."""
+    """Let batch norms and spectral norms compute with the statistics that they keep, in training too."""
     return holding(filter(_keeps_statistics, network.modules()), "training", False)
 
 
@@ -149,46 +99,11 @@ def _keeps_statistics(module: nn.Module) -> bool:
     return isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks)
 
 
-State = tuple[Callable[[], Any], Callable[[Any], Any], Any]
-
-
-def _ways_of(generator: torch.Generator) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    def put(state: list[int]) -> None:
-        generator.set_state(torch.tensor(state, dtype=torch.uint8, device="cpu"))
-
-    return lambda: generator.get_state().tolist(), put
-
-
-def random_states(x: Any = ()) -> list[State]:
-    """How to get and to put each random state, and what it is now, in a form that compares.
-
-    That is torch's on the CPU and on the devices of `x`, Python's, and NumPy's where it is in use.
-    """
-    ways: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
-        (
-            lambda: torch.get_rng_state().tolist(),
-            lambda s: torch.set_rng_state(torch.tensor(s, dtype=torch.uint8, device="cpu")),
-        )
-    ]
-    for device in {tensor.device for tensor in tensors_in(x) if tensor.is_cuda}:
-        ways.append(_ways_of(torch.cuda.default_generators[device.index]))
-    return [*((get, put, get()) for get, put in ways), *python_states()]
-
-
-def python_states() -> list[State]:
-    """The random states that are not torch's, of which `NumbersDrawn` knows: Python's, and NumPy's where it is used."""
-    ways: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [(random.getstate, random.setstate)]
-    if "numpy" in sys.modules:
-        numpy = sys.modules["numpy"].random
-        ways.append((lambda: [v.tolist() if hasattr(v, "tolist") else v for v in numpy.get_state()], numpy.set_state))
-    return [(get, put, get()) for get, put in ways]
-
-
 # -- comparing ---------------------------------------------------------------------------------------------
 
 
 def kind_of(x: Any, batch: int | None = None) -> Any:
-    """What an input is like, whatever its sizes: ranks, dtypes, and which tensors are as long as the first."""
+    """The kind of an input, whatever its sizes: ranks, dtypes, and which tensors are as long as the first."""
     if batch is None:
         first = tensors_in(x)
         batch = first[0].shape[0] if first and first[0].dim() else 0
@@ -202,7 +117,7 @@ def kind_of(x: Any, batch: int | None = None) -> Any:
 
 
 def alike(got: Tensor, want: Tensor) -> bool:
-    """Whether two computations of the same values `[S, ...]` agree, each of the S to float rounding."""
+    """Return whether two computations of the same values `[S, ...]` agree, each of the S to float rounding."""
     with torch._C.DisableTorchFunction():  # what watches the computations does not watch this
         return _alike(got, want)
 
@@ -232,36 +147,53 @@ def first_difference(
     part: Callable[[Tensor], Tensor | None],
 ) -> str:
     """The first layer whose output, or the `part` of it that counts, differs between two ways to run a network."""
+    wrappers = [module for module in network.modules() if hasattr(type(module), "wraps")]
+    inside = {id(module) for wrapper in wrappers for module in wrapper.modules() if module is not wrapper}
+    names = [name for name, module in network.named_modules() if name and id(module) not in inside]
 
-    def outputs(run: Callable[[], Any]) -> list[tuple[str, Tensor]]:
-        found: list[tuple[str, Tensor]] = []
-
-        def see(name: str) -> Callable[..., None]:
-            def hook(module: nn.Module, args: Any, output: Any) -> None:
-                if isinstance(output, Tensor):
-                    found.append((f"layer {name!r} ({type(module).__name__})", output.detach()))
-
-            return hook
-
-        wrappers = [module for module in network.modules() if hasattr(type(module), "wraps")]
-        inside = {id(module) for wrapper in wrappers for module in wrapper.modules() if module is not wrapper}
-        handles = [
-            module.register_forward_hook(see(name))
-            for name, module in network.named_modules()
-            if name and id(module) not in inside
-        ]
-        try:
+    def outputs(run: Callable[[], Any]) -> list[Call]:
+        with recording(network, names) as trace:
             run()
-        finally:
-            for handle in handles:
-                handle.remove()
-        return found
+        return [call for call in trace.ended if isinstance(call.output, Tensor)]
 
-    for (name, got), (_, want) in zip(outputs(quick), outputs(plain), strict=False):
-        own = part(got)
+    for quickly, plainly in zip(outputs(quick), outputs(plain), strict=False):
+        own, want = part(quickly.output.detach()), plainly.output.detach()
         if own is None or own.shape != want.shape or not alike(own[None], want[None]):
-            return name
+            return f"layer {quickly.name!r} ({type(quickly.module).__name__})"
     return ""
+
+
+def rows_interact(network: nn.Module, predict: Callable[[Input], Tensor], x: Input) -> str:
+    """Return how the prediction for one input depends on the other inputs of a batch; nothing where it does not.
+
+    `predict` gives predictions `[S, B, ...]`. The last half of the batch runs alone, in reverse order, with moved
+    weights and without noise. One input alone runs beside another one.
+    """
+    if len(tensors_in(x)[0]) == 1:
+        x = mapped(_with_another, x)
+    batch = len(tensors_in(x)[0])
+    order = torch.arange(batch - 1, (batch - 1) // 2, -1, device=tensors_in(x)[0].device)
+    with plain_attention(), silent_trial(network, x) as doubt:
+        every = predict(x)
+        try:
+            some = predict(rows(x, order))
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            return f"the network fails for fewer rows ({str(error).splitlines()[0]})"
+        if reason := doubt():
+            return reason
+        if every.dim() > 1 and every.shape[1] == batch and alike(some, every[:, order]):
+            return ""
+    return "the first axis of x is not the batch, or rows affect each other"
+
+
+def _with_another(x: Tensor) -> Tensor:
+    """A tensor of one row and another row: of other numbers, or of the same ids."""
+    if x.shape[:1] != (1,):
+        return x
+    other = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)).to(x) if x.is_floating_point() else x
+    return torch.cat([x, other])
 
 
 def _real(values: Tensor) -> Tensor:

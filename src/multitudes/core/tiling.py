@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from multitudes.core.counting import flop_counter
 from multitudes.core.draws.stochastic import Stochastic
+from multitudes.core.trace import Shape, recording
 from multitudes.core.views import Changes, view
 
 __all__ = ["Boundary", "Run", "Slot", "Unseen", "find_boundary", "mapped", "observed", "tiled_view"]
@@ -26,9 +26,9 @@ Slot = tuple[int | str, ...]
 """The place of a tensor in the arguments of a call: `(0,)` or `("mask",)`, and further inside tuples and dicts."""
 
 
-def mapped(function: Callable[[Slot, Tensor], Any], value: Any, at: Slot = ()) -> Any:
+def mapped(function: Callable[[Slot, Any], Any], value: Any, at: Slot = ()) -> Any:
     """A function of every tensor in arguments or answers, and of its place."""
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, Shape)):
         return function(at, value)
     if type(value) is dict:
         return {key: mapped(function, held, (*at, key)) for key, held in value.items()}
@@ -102,33 +102,19 @@ class Run:
 
 
 def observed(network: nn.Module, inside: set[int], run: Callable[[], Any]) -> Run:
-    """See a network run; the modules of `inside`, by their `id`, count as the ones that hold them."""
-    seen = Run()
-    counter = flop_counter()
-    recurrent = [0]
-
-    def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if name not in seen.work:
-            seen.order.append(name)
-            seen.work[name] = counter.get_total_flops() + recurrent[0]
-        if isinstance(module, nn.RNNBase) and args:  # which the counter leaves out
-            positions = args[0].numel() // module.input_size if isinstance(args[0], Tensor) else 0
-            recurrent[0] += 2 * positions * sum(p.numel() for p in module.parameters())
-        lengths = seen.lengths.setdefault(name, {})
-        for value in ({**dict(enumerate(args)), **kwargs}).items():
-            mapped(partial(_note, seen, name, lengths), value[1], (value[0],))
-
-    handles = []
-    for name, module in network.named_modules():
-        if name and id(module) not in inside:
-            handles.append(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
-    try:
-        with counter:
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    seen.total = counter.get_total_flops() + recurrent[0]
+    """Record a run of a network; the modules of `inside`, by their `id`, count as the ones that hold them."""
+    names = {name for name, module in network.named_modules() if name and id(module) not in inside}
+    with recording(network, names, tensors=False, work=True) as trace:
+        run()
+    seen = Run(total=trace.multiply_adds)
+    for call in trace.calls:
+        if call.name not in seen.work:
+            seen.order.append(call.name)
+            seen.work[call.name] = call.before
+        lengths = seen.lengths.setdefault(call.name, {})
+        given: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
+        for key, value in given:
+            mapped(partial(_note, seen, call.name, lengths), value, (key,))
     for name, module in network.named_modules():
         if isinstance(module, Stochastic):
             holder = next((each for each in seen.around(name) if each in seen.work), None) if name else None
@@ -137,10 +123,10 @@ def observed(network: nn.Module, inside: set[int], run: Callable[[], Any]) -> Ru
     return seen
 
 
-def _note(seen: Run, name: str, lengths: dict[Slot, int], slot: Slot, tensor: Tensor) -> None:
+def _note(seen: Run, name: str, lengths: dict[Slot, int], slot: Slot, tensor: Tensor | Shape) -> None:
     seen.nbytes[name] = max(tensor.nbytes, seen.nbytes.get(name, 0))
-    if tensor.dim():
-        lengths.setdefault(slot, len(tensor))
+    if len(tensor.shape):
+        lengths.setdefault(slot, tensor.shape[0])
 
 
 # -- tiling ------------------------------------------------------------------------------------------------

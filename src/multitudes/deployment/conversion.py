@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, mapped, moved, tensors_in, tile
+from multitudes.core.calling import Input, mapped, moved, tensors_in
 from multitudes.core.checks import check_choice, check_count, plural
 from multitudes.core.copying import copied
 from multitudes.core.devices import milliseconds
-from multitudes.core.draws.adaptive import answers_apart
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.multitude import Multitude
 from multitudes.core.predictor import multitude_of
+from multitudes.core.proof import rows_interact
 from multitudes.deployment.deployed import Deployed
 from multitudes.deployment.engines import Engine, Plain, Proven, Reference
 from multitudes.deployment.graphs import Graphs
@@ -92,7 +92,7 @@ def deploy(
     if device.type == "cuda":
         folded = Plain(quick, dtype, example)
         otherwise = Proven(folded, plain, reference) if options else plain
-        apart = not options and _rows_apart(own, example)
+        apart = not options and not rows_interact(own.network, own._predictions, example)
         engine: Engine = Graphs(folded, otherwise, reference, example, sizes, apart)
     else:
         engine = _by_libraries(quick, plain, reference, example, int8)
@@ -160,12 +160,6 @@ def _dtype(precision: str | None, net: Multitude, device: torch.device) -> torch
     if precision == "int8" and own != torch.float32:
         raise ValueError(f"precision='int8' is for networks of float32, got one of {own}: pass net.float()")
     return None if PRECISIONS[precision] == own and device.type == "cpu" else PRECISIONS[precision]
-
-
-def _rows_apart(net: Multitude, example: Input) -> bool:
-    """Whether a row's prediction does not depend on the other rows, so that a batch may be padded."""
-    twice = tile(example, 2) if len(tensors_in(example)[0]) == 1 else example
-    return answers_apart(net, twice)
 
 
 def _by_libraries(quick: Multitude, plain: Plain, reference: Reference, example: Input, int8: bool) -> Engine:

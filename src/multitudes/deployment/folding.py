@@ -8,15 +8,16 @@ their weights. A convolution that pads cannot take up a norm before it, since th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+
+from multitudes.core.trace import Trace, recording
 
 __all__ = ["Folded", "fold_norms", "foldable"]
 
@@ -87,18 +88,13 @@ def _by_output(layer: Any, values: Tensor) -> Tensor:
 
 def foldable(network: nn.Module, run: Callable[[], Any]) -> list[Folded]:
     """The norms of a network in evaluation that `run`, which calls it once, shows to be foldable."""
-    seen = _Seen()
     names = {module: name for name, module in network.named_modules()}
     watched = [module for module in names if type(module) in (*_LAYERS, *_NORMS) and _is_plain(module)]
     if not any(type(module) in _NORMS for module in watched):
         return []
-    with ExitStack() as stack:
-        for module in watched:
-            handle = module.register_forward_hook(seen.called)
-            stack.callback(handle.remove)
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(seen)
-        seen.use(tree_leaves(run()))
+    with torch.no_grad(), recording(network, [names[module] for module in watched], functions=True) as trace:
+        answer = run()
+    seen = _Seen(trace, answer)
     shared = _shared_tensors(network)
     pairs, taken = [], set()
     for norm in watched:
@@ -106,7 +102,7 @@ def foldable(network: nn.Module, run: Callable[[], Any]) -> list[Folded]:
             continue
         for layer, after in seen.neighbours(norm):
             parameters = [*layer.parameters(), *norm.parameters(), *norm.buffers()]
-            own = not any(id(each) in shared or seen.uses.get(id(each), 0) > 1 for each in parameters)
+            own = not any(id(each) in shared or seen.uses[id(each)] > 1 for each in parameters)
             once = len(seen.calls[layer]) == 1 and norm not in taken
             if own and once and (not after or _takes_before(layer, norm)):
                 pairs.append(Folded(names[norm], names[layer], after))
@@ -115,7 +111,7 @@ def foldable(network: nn.Module, run: Callable[[], Any]) -> list[Folded]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether nobody else looks at what a module gives, or computes its weights."""
+    """Return whether nobody else looks at what a module gives, or computes its weights."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return not any(getattr(module, hook) for hook in hooks)
 
@@ -125,7 +121,7 @@ def _is_fixed(norm: Any) -> bool:
 
 
 def _takes_before(layer: Any, norm: Any) -> bool:
-    """Whether a layer can take up a norm of its input: it must not pad, and have the norm's channels as inputs."""
+    """Return whether a layer can take up a norm of its input: it must not pad, and must have as many inputs."""
     if isinstance(layer, nn.Linear):
         return bool(layer.in_features == norm.num_features)
     if not isinstance(layer, _CONVOLUTIONS) or layer.in_channels != norm.num_features:
@@ -139,40 +135,17 @@ def _shared_tensors(network: nn.Module) -> set[int]:
     return {each for each in held if held.count(each) > 1}
 
 
-_ASKS = {"dim", "size", "numel", "ndimension", "is_floating_point", "stride", "is_contiguous", "__len__", "__hash__"}
-_ASKED = {"shape", "ndim", "dtype", "device", "is_cuda", "requires_grad", "layout", "grad_fn", "is_leaf", "is_sparse"}
+class _Seen:
+    """The tensors that layers took and gave, and how often each tensor was used by any function."""
 
-
-@dataclass(eq=False)
-class _Seen(TorchFunctionMode):
-    """Which tensors the layers took and gave, and how often each tensor was used by any function."""
-
-    calls: dict[nn.Module, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
-    uses: dict[int, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-        self.kept: list[Tensor] = []  # alive, so that no other tensor gets their address
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(function, "__name__", "")
-        asked = name == "__get__" and getattr(getattr(function, "__self__", None), "__name__", "") in _ASKED
-        if name not in _ASKS and not asked:
-            self.use(tree_leaves((args, kwargs)))
-        return function(*args, **kwargs)
-
-    def use(self, values: Iterable[Any]) -> None:
-        for value in values:
-            if isinstance(value, Tensor):
-                self.kept.append(value)
-                self.uses[id(value)] = self.uses.get(id(value), 0) + 1
-
-    def called(self, module: nn.Module, args: Any, output: Any) -> None:
-        given = args[0] if len(args) == 1 and isinstance(args[0], Tensor) and isinstance(output, Tensor) else None
-        pair = (torch.empty(0), torch.empty(0)) if given is None else (given, output)
-        self.kept += pair
-        self.calls.setdefault(module, []).append(pair)
+    def __init__(self, trace: Trace, answer: Any) -> None:
+        self.trace = trace  # which keeps all tensors, so that no other one gets their address
+        used = [tensor for use in trace.functions for tensor in use.tensors]
+        self.uses = Counter(id(tensor) for tensor in [*used, *tree_leaves(answer)])
+        self.calls: dict[nn.Module, list[tuple[Any, Any]]] = {}
+        for call in trace.ended:
+            one = len(call.args) == 1 and isinstance(call.args[0], Tensor) and isinstance(call.output, Tensor)
+            self.calls.setdefault(call.module, []).append((call.args[0], call.output) if one else (None, None))
 
     def neighbours(self, norm: nn.Module) -> Iterable[tuple[nn.Module, bool]]:
         """The layers that gave what a norm took, or took what it gave, alone; the former first."""
@@ -180,6 +153,8 @@ class _Seen(TorchFunctionMode):
         for after, between in ((False, taken), (True, given)):
             for layer, calls in self.calls.items():
                 other = calls[0][0 if after else 1]
-                own = type(layer) in _LAYERS and other is between and self.uses.get(id(between)) == 1
-                if own and between.dim() == next(layer.parameters()).dim():  # so that both have the channels in dim 1
+                if type(layer) not in _LAYERS or other is None or other is not between:
+                    continue
+                same = between.dim() == next(layer.parameters()).dim()  # so that both have the channels in dim 1
+                if same and self.uses[id(between)] == 1:
                     yield layer, after

@@ -11,9 +11,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from torch.overrides import TorchFunctionMode
-
-__all__ = ["Classes", "computed_indices"]
+__all__ = ["computed_indices"]
 
 _INDEXED = {"Gather": 1, "GatherElements": 1, "GatherND": 1, "ScatterElements": 1, "ScatterND": 1}
 """Operators that take indices, and which of their inputs these are."""
@@ -47,13 +45,3 @@ def computed_indices(path: Path) -> list[str]:
 
 def _is_whole(onnx: Any, kind: int) -> bool:
     return kind in (onnx.TensorProto.INT64, onnx.TensorProto.INT32, onnx.TensorProto.UINT8, onnx.TensorProto.INT8)
-
-
-class Classes(TorchFunctionMode):
-    """Notes whether one-hot vectors are made, which no operator of a graph shows."""
-
-    made = False
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.made = self.made or getattr(function, "__name__", "") == "one_hot"
-        return function(*args, **(kwargs or {}))

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from multitudes.core.calling import Input, tensors_in
-from multitudes.core.proof import Looks
 
-__all__ = ["looks_at_values", "rows_of", "signature", "unusual"]
+__all__ = ["rows_of", "signature", "unusual"]
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -41,7 +40,7 @@ def rows_of(x: Input) -> int:
 
 
 def unusual(x: Input) -> bool:
-    """Whether an input has numbers of which runtimes differ: ids below 0, and masks that leave nothing of a row.
+    """Return whether an input has numbers of which runtimes differ: ids below 0, and masks that leave nothing of a row.
 
     One floating-point tensor alone is no mask.
     """
@@ -55,11 +54,3 @@ def unusual(x: Input) -> bool:
         if tensor.dim() > 1 and not bool(tensor.flatten(1).bool().any(1).all()):
             return True
     return False
-
-
-def looks_at_values(network: nn.Module, x: Input, run: Any) -> bool:
-    """Whether a network's own code looks at values: `if x.max() > 1`, `self.norms[int(domain[0])]`."""
-    looks = Looks([*network.parameters(), *network.buffers(), *tensors_in(x)])
-    with torch.no_grad(), looks:
-        run()
-    return looks.seen

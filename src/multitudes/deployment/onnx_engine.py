@@ -14,8 +14,9 @@ from multitudes.core.calling import Input, mapped, plain_attention, tensors_in
 from multitudes.core.checks import needed
 from multitudes.core.copying import copied
 from multitudes.core.multitude import Multitude
+from multitudes.core.trace import recording
 from multitudes.deployment.engines import Plain
-from multitudes.deployment.indices import Classes, computed_indices
+from multitudes.deployment.indices import computed_indices
 from multitudes.deployment.inputs import signature, unusual
 from multitudes.deployment.quantising import quantise
 from multitudes.storage.exporting import Apart, export, keep_numbers, opened, operators, reason, tensor_names
@@ -63,9 +64,9 @@ class OnnxRuntime:
             if found := UNLIKE & operators(path):
                 raise ValueError(f"it uses {', '.join(found)}, of which ONNX Runtime makes something else")
             indices = computed_indices(path)
-            with Classes() as classes:
+            with recording(net.network, (), tensors=False, functions=True) as trace:
                 plain(example)
-            if indices or classes.made:
+            if indices or any(use.function == "one_hot" for use in trace.functions):
                 made = ", ".join(dict.fromkeys(indices or ["one_hot"]))
                 raise ValueError(f"it computes indices ({made}), of which nobody looks at the range there")
             path = quantise(path, list(self._parts(example))) if int8 else path

@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from multitudes.core.calling import Input, call, mapped
+from multitudes.core.calling import Input, call, mapped, tensors_in
 from multitudes.core.copying import copied
-from multitudes.core.counting import flop_counter
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
 from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude
 from multitudes.core.shared import SharedMembers
+from multitudes.core.trace import recording
 from multitudes.deployment.engines import distance, rounding
 from multitudes.deployment.folding import Folded, fold_norms, foldable
-from multitudes.deployment.inputs import looks_at_values
 from multitudes.storage.exporting import members_apart
 
 __all__ = ["check_repeats", "prepared"]
@@ -58,11 +57,12 @@ def _apart(net: Multitude, example: Input) -> Multitude:
     if not isinstance(net, SharedMembers) or stochastic_layers(net.network):
         return net
     net(example)  # which finds out how members run
-    with flop_counter() as together:
+    with recording(net.network, (), work=True) as together:
         net(example)
-    with flop_counter() as alone:
-        call(net.member(0), example)
-    if 2 * together.get_total_flops() <= net.members * alone.get_total_flops():
+    member = net.member(0)
+    with recording(member, (), work=True) as alone:
+        call(member, example)
+    if 2 * together.multiply_adds <= net.members * alone.multiply_adds:
         return net
     apart: Multitude = members_apart(net)
     return apart
@@ -73,9 +73,11 @@ def _without_norms(net: Multitude, example: Input, options: dict[str, Any]) -> t
 
     None are where the network's code looks at values: another input may take another way, past the norm.
     """
-    with expecting(net.network):
-        if looks_at_values(net.network, example, lambda: net._of_first(example)):
-            return net, 0
+    values = [*net.network.parameters(), *net.network.buffers(), *tensors_in(example)]
+    with expecting(net.network), recording(net.network, (), looks=values) as trace:
+        net._of_first(example)
+    if trace.looks:
+        return net, 0
     found = _folded(net, example, options)
     if found is None:
         return net, 0

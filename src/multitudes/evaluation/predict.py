@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from multitudes.core.batches import ROWS, Batches
 from multitudes.core.calling import Input, input_errors, moved, split_batch
 from multitudes.core.checks import check_count
-from multitudes.core.draws.adaptive import answers_apart
 from multitudes.core.locking import evaluating
 from multitudes.core.multitude import Multitude
 from multitudes.core.predictor import Predictor, predicted, predictor
 from multitudes.core.progress import ProgressBar
+from multitudes.core.proof import rows_interact
 from multitudes.core.tasks.predictive import Predictive
 
 __all__ = ["predict", "predictions"]
@@ -110,8 +110,8 @@ def _check_cut(net: Any, few: Tensor) -> None:
         return
     few = moved(few, next((parameter.device for parameter in found.parameters()), None))
     with evaluating(found), input_errors(few):
-        apart = answers_apart(found, few)
-    if not apart:
+        interact = rows_interact(found.network, found._predictions, few)
+    if interact:
         raise ValueError(
             f"data is one tensor, which would be cut along its first dimension, and {type(found.network).__name__} "
             "predicts its rows together, or has its batch elsewhere: pass a list of whole batches, [x]"

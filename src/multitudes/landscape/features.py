@@ -23,9 +23,9 @@ from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.locking import evaluating
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import mixed
+from multitudes.core.trace import hooked
 from multitudes.landscape.figures import COLOURS, SCALE, add_line, figure
 from multitudes.surgery.layers import Selector, select
-from multitudes.surgery.observe import hooked
 
 __all__ = [
     "FeatureUncertainty",

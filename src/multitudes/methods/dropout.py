@@ -39,7 +39,7 @@ from multitudes.surgery.affine import (
     weight_of,
 )
 from multitudes.surgery.coverage import tell_reach
-from multitudes.surgery.downsampling import Call, Run, has_other_path
+from multitudes.surgery.downsampling import Run, Step, has_other_path
 from multitudes.surgery.insert import after, before
 from multitudes.surgery.layers import CONVOLUTIONS, Factory, Selector, built, check_model, plain_layer, replace, select
 from multitudes.surgery.observe import cheap_example, example_for
@@ -298,7 +298,7 @@ def _last_convolutions(network: nn.Module, example: Input) -> list[str]:
     A convolution's block is the smallest module around it whose input reaches its output by another path as well. A
     projection on that path reads what the block's first convolution reads, and is not one of the chain.
     """
-    blocks: dict[str, list[Call]] = {}
+    blocks: dict[str, list[Step]] = {}
     for seen in Run(network, example).layers:
         block = _residual_block(seen) if type(seen.module) in CONVOLUTIONS else None
         if block is not None:
@@ -308,7 +308,7 @@ def _last_convolutions(network: nn.Module, example: Input) -> list[str]:
     return [chain[-1].name for chain in blocks.values() if len(chain) > 1]
 
 
-def _residual_block(seen: Call) -> str | None:
+def _residual_block(seen: Step) -> str | None:
     for block in reversed(seen.inside):
         if isinstance(block.input, Tensor) and has_other_path(block, seen.module):
             return block.name

@@ -17,12 +17,13 @@ from multitudes.core.calling import Input, call, input_errors
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.copying import copied
 from multitudes.core.multitude import Criterion, Multitude
-from multitudes.core.proof import Looks, alike
+from multitudes.core.proof import alike, rows_interact
+from multitudes.core.trace import hooked, observing, record
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.affine import affine_layers, axis_of, is_computed, kind_of
 from multitudes.surgery.coverage import tell_reach
 from multitudes.surgery.layers import CONVOLUTIONS, Factory, Selector, replace
-from multitudes.surgery.observe import example_for, executed, hooked, observing
+from multitudes.surgery.observe import example_for, executed
 from multitudes.surgery.start import starting
 
 
@@ -218,7 +219,8 @@ def _proven_axes(
     usual = -1 if isinstance(model.get_submodule(first), nn.Linear) and _seen(model, first, x).shape == x.shape else 1
     axes = [usual, *(axis for axis in range(1, x.dim()) if axis not in (usual, usual % x.dim()))]
     with observing(model, network):
-        reason = _rows_apart(model, x)
+        reason = rows_interact(model, lambda rows: call(model, rows)[None], x)
+        reason = reason and f"{reason}, and MIMO shuffles rows"
         for inputs in axes if not reason else ():
             trouble = _trouble(Mimo(network, members, first, last, inputs, outputs), model, x)
             if not trouble:
@@ -230,26 +232,8 @@ def _proven_axes(
     )
 
 
-def _rows_apart(model: nn.Module, x: Tensor) -> str:
-    """What is wrong with a model whose prediction for a row depends on the others; nothing where it does not."""
-    if len(x) == 1:
-        x = torch.cat([x, torch.rand_like(x) if x.is_floating_point() else x])
-    order = torch.arange(len(x) - 1, 0, -1)
-    looks = Looks(model.parameters())
-    with looks:
-        some, every = call(model, x[order]), call(model, x)
-    if looks.seen:
-        return "its code looks at values, so that rows decide for each other, and MIMO shuffles them"
-    if len(every) == len(x) and alike(some[None], every[order][None]):
-        return ""
-    return (
-        f"it gives other predictions for some rows of x than for the same rows among all {len(x)}: the first axis of x "
-        "is not the batch, or rows see each other, and MIMO shuffles them"
-    )
-
-
 def _trouble(net: Mimo, model: nn.Module, x: Tensor) -> str:
-    """How the widened network differs from the model; nothing where it does not."""
+    """Return how the widened network differs from the model; nothing where it does not."""
     generator = torch.Generator().manual_seed(0)
     moved = [torch.rand(x.shape, generator=generator).to(x) for _ in range(net.members)]
     slots = [x + each for each in moved] if x.is_floating_point() else [x.flip(0), *[x] * (net.members - 1)]
@@ -284,19 +268,13 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _seen(model: nn.Module, name: str, x: Tensor) -> Tensor:
-    """What a layer sees first."""
-    seen: list[Tensor] = []
-
-    def see(_: str, __: nn.Module, args: tuple[Tensor, ...], ___: Tensor) -> None:
-        seen.append(args[0])
-
-    with hooked(model, [name], see), observing(model):
-        call(model, x)
-    return seen[0]
+    """Return the first input of a layer."""
+    seen: Tensor = record(model, x, [name]).calls[0].args[0]
+    return seen
 
 
 def _past(net: Mimo, x: Tensor) -> Tensor:
-    """The output where the first layer gives the same whatever x is."""
+    """The output if the first layer gives the same whatever x is."""
 
     def same(_: str, __: nn.Module, ___: Any, y: Tensor) -> Tensor:
         return torch.rand(y.shape, generator=torch.Generator().manual_seed(1)).to(y)

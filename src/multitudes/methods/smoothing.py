@@ -25,7 +25,7 @@ from multitudes.core.checks import check_choice, check_count, check_number
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import seeded
 from multitudes.methods.registry import Method, by
-from multitudes.surgery.downsampling import GLOBAL, Call, MedianPool, Run, downsamplings
+from multitudes.surgery.downsampling import GLOBAL, MedianPool, Run, Step, downsamplings
 from multitudes.surgery.insert import after, before
 from multitudes.surgery.layers import Factory, Selector, built, check_model, replace, select
 from multitudes.surgery.observe import example_for, observing
@@ -284,7 +284,7 @@ def head(
     return swapped
 
 
-def _head(run: Run) -> tuple[Call, list[Call]]:
+def _head(run: Run) -> tuple[Step, list[Step]]:
     """The last pooling layer and the linear layers after it."""
     poolings = [i for i, seen in enumerate(run.layers) if seen.downsamples or isinstance(seen.module, GLOBAL)]
     last = max((i for i in poolings if run.layers[i].pools), default=None)
@@ -315,7 +315,7 @@ def _pooling(kind: str) -> nn.Module:
     return pooling.get(kind, nn.AdaptiveAvgPool2d(7))
 
 
-def _classifier(kind: str, pooling: Call, linears: list[Call], hidden: int, dropout: float) -> nn.Module:
+def _classifier(kind: str, pooling: Step, linears: list[Step], hidden: int, dropout: float) -> nn.Module:
     """One linear layer, or VGG's three."""
     old: list[Any] = [seen.module for seen in linears]
     channels, classes = pooling.input.shape[1], old[-1].out_features

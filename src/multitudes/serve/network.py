@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from multitudes.core.draws.adaptive import answers_apart
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.locking import evaluating
 from multitudes.core.predictor import Predictor
+from multitudes.core.proof import rows_interact
 from multitudes.core.tasks.predictive import Predictive
 from multitudes.deployment.conversion import deploy
 from multitudes.evaluation.calibrate import Calibrated
@@ -83,10 +83,10 @@ class ServedNetwork:
     # -- how it runs ---------------------------------------------------------------------------------------
 
     def _rows_apart(self, example: Tensor) -> bool:
-        """Whether a row's prediction does not depend on the other rows, so that requests may share a batch."""
+        """Return whether a row's prediction does not depend on the other rows, so that requests may share a batch."""
         net = self.trained.multitude
         with evaluating(net), torch.no_grad():
-            return answers_apart(net, self._seen(example))
+            return not rows_interact(net.network, net._predictions, self._seen(example))
 
     def _deploy(self, example: Tensor) -> str:
         """Make the network fast, and say how it runs. One that draws stays as it is, so that its draws are the same."""

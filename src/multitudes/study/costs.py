@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.copying import copied
-from multitudes.core.counting import flop_counter
 from multitudes.core.draws.memory import Meter
 from multitudes.core.multitude import Multitude
+from multitudes.core.trace import recording
 from multitudes.training.fit import Progress, fit
 
 __all__ = [
@@ -54,17 +54,16 @@ def parameters(net: nn.Module) -> int:
 def multiply_adds(net: Multitude, x: Tensor) -> int:
     """The multiply-adds of predicting one input, the first of `x [B, ...]`, with all members and draws.
 
-    Those of matrix products, convolutions and attention, as torch's counter sees them; half of its flops.
+    Those of matrix products, convolutions, attention and recurrent layers.
 
     >>> multiply_adds(Multitude(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))), torch.ones(5, 3))
     20
     """
     one = x[:1]
     net.predict(one, seed=0)  # what is measured once for a shape, such as the fastest runner, is not counted
-    counter = flop_counter()
-    with counter:
+    with recording(net.network, (), work=True) as trace:
         net.predict(one, seed=0)
-    return counter.get_total_flops() // 2
+    return trace.multiply_adds
 
 
 class Prediction:

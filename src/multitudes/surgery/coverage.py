@@ -1,4 +1,4 @@
-"""How much of a network a method reaches: the share of its parameters and of its multiply-adds."""
+"""The share of a network's parameters and of its multiply-adds that a method reaches."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Collection
 
 from torch import nn
 
-from multitudes.core.calling import Input, call, plain_attention
-from multitudes.core.counting import flop_counter
+from multitudes.core.calling import Input, plain_attention
 from multitudes.core.multitude import REACH, Multitude
-from multitudes.surgery.observe import cheap_example, observing
+from multitudes.core.trace import record
+from multitudes.surgery.observe import cheap_example
 
 __all__ = ["kinds_left", "tell_reach"]
 
 _SHOWN = 5
-"""How many kinds of layers a warning names."""
+"""The most kinds of layers that a warning names."""
 
 
 def tell_reach(
@@ -74,37 +74,19 @@ def _parameters(model: nn.Module, names: Collection[str]) -> int:
 def _multiply_adds(
     model: nn.Module, converted: Collection[str], on_purpose: Collection[str], example: Input | None
 ) -> tuple[int, int, int] | None:
-    """Of the converted layers, of those left out on purpose, and of all; None where no example can be run.
-
-    Those of recurrent layers are not counted by torch, so that of a network with some nothing is known.
-    """
+    """Count those of the converted layers, of layers left out on purpose, and of all; None if no example runs."""
     if any(isinstance(module, nn.RNNBase | nn.Conv3d) for module in model.modules()) and example is None:
         return None
     x = cheap_example(model) if example is None else example
-    if x is None or any(isinstance(module, nn.RNNBase) for module in model.modules()):
+    if x is None:
         return None
-    sums = [0, 0]
-    started: list[int] = []
-    counter = flop_counter()
-
-    def start(*_: object) -> None:
-        started.append(counter.get_total_flops())
-
-    def stop(which: int) -> None:
-        sums[which] += counter.get_total_flops() - started.pop()
-
-    handles = []
-    for which, names in enumerate((converted, on_purpose)):
-        for layer in (model.get_submodule(name) for name in names):
-            handles.append(layer.register_forward_pre_hook(start))
-            handles.append(layer.register_forward_hook(lambda *_, which=which: stop(which)))
     try:
-        with observing(model), plain_attention(), counter:
-            call(model, x)
+        with plain_attention():
+            trace = record(model, x, {*converted, *on_purpose}, tensors=False, work=True)
     except Exception:  # whatever a network may raise that cannot be run here: nothing is known then
         return None
-    finally:
-        for handle in handles:
-            handle.remove()
-    total = counter.get_total_flops()
-    return (sums[0], sums[1], total) if total else None
+    ours, others = (
+        sum(call.work for call in trace.calls if any(call.module is model.get_submodule(name) for name in names))
+        for names in (converted, on_purpose)
+    )
+    return (ours, others, trace.multiply_adds) if trace.multiply_adds else None

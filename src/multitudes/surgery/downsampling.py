@@ -1,4 +1,4 @@
-"""Where a network makes its feature maps smaller, seen in one run on an example.
+"""Find where a network makes its feature maps smaller, in one run on an example.
 
 A strided convolution or a pooling layer makes a map smaller. Where a block does so along several paths at once, as
 residual blocks do, the whole block is one down-sampling. That is not read off its code but observed: NaN is put into
@@ -7,20 +7,17 @@ the block, zeros in place of what its strided layer gives, and where NaN comes o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from torch.utils.hooks import RemovableHandle
 
-from multitudes.core.calling import Input, call, tensors_in
+from multitudes.core.calling import Input, tensors_in
 from multitudes.core.copying import copied
+from multitudes.core.trace import Call, hooked, observing, record
 from multitudes.surgery.layers import PRODUCTS
-from multitudes.surgery.observe import observing
 
 POOLINGS = (nn.MaxPool2d, nn.AvgPool2d, nn.LPPool2d, nn.FractionalMaxPool2d)
 ADAPTIVE = (nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
@@ -41,47 +38,42 @@ LAYERS = (*PRODUCTS, *POOLINGS, *GLOBAL, *NORMS)
 
 
 @dataclass(eq=False)
-class Call:
-    """One call of a module while the network ran."""
+class Step(Call):
+    """One call of a module while the network ran, with the layers that ran before."""
 
-    name: str
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    start: int  # how many layers had run before
-    inside: tuple[Call, ...]  # the blocks that it was called in, outermost first
-    feeder: Call | None  # the layer whose output it read, where it read one as it was
-    previous: Call | None  # the layer that ran last
-    output: Any = None
+    inside: tuple[Step, ...]
+    start: int = 0  # how many layers had run before
+    feeder: Step | None = None  # the layer whose output it read, where it read one as it was
+    previous: Step | None = None  # the layer that ran last
 
     @property
     def input(self) -> Any:
-        """What it is about: its first argument."""
+        """Its first argument."""
         return self.args[0] if self.args else None
 
     @property
     def on_map(self) -> bool:
-        """Whether it reads a feature map, `[B, C, H, W]`."""
+        """Return whether it reads a feature map, `[B, C, H, W]`."""
         return isinstance(self.input, Tensor) and self.input.dim() == 4 and self.input.is_floating_point()
 
     @property
     def has_weights(self) -> bool:
-        """Whether it computes with weights of its own, norms aside."""
+        """Return whether it computes with weights of its own, norms aside."""
         return not isinstance(self.module, NORMS) and any(True for _ in self.module.parameters())
 
     @property
     def pools(self) -> bool:
-        """Whether it is a pooling layer."""
+        """Return whether it is a pooling layer."""
         return isinstance(self.module, (*POOLINGS, *GLOBAL)) and self.on_map
 
     @property
     def gives_one_value(self) -> bool:
-        """Whether it is a pooling layer that gives one value for each map."""
+        """Return whether it is a pooling layer that gives one value for each map."""
         return self.pools and isinstance(self.output, Tensor) and self.output[0, 0].numel() == 1
 
     @property
     def passes_on(self) -> bool:
-        """Whether it is a norm, an activation, a dropout, a padding: nothing that makes new features or pools."""
+        """Return whether it is a norm, an activation, a dropout, a padding: no new features, no pooling."""
         if self.pools or isinstance(self.module, PRODUCTS):
             return False
         same = isinstance(self.output, Tensor) and self.on_map and self.output.shape == self.input.shape
@@ -89,7 +81,7 @@ class Call:
 
     @property
     def downsamples(self) -> bool:
-        """Whether it is a strided convolution or a pooling layer, also where the map is a single pixel already."""
+        """Return whether it is a strided convolution or a pooling layer, even of a single pixel."""
         if not self.on_map:
             return False
         if isinstance(self.module, (nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d, nn.LPPool2d)):
@@ -97,7 +89,7 @@ class Call:
             return max(stride if isinstance(stride, (tuple, list)) else (stride,)) > 1
         return self.pools and (self.gives_one_value or smaller(self.output, self.input))
 
-    def origin(self) -> Call | None:
+    def origin(self) -> Step | None:
         """The last layer before this one that does not just pass on what it reads, as far as layers show it."""
         before = self.feeder or self.previous
         while before is not None and before.passes_on:
@@ -106,13 +98,13 @@ class Call:
 
 
 def smaller(output: Any, input: Any) -> bool:
-    """Whether one feature map `[B, C, H, W]` is smaller than another."""
+    """Return whether one feature map `[B, C, H, W]` is smaller than another."""
     maps = isinstance(output, Tensor) and isinstance(input, Tensor) and output.dim() == input.dim() == 4
     return maps and any(after < before for after, before in zip(output.shape[2:], input.shape[2:], strict=True))
 
 
 class Run:
-    """What was seen in one run of a network in evaluation: its layers' calls in order, and those of its blocks.
+    """One run of a network in evaluation: its layers' calls in order, and those of its blocks.
 
     A layer is a module without children, or one that torch's parametrisations or a subclass gave some. What runs is a
     copy of the network, which may keep something of what it is made to see.
@@ -121,54 +113,35 @@ class Run:
     def __init__(self, model: nn.Module, example: Input) -> None:
         self.model = copied(model)
         self.inputs = tensors_in(example)
-        self.layers: list[Call] = []
-        self.blocks: list[Call] = []
-        self._open: list[Call] = []
-        self._makers: dict[int, Call] = {}
-        with observing(self.model), self._watching():
-            self.output = call(self.model, example)
+        self.layers: list[Step] = []
+        self.blocks: list[Step] = []
+        names = [name for name, _ in self.model.named_modules() if name]
+        trace = record(self.model, example, names)
+        self.output = trace.output
+        makers: dict[int, Step] = {}
+        steps: dict[Call, Step] = {}
+        for call, begins in trace.steps:
+            if begins:
+                own = vars(call) | {"inside": tuple(steps[outer] for outer in call.inside)}
+                feeder = makers.get(id(call.args[0])) if call.args else None
+                previous = self.layers[-1] if self.layers else None
+                steps[call] = Step(**own, start=len(self.layers), feeder=feeder, previous=previous)
+            elif any(True for _ in call.module.children()) and not isinstance(call.module, LAYERS):
+                self.blocks.append(steps[call])
+            else:
+                self.layers.append(steps[call])
+                makers[id(call.output)] = steps[call]  # the trace holds all outputs, so that none shares its id
 
-    def calls(self, name: str) -> list[Call]:
+    def calls(self, name: str) -> list[Step]:
         """The calls of a module."""
         module = self.model.get_submodule(name)
         return [seen for seen in (*self.layers, *self.blocks) if seen.module is module]
 
-    def reads_input(self, seen: Call) -> bool:
-        """Whether it reads the network's own input, and not yet what a layer with weights has made of it."""
+    def reads_input(self, seen: Step) -> bool:
+        """Return whether it reads the network's own input, and not yet what a layer with weights has made of it."""
         if any(seen.input is given for given in self.inputs):
             return True
         return not any(layer.has_weights for layer in self.layers[: seen.start])
-
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        handles: list[RemovableHandle] = []
-        for name, module in self.model.named_modules():
-            if name:
-                handles += [
-                    module.register_forward_pre_hook(
-                        lambda m, args, kwargs, name=name: self._enter(name, m, args, kwargs), with_kwargs=True
-                    ),
-                    module.register_forward_hook(lambda m, args, y: self._leave(y)),
-                ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        feeder = self._makers.get(id(args[0])) if args else None
-        previous = self.layers[-1] if self.layers else None
-        self._open.append(Call(name, module, args, kwargs, len(self.layers), tuple(self._open), feeder, previous))
-
-    def _leave(self, output: Any) -> None:
-        seen = self._open.pop()
-        seen.output = output  # kept, so that no other tensor gets its id
-        if any(True for _ in seen.module.children()) and not isinstance(seen.module, LAYERS):
-            self.blocks.append(seen)
-        else:
-            self.layers.append(seen)
-            self._makers[id(output)] = seen
 
 
 def downsamplings(run: Run) -> list[str]:
@@ -188,7 +161,7 @@ def downsamplings(run: Run) -> list[str]:
     return list(places)
 
 
-def _continues(run: Run, seen: Call) -> bool:
+def _continues(run: Run, seen: Step) -> bool:
     """A pooling right after another pooling; or one that is not global, right after a first strided convolution."""
     origin = seen.origin()
     if isinstance(seen.module, nn.Conv2d) or origin is None or not origin.downsamples:
@@ -198,7 +171,7 @@ def _continues(run: Run, seen: Call) -> bool:
     return True
 
 
-def _after_lone_norm(seen: Call) -> bool:
+def _after_lone_norm(seen: Step) -> bool:
     """A global pooling whose last norm reads what no layer gave: a sum of branches, as in pre-activation networks."""
     before = seen.feeder or seen.previous
     while before is not None and before.passes_on and not isinstance(before.module, NORMS):
@@ -211,7 +184,7 @@ def _after_lone_norm(seen: Call) -> bool:
     return origin is None
 
 
-def _place(seen: Call) -> str | None:
+def _place(seen: Step) -> str | None:
     """The layer itself, or the innermost block of which it is one of several paths; None inside a gate."""
     for block in reversed(seen.inside):
         if not block.on_map or not has_other_path(block, seen.module):
@@ -224,13 +197,13 @@ def _place(seen: Call) -> str | None:
     return seen.name
 
 
-def has_other_path(block: Call, layer: nn.Module) -> bool:
-    """Whether a block's input reaches its output around a layer: NaN gets through."""
-    handle = layer.register_forward_hook(lambda m, args, y: tree_map(torch.zeros_like, y))
-    try:
-        with observing(block.module):
-            nan = torch.full_like(block.input, torch.nan)
-            output = block.module(nan, *block.args[1:], **block.kwargs)
-    finally:
-        handle.remove()
+def has_other_path(block: Step, layer: nn.Module) -> bool:
+    """Return whether a block's input reaches its output around a layer: NaN gets through."""
+    others = {name for name, module in block.module.named_modules(remove_duplicate=False) if module is layer}
+    with (
+        observing(block.module),
+        hooked(block.module, others, lambda _, module, args, y: tree_map(torch.zeros_like, y)),
+    ):
+        nan = torch.full_like(block.input, torch.nan)
+        output = block.module(nan, *block.args[1:], **block.kwargs)
     return isinstance(output, Tensor) and bool(output.isnan().any())

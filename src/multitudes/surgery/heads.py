@@ -12,13 +12,14 @@ from torch.nn.utils import parametrize
 from multitudes.core.calling import Input, input_errors, prediction_in, split_call
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.locking import evaluating
+from multitudes.core.trace import hooked, unmoved
 from multitudes.surgery.layers import Selector, select
 from multitudes.surgery.observe import example_for
 
 __all__ = ["final_layers", "output_layers"]
 
 _NAMES = ("classifier", "score", "lm_head", "fc", "head", "heads")
-"""What networks call the child that gives their output."""
+"""Usual names of the child that gives a network's output."""
 
 
 def output_layers(network: nn.Module, heads: Selector = None, example: Input | None = None) -> list[str]:
@@ -80,18 +81,20 @@ def _observed(network: nn.Module, example: Input, read: Callable[[Any], Tensor |
     frozen = [p for p in network.parameters() if not p.requires_grad and (p.is_floating_point() or p.is_complex())]
     order: list[str] = []
 
-    def cut(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def cut(name: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         order.append(name)
         return _cut(args), _cut(kwargs)
 
-    handles = [
-        layer.register_forward_pre_hook(lambda _, args, kwargs, name=name: cut(name, args, kwargs), with_kwargs=True)
-        for name, layer in owners.items()
-    ]
     try:
         for parameter in frozen:
             parameter.requires_grad_()
-        with evaluating(network), expecting(network), torch.enable_grad():
+        with (
+            evaluating(network),
+            unmoved(network, example),
+            expecting(network),
+            torch.enable_grad(),
+            hooked(network, owners, enter=cut),
+        ):
             args, kwargs = split_call(network, example)
             outputs = (read or _outputs)(network(*args, **kwargs))
         gradients = (
@@ -100,8 +103,6 @@ def _observed(network: nn.Module, example: Input, read: Callable[[Any], Tensor |
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
-        for handle in handles:
-            handle.remove()
     reached = {id(p): p for (_, p), gradient in zip(weights, gradients, strict=False) if gradient is not None}
     users = [[name for name, p in weights if p is weight] for weight in reached.values()]
     last = {name: place for place, name in enumerate(order)}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -11,11 +11,9 @@ import torch
 from torch import nn
 
 from multitudes.core.attention import math_attention
-from multitudes.core.calling import Input, call, input_errors, plain_attention
-from multitudes.core.draws.stochastic import expecting
-from multitudes.core.locking import evaluating
-from multitudes.core.proof import unmoved
+from multitudes.core.calling import Input, call, plain_attention
 from multitudes.core.seeding import seeded
+from multitudes.core.trace import hooked, observing, record
 from multitudes.surgery.layers import PRODUCTS
 
 __all__ = ["call_order", "cheap_example", "example_for", "executed", "followed_attention", "hooked", "observing"]
@@ -76,64 +74,17 @@ def _shapes(first: Any) -> list[tuple[int, ...]]:
 
 
 @contextmanager
-def observing(*models: nn.Module) -> Iterator[None]:
-    """Inside, networks run in evaluation, with expectations instead of draws, and without gradients.
-
-    Nothing is left of it in their buffers and attributes, nor in random states.
-    """
-    with ExitStack() as stack:
-        for model in models:
-            stack.enter_context(unmoved(model, ()))
-            stack.enter_context(evaluating(model))
-            stack.enter_context(expecting(model))
-        stack.enter_context(torch.no_grad())
-        yield
-
-
-@contextmanager
 def followed_attention() -> Iterator[None]:
     """Inside, attention computes step by step: NaN in, NaN out, which fused kernels do not promise."""
     with plain_attention(), math_attention():
         yield
 
 
-@contextmanager
-def hooked(
-    model: nn.Module, kinds: Collection[type[nn.Module] | str], hook: Callable[[str, nn.Module, Any, Any], Any]
-) -> Iterator[None]:
-    """Let `hook(name, layer, args, output)` see, and perhaps replace, the outputs of layers of these kinds or names."""
-    handles = [
-        module.register_forward_hook(lambda m, args, y, name=name: hook(name, m, args, y))
-        for name, module in model.named_modules()
-        if type(module) in kinds or name in kinds
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def executed(model: nn.Module, example: Input, kinds: Collection[type[nn.Module] | str]) -> list[str]:
     """The names of the layers of these kinds or names, in the order in which a forward reaches them."""
-    order: list[str] = []
-    with hooked(model, kinds, lambda name, *_: order.append(name)), observing(model), input_errors(example):
-        call(model, example)
-    return list(dict.fromkeys(order))
+    return list(dict.fromkeys(call.name for call in record(model, example, kinds, tensors=False).ended))
 
 
 def call_order(model: nn.Module, example: Input) -> list[str]:
     """The names of all modules that a forward calls, each time, in the order in which it enters them."""
-    order: list[str] = []
-    handles = [
-        module.register_forward_pre_hook(lambda *_, name=name: order.append(name))
-        for name, module in model.named_modules()
-        if name
-    ]
-    try:
-        with observing(model), input_errors(example):
-            call(model, example)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return order
+    return [call.name for call in record(model, example, tensors=False).calls if call.name]

@@ -1,9 +1,9 @@
-"""Where a computation went bad: `first_bad_layer`."""
+"""Find where a computation went bad: `first_bad_layer`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,34 +11,29 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import Input, tensors_in
 from multitudes.core.members import Members
+from multitudes.core.trace import hooked
 
 __all__ = ["first_bad_layer"]
 
 
 @torch.no_grad()
 def first_bad_layer(net: nn.Module, x: Input, compute: Callable[[], Any]) -> str:
-    """Which input, weight or layer's output first holds NaN or infinity when `compute` runs `net` on `x`; in words."""
+    """Name the input, weight or layer's output that first holds NaN or infinity when `compute` runs `net` on `x`."""
     if any(_bad(tensor) for tensor in tensors_in(x)):
         return "the input holds NaN or infinite values"
     for name, parameter in net.named_parameters():
         if _bad(parameter):
             return f"the weights {name!r} hold NaN or infinite values"
     found: list[str] = []
-    with ExitStack() as stack:
-        for name, layer in net.named_modules():
-            if name and not any(True for _ in layer.children()):
-                stack.callback(layer.register_forward_hook(_watch(name, layer, found)).remove)
-        stack.enter_context(_looped(net))
-        compute()
-    return found[0] if found else "every layer's output is finite when it runs again, so the loss itself overflows"
 
-
-def _watch(name: str, layer: nn.Module, found: list[str]) -> Callable[[nn.Module, Any, Any], None]:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def look(name: str, layer: nn.Module, args: Any, output: Any) -> None:
         if not found and isinstance(output, Tensor) and _bad(output):
             found.append(f"the output of layer {name!r} ({type(layer).__name__}) is the first to hold such values")
 
-    return hook
+    layers = [name for name, layer in net.named_modules() if name and not any(True for _ in layer.children())]
+    with hooked(net, layers, look), _looped(net):
+        compute()
+    return found[0] if found else "every layer's output is finite when it runs again, so the loss itself overflows"
 
 
 @contextmanager

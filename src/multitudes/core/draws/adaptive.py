@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, InputError, plain_attention, rows, tensors_in
+from multitudes.core.calling import Input, InputError, rows, tensors_in
 from multitudes.core.draws.engine import Draws
 from multitudes.core.draws.stochastic import stochastic_layers
-from multitudes.core.proof import alike, kind_of, silent_trial
+from multitudes.core.proof import kind_of, rows_interact
 from multitudes.core.tasks.predictive import Predictive
 
 FEWEST = 8
@@ -19,7 +19,7 @@ FEWEST = 8
 
 
 class Drawing(Protocol):
-    """What adaptive draws ask of a multitude."""
+    """The parts of a multitude that adaptive draws use."""
 
     network: nn.Module
     _draw_cache: Draws
@@ -34,7 +34,7 @@ class Drawing(Protocol):
 
 
 def check_adaptive(net: Drawing, x: Input, tolerance: float, max_draws: int) -> None:
-    """What adaptive draws ask of a network, its input and their settings."""
+    """Check a network, its input and the settings of adaptive draws."""
     if not stochastic_layers(net.network):
         raise InputError("draws='auto': this network has no layer that draws")
     if not (isinstance(tolerance, (int, float)) and tolerance > 0):
@@ -42,22 +42,13 @@ def check_adaptive(net: Drawing, x: Input, tolerance: float, max_draws: int) -> 
     if isinstance(max_draws, bool) or not isinstance(max_draws, int) or max_draws < 2:
         raise InputError(f"max_draws must be a whole number, 2 or more, got {max_draws!r}")
     verified = net._draw_cache.verified
-    if ("apart", kind_of(x)) not in verified:
-        if not answers_apart(net, x):
+    if len(tensors_in(x)[0]) > 1 and ("apart", kind_of(x)) not in verified:
+        if rows_interact(net.network, net._predictions, x):
             raise InputError(
                 "draws='auto' draws some inputs more often than others, and this network's predictions for one input "
                 "depend on the others, or its batch is not the first dimension of x: give a number of draws"
             )
         verified.add(("apart", kind_of(x)))
-
-
-def answers_apart(net: Drawing, x: Input) -> bool:
-    """Whether each input's prediction is the same without the other inputs, tried on the first half of `x`."""
-    batch, device = len(tensors_in(x)[0]), tensors_in(x)[0].device
-    few = torch.arange((batch + 1) // 2, device=device)
-    with plain_attention(), silent_trial(net.network, x) as doubt:
-        whole, part = net._predictions(x), net._predictions(rows(x, few))
-        return whole.shape[1] == batch and not doubt() and alike(whole[:, few], part)
 
 
 def schedule(max_draws: int) -> list[int]:

@@ -8,8 +8,7 @@ it stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input
-from multitudes.core.dispatching import NumbersDrawn
 from multitudes.core.draws.frozen import Frozen, scrambled
 from multitudes.core.draws.stochastic import Stochastic, expecting, stochastic_layers
 from multitudes.core.lending import checkpointed
 from multitudes.core.noise import STILL, Redrawn
-from multitudes.core.proof import alike, python_states, running_statistics, unmoved
+from multitudes.core.proof import alike, running_statistics
 from multitudes.core.settings import holding
+from multitudes.core.trace import recording, unmoved
 
 __all__ = [
     "FunctionalNoise",
@@ -45,7 +44,7 @@ _DROPS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "scaled_dot_product_
 
 
 class FunctionalNoise(Stochastic):
-    """What a module's own code draws; `rate`, where it is given, is that of its dropout."""
+    """The random numbers of a module's own code; `rate`, if given, is that of its dropout."""
 
     still = False  # whether dropout drops nothing, while the module's code runs as in training
 
@@ -111,7 +110,7 @@ def freeze_when_found(network: nn.Module, seed: Tensor) -> None:
 
 
 def to_be_kept(network: nn.Module) -> bool:
-    """Whether the network's functional noise is to be kept on, and has not been looked for yet."""
+    """Return whether the network's functional noise is to be kept on, and has not been looked for yet."""
     return _MARK in vars(network)
 
 
@@ -162,19 +161,18 @@ def _found(network: nn.Module, x: Input, run: Callable[[], Tensor]) -> dict[str,
     """The modules whose own code draws in training and not in evaluation, and by which functions."""
     seen: dict[bool, dict[str, set[str]]] = {}
     for training in (True, False):
-        watch = _Watch(network)
         with (
             holding(network.modules(), "training", training),
             running_statistics(network),
             unmoved(network, x),
             expecting(network),
             torch.no_grad(),
-            watch.on(),
+            recording(network, tensors=False, noise=x) as trace,
         ):
             run()
-        seen[training] = watch.drawn
-        if training and watch.unknown:
-            name = next(iter(watch.unknown))
+        seen[training] = trace.random
+        if training and trace.unknown_random:
+            name = next(iter(trace.unknown_random))
             raise ValueError(
                 f"{_place(network, name)} draws random numbers in training in a way that cannot be kept on in "
                 "evaluation; layers= names the dropout layers that shall stay on, without it"
@@ -185,51 +183,6 @@ def _found(network: nn.Module, x: Input, run: Callable[[], Tensor]) -> dict[str,
         if (new := functions - seen[False].get(name, set()))
         and not isinstance(network.get_submodule(name), _ACTIVATIONS)
     }
-
-
-class _Watch:
-    """Which module is at work when random numbers are drawn: by functions that are known, or by others."""
-
-    def __init__(self, network: nn.Module) -> None:
-        self.network = network
-        self.states = python_states()
-        self.torchs = NumbersDrawn()
-        self.stack: list[str] = []
-        self.drawn: dict[str, set[str]] = {}
-        self.unknown: dict[str, None] = {}
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        handles = []
-        for name, module in self.network.named_modules():
-            handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
-        try:
-            seen = Redrawn(STILL, lambda function: self.drawn.setdefault(self._at_work(), set()).add(function))
-            with seen, self.torchs:
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _at_work(self) -> str:
-        return self.stack[-1] if self.stack else ""
-
-    def _enter(self, name: str, *_: Any) -> None:
-        self._look()
-        self.stack.append(name)
-
-    def _leave(self, *_: Any) -> None:
-        self._look()
-        if self.stack:
-            self.stack.pop()
-
-    def _look(self) -> None:
-        now = [(get, put, get()) for get, put, _ in self.states]
-        if self.torchs.seen or [state for *_, state in now] != [state for *_, state in self.states]:
-            self.unknown[self._at_work()] = None
-        self.torchs.seen = False
-        self.states = now
 
 
 def _check_only_noise(network: nn.Module, x: Input, run: Callable[[], Tensor], found: dict[str, set[str]]) -> None:

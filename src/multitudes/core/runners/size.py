@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C import _functorch
 from torch.nn.modules.conv import _ConvNd
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from multitudes.core.calling import Input, tensors_in
-from multitudes.core.counting import flop_counter
-from multitudes.core.dispatching import Overlapping
 from multitudes.core.draws.stochastic import stochastic_layers
-from multitudes.core.proof import unmoved
+from multitudes.core.trace import recording, unmoved
 
 __all__ = ["MOST_BYTES", "MOST_OPERATIONS", "MOST_WEIGHTS", "convolves", "is_small", "is_watched"]
 
@@ -64,22 +59,6 @@ def is_small(member: nn.Module, members: int, x: Input, run: Callable[[], Tensor
     if 4 * of_one_pixel > len(convolutions) or any(module.groups > 1 for module in convolutions):
         return False
     layers = sum(parameter.dim() > 1 for parameter in member.parameters())
-    with unmoved(member, x), torch.no_grad(), flop_counter() as counter, _Largest() as largest:
+    with unmoved(member, x), torch.no_grad(), recording(member, (), work=True) as trace:
         run()
-    operations = counter.get_total_flops() / 2 / max(1, layers)
-    return operations <= MOST_OPERATIONS and largest.nbytes * members <= MOST_BYTES
-
-
-class _Largest(Overlapping, TorchDispatchMode):
-    """Note the bytes of the largest tensor that is made inside, views of others left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if not any(returned.alias_info for returned in function._schema.returns):
-            made = [value.nbytes for value in tree_leaves(result) if isinstance(value, Tensor)]
-            self.nbytes = max(self.nbytes, *made, 0)
-        return result
+    return trace.multiply_adds / max(1, layers) <= MOST_OPERATIONS and trace.nbytes * members <= MOST_BYTES

@@ -178,9 +178,7 @@ def _without_weights(network: nn.Module) -> nn.Module:
     for tensor in (*network.parameters(), *network.buffers()):
         if stackable(tensor):
             empty = torch.empty_like(tensor, device="meta")
-            memo[id(tensor)] = (
-                nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-            )
+            memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     return copied(network, memo)
 
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import Input, tensors_in
 from multitudes.core.compiling import uncompiled
-from multitudes.core.proof import Looks, _is_half, alike, kind_of, silent_trial, trial, unmoved
+from multitudes.core.proof import _is_half, alike, kind_of, silent_trial, trial
+from multitudes.core.trace import recording, unmoved
 
 __all__ = ["FAILURES", "Runner", "Verdicts", "difference", "use_of"]
 
@@ -101,9 +102,9 @@ def _difference_of_gradients(network: nn.Module, x: Input, fast: Runner, plain: 
 
 @contextmanager
 def _noisy_trial(network: nn.Module, x: Input) -> Iterator[Callable[[], str]]:
-    looks = Looks([*network.parameters(), *tensors_in(x)])
-    with trial(network, x), looks:
-        yield lambda: "its code looks at values, so that rows decide for each other" if looks.seen else ""
+    values = [*network.parameters(), *tensors_in(x)]
+    with trial(network, x), recording(network, (), looks=values) as trace:
+        yield lambda: "its code inspects values, so that one row may decide for another" if trace.looks else ""
 
 
 def _outcome(network: nn.Module, x: Input, runner: Runner, buffers: bool) -> dict[str, Tensor]:

@@ -28,15 +28,14 @@ from multitudes.core.calling import (
 )
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.multitude import Multitude
-from multitudes.core.proof import unmoved
 from multitudes.core.tasks import Task
 from multitudes.core.tasks.classes import check_class_axis, check_clear
+from multitudes.core.trace import hooked, observing, recording
 from multitudes.methods.laplace.curvature import wide
 from multitudes.methods.laplace.layers import features_of
 from multitudes.surgery.affine import AffineMap, affine_layers, has_other_hooks, kind_of, maps_of
 from multitudes.surgery.heads import final_layers
 from multitudes.surgery.layers import Selector, check_untied, select
-from multitudes.surgery.observe import observing
 
 __all__ = ["OutputLayer", "Rows", "fits_noise", "output_layer", "rows_of"]
 
@@ -65,12 +64,12 @@ class OutputLayer:
 
     @property
     def dense(self) -> bool:
-        """Whether it is a convolution, with channels in dim 1."""
+        """Return whether it is a convolution, with channels in dim 1."""
         return kind_of(self.layer) is nn.Conv2d
 
     @property
     def has_bias(self) -> bool:
-        """Whether it adds a bias."""
+        """Return whether it adds a bias."""
         return getattr(self.layer, "bias", None) is not None
 
     def last(self, values: Tensor) -> Tensor:
@@ -85,7 +84,7 @@ def output_layer(network: nn.Module, layers: Selector, example: Input) -> Output
     elif maps_of(network) or isinstance(network, Stochastic):
         names = [""]
     else:
-        with input_errors(example), plain_attention(), unmoved(network, example):
+        with input_errors(example), plain_attention():
             names = final_layers(network, example)
     if len(names) != 1:
         raise ValueError(
@@ -136,7 +135,7 @@ class Rows:
     weight: Tensor
     """That of each target, `[R, O]`, or of all of a row, `[R, 1]`; 0 where an output has none."""
     by_output: bool = True
-    """Whether each output of the layer is one of the predictions `[B]` or `[B, O]`."""
+    """Return whether each output of the layer is one of the predictions `[B]` or `[B, O]`."""
 
 
 def rows_of(
@@ -184,21 +183,13 @@ class _Observer:
         return replace(found, by_output=prediction.dim() < 3 and prediction[:1].numel() == own.shape[1])
 
     def _run(self, x: Input, instead: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """What the layer is given and gives, and the prediction; with other outputs `instead` of its own."""
-        seen: list[tuple[Tensor, Tensor]] = []
-
-        def look(layer: nn.Module, args: Any, y: Tensor) -> Tensor | None:
-            seen.append((args[0], y))
-            return instead
-
-        handle = self.output.layer.register_forward_hook(look)
-        try:
+        """Return the layer's input and output, and the prediction, with other outputs `instead` of its own."""
+        names = [self.output.name]
+        with recording(self.network, names) as trace, hooked(self.network, names, lambda *_: instead):
             prediction = call(self.network, x)
-        finally:
-            handle.remove()
-        if len(seen) != 1:
-            raise InputError(f"{self.output.where} runs {len(seen)} times for an input, and must run once")
-        return *seen[0], prediction
+        if len(trace.ended) != 1:
+            raise InputError(f"{self.output.where} runs {len(trace.ended)} times for an input, and must run once")
+        return trace.ended[0].args[0], trace.ended[0].output, prediction
 
     def _check(self, x: Input, y: Tensor, seen: Tensor, prediction: Tensor) -> None:
         """What targets must be for predictions, and features for a curvature."""

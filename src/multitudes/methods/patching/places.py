@@ -5,16 +5,16 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 from torch import nn
 
-from multitudes.core.calling import Input, call
+from multitudes.core.calling import Input
+from multitudes.core.trace import Call, record
 from multitudes.methods.patching.layers import NORMS, PATCHES, PatchedConv, PatchedLinear
 from multitudes.methods.patching.wrapped import PatchedWrapped, PatchedWrappedNorm, is_affine_norm, patch_for
 from multitudes.surgery.affine import affine_layers
 from multitudes.surgery.layers import Selector, is_frozen, select
-from multitudes.surgery.observe import example_for, executed, observing
+from multitudes.surgery.observe import example_for, executed
 
 PLACES = ("norm", "input", "output")
 
@@ -73,7 +73,7 @@ def _place(model: nn.Module, word: str, example: Input | None) -> list[str]:
 
 
 def is_norm(layer: nn.Module) -> bool:
-    """Whether a layer is a norm that can be patched, by its class or by its name and parameters."""
+    """Return whether a layer is a norm that can be patched, by its class or by its name and parameters."""
     return type(layer) in NORMS or patch_for(layer) is PatchedWrappedNorm
 
 
@@ -81,23 +81,13 @@ def _norms(model: nn.Module, example: Input | None) -> list[str]:
     """The norms with a weight: torch's own, and others that are seen to be affine in it on an example."""
     known = [name for name, layer in model.named_modules() if type(layer) in NORMS and _has_weight(layer)]
     others = {name: m for name, m in model.named_modules() if patch_for(m) is PatchedWrappedNorm and name not in known}
-    seen: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-    handles = [
-        module.register_forward_pre_hook(
-            lambda _, args, kwargs, name=name: seen.setdefault(name, (args, kwargs)) and None, with_kwargs=True
-        )
-        for name, module in others.items()
-    ]
+    seen: dict[str, Call] = {}
     try:
-        if others:
-            with observing(model):
-                call(model, example_for(model, example))
+        for call in record(model, example_for(model, example), others).calls if others else ():
+            seen.setdefault(call.name, call)
     except (RuntimeError, ValueError):  # without an example, they stay as they are, which is warned of
-        seen.clear()
-    finally:
-        for handle in handles:
-            handle.remove()
-    affine = {name for name, (args, kwargs) in seen.items() if is_affine_norm(others[name], args, kwargs)}
+        pass
+    affine = {name for name, own in seen.items() if is_affine_norm(others[name], own.args, own.kwargs)}
     return [name for name, _ in model.named_modules() if name in known or name in affine]
 
 

@@ -28,6 +28,7 @@ from multitudes.core.multitude import Criterion, Multitude, plain
 from multitudes.core.seeding import seeded
 from multitudes.core.tasks import task_of
 from multitudes.core.tasks.classes import check_clear
+from multitudes.core.trace import hooked, recording
 from multitudes.methods.variance.layers import VarianceLayer, variance_layers
 from multitudes.surgery.layers import replace
 
@@ -132,14 +133,13 @@ class _Curvature:
         layer = self.network.get_submodule(name)
         if not isinstance(layer, nn.Linear):
             return None
-        inputs: list[Tensor] = []
-        handle = layer.register_forward_hook(lambda _, args, b: inputs.extend(args))
-        call(self.network, self.x)
-        handle.remove()
+        with recording(self.network, [name]) as trace:
+            call(self.network, self.x)
+        inputs = [value for each in trace.calls for value in each.args]
         if len(inputs) != 1 or inputs[0].dim() != 2 or len(inputs[0]) != len(self.y):
             return None
         a, zero = inputs[0], inputs[0].new_zeros(len(inputs[0]), layer.out_features)
-        product = _hessian(self._of_shift(layer), zero)
+        product = _hessian(self._of_shift(name), zero)
         generator = torch.Generator(zero.device).manual_seed(0)
         one_half = torch.randn(zero.shape, generator=generator, dtype=zero.dtype, device=zero.device)
         one_half[::2] = 0.0
@@ -160,15 +160,12 @@ class _Curvature:
         network = self.network
         return lambda w: self._log_p(prediction_in(functional_call(network, {key: w}, args, kwargs), network))
 
-    def _of_shift(self, layer: nn.Module) -> Callable[[Tensor], Tensor]:
+    def _of_shift(self, name: str) -> Callable[[Tensor], Tensor]:
         """log p as a function of what is added to a layer's output."""
 
         def log_p(shift: Tensor) -> Tensor:
-            handle = layer.register_forward_hook(lambda _, args, b: b + shift)
-            try:
+            with hooked(self.network, [name], lambda _, layer, args, b: b + shift):
                 return self._log_p(call(self.network, self.x))
-            finally:
-                handle.remove()
 
         return log_p
 

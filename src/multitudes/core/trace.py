@@ -1,0 +1,445 @@
+"""Record a run of a network.
+
+`record` runs a network once and leaves nothing behind. `recording` follows any code that runs a network. Both give a
+`Trace`: the calls of its modules and, on request, the torch functions that it calls, the random numbers that it
+requests, the values that its Python code inspects, and its multiply-adds. `hooked` replaces what modules take or give.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from multitudes.core.calling import Input, call, input_errors, mapped, tensors_in
+from multitudes.core.dispatching import NumbersDrawn, Overlapping
+from multitudes.core.draws.stochastic import expecting
+from multitudes.core.lending import Attributes, written_attributes
+from multitudes.core.locking import evaluating
+from multitudes.core.noise import STILL, Redrawn
+
+__all__ = [
+    "Call",
+    "Shape",
+    "Trace",
+    "Use",
+    "hooked",
+    "observing",
+    "python_states",
+    "random_states",
+    "record",
+    "recording",
+    "unmoved",
+]
+
+Which = Collection[type[nn.Module] | str] | None
+"""Modules of a network, by their exact classes or their names; None for all."""
+
+
+# -- what was recorded -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of a tensor that was not kept."""
+
+    shape: torch.Size
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Any:
+        """The size of a tensor; a nested one as it is."""
+        return tensor if tensor.is_nested else cls(tensor.shape, tensor.nbytes)
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a module."""
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inside: tuple[Call, ...]  # the calls that it was made in, outermost first
+    before: int = 0  # multiply-adds before it began
+    work: int = 0  # multiply-adds in it
+    output: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """One call of a torch function, with the tensors that it took."""
+
+    function: str
+    tensors: tuple[Tensor, ...]
+    inside: tuple[Call, ...]  # the calls of modules that it was made in, outermost first
+
+    @property
+    def caller(self) -> str:
+        """The name of the module whose code called it."""
+        return self.inside[-1].name if self.inside else ""
+
+
+@dataclass(eq=False)
+class Trace:
+    """One run of a network. What was not asked for is empty."""
+
+    steps: list[tuple[Call, bool]] = field(default_factory=list)
+    """Each call twice, in order: as it begins (True), and as it ends (False)."""
+    functions: list[Use] = field(default_factory=list)
+    """Torch functions, those that ask for shapes and settings left out."""
+    looks: list[Use] = field(default_factory=list)
+    """Functions by which Python code inspected a value."""
+    random: dict[str, set[str]] = field(default_factory=dict)
+    """Random functions by the module whose code called them."""
+    unknown_random: dict[str, None] = field(default_factory=dict)
+    """Modules whose code moved a random state by any other function."""
+    attributes: set[str] = field(default_factory=set)
+    """Attributes that the network's code wrote (`record` alone)."""
+    buffers: set[str] = field(default_factory=set)
+    """Buffers that it wrote or assigned (`record` alone)."""
+    multiply_adds: int = 0
+    nbytes: int = 0
+    """Bytes of the largest tensor that was made."""
+    output: Any = None
+    """The prediction (`record` alone)."""
+    running: list[Call] = field(default_factory=list)
+    """The calls that have begun and not ended, outermost first."""
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls of modules, in the order in which they begin."""
+        return [call for call, begins in self.steps if begins]
+
+    @property
+    def ended(self) -> list[Call]:
+        """The calls of modules, in the order in which they end."""
+        return [call for call, begins in self.steps if not begins]
+
+
+# -- recording ---------------------------------------------------------------------------------------------
+
+
+def record(
+    network: nn.Module, x: Input, which: Which = None, *, looks: bool = False, noise: bool = False, **options: bool
+) -> Trace:
+    """Run a network on `x` once, in evaluation with expectations and without gradients; leave it as it was.
+
+    The options are those of `recording`; `looks` follows parameters, buffers and the input.
+
+    >>> trace = record(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.ones(5, 3), work=True)
+    >>> [call.name for call in trace.calls], trace.multiply_adds
+    (['', '0', '1', '2'], 100)
+    """
+    trace, given = Trace(), x if noise else None
+    followed = [*network.parameters(), *network.buffers(), *tensors_in(x)] if looks else ()
+    with (
+        evaluating(network),
+        unmoved(network, x, trace),
+        expecting(network),
+        torch.no_grad(),
+        input_errors(x),
+        recording(network, which, trace, looks=followed, noise=given, **options),
+    ):
+        trace.output = call(network, x)
+    return trace
+
+
+@contextmanager
+def recording(
+    network: nn.Module,
+    which: Which = None,
+    trace: Trace | None = None,
+    *,
+    tensors: bool = True,
+    functions: bool | Collection[Tensor] = False,
+    looks: Iterable[Tensor] = (),
+    noise: Input | None = None,
+    work: bool = False,
+) -> Iterator[Trace]:
+    """Record what runs inside.
+
+    Args:
+        network: the network whose modules are followed.
+        which: the modules that are followed, all by default.
+        trace: the trace to fill, a new one by default.
+        tensors: keep the tensors that modules take and give; otherwise a `Shape` of each.
+        functions: record torch functions: all, or those that take one of some tensors.
+        looks: record where Python code inspects a value that depends on these tensors: `if h.sum() > 0`, `h.item()`.
+        noise: record random functions, which give the middle of their distributions meanwhile.
+        work: count multiply-adds and the bytes of the largest tensor.
+    """
+    trace, looks, counter = trace or Trace(), list(looks), _WorkCounter()
+    states, torchs = [] if noise is None else python_states(), NumbersDrawn()
+
+    def compare_states() -> None:
+        moved = torchs.seen
+        for index, (get, put, before) in enumerate(states):
+            if (now := get()) != before:
+                moved, states[index] = True, (get, put, now)
+        if moved:
+            trace.unknown_random[trace.running[-1].name if trace.running else ""] = None
+        torchs.seen = False
+
+    def held(value: Any) -> Any:
+        return value if tensors else mapped(Shape.of, value)
+
+    def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        compare_states()
+        begun = Call(name, module, held(args), held(kwargs), tuple(trace.running), before=counter.multiply_adds)
+        trace.running.append(begun)
+        trace.steps.append((begun, True))
+
+    def leave(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        compare_states()
+        if not trace.running or trace.running[-1].module is not module:  # another hook failed before it began
+            return
+        ended = trace.running.pop()
+        ended.output, ended.work = held(output), counter.multiply_adds - ended.before
+        trace.steps.append((ended, False))
+
+    def drew(function: str) -> None:
+        trace.random.setdefault(trace.running[-1].name if trace.running else "", set()).add(function)
+
+    with ExitStack() as stack:
+        if noise is not None:
+            stack.enter_context(Redrawn(STILL, drew))
+            stack.enter_context(torchs)
+        if functions is not False or looks:
+            stack.enter_context(_Functions(trace, functions, looks))
+        stack.enter_context(hooked(network, which, leave, enter, always=True))
+        if work:
+            stack.enter_context(counter)
+        yield trace
+    trace.multiply_adds, trace.nbytes = counter.multiply_adds, counter.nbytes
+
+
+@contextmanager
+def hooked(
+    network: nn.Module,
+    which: Which,
+    leave: Callable[[str, nn.Module, Any, Any], Any] | None = None,
+    enter: Callable[[str, nn.Module, Any, Any], Any] | None = None,
+    *,
+    always: bool = False,
+) -> Iterator[None]:
+    """Call functions before and after modules run.
+
+    `leave(name, module, args, output)` may return another output, `enter(name, module, args, kwargs)` other arguments
+    `(args, kwargs)`. With `always`, `leave` is called for modules that raise an error, too.
+    """
+    with ExitStack() as stack:
+        for name, module in _modules(network, which):
+            if enter is not None:
+                handle = module.register_forward_pre_hook(
+                    lambda m, args, kwargs, name=name: enter(name, m, args, kwargs), with_kwargs=True
+                )
+                stack.callback(handle.remove)
+            if leave is not None:
+                handle = module.register_forward_hook(
+                    lambda m, args, output, name=name: leave(name, m, args, output), always_call=always
+                )
+                stack.callback(handle.remove)
+        yield
+
+
+def _modules(network: nn.Module, which: Which) -> Iterable[tuple[str, nn.Module]]:
+    """Modules with their names, each under one name only; names that are not there are left out."""
+    found: dict[int, tuple[str, nn.Module]] = {}
+    if which is not None and all(isinstance(each, str) for each in which):  # without a walk through all modules
+        for name in which:
+            module: Any = network
+            for part in str(name).split(".") if name else ():
+                module = None if module is None else module._modules.get(part)
+            if module is not None:
+                found.setdefault(id(module), (str(name), module))
+        return found.values()
+    for name, module in network.named_modules(remove_duplicate=False):
+        if which is None or type(module) in which or name in which:
+            found.setdefault(id(module), (name, module))
+    return found.values()
+
+
+# -- functions ---------------------------------------------------------------------------------------------
+
+_LOOKS = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "is_nonzero", "equal", "allclose", "numpy"}
+
+_ASKS = {"dim", "size", "numel", "nelement", "ndimension", "stride", "element_size", "get_device"}
+_ASKS |= {"__len__", "__hash__", "__repr__", "__format__"}
+_ASKED = {"shape", "ndim", "dtype", "device", "requires_grad", "layout", "grad_fn", "grad", "names", "nbytes"}
+_ASKED |= {"itemsize", "_version"}
+
+
+class _Functions(TorchFunctionMode):
+    """Record torch functions, and values that Python code inspects."""
+
+    def __init__(self, trace: Trace, functions: bool | Collection[Tensor], looks: list[Tensor]) -> None:
+        super().__init__()
+        self.trace = trace
+        self.all = functions is True
+        # Tensors by their ids, and what their `.T` and `.data` are, which stay alive so that no other gets their ids.
+        self.own = {id(t): (t, t) for t in ([] if isinstance(functions, bool) else functions)}
+        self.known = WeakTensorKeyDictionary({tensor: True for tensor in looks})
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        used = given if self.all else [self.own[id(tensor)][0] for tensor in given if id(tensor) in self.own]
+        inside = tuple(self.trace.running)
+        result = function(*args, **(kwargs or {}))
+        if used and not _asks(function, name):
+            if name == "__get__" and not self.all and isinstance(result, Tensor):
+                self.own[id(result)] = used[0], result
+            else:
+                self.trace.functions.append(Use(name, tuple(used), inside))
+        if len(self.known) and any(tensor in self.known for tensor in given):
+            if name in _LOOKS:
+                self.trace.looks.append(Use(name, (), inside))
+            self.known.update({value: True for value in tree_leaves(result) if isinstance(value, Tensor)})
+        return result
+
+
+def _asks(function: Any, name: str) -> bool:
+    """Return whether a function asks for shapes and settings of a tensor alone."""
+    if name == "__get__":
+        name = getattr(getattr(function, "__self__", None), "__name__", "")
+        return name in _ASKED or name.startswith("is_")
+    return name in _ASKS or (name.startswith("is_") and name not in _LOOKS)
+
+
+# -- multiply-adds -----------------------------------------------------------------------------------------
+
+
+def _recurrent(input: Tensor, *weights: Any, **kwargs: Any) -> int:
+    """The operations of a recurrent layer's one kernel: two for each weight and position, biases left out."""
+    matrices = [value for value in tree_leaves(weights[: 2 if isinstance(weights[0], Tensor) else 1])]
+    positions = input.numel() // matrices[0].shape[-1]
+    return 2 * positions * sum(matrix.numel() for matrix in matrices if matrix.dim() == 2)
+
+
+_recurrent._get_raw = True  # type: ignore[attr-defined]  # torch's counter gives tensors then, not their shapes
+
+_KERNELS = {torch.ops.aten.mkldnn_rnn_layer: _recurrent, torch.ops.aten._cudnn_rnn: _recurrent}
+"""Kernels that torch's counter leaves out."""
+
+
+class _WorkCounter(Overlapping, FlopCounterMode):
+    """Torch's counter of operations, which notes the bytes of the largest tensor as well."""
+
+    nbytes = 0
+
+    def __init__(self) -> None:
+        super().__init__(display=False, custom_mapping=_KERNELS)
+        tracker: Any = nullcontext()  # torch's own adds hooks that fail where a module takes a parameter
+        tracker.parents = ("Global",)
+        self.mod_tracker = tracker
+
+    @property
+    def multiply_adds(self) -> int:
+        """Those that were counted so far."""
+        return int(self.get_total_flops()) // 2
+
+    def _count_flops(self, packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        if not _gives_views(packet):
+            for value in out if isinstance(out, (tuple, list)) else (out,):
+                self.nbytes = max(self.nbytes, value.nbytes if isinstance(value, Tensor) else 0)
+        return super()._count_flops(packet, out, args, kwargs)
+
+
+@cache
+def _gives_views(packet: Any) -> bool:
+    """Return whether an operation gives its argument, or a view of it."""
+    overloads = packet.overloads() if hasattr(packet, "overloads") else []
+    return bool(overloads) and any(r.alias_info for r in getattr(packet, overloads[0])._schema.returns)
+
+
+# -- nothing is left behind --------------------------------------------------------------------------------
+
+
+@contextmanager
+def observing(*networks: nn.Module) -> Iterator[None]:
+    """Run networks in evaluation, with expectations instead of draws and without gradients; leave them as they were."""
+    with ExitStack() as stack:
+        for network in networks:
+            stack.enter_context(evaluating(network))  # first, since it locks the network
+            stack.enter_context(unmoved(network, ()))
+            stack.enter_context(expecting(network))
+        stack.enter_context(torch.no_grad())
+        yield
+
+
+@contextmanager
+def unmoved(network: nn.Module, x: Input, trace: Trace | None = None) -> Iterator[None]:
+    """Leave buffers, attributes, modes and random states as they were; note in a trace which of them were written."""
+    trace = trace or Trace()
+    modules = [(path, module, dict(module._buffers), module.training) for path, module in network.named_modules()]
+    values = [(name, buffer, buffer.clone()) for name, buffer in network.named_buffers()]
+    states = random_states(x)
+    attributes: Attributes = {}
+    try:
+        with written_attributes(network, attributes):
+            yield
+    finally:
+        for path, module, buffers, training in modules:
+            own = module._buffers
+            assigned = [name for name in {**buffers, **own} if own.get(name) is not buffers.get(name)]
+            trace.buffers.update(_joined(path, name) for name in assigned)
+            own.clear()
+            own.update(buffers)
+            module.training = training
+        for name, buffer, before in values:
+            if not _same(buffer, before):
+                trace.buffers.add(name)
+                buffer.copy_(before)
+        trace.attributes.update(_joined(*place) for place in attributes)
+        for _, put, state in states:
+            put(state)
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.is_meta or (one.layout is torch.strided and torch.equal(one, other))
+
+
+State = tuple[Callable[[], Any], Callable[[Any], Any], Any]
+
+
+def _of_generator(generator: torch.Generator) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    def put(state: list[int]) -> None:
+        generator.set_state(torch.tensor(state, dtype=torch.uint8, device="cpu"))
+
+    return lambda: generator.get_state().tolist(), put
+
+
+def random_states(x: Any = ()) -> list[State]:
+    """Functions that get and set each random state, and its value now, in a form that can be compared.
+
+    The states are torch's on the CPU and on the devices of `x`, Python's, and NumPy's where it is in use.
+    """
+    ways = [_of_generator(torch.default_generator)]
+    for device in {tensor.device for tensor in tensors_in(x) if tensor.is_cuda}:
+        ways.append(_of_generator(torch.cuda.default_generators[device.index]))
+    return [*((get, put, get()) for get, put in ways), *python_states()]
+
+
+def python_states() -> list[State]:
+    """The random states that are not torch's: Python's, and NumPy's where it is in use (see `random_states`)."""
+    ways: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [(random.getstate, random.setstate)]
+    if "numpy" in sys.modules:
+        numpy = sys.modules["numpy"].random
+        ways.append((lambda: [v.tolist() if hasattr(v, "tolist") else v for v in numpy.get_state()], numpy.set_state))
+    return [(get, put, get()) for get, put in ways]
