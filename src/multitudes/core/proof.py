@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from multitudes.core.architecture import equal
 from multitudes.core.calling import Input, tensors_in
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.lending import written_attributes
@@ -105,14 +106,10 @@ def unmoved(network: nn.Module, x: Input) -> Iterator[None]:
             module._buffers.clear()
             module._buffers.update(buffers)
         for buffer, before in values:
-            if not _same(buffer, before):
+            if not (buffer.is_meta or equal(buffer, before)):
                 buffer.copy_(before)
         for _, put, state in states:
             put(state)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.is_meta or (one.layout is torch.strided and torch.equal(one, other))
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from multitudes.core.architecture import dense
 from multitudes.core.calling import Input, tensors_in
 from multitudes.core.compiling import uncompiled
 from multitudes.core.proof import Looks, _is_half, alike, kind_of, silent_trial, trial, unmoved
@@ -111,7 +112,7 @@ def _outcome(network: nn.Module, x: Input, runner: Runner, buffers: bool) -> dic
     with unmoved(network, x):
         predictions = runner(x)
         kept = network.named_buffers() if buffers else ()
-        return {"": predictions, **{name: buffer.clone() for name, buffer in kept}}
+        return {"": predictions, **{name: dense(buffer).clone() for name, buffer in kept}}
 
 
 def use_of(network: nn.Module, x: Input) -> tuple[bool, Hashable]:
