@@ -99,6 +99,8 @@ class Members(Multitude):
         name = runner_for(self, x) if self._runner == "auto" else self._runner
         if name == "loop":
             return None
+        if self._nested:
+            self.template._prepare(x)  # type: ignore[operator]  # its copy, under vmap, cannot verify anything
         reason = self.refusal(name, x)
         if reason and self._runner != "auto":
             raise InputError(f"runner {name!r} cannot run this network: {reason}")
@@ -129,6 +131,9 @@ class Members(Multitude):
         )
 
     def _prepare(self, x: Input) -> None:
+        if self._nested:
+            for member in self.network:
+                member._prepare(x)  # type: ignore[operator]
         self._runner_of(x)
 
     def _of_first(self, x: Input) -> Tensor:

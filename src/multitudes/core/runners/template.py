@@ -52,6 +52,9 @@ class Template:
             for own, theirs in zip(self.network.modules(), first.modules(), strict=True)
             if isinstance(theirs, Stochastic)
         ]
+        for own, theirs in zip(self.network.modules(), first.modules(), strict=True):
+            if hasattr(theirs, "_tiles"):  # members that share weights: the ways found for the first network are right
+                own._tiles = theirs._tiles
         self._training = any(module.training for module in first.modules())
         self._watch = _Watch(list(networks.modules()))
 
@@ -144,6 +147,7 @@ def _deep_settings(module: nn.Module) -> list[tuple[str, Any]]:
         (key, value)
         for key, value in vars(module).items()
         if key not in _STANDARD
+        and key not in getattr(module, "found_anew", ())
         and (isinstance(module, Stochastic) or not isinstance(value, _PLAIN))
         and not isinstance(value, (Tensor, nn.Module))
     ]
