@@ -116,7 +116,7 @@ def test_members_run_and_learn_as_they_would_alone(name: str, runner: str) -> No
     try:
         net.runner = runner
     except ValueError:
-        assert runner == "packed" and name != "sparse"
+        assert name == "weight_norm" or (runner == "packed" and name != "sparse")
         return
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (net, *models)]
     for _ in range(3):
@@ -134,7 +134,7 @@ def test_members_run_and_learn_as_they_would_alone(name: str, runner: str) -> No
             for (_, got), (key, want) in zip(member.state_dict().items(), model.state_dict().items(), strict=True):
                 torch.testing.assert_close(got, want, msg=f"{key} of {index}")
             assert getattr(member, "steps", None) == getattr(model, "steps", None)
-            torch.testing.assert_close(member.eval()(x), copy_of(model).eval()(x))
+            torch.testing.assert_close(copy_of(member).eval()(x), copy_of(model).eval()(x))
 
 
 def copy_of(model: nn.Module) -> nn.Module:
@@ -144,9 +144,9 @@ def copy_of(model: nn.Module) -> nn.Module:
 def test_what_is_set_from_outside_counts() -> None:
     net = mt.fuse([Writes(), Writes()])
     net(torch.randn(5, 4))
-    net.network.steps = 100
+    net.member(1).steps = 100
     net(torch.randn(5, 4))
-    assert [net.member(index).steps for index in range(2)] == [101, 101]
+    assert [net.member(index).steps for index in range(2)] == [2, 101]
 
 
 @pytest.mark.parametrize("kind", [Writes, NoGradient, Branches])
@@ -165,11 +165,12 @@ def test_hooks_that_are_added_later_fire_when_packed() -> None:
     net.runner = "packed"
     x = torch.randn(5, 4)
     net(x)
-    net.get_submodule("0").register_forward_hook(lambda module, args, output: output * 0)
-    with pytest.raises(ValueError, match="'0' has forward hooks"):
+    net.get_submodule("1.0").register_forward_hook(lambda module, args, output: output * 0)
+    with pytest.raises(ValueError, match="module '0' has hooks"):
         net(x)
     net.runner = "auto"
-    assert torch.equal(net(x)[0, 0], net(x)[0, 1])
+    one, other = net(x)
+    assert torch.equal(other[0], other[1]) and not torch.equal(one[0], one[1])
 
 
 def test_a_network_whose_gradients_are_switched_off_inside_is_not_packed() -> None:

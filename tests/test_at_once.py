@@ -1,4 +1,4 @@
-"""The stacked runner: any network's own code for all members at once, and the functions that it puts in other words."""
+"""The vmapped runner: any network's own code for all members at once, and the functions that it puts in other words."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import multitudes as mt
 from multitudes.core import at_once as module
 from multitudes.core.at_once import at_once, products
+from multitudes.core.runners.selection import runner_for
 
 # -- networks ----------------------------------------------------------------------------------------------
 
@@ -160,11 +161,11 @@ def test_each_member_predicts_and_learns_as_it_does_alone(name: str, monkeypatch
     """`check` compares predictions, gradients and buffers with those of `net.member(i)`, in both modes."""
     monkeypatch.setattr(module, "ONE_BY_ONE_ABOVE", 0)  # as for large batches
     compared = mt.check(*several(name)).compared
-    assert any(line.startswith("stacked: predictions and gradients of 2 members") for line in compared)
-    assert "stacked: no prediction depends on another member's weights" in compared
+    assert any(line.startswith("vmapped: predictions and gradients of 2 members") for line in compared)
+    assert "vmapped: no prediction depends on another member's weights" in compared
 
 
-def test_a_deep_ensemble_of_a_pretrained_model_runs_stacked() -> None:
+def test_a_deep_ensemble_of_a_pretrained_model_runs_vmapped() -> None:
     model, x = text_model("Bert"), texts()
     net = mt.deep_ensemble(model, members=3, init="heads", seed=0).eval()
     net.runner = "vmapped"
@@ -189,8 +190,8 @@ def test_a_text_with_other_padding_is_not_mistaken_for_the_first() -> None:
 
 def test_frozen_parameters_get_no_gradient() -> None:
     net, x = several("bert")
-    for parameter in net.network.base_model.embeddings.parameters():
-        parameter.requires_grad_(False)
+    for member in net.network:
+        member.base_model.embeddings.requires_grad_(False)
     net.runner = "vmapped"
     net.eval()(x).square().sum().backward()
     got = {name: parameter.grad for name, parameter in net.named_parameters()}
@@ -244,17 +245,24 @@ def test_code_that_looks_at_values_is_refused() -> None:
 
     net = mt.fuse([Looks(), Looks()])
     net.runner = "vmapped"
-    with pytest.raises(ValueError, match="runner 'stacked' cannot run this network"):
+    with pytest.raises(ValueError, match="runner 'vmapped' cannot run this network"):
         net(sequences())
     net.runner = "auto"
     assert net(sequences()).shape == (2, 3, 5)
 
 
-def test_auto_stacks_transformers_and_packs_convolutions_where_it_compiles_for_a_gpu() -> None:
-    assert several("library")[0].runners("cuda")[0] == "vmapped"
-    assert several("bert")[0].runners("cuda")[0] == "vmapped"
-    assert mt.fuse([mt.models.resnet18()]).runners("cuda")[0] == "packed"
-    assert several("library")[0].runners("cpu") == ["loop"]
+class OnGpu(Tensor):
+    """A tensor that selection takes for one on a GPU."""
+
+    is_cuda = True
+
+
+def test_auto_takes_vmap_for_transformers_and_packs_convolutions_on_a_gpu() -> None:
+    x = torch.zeros(1).as_subclass(OnGpu)
+    assert runner_for(several("library")[0], x) == "vmapped"
+    assert runner_for(several("bert")[0], x) == "vmapped"
+    assert runner_for(mt.fuse([mt.models.resnet18()]), x) == "packed"
+    assert runner_for(mt.fuse([mt.models.resnet18()]).train(), torch.zeros(1)) == "loop"
 
 
 @pytest.mark.slow
@@ -269,8 +277,9 @@ def test_compiled_as_one_graph_it_is_the_loop(name: str, training: bool) -> None
             part.p = 0.0
         if isinstance(part, nn.MultiheadAttention):
             part.dropout = 0.0
-    if hasattr(net.network, "config"):
-        net.network.config.attention_probs_dropout_prob = 0.0
+    if hasattr(net.template, "config"):
+        for member in net.network:
+            member.config.attention_probs_dropout_prob = 0.0
         for part in net.modules():
             vars(part).update({key: 0.0 for key in ("dropout_prob", "drop_prob") if key in vars(part)})
             vars(part).update({key: 0.0 for key, v in vars(part).items() if key == "dropout" and isinstance(v, float)})

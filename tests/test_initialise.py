@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -55,9 +56,19 @@ def frozen_first() -> Net:
     return model
 
 
-def inner(net: mt.Multitude, name: str) -> nn.Module:
+def networks(net: mt.Multitude) -> list[nn.Module]:
+    """The networks of members that share no weight, or the one that all share."""
+    return list(net.network) if isinstance(net, mt.Members) else [net.network]
+
+
+def every(net: mt.Multitude, name: str) -> Tensor:
+    """A parameter or buffer of each member, `[M, ...]`."""
+    return torch.stack([network.get_parameter(name) for network in networks(net)])
+
+
+def inner(network: nn.Module, name: str) -> nn.Module:
     """The user's own layer in a converted network."""
-    layer = net.network.get_submodule(name)
+    layer = network.get_submodule(name)
     return layer.get_submodule("layer") if "layer" in layer._modules else layer
 
 
@@ -82,18 +93,19 @@ def modes(method: str) -> list[dict[str, Any]]:
 def test_a_frozen_first_layer_is_kept_by_every_method_in_every_mode(method: str, mode: int) -> None:
     model = frozen_first()
     net = quietly(lambda: METHODS[method](model, **modes(method)[mode]))
-    for name in ("first", "norm"):
-        layer = inner(net, name)
+    for network, name in product(networks(net), ("first", "norm")):
+        layer = inner(network, name)
         for own, want in model.get_submodule(name).named_parameters():
             got = dict(layer.named_parameters()).get(own)
             if got is None:  # a bias that each member has for itself
-                got = net.network.get_submodule(name).get_parameter("biases")
+                got = network.get_submodule(name).get_parameter("biases")
             assert not got.requires_grad, (name, own)
             if method == "mimo" and own == "weight" and name == "first":
                 got = sum(got.unflatten(1, (3, -1)).unbind(1)[1:], got.unflatten(1, (3, -1)).unbind(1)[0])
             assert torch.equal(got, want.expand_as(got)), (name, own)
-    mean = net.network.norm.running_mean
-    assert torch.equal(mean, torch.full_like(mean, 0.25)), "the statistics of a frozen norm layer"
+    for network in networks(net):
+        mean = network.norm.running_mean
+        assert torch.equal(mean, torch.full_like(mean, 0.25)), "the statistics of a frozen norm layer"
     assert any(p.requires_grad for p in net.parameters())
 
 
@@ -104,8 +116,9 @@ def test_members_of_a_frozen_network_train_without_moving_what_is_frozen(method:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     net.loss(X, Y).backward()
     optimizer.step()
-    weight = inner(net, "first").weight
-    assert torch.equal(weight, model.first.weight.expand_as(weight))
+    for network in networks(net):
+        weight = inner(network, "first").weight
+        assert torch.equal(weight, model.first.weight.expand_as(weight))
 
 
 class Words(nn.Module):
@@ -136,9 +149,10 @@ def test_a_pretrained_embedding_is_kept(method: str, init: str | None) -> None:
         "family": lambda model, **o: family(model, 2, "element", layers="head", **o),
     }
     net = quietly(lambda: calls[method](model, **options))
-    weight = net.network.words.weight
-    assert torch.equal(weight, model.words.weight.expand_as(weight))
-    assert not weight.requires_grad
+    for network in networks(net):
+        weight = network.words.weight
+        assert torch.equal(weight, model.words.weight.expand_as(weight))
+        assert not weight.requires_grad
     assert net(tokens).shape[-2:] == (4, CLASSES)
 
 
@@ -146,9 +160,8 @@ def test_a_frozen_layer_in_the_middle_keeps_what_it_reads_whole() -> None:
     model = Net()
     model.second.requires_grad_(False)
     net = mt.packed(model, 4, 2, example=X)
-    assert net.network.second.weight.shape == (4, 32, 32)
-    assert torch.equal(net.network.second.weight, model.second.weight.expand(4, 32, 32))
-    assert net.network.first.weight.shape == (4, 32, INPUTS)
+    assert torch.equal(every(net, "second.weight"), model.second.weight.expand(4, 32, 32))
+    assert every(net, "first.weight").shape == (4, 32, INPUTS)
     mt.check(net, X)
 
 
@@ -183,16 +196,20 @@ def test_mimo_tells_of_a_frozen_first_layer_and_refuses_a_frozen_last_one() -> N
 def test_heads_keeps_the_backbone_and_draws_the_output_layer_anew(method: str) -> None:
     model = Net()
     net = METHODS[method](model, init="heads", seed=0)
-    for name in ("first.weight", "second.weight"):
+    for network, name in product(networks(net), ("first.weight", "second.weight")):
         layer, own = name.split(".")
-        got = inner(net, layer).get_parameter(own)
+        got = inner(network, layer).get_parameter(own)
         if method == "masksembles":  # which scales what a member sees less of
             torch.testing.assert_close(got / got.norm(), model.get_parameter(name) / model.get_parameter(name).norm())
         elif method == "family":
             torch.testing.assert_close(got.mean(0), model.get_parameter(name))
         else:
             assert torch.equal(got, model.get_parameter(name).expand_as(got)), name
-    heads = [net.member(i).head.weight for i in range(net.members)] if net.members > 1 else [inner(net, "head").weight]
+    heads = (
+        [net.member(i).head.weight for i in range(net.members)]
+        if net.members > 1
+        else [inner(net.network, "head").weight]
+    )
     assert not any(torch.equal(head, model.head.weight) for head in heads)
     assert "drawn anew" in net.summary()
 
@@ -201,7 +218,7 @@ def test_the_members_heads_are_drawn_by_their_own_rule_each_for_itself() -> None
     model = nn.Sequential(nn.Linear(4, 600), nn.Linear(600, 200))
     net = mt.deep_ensemble(model, 4, init="heads", seed=0)
     bound = 600**-0.5
-    weight = net.network[1].weight
+    weight = every(net, "1.weight")
     assert weight.abs().max() <= bound
     torch.testing.assert_close(weight.std((1, 2)), torch.full((4,), bound / 3**0.5), rtol=0.02, atol=0)
     assert torch.corrcoef(weight.flatten(1)).sub(torch.eye(4)).abs().max() < 0.02
@@ -210,8 +227,9 @@ def test_the_members_heads_are_drawn_by_their_own_rule_each_for_itself() -> None
 def test_packed_and_mimo_draw_the_heads_anew() -> None:
     model = Net()
     net = mt.packed(model, 3, 3, init="heads", example=X, seed=0)  # as wide as the model
-    torch.testing.assert_close(net.network.second.weight, model.second.weight.expand(3, 32, 32))
-    assert not any(torch.allclose(net.network.head.weight[i], net.network.head.weight[(i + 1) % 3]) for i in range(3))
+    torch.testing.assert_close(every(net, "second.weight"), model.second.weight.expand(3, 32, 32))
+    heads = every(net, "head.weight")
+    assert not any(torch.allclose(heads[i], heads[(i + 1) % 3]) for i in range(3))
     wide = mt.mimo(model, 3, init="heads", example=X, seed=0)
     assert torch.equal(wide.network.second.weight, model.second.weight)
     one, two, _ = wide.network.head.weight.unflatten(0, (3, -1))
@@ -246,9 +264,9 @@ def test_heads_are_found_by_running_the_network() -> None:
 def test_heads_can_be_selected_and_are_checked() -> None:
     model = Net()
     net = mt.deep_ensemble(model, 2, init="heads", heads="second|head")
-    assert torch.equal(net.network.first.weight, model.first.weight.expand(2, 32, INPUTS))
-    assert not torch.equal(net.network.second.weight[0], model.second.weight)
-    assert not torch.equal(net.network.head.weight[0], model.head.weight)
+    assert torch.equal(every(net, "first.weight"), model.first.weight.expand(2, 32, INPUTS))
+    assert not torch.equal(net.member(0).second.weight, model.second.weight)
+    assert not torch.equal(net.member(0).head.weight, model.head.weight)
     with pytest.raises(ValueError, match="heads='head' needs init='heads', got init=None"):
         mt.deep_ensemble(model, 2, heads="head")
     with pytest.raises(ValueError, match="heads='tail' selects nothing"):
@@ -285,8 +303,8 @@ def test_a_head_that_shares_its_weight_with_the_backbone_is_not_drawn_anew() -> 
     with pytest.raises(ValueError, match="heads: 'back' would be drawn anew, and with it 'weight' of layer 'there'"):
         mt.deep_ensemble(Tied(), 2, init="heads")
     net = mt.deep_ensemble(Tied(), 2, seed=0)
-    assert net.network.back.weight is net.network.there.weight
-    assert not torch.equal(net.network.back.weight[0], net.network.back.weight[1])
+    assert all(member.back.weight is member.there.weight for member in net.network)
+    assert not torch.equal(net.member(0).back.weight, net.member(1).back.weight)
 
 
 # -- members that would be one -----------------------------------------------------------------------------
@@ -355,23 +373,23 @@ def test_members_that_would_stay_one_network_are_refused(case: str) -> None:
 def test_members_that_differ_by_perturbation_or_by_draws_are_not() -> None:
     assert mt.deep_ensemble(Net(), 1, init="pretrained").members == 1
     moved = mt.deep_ensemble(Net(), 2, init="pretrained", perturb=0.01)
-    assert not torch.equal(moved.network.head.weight[0], moved.network.head.weight[1])
+    assert not torch.equal(*every(moved, "head.weight"))
     drawing = mt.mc_dropout(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2)))
     assert mt.deep_ensemble(drawing, 2, init="pretrained").members == 2
     copies = mt.fuse([Net()] * 2)
-    assert torch.equal(copies.network.head.weight[0], copies.network.head.weight[1]), "fused networks are as given"
+    assert torch.equal(*every(copies, "head.weight")), "fused networks are as given"
 
 
 def test_ensembles_of_ensembles_are_drawn_anew_member_by_member() -> None:
     layer = nn.Linear(400, 300)
     layer.bias.requires_grad_(False)
     net = mt.deep_ensemble(mt.deep_ensemble(layer, 3, seed=0), 2, seed=1)
-    weight = net.network.weight
+    weight = torch.stack([every(member, "weight") for member in net.network])
     assert weight.shape == (2, 3, 300, 400)
     assert weight.abs().max() <= 400**-0.5
     torch.testing.assert_close(weight.std((2, 3)), torch.full((2, 3), (3 * 400) ** -0.5), rtol=0.02, atol=0)
     assert torch.corrcoef(weight.flatten(0, 1).flatten(1)).sub(torch.eye(6)).abs().max() < 0.02
-    assert torch.equal(net.network.bias, layer.bias.expand(2, 3, 300))
+    assert all(torch.equal(member.bias, layer.bias) for inner in net.network for member in inner.network)
 
 
 def test_finding_the_output_layers_leaves_nothing_behind() -> None:

@@ -198,9 +198,10 @@ def test_frozen_parameters_stay_frozen() -> None:
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_an_ensemble_of_multitudes_is_a_multitude(runner: str) -> None:
+@pytest.mark.parametrize("training", [True, False])
+def test_an_ensemble_of_multitudes_is_a_multitude(runner: str, training: bool) -> None:
     case = NETWORKS["cnn"]
-    inner = [mt.batch_ensemble(case.model(seed), members=2, seed=seed) for seed in range(3)]
+    inner = [mt.batch_ensemble(case.model(seed), members=2, seed=seed).train(training) for seed in range(3)]
     net = mt.fuse(inner)
     x, y = case.batch()
     if runner == "packed":
@@ -213,6 +214,18 @@ def test_an_ensemble_of_multitudes_is_a_multitude(runner: str) -> None:
     torch.testing.assert_close(net(x), want, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(net.loss(x, y), sum(one.loss(x, y) for one in inner), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(net.member(1)(x), inner[1](x), rtol=1e-4, atol=1e-5)
+    one = x[:1]
+    torch.testing.assert_close(net(one), torch.cat([each(one) for each in inner]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("error")
+def test_draws_of_members_that_are_multitudes_run_at_once() -> None:
+    drops = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Dropout(0.5), nn.Linear(24, 5))
+    net = mt.fuse([mt.batch_ensemble(mt.mc_dropout(drops), 2, seed=seed) for seed in range(3)]).eval()
+    x = torch.randn(2, 6)
+    several = net(x, draws=4, seed=0)
+    assert several.shape == (24, 2, 5)
+    torch.testing.assert_close(net(x, draws=2, seed=0).unflatten(0, (6, 2)), several.unflatten(0, (6, 4))[:, :2])
 
 
 RELU, TANH = (nn.Sequential(nn.Linear(2, 2), activation) for activation in (nn.ReLU(), nn.Tanh()))

@@ -22,8 +22,8 @@ Parameters = Iterable[nn.Parameter]
 
 def network() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(2, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(150, 8), nn.Tanh(),
-        nn.LayerNorm(8), nn.Linear(8, 3),
+        nn.Conv2d(2, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(150, 8),
+        nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3),
     )  # fmt: skip
 
 
@@ -248,3 +248,46 @@ def test_members_are_sharded_layer_by_layer_in_two_processes(tmp_path: Path) -> 
         output, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors[-2000:]
         assert output.strip() == "equal"
+
+
+@pytest.mark.parametrize("runner", ["packed", "vmapped"])
+def test_a_frozen_parameter_that_one_member_replaces_is_its_own(runner: str) -> None:
+    model = network().eval()
+    model[4].requires_grad_(False)
+    net = mt.deep_ensemble(model, members=3, init="heads", heads=["7"], seed=0).eval()
+    assert net.member(2)[4].weight is net.member(0)[4].weight
+    net.runner = runner
+    x, _ = batch(0)
+    net(x)
+    net.member(2)[4].weight = nn.Parameter(torch.rand(8, 150), requires_grad=False)
+    torch.testing.assert_close(net(x), torch.stack([net.member(index)(x) for index in range(3)]))
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+        self.register_buffer("mixing", (torch.eye(4) * 2).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(torch.sparse.mm(self.mixing, x.T).T)
+
+
+@pytest.mark.parametrize("runner", ["packed", "vmapped"])
+def test_a_sparse_buffer_is_the_same_in_all_members_or_they_run_one_after_the_other(runner: str) -> None:
+    net = mt.fuse([Sparse() for _ in range(3)]).eval()
+    net.runner = runner
+    x = torch.randn(5, 4)
+
+    def alone() -> Tensor:
+        return torch.stack([net.member(index)(x) for index in range(3)])
+
+    torch.testing.assert_close(net(x), alone())
+    for member in net.network:
+        member.mixing.mul_(3)  # type: ignore[operator]
+    torch.testing.assert_close(net(x), alone())
+    net.member(1).mixing.mul_(3)  # type: ignore[operator]
+    with pytest.raises(ValueError, match="'mixing'.*is not the same in all members"):
+        net(x)
+    net.runner = "auto"
+    torch.testing.assert_close(net(x), alone())

@@ -112,7 +112,7 @@ def test_compositions_of_known_layers_load_without_a_model(name: str, tmp_path: 
     same(loaded, load(save(loaded, tmp_path / "again.safetensors")), x)
     if stochastic_layers(net.network):
         frozen = mt.freeze(net, 2)
-        inner = net.network.members if isinstance(net.network, mt.Multitude) else 1
+        inner = net.template.members if isinstance(net.template, mt.Multitude) else 1
         assert frozen.members == 2 * net.members * inner and frozen.task == net.task and frozen.divergences == ()
         same(frozen, load(save(frozen, tmp_path / "frozen.safetensors")), x)
     torch.manual_seed(1)
@@ -138,12 +138,24 @@ def test_the_librarys_own_networks_load_without_a_model(name: str, tmp_path: Pat
 def test_settings_are_saved_as_they_are_now(tmp_path: Path) -> None:
     net = mt.packed(mt.mc_dropout(mlp()), 2, example=X)
     net.draws, net.training_draws, net.task, net.memory, net.runner = 7, 3, "gaussian", "1GB", "vmapped"
-    net.network[0].weight.requires_grad_(False)
     net.train()
-    net.network[1].eval()
+    for member in net.network:
+        member[0].weight.requires_grad_(False)
+        member[1].eval()
     loaded = load(save(net, tmp_path / "net.safetensors"))
     same(net, loaded, X)
     assert loaded.runner == "vmapped" and loaded.memory == "1GB"
+    assert [module.training for module in loaded.modules()] == [module.training for module in net.modules()]
+
+
+def test_each_member_is_saved_with_its_own_settings(tmp_path: Path) -> None:
+    net = mt.deep_ensemble(mlp(), 3).eval()
+    net.member(1)[2].p = 0.25
+    net.member(2)[1].train()
+    loaded = load(save(net, tmp_path / "net.safetensors"))
+    same(net, loaded, X)
+    assert [loaded.member(index)[2].p for index in range(3)] == [0.5, 0.25, 0.5]
+    assert [loaded.member(index)[1].training for index in range(3)] == [False, False, True]
 
 
 def test_a_sparse_variance_network_stays_sparse(tmp_path: Path) -> None:
@@ -200,20 +212,28 @@ class Tied(nn.Module):
         return self.head(self.lstm(x.unsqueeze(1))[0][:, 0])
 
 
+def networks(net: mt.Multitude) -> list[nn.Module]:
+    return list(net.network) if isinstance(net, mt.Members) else [net.network]
+
+
 @pytest.mark.parametrize("build", [mt.Multitude, lambda m: mt.deep_ensemble(m, 3)])
 def test_ties_buffers_and_attributes_of_a_users_network_are_kept(build: Callable, tmp_path: Path) -> None:
     net = build(Tied())
-    net.network.gain = net.network.plain = net.network.network = 2.0
+    for network in networks(net):
+        network.gain = network.plain = network.network = 2.0
     model = Tied()
     before = copy.deepcopy(model.state_dict())
     loaded = load(save(net, tmp_path / "net.safetensors"), model)
     same(net, loaded, X)
     same(net, load(tmp_path / "net.safetensors", Tied(width=8)), X)  # its weights and widths do not matter
-    assert loaded.network.two.weight is loaded.network.one.weight and loaded.network.again is loaded.network.one
-    assert loaded.network.gain == 2.0 and model.gain == 1.0
+    for network in networks(loaded):
+        assert network.two.weight is network.one.weight and network.again is network.one
+        assert network.gain == 2.0 and model.gain == 1.0
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not {p.data_ptr() for p in loaded.parameters()} & {p.data_ptr() for p in model.parameters()}
-    assert len(load_file(tmp_path / "net.safetensors")) == 3 + 4 + 2 + 1  # the shared weight is there once
+    assert len(load_file(tmp_path / "net.safetensors")) == net.members * (
+        3 + 4 + 2 + 1
+    )  # the shared weight is there once
 
 
 def test_a_users_own_layer_that_draws_is_loaded_from_the_model(tmp_path: Path) -> None:

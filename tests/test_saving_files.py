@@ -30,7 +30,7 @@ def test_a_file_of_another_kind_is_one_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "header", ["{", "null", "3", "{}", '{"format": 4}', '{"format": 4, "nodes": []}', '{"format": 4, "nodes": [{}]}']
+    "header", ["{", "null", "3", "{}", '{"format": 5}', '{"format": 5, "nodes": []}', '{"format": 5, "nodes": [{}]}']
 )
 def test_a_damaged_header_is_one_error(header: str, tmp_path: Path) -> None:
     path = save(mt.deep_ensemble(mlp(), 2), tmp_path / "net.safetensors")
@@ -92,7 +92,7 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
 def test_a_file_reads_like_the_network_and_holds_no_pickle(tmp_path: Path) -> None:
     net = mt.deep_ensemble(mlp(), 2)
     tensors = load_file(save(net, tmp_path / "net.safetensors"))
-    assert net.state_dict().keys() == tensors.keys() and tensors["0.weight"].shape == (2, 24, 6)
+    assert net.state_dict().keys() == tensors.keys() and tensors["1.0.weight"].shape == (24, 6)
     with safetensors.safe_open(tmp_path / "net.safetensors", framework="pt") as file:
         header = json.loads(file.metadata()["multitudes"])
     assert (

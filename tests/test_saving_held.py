@@ -97,7 +97,7 @@ def test_plain_values_in_objects_are_those_of_the_file(make: Callable[[float], A
     nested = Net(config=SimpleNamespace(gain=2.0, inner=[SimpleNamespace(deep={"x": 1})]))
     net, path = saved(nested, tmp_path)
     other = Net(config=SimpleNamespace(gain=1.0, inner=[SimpleNamespace(deep={"x": 7})]))
-    assert mt.load(path, other).network.config.inner[0].deep == {"x": 1}
+    assert mt.load(path, other).member(1).config.inner[0].deep == {"x": 1}
 
 
 def test_fused_networks_with_other_private_functions_are_refused() -> None:
@@ -121,12 +121,12 @@ def test_hugging_face_models_load_with_the_configuration_that_they_were_saved_wi
     for given in (bert(), asked):
         loaded = mt.load(path, given).eval()
         torch.testing.assert_close(loaded(x), net.eval()(x), rtol=0, atol=0)
-        assert loaded.network.config.output_hidden_states
+        assert loaded.member(1).config.output_hidden_states
         assert len(loaded.member(0)(**x).hidden_states) == 2
     eager = bert()
     eager.config._attn_implementation = "eager"
     _, path = saved(eager, tmp_path)
-    assert mt.load(path, bert()).network.config._attn_implementation == "eager"
+    assert mt.load(path, bert()).member(1).config._attn_implementation == "eager"
 
 
 # -- files that hold everything ----------------------------------------------------------------------------
@@ -167,11 +167,11 @@ def test_tensors_of_other_shapes_than_the_header_tells_are_refused_by_name(tmp_p
         header = json.loads(file.metadata()["multitudes"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     del header["sha256"]
-    assert header["shapes"]["0.weight"] == [2, 8, 4]
-    write_tensors(path, tensors | {"0.weight": torch.zeros(2, 7, 4)}, "multitudes", header, "a test")
-    with pytest.raises(ValueError, match=r"damaged: tensor '0.weight' is \[2, 7, 4\], and \[2, 8, 4\] by its header"):
+    assert header["shapes"]["1.0.weight"] == [8, 4]
+    write_tensors(path, tensors | {"1.0.weight": torch.zeros(7, 4)}, "multitudes", header, "a test")
+    with pytest.raises(ValueError, match=r"damaged: tensor '1.0.weight' is \[7, 4\], and \[8, 4\] by its header"):
         mt.load(path)
-    del tensors["0.weight"]
+    del tensors["1.0.weight"]
     write_tensors(path, tensors, "multitudes", header, "a test")
-    with pytest.raises(ValueError, match="damaged: its header tells of a tensor '0.weight', which is not there"):
+    with pytest.raises(ValueError, match="damaged: its header tells of a tensor '1.0.weight', which is not there"):
         mt.load(path)

@@ -10,6 +10,8 @@ from multitudes.core.small_members import MOST_BYTES, MOST_OPERATIONS
 from torch import Tensor, nn
 
 import multitudes as mt
+from multitudes.core import members as module
+from multitudes.core.runners.size import MOST_BYTES, MOST_OPERATIONS, MOST_WEIGHTS
 
 from .hard_networks import HARD
 
@@ -24,7 +26,12 @@ def several(build: Callable[[], nn.Module] = perceptron, members: int = 3) -> mt
 
 def chosen(net: mt.Members, x: Tensor) -> str:
     with torch.no_grad():
-        return net._choose(x)
+        return used(net, x)
+
+
+def used(net: mt.Members, x: Tensor) -> str:
+    runner = net._runner_of(x)
+    return "loop" if runner is None else runner.name
 
 
 def alone(net: mt.Members, x: Tensor) -> Tensor:
@@ -44,12 +51,12 @@ def test_small_members_run_packed_and_predict_what_each_does_alone(build: Callab
 
 
 def test_the_multiply_adds_of_a_layer_in_the_mean_decide() -> None:
-    net = several(lambda: nn.Sequential(nn.Linear(500, 500), nn.Linear(500, 100)), 2)
-    most = int(MOST_OPERATIONS / ((500 * 500 + 500 * 100) / 2))
-    assert most * 500 * 4 * 2 < MOST_BYTES
-    assert chosen(net, torch.zeros(1, 500)) == "packed"  # what is counted first decides nothing
-    assert chosen(net, torch.zeros(most, 500)) == "packed"
-    assert chosen(net, torch.zeros(most + 1, 500)) == "loop"
+    net = several(lambda: nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 100)), 2)
+    most = int(MOST_OPERATIONS / ((300 * 300 + 300 * 100) / 2))
+    assert most * 300 * 4 * 2 < MOST_BYTES
+    assert chosen(net, torch.zeros(1, 300)) == "packed"  # what is counted first decides nothing
+    assert chosen(net, torch.zeros(most, 300)) == "packed"
+    assert chosen(net, torch.zeros(most + 1, 300)) == "loop"
 
 
 def test_the_bytes_of_the_largest_activation_of_all_members_decide() -> None:
@@ -60,6 +67,13 @@ def test_the_bytes_of_the_largest_activation_of_all_members_decide() -> None:
     assert chosen(net, torch.zeros(most + 1, 16)) == "loop"
     fewer = several(lambda: nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 3)), 2)
     assert chosen(fewer, torch.zeros(2 * most, 16)) == "packed"
+
+
+def test_the_bytes_of_all_members_weights_decide() -> None:
+    members = MOST_WEIGHTS // (4 * 128 * 128)
+    few, many = (several(lambda: nn.Linear(128, 128, bias=False), count) for count in (members, members + 1))
+    assert chosen(few, torch.zeros(2, 128)) == "packed"
+    assert chosen(many, torch.zeros(2, 128)) == "loop"
 
 
 def test_images_of_another_size_are_counted_by_their_own() -> None:
@@ -79,12 +93,11 @@ def test_members_with_convolutions_that_are_slow_when_packed_run_one_after_the_o
 def test_with_gradients_in_training_and_in_half_precision_members_run_one_after_the_other() -> None:
     net = several()
     x = torch.randn(4, 16)
-    assert net._choose(x) == "loop"
-    with torch.no_grad():
-        with torch.autocast("cpu", torch.bfloat16):
-            assert net._choose(x) == "loop"
-        assert net.train()._choose(x) == "loop"
-        assert net.eval().bfloat16()._choose(x.bfloat16()) == "loop"
+    assert used(net, x) == "loop"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert chosen(net, x) == "loop"
+    assert chosen(net.train(), x) == "loop"
+    assert chosen(net.eval().bfloat16(), x.bfloat16()) == "loop"
     assert chosen(net.float(), x) == "packed"
 
 
@@ -136,7 +149,7 @@ def test_what_cannot_be_packed_or_has_no_rule_runs_one_after_the_other_without_a
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
         got = net(x)
-        assert net._choose(x) == "loop"
+        assert used(net, x) == "loop"
         for index in range(net.members):
             want = net.member(index)(x)
             assert torch.equal(got[index], want[0] if isinstance(want, tuple) else want)
@@ -159,15 +172,20 @@ def test_a_trace_that_is_wrong_is_not_used() -> None:
     assert chosen(net, x) == "loop"
 
 
-def test_one_proof_serves_batches_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_proof_serves_batches_of_all_sizes_above_one(monkeypatch: pytest.MonkeyPatch) -> None:
     proofs = []
-    difference = mt.Members._difference
-    monkeypatch.setattr(mt.Members, "_difference", lambda *args: proofs.append(args[1]) or difference(*args))
+    difference = module.difference
+    monkeypatch.setattr(
+        module, "difference", lambda *args, **own: proofs.append(args[2].name) or difference(*args, **own)
+    )
     net = several()
     with torch.no_grad():
-        for rows in (2, 5, 64, 1):
+        for rows in (2, 5, 64):
             net(torch.randn(rows, 16))
-    assert proofs == ["packed"]
+        assert proofs == ["packed"]
+        net(torch.randn(1, 16))  # code may squeeze a batch of one
+        net(torch.randn(1, 16))
+    assert proofs == ["packed", "packed"]
 
 
 def test_a_hook_that_is_added_later_sees_each_member() -> None:
@@ -176,9 +194,11 @@ def test_a_hook_that_is_added_later_sees_each_member() -> None:
     seen = []
     with torch.no_grad():
         net(x)
-        net.network[0].register_forward_hook(lambda _, __, y: seen.append(y.shape))
-        torch.testing.assert_close(net(x), alone(net, x))
-    assert seen[: net.members] == [torch.Size([4, 64])] * net.members
+        for index in range(net.members):
+            net.member(index)[0].register_forward_hook(lambda _, __, y, index=index: seen.append((index, y.shape)))
+        got = net(x)
+        assert seen == [(index, torch.Size([4, 64])) for index in range(net.members)]
+        torch.testing.assert_close(got, alone(net, x))
 
 
 class Scaled(nn.Module):
@@ -201,18 +221,35 @@ def test_a_setting_that_changes_and_a_module_that_is_replaced_are_noticed() -> N
     x = torch.randn(4, 16)
     with torch.no_grad():
         before = net(x)
-        net.network[0].gain = 3.0
+        for member in net.network:
+            member[0].gain = 3.0
         torch.testing.assert_close(net(x), 3 * before)
-        new = Squared()
-        new.fc = net.network[0].fc
-        new.gain = 3.0
-        net.network[0] = new.eval()
+        for member in net.network:
+            new = Squared()
+            new.fc = member[0].fc
+            new.gain = 3.0
+            member[0] = new.eval()
         torch.testing.assert_close(net(x), before**2)
-        net.network.append(nn.Tanh())
+        for member in net.network:
+            member.append(nn.Tanh().eval())
         torch.testing.assert_close(net(x), (before**2).tanh())
-        del net.network[1]
+        for member in net.network:
+            del member[1]
         torch.testing.assert_close(net(x), before**2)
     assert chosen(net, x) == "packed"
+
+
+def test_a_setting_of_one_member_that_changes_counts_for_that_member_alone() -> None:
+    net = several(lambda: nn.Sequential(Scaled()))
+    x = torch.randn(4, 16)
+    with torch.no_grad():
+        before = net(x)
+        net.member(1)[0].gain = 3.0
+        torch.testing.assert_close(net(x), before * torch.tensor([1.0, 3.0, 1.0]).view(3, 1, 1))
+        assert chosen(net, x) == "loop"
+        net.member(1)[0].gain = 1.0
+        assert chosen(net, x) == "packed"
+        torch.testing.assert_close(net(x), before)
 
 
 def test_weights_are_read_at_every_call() -> None:
@@ -234,7 +271,7 @@ def test_other_transforms_see_the_loop() -> None:
         traced = torch.jit.trace(net, x[0], check_trace=False)
         torch.testing.assert_close(got, torch.stack([alone(net, each) for each in x]))
         torch.testing.assert_close(traced(x[1]), alone(net, x[1]))
-    assert not net._proven
+    assert not net._fast
 
 
 def test_compiled_it_is_the_loop() -> None:
@@ -243,7 +280,7 @@ def test_compiled_it_is_the_loop() -> None:
     x = torch.randn(4, 16)
     with torch.no_grad():
         assert torch.equal(torch.compile(net, backend="eager", fullgraph=True)(x), alone(net, x))
-    assert not net._proven
+    assert not net._fast
 
 
 def test_copies_are_small_too() -> None:

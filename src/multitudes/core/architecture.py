@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from multitudes.core.copying import copied
 from multitudes.core.settings import computing_hooks, described
 
-__all__ = ["check_architecture", "of_one_architecture", "share_frozen", "shared_parameters", "stackable"]
+__all__ = [
+    "check_architecture",
+    "dense",
+    "equal",
+    "of_one_architecture",
+    "share_frozen",
+    "shared_parameters",
+    "stackable",
+]
 
 
 def of_one_architecture(networks: Iterable[nn.Module]) -> list[nn.Module]:
@@ -37,6 +45,18 @@ def stackable(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_quantized
 
 
+def equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors hold the same numbers; sparse and quantized ones are compared as dense ones."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+        return False
+    return dense(one).equal(dense(other))
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return a sparse or quantized tensor as a dense one; another as it is."""
+    return tensor.dequantize() if tensor.is_quantized else tensor.detach().to_dense()
+
+
 def share_frozen(first: nn.Module, other: nn.Module) -> None:
     """Let `other` use the frozen parameters of `first` in place of its own equal ones, so that they are held once."""
     theirs = dict(first.named_parameters(remove_duplicate=False))
@@ -45,7 +65,7 @@ def share_frozen(first: nn.Module, other: nn.Module) -> None:
         for name, own in module._parameters.items():
             if own is not None and not own.requires_grad:
                 shared = theirs[prefix + name]
-                if not shared.requires_grad and shared is not own and _equal(shared, own):
+                if not shared.requires_grad and shared is not own and equal(shared, own):
                     module._parameters[name] = shared
 
 
@@ -121,9 +141,3 @@ def _described(value: Any) -> str:
         return described(value)
     numbers = value.detach().flatten()[:1000].tolist() if stackable(value) else []
     return f"a tensor {list(value.shape)} that is no buffer (register_buffer makes it one): {numbers}"
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    if one.is_quantized or one.layout is not torch.strided:
-        one, other = ((t.dequantize() if t.is_quantized else t.detach().to_dense()) for t in (one, other))
-    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device and one.equal(other)

@@ -39,8 +39,8 @@ class Members(Multitude):
     """M networks of one architecture that share no weight.
 
     Each member is a plain network: `net.member(i)` is a module of the user's own class with its own parameters, buffers
-    and attributes, named `"i."` and its own name in `state_dict()` and `named_parameters()`. Parameters that were frozen
-    when the networks were put together, and equal, are one tensor that all members use.
+    and attributes; in `state_dict()` and `named_parameters()` its number stands before its own names. Parameters that
+    were frozen when the networks were put together, and equal, are one tensor that all members use.
 
     `net.runner` says how members run: `"loop"` one after the other, `"packed"` with their channels side by side in
     grouped layers, `"vmapped"` by the network's own code for all members at once, under `torch.vmap`. `"auto"`, the
@@ -102,6 +102,8 @@ class Members(Multitude):
         name = self._usual(x) if self._runner == "auto" else self._runner
         if name == "loop":
             return None
+        if self._nested:
+            self.template._prepare(x)  # type: ignore[operator]  # its copy, under vmap, cannot verify anything
         reason = self.refusal(name, x)
         if reason and self._runner != "auto":
             raise InputError(f"runner {name!r} cannot run this network: {reason}")
@@ -156,6 +158,9 @@ class Members(Multitude):
         )
 
     def _prepare(self, x: Input) -> None:
+        if self._nested:
+            for member in self.network:
+                member._prepare(x)  # type: ignore[operator]
         self._runner_of(x)
 
     def _attention(self) -> AbstractContextManager[Any]:
@@ -182,7 +187,7 @@ class Members(Multitude):
         for member in self.network[1:]:
             for module in member.modules():
                 for name, parameter in module._parameters.items():
-                    if id(parameter) in first:
+                    if parameter is not None and id(parameter) in first:
                         module._parameters[name] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
         self.forget()
         return self
@@ -217,7 +222,7 @@ class Members(Multitude):
         options: dict[str, Any] = {"task": task or self.chosen_task, "dataset_size": dataset_size, "weight": weight}
         if not isinstance(self.template, Multitude):
             return super().loss(x, y, criterion, **options)
-        return torch.stack([member.loss(x, y, criterion, **options) for member in self.network]).sum()
+        return torch.stack([member.loss(x, y, criterion, **options) for member in self.network]).sum()  # type: ignore[operator]
 
     def kl(self, **prior: Any) -> Tensor:
         """The sum of the members' divergences."""

@@ -93,11 +93,6 @@ class Multitude(Tasked):
 
     network: nn.Module
 
-    @property
-    def template(self) -> nn.Module:  # type: ignore[override]
-        """The network whose class, configuration and attributes stand for the multitude's."""
-        return self.network
-
     def forget(self) -> None:
         """Clear the caches (`found_anew`), which are filled again by running."""
         self._draw_cache = Draws()
@@ -261,7 +256,7 @@ class Multitude(Tasked):
         return drawn.transpose(0, 1).flatten(0, 1)
 
     def _attention(self) -> AbstractContextManager[Any]:
-        """Inside, torch's attention calls the layers that stand in it, instead of one kernel that reads their weights."""
+        """Inside, torch's attention calls its layers, instead of one kernel that reads their weights."""
         return plain_attention(self.network)
 
     def _look(self, x: Input) -> None:

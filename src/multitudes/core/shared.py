@@ -167,7 +167,7 @@ class SharedMembers(Multitude):
         mode, kind = use_of(self.network, x)
         return mode, kind, 0 if mode else _batch(x).bit_length()  # large and small batches may differ in what pays
 
-    def _use(self, x: Input, **known: float) -> Use:
+    def _use(self, x: Input, **known: Any) -> Use:
         table = isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()
         return Use(tensors_in(x)[0].device.type, self.training, _batch(x), table, **known)
 

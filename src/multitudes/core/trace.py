@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from multitudes.core.architecture import equal
 from multitudes.core.calling import Input, call, input_errors, mapped, tensors_in
 from multitudes.core.dispatching import NumbersDrawn, Overlapping
 from multitudes.core.draws.stochastic import expecting
@@ -412,7 +413,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    return one.is_meta or (one.layout is torch.strided and torch.equal(one, other))
+    return one.is_meta or equal(one, other)
 
 
 State = tuple[Callable[[], Any], Callable[[Any], Any], Any]

@@ -109,7 +109,7 @@ def _plans(model: nn.Module, settings: int, x: Input) -> Iterator[Plan]:
     row = _bytes_of_a_row(model, x) if independent else 0.0
     for channels_last in (False, True) if isinstance(x, Tensor) and x.dim() == 4 else (False,):
         if channels_last:
-            members = copied(members).to(memory_format=torch.channels_last)
+            members = copied(members).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         for runner in ("loop", "packed", "vmapped") if cuda else ("loop", "packed"):
             size = row * (settings if runner == "packed" else 1)
             yield Plan(members, runner, channels_last, max(FEWEST_ROWS, int(CACHED / size)) if independent else None)

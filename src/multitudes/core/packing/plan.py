@@ -6,7 +6,6 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,7 +47,6 @@ class Step:
     rule: Callable[..., Any] | None  # how a layer or a function runs for all members at once
     layer: nn.Module | None  # of a call of one
     tensors: dict[str, str]  # the names of the layer's tensors in the whole network, by their names in it
-    settings: dict[str, Any]  # of the layer
     plain: bool  # whether its arguments are results of earlier steps and nothing else
 
 
@@ -80,15 +78,11 @@ class Plan:
                 rule, kwargs = _rule_for(kind, target, args, kwargs)
                 layer = template.get_submodule(target) if kind == "call_module" else None
                 names: dict[str, str] = {}
-                settings: dict[str, Any] = {}
                 if layer is not None:
                     rule = LAYERS.get(type(layer))
                     names = _tensor_names(layer, paths)
-                    settings = {**vars(layer), **layer._parameters}
                 simple = not kwargs and all(isinstance(arg, Ref) for arg in args)
-                self.steps.append(
-                    Step(node.name, kind, target, args, kwargs, *what, rule, layer, names, settings, simple)
-                )
+                self.steps.append(Step(node.name, kind, target, args, kwargs, *what, rule, layer, names, simple))
 
     def __call__(self, tensors: Mapping[str, Tensor], x: Any) -> Tensor:
         env = self._bind(x)
@@ -142,8 +136,7 @@ class Plan:
     def _layer(self, step: Step, layer: nn.Module, tensors: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
         own = {name: tensors[full] for name, full in step.tensors.items() if full in tensors}
         if step.rule is not None and len(args) == 1 and not kwargs and isinstance(args[0], (Many, Tensor)):
-            stacked = SimpleNamespace(**{**step.settings, **own}) if own else layer
-            result = step.rule(stacked, args[0], self.members)
+            result = step.rule(_StackedLayer(layer, own) if own else layer, args[0], self.members)
             if result is not NotImplemented:
                 return result
         names = list(own)
@@ -207,9 +200,20 @@ class Plan:
         return tree_unflatten([Stacked(p, self.members) if isinstance(p, Tensor) else p for p in whole], shape)
 
 
+class _StackedLayer:
+    """A layer's settings, with the tensors of all members."""
+
+    def __init__(self, layer: nn.Module, tensors: dict[str, Tensor]) -> None:
+        self.layer = layer
+        self.tensors = tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return self.tensors[name] if name in self.tensors else getattr(self.layer, name)
+
+
 def _tensor_names(layer: nn.Module, paths: Mapping[int, str]) -> dict[str, str]:
     """The names of a layer's tensors in the whole network, by their names in the layer."""
-    names = {}
+    names: dict[str, str] = {}
     for path, module in layer.named_modules():
         inner, outer = (f"{each}." if each else "" for each in (path, paths[id(module)]))
         names |= {inner + name: outer + name for name in (*module._parameters, *module._buffers)}

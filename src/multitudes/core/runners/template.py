@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.architecture import check_architecture, stackable
+from multitudes.core.architecture import check_architecture, equal, stackable
 from multitudes.core.calling import InputError
 from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import Stochastic
@@ -32,7 +32,8 @@ class Template:
     """A copy of the first of several networks, on the meta device, and where each network keeps its tensors.
 
     `tensors()` stacks them, `[M, ...]`, by name; gradients reach each network's own parameters. `current()` is false
-    once a module of any network was replaced, hooked or given another setting: then the template must be made anew.
+    once a module of any network was replaced, hooked or given another setting: then the template must be made anew. A
+    sparse or quantized tensor cannot be stacked; it must be the same in all networks.
     """
 
     def __init__(self, networks: nn.ModuleList) -> None:
@@ -45,17 +46,24 @@ class Template:
         self.network = _without_weights(first)
         self.members = len(networks)
         self.slots = _slots(networks)
-        self._drawing = [
+        self._unstacked = _unstacked(self.slots)
+        self._drawing: list[tuple[Any, Any]] = [
             (own, theirs)
             for own, theirs in zip(self.network.modules(), first.modules(), strict=True)
             if isinstance(theirs, Stochastic)
         ]
+        for own, theirs in zip(self.network.modules(), first.modules(), strict=True):
+            if hasattr(theirs, "_tiles"):  # members that share weights: the ways found for the first network are right
+                own._tiles = theirs._tiles
         self._training = any(module.training for module in first.modules())
         self._watch = _Watch(list(networks.modules()))
 
     def current(self) -> bool:
         """Return whether the networks have the modules, hooks and settings that they had."""
-        return self._watch.unchanged()
+        same = all(
+            held[last] is tensor and tensor._version == version for held, last, tensor, version in self._unstacked
+        )
+        return same and self._watch.unchanged()
 
     def tensors(self) -> dict[str, Tensor]:
         """Stack the networks' tensors, `[M, ...]`, by name; one that all of them share is expanded."""
@@ -64,7 +72,7 @@ class Template:
             own = [registry[last] for registry in registries]
             first = own[0]
             if stackable(first):
-                shared = len(own) > 1 and first is own[1]
+                shared = len(own) > 1 and all(tensor is first for tensor in own)
                 stacked[name] = first.expand(len(own), *first.shape) if shared else torch.stack(own)
         return stacked
 
@@ -141,6 +149,7 @@ def _deep_settings(module: nn.Module) -> list[tuple[str, Any]]:
         (key, value)
         for key, value in vars(module).items()
         if key not in _STANDARD
+        and key not in getattr(module, "found_anew", ())
         and (isinstance(module, Stochastic) or not isinstance(value, _PLAIN))
         and not isinstance(value, (Tensor, nn.Module))
     ]
@@ -173,9 +182,10 @@ def _check_like(first: nn.Module, other: nn.Module, index: int) -> None:
 
 
 def _without_weights(network: nn.Module) -> nn.Module:
-    """A copy of a network whose parameters and buffers hold no numbers."""
+    """A copy of a network whose parameters and buffers hold no numbers; sparse and quantized ones are the network's."""
     memo: dict[int, Any] = {}
     for tensor in (*network.parameters(), *network.buffers()):
+        memo[id(tensor)] = tensor
         if stackable(tensor):
             empty = torch.empty_like(tensor, device="meta")
             memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
@@ -194,3 +204,15 @@ def _slots(networks: nn.ModuleList) -> dict[str, Slot]:
                 if tensor is not None:
                     slots[prefix + name] = name, registry == "_buffers", held
     return slots
+
+
+def _unstacked(slots: dict[str, Slot]) -> list[tuple[dict[str, Any], str, Tensor, int]]:
+    """The tensors that cannot be stacked, where they are and their versions; they must be the same in all networks."""
+    found = []
+    for name, (last, _, registries) in slots.items():
+        first = registries[0][last]
+        if not stackable(first):
+            if not all(equal(first, registry[last]) for registry in registries):
+                raise CannotStack(f"{name!r} ({first.layout}) cannot be stacked, and is not the same in all members")
+            found += [(registry, last, registry[last], registry[last]._version) for registry in registries]
+    return found

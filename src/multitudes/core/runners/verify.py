@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from multitudes.core.architecture import dense
 from multitudes.core.calling import Input, tensors_in
 from multitudes.core.compiling import uncompiled
 from multitudes.core.proof import _is_half, alike, kind_of, silent_trial, trial
@@ -112,7 +113,7 @@ def _outcome(network: nn.Module, x: Input, runner: Runner, buffers: bool) -> dic
     with unmoved(network, x):
         predictions = runner(x)
         kept = network.named_buffers() if buffers else ()
-        return {"": predictions, **{name: buffer.clone() for name, buffer in kept}}
+        return {"": predictions, **{name: dense(buffer).clone() for name, buffer in kept}}
 
 
 def use_of(network: nn.Module, x: Input) -> tuple[bool, Hashable]:
@@ -131,7 +132,7 @@ class Verdicts:
     """
 
     def __init__(self) -> None:
-        self.reasons: dict[tuple[Hashable, Hashable], str] = {}
+        self.reasons: dict[tuple[Hashable, tuple[bool, Hashable]], str] = {}
         self.in_mode: dict[tuple[Hashable, bool], str] = {}
 
     def reason(self, runner: Hashable, network: nn.Module, x: Input, find: Callable[[], str], warning: str = "") -> str:

@@ -24,11 +24,15 @@ class Tasked(nn.Module):
     """The task of a multitude, its own or that of its `network`."""
 
     network: nn.Module
-    template: nn.Module
     chosen_task: str | None = None
     _quantiles: tuple[float, ...] | None = None
     _next_tokens: bool | None = None
     _targets_checked = False
+
+    @property
+    def template(self) -> nn.Module:
+        """The network whose class, configuration and attributes stand for the multitude's."""
+        return self.network
 
     @property
     def task(self) -> str:
