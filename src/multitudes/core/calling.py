@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -277,24 +277,29 @@ def _compiled_plain_attention() -> Iterator[None]:
         switches._is_fastpath_enabled = before
 
 
-class input_errors:
-    """Inside, what torch says about an input that does not fit becomes a ValueError that names the input."""
+@contextmanager
+def input_errors(x: Input) -> Iterator[None]:
+    """Turn torch's errors about an input that does not fit into a ValueError that names the input."""
+    check_input(x)
+    try:
+        yield
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        raise_about(x, error)
 
-    def __init__(self, x: Input) -> None:
-        self.x = x
-        if not isinstance(x, Tensor) and not tensors_in(x):
-            raise ValueError(f"x must be a tensor, or a tuple or mapping that holds one, got {type(x).__name__}")
 
-    def __enter__(self) -> None: ...
+def check_input(x: Input) -> None:
+    """Raise a ValueError if an input holds no tensor."""
+    if not isinstance(x, Tensor) and not tensors_in(x):
+        raise ValueError(f"x must be a tensor, or a tuple or mapping that holds one, got {type(x).__name__}")
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        if not isinstance(error, (RuntimeError, IndexError, ValueError, TypeError)):
-            return
-        passing = (torch.OutOfMemoryError, NotImplementedError, InputError)  # not about the shape of x
-        if isinstance(error, passing) or "CUDA error" in str(error):
-            return
-        shapes = ", ".join(f"{list(t.shape)} ({t.dtype})" for t in tensors_in(self.x))
-        raise InputError(f"x of shape {shapes} does not fit the network: {error}") from error
+
+def raise_about(x: Input, error: Exception) -> NoReturn:
+    """Raise an error of torch's about an input as one that names the input; raise any other as it is."""
+    passing = (torch.OutOfMemoryError, NotImplementedError, InputError)  # not about the shape of x
+    if isinstance(error, passing) or "CUDA error" in str(error):
+        raise error
+    shapes = ", ".join(f"{list(t.shape)} ({t.dtype})" for t in tensors_in(x))
+    raise InputError(f"x of shape {shapes} does not fit the network: {error}") from error
 
 
 def one_per_input(predictions: Tensor, x: Input) -> Tensor:

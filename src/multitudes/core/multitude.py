@@ -15,9 +15,11 @@ from multitudes.core.calling import (
     InputError,
     Output,
     call,
+    check_input,
     input_errors,
     one_per_input,
     plain_attention,
+    raise_about,
     tensors_in,
     with_output,
 )
@@ -120,10 +122,15 @@ class Multitude(Tasked):
                 return self._uncompiled(x, draws, seed, memory)
             self._look(x)
             return self._all_draws(x, draws)
-        with one_thread(self.network), input_errors(x), self._attention():
-            if not self._settled:
-                self.settle(x)
-            predictions = self._all_draws(x, draws, seed, self.memory if memory is None else memory)
+        if not isinstance(x, Tensor):
+            check_input(x)
+        with one_thread(self.network), self._attention():
+            try:
+                if not self._settled:
+                    self.settle(x)
+                predictions = self._all_draws(x, draws, seed, self.memory if memory is None else memory)
+            except (RuntimeError, IndexError, ValueError, TypeError) as error:
+                raise_about(x, error)
         return one_per_input(predictions, x)
 
     def settle(self, x: Input) -> None:
@@ -166,7 +173,7 @@ class Multitude(Tasked):
         (ELBO), for one example. With a `weight` of each row, `[B]`, or of each target, in the shape of y, a member's
         loss is the mean of the targets' losses, each times its weight.
         """
-        if not torch.compiler.is_compiling():
+        if not self._targets_checked and not torch.compiler.is_compiling():
             self._warn_of_copies(x, y, task)
         predictions = self(x)
         by_member = predictions.unflatten(0, (self.members, -1))

@@ -23,10 +23,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from multitudes.core.architecture import equal
+from multitudes.core.attributes import attributes_restored
 from multitudes.core.calling import Input, call, input_errors, mapped, tensors_in
 from multitudes.core.dispatching import NumbersDrawn, Overlapping
 from multitudes.core.draws.stochastic import expecting
-from multitudes.core.lending import Attributes, written_attributes
 from multitudes.core.locking import evaluating
 from multitudes.core.noise import STILL, Redrawn
 
@@ -387,9 +387,8 @@ def unmoved(network: nn.Module, x: Input, trace: Trace | None = None) -> Iterato
     modules = [(path, module, dict(module._buffers), module.training) for path, module in network.named_modules()]
     values = [(name, buffer, buffer.clone()) for name, buffer in network.named_buffers()]
     states = random_states(x)
-    attributes: Attributes = {}
     try:
-        with written_attributes(network, attributes):
+        with attributes_restored(network) as attributes:
             yield
     finally:
         for path, module, buffers, training in modules:

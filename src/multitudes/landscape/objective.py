@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from multitudes.core.attention import math_attention
 from multitudes.core.calling import Input, InputError, call_with, input_errors, moved, plain_attention, slots
 from multitudes.core.checks import check_number, check_seed
 from multitudes.core.draws.stochastic import expecting
-from multitudes.core.lending import lent
 from multitudes.core.locking import evaluating
 from multitudes.core.multitude import Criterion, Multitude, plain
 from multitudes.core.seeding import mixed, seeded
@@ -122,8 +122,8 @@ class Objective:
             options: dict[str, Any] = {"draws": self.draws, "seed": mixed(self.seed, number)}
             own, places = dict(network.named_parameters()), slots(network)[0]
             placed = {id(own[name]): weight for name, weight in weights.items()}
-            with lent(network, {place: placed[id(p)] for place, p in places.items() if id(p) in placed}):
-                predictions = network(x, **options)
+            given = {place: placed[id(p)] for place, p in places.items() if id(p) in placed}
+            predictions = functional_call(network, given, (x,), options, tie_weights=False)
             by_member = predictions.unflatten(0, (network.members, -1))
             losses = torch.stack([_scalar(criterion(network.reading.averaged(drawn), y)) for drawn in by_member])
             return losses.sum() if network.independent else losses.mean()

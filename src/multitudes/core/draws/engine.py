@@ -17,11 +17,11 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
+from multitudes.core.attributes import attributes_restored
 from multitudes.core.calling import Input, InputError, tensors_in
 from multitudes.core.draws.memory import Meter, OverBudget, free_bytes, in_bytes
 from multitudes.core.draws.stochastic import Draw, drawing
 from multitudes.core.draws.vmap import Run, vmapped
-from multitudes.core.lending import Attributes, written_attributes
 from multitudes.core.proof import alike, kind_of, unmoved
 from multitudes.core.runners.verify import FAILURES, use_of
 from multitudes.core.seeding import TorchNumbers, mixed, seeded, torch_generators
@@ -144,11 +144,10 @@ def _measured(run: Run, numbers: range, budget: float) -> tuple[Tensor, Cost]:
 
 def _verify(run: Run, numbers: range, budget: float) -> Cost:
     """Return what draws under vmap cost; raise an error if the last differs from one made alone, or leaves traces."""
-    writes: Attributes = {}
     with unmoved(run.network, run.x):
         want = one_by_one(run, numbers[-1:])
         before = {name: (id(buffer), buffer._version) for name, buffer in run.network.named_buffers()}
-        with written_attributes(run.network, writes):
+        with attributes_restored(run.network) as writes:
             drawn, cost = _measured(run, numbers, budget)
         after = {name: (id(buffer), buffer._version) for name, buffer in run.network.named_buffers()}
     written = [*(name for _, name in writes), *(name for name in after if before.get(name) != after[name])]

@@ -8,17 +8,19 @@ it stay as they are.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from multitudes.core.calling import Input
+from multitudes.core.calling import Input, InputError
 from multitudes.core.draws.frozen import Frozen, scrambled
 from multitudes.core.draws.stochastic import Stochastic, expecting, stochastic_layers
-from multitudes.core.lending import checkpointed
 from multitudes.core.noise import STILL, Redrawn
 from multitudes.core.proof import alike, running_statistics
 from multitudes.core.settings import holding
@@ -59,7 +61,8 @@ class FunctionalNoise(Stochastic):
         try:
             if self.expects or (before and self.draw is None and self.rate is None):  # torch's own is as good
                 return run()
-            with Redrawn(self), checkpointed(lambda: Redrawn(self)):
+            check = partial(_check_not_checkpointed, module) if torch.is_grad_enabled() else None
+            with Redrawn(self, check):
                 return run()
         finally:
             module.training = before
@@ -73,6 +76,25 @@ class FunctionalNoise(Stochastic):
 
     def extra_repr(self) -> str:
         return "" if self.rate is None else f"rate={self.rate}"
+
+
+_CHECKPOINT = inspect.unwrap(checkpoint).__code__
+
+
+def _check_not_checkpointed(module: nn.Module, function: str) -> None:
+    """Raise an InputError where a module's own code draws inside `torch.utils.checkpoint`.
+
+    What runs again in the backward pass would draw other numbers, since this source is gone by then. Checkpoints around
+    the module are no matter: they run all of it again.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code is not FunctionalNoise.forward.__code__:
+        if frame.f_code is _CHECKPOINT:
+            raise InputError(
+                f"the code of a {type(module).__name__} calls {function} inside torch.utils.checkpoint, which would "
+                "draw others in the backward pass: turn its checkpointing off, or leave the dropout rate as it is"
+            )
+        frame = frame.f_back
 
 
 _KEPT: dict[type[nn.Module], type[nn.Module]] = {}

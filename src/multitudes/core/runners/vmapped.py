@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from multitudes.core.at_once import at_once
+from multitudes.core.attributes import attributes_restored
 from multitudes.core.calling import Input, InputError, prediction_in, split_call
 from multitudes.core.draws.stochastic import as_member
-from multitudes.core.lending import Attributes, written_attributes
 from multitudes.core.runners.template import Template
 
 __all__ = ["VmappedRunner"]
@@ -46,15 +46,14 @@ class VmappedRunner:
     def _run(self, template: Template, tensors: dict[str, Tensor], x: Input) -> tuple[Tensor, dict[str, Tensor]]:
         network, count = template.network, template.members
         args, kwargs = split_call(network, x)
-        written: Attributes = {}
         with at_once(count) as members:
             given = {name: members.own(tensor) for name, tensor in tensors.items()}
             own = dict(given)
-            with as_member(network, members.own(torch.arange(count)), count), written_attributes(network, written):
+            with as_member(network, members.own(torch.arange(count)), count), attributes_restored(network) as written:
                 answer = functional_call(network, own, args, kwargs, tie_weights=False)
             predictions = members.whole(prediction_in(answer, network))
             after = {n: tensors[n] if own[n] is given[n] else members.whole(own[n]) for n in tensors}
         if written:
-            (path, key), *_ = written
+            path, key = min(written)
             raise InputError(f"the forward of module {path!r} writes its attribute {key!r}")
         return predictions, after

@@ -113,7 +113,7 @@ class Tasked(nn.Module):
     def _warn_of_copies(self, x: Input, y: Tensor, task: str | None) -> None:
         """One warning where tokens are to be predicted that are the inputs themselves: that is learned by copying."""
         known = task or self.known_task
-        if self._targets_checked or known is None or "next_tokens" not in task_of(known).settings or self.next_tokens:
+        if known is None or "next_tokens" not in task_of(known).settings or self.next_tokens:
             return
         for ids in tensors_in(x):
             alike = isinstance(y, Tensor) and (ids.dtype, ids.shape) == (y.dtype, y.shape) and not y.is_floating_point()

@@ -1,0 +1,63 @@
+"""Attributes that a network's own code writes as it runs: a counter, a hidden state, a list that grows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from multitudes.core.settings import FLAT_WEIGHTS, FOUND_ANEW
+from multitudes.core.views import may_write
+
+__all__ = ["attributes_restored"]
+
+_REGISTRIES = frozenset(vars(nn.Module()))
+_CONTAINERS = (list, dict, set)
+
+
+@contextmanager
+def attributes_restored(network: nn.Module) -> Iterator[set[tuple[str, str]]]:
+    """Restore the attributes of a network's modules afterwards; yield the names of those that were written.
+
+    Only modules of the user's own classes, or with hooks, are looked at: torch's layers write buffers alone. A list, a
+    dictionary or a set gets its items back as well.
+    """
+    modules = [(path, module, _attributes(module)) for path, module in network.named_modules() if may_write(module)]
+    contents = [
+        (path, key, value, value.copy())
+        for path, _, before in modules
+        for key, value in before.items()
+        if type(value) in _CONTAINERS
+    ]
+    written: set[tuple[str, str]] = set()
+    try:
+        yield written
+    finally:
+        for path, module, before in modules:
+            now = _attributes(module)
+            written |= {(path, key) for key in now | before if now.get(key) is not before.get(key)}
+            written |= {(path, key) for key in now.keys() ^ before.keys()}
+            for key in now.keys() - before.keys():
+                del vars(module)[key]
+            vars(module).update(before)
+        for path, key, value, items in contents:
+            if not _same_items(value, items):
+                written.add((path, key))
+                value.clear()
+                (value.extend if isinstance(value, list) else value.update)(items)
+
+
+def _same_items(one: Any, other: Any) -> bool:
+    """Return whether two containers hold the same objects."""
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return all(key in other and other[key] is value for key, value in one.items())
+    return one == other if isinstance(one, set) else all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    passed = {*_REGISTRIES, *FOUND_ANEW, *(FLAT_WEIGHTS if isinstance(module, nn.RNNBase) else ())}
+    return {key: value for key, value in vars(module).items() if key not in passed}
