@@ -25,10 +25,10 @@ def first_bad_layer(net: nn.Module, x: Input, compute: Callable[[], Any]) -> str
             return f"the weights {name!r} hold NaN or infinite values"
     found: list[str] = []
     with ExitStack() as stack:
+        stack.enter_context(_looped(net))  # left last, once no hook is there that keeps a runner from running
         for name, layer in net.named_modules():
             if name and not any(True for _ in layer.children()):
                 stack.callback(layer.register_forward_hook(_watch(name, layer, found)).remove)
-        stack.enter_context(_looped(net))
         compute()
     return found[0] if found else "every layer's output is finite when it runs again, so the loss itself overflows"
 
