@@ -27,7 +27,7 @@ from tests.random_methods import CHECKS, ROWS
 COLUMNS = {
     "fuse, loop": ("fuse", "loop"),
     "fuse, packed": ("fuse", "packed"),
-    "fuse, stacked": ("fuse", "vmapped"),
+    "fuse, vmapped": ("fuse", "vmapped"),
     **{method: (method, runner) for method, runner in ROWS if method != "fuse" and runner in ("", "loop")},
 }
 """The table's columns: every method; where members are independent, run by the loop, and fused ones by all runners."""

@@ -97,8 +97,13 @@ def trajectories(recipe: Recipe) -> list[list[State]]:
     recorder = mt.Recorder(net, keep=want.checkpoints, folder=folder, resume=True)
     if len(recorder) < want.checkpoints:
         raise ValueError(f"{folder} must hold {want.checkpoints} checkpoints: run the piece train first")
-    stacked = list(recorder)
-    return [[{name: t[run] for name, t in state.items()} for state in stacked] for run in range(want.members)]
+    states = list(recorder)
+    return [[_of_member(run, state) for state in states] for run in range(want.members)]
+
+
+def _of_member(index: int, state: State) -> State:
+    prefix = f"{index}."
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 
 def solutions(recipe: Recipe) -> dict[str, State]:

@@ -202,3 +202,9 @@ def build(method: str, model: nn.Module, network: str, members: int = 3, **optio
     if method in SEEING:
         options.setdefault("example", NETWORKS[network].batch(2)[0])
     return METHODS[method](model, members, **options)
+
+
+def stacked_parameters(net: mt.Members) -> dict[str, Tensor]:
+    """Each parameter of all members, `[M, ...]`, by its name in one."""
+    names = dict(net.member(0).named_parameters())
+    return {name: torch.stack([member.get_parameter(name) for member in net.network]) for name in names}

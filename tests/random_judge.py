@@ -201,21 +201,14 @@ def _one_step(
     for one in losses:
         one.backward()
     same(f"loss, {when}", loss, torch.stack(losses).sum())
-    own = dict(net.named_parameters())
     for index, network in enumerate(alone):
+        member = net.member(index)
         for name, parameter in network.named_parameters():
-            got = own[name].grad
-            same(f"gradient of {name}, member {index}, {when}", None if got is None else got[index], parameter.grad)
-        buffers = dict(net.named_buffers())
+            same(f"gradient of {name}, member {index}, {when}", member.get_parameter(name).grad, parameter.grad)
         for name, buffer in network.named_buffers():
-            same(f"buffer {name}, member {index}, {when}", _slice(buffers[name], index), buffer)
+            same(f"buffer {name}, member {index}, {when}", member.get_buffer(name), buffer)
     for optimizer in optimizers:
         optimizer.step()
-
-
-def _slice(buffer: Tensor, index: int) -> Tensor:
-    """A member's own part of a buffer; a sparse one is shared."""
-    return buffer if buffer.is_sparse else buffer[index]
 
 
 def judge_noise_of_members(net: mt.Members, case: Case, runner: str, tries: int = 20) -> None:

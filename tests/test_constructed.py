@@ -16,6 +16,7 @@ from torch.nn.utils import weight_norm as old_weight_norm
 
 import multitudes as mt
 from multitudes.surgery.initialise import judged, redraw
+from tests.cases import stacked_parameters
 
 WIDTH, CLASSES = 32, 3
 
@@ -105,8 +106,9 @@ def test_what_no_rule_draws_is_kept_and_told_once(case: str) -> None:
     name = f"part.{name}".rstrip(".")
     given = model.get_parameter(name).detach().clone()
     net, told = members_of(model)
-    assert torch.equal(net.get_parameter(name), given.expand(2, *given.shape))
-    assert not torch.equal(net.network.head.weight[0], net.network.head.weight[1])
+    own = stacked_parameters(net)
+    assert torch.equal(own[name], given.expand(2, *given.shape))
+    assert not torch.equal(*own["head.weight"])
     if message is None:  # a constant stays what it is, whatever code made it so
         assert told == []
     else:
@@ -121,7 +123,7 @@ def test_forget_gates_stay_where_the_other_gates_are_drawn() -> None:
     with torch.no_grad():
         lstm.bias_ih_l0[WIDTH : 2 * WIDTH] = 1.0
     net, told = members_of(Of(lstm))
-    bias = net.network.part.bias_ih_l0
+    bias = stacked_parameters(net)["part.bias_ih_l0"]
     assert torch.equal(bias[:, WIDTH : 2 * WIDTH], torch.ones(2, WIDTH))
     assert not torch.isclose(bias[0, :WIDTH], bias[1, :WIDTH]).any()
     assert bias[:, :WIDTH].abs().max() <= WIDTH**-0.5
@@ -146,7 +148,7 @@ def test_other_distributions_keep_their_mean_and_deviation(case: str) -> None:
     torch.manual_seed(1)
     conv = changed(nn.Conv2d(16, 64, 3), DRAWN[case])
     net, told = members_of(Of(conv))
-    got, want = net.network.part.weight, conv.weight
+    got, want = stacked_parameters(net)["part.weight"], conv.weight
     assert not torch.allclose(got[0], got[1])
     torch.testing.assert_close(got.std((1, 2, 3, 4)), want.std().expand(2), rtol=0.03, atol=0)
     torch.testing.assert_close(got.mean((1, 2, 3, 4)), want.mean().expand(2), rtol=0.05, atol=0.05 * want.std().item())
@@ -163,14 +165,14 @@ def test_orthogonal_weights_are_drawn_orthogonal() -> None:
     square = changed(nn.Linear(24, 24), lambda m: nn.init.orthogonal_(m.weight, gain=2**0.5))
     wide = changed(nn.Conv2d(4, 8, 3), lambda m: nn.init.orthogonal_(m.weight, gain=0.5))
     net, told = members_of(nn.ModuleDict({"lstm": lstm, "square": square, "wide": wide, "head": nn.Linear(2, 2)}))
-    for member in range(2):
-        for gate in net.network.lstm.weight_hh_l0[member].split(16):
+    for member in net.network:
+        for gate in member["lstm"].weight_hh_l0.split(16):
             torch.testing.assert_close(gate @ gate.mT, torch.eye(16), rtol=0, atol=1e-5)
-        weight = net.network.square.weight[member]
+        weight = member["square"].weight
         torch.testing.assert_close(weight @ weight.mT, 2 * torch.eye(24), rtol=0, atol=1e-5)
-        weight = net.network.wide.weight[member].flatten(1)
+        weight = member["wide"].weight.flatten(1)
         torch.testing.assert_close(weight @ weight.mT, 0.25 * torch.eye(8), rtol=0, atol=1e-5)
-    assert not torch.allclose(net.network.square.weight[0], net.network.square.weight[1])
+    assert not torch.allclose(*stacked_parameters(net)["square.weight"])
     assert len(told) == 1
 
 
@@ -178,7 +180,7 @@ def test_padding_stays_zero_where_an_embedding_has_another_deviation() -> None:
     table = nn.Embedding(200, WIDTH, padding_idx=5)
     with torch.no_grad():
         table.weight.normal_(std=0.02)[5] = 0.0
-    weight = members_of(Of(table))[0].network.part.weight
+    weight = stacked_parameters(members_of(Of(table))[0])["part.weight"]
     assert not weight[:, 5].any()
     torch.testing.assert_close(weight.std().item(), 0.02, rtol=0.05, atol=0)
 
@@ -191,10 +193,10 @@ def test_narrowed_layers_keep_how_much_larger_they_are_than_their_rule() -> None
             layer.bias.zero_()
     with pytest.warns(UserWarning, match="'0.weight', '2.weight' were drawn as they look in model"):
         net = mt.packed(model, 4, 2, seed=0)
-    weight = net.network[2].weight
+    weight = stacked_parameters(net)["2.weight"]
     assert weight.shape == (4, 128, 128)
     torch.testing.assert_close(weight.std((1, 2)), torch.full((4,), (2 / 128) ** 0.5), rtol=0.03, atol=0)
-    assert not net.network[0].bias.any()
+    assert not stacked_parameters(net)["0.bias"].any()
 
 
 SOUND: dict[str, Callable[[], nn.Module]] = {
@@ -261,8 +263,9 @@ def test_weights_that_are_computed_are_drawn_where_they_are_computed_from(case: 
     options = {"init": "heads", "heads": ["0"]} if init == "heads" else {"init": "fresh"}
     net = mt.deep_ensemble(model, 2, seed=0, **options)
     bound = WIDTH**-0.5
+    own = stacked_parameters(net)
     for name in names:
-        given, got = model[0].get_parameter(name), net.network[0].get_parameter(name)
+        given, got = model[0].get_parameter(name), own[f"0.{name}"]
         if init == "frozen":
             assert torch.equal(got, given.expand_as(got))
             continue
@@ -276,17 +279,17 @@ def test_weights_that_are_computed_are_drawn_where_they_are_computed_from(case: 
         if "spectral" in case and init != "frozen":
             torch.testing.assert_close(torch.linalg.matrix_norm(member[0].weight, 2).item(), 1.0, rtol=0.05, atol=0)
     if "weight norm" in case and init != "frozen":
-        length, direction = (net.network[0].get_parameter(name) for name in names)
+        length, direction = (own[f"0.{name}"] for name in names)
         torch.testing.assert_close(length, direction.norm(dim=2, keepdim=True))
 
 
 def test_complex_layers_are_drawn_by_their_rule() -> None:
     layer = nn.Linear(WIDTH, WIDTH, dtype=torch.cfloat)
-    weight = members_of(Of(layer))[0].network.part.weight
+    weight = stacked_parameters(members_of(Of(layer))[0])["part.weight"]
     assert weight.dtype == torch.cfloat
     assert not torch.isclose(weight[0], weight[1]).any()
     torch.testing.assert_close(weight.abs().square().mean(), layer.weight.abs().square().mean(), rtol=0.2, atol=0)
-    moved = mt.deep_ensemble(Of(layer), 2, init="pretrained", perturb=0.1, seed=0).network.part.weight
+    moved = stacked_parameters(mt.deep_ensemble(Of(layer), 2, init="pretrained", perturb=0.1, seed=0))["part.weight"]
     torch.testing.assert_close((moved - layer.weight).std() / layer.weight.std(), torch.tensor(0.1), rtol=0.1, atol=0)
 
 
@@ -345,7 +348,7 @@ def test_drawing_a_trained_network_anew_is_told_unless_it_was_asked_for() -> Non
         assert len(told) == 1
     for init in ("fresh", "heads"):
         assert members_of(trained(), init=init)[1] == []
-    assert torch.equal(members_of(trained(), init="fresh")[0].network[1].weight, torch.ones(2, 16))
+    assert torch.equal(stacked_parameters(members_of(trained(), init="fresh")[0])["1.weight"], torch.ones(2, 16))
 
 
 def test_a_few_batches_are_no_training_and_a_frozen_backbone_none_of_the_rest() -> None:
@@ -362,6 +365,6 @@ def test_gains_that_vary_are_trained_and_drawn_by_their_rule() -> None:
     with torch.no_grad():
         model[1].weight.add_(0.1 * torch.randn(16))
     net, told = members_of(model)
-    assert torch.equal(net.network[1].weight, torch.ones(2, 16))
+    assert torch.equal(stacked_parameters(net)["1.weight"], torch.ones(2, 16))
     assert len(told) == 1
     assert "model looks trained ('1.weight' varies, and starts constant)" in told[0]

@@ -109,8 +109,9 @@ def test_a_users_own_layer_is_frozen_under_its_own_names() -> None:
     for noise in ("rows", "weights"):
         net = mt.Multitude(nn.Sequential(Jitter(noise), nn.Linear(6, 5))).eval()
         frozen = mt.freeze(net, 4)
-        assert set(frozen.state_dict()) == {"0.scale", "0.frozen", "1.weight", "1.bias"}
-        assert isinstance(frozen.network[0], Frozen) and frozen.network[0].noise == noise
+        names = ("0.scale", "0.frozen", "1.weight", "1.bias")
+        assert set(frozen.state_dict()) == {f"{index}.{name}" for index in range(4) for name in names}
+        assert all(isinstance(member[0], Frozen) and member[0].noise == noise for member in frozen.network)
         x = torch.randn(7, 6)
         apart = frozen(x) - frozen(torch.zeros_like(x)) - (frozen(x[:1]) - frozen(torch.zeros(1, 6)))
         torch.testing.assert_close(apart[:, :1], torch.zeros(4, 1, 5), atol=1e-5, rtol=0)  # the noise is one
@@ -192,7 +193,7 @@ def test_a_frozen_network_can_be_copied_pickled_moved_and_trained() -> None:
         assert torch.equal(other(x), net(x))
     net.loss(x, y).backward()
     assert all(p.grad is not None for p in net.parameters())
-    assert net.double()(x.double()).dtype == torch.float64 and net.network[1].frozen.dtype == torch.int64
+    assert net.double()(x.double()).dtype == torch.float64 and net.member(1)[1].frozen.dtype == torch.int64
 
 
 def test_a_calibrated_network_is_frozen_with_its_calibration() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import multitudes as mt
+from tests.cases import stacked_parameters
 
 transformers = pytest.importorskip("transformers")
 
@@ -95,8 +96,9 @@ def test_fresh_members_are_initialised_as_the_model_itself_is(name: str) -> None
     torch.manual_seed(0)
     net = mt.deep_ensemble(build(), members=8, seed=0)
     built = mt.fuse([build() for _ in range(8)])
-    for parameter_name, parameter in net.named_parameters():
-        other = built.get_parameter(parameter_name)
+    others = stacked_parameters(built)
+    for parameter_name, parameter in stacked_parameters(net).items():
+        other = others[parameter_name]
         if parameter[0].numel() < 64:
             continue
         torch.testing.assert_close(parameter.std().item(), other.std().item(), rtol=0.15, atol=1e-8)
@@ -151,7 +153,7 @@ def test_heads_keeps_a_pretrained_backbone(name: str) -> None:
     model = pretrained(build)
     for method in (mt.deep_ensemble, mt.batch_ensemble):
         net = method(model, 2, init="heads", seed=0)
-        own = dict(net.named_parameters())
+        own = stacked_parameters(net) if isinstance(net, mt.Members) else dict(net.named_parameters())
         for parameter, value in model.base_model.named_parameters(prefix=model.base_model_prefix):
             kept = own.get(parameter, own.get(parameter.replace(".weight", ".layer.weight")))
             if kept is not None:  # else it is a bias that each member has for itself
@@ -197,15 +199,15 @@ class Pair(nn.Module):
 
 def test_each_of_several_models_in_one_is_initialised_by_its_own_rule() -> None:
     model = Pair()
-    net = mt.deep_ensemble(model, 2, seed=0)
+    own = stacked_parameters(mt.deep_ensemble(model, 2, seed=0))
     for prefix, std in (("text.", 0.5), ("image.", 0.005)):
-        weights = [p for key, p in net.named_parameters() if key.startswith(prefix) and p.dim() == 3 and p.std() > 0]
+        weights = [p for key, p in own.items() if key.startswith(prefix) and p.dim() == 3 and p.std() > 0]
         assert len(weights) >= 6
         for weight in weights:
             torch.testing.assert_close(weight.std().item(), std, rtol=0.25, atol=0)
             assert not torch.isclose(weight[0], weight[1]).all()
     heads = mt.deep_ensemble(model, 2, init="heads", heads="head", seed=0)
-    assert torch.equal(heads.network.text.pooler.dense.weight[1], model.text.pooler.dense.weight)
+    assert torch.equal(heads.member(1).text.pooler.dense.weight, model.text.pooler.dense.weight)
 
 
 def test_a_language_model_that_shares_its_embedding_with_its_head_keeps_both() -> None:
@@ -214,8 +216,9 @@ def test_a_language_model_that_shares_its_embedding_with_its_head_keeps_both() -
     with pytest.raises(ValueError, match=r"heads: 'lm_head' would be drawn anew, and with it .*'transformer.wte'"):
         mt.deep_ensemble(model, 2, init="heads")
     net = mt.deep_ensemble(model, 2, seed=0)
-    assert net.network.lm_head.weight is net.network.transformer.wte.weight
-    torch.testing.assert_close(net.network.lm_head.weight.std().item(), 0.02, rtol=0.1, atol=0)
+    for member in net.network:
+        assert member.lm_head.weight is member.transformer.wte.weight
+        torch.testing.assert_close(member.lm_head.weight.std().item(), 0.02, rtol=0.1, atol=0)
 
 
 def test_a_model_that_was_read_from_a_folder_loads_into_one_that_was_built(tmp_path: Path) -> None:

@@ -271,7 +271,8 @@ def test_members_that_predict_values_have_noises_of_their_own() -> None:
     y = torch.randn(40, 2)
     net = mt.laplace(mt.fuse([model(2, seed) for seed in range(2)], task="regression"), (x, y))
     assert net.task == "gaussian" and net(x).shape == (40, 40, 4)
-    assert net.network.target_noise.shape == (2, 2)
+    noises = torch.stack([network.target_noise for network in net.network])
+    assert noises.shape == (2, 2) and not torch.equal(*noises)
     net.approximation = "exact"
     p = net.predict(x)
     means = torch.stack([own(x) for own in (model(2, 0), model(2, 1))])

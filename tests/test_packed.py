@@ -41,25 +41,25 @@ def test_every_layer_has_the_weights_of_the_formula(alpha: int, members: int, ga
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.Conv2d) or name == "conv1":
             continue
-        got = net.get_submodule(name)
+        got = net.member(0).get_submodule(name)
         inputs, outputs = -(-alpha * layer.in_channels // members), -(-alpha * layer.out_channels // members)
         used = got.groups
         assert used <= gamma
         assert (
-            net.get_parameter(f"{name}.weight").numel()
+            sum(member.get_parameter(f"{name}.weight").numel() for member in net.network)
             == members * inputs * outputs * layer.kernel_size[0] ** 2 // used
         )
         if used < gamma:  # only where a subgroup would be too small, or does not divide
             assert inputs // gamma < 64 or inputs % gamma or outputs % gamma
         assert f"gamma {used}" in net.notes[name]
-    assert net.get_submodule("conv1").groups == 1
+    assert net.member(0).conv1.groups == 1
 
 
 def test_gamma_splits_linear_layers_too() -> None:
     model = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 3))
     net = mt.packed(model, 2, 2, 2)
     assert isinstance(net.member(0)[2], GroupedLinear)
-    assert net.get_parameter("2.weight").numel() == 2 * 512 * 512 // 2
+    assert all(member[2].weight.numel() == 512 * 512 // 2 for member in net.network)
     layer = GroupedLinear(6, 4, 2)
     whole = torch.zeros(4, 6)
     whole[:2, :3], whole[2:, 3:] = layer.weight[:2], layer.weight[2:]

@@ -274,13 +274,13 @@ def test_fresh_members_forget_what_was_learned() -> None:
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.add_(5)
-    first, norm, _, _ = mt.deep_ensemble(net, 2, seed=0).network
-    assert first.weight.abs().max() <= 4**-0.5  # torch's own bound for a linear layer
-    torch.testing.assert_close(norm.weight.mean(1), torch.ones(2, 6))
-    torch.testing.assert_close(norm.bias.mean(1), torch.zeros(2, 6))
-    for components in (*first.weight, *norm.weight):
-        assert not torch.isclose(components[0], components[1]).any()
-    assert not (norm.mixing.logits.any() or norm.running_mean.any() or norm.num_batches_tracked.any())
+    for first, norm, _, _ in mt.deep_ensemble(net, 2, seed=0).network:
+        assert first.weight.abs().max() <= 4**-0.5  # torch's own bound for a linear layer
+        torch.testing.assert_close(norm.weight.mean(0), torch.ones(6))
+        torch.testing.assert_close(norm.bias.mean(0), torch.zeros(6))
+        for components in (first.weight, norm.weight):
+            assert not torch.isclose(components[0], components[1]).any()
+        assert not (norm.mixing.logits.any() or norm.running_mean.any() or norm.num_batches_tracked.any())
 
 
 @pytest.mark.parametrize("mixing", ["uniform", [0.2, 0.3, 0.5]])

@@ -235,8 +235,8 @@ def test_autocast_gives_the_dtype_that_the_model_gives(norm: Callable[[int], nn.
 def test_an_ensemble_of_explicit_ensembles_keeps_its_probabilities() -> None:
     net = mt.deep_ensemble(family(mlp(), 3, "network", mixing="learned", seed=0), 2, seed=0).eval()
     x, shapes = torch.randn(8, 4), {name: p.shape for name, p in net.named_parameters()}
-    assert shapes["0.mixing.logits"] == (2, 3)
-    assert len([name for name in shapes if "logits" in name]) == 1
+    assert shapes["0.0.mixing.logits"] == shapes["1.0.mixing.logits"] == (3,)
+    assert len([name for name in shapes if "logits" in name]) == 2
     for runner in ("loop", "vmapped"):
         net.runner = runner
         assert net(x, draws=5).shape == (10, 8, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import numpy
@@ -119,12 +120,12 @@ def test_the_loss_is_the_negative_elbo_of_one_example() -> None:
 def test_an_ensemble_of_patched_networks_learns_as_its_members_do_alone() -> None:
     net = patched(mlp(), 3, seed=0)
     ensemble = mt.deep_ensemble(net, 2, seed=0)
-    assert ensemble.state_dict()["1.weight"].shape == (2, 3, 6)
+    assert ensemble.state_dict()["1.1.weight"].shape == (3, 6)
     x, y = torch.randn(8, 4), torch.randint(3, (8,))
     with torch.no_grad():  # equal components, for the loss not to depend on the draw
-        for name in ("1.weight", "1.bias", "3.weight", "3.bias"):
-            parameter = ensemble.get_parameter(name)
-            parameter.copy_(parameter[:, :1].expand_as(parameter))
+        for member, name in product(ensemble.network, ("1.weight", "1.bias", "3.weight", "3.bias")):
+            parameter = member.get_parameter(name)
+            parameter.copy_(parameter[:1].expand_as(parameter))
     members = [ensemble.member(index) for index in range(2)]
     assert not torch.allclose(members[0].network[3].weight, members[1].network[3].weight)
     alone = sum(member.train().loss(x, y, dataset_size=40) for member in members)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from typing import Any
 
@@ -147,7 +148,7 @@ class ChangesTraining(mt.Members):
 def test_the_judge_sees_members_that_are_wrong(fault: str) -> None:
     of = a_case()
     given = networks()
-    net = ChangesTraining(iter(given), 2)
+    net = ChangesTraining(copy.deepcopy(given), 2)
     net.fault = fault
     found = judged(lambda: judge_members(net, given, of, "loop"))
     assert found.kind == ("wrong" if fault else "right"), found

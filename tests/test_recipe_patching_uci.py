@@ -50,16 +50,20 @@ def test_a_split_among_others_learns_as_it_would_alone(
     monkeypatch.setattr(mt.Stochastic, "uniform", uniform)
     together = recipe.members(method, splits, hidden=8)
     apart = [alone(together, index) for index in range(together.members)]
-    before = together.network.model[-1].weight.clone()
+    before = [member.model[-1].weight.clone() for member in together.network]
     recipe.train(together, recipe.Rows(230, seed=1), epochs=8)
-    assert (together.network.model[-1].weight - before).abs().min() > 0
+    for member, was in zip(together.network, before, strict=True):
+        assert (member.model[-1].weight - was).abs().min() > 0
     for index, net in enumerate(apart):
         calls = 0
         recipe.train(net, recipe.Rows(230, seed=1), epochs=8)
-        ours = dict(together.network.named_parameters()) | dict(together.network.named_buffers())
-        theirs = dict(net.network.named_parameters()) | dict(net.network.named_buffers())
+        ours, theirs = (
+            dict(member.named_parameters()) | dict(member.named_buffers())
+            for member in (together.network[index], net.network[0])
+        )
+        assert ours.keys() == theirs.keys()
         for name in theirs:
-            torch.testing.assert_close(ours[name][index], theirs[name][0], rtol=1e-3, atol=1e-4, msg=name)
+            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-4, msg=name)
     assert (calls > 0) == (method not in ("ensemble", "norm"))
 
 
@@ -67,8 +71,7 @@ def test_members_draw_noise_of_their_own(splits: list[tuple[Tensor, Tensor]]) ->
     same = [splits[0]] * 2
     for method in ("ecmp", "emp", "dropout"):
         net = recipe.members(method, same, hidden=8)
-        for parameter in net.parameters():
-            parameter.data[1] = parameter.data[0]
+        net.network[1].load_state_dict(net.network[0].state_dict())
         torch.manual_seed(0)
         errors = torch.stack([net(torch.arange(100)) for _ in range(20)])
         assert not torch.equal(errors[:, 0], errors[:, 1]), method

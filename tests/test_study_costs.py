@@ -109,7 +109,9 @@ def test_a_deep_ensemble_takes_its_members_memory() -> None:
     model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
     x, y = torch.randn(256, 64), torch.zeros(256, dtype=torch.long)
     single, deep = (TrainingStep(net, x, y, by_sgd) for net in (Multitude(model), deep_ensemble(model, 6)))
-    assert deep.peak_bytes() / single.peak_bytes() == pytest.approx(6, rel=0.25)
+    weights, activations = 4 * sum(p.numel() for p in model.parameters()), 4 * 256 * 2 * 512
+    # Each member's gradients are made when its activations are no longer needed.
+    assert 6 * (weights + activations) <= deep.peak_bytes() <= 6 * single.peak_bytes()
     assert deep.seconds() > 0
 
 

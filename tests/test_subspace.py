@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import multitudes as mt
 from multitudes.methods.subspace import subspace, swa, swag
 from multitudes.training.recorder import Recorder
+from tests.cases import stacked_parameters
 from tests.trajectories import (
     WAY,
     assert_moments,
@@ -115,7 +116,7 @@ def test_every_weight_of_a_deep_network_gets_its_own_deviation() -> None:
         checkpoints = [{k: v + i * (k == moving) for k, v in model.state_dict().items()} for i in range(3)]
         for net in (swag(model, checkpoints), subspace(model, "diagonal", checkpoints)):
             members = net.networks(4, seed=0)
-            for name, stacked in members.named_parameters():
+            for name, stacked in stacked_parameters(members).items():
                 assert bool((stacked.std(0) > 0).all()) == (name == moving)
 
 

@@ -60,7 +60,7 @@ def test_its_networks_are_its_draws(method: str) -> None:
     samples = net.networks(3, seed=5)
     assert torch.equal(torch.get_rng_state(), state)
     torch.testing.assert_close(samples(x), net(x, draws=3, seed=5))
-    assert set(samples.state_dict()) == set(case.model(0).state_dict())
+    assert set(samples.state_dict()) == {f"{i}.{name}" for i in range(3) for name in case.model(0).state_dict()}
     torch.testing.assert_close(samples.member(1)(x), net(x, draws=3, seed=5)[1])
     assert type(samples.member(1)) is type(case.model(0))
     assert not hasattr(samples.member(1), "trajectory_std")
@@ -90,7 +90,7 @@ def test_weights_of_different_dtypes_are_drawn_in_the_finer_one() -> None:
     net = swag(model, checkpoints)
     assert net.trajectory_std.dtype == torch.float32
     assert net(torch.ones(5, 3), draws=2).shape == (2, 5, 2)
-    assert net.networks(2).first.weight.dtype == torch.bfloat16
+    assert net.networks(2).member(1).first.weight.dtype == torch.bfloat16
 
 
 def test_a_draw_is_the_same_under_autocast() -> None:
@@ -218,7 +218,8 @@ def test_without_data_all_draws_have_the_trajectorys_own_statistics() -> None:
         net = method(model, checkpoints)
         want = checkpoints[-1]["1.running_mean"] if name in ("random", "dropout") else mean
         torch.testing.assert_close(net.network.network[1].running_mean, want)
-        torch.testing.assert_close(net.networks(2).state_dict()["1.running_mean"], want.expand(2, -1))
+        for member in net.networks(2).network:
+            torch.testing.assert_close(member[1].running_mean, want)
 
 
 def test_a_shuffled_loader_gives_the_same_draws_for_the_same_seed() -> None:
@@ -294,14 +295,17 @@ def test_members_that_were_trained_together_get_a_subspace_each() -> None:
         assert net(x, draws=3).shape == (6, 4, 4)
         if name == "swag":
             total = recorder.moments
-            torch.testing.assert_close(net.state_dict()["0.weight"], total.mean["0.weight"])
-            std = net.state_dict()["trajectory_std"][:, : 6 * 3].view(2, 6, 3)
-            torch.testing.assert_close(std, (total.variance["0.weight"] / 2).sqrt())
+            for index, member in enumerate(net.network):
+                name = f"{index}.0.weight"
+                torch.testing.assert_close(member.state_dict()["0.weight"], total.mean[name])
+                std = member.trajectory_std[: 6 * 3].view(6, 3)
+                torch.testing.assert_close(std, (total.variance[name] / 2).sqrt())
     once = swag(ensemble, recorder, data=iter([torch.randn(10, 3)]))
     assert once(x, draws=3).shape == (6, 4, 4), "data that can be read once serves all members"
     average = swa(ensemble, recorder)
     assert isinstance(average, mt.Members)
-    torch.testing.assert_close(average.state_dict()["1.running_var"], recorder.mean["1.running_var"])
+    for name in ("0.1.running_var", "1.1.running_var"):
+        torch.testing.assert_close(average.state_dict()[name], recorder.mean[name])
     assert subspace(ensemble, "random")(x, draws=3).shape == (6, 4, 4)
 
 

@@ -15,7 +15,7 @@ from multitudes.surgery.attention import choose
 from multitudes.surgery.initialise import redraw
 from multitudes.surgery.layers import PRODUCTS, replace, select
 from multitudes.surgery.observe import example_for
-from tests.cases import CLASSES, NETWORKS, Cnn
+from tests.cases import CLASSES, NETWORKS, Cnn, stacked_parameters
 from tests.hard_networks import DenseBlock, UNet
 from tests.of_parts import Of
 
@@ -98,23 +98,26 @@ def test_replacing_copies_and_reaches_every_use_of_a_layer() -> None:
 def test_fresh_members_have_the_layers_own_distribution() -> None:
     net = mt.deep_ensemble(nn.Linear(400, 300), members=4, seed=0)
     bound = 1 / 400**0.5
-    assert net.weight.abs().max() <= bound
-    torch.testing.assert_close(net.weight.std((1, 2)), torch.full((4,), bound / 3**0.5), rtol=0.02, atol=0)
-    he = mt.deep_ensemble(mt.models.resnet18(), members=2, seed=0).layer4[0].conv2.weight
+    weight = stacked_parameters(net)["weight"]
+    assert weight.abs().max() <= bound
+    torch.testing.assert_close(weight.std((1, 2)), torch.full((4,), bound / 3**0.5), rtol=0.02, atol=0)
+    he = mt.deep_ensemble(mt.models.resnet18(), members=2, seed=0)
+    he = torch.stack([member.layer4[0].conv2.weight for member in he.network])
     torch.testing.assert_close(he.std().item(), (2 / (512 * 9)) ** 0.5, rtol=0.02, atol=0)
 
 
 def test_batch_norm_statistics_start_anew() -> None:
     net = mt.deep_ensemble(NETWORKS["resnet"].model(), members=2)
-    assert not net.bn1.running_mean.any()
-    assert not net.bn1.num_batches_tracked.any()
+    for member in net.network:
+        assert not member.bn1.running_mean.any()
+        assert not member.bn1.num_batches_tracked.any()
 
 
 def test_attention_differs_between_fresh_members_and_what_has_no_rule_is_kept_and_told() -> None:
     model = NETWORKS["transformer"].model()
     with pytest.warns(UserWarning, match="'token', 'position' stayed as in model"):
         net = mt.deep_ensemble(model, members=3)
-    for name, parameter in net.named_parameters():
+    for name, parameter in stacked_parameters(net).items():
         if name in ("token", "position"):
             assert torch.equal(parameter, model.get_parameter(name).expand_as(parameter))
         elif not ("norm" in name or "bias" in name):  # those start constant
@@ -135,7 +138,7 @@ def test_redraw_leaves_constants_and_frozen_parameters_that_stand_alone() -> Non
 def test_perturbed_copies_are_near_the_pretrained_network() -> None:
     model = NETWORKS["cnn"].model()
     net = mt.deep_ensemble(model, members=3, init="pretrained", perturb=0.01, seed=0)
-    difference = (net.conv1.weight - model.conv1.weight).std() / model.conv1.weight.std()
+    difference = (stacked_parameters(net)["conv1.weight"] - model.conv1.weight).std() / model.conv1.weight.std()
     torch.testing.assert_close(difference.item(), 0.01, rtol=0.1, atol=0)
     with pytest.raises(ValueError, match="perturb must be 0 or more, got -1"):
         mt.deep_ensemble(model, init="pretrained", perturb=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -273,11 +274,11 @@ def test_buffers_with_infinities_are_compared(model: nn.Module) -> None:
     x = torch.randn(5, 3)
     net = mt.deep_ensemble(model, 3, seed=0)
     assert "predictions" in str(mt.check(net, x))
-    net.network.get_buffer("mask" if isinstance(model, Masked) else "embedding.low")[1, ..., 0] = 7.0
+    net.member(1).get_buffer("mask" if isinstance(model, Masked) else "embedding.low")[..., 0] = 7.0
     member = net.member
 
     def other(index: int) -> nn.Module:
-        found = member(index)
+        found = copy.deepcopy(member(index))
         for buffer in found.buffers():
             buffer.data = buffer.data.clone()
             buffer.data[buffer.data.isinf()] = 3.0  # no longer what the members side by side have

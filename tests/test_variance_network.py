@@ -82,8 +82,8 @@ def test_an_ensemble_of_variance_networks(parameterization: str) -> None:
     for runner in ("loop", "packed", "vmapped"):
         net.runner = runner
         torch.testing.assert_close(net.eval()(x, draws=0), torch.cat([m.eval()(x, draws=0) for m in members]))
-    drawn = net.get_parameter("4.sigma" if parameterization == "zero" else "4.weight")
-    assert not torch.equal(drawn[0], drawn[1])
+    name = "4.sigma" if parameterization == "zero" else "4.weight"
+    assert not torch.equal(net.get_parameter(f"0.{name}"), net.get_parameter(f"1.{name}"))
     net.train().loss(x, y, dataset_size=60).backward()
     assert all(p.grad.isfinite().all() and p.grad.any() for p in net.parameters())
 

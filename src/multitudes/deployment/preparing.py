@@ -45,7 +45,7 @@ def prepared(net: Multitude, example: Input, options: dict[str, Any]) -> tuple[M
     quick = _apart(net, example)
     if quick is not net:
         rows.append(("members", f"{net.members}, folded into networks of their own"))
-    norms = sum(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in quick.network.modules())
+    norms = sum(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in quick.template.modules())
     if norms:
         quick, folded = _without_norms(quick, example, options)
         rows.append(("batch norms", f"{folded} of {norms} folded into the layers beside them"))

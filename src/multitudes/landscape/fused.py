@@ -98,12 +98,17 @@ def _fastest(model: nn.Module, settings: int, x: Input) -> Plan:
         except (RuntimeError, ValueError):  # an error of the network itself is raised again by the loop
             continue
     if not times:
-        return Plan(Members([model] * settings, settings).unshare().eval(), "loop", False, None)
+        return Plan(_settings_of(model, settings), "loop", False, None)
     return min(times, key=lambda timed: timed[0])[1]
 
 
+def _settings_of(model: nn.Module, settings: int) -> Members:
+    """Return copies of a network, each with weights of its own, frozen ones too."""
+    return Members((copied(model) for _ in range(settings)), settings).unshare().eval()
+
+
 def _plans(model: nn.Module, settings: int, x: Input) -> Iterator[Plan]:
-    members = Members([model] * settings, settings).unshare().eval()
+    members = _settings_of(model, settings)
     cuda = tensors_in(x)[0].is_cuda
     independent = not cuda and isinstance(x, Tensor) and _rows_are_independent(model, x)
     row = _bytes_of_a_row(model, x) if independent else 0.0

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import Input, tensors_in
 from multitudes.core.members import Members
+from multitudes.core.settings import holding
 from multitudes.core.trace import hooked
 
 __all__ = ["first_bad_layer"]
@@ -31,22 +31,10 @@ def first_bad_layer(net: nn.Module, x: Input, compute: Callable[[], Any]) -> str
             found.append(f"the output of layer {name!r} ({type(layer).__name__}) is the first to hold such values")
 
     layers = [name for name, layer in net.named_modules() if name and not any(True for _ in layer.children())]
-    with hooked(net, layers, look), _looped(net):
+    members = [net] if isinstance(net, Members) else []
+    with holding(members, "_runner", "loop"), hooked(net, layers, look):  # hooks see layers that run one by one
         compute()
     return found[0] if found else "every layer's output is finite when it runs again, so the loss itself overflows"
-
-
-@contextmanager
-def _looped(net: nn.Module) -> Iterator[None]:
-    """Members run one after the other inside, through their layers, where hooks are heard."""
-    if not isinstance(net, Members):
-        yield
-        return
-    runner, net.runner = net.runner, "loop"
-    try:
-        yield
-    finally:
-        net.runner = runner
 
 
 def _bad(tensor: Tensor) -> bool:

@@ -93,12 +93,18 @@ def _difference_of_gradients(network: nn.Module, x: Input, fast: Runner, plain: 
     except FAILURES as error:
         return f"its gradients fail: {(str(error) or type(error).__name__).splitlines()[0]}"
     half = any(_is_half(one) for one in want if one is not None)
-    steepest = max((float(one.abs().max()) for one in want if one is not None and one.numel()), default=0.0)
+    steepest = max((_largest(one) for one in want if one is not None), default=0.0)
     for name, one, other in zip(trained, got, want, strict=True):
-        one, other = (trained[name].new_zeros(()) if each is None else each for each in (one, other))
-        if not float((one - other).abs().max()) <= (0.1 if half else 1e-2) * steepest:
+        one, other = (torch.zeros_like(trained[name]) if each is None else each for each in (one, other))
+        same = torch.equal(one.isfinite(), other.isfinite())
+        if not same or _largest(one - other) > (0.1 if half else 1e-2) * steepest:
             return f"the gradient of {name!r} gets other values"
     return ""
+
+
+def _largest(values: Tensor) -> float:
+    """Return the largest absolute value among the finite ones."""
+    return float(values.abs().nan_to_num(0, 0, 0).max()) if values.numel() else 0.0
 
 
 @contextmanager
