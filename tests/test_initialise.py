@@ -205,7 +205,11 @@ def test_heads_keeps_the_backbone_and_draws_the_output_layer_anew(method: str) -
             torch.testing.assert_close(got.mean(0), model.get_parameter(name))
         else:
             assert torch.equal(got, model.get_parameter(name).expand_as(got)), name
-    heads = [net.member(i).head.weight for i in range(net.members)] if net.members > 1 else [inner(net.network, "head").weight]
+    heads = (
+        [net.member(i).head.weight for i in range(net.members)]
+        if net.members > 1
+        else [inner(net.network, "head").weight]
+    )
     assert not any(torch.equal(head, model.head.weight) for head in heads)
     assert "drawn anew" in net.summary()
 

@@ -22,8 +22,8 @@ Parameters = Iterable[nn.Parameter]
 
 def network() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(2, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(150, 8), nn.Tanh(),
-        nn.LayerNorm(8), nn.Linear(8, 3),
+        nn.Conv2d(2, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(150, 8),
+        nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3),
     )  # fmt: skip
 
 
@@ -239,7 +239,9 @@ print("equal")
 def test_members_are_sharded_layer_by_layer_in_two_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SHARDED]
     both = [
-        subprocess.Popen([*command, str(rank), str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for rank in range(2)
     ]
     for process in both:

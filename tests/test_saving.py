@@ -231,7 +231,9 @@ def test_ties_buffers_and_attributes_of_a_users_network_are_kept(build: Callable
         assert network.gain == 2.0 and model.gain == 1.0
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not {p.data_ptr() for p in loaded.parameters()} & {p.data_ptr() for p in model.parameters()}
-    assert len(load_file(tmp_path / "net.safetensors")) == net.members * (3 + 4 + 2 + 1)  # the shared weight is there once
+    assert len(load_file(tmp_path / "net.safetensors")) == net.members * (
+        3 + 4 + 2 + 1
+    )  # the shared weight is there once
 
 
 def test_a_users_own_layer_that_draws_is_loaded_from_the_model(tmp_path: Path) -> None:

@@ -174,7 +174,9 @@ def test_a_trace_that_is_wrong_is_not_used() -> None:
 def test_one_proof_serves_batches_of_all_sizes_above_one(monkeypatch: pytest.MonkeyPatch) -> None:
     proofs = []
     difference = module.difference
-    monkeypatch.setattr(module, "difference", lambda *args, **own: proofs.append(args[2].name) or difference(*args, **own))
+    monkeypatch.setattr(
+        module, "difference", lambda *args, **own: proofs.append(args[2].name) or difference(*args, **own)
+    )
     net = several()
     with torch.no_grad():
         for rows in (2, 5, 64):

@@ -208,11 +208,13 @@ def test_a_half_frozen_network_runs_in_the_modes_of_its_modules(runner: str) -> 
     for model in (*net.network, *models):
         model.layer1.eval()
         model.bn1.eval()
-    for step in range(3):  # half of the statistics move, in the first mode and the second
+    for _ in range(3):  # half of the statistics move, in the first mode and the second
         torch.testing.assert_close(net(x), torch.stack([model(x) for model in models]), rtol=1e-6, atol=1e-8)
         for member, model in zip(net.network, models, strict=True):
             for (name, got), want in zip(member.named_buffers(), model.buffers(), strict=True):
-                torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}")
+                torch.testing.assert_close(
+                    got, want, rtol=1e-6, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}"
+                )
 
 
 @pytest.mark.parametrize("runner", ["packed", "vmapped"])

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from multitudes.core.copying import copied
 from multitudes.core.settings import computing_hooks, described
 
-__all__ = ["check_architecture", "dense", "equal", "of_one_architecture", "share_frozen", "shared_parameters", "stackable"]
+__all__ = [
+    "check_architecture",
+    "dense",
+    "equal",
+    "of_one_architecture",
+    "share_frozen",
+    "shared_parameters",
+    "stackable",
+]
 
 
 def of_one_architecture(networks: Iterable[nn.Module]) -> list[nn.Module]:

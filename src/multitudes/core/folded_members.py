@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._C import _functorch
 from torch.autograd import forward_ad
 
+from multitudes.core.architecture import stackable
 from multitudes.core.calling import Input, slots, tensors_in
 from multitudes.core.devices import milliseconds
 from multitudes.core.draws.stochastic import stochastic_layers
@@ -26,9 +27,8 @@ from multitudes.core.lending import Attributes, Written, lent
 from multitudes.core.member_layer import MemberLayer
 from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude
-from multitudes.core.runners.template import hooked_module
 from multitudes.core.proof import alike, kind_of, unmoved
-from multitudes.core.architecture import stackable
+from multitudes.core.runners.template import hooked_module
 
 __all__ = ["FoldedMembers"]
 

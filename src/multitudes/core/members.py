@@ -36,8 +36,8 @@ class Members(Multitude):
     """M networks of one architecture that share no weight.
 
     Each member is a plain network: `net.member(i)` is a module of the user's own class with its own parameters, buffers
-    and attributes, named `"i."` and its own name in `state_dict()` and `named_parameters()`. Parameters that were frozen
-    when the networks were put together, and equal, are one tensor that all members use.
+    and attributes, named `"i."` and its own name in `state_dict()` and `named_parameters()`. Equal parameters that were
+    frozen when the networks were put together are one tensor that all members use.
 
     `net.runner` says how members run: `"loop"` one after the other, `"packed"` with their channels side by side in
     grouped layers, `"vmapped"` by the network's own code for all members at once, under `torch.vmap`. `"auto"`, the

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from multitudes.core.architecture import check_architecture, equal, stackable
 from multitudes.core.calling import InputError
 from multitudes.core.copying import copied
-from multitudes.core.draws.stochastic import Stochastic
+from multitudes.core.draws.stochastic import Stochastic, attached
 from multitudes.core.settings import fingerprint
 
 __all__ = ["CannotStack", "Template", "hooked_module"]
@@ -60,7 +60,9 @@ class Template:
 
     def current(self) -> bool:
         """Return whether the networks have the modules, hooks and settings that they had."""
-        same = all(held[last] is tensor and tensor._version == version for held, last, tensor, version in self._unstacked)
+        same = all(
+            held[last] is tensor and tensor._version == version for held, last, tensor, version in self._unstacked
+        )
         return same and self._watch.unchanged()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -102,9 +104,10 @@ class Template:
 
 
 def hooked_module(network: nn.Module) -> str | None:
-    """Return the name of a module with hooks, forward or backward; None if there is none."""
+    """Return the name of a module with hooks, forward or backward, other than a stochastic layer's."""
     for name, module in network.named_modules():
-        if any(getattr(module, hooks) for hooks in _HOOKS):
+        own = 2 * len(attached(module))  # one before and one after the module's forward
+        if sum(len(getattr(module, hooks)) for hooks in _HOOKS) > own:
             return name
     return None
 
@@ -119,10 +122,10 @@ class _Watch:
         self.modules = modules
         self.types = list(map(type, modules))
         plain = [vars(module) for module in modules if not isinstance(module, Stochastic)]
-        self.live = [*plain, *(module._modules for module in modules if module._modules)]
+        registries = [getattr(module, registry) for module in modules for registry in (*_HOOKS, "_modules")]
+        self.live = [*plain, *filter(None, registries)]
         self.before = list(map(dict, self.live))
-        self.empty = [getattr(module, hooks) for module in modules for hooks in _HOOKS]
-        self.empty += [module._modules for module in modules if not module._modules]
+        self.empty = [registry for registry in registries if not registry]
         self.deep = [(vars(m), key, fingerprint(value)) for m in modules for key, value in _deep_settings(m)]
         kinds = {kind for module in modules for kind in type(module).__mro__ if _is_foreign(kind)}
         self.of_classes = [(kind, _class_settings(kind)) for kind in kinds]
@@ -186,9 +189,7 @@ def _without_weights(network: nn.Module) -> nn.Module:
         memo[id(tensor)] = tensor
         if stackable(tensor):
             empty = torch.empty_like(tensor, device="meta")
-            memo[id(tensor)] = (
-                nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-            )
+            memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     return copied(network, memo)
 
 
