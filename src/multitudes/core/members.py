@@ -81,7 +81,7 @@ class Members(Multitude):
             raise ValueError(f"runner must be one of {', '.join(RUNNERS)}, got {name!r}")
         if name in FAST:
             try:
-                FAST[name](self.network).prepare()
+                self._prepared(name)
             except InputError as refusal:
                 raise ValueError(f"runner {name!r} cannot run this network: {refusal}") from refusal
         self._runner = name
@@ -108,20 +108,25 @@ class Members(Multitude):
 
     def refusal(self, name: str, x: Input) -> str:
         """Return why a runner cannot run inputs like `x` in the present mode; an empty string if it can."""
+        if torch.compiler.is_compiling() and (name, self.training) in self._verdicts.in_mode:
+            return self._verdicts.in_mode[name, self.training]
+        return self._checked(name, x)
+
+    def _prepared(self, name: str) -> PackedRunner | VmappedRunner:
+        """Return a runner that fits the networks as they are; what was found of an earlier one counts no more."""
         if name not in self._fast:
             self._fast[name] = FAST[name](self.network)
         runner = self._fast[name]
-        if torch.compiler.is_compiling() and (name, self.training) in self._verdicts.in_mode:
-            return self._verdicts.in_mode[name, self.training]
-        return self._checked(runner, x)
+        if runner.prepare():
+            self._verdicts.forget(name, self.training)
+        return runner
 
     @uncompiled
-    def _checked(self, runner: PackedRunner | VmappedRunner, x: Input) -> str:
+    def _checked(self, name: str, x: Input) -> str:
         try:
-            if runner.prepare():
-                self._verdicts.forget(runner.name, self.training)
+            runner = self._prepared(name)
         except InputError as refusal:
-            self._verdicts.in_mode[runner.name, self.training] = str(refusal)
+            self._verdicts.in_mode[name, self.training] = str(refusal)
             return str(refusal)
         return self._verdicts.reason(
             runner.name,
