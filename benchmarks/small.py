@@ -115,7 +115,7 @@ def print_rows(name: str, seconds: float) -> None:
     make, shape, batches = NETWORKS[name]
     torch.manual_seed(0)
     net = make().eval()
-    layers = sum(parameter.dim() > 2 for parameter in net.parameters())
+    layers = sum(parameter.dim() > 1 for parameter in net.member(0).parameters())
     for batch in batches:
         x = torch.randn(batch, *shape)
         work = operations(net, x)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import multitudes as mt
 from multitudes.core import at_once as module
 from multitudes.core.at_once import at_once, products
-from multitudes.core.runners.selection import runner_for
+from multitudes.core.runners.selection import INDEPENDENT, Use, runner_for
+from multitudes.core.runners.size import convolves
 
 # -- networks ----------------------------------------------------------------------------------------------
 
@@ -251,18 +252,15 @@ def test_code_that_looks_at_values_is_refused() -> None:
     assert net(sequences()).shape == (2, 3, 5)
 
 
-class OnGpu(Tensor):
-    """A tensor that selection takes for one on a GPU."""
-
-    is_cuda = True
+def usual(network: nn.Module, device: str, training: bool = False) -> str:
+    return runner_for(INDEPENDENT, Use(device, training, 8, False, gradients=training, convolves=convolves(network)))
 
 
 def test_auto_takes_vmap_for_transformers_and_packs_convolutions_on_a_gpu() -> None:
-    x = torch.zeros(1).as_subclass(OnGpu)
-    assert runner_for(several("library")[0], x) == "vmapped"
-    assert runner_for(several("bert")[0], x) == "vmapped"
-    assert runner_for(mt.fuse([mt.models.resnet18()]), x) == "packed"
-    assert runner_for(mt.fuse([mt.models.resnet18()]).train(), torch.zeros(1)) == "loop"
+    assert usual(several("library")[0].template, "cuda") == "vmapped"
+    assert usual(several("bert")[0].template, "cuda") == "vmapped"
+    assert usual(mt.models.resnet18(), "cuda") == "packed"
+    assert usual(mt.models.resnet18(), "cpu", training=True) == "loop"
 
 
 @pytest.mark.slow

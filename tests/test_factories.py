@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import multitudes as mt
+from tests.cases import stacked_parameters
 from tests.test_initialise import CLASSES, INPUTS, METHODS, Net, X, inner
 
 
@@ -34,7 +35,7 @@ def test_each_member_of_a_factory_is_built_as_alone() -> None:
         assert all(torch.equal(got[name], tensor) for name, tensor in want.state_dict().items())
     torch.manual_seed(3)
     unseeded = mt.deep_ensemble(build, 4)
-    assert torch.equal(unseeded.network.first.weight, net.network.first.weight)
+    assert torch.equal(stacked_parameters(unseeded)["first.weight"], stacked_parameters(net)["first.weight"])
 
 
 def test_a_class_is_a_factory_of_its_networks() -> None:
@@ -68,11 +69,12 @@ def test_packed_members_are_channels_of_what_the_factory_builds() -> None:
         return model
 
     net = mt.packed(build, 4, 2, example=X, seed=0)
-    assert not net.network.norm.weight.any()
-    assert torch.equal(net.network.head.bias, torch.full((4, CLASSES), 2.0))
-    assert net.network.first.weight.shape == (4, 16, INPUTS)
+    own = stacked_parameters(net)
+    assert not own["norm.weight"].any()
+    assert torch.equal(own["head.bias"], torch.full((4, CLASSES), 2.0))
+    assert own["first.weight"].shape == (4, 16, INPUTS)
     rows = {tuple(row.tolist()) for model in by_hand(0, 1, build) for row in F.normalize(model.first.weight)}
-    member = F.normalize(net.network.first.weight[0])
+    member = F.normalize(own["first.weight"][0])
     close = [min(torch.tensor(row).sub(own).abs().max() for row in rows) < 1e-5 for own in member]
     assert all(close), "each unit is one of the built network's, scaled"
 

@@ -120,15 +120,13 @@ def test_a_saved_network_with_other_bytes_is_not_loaded(tmp_path: Path) -> None:
         mt.load(path)
 
 
-def test_a_network_that_was_saved_before_there_were_checksums_is_loaded(tmp_path: Path) -> None:
+def test_a_network_in_a_file_without_a_checksum_is_not_loaded(tmp_path: Path) -> None:
     net = mt.deep_ensemble(torch.nn.Linear(3, 2), 2)
     tensors, header = read_tensors(mt.save(net, tmp_path / "new.safetensors"), "multitudes", "a test")
-    save_file(tensors, tmp_path / "old.safetensors", {"multitudes": json.dumps({**header, "format": 3})})
-    x = torch.ones(1, 3)
-    assert torch.equal(mt.load(tmp_path / "old.safetensors")(x), net(x))
-    save_file(tensors, tmp_path / "old.safetensors", {"multitudes": json.dumps({**header, "format": 4})})
-    with pytest.raises(ValueError, match="it has no checksum"):
-        mt.load(tmp_path / "old.safetensors")
+    for number in (3, 4, 5):
+        save_file(tensors, tmp_path / "old.safetensors", {"multitudes": json.dumps({**header, "format": number})})
+        with pytest.raises(ValueError, match="it has no checksum"):
+            mt.load(tmp_path / "old.safetensors")
 
 
 def test_a_damaged_checkpoint_or_one_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import multitudes as mt
+from multitudes.core.runners import template as runners_template
 
 Parameters = Iterable[nn.Parameter]
 
@@ -201,6 +202,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 import multitudes as mt
+from multitudes.core.runners import template as runners_template
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
@@ -291,3 +293,18 @@ def test_a_sparse_buffer_is_the_same_in_all_members_or_they_run_one_after_the_ot
         net(x)
     net.runner = "auto"
     torch.testing.assert_close(net(x), alone())
+
+
+@pytest.mark.parametrize("runner", ["packed", "vmapped"])
+def test_setting_the_same_runner_again_makes_nothing_anew(runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    template = runners_template.Template.__init__
+    monkeypatch.setattr(
+        runners_template.Template, "__init__", lambda self, networks: made.append(1) or template(self, networks)
+    )
+    net = mt.deep_ensemble(network().eval(), members=2, seed=0).eval()
+    x, _ = batch(0)
+    for _ in range(3):
+        net.runner = runner
+        net(x)
+    assert len(made) == 1

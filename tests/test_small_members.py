@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from multitudes.core.small_members import MOST_BYTES, MOST_OPERATIONS
 from torch import Tensor, nn
 
 import multitudes as mt

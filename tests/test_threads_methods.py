@@ -24,7 +24,7 @@ from tests.cases import NETWORKS
 THREADS = ("mlp", "cnn", "resnet", "group_norm", "separable", "transformer", "vit", "tabular")
 DRAWING = {**drawing_cases.LEARNING, **drawing_cases.SAMPLED}
 METHODS = (*cases.METHODS, *DRAWING)
-RUNNERS = ("packed", "stacked")
+RUNNERS = ("packed", "vmapped")
 """The runners that deep ensembles are set to, beside their own choice."""
 
 

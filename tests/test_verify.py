@@ -66,7 +66,7 @@ def _looking(network: nn.Module) -> Callable[[Tensor], Tensor]:
         (_doubled, "it gives other predictions"),
         (_failing, "it fails: mat1 and mat2 shapes cannot be multiplied"),
         (_running_twice, "buffer '1.running_mean' gets other values"),
-        (_looking, "its code looks at values"),
+        (_looking, "its code inspects values"),
     ],
 )
 def test_a_difference_is_told_in_words(fast: Callable[..., Callable[[Tensor], Tensor]], reason: str) -> None:

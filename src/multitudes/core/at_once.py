@@ -1,4 +1,4 @@
-"""The stacked runner: a network's own code, run once for all members under vmap.
+"""The vmapped runner at work: a network's own code, run once for all members under vmap.
 
 Inside `at_once` a stacked tensor `[M, ...]` looks like one member's, and whatever Python does with it, it does for all
 members. That is right whatever the code is, and open-ended forwards need no trace. A few functions vmap does badly: a

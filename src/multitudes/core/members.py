@@ -23,6 +23,7 @@ from multitudes.core.runners.loop import LoopRunner
 from multitudes.core.runners.packed import PackedRunner
 from multitudes.core.runners.selection import INDEPENDENT, Use, runner_for
 from multitudes.core.runners.size import convolves, is_small, is_watched
+from multitudes.core.runners.template import CannotStack
 from multitudes.core.runners.verify import Verdicts, difference
 from multitudes.core.runners.vmapped import VmappedRunner
 from multitudes.core.tasks import Criterion
@@ -39,8 +40,8 @@ class Members(Multitude):
     """M networks of one architecture that share no weight.
 
     Each member is a plain network: `net.member(i)` is a module of the user's own class with its own parameters, buffers
-    and attributes; in `state_dict()` and `named_parameters()` its number stands before its own names. Parameters that
-    were frozen when the networks were put together, and equal, are one tensor that all members use.
+    and attributes; in `state_dict()` and `named_parameters()` its number stands before its own names. Equal parameters
+    that were frozen when the networks were put together are one tensor that all members use.
 
     `net.runner` says how members run: `"loop"` one after the other, `"packed"` with their channels side by side in
     grouped layers, `"vmapped"` by the network's own code for all members at once, under `torch.vmap`. `"auto"`, the
@@ -84,7 +85,7 @@ class Members(Multitude):
             raise ValueError(f"runner must be one of {', '.join(RUNNERS)}, got {name!r}")
         if name in FAST:
             try:
-                FAST[name](self.network).prepare()
+                self._prepared(name)
             except InputError as refusal:
                 raise ValueError(f"runner {name!r} cannot run this network: {refusal}") from refusal
         self._runner = name
@@ -102,8 +103,6 @@ class Members(Multitude):
         name = self._usual(x) if self._runner == "auto" else self._runner
         if name == "loop":
             return None
-        if self._nested:
-            self.template._prepare(x)  # type: ignore[operator]  # its copy, under vmap, cannot verify anything
         reason = self.refusal(name, x)
         if reason and self._runner != "auto":
             raise InputError(f"runner {name!r} cannot run this network: {reason}")
@@ -135,20 +134,27 @@ class Members(Multitude):
 
     def refusal(self, name: str, x: Input) -> str:
         """Return why a runner cannot run inputs like `x` in the present mode; an empty string if it can."""
+        if torch.compiler.is_compiling() and (name, self.training) in self._verdicts.in_mode:
+            return self._verdicts.in_mode[name, self.training]
+        return self._checked(name, x)
+
+    def _prepared(self, name: str) -> PackedRunner | VmappedRunner:
+        """Return a runner that fits the networks as they are; what was found of an earlier one counts no more."""
+        if self._nested:
+            raise CannotStack("its members are multitudes themselves, which run one after the other")
         if name not in self._fast:
             self._fast[name] = FAST[name](self.network)
         runner = self._fast[name]
-        if torch.compiler.is_compiling() and (name, self.training) in self._verdicts.in_mode:
-            return self._verdicts.in_mode[name, self.training]
-        return self._checked(runner, x)
+        if runner.prepare():
+            self._verdicts.forget(name, self.training)
+        return runner
 
     @uncompiled
-    def _checked(self, runner: PackedRunner | VmappedRunner, x: Input) -> str:
+    def _checked(self, name: str, x: Input) -> str:
         try:
-            if runner.prepare():
-                self._verdicts.forget(runner.name, self.training)
+            runner = self._prepared(name)
         except InputError as refusal:
-            self._verdicts.in_mode[runner.name, self.training] = str(refusal)
+            self._verdicts.in_mode[name, self.training] = str(refusal)
             return str(refusal)
         return self._verdicts.reason(
             runner.name,

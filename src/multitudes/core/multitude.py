@@ -330,7 +330,9 @@ class Multitude(Tasked):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        kept = {name: state[name] for name in self.found_anew if name in state}
         self.forget()
+        vars(self).update(kept)
 
     def train(self, mode: bool = True) -> Multitude:
         super().train(mode)

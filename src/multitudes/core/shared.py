@@ -126,6 +126,10 @@ class SharedMembers(Multitude):
         first = torch.arange(self.members, device=device) * rows // self.members
         return first[:, None] + torch.arange(-(-rows // self.members), device=device)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies keep the attributes that each member's code has written."""
+        return {**super().__getstate__(), "_one_by_one": self._one_by_one}
+
     def train(self, mode: bool = True) -> SharedMembers:
         super().train(mode)
         for runner in (self._one_by_one, *self._runners.values()):  # a compiled graph cannot look for what has changed

@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input
+from multitudes.core.draws.stochastic import attached
 from multitudes.core.packing import Plan, trace
-from multitudes.core.runners.template import Template
+from multitudes.core.runners.template import CannotStack, Template
 
 __all__ = ["PackedRunner"]
 
@@ -36,6 +37,8 @@ class PackedRunner:
         mode = self.networks.training
         if mode in self.plans and self.plans[mode][0].current():
             return False
+        if any(map(attached, self.networks.modules())):
+            raise CannotStack("a layer draws for a whole network, which a trace does not call")
         template = Template(self.networks)
         self.plans[mode] = template, trace(template.network, template.members)
         return True

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from multitudes.core.architecture import check_architecture, equal, stackable
 from multitudes.core.calling import InputError
 from multitudes.core.copying import copied
-from multitudes.core.draws.stochastic import Stochastic
+from multitudes.core.draws.stochastic import Stochastic, attached
 from multitudes.core.settings import fingerprint
 
 __all__ = ["CannotStack", "Template", "hooked_module"]
@@ -52,9 +52,6 @@ class Template:
             for own, theirs in zip(self.network.modules(), first.modules(), strict=True)
             if isinstance(theirs, Stochastic)
         ]
-        for own, theirs in zip(self.network.modules(), first.modules(), strict=True):
-            if hasattr(theirs, "_tiles"):  # members that share weights: the ways found for the first network are right
-                own._tiles = theirs._tiles
         self._training = any(module.training for module in first.modules())
         self._watch = _Watch(list(networks.modules()))
 
@@ -104,9 +101,10 @@ class Template:
 
 
 def hooked_module(network: nn.Module) -> str | None:
-    """Return the name of a module with hooks, forward or backward; None if there is none."""
+    """Return the name of a module with hooks, forward or backward, other than a stochastic layer's."""
     for name, module in network.named_modules():
-        if any(getattr(module, hooks) for hooks in _HOOKS):
+        own = 2 * len(attached(module))  # one before and one after the module's forward
+        if sum(len(getattr(module, hooks)) for hooks in _HOOKS) > own:
             return name
     return None
 
@@ -121,10 +119,10 @@ class _Watch:
         self.modules = modules
         self.types = list(map(type, modules))
         plain = [vars(module) for module in modules if not isinstance(module, Stochastic)]
-        self.live = [*plain, *(module._modules for module in modules if module._modules)]
+        registries = [getattr(module, registry) for module in modules for registry in (*_HOOKS, "_modules")]
+        self.live = [*plain, *filter(None, registries)]
         self.before = list(map(dict, self.live))
-        self.empty = [getattr(module, hooks) for module in modules for hooks in _HOOKS]
-        self.empty += [module._modules for module in modules if not module._modules]
+        self.empty = [registry for registry in registries if not registry]
         self.deep = [(vars(m), key, fingerprint(value)) for m in modules for key, value in _deep_settings(m)]
         kinds = {kind for module in modules for kind in type(module).__mro__ if _is_foreign(kind)}
         self.of_classes = [(kind, _class_settings(kind)) for kind in kinds]
