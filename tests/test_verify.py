@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.runners.verify import Verdicts, difference, use_of
+from multitudes.core.calling import use_of
+from multitudes.core.runners.verify import Verdicts, difference
 
 
 def _network() -> nn.Sequential:

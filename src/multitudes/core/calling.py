@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -275,6 +275,29 @@ def _compiled_plain_attention() -> Iterator[None]:
         yield
     finally:
         switches._is_fastpath_enabled = before
+
+
+def kind_of(x: Any, batch: int | None = None) -> Any:
+    """The kind of an input, whatever its sizes: ranks, dtypes, and which tensors are as long as the first."""
+    if batch is None:
+        first = tensors_in(x)
+        batch = first[0].shape[0] if first and first[0].dim() else 0
+    if isinstance(x, Tensor):
+        return x.dim(), x.dtype, x.device.type, x.dim() > 0 and x.shape[0] == batch
+    if isinstance(x, Mapping):
+        return tuple((key, kind_of(value, batch)) for key, value in x.items())
+    if isinstance(x, (tuple, list)):
+        return tuple(kind_of(value, batch) for value in x)
+    return type(x)
+
+
+def use_of(network: nn.Module, x: Input) -> tuple[bool, Hashable]:
+    """Return what a verdict depends on: the mode; and the kind of input, whether it has several rows, and autocast."""
+    first = x if isinstance(x, Tensor) else tensors_in(x)[0]
+    device = first.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    kind = (x.dim(), x.dtype, device) if isinstance(x, Tensor) else kind_of(x)
+    return network.training, (kind, first.dim() > 0 and len(first) > 1, autocast)
 
 
 @contextmanager

@@ -126,7 +126,7 @@ class MemberLayer(nn.Module):
         On a GPU one large product is faster than one for each member, and takes more memory (`benchmarks/README.md`).
         Where the layer has hooks, they see what each member's own layer sees.
         """
-        if self._hooked:
+        if self.layer._forward_hooks or self.layer._forward_pre_hooks:
             return True
         if x.dim() == 2:  # one product of all rows is faster than one for each member, however many rows there are
             return False

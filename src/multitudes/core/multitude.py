@@ -63,7 +63,7 @@ class Multitude(Tasked):
     independent = False
     """Whether the members share no weight. Then each learns from its own loss, and the losses add up."""
 
-    found_anew: tuple[str, ...] = ("_draw_cache", "_settled")
+    found_anew: tuple[str, ...] = ("_draw_cache", "_settled", "_last")
     """The attributes that are caches, filled by running, which copies and files leave out."""
 
     _settled = False  # whether the network's own noise was looked for, and its drawing layers are known to be called
@@ -99,6 +99,7 @@ class Multitude(Tasked):
         """Clear the caches (`found_anew`), which are filled again by running."""
         self._draw_cache = Draws()
         self._settled = False
+        self._last = None
 
     # -- the four verbs ----------------------------------------------------------------------------------
 
@@ -177,9 +178,9 @@ class Multitude(Tasked):
             self._warn_of_copies(x, y, task)
         predictions = self(x)
         by_member = predictions.unflatten(0, (self.members, -1))
-        criterion = self._criterion(criterion, task, predictions, y, averages=by_member.shape[1] > 1)
-        losses = member_losses(criterion, by_member, y, weight, task or self.task, not self.independent)
-        return self._combine(losses) + self._divergence_of_one(dataset_size)
+        objective = self._criterion(criterion, task, predictions, y, averages=by_member.shape[1] > 1)
+        losses = member_losses(objective, by_member, y, weight, not self.independent)
+        return self._combine(losses, dataset_size)
 
     def kl(self, **prior: Any) -> Tensor:
         """The divergence from the prior that the method's objective asks for, a scalar; 0 where it asks for none."""
@@ -407,18 +408,16 @@ class Multitude(Tasked):
             self.task = task
         return self
 
-    def _divergence_of_one(self, dataset_size: int | None) -> Tensor | float:
-        if dataset_size is None:
-            return 0.0
-        if isinstance(dataset_size, bool) or not isinstance(dataset_size, int) or dataset_size < 1:
-            raise ValueError(f"dataset_size must be the number of training examples, got {dataset_size!r}")
-        return self.kl() / dataset_size if self.divergences else 0.0
-
-    def _combine(self, losses: list[Tensor]) -> Tensor:
+    def _combine(self, losses: list[Tensor], dataset_size: int | None) -> Tensor:
+        """The sum of independent members' losses, the mean of others', and one example's part of the divergence."""
         if losses[0].dim():
             raise ValueError(f"criterion must give one number, the batch's mean, got shape {list(losses[0].shape)}")
-        total = torch.stack(losses)
-        return total.sum() if self.independent else total.mean()
+        total = torch.stack(losses).sum() if self.independent else torch.stack(losses).mean()
+        if dataset_size is None:
+            return total
+        if isinstance(dataset_size, bool) or not isinstance(dataset_size, int) or dataset_size < 1:
+            raise ValueError(f"dataset_size must be the number of training examples, got {dataset_size!r}")
+        return total + self.kl() / dataset_size if self.divergences else total
 
 
 def plain(model: nn.Module) -> nn.Module:

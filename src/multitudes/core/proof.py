@@ -8,7 +8,7 @@ it leaves no trace in buffers, attributes or random states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -27,7 +27,6 @@ from multitudes.core.trace import Call, python_states, random_states, recording,
 __all__ = [
     "alike",
     "first_difference",
-    "kind_of",
     "python_states",
     "random_states",
     "rows_interact",
@@ -100,20 +99,6 @@ def _keeps_statistics(module: nn.Module) -> bool:
 
 
 # -- comparing ---------------------------------------------------------------------------------------------
-
-
-def kind_of(x: Any, batch: int | None = None) -> Any:
-    """The kind of an input, whatever its sizes: ranks, dtypes, and which tensors are as long as the first."""
-    if batch is None:
-        first = tensors_in(x)
-        batch = first[0].shape[0] if first and first[0].dim() else 0
-    if isinstance(x, Tensor):
-        return x.dim(), x.dtype, x.device.type, x.dim() > 0 and x.shape[0] == batch
-    if isinstance(x, Mapping):
-        return tuple((key, kind_of(value, batch)) for key, value in x.items())
-    if isinstance(x, (tuple, list)):
-        return tuple(kind_of(value, batch) for value in x)
-    return type(x)
 
 
 def alike(got: Tensor, want: Tensor) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, InputError, input_errors, tensors_in
+from multitudes.core.calling import Input, InputError, input_errors, tensors_in, use_of
 from multitudes.core.calling import rows as some_rows
 from multitudes.core.clipping import clip_each
 from multitudes.core.compiling import uncompiled
@@ -22,7 +22,7 @@ from multitudes.core.proof import first_difference, running_statistics, silent_t
 from multitudes.core.runners.one_by_one import OneByOne, member_view
 from multitudes.core.runners.selection import SHARED, Use, runner_for
 from multitudes.core.runners.side_by_side import SideBySide
-from multitudes.core.runners.verify import FAILURES, Verdicts, difference, use_of
+from multitudes.core.runners.verify import FAILURES, Verdicts, difference
 from multitudes.core.tasks import Criterion
 from multitudes.core.tiling import Boundary, Run, Unseen, find_boundary, observed
 from multitudes.core.views import run
@@ -42,7 +42,7 @@ class SharedMembers(Multitude):
     statistics over the tiled batch, all members' together.
     """
 
-    found_anew = ("_draw_cache", "_settled", "_runners", "_one_by_one", "_whole")
+    found_anew = ("_draw_cache", "_settled", "_last", "_runners", "_one_by_one", "_whole")
 
     rows = "shared"
     """The rows that a member trains on: all rows of the batch, "shared", or its own part of them, "own"."""
@@ -111,10 +111,10 @@ class SharedMembers(Multitude):
             divided = x if parts.numel() == len(y) else some_rows(x, parts.flatten())
             predictions = SideBySide(self.network, self.members).divided(divided)
         weights = [None] * self.members if weight is None else weight[parts].unbind()
-        criterion = self._criterion(criterion, task, predictions, y[parts[0]])
+        own_loss = self._criterion(criterion, task, predictions, y[parts[0]]).loss
         each = zip(predictions, y[parts], weights, strict=True)
-        losses = [criterion(part, target, weight=own) for part, target, own in each]
-        return self._combine(losses) + self._divergence_of_one(dataset_size)
+        losses = [own_loss(part, target, weight=own) for part, target, own in each]
+        return self._combine(losses, dataset_size)
 
     def _parts(self, rows: int, device: torch.device) -> Tensor:
         """The rows of each member's part of a batch, `[M, ceil(B / M)]`.

@@ -65,10 +65,10 @@ class Mimo(Multitude):
         with input_errors(x):
             predictions = self._answers([x[order] for order in orders])
         targets = [y[order] for order in orders]
-        criterion = self._criterion(criterion, task, predictions, targets[0])
+        own_loss = self._criterion(criterion, task, predictions, targets[0]).loss
         weights = [None if weight is None else weight[order] for order in orders]
-        losses = [criterion(p, y, weight=w) for p, y, w in zip(predictions, targets, weights, strict=True)]
-        return self._combine(losses) + self._divergence_of_one(dataset_size)
+        losses = [own_loss(p, y, weight=w) for p, y, w in zip(predictions, targets, weights, strict=True)]
+        return self._combine(losses, dataset_size)
 
     def _orders(self, batch: int, device: torch.device) -> list[Tensor]:
         """Which inputs each member sees: a share `repetition` is the same for all, the rest shuffled apart."""

@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, InputError, rows, tensors_in
+from multitudes.core.calling import Input, InputError, kind_of, rows, tensors_in
 from multitudes.core.draws.engine import Draws
 from multitudes.core.draws.stochastic import stochastic_layers
-from multitudes.core.proof import kind_of, rows_interact
+from multitudes.core.proof import rows_interact
 from multitudes.core.tasks.predictive import Predictive
 
 FEWEST = 8

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.attributes import attributes_restored
-from multitudes.core.calling import Input, InputError, tensors_in
+from multitudes.core.calling import Input, InputError, kind_of, tensors_in, use_of
 from multitudes.core.draws.memory import Meter, OverBudget, free_bytes, in_bytes
 from multitudes.core.draws.stochastic import Draw, drawing
 from multitudes.core.draws.vmap import Run, vmapped
-from multitudes.core.proof import alike, kind_of, unmoved
-from multitudes.core.runners.verify import FAILURES, use_of
+from multitudes.core.proof import alike, unmoved
+from multitudes.core.runners.verify import FAILURES
 from multitudes.core.seeding import TorchNumbers, mixed, seeded, torch_generators
 
 __all__ = ["Cost", "Draws", "cost_key", "one_by_one"]

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.architecture import dense
-from multitudes.core.calling import Input, tensors_in
+from multitudes.core.calling import Input, tensors_in, use_of
 from multitudes.core.compiling import uncompiled
-from multitudes.core.proof import _is_half, alike, kind_of, silent_trial, trial
+from multitudes.core.proof import _is_half, alike, silent_trial, trial
 from multitudes.core.trace import recording, unmoved
 
-__all__ = ["FAILURES", "Runner", "Verdicts", "difference", "use_of"]
+__all__ = ["FAILURES", "Runner", "Verdicts", "difference"]
 
 Runner = Callable[[Any], Tensor]
 """A way to run a network: an input to predictions `[S, B, ...]`."""
@@ -120,15 +120,6 @@ def _outcome(network: nn.Module, x: Input, runner: Runner, buffers: bool) -> dic
         predictions = runner(x)
         kept = network.named_buffers() if buffers else ()
         return {"": predictions, **{name: dense(buffer).clone() for name, buffer in kept}}
-
-
-def use_of(network: nn.Module, x: Input) -> tuple[bool, Hashable]:
-    """Return what a verdict depends on: the mode; and the kind of input, whether it has several rows, and autocast."""
-    first = x if isinstance(x, Tensor) else tensors_in(x)[0]
-    device = first.device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    kind = (x.dim(), x.dtype, device) if isinstance(x, Tensor) else kind_of(x)
-    return network.training, (kind, first.dim() > 0 and len(first) > 1, autocast)
 
 
 class Verdicts:

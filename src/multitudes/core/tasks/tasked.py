@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +19,7 @@ from multitudes.core.tasks.heads import head_task, predicts_next_tokens
 from multitudes.core.tasks.predictive import Predictive
 from multitudes.core.tasks.quantiles import check_levels
 
-__all__ = ["Tasked", "member_losses"]
+__all__ = ["Objective", "Tasked", "member_losses"]
 
 
 class Tasked(nn.Module):
@@ -28,6 +30,7 @@ class Tasked(nn.Module):
     _quantiles: tuple[float, ...] | None = None
     _next_tokens: bool | None = None
     _targets_checked = False
+    _last: tuple[Any, Objective] | None = None
 
     @property
     def template(self) -> nn.Module:
@@ -126,42 +129,70 @@ class Tasked(nn.Module):
 
     def _criterion(
         self, criterion: Criterion | None, task: str | None, predictions: Tensor, y: Tensor, averages: bool = False
-    ) -> Callable[..., Tensor]:
-        """The criterion of the loss, `(prediction, y, weight=None) -> mean over the batch`.
+    ) -> Objective:
+        """The loss to train with; an error where the targets do not fit the task or the predictions.
 
-        It is an error where the targets do not fit the task or the predictions.
-
-        On a GPU the values of the first targets alone are looked at, since looking waits for it.
+        On a GPU only the values of the first targets are checked, since looking at them waits for it.
         """
-        known = task or self.known_task
-        chosen = criterion_for(known, criterion, averages)
-        if criterion is not None and not tasks_of(criterion):
-            return partial(_own_loss, chosen)  # what fits a criterion of the user's own is for it to say
-        reading = self._reading(known or "classification")
-        if torch.compiler.is_compiling():
-            return partial(reading.loss, chosen)
-        if known is None:
+        objective = self._objective(criterion, task, averages)
+        if not objective.is_known or torch.compiler.is_compiling():
+            return objective  # a criterion of the user's own checks its targets itself
+        if not objective.has_task:
             check_clear(predictions, y)
         values = criterion is None and not (isinstance(y, Tensor) and y.is_cuda and self._targets_checked)
-        reading.check_targets(predictions, reading.aligned(y), values)
-        self._targets_checked = True
-        return partial(reading.loss, chosen)
+        objective.reading.check_targets(predictions, objective.reading.aligned(y), values)
+        if not self._targets_checked:
+            self._targets_checked = True
+        return objective
+
+    def _objective(self, criterion: Criterion | None, task: str | None, averages: bool) -> Objective:
+        """Find the criterion and the task; the last default criterion is kept, since every step asks for it."""
+        config = getattr(self.template, "config", None)
+        head = getattr(config, "problem_type", None), getattr(config, "num_labels", None)
+        key = task, averages, self.chosen_task, self._quantiles, self._next_tokens, head
+        nested = isinstance(self.template, Tasked)
+        if criterion is None and self._last is not None and self._last[0] == key and not nested:
+            return self._last[1]
+        known = task or self.known_task
+        chosen = criterion_for(known, criterion, averages)
+        reading = self._reading(known or "classification")
+        is_known = criterion is None or bool(tasks_of(criterion))
+        means = is_known and reading.averages_rows(chosen)
+        loss = partial(reading.loss if is_known else _own_loss, chosen)
+        objective = Objective(loss, reading, known is not None, is_known, means)
+        if criterion is None and not torch.compiler.is_compiling():
+            self._last = key, objective
+        return objective
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of a prediction, with the task by which it is read."""
+
+    loss: Callable[..., Tensor]
+    """A function `(prediction, y, weight=None) -> mean over the batch`."""
+    reading: Task
+    has_task: bool
+    """True if the task was chosen, or is that of the network's head."""
+    is_known: bool
+    """True if the criterion is one of torch's or of the library."""
+    averages_rows: bool
+    """True if the criterion is the mean over rows."""
 
 
 def member_losses(
-    criterion: Callable[..., Tensor], predictions: Tensor, y: Tensor, weight: Tensor | None, task: str, alike: bool
+    objective: Objective, predictions: Tensor, y: Tensor, weight: Tensor | None, alike: bool
 ) -> list[Tensor]:
-    """The losses of members' averaged draws, `[M, D, B, ...]`, by what `_criterion` gave.
+    """The losses of members' averaged draws, `[M, D, B, ...]`.
 
-    Where all members count `alike`, and the criterion is known to be the mean over rows, it is one number: the mean
-    over the rows of all members, by one call instead of one for each.
+    Where all members count `alike`, and the criterion is the mean over rows, it is one number: the mean over the rows
+    of all members, by one call instead of one for each.
     """
     members, draws = predictions.shape[:2]
-    reading = task_of(task)
-    if alike and draws == 1 and isinstance(criterion, partial) and reading.averages_rows(criterion.args[0]):
+    if alike and draws == 1 and objective.averages_rows:
         weights = None if weight is None else weight.repeat(members, *[1] * (weight.dim() - 1))
-        return [criterion(predictions.flatten(0, 2), y.repeat(members, *[1] * (y.dim() - 1)), weight=weights)]
-    return [criterion(reading.averaged(own), y, weight=weight) for own in predictions]
+        return [objective.loss(predictions.flatten(0, 2), y.repeat(members, *[1] * (y.dim() - 1)), weight=weights)]
+    return [objective.loss(objective.reading.averaged(own), y, weight=weight) for own in predictions]
 
 
 def _own_loss(criterion: Criterion, prediction: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
