@@ -15,10 +15,19 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-__all__ = ["evaluating", "one_thread"]
+__all__ = ["evaluating", "initializing", "one_thread"]
 
 _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 _FINDING = threading.Lock()
+_INITIALIZING = threading.RLock()
+
+
+def initializing() -> threading.RLock:
+    """The lock of code that initializes networks: torch has one random state for all threads.
+
+    It is taken before a network's lock, never after it.
+    """
+    return _INITIALIZING
 
 
 def one_thread(network: nn.Module) -> AbstractContextManager[object]:
@@ -48,8 +57,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _forget() -> None:
-    global _FINDING
-    _FINDING = threading.Lock()
+    global _FINDING, _INITIALIZING
+    _FINDING, _INITIALIZING = threading.Lock(), threading.RLock()
     _LOCKS.clear()
 
 

@@ -38,7 +38,6 @@ __all__ = [
     "hooked",
     "observing",
     "python_states",
-    "random_states",
     "record",
     "recording",
     "unmoved",
@@ -386,9 +385,9 @@ def unmoved(network: nn.Module, x: Input, trace: Trace | None = None) -> Iterato
     trace = trace or Trace()
     modules = [(path, module, dict(module._buffers), module.training) for path, module in network.named_modules()]
     values = [(name, buffer, buffer.clone()) for name, buffer in network.named_buffers()]
-    states = random_states(x)
+    states, others, torchs = torch_states(x), python_states(), NumbersDrawn()
     try:
-        with attributes_restored(network) as attributes:
+        with attributes_restored(network) as attributes, torchs:
             yield
     finally:
         for path, module, buffers, training in modules:
@@ -403,7 +402,7 @@ def unmoved(network: nn.Module, x: Input, trace: Trace | None = None) -> Iterato
                 trace.buffers.add(name)
                 buffer.copy_(before)
         trace.attributes.update(_joined(*place) for place in attributes)
-        for _, put, state in states:
+        for _, put, state in [*(states if torchs.seen else []), *others]:  # else other threads may have moved torch's
             put(state)
 
 
@@ -425,19 +424,16 @@ def _of_generator(generator: torch.Generator) -> tuple[Callable[[], Any], Callab
     return lambda: generator.get_state().tolist(), put
 
 
-def random_states(x: Any = ()) -> list[State]:
-    """Functions that get and set each random state, and its value now, in a form that can be compared.
-
-    The states are torch's on the CPU and on the devices of `x`, Python's, and NumPy's where it is in use.
-    """
+def torch_states(x: Any = ()) -> list[State]:
+    """Functions that get and set torch's random states, and their values, on the CPU and on the devices of `x`."""
     ways = [_of_generator(torch.default_generator)]
     for device in {tensor.device for tensor in tensors_in(x) if tensor.is_cuda}:
         ways.append(_of_generator(torch.cuda.default_generators[device.index]))
-    return [*((get, put, get()) for get, put in ways), *python_states()]
+    return [(get, put, get()) for get, put in ways]
 
 
 def python_states() -> list[State]:
-    """The random states that are not torch's: Python's, and NumPy's where it is in use (see `random_states`)."""
+    """The random states that are not torch's: Python's, and NumPy's where it is in use (see `torch_states`)."""
     ways: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [(random.getstate, random.setstate)]
     if "numpy" in sys.modules:
         numpy = sys.modules["numpy"].random

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from multitudes.core.calling import Input
 from multitudes.core.checks import check_choice, check_count, check_seed
 from multitudes.core.draws.stochastic import stochastic_layers
+from multitudes.core.locking import initializing
 from multitudes.core.multitude import plain
 from multitudes.core.seeding import seeded
 from multitudes.surgery.heads import output_layers
@@ -105,7 +106,7 @@ class Start:
     @contextmanager
     def seeded(self) -> Iterator[None]:
         """Random numbers from the seed, behind those that building the network has used."""
-        with seeded(self._seed):
+        with initializing(), seeded(self._seed):
             if self._seed is not None and self._states:
                 _set_states(self._states)
             yield
@@ -164,7 +165,8 @@ class Start:
 
     def _judgement(self) -> Judgement:
         if self._judged is None:
-            self._judged = judged(self.network)
+            with initializing():
+                self._judged = judged(self.network)
             if told := [text for text in (self._of_trained(self._judged), _of_own(self._judged)) if text]:
                 warnings.warn("; ".join(told), stacklevel=_outside())
         return self._judged
