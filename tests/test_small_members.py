@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.core import members as module
-from multitudes.core.runners.size import MOST_BYTES, MOST_OPERATIONS, MOST_WEIGHTS
+from multitudes.core.runners.size import MANY, MOST_BYTES, MOST_BYTES_EACH, MOST_OPERATIONS, MOST_WEIGHTS
 
 from .hard_networks import HARD
 
@@ -19,7 +19,7 @@ def perceptron() -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
 
 
-def several(build: Callable[[], nn.Module] = perceptron, members: int = 3) -> mt.Members:
+def several(build: Callable[[], nn.Module] = perceptron, members: int = MANY) -> mt.Members:
     return mt.fuse([build() for _ in range(members)]).eval()
 
 
@@ -50,22 +50,36 @@ def test_small_members_run_packed_and_predict_what_each_does_alone(build: Callab
 
 
 def test_the_multiply_adds_of_a_layer_in_the_mean_decide() -> None:
-    net = several(lambda: nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 100)), 2)
-    most = int(MOST_OPERATIONS / ((300 * 300 + 300 * 100) / 2))
-    assert most * 300 * 4 * 2 < MOST_BYTES
-    assert chosen(net, torch.zeros(1, 300)) == "packed"  # what is counted first decides nothing
-    assert chosen(net, torch.zeros(most, 300)) == "packed"
-    assert chosen(net, torch.zeros(most + 1, 300)) == "loop"
+    net = several(lambda: nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU()), 3)
+    most = int(MOST_OPERATIONS / (64 * 64 * 9 * 6 * 6))
+    assert (most + 1) * 64 * 6 * 6 * 4 < MOST_BYTES_EACH and 3 * most * 64 * 6 * 6 * 4 < MOST_BYTES
+    assert chosen(net, torch.zeros(2, 64, 6, 6)) == "packed"  # what is counted first decides nothing
+    assert chosen(net, torch.zeros(most, 64, 6, 6)) == "packed"
+    assert chosen(net, torch.zeros(most + 1, 64, 6, 6)) == "loop"
 
 
 def test_the_bytes_of_the_largest_activation_of_all_members_decide() -> None:
-    net = several(lambda: nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 3)), 4)
-    most = MOST_BYTES // (64 * 4 * 4)
+    members = 2 * MOST_BYTES // MOST_BYTES_EACH
+    net = several(lambda: nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 3)), members)
+    most = MOST_BYTES // (64 * 4 * members)
     assert most * (16 * 64 + 64 * 3) / 2 < MOST_OPERATIONS
     assert chosen(net, torch.zeros(most, 16)) == "packed"
     assert chosen(net, torch.zeros(most + 1, 16)) == "loop"
-    fewer = several(lambda: nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 3)), 2)
-    assert chosen(fewer, torch.zeros(2 * most, 16)) == "packed"
+
+
+def test_the_bytes_of_the_largest_activation_of_one_member_decide() -> None:
+    net = several(lambda: nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 3)), MANY)
+    most = MOST_BYTES_EACH // (64 * 4)
+    assert most * 64 * 4 * MANY <= MOST_BYTES
+    assert chosen(net, torch.zeros(most, 16)) == "packed"
+    assert chosen(net, torch.zeros(most + 1, 16)) == "loop"
+
+
+def test_few_members_are_packed_where_they_convolve_several_rows() -> None:
+    few, image = several(members=MANY - 1), several(lambda: mt.models.small_cnn(channels=1, size=8), MANY - 1)
+    assert chosen(few, torch.randn(9, 16)) == "loop"
+    assert chosen(image, torch.randn(1, 1, 8, 8)) == "loop"
+    assert chosen(image, torch.randn(2, 1, 8, 8)) == "packed"
 
 
 def test_the_bytes_of_all_members_weights_decide() -> None:
@@ -244,7 +258,9 @@ def test_a_setting_of_one_member_that_changes_counts_for_that_member_alone() -> 
     with torch.no_grad():
         before = net(x)
         net.member(1)[0].gain = 3.0
-        torch.testing.assert_close(net(x), before * torch.tensor([1.0, 3.0, 1.0]).view(3, 1, 1))
+        scale = torch.ones(MANY, 1, 1)
+        scale[1] = 3.0
+        torch.testing.assert_close(net(x), before * scale)
         assert chosen(net, x) == "loop"
         net.member(1)[0].gain = 1.0
         assert chosen(net, x) == "packed"

@@ -13,15 +13,31 @@ from multitudes.core.calling import Input, tensors_in
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.trace import recording, unmoved
 
-__all__ = ["MOST_BYTES", "MOST_OPERATIONS", "MOST_WEIGHTS", "convolves", "is_small", "is_watched"]
+__all__ = [
+    "MANY",
+    "MOST_BYTES",
+    "MOST_BYTES_EACH",
+    "MOST_OPERATIONS",
+    "MOST_WEIGHTS",
+    "convolves",
+    "is_small",
+    "is_watched",
+]
 
 MOST_OPERATIONS = 15e6
 """The multiply-adds of a member's layer, in the mean, up to which packed members are faster on a CPU."""
 
 MOST_BYTES = 2**20
-"""The most that all members' largest activation may take, so that it stays in a core's cache."""
+"""The most bytes of all members' largest activation, so that it stays in a core's cache."""
 
-MOST_WEIGHTS = 2**20
+MOST_BYTES_EACH = 2**17
+"""The most bytes of one member's largest activation."""
+
+MANY = 8
+"""The members from which calling layers M times takes longer than stacking their weights in every call. Of fewer, only
+convolutions of several rows are faster packed."""
+
+MOST_WEIGHTS = 2**22
 """The most bytes that all members' weights may take, since they are stacked in every call."""
 
 
@@ -58,7 +74,10 @@ def is_small(member: nn.Module, members: int, x: Input, run: Callable[[], Tensor
     of_one_pixel = sum(max(module.kernel_size) == 1 for module in convolutions)
     if 4 * of_one_pixel > len(convolutions) or any(module.groups > 1 for module in convolutions):
         return False
+    if members < MANY and (not convolutions or len(tensors[0]) < 2):
+        return False
     layers = sum(parameter.dim() > 1 for parameter in member.parameters())
     with unmoved(member, x), torch.no_grad(), recording(member, (), work=True) as trace:
         run()
-    return trace.multiply_adds / max(1, layers) <= MOST_OPERATIONS and trace.nbytes * members <= MOST_BYTES
+    fits = trace.nbytes <= MOST_BYTES_EACH and trace.nbytes * members <= MOST_BYTES
+    return fits and trace.multiply_adds / max(1, layers) <= MOST_OPERATIONS
