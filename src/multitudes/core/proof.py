@@ -22,19 +22,16 @@ from multitudes.core.dispatching import NumbersDrawn
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.noise import STILL, Redrawn
 from multitudes.core.settings import holding
-from multitudes.core.trace import Call, python_states, random_states, recording, unmoved
+from multitudes.core.trace import Call, python_states, recording, unmoved
 
 __all__ = [
     "alike",
     "first_difference",
     "kind_of",
-    "python_states",
-    "random_states",
     "rows_interact",
     "running_statistics",
     "silent_trial",
     "trial",
-    "unmoved",
 ]
 
 

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from multitudes.core.checks import check_choice, check_number
 from multitudes.core.copying import copied
 from multitudes.core.locking import evaluating
-from multitudes.core.shared import MemberLayer, SharedMembers
+from multitudes.core.member_layer import MemberLayer
+from multitudes.core.shared import SharedMembers
 from multitudes.methods.own_layers import own_layer
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.affine import (

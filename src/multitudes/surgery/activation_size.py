@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input, call, plain_attention
-from multitudes.core.shared import MemberLayer
+from multitudes.core.member_layer import MemberLayer
+from multitudes.core.trace import observing
 from multitudes.surgery.affine import RECURRENT, axis_of, is_computed
 from multitudes.surgery.layers import is_frozen
-from multitudes.surgery.observe import observing
 
 
 def keep_scale(

@@ -20,10 +20,11 @@ from torch.overrides import TorchFunctionMode
 
 from multitudes.core.calling import Input, call, tensors_in
 from multitudes.core.copying import copied
+from multitudes.core.trace import hooked, observing
 from multitudes.surgery.affine import is_changed, kind_of
 from multitudes.surgery.cuts import CannotNarrow, output_axis, width_of
 from multitudes.surgery.layers import replace as replace_layers
-from multitudes.surgery.observe import followed_attention, hooked, observing
+from multitudes.surgery.observe import followed_attention
 
 __all__ = [
     "Attention",

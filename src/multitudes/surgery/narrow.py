@@ -22,6 +22,7 @@ from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.multitude import Multitude
 from multitudes.core.proof import alike
 from multitudes.core.seeding import seeded
+from multitudes.core.trace import observing
 from multitudes.surgery.activation_size import keep_scale
 from multitudes.surgery.affine import is_computed, kind_of
 from multitudes.surgery.attention import (
@@ -46,7 +47,7 @@ from multitudes.surgery.cuts import (
 from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, is_frozen, replace, select
 from multitudes.surgery.narrow_config import follow_configs, narrower_models, untrue_configs
 from multitudes.surgery.narrow_proof import prove, runs_like, standing_alone
-from multitudes.surgery.observe import example_for, executed, observing
+from multitudes.surgery.observe import example_for, executed
 from multitudes.surgery.sizes import changed
 from multitudes.surgery.start import starting
 from multitudes.surgery.watch import Along, Watch, gives_output, loses_the_same

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from multitudes.core.calling import Input, call
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.noise import STILL, Redrawn
-from multitudes.core.proof import alike, running_statistics, unmoved
+from multitudes.core.proof import alike, running_statistics
 from multitudes.core.settings import holding
+from multitudes.core.trace import hooked, observing, unmoved
 from multitudes.surgery.cuts import CannotNarrow, Cut, follows, input_axis, makes, output_axis
-from multitudes.surgery.observe import followed_attention, hooked, observing
+from multitudes.surgery.observe import followed_attention
 from multitudes.surgery.watch import Along
 
 __all__ = ["prove", "runs_like", "standing_alone"]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input, call
+from multitudes.core.trace import hooked, observing
 from multitudes.surgery.attention import HeadChoice, Inside, Pattern, choose
 from multitudes.surgery.cuts import (
     CannotNarrow,
@@ -22,7 +23,7 @@ from multitudes.surgery.cuts import (
     output_axis,
     width_of,
 )
-from multitudes.surgery.observe import followed_attention, hooked, observing
+from multitudes.surgery.observe import followed_attention
 from multitudes.surgery.sizes import Size, followed_sizes, note_sizes
 
 __all__ = ["Along", "Watch", "gives_output", "loses_the_same"]

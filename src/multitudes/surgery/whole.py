@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from multitudes.core.copying import copied
-from multitudes.core.shared import MemberLayer, rows_missing
+from multitudes.core.member_layer import MemberLayer, rows_missing
 from multitudes.surgery.affine import RECURRENT, AffineMap, kind_of, maps_of
 
 _ARGUMENTS = {

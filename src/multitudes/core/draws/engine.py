@@ -22,9 +22,10 @@ from multitudes.core.calling import Input, InputError, tensors_in
 from multitudes.core.draws.memory import Meter, OverBudget, free_bytes, in_bytes
 from multitudes.core.draws.stochastic import Draw, drawing
 from multitudes.core.draws.vmap import Run, vmapped
-from multitudes.core.proof import alike, kind_of, unmoved
+from multitudes.core.proof import alike, kind_of
 from multitudes.core.runners.verify import FAILURES, use_of
 from multitudes.core.seeding import TorchNumbers, mixed, seeded, torch_generators
+from multitudes.core.trace import unmoved
 
 __all__ = ["Cost", "Draws", "cost_key", "one_by_one"]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from multitudes.core.calling import Input, rows
 from multitudes.core.copying import share_registries
 from multitudes.core.draws.stochastic import Stochastic, drawing
-from multitudes.core.proof import unmoved
+from multitudes.core.trace import unmoved
 
 __all__ = ["Frozen", "find_rows", "rows_to_find", "scrambled"]
 

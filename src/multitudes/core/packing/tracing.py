@@ -17,8 +17,8 @@ from multitudes.core.packing.plan import Plan
 from multitudes.core.packing.private_copy import OwnCode, private_copy
 from multitudes.core.packing.rules import LAYERS
 from multitudes.core.packing.values import CannotPack
-from multitudes.core.proof import python_states
 from multitudes.core.settings import fingerprint
+from multitudes.core.trace import python_states
 
 
 def trace(template: nn.Module, members: int) -> Plan:
