@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, call, plain_attention, tensors_in
+from multitudes.core.calling import Input, call, mapped, plain_attention, tensors_in
 from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
 from multitudes.core.members import RUNNERS, Members
@@ -175,7 +175,7 @@ class _Answer:
 
     @classmethod
     def of(cls, net: nn.Module, example: Input, run: Callable[[Any], Tensor]) -> _Answer:
-        x = _leaves(example)
+        x = mapped(lambda t: t.detach().clone().requires_grad_(t.is_floating_point()), example)
         predictions = run(x)
         # Gradients of a random mixture of each member's predictions, the same for all.
         generator = torch.Generator().manual_seed(0)
@@ -233,15 +233,6 @@ def _apart(got: Tensor, want: Tensor) -> float:
 
 def _number(buffer: Tensor) -> Tensor:
     return buffer if buffer.is_floating_point() or buffer.is_complex() else buffer.double()
-
-
-def _leaves(x: Any) -> Any:
-    """A copy of an input whose floating-point tensors have gradients."""
-    if isinstance(x, Tensor):
-        return x.detach().clone().requires_grad_(x.is_floating_point())
-    if isinstance(x, Mapping):
-        return {key: _leaves(value) for key, value in x.items()}
-    return type(x)(map(_leaves, x)) if type(x) in (tuple, list) else x
 
 
 def _answers(member: nn.Module, x: Input) -> Tensor:
