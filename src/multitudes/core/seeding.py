@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from multitudes.core.calling import tensors_in
 from multitudes.core.checks import check_seed
 
-__all__ = ["TorchNumbers", "mixed", "seeded", "torch_generators"]
+__all__ = ["mixed", "seeded", "torch_generators"]
 
 
 def mixed(seed: int, number: int) -> int:
@@ -39,15 +38,3 @@ def torch_generators(x: Any) -> list[torch.Generator]:
     """Return torch's own random sources, of the CPU and of the devices of an input."""
     devices = {tensor.device.index for tensor in tensors_in(x) if tensor.is_cuda}
     return [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
-
-
-class TorchNumbers(TorchDispatchMode):
-    """Note whether the code that runs inside, in this thread, draws from torch's own random sources."""
-
-    drawn = False
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in function.tags and kwargs.get("generator") is None:
-            self.drawn = True
-        return function(*args, **kwargs)

@@ -29,6 +29,7 @@ from multitudes.core.dispatching import NumbersDrawn, Overlapping
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.locking import evaluating
 from multitudes.core.noise import STILL, Redrawn
+from multitudes.core.seeding import torch_generators
 
 __all__ = [
     "Call",
@@ -430,9 +431,7 @@ def random_states(x: Any = ()) -> list[State]:
 
     The states are torch's on the CPU and on the devices of `x`, Python's, and NumPy's where it is in use.
     """
-    ways = [_of_generator(torch.default_generator)]
-    for device in {tensor.device for tensor in tensors_in(x) if tensor.is_cuda}:
-        ways.append(_of_generator(torch.cuda.default_generators[device.index]))
+    ways = map(_of_generator, torch_generators(x))
     return [*((get, put, get()) for get, put in ways), *python_states()]
 
 

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 from multitudes.core.attributes import attributes_restored
 from multitudes.core.calling import Input, InputError, tensors_in
+from multitudes.core.dispatching import NumbersDrawn
 from multitudes.core.draws.memory import Meter, OverBudget, free_bytes, in_bytes
 from multitudes.core.draws.stochastic import Draw, drawing
 from multitudes.core.draws.vmap import Run, vmapped
 from multitudes.core.proof import alike, kind_of
 from multitudes.core.runners.verify import FAILURES, use_of
-from multitudes.core.seeding import TorchNumbers, mixed, seeded, torch_generators
+from multitudes.core.seeding import mixed, seeded, torch_generators
 from multitudes.core.trace import unmoved
 
 __all__ = ["Cost", "Draws", "cost_key", "one_by_one"]
@@ -174,9 +175,9 @@ def cost_key(x: Input) -> Hashable:
 
 def _draws_from_torch(run: Run, numbers: range) -> bool:
     """Return whether the network's code draws from torch's own random state."""
-    with unmoved(run.network, run.x), TorchNumbers() as torchs:
+    with unmoved(run.network, run.x), NumbersDrawn() as torchs:
         one_by_one(run, numbers[:1])
-    return torchs.drawn
+    return torchs.seen
 
 
 def _culprit(network: nn.Module, traceback: TracebackType | None) -> str:
