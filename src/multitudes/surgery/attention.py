@@ -23,6 +23,7 @@ from multitudes.core.trace import Call, Trace, hooked, observing, recording
 from multitudes.surgery.affine import is_changed, kind_of
 from multitudes.surgery.cuts import CannotNarrow, output_axis, width_of
 from multitudes.surgery.layers import replace as replace_layers
+from multitudes.surgery.layers import within
 from multitudes.surgery.observe import followed_attention
 
 __all__ = [
@@ -273,7 +274,7 @@ class HeadChoice:
 
     def inside(self, place: str) -> dict[int, Tensor]:
         """The kept heads, by how many there were, of the attentions in a module, or that it is in."""
-        near = [a for a in self.found if _within(place, a.place) or _within(a.place, place)]
+        near = [a for a in self.found if within(place, a.place) or within(a.place, place)]
         return {a.shared: self.kept(a)[1] for a in near} | {a.heads: self.kept(a)[0] for a in near}
 
     def kept(self, attention: Attention) -> tuple[Tensor, Tensor]:
@@ -334,10 +335,6 @@ class HeadChoice:
             for group in range(groups) for count, kept in parts for head in range(count // groups)
         ]  # fmt: skip
         return _blocks(torch.tensor(stays).nonzero()[:, 0], attention.size)
-
-
-def _within(name: str, outer: str) -> bool:
-    return not outer or name == outer or name.startswith(f"{outer}.")
 
 
 def _blocks(kept: Tensor, size: int) -> Tensor:

@@ -17,6 +17,7 @@ from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import seeded
 from multitudes.surgery.computed import plain_weights
 from multitudes.surgery.constructed import Own, compared
+from multitudes.surgery.layers import within
 
 __all__ = ["Judgement", "frozen_tensors", "is_hugging_face", "judged", "redraw", "run_rules"]
 
@@ -63,7 +64,7 @@ def run_rules(network: nn.Module, only: Collection[str] | None = None) -> None:
     of the modules inside it where it takes one. A Hugging Face model initialises its own sub-models by their own rules.
     """
     modules = dict(network.named_modules())
-    chosen = {id(m) for name, m in modules.items() if only is None or any(_within(name, each) for each in only)}
+    chosen = {id(m) for name, m in modules.items() if only is None or any(within(name, each) for each in only)}
     nested = {id(inner) for m in modules.values() if is_hugging_face(m) for inner in m.modules() if inner is not m}
     for module in reversed(modules.values()):
         if id(module) in chosen:
@@ -74,10 +75,6 @@ def run_rules(network: nn.Module, only: Collection[str] | None = None) -> None:
             continue
         with _unmarked(module):
             _initialise_each(module, initialise, chosen, is_hugging_face(module))
-
-
-def _within(name: str, outer: str) -> bool:
-    return not outer or name == outer or name.startswith(f"{outer}.")
 
 
 def is_hugging_face(module: nn.Module) -> bool:

@@ -24,6 +24,11 @@ PRODUCTS = (*CONVOLUTIONS, *TRANSPOSED, nn.Linear)
 """Layers that multiply their input by a weight matrix or kernel."""
 
 
+def within(name: str, outer: str) -> bool:
+    """Return whether a module, by its name, is another one or inside it."""
+    return not outer or name == outer or name.startswith(f"{outer}.")
+
+
 # -- select and replace ----------------------------------------------------------------------------------
 
 
