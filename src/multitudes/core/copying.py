@@ -33,7 +33,7 @@ def copied(network: Network, memo: dict[int, Any] | None = None) -> Network:
 
 
 def _is_made(tensor: Tensor) -> bool:
-    """Whether autograd has made a tensor."""
+    """Return whether autograd has made a tensor."""
     try:
         return not tensor.is_leaf
     except RuntimeError:  # it is one of several views of what was changed since, as a recurrent layer's flat weights

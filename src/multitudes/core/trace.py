@@ -349,7 +349,7 @@ class _WorkCounter(Overlapping, FlopCounterMode):
 
     @property
     def multiply_adds(self) -> int:
-        """Those that were counted so far."""
+        """The multiply-adds that were counted so far."""
         return int(self.get_total_flops()) // 2
 
     def _count_flops(self, packet: Any, out: Any, args: Any, kwargs: Any) -> Any:

@@ -167,7 +167,7 @@ def rank_one(layer: nn.Module, members: int, sides: str = "both") -> RankOne | R
 
 @dataclass(frozen=True)
 class Factors:
-    """How factors are drawn: from N(`center`, `spread`), or random signs, of all layers or of the first one's inputs.
+    """The distribution of factors: N(`center`, `spread`), or random signs, of all layers or of the first one's inputs.
 
     `chunks` are the widths of parts of the first layer's inputs, each with one number for all of it.
     """

@@ -147,7 +147,7 @@ def _merged_heads(shape: Sequence[int], made: list[int], batch: int) -> int:
 
 
 def _shared_heads(made: list[int], heads: int) -> int:
-    """How many heads of keys and values the last layers have made, counted in heads; as many as queries by default."""
+    """Return how many heads of keys and values the last layers have made; as many as queries by default."""
     for shared in range(heads, 0, -1):
         ways = made[-1:] == [heads + 2 * shared], made == [heads, shared, shared], made[-2:] == [heads, 2 * shared]
         if heads % shared == 0 and any(ways):
@@ -213,7 +213,7 @@ def _traced(
 
 
 class HeadChoice:
-    """Which heads, and so which channels, are kept of the layers that attention reads from.
+    """The choice of heads, and so of channels, that are kept of the layers that attention reads from.
 
     `counts` gives the wanted widths of layers, where they are known; else `factor` does, rounded up to whole heads.
     Layers in `whole` keep all their heads.
@@ -239,7 +239,7 @@ class HeadChoice:
 
     @property
     def groups(self) -> dict[int, int]:
-        """How many query heads share a head of keys and values, before and after."""
+        """The numbers of query heads that share a head of keys and values, before and after."""
         return {
             a.heads // a.shared: len(self.kept(a)[0]) // len(self.kept(a)[1]) for a in self.found if a.shared < a.heads
         }
@@ -263,7 +263,7 @@ class HeadChoice:
         return _blocks(self.kept(widest)[0], widest.size)
 
     def note(self, name: str, width: int) -> str:
-        """What became of the heads that a layer makes."""
+        """Describe how many of the heads that a layer makes are kept."""
         attention = next((a for a in self.found if name in a.sources), None)
         if attention is None or width % attention.size or self._of_source(attention, width) is None:
             return ""
@@ -299,7 +299,7 @@ class HeadChoice:
         return (groups.unsqueeze(1) * group + each).flatten(), groups
 
     def _counts(self, attention: Attention) -> tuple[int, int]:
-        """How many heads are kept, of queries and of keys and values."""
+        """Return how many heads are kept, of queries and of keys and values."""
         heads, shared, size = attention.heads, attention.shared, attention.size
         alike = [a for a in self.found if (a.heads, a.shared, a.size) == (heads, shared, size)]
         made = {n: self.widths[n] // size for a in alike for n in a.sources if self.widths[n] % size == 0}
@@ -362,7 +362,7 @@ _MAPS = ("q", "k", "v")
 
 
 class OpenAttention(nn.MultiheadAttention):
-    """What an `nn.MultiheadAttention` computes, with a linear layer for each of its four maps.
+    """A layer that computes the same as an `nn.MultiheadAttention`, with a linear layer for each of its four maps.
 
     The number of heads follows from the width of the projections; `head_dim` is fixed.
     """
@@ -412,7 +412,7 @@ class OpenAttention(nn.MultiheadAttention):
 
 
 def _mask(q: Tensor, k: Tensor, padding: Tensor | None, given: Tensor | None) -> Tensor | None:
-    """What is added to the scores `[B, H, T, S]`; None where nothing is hidden."""
+    """Return the mask that is added to the scores `[B, H, T, S]`; None where nothing is hidden."""
     masks = []
     for mask, shape in ((padding, (len(k), 1, 1, -1)), (given, None)):
         if mask is None:

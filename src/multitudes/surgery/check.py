@@ -26,7 +26,7 @@ __all__ = ["Checked", "check"]
 
 @dataclass(frozen=True)
 class Checked:
-    """What `check` has compared, a sentence each."""
+    """The comparisons that `check` has made, a sentence each."""
 
     compared: list[str] = field(default_factory=list)
 
@@ -94,7 +94,7 @@ class _Proof:
             self.done.compared.append(f"{name}no prediction depends on another member's weights")
 
     def together(self, training: bool, change: Callable[[Multitude], None] | None = None) -> _Answer:
-        """What the whole multitude gives."""
+        """Run the whole multitude."""
         one = copied(self.net).train(training)
         if change is not None:
             change(one)
@@ -110,7 +110,7 @@ class _Proof:
 
     @contextmanager
     def _quiet(self, network: nn.Module) -> Iterator[None]:
-        """Inside, no noise, and batch norms of members that share weights by their running statistics."""
+        """Turn noise off, and let batch norms of members that share weights use their running statistics."""
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(plain_attention())
@@ -197,7 +197,7 @@ class _Answer:
         return _Answer(self.predictions[index], [own], buffers, False)
 
     def beside(self, alone: _Answer, net: Multitude) -> dict[str, tuple[Tensor, Tensor]]:
-        """What is compared, by name: gradients of what both have, and buffers of members that share none."""
+        """Return the pairs to compare, by name: gradients of what both have, and buffers of members that share none."""
         predictions = alone.predictions.reshape(self.predictions.shape)
         pairs = {"its predictions": (self.predictions, predictions)}
         mine, theirs = self.gradients[0], alone.gradients[0]

@@ -78,7 +78,7 @@ def run_rules(network: nn.Module, only: Collection[str] | None = None) -> None:
 
 
 def is_hugging_face(module: nn.Module) -> bool:
-    """Whether a module is a model of Hugging Face's, with a configuration of its own."""
+    """Return whether a module is a model of Hugging Face's, with a configuration of its own."""
     return hasattr(type(module), "base_model_prefix") and "config" in vars(module)
 
 
@@ -97,7 +97,7 @@ def _rule(module: nn.Module, name: str, arguments: int) -> Callable[..., Any] | 
 
 
 def _try(module: nn.Module, rule: Callable[[], Any]) -> None:
-    """What a rule that fails has not drawn is as it was, and is told like what has no rule."""
+    """Call a rule; where it fails, what it has not drawn stays as it was, and is reported like what has no rule."""
     with plain_weights(module):
         try:
             rule()
@@ -134,7 +134,7 @@ def _unmarked(module: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Which of a network's parameters its own rules cannot, or should not, draw anew."""
+    """Return the parameters that a network's own rules cannot, or should not, draw anew."""
 
     own: dict[str, Own]
     """Those that other code has initialised, by name, and how; those without a rule are kept."""
@@ -180,7 +180,7 @@ def _moved(parameter: Tensor) -> Tensor:
 
 
 def _is_trained(module: nn.Module) -> bool:
-    """Whether some of its parameters are not frozen, or it has none."""
+    """Return whether some of its parameters are not frozen, or it has none."""
     parameters = list(module.parameters())
     return not parameters or any(p.requires_grad for p in parameters)
 

@@ -75,7 +75,7 @@ def _shapes(first: Any) -> list[tuple[int, ...]]:
 
 @contextmanager
 def followed_attention() -> Iterator[None]:
-    """Inside, attention computes step by step: NaN in, NaN out, which fused kernels do not promise."""
+    """Let attention compute step by step: NaN in, NaN out, which fused kernels do not promise."""
     with plain_attention(), math_attention():
         yield
 

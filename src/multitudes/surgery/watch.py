@@ -131,7 +131,7 @@ class Watch(TorchFunctionMode):
         return out
 
     def _is_of_each_head(self, layer: nn.Module, dropped: Any) -> bool:
-        """Whether all of a layer's channels are there in some places, and dropped in others, as those of heads are."""
+        """Return whether a layer's channels are kept in some places, and dropped in others, as those of heads are."""
         if dropped is None or not self.heads.found or input_axis(layer) != -1:
             return False
         return bool(dropped.any()) and not bool(dropped.all()) and bool((dropped == dropped[:1]).all())
@@ -165,7 +165,7 @@ class Watch(TorchFunctionMode):
 
 
 def gives_output(model: nn.Module, name: str, example: Input, names: Collection[str]) -> bool:
-    """Whether a layer's output reaches the network's without another layer between: NaN gets through."""
+    """Return whether a layer's output reaches the network's without another layer between: NaN gets through."""
 
     def mark(other: str, layer: nn.Module, args: Any, y: Tensor) -> Tensor:
         if follows(layer):
@@ -177,7 +177,7 @@ def gives_output(model: nn.Module, name: str, example: Input, names: Collection[
 
 
 def loses_the_same(model: nn.Module, example: Input, cuts: Mapping[str, Cut], along: Along) -> bool:
-    """Whether the entries that parameters would lose reach, as NaN, only channels that the next layers lose."""
+    """Return whether the entries that parameters would lose reach, as NaN, only channels that the next layers lose."""
     reached: list[bool] = []
 
     def see(name: str, layer: nn.Module, args: Any, y: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class WholeMemberLayer(MemberLayer):
         return _joined(answers, _output_axes(self.layer))
 
     def trained(self, name: str) -> bool:
-        """Whether the tensor of this name is trained in a member alone."""
+        """Return whether the tensor of this name is trained in a member alone."""
         return self.layer.get_parameter(name).requires_grad
 
     def fold(self, index: int) -> nn.Module:

@@ -90,7 +90,7 @@ class LaplaceLayer(Stochastic):
         return mean if self.expects else mean + self._outputs(self._deviation(self._rows(x))).to(mean.dtype)
 
     def _deviation(self, rows: Tensor) -> Tensor:
-        """How far the outputs of one draw are from the mean, `[..., F] -> [..., O]`.
+        """The deviation of one draw's outputs from the mean, `[..., F] -> [..., O]`.
 
         Of factors, rows are multiplied with each: there are fewer of them than weights.
         """
@@ -100,7 +100,7 @@ class LaplaceLayer(Stochastic):
         return rows @ change.mT if self.structure == "diag" else rows @ self.right @ change.mT @ self.left.mT
 
     def _change(self) -> Tensor:
-        """What a draw adds to the weights and the bias, `[O, F]`."""
+        """The numbers that a draw adds to the weights and the bias, `[O, F]`."""
         if self.structure == "full":
             change: Tensor = self.factor @ self.normal((*self.factor.shape[:2], 1), like=self.factor)
             return change.reshape(-1, self.weight.shape[1] + (self.bias is not None))
@@ -122,7 +122,7 @@ class LaplaceLayer(Stochastic):
         return features_of(last, self.bias is not None, self.weight)
 
     def _outputs(self, values: Tensor) -> Tensor:
-        """What was computed for each random output, `[..., O]`, in the form of the layer's outputs; 0 for others."""
+        """Put numbers for each random output, `[..., O]`, into the form of the layer's outputs; 0 for others."""
         values = F.pad(values, (0, len(self.weight) - values.shape[-1]))
         return values.movedim(-1, 1) if isinstance(self, nn.Conv2d) else values
 
