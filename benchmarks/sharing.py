@@ -18,7 +18,7 @@ from speed import Case, batch_for, measure, options
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.core.shared import MemberLayer
+from multitudes.core.member_layer import MemberLayer
 from multitudes.methods.masksembles import Masked
 from multitudes.surgery.affine import run_with
 

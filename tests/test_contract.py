@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.core.shared import MemberLayer
+from multitudes.core.member_layer import MemberLayer
 from tests import cases, drawing_cases
 from tests.cases import CLASSES, INDEPENDENT, METHODS, NETWORKS, QUICK, slow_but_for
 from tests.drawing_cases import DRAWING, SAMPLED

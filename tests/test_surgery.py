@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import multitudes as mt
-from multitudes.core.shared import MemberLayer
+from multitudes.core.member_layer import MemberLayer
 from multitudes.surgery.attention import choose
 from multitudes.surgery.initialise import redraw
 from multitudes.surgery.layers import PRODUCTS, replace, select

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from multitudes.core.settings import FLAT_WEIGHTS, FOUND_ANEW
-from multitudes.core.views import may_write
+from multitudes.core.views import may_write, same
 
 __all__ = ["attributes_restored"]
 
@@ -43,19 +43,10 @@ def attributes_restored(network: nn.Module) -> Iterator[set[tuple[str, str]]]:
                 del vars(module)[key]
             vars(module).update(before)
         for path, key, value, items in contents:
-            if not _same_items(value, items):
+            if not same(value, items):
                 written.add((path, key))
                 value.clear()
                 (value.extend if isinstance(value, list) else value.update)(items)
-
-
-def _same_items(one: Any, other: Any) -> bool:
-    """Return whether two containers hold the same objects."""
-    if len(one) != len(other):
-        return False
-    if isinstance(one, dict):
-        return all(key in other and other[key] is value for key, value in one.items())
-    return one == other if isinstance(one, set) else all(a is b for a, b in zip(one, other, strict=True))
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["copied", "share_registries"]
+__all__ = ["Sharing", "copied", "share_registries"]
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -33,7 +33,7 @@ def copied(network: Network, memo: dict[int, Any] | None = None) -> Network:
 
 
 def _is_made(tensor: Tensor) -> bool:
-    """Whether autograd has made a tensor."""
+    """Return whether autograd has made a tensor."""
     try:
         return not tensor.is_leaf
     except RuntimeError:  # it is one of several views of what was changed since, as a recurrent layer's flat weights
@@ -63,3 +63,19 @@ def share_registries(sharer: nn.Module, network: nn.Module) -> None:
     """Share a network's registries of parameters, buffers and children, and so its names."""
     for registry in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
         object.__setattr__(sharer, registry, getattr(network, registry))
+
+
+class Sharing(nn.Module):
+    """A module that shares the registries of another, which is its attribute of the name `shares`."""
+
+    shares: str
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        share_registries(self, inner)
+        object.__setattr__(self, self.shares, inner)  # not registered, which would put a name in front
+        self.training = inner.training
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        getattr(self, self.shares)._apply(fn, recurse)
+        return self

@@ -1,17 +1,15 @@
-"""The device that a name stands for, and how long it takes."""
+"""The device that a name stands for, and the one that a network is on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
+from torch import nn
 
-__all__ = ["device_of", "milliseconds"]
+__all__ = ["device_in", "device_of"]
 
 
 def device_of(name: str | torch.device | None) -> torch.device:
-    """The device of a name; auto, or None, is a GPU where there is one.
+    """Return the device of a name; auto, or None, is a GPU where there is one.
 
     >>> device_of("cpu")
     device(type='cpu')
@@ -27,14 +25,6 @@ def device_of(name: str | torch.device | None) -> torch.device:
     return device
 
 
-def milliseconds(function: Callable[[], Any], warmups: int = 2, repeats: int = 3) -> float:
-    """How long a call takes on the current GPU, after a few."""
-    for _ in range(warmups):
-        function()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(repeats):
-        function()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / repeats
+def device_in(network: nn.Module) -> torch.device:
+    """Return the device of a network's tensors."""
+    return next(iter([*network.parameters(), *network.buffers()]), torch.zeros(0)).device

@@ -34,11 +34,11 @@ from multitudes.core.draws.functional import keep_noise, to_be_kept
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
 from multitudes.core.draws.vmap import Run
 from multitudes.core.locking import evaluating, one_thread
-from multitudes.core.proof import unmoved
 from multitudes.core.seeding import seeded
 from multitudes.core.tasks import Criterion
 from multitudes.core.tasks.predictive import Predictive
 from multitudes.core.tasks.tasked import Tasked, member_losses
+from multitudes.core.trace import unmoved
 
 REACH = "(reach)"
 """The note that says what share of the network a method reaches."""

@@ -27,12 +27,10 @@ from multitudes.core.trace import Call, python_states, recording, unmoved
 __all__ = [
     "alike",
     "first_difference",
-    "python_states",
+    "is_half",
     "rows_interact",
     "running_statistics",
     "silent_trial",
-    "trial",
-    "unmoved",
 ]
 
 
@@ -40,21 +38,21 @@ __all__ = [
 
 
 @contextmanager
-def trial(network: nn.Module, x: Input) -> Iterator[None]:
-    """Run a network with moved weights and without gradients; leave it as it was."""
-    with unmoved(network, x), torch.no_grad(), _moved_weights(network):
-        yield
-
-
-@contextmanager
 def silent_trial(network: nn.Module, x: Input) -> Iterator[Callable[[], str]]:
-    """Run a `trial` without noise; yield a function that says, once the network has run, why it proves nothing.
+    """Run a network with moved weights, without noise and gradients, and leave it as it was.
 
-    The reasons are random numbers that are drawn in an unknown way, and control flow on values.
+    Yield a function that returns, once the network has run, why that proves nothing: random numbers that are drawn in
+    an unknown way, or control flow on values.
     """
-    looks = list(network.parameters())
-    watched = recording(network, (), looks=looks)
-    with trial(network, x), expecting(network), Redrawn(STILL), watched as trace, NumbersDrawn() as drawn:
+    with (
+        unmoved(network, x),
+        torch.no_grad(),
+        _moved_weights(network),
+        expecting(network),
+        Redrawn(STILL),
+        recording(network, (), looks=network.parameters()) as trace,
+        NumbersDrawn() as drawn,
+    ):
         before = python_states()
 
         def doubt() -> str:
@@ -107,11 +105,11 @@ def alike(got: Tensor, want: Tensor) -> bool:
 
 
 def _alike(got: Tensor, want: Tensor) -> bool:
-    if got.shape != want.shape or (got.dtype != want.dtype and not _is_half(want)):
+    if got.shape != want.shape or (got.dtype != want.dtype and not is_half(want)):
         return False
     if not want.numel():
         return True
-    half, tolerance = _is_half(want), _tolerance(want)
+    half, tolerance = is_half(want), _tolerance(want)
     got, want = (_real(values).flatten(1) for values in (got, want))
     if not torch.equal(got.isfinite(), want.isfinite()):
         return False
@@ -186,7 +184,8 @@ def _real(values: Tensor) -> Tensor:
     return (values if values.dtype == torch.float64 else values.float()).reshape(len(values), -1)
 
 
-def _is_half(values: Tensor) -> bool:
+def is_half(values: Tensor) -> bool:
+    """Return whether values are computed with half the bits, by dtype or autocast."""
     return torch.is_autocast_enabled(values.device.type) or values.dtype in (torch.bfloat16, torch.float16)
 
 

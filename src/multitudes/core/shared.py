@@ -16,18 +16,19 @@ from multitudes.core.clipping import clip_each
 from multitudes.core.compiling import uncompiled
 from multitudes.core.copying import copied
 from multitudes.core.draws.functional import to_be_kept
-from multitudes.core.member_layer import MemberLayer, member_layers, rows_missing
+from multitudes.core.member_layer import member_layers
 from multitudes.core.multitude import Multitude
-from multitudes.core.proof import first_difference, running_statistics, silent_trial, unmoved
+from multitudes.core.proof import first_difference, running_statistics, silent_trial
 from multitudes.core.runners.one_by_one import OneByOne, member_view
 from multitudes.core.runners.selection import SHARED, Use, runner_for
 from multitudes.core.runners.side_by_side import SideBySide
 from multitudes.core.runners.verify import FAILURES, Verdicts, difference
 from multitudes.core.tasks import Criterion
 from multitudes.core.tiling import Boundary, Run, Unseen, find_boundary, observed
+from multitudes.core.trace import unmoved
 from multitudes.core.views import run
 
-__all__ = ["MemberLayer", "SharedMembers", "rows_missing"]
+__all__ = ["SharedMembers"]
 
 _WARNING = "Cannot batch the members of this network ({reason}); running them one after the other."
 

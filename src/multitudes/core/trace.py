@@ -29,6 +29,7 @@ from multitudes.core.dispatching import NumbersDrawn, Overlapping
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.locking import evaluating
 from multitudes.core.noise import STILL, Redrawn
+from multitudes.core.seeding import torch_generators
 
 __all__ = [
     "Call",
@@ -347,7 +348,7 @@ class _WorkCounter(Overlapping, FlopCounterMode):
 
     @property
     def multiply_adds(self) -> int:
-        """Those that were counted so far."""
+        """The multiply-adds that were counted so far."""
         return int(self.get_total_flops()) // 2
 
     def _count_flops(self, packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
@@ -426,10 +427,7 @@ def _of_generator(generator: torch.Generator) -> tuple[Callable[[], Any], Callab
 
 def torch_states(x: Any = ()) -> list[State]:
     """Functions that get and set torch's random states, and their values, on the CPU and on the devices of `x`."""
-    ways = [_of_generator(torch.default_generator)]
-    for device in {tensor.device for tensor in tensors_in(x) if tensor.is_cuda}:
-        ways.append(_of_generator(torch.cuda.default_generators[device.index]))
-    return [(get, put, get()) for get, put in ways]
+    return [(get, put, get()) for get, put in map(_of_generator, torch_generators(x))]
 
 
 def python_states() -> list[State]:

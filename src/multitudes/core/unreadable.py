@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.core.calling import InputError
+from multitudes.core.calling import InputError, tensors_in
 
 __all__ = ["ASKING", "Unreadable", "unreadable"]
 
@@ -19,7 +19,7 @@ ASKING = {
 
 
 class Unreadable(Tensor):
-    """Stands for a tensor of which every member has its own: whoever computes with it would leave the members out."""
+    """A placeholder for a tensor that differs between members; to compute with it is an error."""
 
     reason: str
 
@@ -28,9 +28,8 @@ class Unreadable(Tensor):
         if getattr(func, "__name__", "") in ASKING:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        given = (*args, *(kwargs or {}).values())
-        found = [t for arg in given for t in (arg if isinstance(arg, (list, tuple)) else [arg])]
-        raise InputError(next((t.reason for t in found if isinstance(t, Unreadable)), "a tensor cannot be read"))
+        given = tensors_in((args, kwargs))
+        raise InputError(next((t.reason for t in given if isinstance(t, Unreadable)), "a tensor cannot be read"))
 
 
 def unreadable(like: Tensor, reason: str) -> Tensor:

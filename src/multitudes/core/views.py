@@ -21,7 +21,7 @@ from multitudes.core.calling import Input, call
 from multitudes.core.compiling import uncompiled
 from multitudes.core.settings import FOUND_ANEW
 
-__all__ = ["RUNNING", "Changes", "Views", "may_write", "run", "view"]
+__all__ = ["RUNNING", "Changes", "Views", "may_write", "run", "same", "view"]
 
 Changes = Mapping[str, Mapping[str, Any]]
 """Attributes that differ in a view, by the name of the module."""
@@ -144,7 +144,7 @@ class Views:
     def _written(self, index: int) -> dict[tuple[str, str], Any]:
         """Return what the code of a view has written, by the names of module and attribute."""
         now, given = _writable(self.views[index]), self.given[index]
-        return {key: value for key, value in now.items() if not _equal(value, given.get(key, _MISSING))}
+        return {key: value for key, value in now.items() if not same(value, given.get(key, _MISSING))}
 
     def show(self) -> None:
         """Give the network the attributes that the last view has written."""
@@ -221,9 +221,11 @@ def _copied(value: Any) -> Any:
     return copy.copy(value) if type(value) in _CONTAINERS else value
 
 
-def _equal(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
     """Return whether two values are the same object, or containers of the same objects."""
     if type(one) is not type(other) or type(one) not in _CONTAINERS:
         return one is other
+    if isinstance(one, set):
+        return one == other
     ones, others = _items(one), _items(other)
-    return len(ones) == len(others) and all(map(_equal, ones, others))
+    return len(ones) == len(others) and all(map(same, ones, others))

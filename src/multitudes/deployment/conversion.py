@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from multitudes.core.calling import Input, mapped, moved, tensors_in
 from multitudes.core.checks import check_choice, check_count, plural
 from multitudes.core.copying import copied
-from multitudes.core.devices import milliseconds
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.multitude import Multitude
 from multitudes.core.predictor import multitude_of
@@ -228,11 +227,18 @@ def _in_turns(functions: dict[str, Callable[[], Any]], device: torch.device, tur
 
 def _milliseconds(function: Callable[[], Any], device: torch.device) -> float:
     if device.type == "cuda":
-        return milliseconds(function, warmups=1)
+        function()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(3):
+            function()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 3
     calls, taken = 0, 0.0
     function()
     while taken < LONG_ENOUGH:
-        start = time.perf_counter()
+        began = time.perf_counter()
         function()
-        calls, taken = calls + 1, taken + time.perf_counter() - start
+        calls, taken = calls + 1, taken + time.perf_counter() - began
     return 1e3 * taken / calls

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from multitudes.core.batches import Batches
 from multitudes.core.calling import Input, call, input_errors, plain_attention, tensors_in
 from multitudes.core.checks import check_count, check_seed
+from multitudes.core.devices import device_in
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.locking import evaluating
 from multitudes.core.multitude import Multitude
@@ -186,7 +187,7 @@ def feature_uncertainty(
     check_network(network, draws, seed)
     sums: dict[str, list[float]] = {}
     rows = 0
-    for number, (x, _) in enumerate(Batches(data).on(device_of(network))):
+    for number, (x, _) in enumerate(Batches(data).on(device_in(network))):
         batch = tensors_in(x)[0].shape[0]
         rows += batch
         for name, (model, points) in _deviations(feature_maps(network, x, layers, draws, mixed(seed, number), maps)):
@@ -271,7 +272,7 @@ def neighbour_covariance(
     """
     check_network(network, None, seed)
     count, first, squares, products, name = 0, torch.zeros(()), torch.zeros(()), torch.zeros(()), ""
-    for number, (x, _) in enumerate(Batches(data).on(device_of(network))):
+    for number, (x, _) in enumerate(Batches(data).on(device_in(network))):
         seen = next(feature_maps(network, x, None if layer is None else [layer], 1, mixed(seed, number), maps))
         name, value = _with_points(seen, layer)
         centre = tuple((side - 1) // 2 for side in value.shape[2:]) if centre is None else centre
@@ -302,11 +303,6 @@ def _with_points(seen: Maps, layer: str | None) -> tuple[str, Tensor]:
     if not found:
         raise ValueError(f"layer={layer!r}: no feature map [B, C, ...] with points; layers that ran: {', '.join(seen)}")
     return found[-1]
-
-
-def device_of(network: nn.Module) -> torch.device:
-    """Where a network's tensors are."""
-    return next(iter([*network.parameters(), *network.buffers()]), torch.zeros(0)).device
 
 
 def check_network(network: nn.Module, draws: int | None, seed: int) -> None:

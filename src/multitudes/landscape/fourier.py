@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from multitudes.core.batches import Batches
 from multitudes.core.calling import tensors_in
+from multitudes.core.devices import device_in
 from multitudes.core.seeding import mixed
-from multitudes.landscape.features import AsMap, check_network, device_of, feature_maps
+from multitudes.landscape.features import AsMap, check_network, feature_maps
 from multitudes.landscape.figures import COLOURS, add_line, figure
 from multitudes.shift.frequency import accuracy_by_frequency
 from multitudes.surgery.layers import Selector
@@ -85,7 +86,7 @@ def feature_spectrum(
     check_network(network, draws, seed)
     sums: dict[str, Tensor] = {}
     weights: dict[str, float] = {}
-    for number, (x, _) in enumerate(Batches(data).on(device_of(network))):
+    for number, (x, _) in enumerate(Batches(data).on(device_in(network))):
         rows = tensors_in(x)[0].shape[0]
         for seen in feature_maps(network, x, layers, draws, mixed(seed, number), maps):
             for name, value in seen.items():

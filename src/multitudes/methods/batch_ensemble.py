@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from multitudes.core.checks import check_choice, check_number
 from multitudes.core.copying import copied
 from multitudes.core.locking import evaluating
-from multitudes.core.shared import MemberLayer, SharedMembers
+from multitudes.core.member_layer import MemberLayer
+from multitudes.core.shared import SharedMembers
 from multitudes.methods.own_layers import own_layer
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.affine import (
@@ -166,7 +167,7 @@ def rank_one(layer: nn.Module, members: int, sides: str = "both") -> RankOne | R
 
 @dataclass(frozen=True)
 class Factors:
-    """How factors are drawn: from N(`center`, `spread`), or random signs, of all layers or of the first one's inputs.
+    """The distribution of factors: N(`center`, `spread`), or random signs, of all layers or of the first one's inputs.
 
     `chunks` are the widths of parts of the first layer's inputs, each with one number for all of it.
     """

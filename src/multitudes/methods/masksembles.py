@@ -20,9 +20,10 @@ from multitudes.core.calling import Input, tile
 from multitudes.core.checks import check_choice, check_number
 from multitudes.core.copying import copied
 from multitudes.core.locking import evaluating
+from multitudes.core.member_layer import MemberLayer
 from multitudes.core.runners.one_by_one import member_view
 from multitudes.core.runners.side_by_side import SideBySide
-from multitudes.core.shared import MemberLayer, SharedMembers
+from multitudes.core.shared import SharedMembers
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.activation_size import keep_scale
 from multitudes.surgery.affine import (

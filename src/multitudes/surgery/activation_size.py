@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input, call, plain_attention
-from multitudes.core.shared import MemberLayer
+from multitudes.core.member_layer import MemberLayer
+from multitudes.core.trace import hooked, observing
 from multitudes.surgery.affine import RECURRENT, axis_of, is_computed
 from multitudes.surgery.layers import is_frozen
-from multitudes.surgery.observe import observing
 
 
 def keep_scale(
@@ -47,23 +47,15 @@ def keep_scale(
     _run(converted, own_example, names, adjust)
 
 
-def _run(model: nn.Module, example: Input, names: Iterable[str], see: Any) -> None:
-    def seen(name: str, layer: nn.Module, y: Any) -> Any:
+def _run(model: nn.Module, example: Input, names: list[str], see: Any) -> None:
+    def seen(name: str, layer: nn.Module, _: Any, y: Any) -> Any:
         if isinstance(y, Tensor):
             return see(name, layer, y)
         changed = see(name, layer, y[0])  # of attention
         return None if changed is None else (changed, *y[1:])
 
-    handles = [
-        model.get_submodule(name).register_forward_hook(lambda layer, _, y, name=name: seen(name, layer, y))
-        for name in names
-    ]
-    try:
-        with observing(model), plain_attention():
-            call(model, example)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with observing(model), plain_attention(), hooked(model, names, seen):
+        call(model, example)
 
 
 def _inner(layer: Any) -> Any:

@@ -8,8 +8,7 @@ one layer makes queries, keys and values, their order is observed by a block of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,15 +19,16 @@ from torch.overrides import TorchFunctionMode
 
 from multitudes.core.calling import Input, call, tensors_in
 from multitudes.core.copying import copied
+from multitudes.core.trace import Call, Trace, hooked, observing, recording
 from multitudes.surgery.affine import is_changed, kind_of
 from multitudes.surgery.cuts import CannotNarrow, output_axis, width_of
 from multitudes.surgery.layers import replace as replace_layers
-from multitudes.surgery.observe import followed_attention, hooked, observing
+from multitudes.surgery.layers import within
+from multitudes.surgery.observe import followed_attention
 
 __all__ = [
     "Attention",
     "HeadChoice",
-    "Inside",
     "Pattern",
     "attention_layers",
     "choose",
@@ -64,61 +64,24 @@ class Attention:
         return self.heads * self.size
 
 
-class Inside(TorchFunctionMode):
-    """Knows which modules of a network are running, outermost first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside: list[tuple[str, nn.Module]] = []
-
-    @contextmanager
-    def entered(self, model: nn.Module) -> Iterator[None]:
-        """Inside, modules are followed as they run."""
-        handles = []
-        for name, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(lambda m, _, name=name: self.enter(name, m)))
-            handles.append(module.register_forward_hook(lambda *_: self.leave()))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def enter(self, name: str, module: nn.Module) -> None:
-        """A module begins to run."""
-        self.inside.append((name, module))
-
-    def leave(self) -> None:
-        """The innermost module has run."""
-        self.inside.pop()
-
-
-class _Trace(Inside):
+class _Observed(TorchFunctionMode):
     """Records each attention of a run: torch's own function, or a softmax of a product."""
 
     def __init__(self, batch: int) -> None:
         super().__init__()
+        self.run = Trace()
         self.batch = batch
         self.found: list[Attention] = []
         self.lost: list[tuple[bool, bool]] = []  # whether the first head, and whether any head, has NaN scores
         self.patterns: dict[int, Pattern] = {}  # how axes are taken apart, by their size
-        self.ran: list[tuple[str, int]] = []  # the layers that have made channels, and how many
-        self.since: list[int] = []  # of each running module, how many layers had run when it began
+        self.ran: list[tuple[str, int, list[Call]]] = []  # layers that made channels, how many, and inside which calls
         self.sizes: dict[tuple[int, ...], int] = {}  # of products, by their shape: the last axis of what they multiply
-
-    def enter(self, name: str, module: nn.Module) -> None:
-        super().enter(name, module)
-        self.since.append(len(self.ran))
-
-    def leave(self) -> None:
-        super().leave()
-        self.since.pop()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         name = getattr(function, "__name__", "")
         with torch._C.DisableTorchFunction():
-            tensors = _tensors((*args, *(kwargs or {}).values()))
+            tensors = tensors_in((*args, *(kwargs or {}).values()))
             if function is F.scaled_dot_product_attention:
                 self._note(tensors[:2], tensors[0].shape[-1], tensors[1].shape)
             elif name in _PRODUCTS and isinstance(result, Tensor):
@@ -132,14 +95,15 @@ class _Trace(Inside):
     def _note(self, scores: list[Tensor], size: int, keys: Sequence[int] | None = None) -> None:
         """Record an attention by `[..., H, T, _]`, its scores or its queries and keys, and the size of its heads."""
         shape = scores[0].shape
-        for (place, _), since in zip(reversed(self.inside), reversed(self.since), strict=True):
-            made = [width // size for _, width in self.ran[since:] if width % size == 0]
+        for running in reversed(self.run.running):
+            before = [(name, width) for name, width, inside in self.ran if running in inside]
+            made = [width // size for _, width in before if width % size == 0]
             if not made:
                 continue
             heads = shape[-3] if len(shape) > 3 else _merged_heads(shape, made, self.batch)
             shared = keys[-3] if keys is not None and len(keys) > 3 else heads
             shared = shared if shared < heads else _shared_heads(made[-3:], heads)
-            self.found.append(Attention(place, tuple(n for n, _ in self.ran[since:]), heads, shared, size))
+            self.found.append(Attention(running.name, tuple(n for n, _ in before), heads, shared, size))
             first = [x.movedim(-3, 0)[0] if x.dim() > 3 else x[:1] for x in scores]
             self.lost.append((_has_nan(first), _has_nan(scores)))
             return
@@ -170,11 +134,6 @@ class _Trace(Inside):
         self.patterns[size] = both if size % math.prod(both) == 0 else before
 
 
-def _tensors(args: Any) -> list[Tensor]:
-    flat = [t for arg in args for t in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-    return [t for t in flat if isinstance(t, Tensor)]
-
-
 def _has_nan(tensors: Sequence[Tensor]) -> bool:
     return any(bool(x.isnan().any()) for x in tensors)
 
@@ -188,7 +147,7 @@ def _merged_heads(shape: Sequence[int], made: list[int], batch: int) -> int:
 
 
 def _shared_heads(made: list[int], heads: int) -> int:
-    """How many heads of keys and values the last layers have made, counted in heads; as many as queries by default."""
+    """Return how many heads of keys and values the last layers have made; as many as queries by default."""
     for shared in range(heads, 0, -1):
         ways = made[-1:] == [heads + 2 * shared], made == [heads, shared, shared], made[-2:] == [heads, 2 * shared]
         if heads % shared == 0 and any(ways):
@@ -231,12 +190,12 @@ def _fused_layer(attention: Attention, widths: Mapping[str, int]) -> tuple[str, 
 
 def _traced(
     model: nn.Module, example: Input, names: Mapping[str, nn.Module], blocks: Mapping[str, tuple[int, int]]
-) -> _Trace:
+) -> _Observed:
     """Trace a run; with `blocks`, of NaN in one block of some layers' channels, by index and size, and else zeros."""
-    trace = _Trace(tensors_in(example)[0].shape[0])
+    trace = _Observed(tensors_in(example)[0].shape[0])
 
     def see(name: str, layer: nn.Module, _: Any, y: Tensor) -> Tensor | None:
-        trace.ran.append((name, width_of(layer)))
+        trace.ran.append((name, width_of(layer), list(trace.run.running)))
         if not blocks:
             return None
         with torch._C.DisableTorchFunction():
@@ -245,7 +204,7 @@ def _traced(
             y.narrow(output_axis(layer), index * size, size).fill_(torch.nan)
         return y
 
-    with observing(model), followed_attention(), hooked(model, names, see), trace.entered(model), trace:
+    with observing(model), followed_attention(), hooked(model, names, see), recording(model, trace=trace.run), trace:
         call(model, example)
     return trace
 
@@ -254,7 +213,7 @@ def _traced(
 
 
 class HeadChoice:
-    """Which heads, and so which channels, are kept of the layers that attention reads from.
+    """The choice of heads, and so of channels, that are kept of the layers that attention reads from.
 
     `counts` gives the wanted widths of layers, where they are known; else `factor` does, rounded up to whole heads.
     Layers in `whole` keep all their heads.
@@ -280,7 +239,7 @@ class HeadChoice:
 
     @property
     def groups(self) -> dict[int, int]:
-        """How many query heads share a head of keys and values, before and after."""
+        """The numbers of query heads that share a head of keys and values, before and after."""
         return {
             a.heads // a.shared: len(self.kept(a)[0]) // len(self.kept(a)[1]) for a in self.found if a.shared < a.heads
         }
@@ -304,7 +263,7 @@ class HeadChoice:
         return _blocks(self.kept(widest)[0], widest.size)
 
     def note(self, name: str, width: int) -> str:
-        """What became of the heads that a layer makes."""
+        """Describe how many of the heads that a layer makes are kept."""
         attention = next((a for a in self.found if name in a.sources), None)
         if attention is None or width % attention.size or self._of_source(attention, width) is None:
             return ""
@@ -315,7 +274,7 @@ class HeadChoice:
 
     def inside(self, place: str) -> dict[int, Tensor]:
         """The kept heads, by how many there were, of the attentions in a module, or that it is in."""
-        near = [a for a in self.found if _within(place, a.place) or _within(a.place, place)]
+        near = [a for a in self.found if within(place, a.place) or within(a.place, place)]
         return {a.shared: self.kept(a)[1] for a in near} | {a.heads: self.kept(a)[0] for a in near}
 
     def kept(self, attention: Attention) -> tuple[Tensor, Tensor]:
@@ -340,7 +299,7 @@ class HeadChoice:
         return (groups.unsqueeze(1) * group + each).flatten(), groups
 
     def _counts(self, attention: Attention) -> tuple[int, int]:
-        """How many heads are kept, of queries and of keys and values."""
+        """Return how many heads are kept, of queries and of keys and values."""
         heads, shared, size = attention.heads, attention.shared, attention.size
         alike = [a for a in self.found if (a.heads, a.shared, a.size) == (heads, shared, size)]
         made = {n: self.widths[n] // size for a in alike for n in a.sources if self.widths[n] % size == 0}
@@ -378,10 +337,6 @@ class HeadChoice:
         return _blocks(torch.tensor(stays).nonzero()[:, 0], attention.size)
 
 
-def _within(name: str, outer: str) -> bool:
-    return not outer or name == outer or name.startswith(f"{outer}.")
-
-
 def _blocks(kept: Tensor, size: int) -> Tensor:
     """The channels of blocks of some size."""
     return (kept.unsqueeze(1) * size + torch.arange(size)).flatten()
@@ -407,7 +362,7 @@ _MAPS = ("q", "k", "v")
 
 
 class OpenAttention(nn.MultiheadAttention):
-    """What an `nn.MultiheadAttention` computes, with a linear layer for each of its four maps.
+    """A layer that computes the same as an `nn.MultiheadAttention`, with a linear layer for each of its four maps.
 
     The number of heads follows from the width of the projections; `head_dim` is fixed.
     """
@@ -457,7 +412,7 @@ class OpenAttention(nn.MultiheadAttention):
 
 
 def _mask(q: Tensor, k: Tensor, padding: Tensor | None, given: Tensor | None) -> Tensor | None:
-    """What is added to the scores `[B, H, T, S]`; None where nothing is hidden."""
+    """Return the mask that is added to the scores `[B, H, T, S]`; None where nothing is hidden."""
     masks = []
     for mask, shape in ((padding, (len(k), 1, 1, -1)), (given, None)):
         if mask is None:

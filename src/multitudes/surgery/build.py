@@ -11,8 +11,9 @@ from torch import nn
 from multitudes.core.calling import Input, call
 from multitudes.core.multitude import plain
 from multitudes.core.seeding import seeded
+from multitudes.core.trace import observing
 from multitudes.surgery.layers import Factory, check_model
-from multitudes.surgery.observe import cheap_example, observing
+from multitudes.surgery.observe import cheap_example
 
 __all__ = ["Build", "build_function", "built_at", "refuse_options", "whole_network"]
 

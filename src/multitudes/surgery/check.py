@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, call, plain_attention, tensors_in
+from multitudes.core.calling import Input, call, mapped, plain_attention, tensors_in
 from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
 from multitudes.core.members import RUNNERS, Members
@@ -26,7 +26,7 @@ __all__ = ["Checked", "check"]
 
 @dataclass(frozen=True)
 class Checked:
-    """What `check` has compared, a sentence each."""
+    """The comparisons that `check` has made, a sentence each."""
 
     compared: list[str] = field(default_factory=list)
 
@@ -94,7 +94,7 @@ class _Proof:
             self.done.compared.append(f"{name}no prediction depends on another member's weights")
 
     def together(self, training: bool, change: Callable[[Multitude], None] | None = None) -> _Answer:
-        """What the whole multitude gives."""
+        """Run the whole multitude."""
         one = copied(self.net).train(training)
         if change is not None:
             change(one)
@@ -110,7 +110,7 @@ class _Proof:
 
     @contextmanager
     def _quiet(self, network: nn.Module) -> Iterator[None]:
-        """Inside, no noise, and batch norms of members that share weights by their running statistics."""
+        """Turn noise off, and let batch norms of members that share weights use their running statistics."""
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(plain_attention())
@@ -175,7 +175,7 @@ class _Answer:
 
     @classmethod
     def of(cls, net: nn.Module, example: Input, run: Callable[[Any], Tensor]) -> _Answer:
-        x = _leaves(example)
+        x = mapped(lambda t: t.detach().clone().requires_grad_(t.is_floating_point()), example)
         predictions = run(x)
         # Gradients of a random mixture of each member's predictions, the same for all.
         generator = torch.Generator().manual_seed(0)
@@ -197,7 +197,7 @@ class _Answer:
         return _Answer(self.predictions[index], [own], buffers, False)
 
     def beside(self, alone: _Answer, net: Multitude) -> dict[str, tuple[Tensor, Tensor]]:
-        """What is compared, by name: gradients of what both have, and buffers of members that share none."""
+        """Return the pairs to compare, by name: gradients of what both have, and buffers of members that share none."""
         predictions = alone.predictions.reshape(self.predictions.shape)
         pairs = {"its predictions": (self.predictions, predictions)}
         mine, theirs = self.gradients[0], alone.gradients[0]
@@ -233,15 +233,6 @@ def _apart(got: Tensor, want: Tensor) -> float:
 
 def _number(buffer: Tensor) -> Tensor:
     return buffer if buffer.is_floating_point() or buffer.is_complex() else buffer.double()
-
-
-def _leaves(x: Any) -> Any:
-    """A copy of an input whose floating-point tensors have gradients."""
-    if isinstance(x, Tensor):
-        return x.detach().clone().requires_grad_(x.is_floating_point())
-    if isinstance(x, Mapping):
-        return {key: _leaves(value) for key, value in x.items()}
-    return type(x)(map(_leaves, x)) if type(x) in (tuple, list) else x
 
 
 def _answers(member: nn.Module, x: Input) -> Tensor:

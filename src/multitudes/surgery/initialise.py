@@ -17,6 +17,7 @@ from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import seeded
 from multitudes.surgery.computed import plain_weights
 from multitudes.surgery.constructed import Own, compared
+from multitudes.surgery.layers import within
 
 __all__ = ["Judgement", "frozen_tensors", "is_hugging_face", "judged", "redraw", "run_rules"]
 
@@ -63,7 +64,7 @@ def run_rules(network: nn.Module, only: Collection[str] | None = None) -> None:
     of the modules inside it where it takes one. A Hugging Face model initialises its own sub-models by their own rules.
     """
     modules = dict(network.named_modules())
-    chosen = {id(m) for name, m in modules.items() if only is None or any(_within(name, each) for each in only)}
+    chosen = {id(m) for name, m in modules.items() if only is None or any(within(name, each) for each in only)}
     nested = {id(inner) for m in modules.values() if is_hugging_face(m) for inner in m.modules() if inner is not m}
     for module in reversed(modules.values()):
         if id(module) in chosen:
@@ -76,12 +77,8 @@ def run_rules(network: nn.Module, only: Collection[str] | None = None) -> None:
             _initialise_each(module, initialise, chosen, is_hugging_face(module))
 
 
-def _within(name: str, outer: str) -> bool:
-    return not outer or name == outer or name.startswith(f"{outer}.")
-
-
 def is_hugging_face(module: nn.Module) -> bool:
-    """Whether a module is a model of Hugging Face's, with a configuration of its own."""
+    """Return whether a module is a model of Hugging Face's, with a configuration of its own."""
     return hasattr(type(module), "base_model_prefix") and "config" in vars(module)
 
 
@@ -100,7 +97,7 @@ def _rule(module: nn.Module, name: str, arguments: int) -> Callable[..., Any] | 
 
 
 def _try(module: nn.Module, rule: Callable[[], Any]) -> None:
-    """What a rule that fails has not drawn is as it was, and is told like what has no rule."""
+    """Call a rule; where it fails, what it has not drawn stays as it was, and is reported like what has no rule."""
     with plain_weights(module):
         try:
             rule()
@@ -137,7 +134,7 @@ def _unmarked(module: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Which of a network's parameters its own rules cannot, or should not, draw anew."""
+    """Return the parameters that a network's own rules cannot, or should not, draw anew."""
 
     own: dict[str, Own]
     """Those that other code has initialised, by name, and how; those without a rule are kept."""
@@ -183,7 +180,7 @@ def _moved(parameter: Tensor) -> Tensor:
 
 
 def _is_trained(module: nn.Module) -> bool:
-    """Whether some of its parameters are not frozen, or it has none."""
+    """Return whether some of its parameters are not frozen, or it has none."""
     parameters = list(module.parameters())
     return not parameters or any(p.requires_grad for p in parameters)
 

@@ -24,6 +24,11 @@ PRODUCTS = (*CONVOLUTIONS, *TRANSPOSED, nn.Linear)
 """Layers that multiply their input by a weight matrix or kernel."""
 
 
+def within(name: str, outer: str) -> bool:
+    """Return whether a module, by its name, is another one or inside it."""
+    return not outer or name == outer or name.startswith(f"{outer}.")
+
+
 # -- select and replace ----------------------------------------------------------------------------------
 
 
@@ -147,7 +152,7 @@ def check_untied(model: nn.Module, names: Iterable[str], new: Mapping[str, nn.Mo
 
 
 def _share(layers: Sequence[nn.Module]) -> bool:
-    """Whether layers have a parameter in common."""
+    """Return whether layers have a parameter in common."""
     return bool(set.intersection(*[{id(parameter) for parameter in layer.parameters()} for layer in layers]))
 
 
@@ -195,7 +200,7 @@ def built(model: nn.Module | Factory) -> nn.Module:
 
 
 def is_frozen(layer: nn.Module) -> bool:
-    """Whether a layer has parameters of its own that are not trained; they keep their values whatever is converted."""
+    """Return whether a layer has parameters that are not trained, which keep their values whatever is converted."""
     return any(not parameter.requires_grad for parameter in layer.parameters())
 
 

@@ -22,6 +22,7 @@ from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.multitude import Multitude
 from multitudes.core.proof import alike
 from multitudes.core.seeding import seeded
+from multitudes.core.trace import observing
 from multitudes.surgery.activation_size import keep_scale
 from multitudes.surgery.affine import is_computed, kind_of
 from multitudes.surgery.attention import (
@@ -43,10 +44,10 @@ from multitudes.surgery.cuts import (
     norm_groups,
     width_of,
 )
-from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, is_frozen, replace, select
+from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, is_frozen, replace, select, within
 from multitudes.surgery.narrow_config import follow_configs, narrower_models, untrue_configs
 from multitudes.surgery.narrow_proof import prove, runs_like, standing_alone
-from multitudes.surgery.observe import example_for, executed, observing
+from multitudes.surgery.observe import example_for, executed
 from multitudes.surgery.sizes import changed
 from multitudes.surgery.start import starting
 from multitudes.surgery.watch import Along, Watch, gives_output, loses_the_same
@@ -179,7 +180,7 @@ def _observed_copy(
     along = _along(model, example, cuts, heads, built)
     cuts |= {name: cuts[other] for name, other in twins.items()}
     narrowed = _cut(model, cuts, along)
-    changed(narrowed, [size for size in watch.sizes if not any(_within(size.owner[0], name) for name in built)])
+    changed(narrowed, [size for size in watch.sizes if not any(within(size.owner[0], name) for name in built)])
     follow_configs(narrowed, built, [name for name in order[-1:] if name not in counts])
     prove(model, narrowed, cuts, example, along, heads.sources)
     return narrowed, cuts
@@ -323,14 +324,10 @@ def _between(
     return tuple((axis, kept[pair]) for axis, pair in axes)
 
 
-def _within(name: str, outer: str) -> bool:
-    return not outer or name == outer or name.startswith(f"{outer}.")
-
-
 def _of_built(name: str, built: Mapping[str, nn.Module]) -> nn.Parameter | None:
     """The parameter of a narrower Hugging Face model by its name in the network."""
     for prefix, network in built.items():
-        if _within(name, prefix):
+        if within(name, prefix):
             return network.get_parameter(name.removeprefix(f"{prefix}.") if prefix else name)
     return None
 

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from multitudes.core.calling import Input, call
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.noise import STILL, Redrawn
-from multitudes.core.proof import alike, running_statistics, unmoved
+from multitudes.core.proof import alike, running_statistics
 from multitudes.core.settings import holding
+from multitudes.core.trace import hooked, observing, unmoved
 from multitudes.surgery.cuts import CannotNarrow, Cut, follows, input_axis, makes, output_axis
-from multitudes.surgery.observe import followed_attention, hooked, observing
+from multitudes.surgery.observe import followed_attention
 from multitudes.surgery.watch import Along
 
 __all__ = ["prove", "runs_like", "standing_alone"]
@@ -73,7 +74,7 @@ def prove(
 
 
 def runs_like(network: nn.Module, model: nn.Module, example: Input) -> bool:
-    """Whether a network gives finite predictions of the shape of a model's on an example, and runs in training."""
+    """Return whether a network gives finite predictions of the shape of a model's, and runs in training."""
     try:
         with observing(model, network):
             y, want = call(network, example), call(model, example)
@@ -84,7 +85,7 @@ def runs_like(network: nn.Module, model: nn.Module, example: Input) -> bool:
 
 
 def _trouble_in_training(network: nn.Module, example: Input) -> str:
-    """What goes wrong in a run in training mode, which may take other ways through a network."""
+    """Return the error of a run in training mode, which may take other ways through a network."""
     try:
         with (
             holding(network.modules(), "training", True),
@@ -107,7 +108,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _of_kept_heads(x: Tensor) -> Tensor:
-    """What a layer sees of the heads that are kept, where it is applied to each: the others are NaN throughout."""
+    """Take the heads that are kept from the input of a layer that is applied to each; the others are NaN throughout."""
     for axis in range(x.dim() - 1):
         there = ~x.isnan().movedim(axis, 0).flatten(1).all(1)
         x = x.index_select(axis, there.nonzero()[:, 0])
@@ -117,11 +118,16 @@ def _of_kept_heads(x: Tensor) -> Tensor:
 def _at_full_width(
     model: nn.Module, narrowed: nn.Module, cuts: Mapping[str, Cut], example: Input, sharpened: Collection[str]
 ) -> tuple[list[tuple[str, Tensor]], Tensor]:
-    """What each layer sees of its kept channels, in the order in which they run, and the output."""
+    """Return the kept channels that each layer reads, in the order in which layers run, and the output."""
     seen: list[tuple[str, Tensor]] = []
 
-    def narrow(name: str, layer: nn.Module, args: Any, kwargs: Any, y: Tensor) -> Tensor:
-        cut = cuts[name]
+    keywords: dict[str, dict[str, Any]] = {}
+
+    def note(name: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        keywords[name] = kwargs
+
+    def narrow(name: str, layer: nn.Module, args: Any, y: Tensor) -> Tensor:
+        cut, kwargs = cuts[name], keywords[name]
         if isinstance(layer, nn.Embedding):
             small = narrowed.get_submodule(name)(*args, **kwargs)
             return torch.full_like(y, torch.nan).index_copy_(-1, cut.outputs.to(y.device), small.to(y.dtype))
@@ -133,17 +139,8 @@ def _at_full_width(
         axis = input_axis(layer) if follows(layer) else output_axis(layer)
         return torch.full_like(y, torch.nan).index_copy_(axis, cut.outputs.to(y.device), small.to(y.dtype))
 
-    handles = [
-        model.get_submodule(name).register_forward_hook(
-            lambda layer, args, kwargs, y, name=name: narrow(name, layer, args, kwargs, y), with_kwargs=True
-        )
-        for name in cuts
-    ]
-    try:
+    with hooked(model, cuts, narrow, note):
         return seen, call(model, example)
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _sharpen(layer: nn.Module, x: Tensor) -> None:
@@ -158,8 +155,7 @@ def _sharpen(layer: nn.Module, x: Tensor) -> None:
 def _moved_constants(
     model: nn.Module, narrowed: nn.Module, cuts: Mapping[str, Cut], along: Along, sharpened: Collection[str]
 ) -> Iterator[None]:
-    """Inside, no parameter of a layer is the same number throughout, and none that stands alone; those are moved in
-    both networks."""
+    """Move parameters that are the same number throughout, of layers and those that stand alone, in both networks."""
     before: list[tuple[nn.Parameter, Tensor]] = []
     generator = torch.Generator().manual_seed(0)
     for parameter in [p for name in sharpened for p in narrowed.get_submodule(name).parameters()]:

@@ -13,10 +13,10 @@ from torch import nn
 from multitudes.core.attention import math_attention
 from multitudes.core.calling import Input, call, plain_attention
 from multitudes.core.seeding import seeded
-from multitudes.core.trace import hooked, observing, record
+from multitudes.core.trace import observing, record
 from multitudes.surgery.layers import PRODUCTS
 
-__all__ = ["call_order", "cheap_example", "example_for", "executed", "followed_attention", "hooked", "observing"]
+__all__ = ["call_order", "cheap_example", "example_for", "executed", "followed_attention"]
 
 _SIDES = (32, 28, 224, 64, 16, 8, 96, 128, 48, 256, 299, 384, 512, 12, 20, 24, 40, 56, 80, 100, 112, 160, 192)
 _LENGTHS = (128, 64, 32, 256, 512, 1000, 1024, 16, 8, 100, 96, 48, 2048, 4096, 16000)
@@ -75,7 +75,7 @@ def _shapes(first: Any) -> list[tuple[int, ...]]:
 
 @contextmanager
 def followed_attention() -> Iterator[None]:
-    """Inside, attention computes step by step: NaN in, NaN out, which fused kernels do not promise."""
+    """Let attention compute step by step: NaN in, NaN out, which fused kernels do not promise."""
     with plain_attention(), math_attention():
         yield
 

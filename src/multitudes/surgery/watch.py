@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from multitudes.core.calling import Input, call
-from multitudes.surgery.attention import HeadChoice, Inside, Pattern, choose
+from multitudes.core.calling import Input, call, tensors_in
+from multitudes.core.trace import Trace, hooked, observing, recording
+from multitudes.surgery.attention import HeadChoice, Pattern, choose
 from multitudes.surgery.cuts import (
     CannotNarrow,
     Cut,
@@ -22,7 +24,7 @@ from multitudes.surgery.cuts import (
     output_axis,
     width_of,
 )
-from multitudes.surgery.observe import followed_attention, hooked, observing
+from multitudes.surgery.observe import followed_attention
 from multitudes.surgery.sizes import Size, followed_sizes, note_sizes
 
 __all__ = ["Along", "Watch", "gives_output", "loses_the_same"]
@@ -33,7 +35,7 @@ Along = Mapping[str, tuple[tuple[int, Tensor], ...]]
 _LOOKS = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__}
 
 
-class Watch(Inside):
+class Watch(TorchFunctionMode):
     """One run in which each layer's dropped channels are NaN; layers in `last` keep all of theirs.
 
     A channel that is NaN anywhere is dropped. Elsewhere it may have been padded, or masked, with numbers. `heads`
@@ -51,6 +53,7 @@ class Watch(Inside):
         counts: Mapping[str, int],
     ) -> None:
         super().__init__()
+        self.trace = Trace()
         self.factor, self.last, self.generator = factor, last, generator
         self.heads, self.patterns, self.counts = heads, patterns, counts
         self.cuts: dict[str, Cut] = {}
@@ -67,11 +70,11 @@ class Watch(Inside):
             with followed_sizes(model, names) as self.sizes:
                 return self._run(model, example, names, see)
         except (KeyError, TypeError, RuntimeError):  # as of a table whose keys are held numbers, or a scripted function
-            self.sizes, self.inside, self.cuts = [], [], {}
+            self.sizes, self.trace, self.cuts = [], Trace(), {}
             return self._run(model, example, names, see)
 
     def _run(self, model: nn.Module, example: Input, names: Collection[str], see: Any) -> Tensor:
-        with self.entered(model), followed_attention(), self, hooked(model, names, see):
+        with recording(model, trace=self.trace), followed_attention(), self, hooked(model, names, see):
             return call(model, example)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,19 +92,20 @@ class Watch(Inside):
 
     def _look_for_a_mixer(self, function: Any, args: tuple[Any, ...], result: Tensor) -> None:
         with torch._C.DisableTorchFunction():
-            if self.inside and (makes(self.inside[-1][1]) or follows(self.inside[-1][1])):
+            running = self.trace.running
+            if running and (makes(running[-1].module) or follows(running[-1].module)):
                 return  # what layers do is known, and their outputs are replaced
-            flat = [t for arg in args for t in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-            dense = [t for t in flat if isinstance(t, Tensor) and t.layout is torch.strided and t.numel()]
+            dense = [t for t in tensors_in(args) if t.layout is torch.strided and t.numel()]
             nan = [t.isnan() for t in dense if t.is_floating_point()]
             some = any(bool(mask.any()) for mask in nan) and not any(bool(mask.all()) for mask in nan)
             if some and result.numel() and bool(result.isnan().all()):
                 self.mixer = f"{getattr(function, '__name__', 'a function')} in {self._place()}"
 
     def _place(self) -> str:
-        if not self.inside or not self.inside[-1][0]:
-            return f"the network's own forward ({type(self.inside[0][1]).__name__})" if self.inside else "the network"
-        name, module = self.inside[-1]
+        running = self.trace.running
+        if not running or not running[-1].name:
+            return f"the network's own forward ({type(running[0].module).__name__})" if running else "the network"
+        name, module = running[-1].name, running[-1].module
         kind = nn.MultiheadAttention if isinstance(module, nn.MultiheadAttention) else type(module)
         return f"layer {name!r} ({kind.__name__})"
 
@@ -127,7 +131,7 @@ class Watch(Inside):
         return out
 
     def _is_of_each_head(self, layer: nn.Module, dropped: Any) -> bool:
-        """Whether all of a layer's channels are there in some places, and dropped in others, as those of heads are."""
+        """Return whether a layer's channels are kept in some places, and dropped in others, as those of heads are."""
         if dropped is None or not self.heads.found or input_axis(layer) != -1:
             return False
         return bool(dropped.any()) and not bool(dropped.all()) and bool((dropped == dropped[:1]).all())
@@ -161,7 +165,7 @@ class Watch(Inside):
 
 
 def gives_output(model: nn.Module, name: str, example: Input, names: Collection[str]) -> bool:
-    """Whether a layer's output reaches the network's without another layer between: NaN gets through."""
+    """Return whether a layer's output reaches the network's without another layer between: NaN gets through."""
 
     def mark(other: str, layer: nn.Module, args: Any, y: Tensor) -> Tensor:
         if follows(layer):
@@ -173,7 +177,7 @@ def gives_output(model: nn.Module, name: str, example: Input, names: Collection[
 
 
 def loses_the_same(model: nn.Module, example: Input, cuts: Mapping[str, Cut], along: Along) -> bool:
-    """Whether the entries that parameters would lose reach, as NaN, only channels that the next layers lose."""
+    """Return whether the entries that parameters would lose reach, as NaN, only channels that the next layers lose."""
     reached: list[bool] = []
 
     def see(name: str, layer: nn.Module, args: Any, y: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from multitudes.core.copying import copied
-from multitudes.core.shared import MemberLayer, rows_missing
+from multitudes.core.member_layer import MemberLayer, rows_missing
 from multitudes.surgery.affine import RECURRENT, AffineMap, kind_of, maps_of
 
 _ARGUMENTS = {
@@ -52,7 +52,7 @@ class WholeMemberLayer(MemberLayer):
         return _joined(answers, _output_axes(self.layer))
 
     def trained(self, name: str) -> bool:
-        """Whether the tensor of this name is trained in a member alone."""
+        """Return whether the tensor of this name is trained in a member alone."""
         return self.layer.get_parameter(name).requires_grad
 
     def fold(self, index: int) -> nn.Module:

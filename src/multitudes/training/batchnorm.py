@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from multitudes.core.batches import Batches
 from multitudes.core.calling import Input, call_with, input_errors
+from multitudes.core.devices import device_in
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.locking import evaluating
 
@@ -45,7 +46,7 @@ def statistics(network: nn.Module, state: State, batches: Batches) -> State:
         name: {kind: torch.zeros_like(layer.get_buffer(kind)) for kind in _KINDS} for name, layer in layers.items()
     }
     with _measuring(network, layers):
-        for x, _ in batches.on(_device(network)):
+        for x, _ in batches.on(device_in(network)):
             _answer(network, state | _flat(fresh), x)
     # A layer that the network does not use has seen nothing.
     return _flat({name: kinds for name, kinds in fresh.items() if kinds["num_batches_tracked"].item()})
@@ -75,7 +76,7 @@ def accuracy(network: nn.Module, state: State, batches: Batches) -> float:
     """The share of `batches` that a network with the tensors of `state` puts into the right class."""
     right = total = 0
     with evaluating(network), expecting(network):
-        for x, y in batches.on(_device(network)):
+        for x, y in batches.on(device_in(network)):
             if y is None or y.is_floating_point():
                 raise ValueError(
                     "accuracy needs classes as targets: pass data=(x, y), or batches of inputs and classes"
@@ -91,7 +92,3 @@ def accuracy(network: nn.Module, state: State, batches: Batches) -> float:
 def _answer(network: nn.Module, state: State, x: Input) -> Tensor:
     with input_errors(x):
         return call_with(network, state, x)
-
-
-def _device(network: nn.Module) -> torch.device:
-    return next(iter([*network.parameters(), *network.buffers()]), torch.zeros(0)).device

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import Input, input_errors, plain_attention
 from multitudes.core.multitude import Multitude
-from multitudes.core.proof import unmoved
 from multitudes.core.seeding import mixed, seeded
 from multitudes.core.tasks import Task
 from multitudes.core.tasks.criteria import spread
 from multitudes.core.tasks.predictive import Predictive
+from multitudes.core.trace import unmoved
 
 __all__ = ["STOP_BY", "Prepare", "Validation", "restore", "scored", "settle", "tensors_of", "unchanged"]
 

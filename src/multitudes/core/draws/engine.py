@@ -23,9 +23,10 @@ from multitudes.core.dispatching import NumbersDrawn
 from multitudes.core.draws.memory import Meter, OverBudget, free_bytes, in_bytes
 from multitudes.core.draws.stochastic import Draw, drawing
 from multitudes.core.draws.vmap import Run, vmapped
-from multitudes.core.proof import alike, unmoved
+from multitudes.core.proof import alike
 from multitudes.core.runners.verify import FAILURES
 from multitudes.core.seeding import mixed, seeded, torch_generators
+from multitudes.core.trace import unmoved
 
 __all__ = ["Cost", "Draws", "cost_key", "one_by_one"]
 

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input, rows
-from multitudes.core.copying import share_registries
+from multitudes.core.copying import Sharing
 from multitudes.core.draws.stochastic import Stochastic, drawing
-from multitudes.core.proof import unmoved
+from multitudes.core.trace import unmoved
 
 __all__ = ["Frozen", "find_rows", "rows_to_find", "scrambled"]
 
 Shape = tuple[int, ...]
 
 
-class Frozen(nn.Module):
+class Frozen(Sharing):
     """A layer that draws, with the same random numbers each time, and for all rows of a batch.
 
     It shares the layer's registries and has its settings as attributes. `frozen`, a buffer, is the seed of its numbers.
@@ -40,10 +40,7 @@ class Frozen(nn.Module):
     _axes: dict[str, int | None] | None = {}  # noqa: RUF012 (of files from before it was looked for)
 
     def __init__(self, layer: Stochastic, seed: Tensor) -> None:
-        super().__init__()
-        share_registries(self, layer)
-        object.__setattr__(self, "layer", layer)  # not registered: the network has no layer that draws any more
-        self.training = layer.training
+        super().__init__(layer)
         self.register_buffer("frozen", seed)
         self._axes = None if layer.noise == "rows" else {}
 
@@ -73,10 +70,6 @@ class Frozen(nn.Module):
             if "layer" not in vars(self):
                 raise
             return getattr(self.layer, name)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Frozen:
-        self.layer._apply(fn, recurse)
-        return self
 
     def extra_repr(self) -> str:
         return f"{type(self.layer).__name__}({self.layer.extra_repr()})"

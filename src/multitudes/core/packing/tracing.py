@@ -17,8 +17,8 @@ from multitudes.core.packing.plan import Plan
 from multitudes.core.packing.private_copy import OwnCode, private_copy
 from multitudes.core.packing.rules import LAYERS
 from multitudes.core.packing.values import CannotPack
-from multitudes.core.proof import python_states
 from multitudes.core.settings import fingerprint
+from multitudes.core.trace import python_states
 
 
 def trace(template: nn.Module, members: int) -> Plan:
@@ -56,7 +56,7 @@ def trace(template: nn.Module, members: int) -> Plan:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module holds beside what nn.Module and fx put there."""
+    """Return the attributes of a module, without those of nn.Module and fx."""
     held = {
         key: fingerprint(value)
         for key, value in vars(module).items()
@@ -97,7 +97,7 @@ class _Proxy(fx.Proxy):
 
 
 def _surroundings() -> tuple[Any, ...]:
-    """What changes how torch's functions run, without being one of them."""
+    """Return the modes that change how torch's functions run."""
     kinds = ("cpu", "cuda")
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *map(torch.is_autocast_enabled, kinds)
 

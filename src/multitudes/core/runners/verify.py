@@ -8,19 +8,17 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from multitudes.core.architecture import dense
-from multitudes.core.calling import Input, tensors_in, use_of
+from multitudes.core.calling import Input, use_of
 from multitudes.core.compiling import uncompiled
-from multitudes.core.proof import _is_half, alike, silent_trial, trial
-from multitudes.core.trace import recording, unmoved
+from multitudes.core.proof import alike, is_half, silent_trial
+from multitudes.core.trace import unmoved
 
 __all__ = ["FAILURES", "Runner", "Verdicts", "difference"]
 
@@ -39,19 +37,16 @@ def difference(
     *,
     buffers: bool = False,
     gradients: bool = False,
-    noise: bool = False,
     layer: Callable[[], str] | None = None,
 ) -> str:
     """Return how `fast` differs from `plain` on an input, in words; an empty string where they agree.
 
     Both run with moved weights, without gradients and without noise, and leave buffers, attributes and random states
-    as they were. With `noise=True` the network draws as usual, and the runners must draw the same numbers. With
-    `buffers=True` both must also leave the same buffers in `network`. `layer` returns the name of the first layer that
-    differs; it is called where predictions differ. With `gradients=True`, where a member's parameters are trained, the
-    gradients of both must agree as well.
+    as they were. With `buffers=True` both must also leave the same buffers in `network`. `layer` returns the name of
+    the first layer that differs; it is called where predictions differ. With `gradients=True`, where a member's
+    parameters are trained, the gradients of both must agree as well.
     """
-    watched = _noisy_trial if noise else silent_trial
-    with watched(network, x) as doubt:
+    with silent_trial(network, x) as doubt:
         want = _outcome(network, x, plain, buffers)
         try:
             got = _outcome(network, x, fast, buffers)
@@ -92,7 +87,7 @@ def _difference_of_gradients(network: nn.Module, x: Input, fast: Runner, plain: 
         raise
     except FAILURES as error:
         return f"its gradients fail: {(str(error) or type(error).__name__).splitlines()[0]}"
-    half = any(_is_half(one) for one in want if one is not None)
+    half = any(is_half(one) for one in want if one is not None)
     steepest = max((_largest(one) for one in want if one is not None), default=0.0)
     for name, one, other in zip(trained, got, want, strict=True):
         one, other = (torch.zeros_like(trained[name]) if each is None else each for each in (one, other))
@@ -105,13 +100,6 @@ def _difference_of_gradients(network: nn.Module, x: Input, fast: Runner, plain: 
 def _largest(values: Tensor) -> float:
     """Return the largest absolute value among the finite ones."""
     return float(values.abs().nan_to_num(0, 0, 0).max()) if values.numel() else 0.0
-
-
-@contextmanager
-def _noisy_trial(network: nn.Module, x: Input) -> Iterator[Callable[[], str]]:
-    values = [*network.parameters(), *tensors_in(x)]
-    with trial(network, x), recording(network, (), looks=values) as trace:
-        yield lambda: "its code inspects values, so that one row may decide for another" if trace.looks else ""
 
 
 def _outcome(network: nn.Module, x: Input, runner: Runner, buffers: bool) -> dict[str, Tensor]:
@@ -132,16 +120,13 @@ class Verdicts:
         self.reasons: dict[tuple[Hashable, tuple[bool, Hashable]], str] = {}
         self.in_mode: dict[tuple[Hashable, bool], str] = {}
 
-    def reason(self, runner: Hashable, network: nn.Module, x: Input, find: Callable[[], str], warning: str = "") -> str:
-        """Return the cached verdict, or that of `find`; an empty string says that the runner may be used.
-
-        `warning` is a sentence with `{reason}` in it, shown for the first refusal of a runner.
-        """
+    def reason(self, runner: Hashable, network: nn.Module, x: Input, find: Callable[[], str]) -> str:
+        """Return the cached verdict, or that of `find`; an empty string says that the runner may be used."""
         mode = runner, network.training
         if torch.compiler.is_compiling():
-            return self.in_mode[mode] if mode in self.in_mode else self._find(mode, network, x, find, warning)
+            return self.in_mode[mode] if mode in self.in_mode else self._find(mode, network, x, find)
         key = runner, use_of(network, x)
-        return self.reasons[key] if key in self.reasons else self._find(mode, network, x, find, warning)
+        return self.reasons[key] if key in self.reasons else self._find(mode, network, x, find)
 
     def forget(self, runner: Hashable, training: bool) -> None:
         """Forget the verdicts of a runner in a mode."""
@@ -149,12 +134,6 @@ class Verdicts:
         self.in_mode.pop((runner, training), None)
 
     @uncompiled
-    def _find(
-        self, mode: tuple[Hashable, bool], network: nn.Module, x: Input, find: Callable[[], str], warning: str
-    ) -> str:
-        reason, runner = find(), mode[0]
-        refused = any(other == runner and earlier for (other, _), earlier in self.reasons.items())
-        self.reasons[runner, use_of(network, x)] = self.in_mode[mode] = reason
-        if reason and warning and not refused:
-            warnings.warn(warning.format(reason=reason), stacklevel=2)
+    def _find(self, mode: tuple[Hashable, bool], network: nn.Module, x: Input, find: Callable[[], str]) -> str:
+        reason = self.reasons[mode[0], use_of(network, x)] = self.in_mode[mode] = find()
         return reason

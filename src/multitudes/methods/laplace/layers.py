@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Self, cast
 
 import torch
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multitudes.core.calling import call
-from multitudes.core.copying import share_registries
+from multitudes.core.copying import Sharing
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.tasks.gaussian import join_gaussian
 
@@ -90,7 +90,7 @@ class LaplaceLayer(Stochastic):
         return mean if self.expects else mean + self._outputs(self._deviation(self._rows(x))).to(mean.dtype)
 
     def _deviation(self, rows: Tensor) -> Tensor:
-        """How far the outputs of one draw are from the mean, `[..., F] -> [..., O]`.
+        """The deviation of one draw's outputs from the mean, `[..., F] -> [..., O]`.
 
         Of factors, rows are multiplied with each: there are fewer of them than weights.
         """
@@ -100,7 +100,7 @@ class LaplaceLayer(Stochastic):
         return rows @ change.mT if self.structure == "diag" else rows @ self.right @ change.mT @ self.left.mT
 
     def _change(self) -> Tensor:
-        """What a draw adds to the weights and the bias, `[O, F]`."""
+        """The numbers that a draw adds to the weights and the bias, `[O, F]`."""
         if self.structure == "full":
             change: Tensor = self.factor @ self.normal((*self.factor.shape[:2], 1), like=self.factor)
             return change.reshape(-1, self.weight.shape[1] + (self.bias is not None))
@@ -122,7 +122,7 @@ class LaplaceLayer(Stochastic):
         return features_of(last, self.bias is not None, self.weight)
 
     def _outputs(self, values: Tensor) -> Tensor:
-        """What was computed for each random output, `[..., O]`, in the form of the layer's outputs; 0 for others."""
+        """Put numbers for each random output, `[..., O]`, into the form of the layer's outputs; 0 for others."""
         values = F.pad(values, (0, len(self.weight) - values.shape[-1]))
         return values.movedim(-1, 1) if isinstance(self, nn.Conv2d) else values
 
@@ -198,7 +198,7 @@ class LaplaceConv(LaplaceLayer, nn.Conv2d):
         return F.conv2d(x, weight, bias)
 
 
-class WithoutDraws(nn.Module):
+class WithoutDraws(Sharing):
     """A layer with a posterior that draws nothing: its logits by the probit approximation, or one point of its outputs.
 
     It shares the layer's registries, and `point` is one of its buffers.
@@ -208,22 +208,15 @@ class WithoutDraws(nn.Module):
     layer: LaplaceLayer
 
     def __init__(self, layer: LaplaceLayer, point: float | None = None) -> None:
-        super().__init__()
-        share_registries(self, layer)
-        object.__setattr__(self, "layer", layer)  # not registered: the network has no layer that draws any more
-        self.training = layer.training
+        super().__init__(layer)
         layer.side = "probit" if point is None else "point"
         self.register_buffer("point", None if point is None else torch.tensor(point).to(layer.weight))
 
     def forward(self, x: Tensor) -> Tensor:
         return cast("Tensor", self.layer(x))
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WithoutDraws:
-        self.layer._apply(fn, recurse)
-        return self
 
-
-class WithNoise(nn.Module):
+class WithNoise(Sharing):
     """A network that predicts values, and tells the variance of their noise: `[B]` or `[B, D, ...] -> [B, 2D, ...]`.
 
     Its predictions are those of `task="gaussian"`. It shares the registries of its `network`, with one buffer more,
@@ -235,10 +228,7 @@ class WithNoise(nn.Module):
     target_noise: Tensor
 
     def __init__(self, network: nn.Module, noise: Tensor) -> None:
-        super().__init__()
-        share_registries(self, network)
-        object.__setattr__(self, "network", network)  # not registered, which would put a name in front
-        self.training = network.training
+        super().__init__(network)
         self.register_buffer("target_noise", noise)
         # Networks that are fused must be alike, and `network` is not looked into.
         self.kind = type(network).__name__
@@ -248,7 +238,3 @@ class WithNoise(nn.Module):
         mean = call(self.network, kwargs or args)
         mean = mean.unsqueeze(1) if mean.dim() == 1 else mean
         return join_gaussian(mean, self.target_noise.to(mean.dtype).expand_as(mean))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WithNoise:
-        self.network._apply(fn, recurse)
-        return self

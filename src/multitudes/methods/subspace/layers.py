@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -11,14 +10,14 @@ from torch import Tensor, nn
 
 from multitudes.core.batches import Batches
 from multitudes.core.calling import call_with
-from multitudes.core.copying import copied, share_registries
+from multitudes.core.copying import Sharing, copied
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.locking import evaluating
 from multitudes.training.batchnorm import accuracy, norms, statistics
 from multitudes.training.recorder import State, flat_weights, unflattened
 
 
-class Around(Stochastic):
+class Around(Stochastic, Sharing):
     """A network that runs with weights drawn around its own, by `drawn`.
 
     It shares the registries of its `network`, whose own weights are the centre and the expectation; what
@@ -36,10 +35,7 @@ class Around(Stochastic):
     network: nn.Module
 
     def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        share_registries(self, network)
-        self.training = network.training
-        object.__setattr__(self, "network", network)  # not registered, which would put a name in front
+        super().__init__(network)
         self.data: Batches | None = None
         self.floor: float | None = None
         self.tries = 5
@@ -103,10 +99,6 @@ class Around(Stochastic):
             super().__setattr__(name, value)
         else:
             object.__setattr__(self, name, value)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Around:
-        self.network._apply(fn, recurse)
-        return self
 
 
 class GaussianAround(Around):
