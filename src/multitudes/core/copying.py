@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["copied", "share_registries"]
+__all__ = ["copied", "held_by", "share_registries"]
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -21,7 +21,7 @@ def copied(network: Network, memo: dict[int, Any] | None = None) -> Network:
     a feature map that a network remembers: these are copied without their history. Random generators keep their state.
     """
     memo = {} if memo is None else memo
-    for value in _held(network):
+    for value in (held for module in network.modules() for held in held_by(module)):
         if isinstance(value, torch.Generator):
             memo.setdefault(id(value), value.clone_state())
         elif _is_made(value):
@@ -40,12 +40,11 @@ def _is_made(tensor: Tensor) -> bool:
         return True
 
 
-def _held(network: nn.Module) -> Iterator[Any]:
-    """The tensors and generators that modules hold as plain attributes, in lists, tuples and dicts too."""
-    for module in network.modules():
-        for name, value in vars(module).items():
-            if name not in ("_parameters", "_buffers", "_modules"):
-                yield from _inside(value)
+def held_by(module: nn.Module) -> Iterator[Any]:
+    """The tensors and generators that a module holds as plain attributes, in lists, tuples and dicts too."""
+    for name, value in vars(module).items():
+        if name not in ("_parameters", "_buffers", "_modules"):
+            yield from _inside(value)
 
 
 def _inside(value: Any, depth: int = 3) -> Iterator[Any]:
