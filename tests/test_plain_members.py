@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -308,3 +309,105 @@ def test_setting_the_same_runner_again_makes_nothing_anew(runner: str, monkeypat
         net.runner = runner
         net(x)
     assert len(made) == 1
+
+
+class Constants(nn.Module):
+    """A network with numbers that are neither parameters nor buffers, and a method beside its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8, bias=False)
+        self.last = nn.Linear(8, 3)
+        self.scale = torch.tensor(1.5)
+        self.scales = np.array([1.0, 2.0])
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.scale * float(self.scales[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.scaled(self.first(x)).tanh())
+
+
+def _with_biases(member: Any, index: int) -> None:
+    member.first.bias = nn.Parameter(torch.full((8,), 1.0 + index))
+
+
+def _without_bias(member: Any, index: int) -> None:
+    member.last.bias = None
+
+
+def _scaled_tensor(member: Any, index: int) -> None:
+    member.scale.fill_(7.0)
+
+
+def _other_numbers(member: Any, index: int) -> None:
+    member.scale.data = torch.tensor(7.0)
+
+
+def _scaled_array(member: Any, index: int) -> None:
+    member.scales[1] = 7.0
+
+
+@pytest.mark.parametrize("change", [_with_biases, _without_bias, _scaled_tensor, _other_numbers, _scaled_array])
+@pytest.mark.parametrize("runner", ["packed", "vmapped"])
+def test_runners_follow_what_changes_in_members_in_place(runner: str, change: Callable[[Any, int], None]) -> None:
+    net = mt.deep_ensemble(Constants(), members=3, seed=0).eval()
+    net.runner = runner
+    x = torch.randn(5, 4)
+    before = net(x)
+    for index in range(3):
+        change(net.member(index), index)
+    alone = torch.stack([net.member(index)(x) for index in range(3)])
+    assert not torch.allclose(before, alone)
+    torch.testing.assert_close(net(x), alone)
+
+
+@pytest.mark.parametrize("runner", ["packed", "vmapped"])
+def test_runners_follow_a_method_of_the_class_that_is_replaced(runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = mt.deep_ensemble(Constants(), members=3, seed=0).eval()
+    net.runner = runner
+    x = torch.randn(5, 4)
+    net(x)
+    monkeypatch.setattr(Constants, "scaled", lambda self, x: x / 10)
+    torch.testing.assert_close(net(x), torch.stack([net.member(index)(x) for index in range(3)]))
+
+
+def frozen_trunk() -> mt.Members:
+    model = network()
+    model[4].requires_grad_(False)
+    return mt.deep_ensemble(model, members=3, init="heads", heads=["7"], seed=0).eval()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_loading_gives_members_their_own_parameters_where_these_differ(assign: bool) -> None:
+    trained = frozen_trunk().unshare().requires_grad_()
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    net = frozen_trunk()
+    net.load_state_dict(trained.state_dict(), assign=assign)
+    x, _ = batch(0)
+    torch.testing.assert_close(net(x), trained(x))
+    assert net.member(2)[4].weight is not net.member(0)[4].weight
+    again = frozen_trunk()
+    again.load_state_dict(frozen_trunk().state_dict(), assign=assign)
+    assert again.member(2)[4].weight is again.member(0)[4].weight
+
+
+def test_parameters_that_members_share_are_not_trained_in_evaluation_mode_either() -> None:
+    net = frozen_trunk()
+    net.member(1)[4].requires_grad_(True)
+    x, y = batch(0)
+    with pytest.raises(ValueError, match=r"'4\.weight' was frozen.*unshare"):
+        net.loss(x, y)
+    with torch.no_grad():
+        assert net(x).shape == (3, 16, 3)
+
+
+def test_weights_that_a_network_ties_stay_tied_when_members_get_their_own() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
+    model[2].weight = model[0].weight
+    model[0].requires_grad_(False)
+    net = mt.deep_ensemble(model, members=2, seed=0).unshare()
+    assert net.member(0)[0].weight is not net.member(1)[0].weight
+    assert all(net.member(index)[0].weight is net.member(index)[2].weight for index in range(2))

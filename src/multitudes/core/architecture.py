@@ -16,6 +16,7 @@ __all__ = [
     "dense",
     "equal",
     "of_one_architecture",
+    "own_parameters",
     "share_frozen",
     "shared_parameters",
     "stackable",
@@ -73,6 +74,18 @@ def shared_parameters(networks: list[nn.Module]) -> dict[str, nn.Parameter]:
     """Return the parameters that several networks hold, by their names in the first one."""
     others = {id(parameter) for network in networks[1:] for parameter in network.parameters()}
     return {name: parameter for name, parameter in networks[0].named_parameters() if id(parameter) in others}
+
+
+def own_parameters(networks: list[nn.Module], shared: set[int]) -> None:
+    """Give each network its own copy of the parameters with these ids; those that it ties stay tied."""
+    for network in networks:
+        copies: dict[int, nn.Parameter] = {}
+        for module in network.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) in shared:
+                    if id(parameter) not in copies:
+                        copies[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                    module._parameters[name] = copies[id(parameter)]
 
 
 # -- checks ------------------------------------------------------------------------------------------------

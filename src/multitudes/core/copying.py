@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from operator import is_
+from types import CellType, FunctionType, MethodType
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Sharing", "copied", "share_registries"]
+__all__ = ["Sharing", "copied", "held_by", "share_registries"]
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -19,17 +21,61 @@ def copied(network: Network, memo: dict[int, Any] | None = None) -> Network:
 
     Python's own copy refuses tensors that autograd has made, such as the weight that an old `weight_norm` computes, or
     a feature map that a network remembers: these are copied without their history. Random generators keep their state.
+    A function that a network holds, `self.act = lambda x: self.fc(x)`, closes over the copy and not over the network.
     """
     memo = {} if memo is None else memo
-    for value in _held(network):
+    for value in (held for module in network.modules() for held in held_by(module)):
         if isinstance(value, torch.Generator):
             memo.setdefault(id(value), value.clone_state())
         elif _is_made(value):
             memo.setdefault(id(value), value.data.clone())
     try:
-        return copy.deepcopy(network, memo)
+        twin = copy.deepcopy(network, memo)
     except TypeError as error:  # Python's own sentence, about a lock or a file that some attribute holds
         raise ValueError(f"model ({type(network).__name__}) holds something that cannot be copied: {error}") from error
+    for module in twin.modules():
+        for name, value in vars(module).items():
+            if (bound := _bound(value, memo)) is not value:
+                vars(module)[name] = bound
+    return twin
+
+
+def _bound(value: Any, memo: dict[int, Any], depth: int = 3) -> Any:
+    """Bind functions, in containers too, to the copies of what they close over."""
+    if isinstance(value, FunctionType):
+        return _bound_function(value, memo)
+    if not depth or not isinstance(value, (list, tuple, dict)):
+        return value
+    items = dict(value) if isinstance(value, dict) else dict(enumerate(value))
+    changed = {key: new for key, held in items.items() if (new := _bound(held, memo, depth - 1)) is not held}
+    if isinstance(value, tuple):
+        return tuple((items | changed).values()) if changed and type(value) is tuple else value
+    for key, new in changed.items():
+        value[key] = new
+    return value
+
+
+def _bound_function(function: FunctionType, memo: dict[int, Any], depth: int = 3) -> FunctionType:
+    cells = function.__closure__ or ()
+    own = []
+    for cell in cells if depth else ():
+        try:
+            held = cell.cell_contents
+        except ValueError:  # it is empty
+            own.append(cell)
+            continue
+        new = memo.get(id(held), held)
+        if isinstance(held, FunctionType):
+            new = _bound_function(held, memo, depth - 1)
+        elif isinstance(held, MethodType):
+            new = MethodType(held.__func__, memo.get(id(held.__self__), held.__self__))
+        own.append(cell if new is held else CellType(new))
+    if all(map(is_, own, cells)):
+        return function
+    twin = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(own))
+    twin.__kwdefaults__, twin.__qualname__ = function.__kwdefaults__, function.__qualname__
+    twin.__module__, twin.__dict__ = function.__module__, dict(function.__dict__)
+    return twin
 
 
 def _is_made(tensor: Tensor) -> bool:
@@ -40,12 +86,11 @@ def _is_made(tensor: Tensor) -> bool:
         return True
 
 
-def _held(network: nn.Module) -> Iterator[Any]:
-    """The tensors and generators that modules hold as plain attributes, in lists, tuples and dicts too."""
-    for module in network.modules():
-        for name, value in vars(module).items():
-            if name not in ("_parameters", "_buffers", "_modules"):
-                yield from _inside(value)
+def held_by(module: nn.Module) -> Iterator[Any]:
+    """The tensors and generators that a module holds as plain attributes, in lists, tuples and dicts too."""
+    for name, value in vars(module).items():
+        if name not in ("_parameters", "_buffers", "_modules"):
+            yield from _inside(value)
 
 
 def _inside(value: Any, depth: int = 3) -> Iterator[Any]:

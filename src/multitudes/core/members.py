@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.architecture import of_one_architecture, shared_parameters
+from multitudes.core.architecture import equal, of_one_architecture, own_parameters, share_frozen, shared_parameters
 from multitudes.core.calling import Input, InputError, plain_attention, tensors_in
 from multitudes.core.compiling import uncompiled
 from multitudes.core.copying import copied
@@ -98,7 +98,7 @@ class Members(Multitude):
 
     def _runner_of(self, x: Input) -> PackedRunner | VmappedRunner | None:
         """Return the fast runner to use, which was compared with the loop; None for the loop."""
-        if self._shared and self.training:
+        if self._shared and torch.is_grad_enabled():
             self._check_frozen()
         name = self._usual(x) if self._runner == "auto" else self._runner
         if name == "loop":
@@ -189,12 +189,7 @@ class Members(Multitude):
 
     def unshare(self) -> Members:
         """Give each member its own copy of the frozen parameters that all share, to train them; returns itself."""
-        first = {id(parameter) for _, parameter in self._shared}
-        for member in self.network[1:]:
-            for module in member.modules():
-                for name, parameter in module._parameters.items():
-                    if parameter is not None and id(parameter) in first:
-                        module._parameters[name] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+        own_parameters(list(self.network[1:]), {id(parameter) for _, parameter in self._shared})
         self.forget()
         return self
 
@@ -204,6 +199,27 @@ class Members(Multitude):
             self.unshare()
         super().requires_grad_(requires_grad)
         return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Give each member its own of the shared parameters for which the state has different values."""
+        different = {
+            id(parameter)
+            for name, parameter in self._shared
+            if not _all_equal([state_dict.get(f"{prefix}{index}.{name}") for index in range(self.members)])
+        }
+        if different:
+            own_parameters(list(self.network[1:]), different)
+            self.forget()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As `nn.Module.load_state_dict`; shared parameters become each member's own where the values differ."""
+        keys = super().load_state_dict(state_dict, strict, assign)
+        if assign and self._shared:  # each member has got a parameter of its own, of the same memory
+            for member in self.network[1:]:
+                share_frozen(self.template, member)
+            self.forget()
+        return keys
 
     def _check_frozen(self) -> None:
         for name, parameter in self._shared:
@@ -249,6 +265,12 @@ class Members(Multitude):
         for name, layer in modules[0].items():
             own = {id(p): p.numel() for each in modules for p in each[name].parameters(recurse=False)}
             yield name, layer, sum(own.values())
+
+
+def _all_equal(values: Sequence[Tensor | None]) -> bool:
+    """Return whether these values of one parameter, as far as they are there, are the same."""
+    there = [value for value in values if value is not None]
+    return all(value is there[0] or equal(there[0], value) for value in there[1:]) and len(there) in (0, len(values))
 
 
 def _divergence(divergences: Sequence[Divergence], network: nn.Module, prior: dict[str, Any]) -> Tensor:

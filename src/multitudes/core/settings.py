@@ -56,9 +56,14 @@ def computing_hooks(module: nn.Module) -> dict[str, Any]:
 
 
 def fingerprint(value: Any, depth: int = _DEPTH) -> Any:
-    """Plain values as they are, what holds others by what it holds, and everything else by its identity."""
+    """Plain values as they are, what holds others by what it holds, and everything else by its identity.
+
+    An array goes by its numbers as well, which may change in place.
+    """
     if isinstance(value, _PLAIN):
         return type(value), repr(value)
+    if hasattr(value, "tobytes") and hasattr(value, "shape") and not isinstance(value, type):
+        return id(value), hash(value.tobytes())
     if depth and isinstance(value, Mapping):
         return type(value), [(str(key), fingerprint(held, depth - 1)) for key, held in value.items()]
     if depth and isinstance(value, (list, tuple, set, frozenset)):

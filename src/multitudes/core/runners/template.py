@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import eq
+from itertools import chain, repeat
+from operator import eq, is_not
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 from multitudes.core.architecture import check_architecture, equal, stackable
 from multitudes.core.calling import InputError
-from multitudes.core.copying import copied
+from multitudes.core.copying import copied, held_by
 from multitudes.core.draws.stochastic import Stochastic, attached
 from multitudes.core.settings import fingerprint
 
@@ -124,6 +126,11 @@ class _Watch:
         self.before = list(map(dict, self.live))
         self.empty = [registry for registry in registries if not registry]
         self.deep = [(vars(m), key, fingerprint(value)) for m in modules for key, value in _deep_settings(m)]
+        self.tensors = [getattr(module, registry) for module in modules for registry in ("_parameters", "_buffers")]
+        self.places = self._places()
+        own = {id(tensor) for registry in self.tensors for tensor in registry.values()}
+        held = [tensor for module in modules for tensor in held_by(module) if isinstance(tensor, Tensor)]
+        self.constants = [(tensor, _numbers_of(tensor)) for tensor in held if id(tensor) not in own]
         kinds = {kind for module in modules for kind in type(module).__mro__ if _is_foreign(kind)}
         self.of_classes = [(kind, _class_settings(kind)) for kind in kinds]
 
@@ -136,9 +143,22 @@ class _Watch:
             same
             and not any(self.empty)
             and list(map(type, self.modules)) == self.types
+            and self._places() == self.places
+            and all(_numbers_of(tensor) == before for tensor, before in self.constants)
             and all(fingerprint(held.get(key)) == before for held, key, before in self.deep)
             and all(_class_settings(kind) == before for kind, before in self.of_classes)
         )
+
+    def _places(self) -> list[tuple[str, bool]]:
+        """Return the names of all parameters and buffers, and whether there is one."""
+        values = chain.from_iterable(map(dict.values, self.tensors))
+        return list(zip(chain.from_iterable(self.tensors), map(is_not, values, repeat(None)), strict=True))
+
+
+def _numbers_of(tensor: Tensor) -> tuple[int, int]:
+    """Return what changes when a tensor is written in place, or gets other numbers by `.data`."""
+    version = 0 if tensor.is_inference() else tensor._version
+    return version, tensor.data_ptr() if stackable(tensor) else 0
 
 
 def _deep_settings(module: nn.Module) -> list[tuple[str, Any]]:
@@ -161,12 +181,16 @@ def _is_foreign(kind: type) -> bool:
 
 
 def _class_settings(kind: type) -> dict[str, Any]:
-    """The attributes of a class that its code may read, and its forward."""
-    held = {key: fingerprint(value) for key, value in vars(kind).items() if isinstance(value, _READ)}
-    return {key: value for key, value in held.items() if not key.startswith("__")} | {"": vars(kind).get("forward")}
+    """The attributes of a class that its code may read, and its methods."""
+    return {
+        key: fingerprint(value) if isinstance(value, _READ) else value
+        for key, value in vars(kind).items()
+        if isinstance(value, (*_READ, *_METHODS)) and not key.startswith("__")
+    }
 
 
 _READ = (bool, int, float, complex, str, tuple, list, dict, set)
+_METHODS = (FunctionType, property, staticmethod, classmethod)
 
 
 def _check_like(first: nn.Module, other: nn.Module, index: int) -> None:
