@@ -128,8 +128,8 @@ class SharedMembers(Multitude):
         return first[:, None] + torch.arange(-(-rows // self.members), device=device)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies keep the attributes that each member's code has written."""
-        return {**super().__getstate__(), "_one_by_one": self._one_by_one}
+        """Copies keep the runners that were found, with the attributes that each member's code has written."""
+        return {**super().__getstate__(), "_one_by_one": self._one_by_one, "_runners": self._runners}
 
     def train(self, mode: bool = True) -> SharedMembers:
         super().train(mode)
