@@ -247,7 +247,8 @@ def tensors_in(x: Any) -> list[Tensor]:
 
 def versions(x: Input) -> list[int]:
     """How often the tensors of an input were written in place; those of inference mode do not tell."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors_in(x)]
+    tensors = [x] if isinstance(x, Tensor) else tensors_in(x)
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 class _PlainAttention(TorchFunctionMode):
