@@ -245,6 +245,12 @@ def tensors_in(x: Any) -> list[Tensor]:
     return [tensor for value in held for tensor in tensors_in(value)] if nested else []
 
 
+def versions(x: Input) -> list[int]:
+    """How often the tensors of an input were written in place; those of inference mode do not tell."""
+    tensors = [x] if isinstance(x, Tensor) else tensors_in(x)
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
 class _PlainAttention(TorchFunctionMode):
     """Torch takes its fused attention only where no function mode is active, and modes are each thread's own."""
 

@@ -50,7 +50,7 @@ class Members(Multitude):
     """
 
     independent = True
-    found_anew = ("_draw_cache", "_settled", "_last", "_nested", "_loop", "_fast", "_verdicts", "_chosen", "_shared")
+    found_anew = (*Multitude.found_anew, "_nested", "_loop", "_fast", "_verdicts", "_chosen", "_shared")
 
     def __init__(self, networks: Iterable[nn.Module], members: int) -> None:
         super().__init__(nn.ModuleList(of_one_architecture(networks)), members)

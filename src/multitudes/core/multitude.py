@@ -17,10 +17,12 @@ from multitudes.core.calling import (
     call,
     check_input,
     input_errors,
+    mapped,
     one_per_input,
     plain_attention,
     raise_about,
     tensors_in,
+    versions,
     with_output,
 )
 from multitudes.core.compiling import uncompiled
@@ -63,9 +65,10 @@ class Multitude(Tasked):
     independent = False
     """Whether the members share no weight. Then each learns from its own loss, and the losses add up."""
 
-    found_anew: tuple[str, ...] = ("_draw_cache", "_settled", "_last")
+    found_anew: tuple[str, ...] = ("_draw_cache", "_settled", "_last", "_rewrites")
     """The attributes that are caches, filled by running, which copies and files leave out."""
 
+    _rewrites = False  # whether the network writes into its input what stays when it is written again
     _settled = False  # whether the network's own noise was looked for, and its drawing layers are known to be called
 
     shares = "network"
@@ -98,7 +101,7 @@ class Multitude(Tasked):
     def forget(self) -> None:
         """Clear the caches (`found_anew`), which are filled again by running."""
         self._draw_cache = Draws()
-        self._settled = False
+        self._settled = self._rewrites = False
         self._last = None
 
     # -- the four verbs ----------------------------------------------------------------------------------
@@ -125,6 +128,7 @@ class Multitude(Tasked):
             return self._all_draws(x, draws)
         if not isinstance(x, Tensor):
             check_input(x)
+        written = [x._version] if isinstance(x, Tensor) and not x.is_inference() else versions(x)
         with one_thread(self.network), self._attention():
             try:
                 if not self._settled:
@@ -132,6 +136,9 @@ class Multitude(Tasked):
                 predictions = self._all_draws(x, draws, seed, self.memory if memory is None else memory)
             except (RuntimeError, IndexError, ValueError, TypeError) as error:
                 raise_about(x, error)
+        now = [x._version] if isinstance(x, Tensor) and not x.is_inference() else versions(x)
+        if now != written and len(predictions) > 1 and not self._rewrites:
+            self._check_rewrites(x)
         return one_per_input(predictions, x)
 
     def settle(self, x: Input) -> None:
@@ -144,6 +151,18 @@ class Multitude(Tasked):
             with unmoved(self.network, x), expecting(self.network):
                 check_called(self.network, lambda: self._predictions(x))
         self._settled = not (to_be_kept(self.template) or rows_to_find(self.template))
+
+    def _check_rewrites(self, x: Input) -> None:
+        """Raise an error if the network writes into its input, but for what stays when written again, as by ReLU."""
+        now = mapped(torch.clone, x)
+        with unmoved(self.network, x), torch.no_grad():
+            self._of_first(x)
+        self._rewrites = all(map(torch.equal, tensors_in(now), tensors_in(x)))
+        if not self._rewrites:
+            raise InputError(
+                "the network writes into its input x in place, so that members and draws would each get another one: "
+                "let its forward begin with x = x.clone()"
+            )
 
     @uncompiled
     def _uncompiled(self, x: Input, draws: int | None, seed: int, memory: str | float | None) -> Tensor:

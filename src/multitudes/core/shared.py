@@ -43,7 +43,7 @@ class SharedMembers(Multitude):
     statistics over the tiled batch, all members' together.
     """
 
-    found_anew = ("_draw_cache", "_settled", "_last", "_runners", "_one_by_one", "_whole")
+    found_anew = (*Multitude.found_anew, "_runners", "_one_by_one", "_whole")
 
     rows = "shared"
     """The rows that a member trains on: all rows of the batch, "shared", or its own part of them, "own"."""

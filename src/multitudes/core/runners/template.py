@@ -126,7 +126,9 @@ class _Watch:
         self.before = list(map(dict, self.live))
         self.empty = [registry for registry in registries if not registry]
         self.deep = [(vars(m), key, fingerprint(value)) for m in modules for key, value in _deep_settings(m)]
-        self.tensors = [getattr(module, registry) for module in modules for registry in ("_parameters", "_buffers")]
+        tensors = [getattr(module, registry) for module in modules for registry in ("_parameters", "_buffers")]
+        self.tensors = list(filter(None, tensors))
+        self.empty += [registry for registry in tensors if not registry]
         self.places = self._places()
         own = {id(tensor) for registry in self.tensors for tensor in registry.values()}
         held = [tensor for module in modules for tensor in held_by(module) if isinstance(tensor, Tensor)]
@@ -149,10 +151,10 @@ class _Watch:
             and all(_class_settings(kind) == before for kind, before in self.of_classes)
         )
 
-    def _places(self) -> list[tuple[str, bool]]:
+    def _places(self) -> tuple[list[str], list[bool]]:
         """Return the names of all parameters and buffers, and whether there is one."""
         values = chain.from_iterable(map(dict.values, self.tensors))
-        return list(zip(chain.from_iterable(self.tensors), map(is_not, values, repeat(None)), strict=True))
+        return list(chain.from_iterable(self.tensors)), list(map(is_not, values, repeat(None)))
 
 
 def _numbers_of(tensor: Tensor) -> tuple[int, int]:
