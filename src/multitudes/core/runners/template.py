@@ -84,7 +84,8 @@ class Template:
             if not is_buffer or name not in before:
                 continue
             whole = after[name]
-            if whole is before[name] and not whole._version and not self._training:
+            compiling = torch.compiler.is_compiling()  # a graph cannot ask for versions
+            if whole is before[name] and not self._training and not compiling and not whole._version:
                 continue  # batch norms in training write without raising the version
             for registry, value in zip(registries, whole.detach().unbind(), strict=True):
                 old = registry[last]
