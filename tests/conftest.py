@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, where Ctrl-C could not be tested
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 QUICK = {
     "test_ensembles_of_every_architecture_are_right": 3,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -62,7 +63,7 @@ def deep_ensemble(make: Make, runner: str) -> None:
     quiet = make(noise=())
     with left_alone(quiet):
         net = mt.deep_ensemble(given(quiet), MEMBERS, init="fresh", seed=quiet.number)
-        members = [net.member(index) for index in range(MEMBERS)]
+        members = [copy.deepcopy(net.member(index)) for index in range(MEMBERS)]
         frozen_is_kept(quiet, members)
         judge_members(net, members, quiet, runner)
 
@@ -73,7 +74,7 @@ def packed(make: Make, runner: str) -> None:
     alpha = 1 if init == "pretrained" else (1, 2)[quiet.number // 2 % 2]
     with left_alone(quiet):
         net = mt.packed(given(quiet), MEMBERS, alpha, example=quiet.x, init=init, seed=quiet.number)
-        members = [net.member(index) for index in range(MEMBERS)]
+        members = [copy.deepcopy(net.member(index)) for index in range(MEMBERS)]
         frozen_is_kept(quiet, members)
         judge_members(net, members, quiet, runner)
         saved_and_loaded(net, quiet)

@@ -298,12 +298,13 @@ class _Functions(TorchFunctionMode):
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         used = given if self.all else [self.own[id(tensor)][0] for tensor in given if id(tensor) in self.own]
         inside = tuple(self.trace.running)
+        use = Use(name, tuple(used), inside) if used and not _asks(function, name) else None
+        if use is not None:
+            self.trace.functions.append(use)  # before it runs, since it may fail
         result = function(*args, **(kwargs or {}))
-        if used and not _asks(function, name):
-            if name == "__get__" and not self.all and isinstance(result, Tensor):
-                self.own[id(result)] = used[0], result
-            else:
-                self.trace.functions.append(Use(name, tuple(used), inside))
+        if use is not None and name == "__get__" and not self.all and isinstance(result, Tensor):
+            self.trace.functions.remove(use)
+            self.own[id(result)] = used[0], result
         if len(self.known) and any(tensor in self.known for tensor in given):
             if name in _LOOKS:
                 self.trace.looks.append(Use(name, (), inside))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import InputError
 from multitudes.core.draws.stochastic import Stochastic
-from multitudes.core.trace import recording
+from multitudes.core.trace import Trace, recording
 
 __all__ = ["check_called", "drawing_weights"]
 
@@ -34,11 +34,14 @@ def check_called(network: nn.Module, run: Callable[[], Any]) -> None:
         for name, layer in layers.items()
         for own, parameter in layer.named_parameters()
     }
-    with torch.no_grad(), recording(network, layers, tensors=False, functions=owners.keys()) as trace:
-        run()
-    for use in trace.functions:
-        if not use.inside:
-            raise InputError(
-                f"the network computes with the {owners[use.tensors[0]]} instead of calling the layer, so that its "
-                "noise would be left out: leave the layer out by layers="
-            )
+    trace = Trace()
+    try:
+        with torch.no_grad(), recording(network, layers, trace, tensors=False, functions=owners.keys()):
+            run()
+    finally:  # a weight with components has another rank, at which the run may fail
+        for use in trace.functions:
+            if not use.inside:
+                raise InputError(
+                    f"the network computes with the {owners[use.tensors[0]]} instead of calling the layer, so that "
+                    "its noise would be left out: leave the layer out by layers="
+                )
