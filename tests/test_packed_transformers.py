@@ -329,8 +329,10 @@ def test_a_packed_bert_has_the_parameters_of_one_but_for_its_tables() -> None:
     """A table of embeddings narrows one way alone: four of half the width are twice the table."""
     model = hugging_face("BertForSequenceClassification", "BertConfig", {"num_hidden_layers": 2})
     net = mt.packed(model, 4, 2, example={"input_ids": torch.randint(5, 90, (1, 6))})
-    assert abs(parameters(net.bert.encoder) / parameters(model.bert.encoder) - 1) < 0.02
-    tables = parameters(net.bert.embeddings) / parameters(model.bert.embeddings)
+    members = [net.member(index).bert for index in range(4)]
+    encoders = sum(parameters(member.encoder) for member in members)
+    assert abs(encoders / parameters(model.bert.encoder) - 1) < 0.02
+    tables = sum(parameters(member.embeddings) for member in members) / parameters(model.bert.embeddings)
     assert abs(tables / 2 - 1) < 0.02
     assert "whose tables of embeddings are" in net.notes["total"]
 
