@@ -146,3 +146,53 @@ class Writer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.last = self.inner(x)
         return self.last
+
+
+class RowWise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.last, self.centred = nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.first(x))
+        return self.last(h - h.mean(0) if self.centred else h)
+
+
+class OverRows(nn.Tanh):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - super().forward(x).mean(0)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("rows", ["shared", "own"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda network: setattr(network, "centred", True),
+        lambda network: setattr(network, "act", OverRows()),
+        lambda network: setattr(network.act, "__class__", OverRows),
+        lambda network: setattr(network.act, "forward", lambda x: x - x.mean(0)),
+    ],
+    ids=["setting", "child", "class", "function"],
+)
+def test_members_are_no_batch_any_more_once_a_network_mixes_rows(change: Any, training: bool, rows: str) -> None:
+    net = mt.batch_ensemble(RowWise(), 3, rows=rows, seed=0).train(training)
+    x, y = torch.randn(6, 4), torch.randn(6, 3)
+    run(net, x)
+    net.loss(x, y, task="regression")
+    change(net.network)
+    torch.testing.assert_close(run(net, x), torch.stack([net.member(index)(x) for index in range(3)]))
+    if rows == "own" and training:
+        with pytest.raises(ValueError, match="rows='own'"):
+            net.loss(x, y, task="regression")
+
+
+def test_a_member_keeps_the_hooks_of_its_layers_and_what_its_own_code_has_written(net: Any) -> None:
+    x = torch.randn(5, 4)
+    net.eval().get_submodule("last").register_forward_hook(lambda module, args, answer: 2 * answer)
+    run(net, x)
+    want = run(net, x)
+    net = mt.batch_ensemble(Remembers(), 3, seed=0).eval()
+    net.get_submodule("last").register_forward_hook(lambda module, args, answer: 2 * answer)
+    run(net, x)
+    torch.testing.assert_close(torch.stack([net.member(index)(x) for index in range(3)]), want, rtol=1e-4, atol=1e-4)

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Sharing", "copied", "held_by", "share_registries"]
+__all__ = ["Sharing", "copied", "held_by", "share_hooks", "share_registries"]
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -102,6 +102,13 @@ def _inside(value: Any, depth: int = 3) -> Iterator[Any]:
     elif depth and isinstance(value, dict):
         for held in value.values():
             yield from _inside(held, depth - 1)
+
+
+def share_hooks(module: nn.Module, other: nn.Module) -> None:
+    """Give another module the hooks of `module` around its forward and backward, beside its own."""
+    for name, hooks in vars(module).items():
+        if name.startswith(("_forward_", "_backward_")):
+            vars(other)[name].update(hooks)
 
 
 def share_registries(sharer: nn.Module, network: nn.Module) -> None:

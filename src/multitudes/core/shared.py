@@ -14,7 +14,7 @@ from multitudes.core.calling import Input, InputError, input_errors, tensors_in,
 from multitudes.core.calling import rows as some_rows
 from multitudes.core.clipping import clip_each
 from multitudes.core.compiling import uncompiled
-from multitudes.core.copying import copied
+from multitudes.core.copying import copied, share_hooks
 from multitudes.core.draws.functional import to_be_kept
 from multitudes.core.member_layer import member_layers
 from multitudes.core.multitude import Multitude
@@ -23,10 +23,11 @@ from multitudes.core.runners.one_by_one import OneByOne, member_view
 from multitudes.core.runners.selection import SHARED, Use, runner_for
 from multitudes.core.runners.side_by_side import SideBySide
 from multitudes.core.runners.verify import FAILURES, Verdicts, difference
+from multitudes.core.snapshot import Versions
 from multitudes.core.tasks import Criterion
 from multitudes.core.tiling import Boundary, Run, Unseen, find_boundary, observed
 from multitudes.core.trace import unmoved
-from multitudes.core.views import run
+from multitudes.core.views import copies, run, write
 
 __all__ = ["SharedMembers"]
 
@@ -43,7 +44,7 @@ class SharedMembers(Multitude):
     statistics over the tiled batch, all members' together.
     """
 
-    found_anew = (*Multitude.found_anew, "_runners", "_one_by_one", "_whole")
+    found_anew = (*Multitude.found_anew, "_versions", "_runners", "_one_by_one", "_whole")
 
     rows = "shared"
     """The rows that a member trains on: all rows of the batch, "shared", or its own part of them, "own"."""
@@ -57,8 +58,9 @@ class SharedMembers(Multitude):
 
     def forget(self) -> None:
         super().forget()
-        self._one_by_one = OneByOne(self.network, self.members)
-        self._runners: dict[Hashable, OneByOne | SideBySide] = {}  # by kind of input, and the last one by mode
+        self._versions = Versions(self.network)
+        self._one_by_one = OneByOne(self.network, self.members, self._versions)
+        self._runners: dict[Any, OneByOne | SideBySide] = {}  # by version and kind of input; and by mode, the last one
         self._whole = Verdicts()  # whether members can lie side by side in one batch from the start
 
     def _predictions(self, x: Input) -> Tensor:
@@ -128,8 +130,8 @@ class SharedMembers(Multitude):
         return first[:, None] + torch.arange(-(-rows // self.members), device=device)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies keep the runners that were found, with the attributes that each member's code has written."""
-        return {**super().__getstate__(), "_one_by_one": self._one_by_one, "_runners": self._runners}
+        """Copies keep the attributes that each member's code has written."""
+        return {**super().__getstate__(), "_versions": self._versions, "_one_by_one": self._one_by_one}
 
     def train(self, mode: bool = True) -> SharedMembers:
         super().train(mode)
@@ -146,13 +148,20 @@ class SharedMembers(Multitude):
         self._runner(x)
 
     def _member(self, index: int) -> nn.Module:
-        folded = {id(layer): layer.fold(index) for layer in member_layers(self.network).values()}
-        return copied(self.network, folded)
+        layers = member_layers(self.network).values()
+        folded = {id(layer): layer.fold(index) for layer in layers}
+        for layer in layers:
+            share_hooks(layer, folded[id(layer)])
+        member = copied(self.network, folded)
+        views = self._one_by_one.views
+        if views.views:
+            write(member, copies(views.written(index)))
+        return member
 
     def _check_divides(self, x: Input) -> None:
         """Refuse `rows="own"` where members side by side do not compute what they compute alone."""
         whole = SideBySide(self.network, self.members)
-        reason = self._whole.reason("own", self.network, x, lambda: self._difference(x, whole))
+        reason = self._whole.reason(self._versions.look(), self.network, x, lambda: self._difference(x, whole))
         if reason:
             raise InputError(f"rows='own' needs members that can lie side by side in one batch: {reason}")
 
@@ -168,9 +177,13 @@ class SharedMembers(Multitude):
         key = self._key(x)
         return self._runners[key] if key in self._runners else self._chosen(x)
 
-    def _key(self, x: Input) -> Hashable:
+    def _key(self, x: Input) -> tuple[int, Hashable, int]:
         mode, kind = use_of(self.network, x)
-        return mode, kind, 0 if mode else _batch(x).bit_length()  # large and small batches may differ in what pays
+        return (
+            self._versions.look(),
+            kind,
+            0 if mode else _batch(x).bit_length(),
+        )  # large and small batches may differ in what pays
 
     def _use(self, x: Input, **known: Any) -> Use:
         table = isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()
@@ -178,7 +191,12 @@ class SharedMembers(Multitude):
 
     @uncompiled
     def _chosen(self, x: Input) -> OneByOne | SideBySide:
-        runner = self._runners[self._key(x)] = self._found(x)
+        key = self._key(x)
+        runner = self._found(x)
+        self._versions.accept(list(member_layers(self.network).values()))  # they may have noted where rows are
+        known = {number for number, _ in self._versions.snapshots.values()}
+        self._runners = {key: old for key, old in self._runners.items() if isinstance(key, bool) or key[0] in known}
+        self._runners[key] = runner
         in_graphs: OneByOne | SideBySide = runner
         if isinstance(runner, SideBySide) and runner.boundary and runner.boundary.tiled:  # by hooks
             whole = SideBySide(self.network, self.members)
@@ -191,7 +209,7 @@ class SharedMembers(Multitude):
         runner = self._chosen(x)
         old, new = (getattr(each, "boundary", None) for each in (before, runner))
         if old is not None and new is not None:
-            joined = SideBySide(self.network, self.members, new.joined(old))
+            joined = SideBySide(self.network, self.members, new.joined(old), self._versions)
             runner = self._runners[self._key(x)] = runner if self._difference(x, joined) else joined
         return runner
 
@@ -201,7 +219,7 @@ class SharedMembers(Multitude):
             return SideBySide(self.network, self.members) if self._wanted(x) else self._one_by_one
         reason = ""
         for boundary in self._boundaries(x):
-            runner = SideBySide(self.network, self.members, boundary)
+            runner = SideBySide(self.network, self.members, boundary, self._versions)
             if not (reason := self._difference(x, runner)):
                 return runner
         if self._wanted(x):

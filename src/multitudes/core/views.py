@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from operator import is_not
 from types import MethodType
 from typing import Any
 
@@ -20,8 +19,9 @@ from torch import Tensor, nn
 from multitudes.core.calling import Input, call
 from multitudes.core.compiling import uncompiled
 from multitudes.core.settings import FOUND_ANEW
+from multitudes.core.snapshot import Versions
 
-__all__ = ["RUNNING", "Changes", "Views", "may_write", "run", "same", "view"]
+__all__ = ["RUNNING", "Changes", "Views", "Written", "copies", "may_write", "run", "same", "view", "write"]
 
 Changes = Mapping[str, Mapping[str, Any]]
 """Attributes that differ in a view, by the name of the module."""
@@ -72,7 +72,7 @@ def _seen(name: str, value: Any, twins: Mapping[int, nn.Module], depth: int = 3)
         return twins.get(id(value), value)
     if isinstance(value, MethodType) and id(value.__self__) in twins:
         return MethodType(value.__func__, twins[id(value.__self__)])
-    if not depth or type(value) not in _CONTAINERS:
+    if not depth or not _holds(value):
         return value
     if isinstance(value, dict):
         return {key: _seen("", held, twins, depth - 1) for key, held in value.items()}
@@ -95,109 +95,93 @@ def run(each: nn.Module, x: Input, is_view: bool = True) -> Tensor:
 
 
 class Views:
-    """Views of one network, made anew where its modules, modes or attributes have changed.
+    """Views of one network, made anew where it has changed.
 
     An attribute that a view's code has written stays, unless it was set in the network since. The network itself shows
     what the last view has written.
     """
 
-    def __init__(self, network: nn.Module, make: Callable[[nn.Module], list[nn.Module]]) -> None:
+    def __init__(
+        self, network: nn.Module, make: Callable[[nn.Module], list[nn.Module]], versions: Versions | None = None
+    ) -> None:
         self.network = network
         self.make = make
+        self.versions = Versions(network) if versions is None else versions
         self.views: list[nn.Module] = []
-        self.state: list[_State] = []  # of the modules that have views of their own
         self.given: list[dict[tuple[str, str], Any]] = []  # the attributes that each view was made with
+        self.base: dict[tuple[str, str], Any] = {}  # those of the network then
+        self.made_of = (0, 0)
         self.may_write = False
 
     def current(self) -> list[nn.Module]:
         """Return the views of the network as it is now."""
-        if self.views and (torch.compiler.is_compiling() or not any(state.is_outdated() for state in self.state)):
-            return self.views
-        return self._made()
-
-    @uncompiled
-    def _made(self) -> list[nn.Module]:
-        before = {id(state.module): state.attributes for state in self.state}
-        modules = dict(self.network.named_modules())
-
-        def stands(path: str, name: str) -> bool:
-            module = modules.get(path)
-            return module is not None and vars(module).get(name) is before.get(id(module), {}).get(name)
-
-        written = [{key: value for key, value in own.items() if stands(*key)} for own in self._all_written()]
-        self.views = self.make(self.network)
-        self.given = [_writable(each) for each in self.views]
-        self.may_write = any(self.given)
-        self._give(written)
-        first = dict(self.views[0].named_modules())
-        self.state = [_State(module) for path, module in modules.items() if first.get(path) is not module]
+        if not self.views or (self.versions.look(), self.versions.written) != self.made_of:
+            self._make()
         return self.views
 
-    def _give(self, written: list[dict[tuple[str, str], Any]]) -> None:
+    @uncompiled
+    def _make(self) -> None:
+        now = _writable(self.network)
+        written = [
+            {key: value for key, value in self.written(index).items() if same(now.get(key), self.base.get(key))}
+            for index in range(len(self.views))
+        ]
+        self.views = self.make(self.network)
+        self.given = [_writable(each) for each in self.views]
+        self.base = now
+        self.may_write = any(self.given)
         for each, own in zip(self.views, written, strict=False):
-            for (path, name), value in own.items():
-                each.get_submodule(path).__dict__[name] = value
+            write(each, own)
+        self.made_of = self.versions.look(), self.versions.written
 
-    def _all_written(self) -> list[dict[tuple[str, str], Any]]:
-        return [self._written(index) for index in range(len(self.views))]
-
-    def _written(self, index: int) -> dict[tuple[str, str], Any]:
+    def written(self, index: int) -> Written:
         """Return what the code of a view has written, by the names of module and attribute."""
         now, given = _writable(self.views[index]), self.given[index]
         return {key: value for key, value in now.items() if not same(value, given.get(key, _MISSING))}
 
     def show(self) -> None:
         """Give the network the attributes that the last view has written."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not (written := self.written(len(self.views) - 1)):
             return
-        if written := self._written(len(self.views) - 1):
-            modules = dict(self.network.named_modules())
-            for (path, name), value in written.items():
-                modules[path].__dict__[name] = _copied(value)
-            self.state = [_State(state.module) for state in self.state]
+        write(self.network, copies(written))
+        self.base = _writable(self.network)
+        self.versions.accept([self.network.get_submodule(path) for path, _ in written])
+        self.made_of = self.versions.number, self.versions.written
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Views:
-        twin = Views(copy.deepcopy(self.network, memo), copy.deepcopy(self.make, memo))
+        network, make, versions = (copy.deepcopy(each, memo) for each in (self.network, self.make, self.versions))
+        twin = Views(network, make, versions)  # type: ignore[arg-type]
         if self.views:
-            twin._made()
-            twin._give([{key: _copied(value) for key, value in own.items()} for own in self._all_written()])
+            twin._make()
+            for index, each in enumerate(twin.views):
+                write(each, copies(self.written(index)))
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the views, which are made anew."""
-        return {"network": self.network, "make": self.make, "views": [], "state": [], "given": [], "may_write": False}
+        return vars(Views(self.network, self.make, self.versions))
 
 
-class _State:
-    """A snapshot of what a view takes from a module: its class, children and attributes."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.kind = type(module)
-        self.attributes = dict(vars(module))
-        own = [value for name, value in self.attributes.items() if name not in _REGISTRIES]
-        inside = [held for value in own for held in _containers(value)]
-        self.contents = [(held, _items(held)) for held in (*inside, module._forward_pre_hooks)]
-
-    def is_outdated(self) -> bool:
-        """Return whether the module has changed since."""
-        now, then = vars(self.module), self.attributes
-        if type(self.module) is not self.kind or now.keys() != then.keys():
-            return True
-        if any(map(is_not, now.values(), then.values())):
-            return True
-        for held, items in self.contents:
-            values = (*held, *held.values()) if isinstance(held, dict) else tuple(held)
-            if len(values) != len(items) or any(map(is_not, values, items)):
-                return True
-        return False
+Written = Mapping[tuple[str, str], Any]
+"""Attributes that code has written, by the names of module and attribute."""
 
 
-def _containers(value: Any, depth: int = 3) -> Iterator[Any]:
-    if depth and type(value) in _CONTAINERS:
-        yield value
-        for held in value.values() if isinstance(value, dict) else value:
-            yield from _containers(held, depth - 1)
+def write(network: nn.Module, attributes: Written) -> None:
+    """Set attributes of a network's modules."""
+    for (path, name), value in attributes.items():
+        vars(network.get_submodule(path))[name] = value
+
+
+def copies(attributes: Written) -> Written:
+    """Copy the tensors, detached, and the containers among attributes."""
+    return {
+        key: value.detach().clone() if isinstance(value, Tensor) else copy.copy(value) if _holds(value) else value
+        for key, value in attributes.items()
+    }
+
+
+def _holds(value: Any) -> bool:
+    return type(value) in _CONTAINERS
 
 
 def _items(held: Any) -> tuple[Any, ...]:
@@ -207,7 +191,7 @@ def _items(held: Any) -> tuple[Any, ...]:
 def _writable(each: nn.Module) -> dict[tuple[str, str], Any]:
     """The attributes that a view's code may write; containers as they are now."""
     return {
-        (path, name): copy.copy(value) if type(value) in _CONTAINERS else value
+        (path, name): copy.copy(value) if _holds(value) else value
         for path, module in each.named_modules()
         if may_write(module)
         for name, value in vars(module).items()
@@ -215,15 +199,9 @@ def _writable(each: nn.Module) -> dict[tuple[str, str], Any]:
     }
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return copy.copy(value) if type(value) in _CONTAINERS else value
-
-
 def same(one: Any, other: Any) -> bool:
     """Return whether two values are the same object, or containers of the same objects."""
-    if type(one) is not type(other) or type(one) not in _CONTAINERS:
+    if type(one) is not type(other) or not _holds(one):
         return one is other
     if isinstance(one, set):
         return one == other

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import Input
 from multitudes.core.member_layer import MemberLayer, member_layers
+from multitudes.core.snapshot import Versions
 from multitudes.core.views import Views, may_write, run, view
 
 __all__ = ["OneByOne", "member_view"]
@@ -23,10 +24,10 @@ class OneByOne:
     of whole numbers.
     """
 
-    def __init__(self, network: nn.Module, members: int) -> None:
+    def __init__(self, network: nn.Module, members: int, versions: Versions | None = None) -> None:
         self.network = network
         self.members = members
-        self.views = Views(network, partial(_members, members))
+        self.views = Views(network, partial(_members, members), versions)
 
     def __call__(self, x: Input) -> Tensor:
         views = self.views.current()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import Input, tile
 from multitudes.core.member_layer import member_layers
+from multitudes.core.snapshot import Versions
 from multitudes.core.tiling import Boundary, tiled_view
 from multitudes.core.views import Views, run
 
@@ -20,10 +21,12 @@ class SideBySide:
     Without a boundary the whole input is tiled.
     """
 
-    def __init__(self, network: nn.Module, members: int, boundary: Boundary | None = None) -> None:
+    def __init__(
+        self, network: nn.Module, members: int, boundary: Boundary | None = None, versions: Versions | None = None
+    ) -> None:
         self.members = members
         self.boundary = boundary
-        self.views = None if boundary is None else Views(network, partial(_tiling, boundary, members))
+        self.views = None if boundary is None else Views(network, partial(_tiling, boundary, members), versions)
         self.network = network
 
     def __call__(self, x: Input) -> Tensor:

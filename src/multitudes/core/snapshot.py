@@ -1,0 +1,178 @@
+"""Snapshots: notice that a network has changed since something was found out about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, repeat
+from operator import eq, is_not
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.core.architecture import stackable
+from multitudes.core.copying import held_by
+from multitudes.core.draws.stochastic import Stochastic, attached
+from multitudes.core.settings import fingerprint
+
+__all__ = ["Snapshot", "Versions", "hooked_module"]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+_STANDARD = frozenset(vars(nn.Module())) - {"training"} | {"draw", "expects"}
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), tuple, torch.dtype, torch.device, torch.Size)
+_READ = (bool, int, float, complex, str, tuple, list, dict, set)
+_METHODS = (FunctionType, property, staticmethod, classmethod)
+
+
+class Snapshot:
+    """The classes, children, modes and settings of modules, which tensors they hold, and their hooks.
+
+    `unchanged()` runs before every call, so it is quick: dictionaries are compared with copies of themselves, which
+    compares objects by identity first. Values of parameters and buffers may change.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], hooks: Sequence[str] = _HOOKS) -> None:
+        self.modules = modules
+        self.types = list(map(type, modules))
+        registries = [getattr(module, registry) for module in modules for registry in (*hooks, "_modules")]
+        plain = [vars(module) for module in modules if not _writes_itself(module)]
+        self.live = [*plain, *filter(None, registries)]
+        self.before = list(map(dict, self.live))
+        tensors = [getattr(module, registry) for module in modules for registry in ("_parameters", "_buffers")]
+        self.tensors = list(filter(None, tensors))
+        self.places = self._places()
+        self.empty = [registry for registry in (*registries, *tensors) if not registry]
+        self.deep: dict[int, list[tuple[dict[str, Any], str, Any]]] = {}
+        seen: set[int] = set()  # a configuration that all modules hold is read once
+        for module in modules:
+            if settings := list(_deep_settings(module, seen)):
+                self.deep[id(module)] = settings
+        own = {id(tensor) for registry in self.tensors for tensor in registry.values()}
+        held = [tensor for module in modules for tensor in held_by(module) if isinstance(tensor, Tensor)]
+        self.constants = [(tensor, _numbers_of(tensor)) for tensor in held if id(tensor) not in own]
+        kinds = {kind for module in modules for kind in type(module).__mro__ if _is_foreign(kind)}
+        self.of_classes = [(kind, _class_settings(kind)) for kind in kinds]
+
+    def unchanged(self) -> bool:
+        """Return whether the modules are as they were."""
+        try:
+            same = all(map(eq, self.live, self.before))
+        except (RuntimeError, ValueError):  # a tensor among the settings is another one
+            return False
+        return (
+            same
+            and not any(self.empty)
+            and list(map(type, self.modules)) == self.types
+            and self._places() == self.places
+            and all(_numbers_of(tensor) == before for tensor, before in self.constants)
+            and all(fingerprint(held.get(key)) == before for held, key, before in chain(*self.deep.values()))
+            and all(_class_settings(kind) == before for kind, before in self.of_classes)
+        )
+
+    def accept(self, modules: Sequence[nn.Module]) -> None:
+        """Take the present attributes of these modules for unchanged."""
+        written = {id(vars(module)): module for module in modules}
+        for index, held in enumerate(self.live):
+            if (module := written.get(id(held))) is not None:
+                self.before[index] = dict(held)
+                self.deep[id(module)] = list(_deep_settings(module, set()))
+
+    def _places(self) -> tuple[list[str], list[bool]]:
+        """Return the names of all parameters and buffers, and whether there is one."""
+        values = chain.from_iterable(map(dict.values, self.tensors))
+        return list(chain.from_iterable(self.tensors)), list(map(is_not, values, repeat(None)))
+
+
+class Versions:
+    """Number the states of a network: another number whenever it has changed, and one for each mode.
+
+    What the network's own code writes into its attributes, and a runner puts there, is no change (`accept`). Nor are
+    hooks, most of which only look on; `written` counts both.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+        self.forget()
+
+    def forget(self) -> None:
+        """Start with the network as it is now."""
+        self.modules: list[nn.Module] = []
+        self.snapshots: dict[tuple[bool, ...], tuple[int, Snapshot]] = {}
+        self.pre_hooks: list[dict[int, Any]] = []
+        self.number = self.count = self.written = 0
+
+    def look(self) -> int:
+        """Return the number of the network's present state; while a graph is compiled, that of the last look."""
+        if torch.compiler.is_compiling():
+            return self.number
+        known = self.snapshots.get(tuple([module.training for module in self.modules]))
+        if known is None or not known[1].unchanged():
+            self.modules = list(self.network.modules())
+            self.count += 1
+            known = self.count, Snapshot(self.modules, hooks=())
+            self.snapshots[tuple([module.training for module in self.modules])] = known
+        if (pre_hooks := [dict(module._forward_pre_hooks) for module in self.modules]) != self.pre_hooks:
+            self.pre_hooks = pre_hooks
+            self.written += 1
+        self.number = known[0]
+        return self.number
+
+    def accept(self, modules: Sequence[nn.Module]) -> None:
+        """Take the present attributes of these modules for unchanged."""
+        self.written += 1
+        for _, snapshot in self.snapshots.values():
+            snapshot.accept(modules)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to the present objects."""
+        return {"network": self.network}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.network = state["network"]
+        self.forget()
+
+
+def hooked_module(network: nn.Module) -> str | None:
+    """Return the name of a module with hooks, forward or backward, other than a stochastic layer's."""
+    for name, module in network.named_modules():
+        own = 2 * len(attached(module))  # one before and one after the module's forward
+        if sum(len(getattr(module, hooks)) for hooks in _HOOKS) > own:
+            return name
+    return None
+
+
+def _writes_itself(module: nn.Module) -> bool:
+    """Return whether a module of this library keeps notes of its runs in its attributes."""
+    return isinstance(module, Stochastic) or hasattr(type(module), "found_anew")
+
+
+def _numbers_of(tensor: Tensor) -> tuple[int, int]:
+    """Return what changes when a tensor is written in place, or gets other numbers by `.data`."""
+    version = 0 if tensor.is_inference() else tensor._version
+    return version, tensor.data_ptr() if stackable(tensor) else 0
+
+
+def _deep_settings(module: nn.Module, seen: set[int]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield the settings that may change in place (lists, configurations), and all those of drawing layers."""
+    caches = getattr(module, "found_anew", ())
+    for key, value in vars(module).items():
+        if key in _STANDARD or key in caches or isinstance(value, (Tensor, nn.Module)):
+            continue
+        if _writes_itself(module) or not (isinstance(value, _PLAIN) or id(value) in seen):
+            seen.add(id(value))
+            yield vars(module), key, fingerprint(value)
+
+
+def _is_foreign(kind: type) -> bool:
+    return not kind.__module__.startswith(("torch.", "builtins", "multitudes."))
+
+
+def _class_settings(kind: type) -> dict[str, Any]:
+    """Return the attributes of a class that its code may read, and its methods."""
+    return {
+        key: fingerprint(value) if isinstance(value, _READ) else value
+        for key, value in vars(kind).items()
+        if isinstance(value, (*_READ, *_METHODS)) and not key.startswith("__")
+    }
