@@ -1,6 +1,7 @@
-"""Small members on a CPU: what each runner takes in evaluation, in multiples of the loop's.
+"""Small members on a CPU: the time of each runner in evaluation, or of a training step, in multiples of the loop's.
 
     python benchmarks/small.py
+    python benchmarks/small.py --train
     python benchmarks/small.py --networks "demo CNN, 4" "MLP 64, 4"
 
 All runners of a row are measured in one process, in turns, and each number is a median over the turns. With one thread,
@@ -85,8 +86,12 @@ def operations(net: mt.Members, x: Tensor) -> float:
 
 def call(net: mt.Members, runner: str, x: Tensor) -> None:
     net.runner = runner
-    with torch.no_grad():
-        net(x)
+    if net.training:
+        net.zero_grad()
+        net(x).square().mean().backward()
+    else:
+        with torch.no_grad():
+            net(x)
 
 
 def measure(net: mt.Members, x: Tensor, seconds: float) -> dict[str, float]:
@@ -111,12 +116,14 @@ def measure(net: mt.Members, x: Tensor, seconds: float) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in taken.items()}
 
 
-def print_rows(name: str, seconds: float) -> None:
+def print_rows(name: str, seconds: float, training: bool) -> None:
     make, shape, batches = NETWORKS[name]
     torch.manual_seed(0)
-    net = make().eval()
+    net = make().train(training)
     layers = sum(parameter.dim() > 1 for parameter in net.member(0).parameters())
     for batch in batches:
+        if training and batch == 1:
+            continue  # batch norms need more
         x = torch.randn(batch, *shape)
         work = operations(net, x)
         taken = measure(net, x, seconds)
@@ -129,6 +136,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS), metavar="NETWORK")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=2.0, help="about so long for each row")
+    parser.add_argument("--train", action="store_true", help="forward and backward, in training mode")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     print(f"CPU, {args.threads} threads; torch {torch.__version__}")
@@ -136,7 +144,7 @@ def main() -> None:
         f"{'':26}{'batch':>6}{'M operations':>14}{'a layer':>10}{'loop ms':>10}" + "".join(f"{r:>9}" for r in RUNNERS)
     )
     for name in args.networks:
-        print_rows(name, args.seconds)
+        print_rows(name, args.seconds, args.train)
 
 
 if __name__ == "__main__":

@@ -113,14 +113,12 @@ class Members(Multitude):
         first = x if isinstance(x, Tensor) else tensors_in(x)[0]
         if not first.is_cuda and (torch.compiler.is_compiling() or is_watched()):
             return "loop"
-        gradients, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled(first.device.type)
-        key = first.device.type, self.training, gradients, autocast, first.dtype, first.shape
+        autocast = torch.is_autocast_enabled(first.device.type)
+        key = first.device.type, self.training, autocast, first.dtype, first.shape
         if key not in self._chosen:
-            use = Use(
-                first.device.type, self.training, len(first) if first.dim() else 0, False, gradients=gradients,
-                convolves=convolves(self.template),
-                small=not (first.is_cuda or self.training or gradients) and self._packs_small(x),
-            )  # fmt: skip
+            small = not first.is_cuda and self._packs_small(x)
+            rows = len(first) if first.dim() else 0
+            use = Use(first.device.type, self.training, rows, False, convolves=convolves(self.template), small=small)
             self._chosen[key] = runner_for(INDEPENDENT, use)
         return self._chosen[key]
 

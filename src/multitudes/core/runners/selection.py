@@ -26,8 +26,6 @@ class Use:
     """Share of the multiply-adds that all members have in common, before the first layer that differs."""
     products: float = inf
     """Bytes that all members' input of a layer takes, where all layers that differ are batched products."""
-    gradients: bool = False
-    """Whether gradients are recorded."""
     convolves: bool = False
     """Whether the network has at least as many kernels as matrices."""
     small: bool = False
@@ -45,12 +43,11 @@ class Row:
     most_rows: float = inf
     least_shared: float = 0.0
     most_products: float = inf
-    gradients: bool | None = None
     convolves: bool | None = None
     small: bool | None = None
 
     def fits(self, use: Use) -> bool:
-        exact = ("device", "training", "table", "gradients", "convolves", "small")
+        exact = ("device", "training", "table", "convolves", "small")
         return (
             all(getattr(self, name) in (None, getattr(use, name)) for name in exact)
             and use.rows <= self.most_rows
@@ -72,7 +69,7 @@ SHARED = (
 INDEPENDENT = (
     Row("packed", device="cuda", convolves=True),
     Row("vmapped", device="cuda"),
-    Row("packed", device="cpu", training=False, gradients=False, small=True),
+    Row("packed", device="cpu", small=True),
     Row("loop"),
 )
 """Members that share no weight: a CPU is fastest with one after the other, unless they are small; a GPU, with all at
