@@ -23,7 +23,7 @@ from torch import Tensor
 
 from multitudes.shift import blur, digital, noise, weather
 from multitudes.shift.checks import check_values
-from multitudes.shift.randomness import generator_of
+from multitudes.shift.noise import generator_of
 
 SMALL = 64
 """Images of at most this many pixels a side take CIFAR-10-C's parameters, larger ones ImageNet-C's."""

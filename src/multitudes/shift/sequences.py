@@ -18,7 +18,7 @@ from torch import Tensor
 
 from multitudes.core.checks import check_count, check_number, check_seed
 from multitudes.shift.filters import fold, gaussian_filter
-from multitudes.shift.randomness import generator_of
+from multitudes.shift.noise import generator_of
 
 __all__ = ["DIRECTIONS", "SHAPES", "Video", "translated", "video"]
 
