@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from multitudes.data.assemble import load
-from multitudes.data.bad_rows import BadRows
+from multitudes.data.assemble import BadRows, load
 from multitudes.data.columns import Column
-from multitudes.data.kinds import Kind, kind_of_source
+from multitudes.data.kinds import kind_of_source
 from multitudes.data.sources import Source, open_source
 from multitudes.data.tables import Choice, find_target, targets
 from multitudes.data.types import Data
@@ -82,13 +81,6 @@ def texts_source(texts: Sequence[str], data: Data) -> Source:
     return Source("the texts", columns, {"train": torch.arange(len(texts))}, [(text, 1) for text in texts], files=True)
 
 
-def _kind(source: Source, data: Data, image: str | None, target: str | None) -> tuple[Kind, list[str]]:
-    """The kind of a source like the data of a training, and the columns of it that can only be inputs."""
-    if data.kind.written:
-        return data.kind, list(data.encoder.columns(source))
-    return kind_of_source(source, Choice(image=image), target)
-
-
 def remarks(unknown: int, filled: Mapping[str, int]) -> list[str]:
     """Sentences on categories that the training data had not, and on missing values."""
     told = [f"{'1 row has' if unknown == 1 else f'{unknown} rows have'} a category that the training data had not"]
@@ -111,7 +103,10 @@ def labelled(
             raise ValueError(f"the data must be like those of the training, {data!r}, got {other!r}")
         return data.kind.refit(other.test.x, data.shape), _matched(other.test.y, other.classes, data), []
     opened = open_source(source)
-    kind, found = _kind(opened, data, image, target)
+    if data.kind.written:
+        kind, found = data.kind, list(data.encoder.columns(opened))
+    else:
+        kind, found = kind_of_source(opened, Choice(image=image), target)
     if kind is not data.kind:
         raise ValueError(f"{opened.name} must hold {data.kind.inputs}, like the data of the training")
     name = find_target(opened, target, found)
