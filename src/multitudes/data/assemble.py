@@ -13,7 +13,7 @@ from torch import Tensor
 from multitudes.core.checks import check_choice, check_count, check_number, check_seed
 from multitudes.data.columns import Column, Encoded
 from multitudes.data.digits import digits
-from multitudes.data.kinds import Encoder, kind_of_source
+from multitudes.data.kinds import Encoder, Kind, kind_of_source
 from multitudes.data.prepared import read
 from multitudes.data.preprocessing import NUMBERS
 from multitudes.data.reading import ColumnReading
@@ -139,10 +139,9 @@ def add_ood(
         whole = _prepared(source)
         if whole is None:
             opened = open_source(source)
-            bad = BadRows(opened, skip_bad)
             inputs = data.encoder.columns(opened, image)
-            bad.check(inputs, data.kind.fills)
-            rows = bad.without(opened.parts.get("test", torch.arange(len(opened))))
+            bad = BadRows(opened, skip_bad, data.kind, inputs)
+            rows = bad.usable("test")
             rows = _fewer(rows, torch.zeros(len(rows)), limit, seed)
             x = bad.encode(data.encoder, inputs, rows).x
             counts = bad.counts()
@@ -187,16 +186,15 @@ def _from_source(source: Source, name: str, wanted: _Wanted, limit: int | None) 
         if option not in kind.options:
             raise ValueError(f"{option}= is not for {source.name}, which holds {kind.inputs}: leave it out")
     inputs = kind.choose(source, target, choice)
-    bad = BadRows(source, wanted.skip_bad)
-    bad.check(inputs, kind.fills, {target: source.columns[target]})
-    every = bad.without(torch.arange(len(source)))
+    bad = BadRows(source, wanted.skip_bad, kind, inputs, target)
+    every = bad.usable()
     if not len(every):
         raise ValueError(f"{source.name} has no row without fault: {', '.join(bad.counts())}")
     y, classes = targets(
         target, source.columns[target], every, None if wanted.task is None else TASKS[wanted.task], kind.labelled
     )
     groups = y if classes else torch.zeros(len(y))
-    own = {part: bad.without(rows) for part, rows in source.parts.items()}
+    own = {part: bad.usable(part) for part in source.parts}
     try:
         validation = kind.validation if wanted.validation is None else wanted.validation
         fold = None if wanted.folds is None else (wanted.fold, wanted.folds)
@@ -318,20 +316,21 @@ def _check(wanted: _Wanted, limit: int | None) -> None:
 
 
 class BadRows:
-    """The rows of a source that cannot be used, and why: an error, or with `skip` to be left out and counted."""
+    """The rows of a source that cannot be used, and why: an error, or with `skip` to be left out and counted.
 
-    def __init__(self, source: Source, skip: bool) -> None:
+    Rows must have all `needed` values, and all inputs; or one of these, where the kind of data fills in the others.
+    """
+
+    def __init__(self, source: Source, skip: bool, kind: Kind, inputs: Mapping[str, Column], *needed: str) -> None:
         self.source, self.skip = source, skip
         self.rows: dict[int, str] = dict(source.broken)  # the reason
         self.details: dict[int, str] = {}
-
-    def check(self, inputs: Mapping[str, Column], fills: bool, needed: Mapping[str, Column] | None = None) -> None:
-        """Rows must have all `needed` values, and all inputs; or one of these, where the others are filled in."""
-        for name, column in {**(needed or {}), **({} if fills else inputs)}.items():
+        whole = {name: source.columns[name] for name in needed} | ({} if kind.fills else dict(inputs))
+        for name, column in whole.items():
             lacks = "is missing or no finite number" if column.kind == "number" else "is missing"
             for row in column.missing():
                 self.rows.setdefault(row, f"{name!r} {lacks}")
-        if fills:
+        if kind.fills:
             empty = torch.stack([column.empty() for column in inputs.values()]).all(0)
             for row in empty.nonzero().flatten().tolist():
                 self.rows.setdefault(row, "all inputs are missing")
@@ -355,8 +354,9 @@ class BadRows:
         count = "1 bad row" if len(self.rows) == 1 else f"{len(self.rows)} bad rows"
         raise ValueError(f"{self.source.name} has {count}: {'; '.join(first + more)}. skip_bad=True leaves them out")
 
-    def without(self, rows: Tensor) -> Tensor:
-        """Those of these rows that can be used."""
+    def usable(self, part: str = "") -> Tensor:
+        """The rows of a part that can be used; of all parts, where the source has none of this name."""
+        rows = self.source.parts.get(part, torch.arange(len(self.source)))
         return rows[~torch.isin(rows, torch.tensor(list(self.rows), dtype=torch.int64))]
 
     def counts(self) -> dict[str, int]:

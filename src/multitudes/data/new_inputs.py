@@ -55,10 +55,9 @@ def inputs_of(sources: Sequence[tuple[str, Source]], data: Data, skip_bad: bool 
     filled: Counter[str] = Counter()
     parts, notes, bad, unknown = [], [], 0, 0
     for name, source in sources:
-        faults = BadRows(source, skip_bad)
         columns = data.encoder.columns(source)
-        faults.check(columns, data.kind.fills)
-        rows = faults.without(torch.arange(len(source)))
+        faults = BadRows(source, skip_bad, data.kind, columns)
+        rows = faults.usable()
         encoded = faults.encode(data.encoder, columns, rows)
         for row in rows[encoded.kept].tolist():
             place = source.place(row) if len(sources) == 1 else f"{name} {source.place(row)}"
@@ -111,13 +110,12 @@ def labelled(
         raise ValueError(f"{opened.name} must hold {data.kind.inputs}, like the data of the training")
     name = find_target(opened, target, found)
     columns = data.encoder.columns(opened, image)
-    bad = BadRows(opened, skip_bad)
-    bad.check(columns, kind.fills, {name: opened.columns[name]})
-    every = bad.without(torch.arange(len(opened)))
+    bad = BadRows(opened, skip_bad, kind, columns, name)
+    every = bad.usable()
     if not len(every):
         raise ValueError(f"{opened.name} has no row that can be used")
     y, classes = targets(name, opened.columns[name], every, bool(data.classes), kind.labelled)
-    rows = bad.without(opened.parts.get("test", every))
+    rows = bad.usable("test")
     encoded = bad.encode(data.encoder, columns, rows)
     if not encoded.kept:
         raise ValueError(f"{opened.name} has no row that can be used")
