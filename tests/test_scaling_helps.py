@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from multitudes import Predictive
-from multitudes.evaluation.helpful import helpful_scaling
+from multitudes.evaluation.calibrate import helpful_scaling
 
 
 def logits(rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -62,12 +61,9 @@ def _write_plain(file: Any, arrays: Mapping[str, Any]) -> None:
             entry = zipfile.ZipInfo(f"{name}.npy")
             start = file.tell() + 30 + len(entry.filename.encode()) + 4  # the header of an entry, and of the field
             entry.extra = struct.pack("<HH", _PADDING, padding := -start % ALIGNED) + bytes(padding)
-            head = io.BytesIO()
-            form.write_array_header_1_0(head, form.header_data_from_array_1_0(array))
-            entry.file_size = len(head.getvalue()) + array.nbytes
+            entry.file_size = array.nbytes  # by which zipfile knows a large one
             with archive.open(entry, "w") as target:
-                target.write(head.getvalue())
-                target.write(array.reshape(-1).view("uint8").data)
+                form.write_array(target, array, (1, 0), allow_pickle=False)
 
 
 def mapped_array(path: str | Path, name: str) -> Any:

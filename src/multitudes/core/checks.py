@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def check_count(name: str, value: int) -> int:
-    """A whole number, 1 or more, which it returns."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number, 1 or more, got {value!r}")
+def check_count(name: str, value: int, least: int = 1) -> int:
+    """A whole number, `least` or more, which it returns."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number, {least} or more, got {value!r}")
     return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -10,10 +11,9 @@ import torch
 from torch import Tensor
 
 from multitudes.core.checks import check_choice, check_count, check_number, check_seed
-from multitudes.data.bad_rows import BadRows
-from multitudes.data.columns import Encoded
+from multitudes.data.columns import Column, Encoded
 from multitudes.data.digits import digits
-from multitudes.data.kinds import kind_of_source
+from multitudes.data.kinds import Encoder, Kind, kind_of_source
 from multitudes.data.prepared import read
 from multitudes.data.preprocessing import NUMBERS
 from multitudes.data.reading import ColumnReading
@@ -22,7 +22,7 @@ from multitudes.data.splits import split_rows, spread
 from multitudes.data.tables import Choice, find_target, targets
 from multitudes.data.types import Data, Part
 
-__all__ = ["add_ood", "load"]
+__all__ = ["BadRows", "add_ood", "load"]
 
 TASKS = {"classification": True, "regression": False}
 """Whether targets are classes, by what `task=` says."""
@@ -139,10 +139,9 @@ def add_ood(
         whole = _prepared(source)
         if whole is None:
             opened = open_source(source)
-            bad = BadRows(opened, skip_bad)
             inputs = data.encoder.columns(opened, image)
-            bad.check(inputs, data.kind.fills)
-            rows = bad.without(opened.parts.get("test", torch.arange(len(opened))))
+            bad = BadRows(opened, skip_bad, data.kind, inputs)
+            rows = bad.usable("test")
             rows = _fewer(rows, torch.zeros(len(rows)), limit, seed)
             x = bad.encode(data.encoder, inputs, rows).x
             counts = bad.counts()
@@ -187,16 +186,15 @@ def _from_source(source: Source, name: str, wanted: _Wanted, limit: int | None) 
         if option not in kind.options:
             raise ValueError(f"{option}= is not for {source.name}, which holds {kind.inputs}: leave it out")
     inputs = kind.choose(source, target, choice)
-    bad = BadRows(source, wanted.skip_bad)
-    bad.check(inputs, kind.fills, {target: source.columns[target]})
-    every = bad.without(torch.arange(len(source)))
+    bad = BadRows(source, wanted.skip_bad, kind, inputs, target)
+    every = bad.usable()
     if not len(every):
         raise ValueError(f"{source.name} has no row without fault: {', '.join(bad.counts())}")
     y, classes = targets(
         target, source.columns[target], every, None if wanted.task is None else TASKS[wanted.task], kind.labelled
     )
     groups = y if classes else torch.zeros(len(y))
-    own = {part: bad.without(rows) for part, rows in source.parts.items()}
+    own = {part: bad.usable(part) for part in source.parts}
     try:
         validation = kind.validation if wanted.validation is None else wanted.validation
         fold = None if wanted.folds is None else (wanted.fold, wanted.folds)
@@ -211,7 +209,10 @@ def _from_source(source: Source, name: str, wanted: _Wanted, limit: int | None) 
     encoded = bad.encode(encoder, inputs, order)  # all parts at once, since they must be alike
     train, held_out, test = _parts(source, rows, encoded, y[order])
     seen = _seen(train, test) if kind.written else ""
-    noted = [_with_note(each, encoded.notes.get(each.name, ""), seen) for each in encoder.reading]
+    noted = [
+        replace(each, note="; ".join(filter(None, [each.note, encoded.notes.get(each.name), seen])))
+        for each in encoder.reading
+    ]
     reading = _whole_reading(source, target, classes, choice, noted)
     return Data(
         name, train, held_out, test, classes, encoder.names, dropped=bad.counts(), features=encoder.features,
@@ -224,10 +225,6 @@ def _seen(train: Part, test: Part) -> str:
     known = set(train.files)
     count = sum(file in known for file in test.files)
     return f"{count} of {len(test)} test texts are in the training part too" if count else ""
-
-
-def _with_note(reading: ColumnReading, *notes: str) -> ColumnReading:
-    return replace(reading, note="; ".join(filter(None, [reading.note, *notes])))
 
 
 def _whole_reading(
@@ -307,10 +304,61 @@ def _check(wanted: _Wanted, limit: int | None) -> None:
             raise ValueError(f"{name} must be a list of names, got {value!r}")
     if not isinstance(wanted.choice.read_as, Mapping):
         raise ValueError(f"read_as must be a mapping from names of columns, got {wanted.choice.read_as!r}")
-    if isinstance(wanted.fold, bool) or not isinstance(wanted.fold, int) or wanted.fold < 0:
-        raise ValueError(f"fold must be a whole number, 0 or more, got {wanted.fold!r}")
+    check_count("fold", wanted.fold, 0)
     if wanted.folds is not None:
         if isinstance(wanted.folds, bool) or not isinstance(wanted.folds, int) or wanted.folds < 2:
             raise ValueError(f"folds must be None or a whole number, 2 or more, got {wanted.folds!r}")
         if wanted.fold >= wanted.folds:
             raise ValueError(f"fold must be one of the {wanted.folds} folds, counted from 0, got {wanted.fold}")
+
+
+# -- rows that cannot be used --------------------------------------------------------------------------------
+
+
+class BadRows:
+    """The rows of a source that cannot be used, and why: an error, or with `skip` to be left out and counted.
+
+    Rows must have all `needed` values, and all inputs; or one of these, where the kind of data fills in the others.
+    """
+
+    def __init__(self, source: Source, skip: bool, kind: Kind, inputs: Mapping[str, Column], *needed: str) -> None:
+        self.source, self.skip = source, skip
+        self.rows: dict[int, str] = dict(source.broken)  # the reason
+        self.details: dict[int, str] = {}
+        whole = {name: source.columns[name] for name in needed} | ({} if kind.fills else dict(inputs))
+        for name, column in whole.items():
+            lacks = "is missing or no finite number" if column.kind == "number" else "is missing"
+            for row in column.missing():
+                self.rows.setdefault(row, f"{name!r} {lacks}")
+        if kind.fills:
+            empty = torch.stack([column.empty() for column in inputs.values()]).all(0)
+            for row in empty.nonzero().flatten().tolist():
+                self.rows.setdefault(row, "all inputs are missing")
+        self._settle()
+
+    def encode(self, encoder: Encoder, columns: Mapping[str, Column], rows: Tensor) -> Encoded:
+        """The inputs of these rows, as far as they can be encoded."""
+        encoded = encoder(columns, rows, self.source.where)
+        for index, error in encoded.bad.items():
+            reason, bracket, detail = error.partition(" (")
+            self.rows[int(rows[index])], self.details[int(rows[index])] = reason, bracket + detail
+        self._settle()
+        return encoded
+
+    def _settle(self) -> None:
+        if not self.rows or self.skip:
+            return
+        named = sorted(self.rows)[:3]
+        first = [f"{self.source.where(row)}: {self.rows[row]}{self.details.get(row, '')}" for row in named]
+        more = [f"and {len(self.rows) - 3} more"] if len(self.rows) > 3 else []
+        count = "1 bad row" if len(self.rows) == 1 else f"{len(self.rows)} bad rows"
+        raise ValueError(f"{self.source.name} has {count}: {'; '.join(first + more)}. skip_bad=True leaves them out")
+
+    def usable(self, part: str = "") -> Tensor:
+        """The rows of a part that can be used; of all parts, where the source has none of this name."""
+        rows = self.source.parts.get(part, torch.arange(len(self.source)))
+        return rows[~torch.isin(rows, torch.tensor(list(self.rows), dtype=torch.int64))]
+
+    def counts(self) -> dict[str, int]:
+        """How many rows cannot be used, by reason."""
+        return dict(Counter(self.rows.values()))

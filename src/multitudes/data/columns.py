@@ -76,23 +76,19 @@ class Column:
         """The values as numbers, with this decimal mark; NaN for what is none."""
         if self.numeric and (not self.cells or mark == self.mark):
             return self.values
-        return _tensor(_read(self.texts(), lambda text: read_number(text, mark)))
+        return _read(self.texts(), lambda text: read_number(text, mark))
 
     def days(self, order: str) -> Tensor:
         """The values as dates in this order of day, month and year, in days since 1970; NaN for what is none."""
         if self.kind == "date":
             return self.values
-        return _tensor(_read(self.texts(), lambda text: read_date(text, order)))
+        return _read(self.texts(), lambda text: read_date(text, order))
 
 
-def _read(texts: Sequence[str | None], read: Callable[[str], float]) -> list[float]:
-    """What texts read as, each different one read once; NaN for None."""
+def _read(texts: Sequence[str | None], read: Callable[[str], float]) -> Tensor:
+    """What texts read as, float64 `[N]`, each different one read once; NaN for None."""
     found = {text: math.nan if text is None else read(text) for text in set(texts)}
-    return [found[text] for text in texts]
-
-
-def _tensor(values: list[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.tensor([found[text] for text in texts], dtype=torch.float64)
 
 
 def _written(value: float, names: tuple[str, ...]) -> str | None:
@@ -134,11 +130,11 @@ def from_cells(texts: Sequence[str | None], mark: str = ".") -> Column:
     """
     numbers = _read(texts, lambda text: read_number(text, mark))
     count = sum(text is not None for text in texts)
-    read = sum(not math.isnan(number) for number in numbers)
+    read = int((~numbers.isnan()).sum())
     if read < ENOUGH * count:
         return Column("text", texts)
     whole = read == count and all(text is None or text.lstrip("+-").isdigit() for text in texts)
-    return Column("number", _tensor(numbers), whole, cells=texts, mark=mark)
+    return Column("number", numbers, whole, cells=texts, mark=mark)
 
 
 def from_arrow(table: Any, features: Mapping[str, Any]) -> dict[str, Column]:
@@ -149,10 +145,11 @@ def from_arrow(table: Any, features: Mapping[str, Any]) -> dict[str, Column]:
 def _arrow_column(column: Any, feature: Any) -> Column:
     import pyarrow as pa
 
-    known = feature.get("_type") if isinstance(feature, Mapping) else None
-    kind, types = column.type, pa.types
-    if known == "ClassLabel" and _are_texts(feature.get("names")) and types.is_integer(kind):
-        names = tuple(feature["names"])
+    feature = feature if isinstance(feature, Mapping) else {}
+    kind, types, names = column.type, pa.types, feature.get("names")
+    named = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if feature.get("_type") == "ClassLabel" and named and types.is_integer(kind):
+        names = tuple(names)
         return Column("text", [_named(names, label) for label in column.to_pylist()], names=names)
     if types.is_struct(kind) and "bytes" in {field.name for field in kind}:
         return Column("image", [_file(item) for item in column.to_pylist()])
@@ -172,10 +169,6 @@ def _arrow_column(column: Any, feature: Any) -> Column:
         unit = pa.time64("us") if types.is_time(kind) else pa.duration("us")
         return Column("number", _numbers(column.cast(unit, safe=False).cast(pa.int64())) / 3600e6)
     return Column(str(kind), range(len(column)))
-
-
-def _are_texts(names: Any) -> bool:
-    return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
 def _numbers(column: Any) -> Tensor:

@@ -58,20 +58,18 @@ def decode(
     out, 16 bits become 8. Images of other sizes than `size` are resized so that they cover it, and cut at the middle;
     without `size` they must all be of one size.
     """
-    needed("PIL.Image", "data", "reading images")  # now, since below an error is taken for a fault of the image
+    # Before the loop, in which an error is taken for a fault of the image.
+    pillow = needed("PIL.Image", "data", "reading images")
     x = torch.empty(0, channels or 1, *(size or (0, 0)), dtype=torch.uint8)
     kept: list[int] = []
     bad: dict[int, str] = {}
     resized = False
-    likely: list[str] = []
     for row, file in enumerate(files):
         try:
-            raw = _opened(file, likely)
-            image = _plain(raw)
+            image = _plain(pillow.open(io.BytesIO(file)))
         except Exception as error:  # Pillow raises what its decoders raise, which is nearly anything
             bad[row] = f"the image is unreadable ({_reason(error)})"
             continue
-        likely = [raw.format]
         if channels is not None:
             image = image.convert("L" if channels == 1 else "RGB")
         height, width = size or (image.height, image.width)
@@ -117,21 +115,9 @@ def _room(count: int, channels: int, height: int, width: int) -> Tensor:
     return torch.empty(count, channels, height, width, dtype=torch.uint8)
 
 
-def _opened(file: bytes, likely: Sequence[str]) -> Any:
-    """A Pillow image; the likely format is tried first, since trying them all takes as long as decoding."""
-    pillow = needed("PIL.Image", "data", "reading images")
-    try:
-        image = pillow.open(io.BytesIO(file), formats=likely or None)
-    except pillow.UnidentifiedImageError:
-        if not likely:
-            raise
-        image = pillow.open(io.BytesIO(file))
-    image.load()
-    return image
-
-
 def _plain(image: Any) -> Any:
     """An image of mode L or RGB, turned the right way up."""
+    image.load()
     if image.getexif().get(0x0112, 1) != 1:  # a photograph that was taken with a turned camera
         image = needed("PIL.ImageOps", "data", "reading images").exif_transpose(image)
     if image.mode.startswith("I;16"):

@@ -10,16 +10,15 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from multitudes.data.columns import Column, Encoded
+from multitudes.data.columns import Column
 from multitudes.data.features import Feature, Pixels, Text
 from multitudes.data.images import ImageEncoder, find_images, refit
 from multitudes.data.preprocessing import Preprocessing
-from multitudes.data.reading import ColumnReading
 from multitudes.data.sources import Source, open_images, open_source, open_table
 from multitudes.data.tables import Choice, TableEncoder, choose_columns
 from multitudes.data.texts import CutToLongest, TextEncoder, find_texts
@@ -39,27 +38,8 @@ __all__ = [
 Shape = tuple[int, ...]
 """Of one input, without the batch."""
 
-
-class Encoder(Protocol):
-    """Rows of a source into inputs of a network, as for training."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the features, where they have any."""
-
-    @property
-    def features(self) -> Sequence[Feature]:
-        """All that was fitted: how columns become features, where they do."""
-
-    @property
-    def reading(self) -> Sequence[ColumnReading]:
-        """How the columns were read, where the encoder was fitted."""
-
-    def columns(self, source: Source, image: str | None = None) -> dict[str, Column]:
-        """The columns of a source that inputs are made of; an error where they are not there."""
-
-    def __call__(self, columns: Mapping[str, Column], rows: Tensor, where: Callable[[int], str]) -> Encoded:
-        """The inputs of these rows; `where` tells where a row was read."""
+Encoder = ImageEncoder | TextEncoder | TableEncoder
+"""Rows of a source into inputs of a network, as for training."""
 
 
 def _as_is(x: Tensor, shape: Shape = ()) -> Tensor:
@@ -218,15 +198,7 @@ def table_training(rows: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _table_preprocessing(x: Tensor, features: Sequence[Feature], numbers: str) -> Preprocessing:
-    return Preprocessing.fitted(x, [number for feature in features for number in feature.numeric], numbers)
-
-
 # -- texts -------------------------------------------------------------------------------------------------
-
-
-def _texts(source: Source, target: str, choice: Choice) -> dict[str, Column]:
-    return {name: source.columns[name] for name in find_texts(source, choice, target) or ()}
 
 
 def _text_encoder(shape: Shape, names: Sequence[str], features: Sequence[Feature]) -> TextEncoder:
@@ -277,7 +249,9 @@ KINDS = [
         "text", "texts", torch.int32, 1, "int32 tokens [N, T]",
         find=find_texts,
         options=("text", "tokenizer", "max_length"),
-        choose=_texts,
+        choose=lambda source, target, choice: {
+            name: source.columns[name] for name in find_texts(source, choice, target) or ()
+        },
         fit=TextEncoder.fitted,
         encoder=_text_encoder,
         preprocessing=lambda x, features, numbers: CutToLongest(),
@@ -293,7 +267,9 @@ KINDS = [
         choose=choose_columns,
         fit=TableEncoder.fitted,
         encoder=lambda shape, names, features: TableEncoder(features) if features else TableEncoder.of_numbers(names),
-        preprocessing=_table_preprocessing,
+        preprocessing=lambda x, features, numbers: Preprocessing.fitted(
+            x, [number for feature in features for number in feature.numeric], numbers
+        ),
         defaults=lambda shape, rows: _defaults("tabular", {}, **table_training(rows)),
         arguments=_table_arguments,
         named=True,

@@ -74,11 +74,10 @@ class Loader:
 
     def start(self, epoch: int, batch: int = 0) -> None:
         """The next iteration is of this epoch, beginning with this batch."""
-        for name, value, most in (("epoch", epoch, None), ("batch", batch, len(self))):
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole or value < 0 or (most is not None and value > most):
-                limit = "" if most is None else f" and at most {most}, the batches of an epoch"
-                raise ValueError(f"{name} must be a whole number, 0 or more{limit}, got {value!r}")
+        check_count("epoch", epoch, 0)
+        if type(batch) is not int or not 0 <= batch <= len(self):
+            limit = f"0 or more and at most {len(self)}, the batches of an epoch"
+            raise ValueError(f"batch must be a whole number, {limit}, got {batch!r}")
         self.epoch, self._first = epoch, batch
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from multitudes.data.assemble import load
-from multitudes.data.bad_rows import BadRows
+from multitudes.data.assemble import BadRows, load
 from multitudes.data.columns import Column
-from multitudes.data.kinds import Kind, kind_of_source
+from multitudes.data.kinds import kind_of_source
 from multitudes.data.sources import Source, open_source
 from multitudes.data.tables import Choice, find_target, targets
 from multitudes.data.types import Data
@@ -56,10 +55,9 @@ def inputs_of(sources: Sequence[tuple[str, Source]], data: Data, skip_bad: bool 
     filled: Counter[str] = Counter()
     parts, notes, bad, unknown = [], [], 0, 0
     for name, source in sources:
-        faults = BadRows(source, skip_bad)
         columns = data.encoder.columns(source)
-        faults.check(columns, data.kind.fills)
-        rows = faults.without(torch.arange(len(source)))
+        faults = BadRows(source, skip_bad, data.kind, columns)
+        rows = faults.usable()
         encoded = faults.encode(data.encoder, columns, rows)
         for row in rows[encoded.kept].tolist():
             place = source.place(row) if len(sources) == 1 else f"{name} {source.place(row)}"
@@ -80,13 +78,6 @@ def texts_source(texts: Sequence[str], data: Data) -> Source:
     column = data.encoder.features[0].column
     columns = {column: Column("text", list(texts))}
     return Source("the texts", columns, {"train": torch.arange(len(texts))}, [(text, 1) for text in texts], files=True)
-
-
-def _kind(source: Source, data: Data, image: str | None, target: str | None) -> tuple[Kind, list[str]]:
-    """The kind of a source like the data of a training, and the columns of it that can only be inputs."""
-    if data.kind.written:
-        return data.kind, list(data.encoder.columns(source))
-    return kind_of_source(source, Choice(image=image), target)
 
 
 def remarks(unknown: int, filled: Mapping[str, int]) -> list[str]:
@@ -111,18 +102,20 @@ def labelled(
             raise ValueError(f"the data must be like those of the training, {data!r}, got {other!r}")
         return data.kind.refit(other.test.x, data.shape), _matched(other.test.y, other.classes, data), []
     opened = open_source(source)
-    kind, found = _kind(opened, data, image, target)
+    if data.kind.written:
+        kind, found = data.kind, list(data.encoder.columns(opened))
+    else:
+        kind, found = kind_of_source(opened, Choice(image=image), target)
     if kind is not data.kind:
         raise ValueError(f"{opened.name} must hold {data.kind.inputs}, like the data of the training")
     name = find_target(opened, target, found)
     columns = data.encoder.columns(opened, image)
-    bad = BadRows(opened, skip_bad)
-    bad.check(columns, kind.fills, {name: opened.columns[name]})
-    every = bad.without(torch.arange(len(opened)))
+    bad = BadRows(opened, skip_bad, kind, columns, name)
+    every = bad.usable()
     if not len(every):
         raise ValueError(f"{opened.name} has no row that can be used")
     y, classes = targets(name, opened.columns[name], every, bool(data.classes), kind.labelled)
-    rows = bad.without(opened.parts.get("test", every))
+    rows = bad.usable("test")
     encoded = bad.encode(data.encoder, columns, rows)
     if not encoded.kept:
         raise ValueError(f"{opened.name} has no row that can be used")

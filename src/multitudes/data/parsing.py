@@ -123,8 +123,7 @@ _MONTH = re.compile(r"(?P<year>\d{4})-(?P<month>\d{2})")
 _DIGITS = re.compile(r"(?P<year>\d{4})(?P<month>\d{2})(?P<day>\d{2})")
 _SECONDS = re.compile(r"(\d{9,10})(\d{3})?")
 _YEAR_LAST = re.compile(
-    rf"(?P<first>\d{{1,2}})(?:\.(?P<second_>\d{{1,2}})\.(?P<long>\d{{4}})"
-    rf"|([-/])(?P<second__>\d{{1,2}})\4(?P<short>\d{{4}}|\d{{2}})){_CLOCK}"
+    rf"(?P<first>\d{{1,2}})(?P<mark>[-/.])(?P<next>\d{{1,2}})(?P=mark)(?P<year>\d{{4}}|(?<!\.)\d{{2}}){_CLOCK}"
 )
 _NAMED = re.compile(
     rf"(?:(?P<day>\d{{1,2}})(?:st|nd|rd|th)?[ .-]+(?P<name>[A-Za-z]{{3,9}})[ .,-]+"
@@ -165,10 +164,10 @@ def read_date(text: str, order: str = "ymd") -> float:
 
 
 def _year_last(found: re.Match[str]) -> tuple[str, str, str]:
-    year = found["long"] or found["short"]
+    year = found["year"]
     if len(year) == 2:
         year = f"{'19' if int(year) > 68 else '20'}{year}"  # as strptime reads them
-    return found["first"], found["second_"] or found["second__"], year
+    return found["first"], found["next"], year
 
 
 def _days(clock: dict[str, str | None], year: str, month: str, day: str) -> float:
@@ -207,10 +206,9 @@ def date_order(texts: Texts) -> str | None:
     found = {text: _dated(text) for text in set(given)}
     if not _mostly(given, lambda text: found[text] is not None):
         return None
-    numbers = [_year_last(match) for match in found.values() if match is not None and match.re is _YEAR_LAST]
-    first = any(int(first) > 12 for first, _, _ in numbers)
-    second = any(int(second) > 12 for _, second, _ in numbers)
-    points = any(match is not None and match.re is _YEAR_LAST and match["long"] for match in found.values())
+    numbers = [match for match in found.values() if match is not None and match.re is _YEAR_LAST]
+    first, second = (any(int(match[place]) > 12 for match in numbers) for place in ("first", "next"))
+    points = any(match["mark"] == "." for match in numbers)
     if first and second:
         return None
     return "ymd" if not numbers else "mdy" if second else "dmy" if first or points else AMBIGUOUS

@@ -65,7 +65,7 @@ def read(path: str | Path) -> Data:
             about = json.loads(arrays["about"].tobytes())
             if about["version"] != VERSION:
                 raise ValueError(f"its version is {about['version']}, and this program reads {VERSION}")
-            train, validation, test = (_part(_Mapped(path, arrays), name, about["shape"]) for name in PARTS)
+            train, validation, test = (_part(path, arrays, name, about["shape"]) for name in PARTS)
             features = tuple(map(feature_of, about["features"]))
             reading = tuple(ColumnReading(**each) for each in about["reading"])
             ood = {name: torch.from_numpy(arrays[f"ood.{number}"]) for number, name in enumerate(about["ood"])}
@@ -79,28 +79,15 @@ def read(path: str | Path) -> Data:
         raise ValueError(f"{str(path)!r} is no whole file of prepared data: {reason}") from error
 
 
-class _Mapped:
-    """The arrays of a file: those of a large table as they lie in it."""
-
-    def __init__(self, path: Path, arrays: Any) -> None:
-        self.path, self.arrays = path, arrays
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.arrays
-
-    def __getitem__(self, name: str) -> Any:
-        found = mapped_array(self.path, name)
-        return self.arrays[name] if found is None else found
-
-
-def _part(arrays: Any, name: str, shape: list[int]) -> Part:
+def _part(path: Path, arrays: Any, name: str, shape: list[int]) -> Part:
     y = torch.from_numpy(arrays[f"{name}.y"])
     files: tuple[bytes, ...] = ()
     if f"{name}.files" in arrays:
         whole, ends = arrays[f"{name}.files"].tobytes(), arrays[f"{name}.ends"].tolist()
         files = tuple(whole[start:end] for start, end in zip([0, *ends], ends, strict=False))
     if f"{name}.x" in arrays:
-        return Part(torch.from_numpy(arrays[f"{name}.x"]), y, files)
+        mapped = mapped_array(path, f"{name}.x")
+        return Part(torch.from_numpy(arrays[f"{name}.x"] if mapped is None else mapped), y, files)
     channels, height, width = shape
     decoded = decode(files, lambda row: f"{name} image {row}", (height, width), channels)
     if decoded.bad:

@@ -82,10 +82,7 @@ class Preprocessing(nn.Module):
 
     def _scored(self, x: Tensor) -> Tensor:
         assert self.knots is not None and self.scores is not None
-        if torch.compiler.is_compiling():  # as exported networks can do it
-            at = (x.unsqueeze(-1) >= self.knots).sum(-1)
-        else:
-            at = torch.searchsorted(self.knots, x.mT.contiguous(), right=True).mT
+        at = torch.searchsorted(self.knots, x.mT.contiguous(), right=True).mT
         knots, scores = self.knots.mT, self.scores.mT
         at = (at - 1).clamp(min=0)
         low, high = knots.gather(0, at), knots.gather(0, at + 1)

@@ -149,16 +149,9 @@ class _Reader:
         column = self.column
         mark = column.mark if column.numeric else decimal_marks([column.texts()])[0]
         values = column.numbers(mark)
-        self._check_asked(values)
-        known = values[values.float().isfinite()]
-        distinct, counts = known.unique(return_counts=True)
-        self.known, self.differ = len(known), len(distinct)
         if mark == ",":
             self.notes.append("decimal commas")
-        self._note_strays(values)
-        train = values[self.rows]
-        train = train[train.float().isfinite()]
-        self._check_varied(train.unique(), len(train) < len(self.rows))
+        known, distinct, counts, _ = self._measured(values)
         self._check_number_id(known)
         self._note_constant(distinct[counts.argmax()].item(), int(counts.max()))
         self._note_codes()
@@ -212,15 +205,8 @@ class _Reader:
                     f"read_as of {self.name!r} must be dmy or mdy, got 'date': its day and month cannot be told apart"
                 )
             order = found
-        days = column.days(order)
-        self._check_asked(days)
-        self._note_strays(days)
-        known = days[days.isfinite()]
-        self.known, self.differ = len(known), len(known.unique())
-        train = days[self.rows]
-        train = train[train.isfinite()]
+        *_, train = self._measured(column.days(order))
         missing = len(train) < len(self.rows)
-        self._check_varied(train.unique(), missing)
         start = train.min().floor().item()
         found_parts = parts_of(train, start)
         parts = tuple(part for part in PARTS if len(found_parts[part].unique()) > 1)
@@ -229,6 +215,18 @@ class _Reader:
         return Date(self.name, parts or ("days",), order, start, _median(train), missing)
 
     # -- what is looked at in all of them ------------------------------------------------------------------
+
+    def _measured(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The known values, the different ones among them, how often each is there, and those of the training rows."""
+        self._check_asked(values)
+        self._note_strays(values)
+        known = values[values.float().isfinite()]
+        distinct, counts = known.unique(return_counts=True)
+        self.known, self.differ = len(known), len(distinct)
+        train = values[self.rows]
+        train = train[train.float().isfinite()]
+        self._check_varied(train.unique(), len(train) < len(self.rows))
+        return known, distinct, counts, train
 
     def _written(self) -> None:
         self.values = [text for text in self.column.texts() if text is not None]

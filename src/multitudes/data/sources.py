@@ -63,24 +63,29 @@ class Source:
             raise ValueError(f"{argument}={name!r} is no column of {self.name}, which has {', '.join(self.columns)}")
         return self.columns[name]
 
+    def trained_column(self, name: str) -> Column:
+        """The column of this name, which the training data had."""
+        if name not in self.columns:
+            has = ", ".join(self.columns)
+            raise ValueError(f"{self.name} must have the column {name!r}, as in training; it has {has}")
+        return self.columns[name]
+
     def where(self, row: int) -> str:
         """The file, and the place in it."""
-        index = row
-        for name, count in self.origins:
-            if index < count:
-                return name if self.files else f"{name} {self.place(row)}"
-            index -= count
-        raise IndexError(row)
+        name, _ = self._origin(row)
+        return name if self.files else f"{name} {self.place(row)}"
 
     def place(self, row: int) -> str:
         """The line of a text file, counted from 1; elsewhere the row, counted from 0."""
-        if self.lines:
-            return f"line {self.lines[row]}"
-        for _, count in self.origins:
+        return f"line {self.lines[row]}" if self.lines else f"row {self._origin(row)[1]}"
+
+    def _origin(self, row: int) -> tuple[str, int]:
+        """The file of a row, and its number there."""
+        for name, count in self.origins:
             if row < count:
-                break
+                return name, row
             row -= count
-        return f"row {row}"
+        raise IndexError(row)
 
 
 def open_source(source: str | Path, split: str | None = None, fold: int = 0) -> Source:

@@ -38,12 +38,8 @@ def spread(groups: Tensor, count: int, seed: int) -> Tensor:
     >>> len(rows), int((rows % 2 == 1).sum())  # of four and two, two and one
     (3, 1)
     """
-    # NumPy promises that the numbers of this generator never change, so that splits stay what they are.
-    random = needed("numpy", "data", "a split").random.RandomState([seed % 2**32, seed >> 32])
-    order = torch.from_numpy(random.permutation(len(groups)))
-    order = order[groups[order].argsort(stable=True)]
     every = (2 * torch.arange(count) + 1) * len(groups) // (2 * count)
-    return order[every].sort().values
+    return _by_group(groups, seed)[every].sort().values
 
 
 def fold_rows(groups: Tensor, folds: int, fold: int, seed: int) -> Tensor:
@@ -53,10 +49,15 @@ def fold_rows(groups: Tensor, folds: int, fold: int, seed: int) -> Tensor:
     >>> sorted(torch.cat(rows).tolist()), [int((own % 2 == 1).sum()) for own in rows]
     ([0, 1, 2, 3, 4, 5], [1, 1, 1])
     """
+    return _by_group(groups, seed)[fold::folds].sort().values
+
+
+def _by_group(groups: Tensor, seed: int) -> Tensor:
+    """All rows, group by group, in each in a random order."""
+    # NumPy promises that the numbers of this generator never change, so that splits stay what they are.
     random = needed("numpy", "data", "a split").random.RandomState([seed % 2**32, seed >> 32])
     order = torch.from_numpy(random.permutation(len(groups)))
-    order = order[groups[order].argsort(stable=True)]
-    return order[fold::folds].sort().values
+    return order[groups[order].argsort(stable=True)]
 
 
 def split_rows(
@@ -87,16 +88,18 @@ def split_rows(
         if folds > len(pool):
             raise ValueError(f"folds={folds} must be at most the number of rows, {len(pool)}")
         chosen = fold_rows(groups[pool], folds, number, mixed(seed, 2))
-        rest = torch.ones(len(pool), dtype=torch.bool)
-        rest[chosen] = False
-        parts["test"], pool = pool[chosen], pool[rest]
+        parts["test"], pool = _parted(pool, chosen)
     shares = {part: share for part, share in (("test", test), ("validation", validation)) if part not in parts}
     counts = {part: max(1, round(share * len(pool))) for part, share in shares.items()}
     if sum(counts.values()) >= len(pool):
         raise ValueError(f"{len(pool)} rows are too few to take {' and '.join(counts)} from")
     for number, (part, count) in enumerate(counts.items()):
-        drawn = spread(groups[pool], count, mixed(seed, number))
-        rest = torch.ones(len(pool), dtype=torch.bool)
-        rest[drawn] = False
-        parts[part], pool = pool[drawn], pool[rest]
+        parts[part], pool = _parted(pool, spread(groups[pool], count, mixed(seed, number)))
     return {"train": pool, "validation": parts["validation"], "test": parts["test"]}
+
+
+def _parted(pool: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows at the places `drawn`, and all others."""
+    rest = torch.ones(len(pool), dtype=torch.bool)
+    rest[drawn] = False
+    return pool[drawn], pool[rest]

@@ -73,15 +73,13 @@ class TableEncoder:
 
     def columns(self, source: Source, image: str | None = None) -> dict[str, Column]:
         """The columns of a source that features are made of."""
+        found = {feature.column: source.trained_column(feature.column) for feature in self.features}
         for feature in self.features:
-            if feature.column not in source.columns:
-                has = ", ".join(source.columns)
-                raise ValueError(f"{source.name} must have the column {feature.column!r}, as in training; it has {has}")
             try:
-                feature.raw(source.columns[feature.column])
+                feature.raw(found[feature.column])
             except ValueError as error:
                 raise ValueError(f"column {feature.column!r} of {source.name} {error}") from error
-        return {feature.column: source.columns[feature.column] for feature in self.features}
+        return found
 
     def __call__(
         self, columns: Mapping[str, Column], rows: Tensor, where: Callable[[int], str] | None = None

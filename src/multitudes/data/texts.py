@@ -6,8 +6,10 @@ have; batches are cut to their longest text (`CutToLongest`).
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,12 +21,20 @@ from torch import Tensor, nn
 from multitudes.core.checks import check_count, needed, plural
 from multitudes.data.columns import Column, Encoded
 from multitudes.data.features import Feature, Text
-from multitudes.data.hub import local_place, quiet
 from multitudes.data.reading import ColumnReading
 from multitudes.data.sources import Source
 from multitudes.data.tables import Choice
 
-__all__ = ["LONGEST", "PADDING", "CutToLongest", "TextEncoder", "find_texts", "read_tokenizer"]
+__all__ = [
+    "LONGEST",
+    "PADDING",
+    "CutToLongest",
+    "TextEncoder",
+    "find_texts",
+    "local_place",
+    "quiet",
+    "read_tokenizer",
+]
 
 LONGEST = 256
 """The most tokens of a text, where nothing else is said."""
@@ -54,8 +64,7 @@ class TextEncoder:
     def fitted(cls, columns: Mapping[str, Column], rows: Tensor, choice: Choice) -> TextEncoder:
         """For this one column, by the tokenizer that was chosen; the training rows teach it nothing."""
         ((name, column),) = columns.items()
-        if choice.tokenizer is None:
-            raise ValueError(f"tokenizer= must say what makes tokens of the texts in {name!r}: a Hugging Face folder")
+        assert choice.tokenizer is not None  # as `load` has checked
         text = read_tokenizer(choice.tokenizer, choice.max_length or LONGEST)
         counts = Counter(value for value in column.values if value is not None)
         twice = sum(count > 1 for count in counts.values())
@@ -76,10 +85,7 @@ class TextEncoder:
     def columns(self, source: Source, image: str | None = None) -> dict[str, Column]:
         """The column of texts of a source, under its name in training."""
         name = self.text.column
-        if name not in source.columns:
-            has = ", ".join(source.columns)
-            raise ValueError(f"{source.name} must have the column {name!r}, as in training; it has {has}")
-        column = source.columns[name]
+        column = source.trained_column(name)
         if column.numeric and column.cells:  # a file without types, in which the texts look like numbers
             column = Column("text", column.cells)
         if column.kind != "text":
@@ -102,7 +108,8 @@ class TextEncoder:
         x = torch.full((len(texts), self.text.longest), PADDING, dtype=torch.int32)
         cut = 0
         for start in range(0, len(texts), AT_ONCE):
-            some = [_valid(text) for text in texts[start : start + AT_ONCE]]
+            # Without halves of characters, which no tokenizer takes.
+            some = [text.encode(errors="replace").decode() for text in texts[start : start + AT_ONCE]]
             for row, found in enumerate(self._tokenizer.encode_batch(some), start):
                 ids = found.ids or [self.text.empty]
                 x[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
@@ -116,11 +123,6 @@ class TextEncoder:
             return library.Tokenizer.from_str(self.text.tokenizer)
         except Exception as error:  # whatever the library finds wrong, it raises as it is
             raise ValueError(f"the tokenizer of {self.text.column!r} cannot be read: {error}") from error
-
-
-def _valid(text: str) -> str:
-    """Without halves of characters, which no tokenizer takes."""
-    return text.encode(errors="replace").decode()
 
 
 def read_tokenizer(place: str | Path, longest: int) -> Text:
@@ -189,3 +191,45 @@ class CutToLongest(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         longest = int((x >= 0).sum(1).max()) if len(x) else 0
         return x[:, : max(MULTIPLE, -(-longest // MULTIPLE) * MULTIPLE)]
+
+
+# -- Hugging Face models on this machine; nothing is ever downloaded -----------------------------------------
+
+
+def local_place(name: str, argument: str) -> Path:
+    """The folder, or the file in one, that a name stands for: a path, or a name in the hub's local cache.
+
+    >>> local_place("./nowhere", "tokenizer")
+    Traceback (most recent call last):
+    ValueError: tokenizer './nowhere' does not exist: it must be a folder, or a name in Hugging Face's local cache
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return path.resolve()
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
+        must = "it must be a folder, or a name in Hugging Face's local cache"
+        raise ValueError(f"{argument} {name!r} does not exist: {must}")
+    hub = needed("huggingface_hub", "huggingface", f"the model {name!r}")
+    for file in ("config.json", "tokenizer_config.json", "tokenizer.json"):
+        found = hub.try_to_load_from_cache(name, file)
+        if isinstance(found, str):
+            return Path(found).parent
+    raise ValueError(
+        f"{argument} {name!r} is no folder and not in the local cache of Hugging Face: nothing is downloaded here, "
+        f"`hf download {name}` fetches it"
+    )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, transformers shows no progress and no warnings."""
+    logging = needed("transformers.utils.logging", "huggingface", "a Hugging Face model")
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -191,27 +191,20 @@ class Data:
         """
         return layout_of(self.encoder.features, self.normalised(self.train.x), bins)
 
-    @property
+    @cached_property
     def target_mean(self) -> float:
         """The mean of the training part's targets; 0 for classification."""
-        return self._target_moments[0]
+        return 0.0 if self.classes else mean_std(self.train.y[:, None])[0].item()
 
-    @property
+    @cached_property
     def target_std(self) -> float:
         """The deviation of the training part's targets, 1 where they are all the same; 1 for classification."""
-        return self._target_moments[1]
+        return 1.0 if self.classes else mean_std(self.train.y[:, None])[1].item()
 
     @cached_property
     def _placed(self) -> dict[tuple[torch.device, torch.dtype], nn.Module]:
         """The preprocessing on each device that it was needed on."""
         return {}
-
-    @cached_property
-    def _target_moments(self) -> tuple[float, float]:
-        if self.classes:
-            return 0.0, 1.0
-        mean, std = mean_std(self.train.y[:, None])
-        return mean.item(), std.item()
 
     @cached_property
     def fingerprint(self) -> str:

@@ -38,7 +38,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from multitudes.core.checks import check_number, check_seed
+from multitudes.core.checks import check_count, check_number, check_seed
 from multitudes.core.tasks import TASKS, Task
 from multitudes.core.tasks.predictive import Predictive
 
@@ -69,8 +69,7 @@ class ConformalScore:
         names = sorted({name for task in TASKS.values() for name in task.scores})
         if self.name not in names:
             raise ValueError(f"score must be one of {', '.join(names)}, got {self.name!r}")
-        if isinstance(self.k_reg, bool) or not isinstance(self.k_reg, int) or self.k_reg < 0:
-            raise ValueError(f"k_reg must be a whole number, 0 or more, got {self.k_reg!r}")
+        check_count("k_reg", self.k_reg, 0)
         check_number("penalty", self.penalty, 0)
         if not isinstance(self.randomized, bool):
             raise ValueError(f"randomized must be True or False, got {self.randomized!r}")

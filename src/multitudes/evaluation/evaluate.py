@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,43 +29,29 @@ __all__ = ["evaluate"]
 # -- what is measured --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Options:
-    """How predictions are read, and the settings of the metrics."""
+class _Pass:
+    """The metrics of one pass over data; the first prediction tells which."""
 
-    ignore: int | None
-    noise_precision: float | None
-    scale: float
-    bins: int
-    min_count: int
+    def __init__(self, reading: Mapping[str, Any], settings: Mapping[str, int], groups: Sequence[str], shifted: bool):
+        """`reading` says how predictions are read, `settings` are those of the metrics."""
+        self.reading, self.settings, self.groups, self.shifted = reading, settings, groups, shifted
+        self.count = 0
+        self.metrics: dict[str, Metric] | None = None
 
-    def metrics(self, p: Predictive, groups: Sequence[str], shifted: bool) -> dict[str, Metric]:
+    def declared(self, p: Predictive) -> dict[str, Metric]:
         """The declared metrics of predictions like `p`, by the names of their scores."""
-        known = {"bins": self.bins, "min_count": self.min_count, "members": p.members}
+        known = {**self.settings, "members": p.members}
         if p.reading.classes:
             known["classes"] = p.reading.class_count(p.predictions.shape[1:])
         # Metrics that keep a number of every row would keep one of every pixel or token.
         dense = len(places(p)) > (2 if p.reading.several_labels else 1)
         return {
             each.score: each.streaming(**{name: known[name] for name in each.class_settings if name in known})
-            for group in groups
+            for group in self.groups
             for each in METRICS.values()
-            if each.group == group and each.kind.fits(p, self.noise_precision)
-            and (each.shifted or not shifted) and not (each.kept and dense)
+            if each.group == group and each.kind.fits(p, self.reading["noise_precision"])
+            and (each.shifted or not self.shifted) and not (each.kept and dense)
         }  # fmt: skip
-
-    def read(self, p: Predictive, target: Tensor) -> Any:
-        """What all metrics are given of one batch, read and checked once."""
-        return read_batch(p, target, ignore=self.ignore, noise_precision=self.noise_precision, scale=self.scale)
-
-
-class _Pass:
-    """The metrics of one pass over data; the first prediction tells which."""
-
-    def __init__(self, options: _Options, groups: Sequence[str], shifted: bool = False) -> None:
-        self.options, self.groups, self.shifted = options, groups, shifted
-        self.count = 0
-        self.metrics: dict[str, Metric] | None = None
 
     def over(self, pairs: Iterable[tuple[Predictive, Tensor | None]], prefix: str) -> dict[str, Score]:
         for predicted, target in pairs:
@@ -77,8 +62,8 @@ class _Pass:
         if target is None:
             raise ValueError("data must have targets, batches of (x, y), to be scored; got inputs alone")
         if self.metrics is None:
-            self.metrics = self.options.metrics(predicted, self.groups, self.shifted)
-        read = self.options.read(predicted, target)
+            self.metrics = self.declared(predicted)
+        read = read_batch(predicted, target, **self.reading)
         self.count += len(read)
         for metric in self.metrics.values():
             metric.update(read)
@@ -173,7 +158,8 @@ def evaluate(
     if baseline is not None and not corruptions:
         raise ValueError(f"baseline needs corruptions, shift=True or names of them, got shift={shift!r}")
     batches = data if isinstance(data, Iterator) and not corruptions else Batches(data).batches
-    measured = partial(_Pass, _Options(ignore, noise_precision, scale, bins, min_count))
+    reading = {"ignore": ignore, "noise_precision": noise_precision, "scale": scale}
+    measured = partial(_Pass, reading, {"bins": bins, "min_count": min_count}, shifted=False)
 
     def predicted(batches: Any, change: Change | None = None) -> Iterator[tuple[Predictive, Tensor | None]]:
         return predictions(net, batches, progress, device, _prepared(change, preprocess), **options)
@@ -266,17 +252,14 @@ def _relative(
 
     if "shift/mean/accuracy" not in own:
         return {}
-    both = {measure: (table(own, measure), table(baseline, measure)) for measure in ("accuracy", "nll", "ece")}
-    errors, theirs = both["accuracy"]
-    relative = {
-        "mean_corruption_error": partial(mean_corruption_error, errors, theirs),
-        "mcnll": partial(mean_corruption_error, *both["nll"]),
-        "mcece": partial(mean_corruption_error, *both["ece"]),
+    names = {"mean_corruption_error": "accuracy", "mcnll": "nll", "mcece": "ece"}
+    relative: dict[str, Callable[[], Tensor]] = {
+        name: partial(mean_corruption_error, table(own, measure), table(baseline, measure))
+        for name, measure in names.items()
     }
     if "accuracy" in own and "accuracy" in baseline:
-        clean, their_clean = 1 - own["accuracy"], 1 - baseline["accuracy"]
-        growth = partial(relative_mean_corruption_error, errors, clean, theirs, their_clean)
-        relative["relative_mean_corruption_error"] = growth
+        ours, theirs = ((table(values, "accuracy"), 1 - values["accuracy"]) for values in (own, baseline))
+        relative["relative_mean_corruption_error"] = partial(relative_mean_corruption_error, *ours, *theirs)
     count = scores["shift/mean/accuracy"].count
     return {f"shift/{name}": Score(_or_nan(value), count) for name, value in relative.items()}
 

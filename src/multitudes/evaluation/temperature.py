@@ -84,7 +84,7 @@ class Temperature(Scaling):
         return fitted if _is_better(fitted, predictive, target) else cls(torch.ones_like(fitted.temperature))
 
     def log_probs(self, log_probs: Tensor) -> Tensor:
-        if self.temperature == 1:
+        if not torch.compiler.is_exporting() and self.temperature == 1:
             return log_probs  # to the last bit
         return F.log_softmax(log_probs / self.temperature.to(log_probs), 1)
 
@@ -143,7 +143,7 @@ class Vector(Scaling):
         return fitted if _is_better(fitted, predictive, target) else cls(*start)
 
     def log_probs(self, log_probs: Tensor) -> Tensor:
-        if bool((self.weight == 1).all() and (self.bias == 0).all()):
+        if not torch.compiler.is_exporting() and bool((self.weight == 1).all() and (self.bias == 0).all()):
             return log_probs  # to the last bit
         shape = (-1, *[1] * (log_probs.ndim - 2))
         weight, bias = self.weight.to(log_probs).view(shape), self.bias.to(log_probs).view(shape)

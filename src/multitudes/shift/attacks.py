@@ -28,7 +28,7 @@ from multitudes.core.seeding import mixed
 from multitudes.core.tasks.predictive import Predictive
 from multitudes.shift.checks import Bounds, check_call, check_classes, check_labels, class_predictions
 from multitudes.shift.frequency import band_at_full_size, check_band
-from multitudes.shift.randomness import generator_of, normal, uniform
+from multitudes.shift.noise import generator_of, normal, uniform
 
 __all__ = ["Attack", "fgsm", "iterative_fast_sign", "pgd"]
 
@@ -330,8 +330,11 @@ def _odds(predictions: Tensor, y: Tensor) -> Tensor:
 
 def _near(x: Tensor, images: Tensor, epsilon: float, bounds: Bounds) -> Tensor:
     """The nearest images inside the bounds that are at most epsilon from `x` in every pixel, exactly."""
-    radius = _rounded_down(epsilon, x.dtype)
-    return _clipped(torch.minimum(torch.maximum(images, -_edge(-x, radius)), _edge(x, radius)), bounds)
+    radius = torch.tensor(epsilon, dtype=x.dtype, device=x.device)
+    radius = torch.where(radius.double() > epsilon, radius.nextafter(torch.zeros_like(radius)), radius).double()
+    exact = x.double()
+    near = images.double().clamp(exact - radius, exact + radius).to(x.dtype)
+    return _clipped(torch.where((near.double() - exact).abs() > radius, torch.nextafter(near, x), near), bounds)
 
 
 def _near_l2(x: Tensor, images: Tensor, epsilon: float, bounds: Bounds) -> Tensor:
@@ -348,24 +351,6 @@ def _near_l2(x: Tensor, images: Tensor, epsilon: float, bounds: Bounds) -> Tenso
         pulled = (x.double() + epsilon / length * max(0.0, 1 - slack) * change).to(x.dtype)
         images = _clipped(torch.where(over, pulled, images), bounds)
         slack *= 2
-
-
-def _rounded_down(value: float, dtype: torch.dtype) -> float:
-    """A number of this dtype that is at most the value, which is 0 or more, and within two roundings of it."""
-    info = torch.finfo(dtype)
-    rounded = torch.tensor(value, dtype=torch.float64).to(dtype).double()
-    if rounded.item() > value:
-        rounded = (rounded * (1 - info.eps) - info.smallest_normal * info.eps).to(dtype)
-    return float(rounded.item())
-
-
-def _edge(x: Tensor, radius: float) -> Tensor:
-    """`x + radius`, or a little less where rounding has put it further away."""
-    edge = x + radius
-    while bool((over := edge.double() - x.double() > radius).any()):
-        less = torch.maximum(edge - edge.abs() * torch.finfo(x.dtype).eps, x)
-        edge = torch.where(over, less, edge)
-    return edge
 
 
 def _clipped(images: Tensor, bounds: Bounds) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from multitudes.shift.filters import correlate, gaussian_filter, gaussian_taps, motion, zoom
-from multitudes.shift.randomness import uniform
+from multitudes.shift.noise import uniform
 
 
 def disk(radius: float, rim: float) -> Tensor:

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from multitudes.core.checks import check_choice
 from multitudes.shift import blur, digital, noise, weather
 from multitudes.shift.checks import check_values
-from multitudes.shift.randomness import generator_of
+from multitudes.shift.noise import generator_of
 
 SMALL = 64
 """Images of at most this many pixels a side take CIFAR-10-C's parameters, larger ones ImageNet-C's."""
@@ -202,8 +203,7 @@ def corrupt(images: Tensor, name: str, severity: int, seed: int | None = None) -
 
 
 def _check(images: Tensor, name: str, severity: int) -> None:
-    if name not in CORRUPTIONS + EXTRA:
-        raise ValueError(f"name must be one of {', '.join(CORRUPTIONS + EXTRA)}, got {name!r}")
+    check_choice("name", name, CORRUPTIONS + EXTRA)
     if isinstance(severity, bool) or not isinstance(severity, int) or not 1 <= severity <= 5:
         raise ValueError(f"severity must be a whole number from 1 to 5, got {severity!r}")
     if not isinstance(images, Tensor):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from multitudes.core.checks import needed
 from multitudes.shift.filters import gaussian_filter, separable
-from multitudes.shift.randomness import uniform
+from multitudes.shift.noise import uniform
 
 
 def contrast(x: Tensor, generator: torch.Generator, kept: float) -> Tensor:

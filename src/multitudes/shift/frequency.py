@@ -28,7 +28,7 @@ from multitudes.shift.checks import (
     check_labels,
     class_predictions,
 )
-from multitudes.shift.randomness import generator_of, normal
+from multitudes.shift.noise import generator_of, normal
 
 __all__ = ["accuracy_by_frequency", "band_limited", "band_mask", "frequency_noise"]
 
@@ -144,8 +144,6 @@ def accuracy_by_frequency(
     check_call(net, x, None)
     check_labels("y", y, x)
     check_seed(seed)
-    check_number("size", size, 0)
-    check_bounds(bounds)
     check_count("batch_size", batch_size)
     chosen = _multiples(width, *x.shape[-2:]) if frequencies is None else list(frequencies)
     if not chosen:

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from multitudes.core.checks import check_count, check_number, check_seed
+from multitudes.core.checks import check_choice, check_count, check_number, check_seed
 from multitudes.shift.filters import fold, gaussian_filter
-from multitudes.shift.randomness import generator_of
+from multitudes.shift.noise import generator_of
 
 __all__ = ["DIRECTIONS", "SHAPES", "Video", "translated", "video"]
 
@@ -93,8 +93,7 @@ def _check_translation(images: Tensor, steps: int, step: int, direction: str, pa
     check_count("step", step)
     if direction != "random" and direction not in DIRECTIONS:
         raise ValueError(f"direction must be random or one of {', '.join(DIRECTIONS)}, got {direction!r}")
-    if padding not in PADDING:
-        raise ValueError(f"padding must be one of {', '.join(PADDING)}, got {padding!r}")
+    check_choice("padding", padding, PADDING)
     check_seed(seed)
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multitudes.shift.filters import colour, correlate, gaussian_filter, luma, motion, zoom
-from multitudes.shift.randomness import normal, uniform
+from multitudes.shift.noise import normal, uniform
 
 
 def snow(

@@ -19,9 +19,8 @@ from multitudes.core.tasks.predictive import Predictive
 from multitudes.data.columns import Column
 from multitudes.data.preprocessing import layout_of
 from multitudes.data.tables import TableEncoder
-from multitudes.evaluation.calibrate import Calibration
+from multitudes.evaluation.calibrate import Calibration, helpful_scaling
 from multitudes.evaluation.conformal import Conformal
-from multitudes.evaluation.helpful import helpful_scaling
 from multitudes.sklearn.inputs import encoded
 
 __all__ = ["Learned", "predicted", "together"]

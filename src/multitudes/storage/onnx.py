@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input, mapped, moved, plain_attention, rows, tensors_in, tile
@@ -21,8 +20,7 @@ from multitudes.core.copying import copied
 from multitudes.core.files import replacing
 from multitudes.core.multitude import Multitude
 from multitudes.core.tasks.predictive import Predictive
-from multitudes.evaluation.calibrate import Calibrated, Calibration
-from multitudes.evaluation.temperature import LEAST_LOG_PROB, Temperature, Vector
+from multitudes.evaluation.calibrate import Calibrated
 from multitudes.storage.exporting import (
     Apart,
     export,
@@ -141,7 +139,7 @@ class _Answers(nn.Module):
     def __init__(self, net: Multitude | Calibrated, example: Input, raw: Raw | None = None) -> None:
         super().__init__()
         multitude = net if isinstance(net, Multitude) else net.net
-        self.calibration = None if isinstance(net, Multitude) else _exportable(net.calibration)
+        self.calibration = None if isinstance(net, Multitude) else net.calibration
         self.network = Apart(multitude)
         self.raw = raw
         self.example = example if raw is None else raw.example
@@ -183,27 +181,6 @@ class _Answers(nn.Module):
     def inputs(self) -> list[str]:
         """The names of the inputs."""
         return tensor_names(self.example, self.outputs)
-
-
-class _Temperature(Temperature):
-    """Without asking whether it is 1, which the exporter cannot know of a tensor."""
-
-    def log_probs(self, log_probs: Tensor) -> Tensor:
-        return F.log_softmax(log_probs / self.temperature.to(log_probs), 1)
-
-
-class _Vector(Vector):
-    """Without asking whether there is anything to scale."""
-
-    def log_probs(self, log_probs: Tensor) -> Tensor:
-        shape = (-1, *[1] * (log_probs.ndim - 2))
-        weight, bias = self.weight.to(log_probs).view(shape), self.bias.to(log_probs).view(shape)
-        return F.log_softmax(weight * log_probs.clamp(min=LEAST_LOG_PROB) + bias, 1)
-
-
-def _exportable(calibration: Calibration) -> Calibration:
-    kind: Any = {Temperature: _Temperature, Vector: _Vector}.get(type(calibration.scaling))
-    return calibration if kind is None else replace(calibration, scaling=kind(**vars(calibration.scaling)))
 
 
 # -- the proof ---------------------------------------------------------------------------------------------

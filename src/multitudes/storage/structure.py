@@ -112,7 +112,8 @@ def _shared(module: nn.Module) -> Any:
 def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, int], seen: set[int]) -> Node:
     """A node's plain settings, and where what is not plain is to be found in the user's network."""
     shares = str(getattr(type(module), "shares", None))
-    skipped = {*_REGISTRIES, shares, *(_beside(module) if isinstance(module, Multitude) else ())}
+    beside = {*module.found_anew, "divergences"} if isinstance(module, Multitude) else set()
+    skipped = {*_REGISTRIES, shares, *beside}  # what it has learned by running, and what is described by itself
     settings, others = {}, []
     for key, value in vars(module).items():
         if key in skipped:
@@ -138,11 +139,6 @@ def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, i
             what = f"has {others[0]!r}, a {type(vars(module)[others[0]]).__name__}"
         raise ValueError(f"{where} {what}, which a file cannot hold: take it off, or save the members, net.member(i)")
     return node | {"origin": origin, "hooks": hooks} | held_by(module, others, seen)
-
-
-def _beside(net: Multitude) -> tuple[str, ...]:
-    """What a multitude has learned by running, and what is described by itself."""
-    return *net.found_anew, "divergences"
 
 
 def _hooks(module: nn.Module) -> int:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from multitudes.core.checks import needed
-from multitudes.data.hub import local_place, quiet
+from multitudes.data.texts import local_place, quiet
 from multitudes.models.huggingface import FromTokens
 from multitudes.surgery.heads import output_layers
 from multitudes.surgery.initialise import redraw

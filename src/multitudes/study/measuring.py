@@ -17,10 +17,9 @@ from multitudes.core.multitude import Multitude
 from multitudes.core.tasks.predictive import Predictive
 from multitudes.data import Data
 from multitudes.data.splits import spread
-from multitudes.evaluation.calibrate import Calibrated, Calibration
+from multitudes.evaluation.calibrate import FEWEST, Calibrated, Calibration, helpful_scaling, log_scores
 from multitudes.evaluation.conformal import Conformal
 from multitudes.evaluation.evaluate import evaluate
-from multitudes.evaluation.helpful import FEWEST, helpful_scaling, log_scores
 from multitudes.evaluation.predict import predictions
 from multitudes.evaluation.scores import Evaluation, Score, plain_number
 from multitudes.metrics import ECE, MCE, NLL, RMSE, Accuracy, LogDensity, macro_auroc, read_rows
