@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import Input, mapped, tensors_in
 from multitudes.core.copying import copied
+from multitudes.core.devices import device_in
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.multitude import Multitude
 from multitudes.deployment.inputs import signature
@@ -95,7 +96,7 @@ class Plain:
 
     @property
     def device(self) -> torch.device:
-        return next((tensor.device for tensor in self.net.parameters()), torch.device("cpu"))
+        return device_in(self.net)
 
     def precision(self) -> AbstractContextManager[Any]:
         """Inside, the network computes in its precision."""
