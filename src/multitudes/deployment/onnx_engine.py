@@ -17,8 +17,7 @@ from multitudes.core.checks import needed
 from multitudes.core.copying import copied
 from multitudes.core.multitude import Multitude
 from multitudes.core.trace import recording
-from multitudes.deployment.engines import Plain
-from multitudes.deployment.inputs import signature, unusual
+from multitudes.deployment.engines import Plain, signature, unusual
 from multitudes.storage.exporting import Apart, export, keep_numbers, opened, operators, reason, tensor_names
 
 __all__ = ["OnnxRuntime"]
