@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.checks import check_number, check_seed, needed
+from multitudes.core.checks import check_choice, check_number, check_seed, needed
 from multitudes.core.tasks.predictive import Predictive
 from multitudes.landscape.figures import SCALE, add_points, figure, subplots
 from multitudes.landscape.solutions import Labelled, read_solutions
@@ -49,10 +49,9 @@ class Similarity(Labelled):
 
         `kind` takes the solutions of one kind alone.
         """
-        if matrix not in MATRICES:
-            raise ValueError(f"matrix must be one of {', '.join(MATRICES)}, got {matrix!r}")
-        if kind is not None and kind not in self.kinds:
-            raise ValueError(f"kind must be one of {', '.join(sorted(set(self.kinds)))}, got {kind!r}")
+        check_choice("matrix", matrix, MATRICES)
+        if kind is not None:
+            check_choice("kind", kind, sorted(set(self.kinds)))
         names = list(dict.fromkeys(self.runs))
         run = torch.tensor([names.index(name) for name in self.runs])
         chosen = torch.tensor([kind is None or own == kind for own in self.kinds])

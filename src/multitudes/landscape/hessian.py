@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.batches import Batches
-from multitudes.core.checks import check_count, check_number, check_seed, needed
+from multitudes.core.checks import check_choice, check_count, check_number, check_seed, needed
 from multitudes.core.progress import ProgressBar
 from multitudes.core.seeding import mixed
 from multitudes.landscape.figures import COLOURS, figure
@@ -102,8 +102,7 @@ def hessian_spectrum(
     check_count("top", top)
     check_count("max_iterations", max_iterations)
     check_number("tolerance", tolerance, 0, above=True)
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    check_choice("method", method, METHODS)
     chosen = _minibatches(data, batch_size, batches, seed)
     objective = Objective(network, chosen, weight_decay=weight_decay, augment=augment, seed=seed, **options)
     size = objective.start.numel()

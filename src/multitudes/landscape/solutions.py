@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from multitudes.core.batches import Batches
 from multitudes.core.calling import split_batch
-from multitudes.core.checks import check_count, check_seed
+from multitudes.core.checks import check_choice, check_count, check_seed
 from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.multitude import Multitude, plain
@@ -70,8 +70,7 @@ class Labelled:
 
     def index(self, label: str) -> int:
         """The position of a solution."""
-        if label not in self.labels:
-            raise ValueError(f"label must be one of {', '.join(self.labels)}, got {label!r}")
+        check_choice("label", label, self.labels)
         return self.labels.index(label)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from multitudes.core.batches import Batches
 from multitudes.core.calling import Input, call_with, input_errors, moved, plain_attention
-from multitudes.core.checks import check_count
+from multitudes.core.checks import check_choice, check_count
 from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import Draw, drawing, expecting, stochastic_layers
 from multitudes.core.multitude import Criterion, Multitude, plain
@@ -83,8 +83,7 @@ class Scores:
 
 def measured(result: Any, what: str) -> Tensor:
     """One of a result's measures, by name."""
-    if what not in MEASURES:
-        raise ValueError(f"what must be one of {', '.join(MEASURES)}, got {what!r}")
+    check_choice("what", what, MEASURES)
     values: Tensor | None = getattr(result, what)
     if values is None:
         raise ValueError(f"what={what!r} needs classes as targets, and the data had none")

@@ -18,7 +18,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from multitudes.core.checks import check_number
+from multitudes.core.checks import check_choice, check_number
 from multitudes.metrics.declare import HIGHER, LOWER, NEITHER, metric
 from multitudes.metrics.inputs import Rows
 from multitudes.metrics.uncertainties import UNCERTAINTIES
@@ -64,12 +64,7 @@ class RiskCoverage:
 # Settings -----------------------------------------------------------------------------------------------
 
 
-def check_uncertainty(name: str, value: str) -> None:
-    """Raise ValueError unless it is a name of `UNCERTAINTIES`."""
-    if value not in tuple(UNCERTAINTIES):
-        raise ValueError(f"{name} must be one of {', '.join(UNCERTAINTIES)}, got {value!r}")
-
-
+check_uncertainty = partial(check_choice, choices=tuple(UNCERTAINTIES))
 check_coverage = partial(check_number, low=0, high=1, above=True)
 Uncertainty = Annotated[str, check_uncertainty]
 Coverage = Annotated[float, check_coverage]
