@@ -35,7 +35,6 @@ class Explanation:
 
     solutions: Solutions
     similarity: Similarity
-    """How similar the networks are, in their weights and in their predictions."""
     map: FunctionMap | None
     """The networks as points, near each other where their predictions are; None for fewer than three."""
     diversity: DiversityPlane | None

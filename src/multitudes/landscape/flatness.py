@@ -151,12 +151,10 @@ def expected_sharpness(
 
 @dataclass(frozen=True, eq=False)
 class LossVariance:
-    """The variance of the loss of an ensemble of N draws, for several N, and the law `constant / N`."""
+    """The variances `V[L]` `[K]` of the loss of ensembles of N draws, `sizes [K]`, and the law `constant / N`."""
 
     sizes: Tensor
-    """N, `[K]`."""
     variances: Tensor
-    """`V[L]` over ensembles, `[K]`."""
     constant: float
     """Of the fit `V[L] = constant / N`."""
     exponent: float

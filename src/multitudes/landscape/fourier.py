@@ -111,12 +111,10 @@ def _spectrum(amplitudes: Tensor) -> LayerSpectrum:
 
 @dataclass(frozen=True, eq=False)
 class FrequencyAccuracy:
-    """The accuracy against noise of each frequency."""
+    """The accuracy `[F]` against noise of each frequency `[F]`, in units of pi."""
 
     frequencies: Tensor
-    """In units of pi, `[F]`."""
     accuracies: Tensor
-    """`[F]`."""
 
     def plot(self) -> Any:
         """Accuracy against frequency (Fig. 6c)."""

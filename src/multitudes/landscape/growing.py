@@ -86,13 +86,11 @@ def growth(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Randomness:
-    """Runs of controlled seeds, and how their functions differ."""
+    """Runs of controlled seeds of initialisations and of orders of batches, and how their functions differ."""
 
     similarity: Similarity
     initialisations: tuple[int, ...]
-    """The seed of each run's initialisation."""
     orders: tuple[int, ...]
-    """The seed of each run's batches."""
 
     def __repr__(self) -> str:
         means = ", ".join(f"{name}: {value:.4f}" for name, value in self.disagreement.items())

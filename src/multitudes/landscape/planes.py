@@ -50,13 +50,11 @@ class Plane:
     agreement: Tensor | None
     """`[R, X, Y]`: the fraction of inputs that get the label which a solution gives them."""
     solutions: tuple[str, ...]
-    """The names of the R given solutions."""
     coordinates: Tensor
     """Where they are, or what on the plane is nearest to them, `[R, 1]` or `[R, 2]`."""
     scores: Scores
     """What they score as they are: `loss [R]`, `accuracy [R]`, `agreement [R, R]`."""
     frame: Frame
-    """The plane in weight space."""
     seeds: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:

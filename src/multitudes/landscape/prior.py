@@ -27,13 +27,11 @@ KINDS = ("gaussian", "dropout", "patching")
 
 @dataclass(frozen=True, eq=False)
 class FunctionPrior:
-    """Functions drawn from a prior."""
+    """Functions `[F, G]` drawn from a prior, at the points `x [G]`."""
 
     kind: str
     x: Tensor
-    """Where, `[G]`."""
     functions: Tensor
-    """`[F, G]`."""
 
     def plot(self) -> Any:
         """The functions (Fig. 3)."""

@@ -20,14 +20,11 @@ __all__ = ["Ambiguity"]
 
 
 class Ambiguity(NamedTuple):
-    """`member = ensemble + diversity`, float64 scalars."""
+    """`member = ensemble + diversity`: the members' mean loss, that of their mean prediction, and the gain."""
 
     member: Tensor
-    """The members' mean loss."""
     ensemble: Tensor
-    """The loss of their mean prediction."""
     diversity: Tensor
-    """What the members gain by differing, 0 or more."""
 
 
 def _parts(sums: Tensor) -> Ambiguity:

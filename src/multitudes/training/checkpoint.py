@@ -34,7 +34,10 @@ OF_TENSORS = ("epoch_random", "best", "average")
 
 @dataclass
 class TrainingState:
-    """Progress of a training; `epoch` and `batch` count those that are done, the latter in the current epoch."""
+    """Progress of a training.
+
+    `epoch` and `batch` count those that are done; `batch`, `total` (of losses) and `seconds` are of the current epoch.
+    """
 
     epoch: int = 0
     batch: int = 0
@@ -42,18 +45,14 @@ class TrainingState:
     """How many an epoch has, once that is known; the learning rate depends on it."""
     step: int = 0
     total: float = 0.0
-    """The sum of the losses of the current epoch."""
     seconds: float = 0.0
-    """How long the current epoch has taken so far."""
     stopped: bool = False
-    """Whether a callback has ended the training, or patience."""
     history: list[dict[str, Any]] = field(default_factory=list)
     epoch_random: Tensors = field(default_factory=dict)
     """The random state at the beginning of the current epoch, from which the order of its batches follows."""
     best: Tensors = field(default_factory=dict)
     """The weights and buffers of the epoch with the best validation score so far."""
     average: Tensors = field(default_factory=dict)
-    """The moving average of the weights, where there is one."""
     best_score: float | None = None
     since_best: int = 0
     """How many epochs have been validated since then."""

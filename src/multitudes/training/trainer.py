@@ -55,7 +55,6 @@ class Progress:
     """How many of the epoch's batches are done, of `batches` where that is known."""
     batches: int | None
     step: int
-    """How many steps have been made since the beginning."""
     last: Loss | float
     lr: float
     epoch_ended: bool
