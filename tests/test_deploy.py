@@ -33,7 +33,7 @@ MEMBERS = [
 def fixed_race(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever ONNX Runtime can run it runs, and else torch what was folded, however long they take."""
     times = {"onnx": 1.0, "torch": 2.0}
-    monkeypatch.setattr(conversion, "_in_turns", lambda functions, device: {n: times.get(n, 3.0) for n in functions})
+    monkeypatch.setattr(conversion, "_in_turns", lambda functions: {n: times.get(n, 3.0) for n in functions})
 
 
 def trained_mlp(seed: int = 0, outputs: int = 3) -> nn.Module:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.core.calling import call
-from multitudes.deployment.inputs import signature, unusual
+from multitudes.deployment.engines import signature, unusual
 from tests.test_deploy import fixed_race  # noqa: F401
 
 pytest.importorskip("onnxruntime")

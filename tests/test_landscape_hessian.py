@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, hessian
 
 import multitudes as mt
-from multitudes.landscape.hessian import Hessian, hessian_spectrum
+from multitudes.landscape.hessian import hessian_spectrum
 from multitudes.landscape.objective import Objective
 
 
@@ -106,7 +106,7 @@ def test_hessian_of_mean_squares_is_the_second_moment_of_the_inputs() -> None:
 def test_the_whole_sets_hessian_weighs_examples_alike_whatever_the_batches(sizes: list[int]) -> None:
     network, (x, y) = small_network(), small_data()
     batches = list(zip(x.split(sizes), y.split(sizes), strict=True))
-    product = Hessian(Objective(network, batches))
+    product = Objective(network, batches).curvature
     full = dense(network, x, y)
     torch.testing.assert_close(torch.stack([product(row) for row in torch.eye(len(full)).double()]), full)
 
@@ -115,7 +115,7 @@ def test_targets_that_cross_entropy_ignores_have_no_weight() -> None:
     network, (x, y) = small_network(), small_data(8)
     ignored = y.clone()
     ignored[:3] = -100
-    product = Hessian(Objective(network, [(x[:4], ignored[:4]), (x[4:], ignored[4:])]))
+    product = Objective(network, [(x[:4], ignored[:4]), (x[4:], ignored[4:])]).curvature
     full = dense(network, x[3:], y[3:])
     torch.testing.assert_close(product(torch.ones(len(full)).double()), full.sum(1))
 
@@ -124,13 +124,14 @@ def test_a_multitude_that_draws_has_the_hessian_of_its_expectation_or_of_fixed_d
     network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 3)).double()
     net, (x, y) = mt.mc_dropout(network), small_data()
     vector = torch.randn(sum(p.numel() for p in network.parameters())).double()
-    expected = Hessian(Objective(net, [(x, y)]))(vector)
+    expected = Objective(net, [(x, y)]).curvature(vector)
     torch.testing.assert_close(expected, dense(network.eval(), x, y) @ vector)
-    drawn = Hessian(Objective(net, [(x, y)], draws=3, seed=5))
+    objective = Objective(net, [(x, y)], draws=3, seed=5)
+    drawn = objective.curvature
     torch.testing.assert_close(drawn(vector), drawn(vector))
     assert not torch.allclose(drawn(vector), expected)
     # Against differences of gradients, which know nothing of second derivatives.
-    objective, step = drawn.objective, 1e-5
+    step = 1e-5
     ahead, behind = (objective.gradient(objective.start + sign * step * vector) for sign in (1, -1))
     torch.testing.assert_close(drawn(vector), (ahead - behind) / (2 * step), rtol=1e-5, atol=1e-7)
 
@@ -174,7 +175,7 @@ def test_every_multitude_has_products_that_agree_with_differences_of_gradients(m
         objective = Objective(net, [small_data(12)], draws=count)
         vector = torch.randn(objective.start.shape).double()
         ahead, behind = (objective.gradient(objective.start + sign * 1e-5 * vector) for sign in (1, -1))
-        torch.testing.assert_close(Hessian(objective)(vector), (ahead - behind) / 2e-5, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(objective.curvature(vector), (ahead - behind) / 2e-5, rtol=1e-5, atol=1e-7)
 
 
 class Attending(nn.Module):
@@ -194,7 +195,7 @@ def test_any_network_has_products_that_agree_with_differences_of_gradients(netwo
     objective = Objective(network.double(), [small_data(12)], weight_decay=0.01)
     vector = torch.randn(objective.start.shape, generator=torch.Generator().manual_seed(3)).double()
     ahead, behind = (objective.gradient(objective.start + sign * 1e-5 * vector) for sign in (1, -1))
-    torch.testing.assert_close(Hessian(objective)(vector), (ahead - behind) / 2e-5, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(objective.curvature(vector), (ahead - behind) / 2e-5, rtol=1e-5, atol=1e-7)
 
 
 def test_networks_are_called_with_mappings() -> None:
@@ -214,7 +215,7 @@ def test_networks_are_called_with_mappings() -> None:
 def test_batch_norm_uses_its_running_statistics() -> None:
     network = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).double().train()
     vector = torch.randn(sum(p.numel() for p in network.parameters())).double()
-    product = Hessian(Objective(network, [small_data()]))(vector)
+    product = Objective(network, [small_data()]).curvature(vector)
     torch.testing.assert_close(product, dense(copy.deepcopy(network).eval(), *small_data()) @ vector)
 
 
@@ -226,12 +227,10 @@ def test_frozen_weights_are_no_part_of_the_landscape() -> None:
 
 def test_a_loss_without_curvature_has_none() -> None:
     network, (x, _) = nn.Linear(4, 1), small_data()
-    product = Hessian(Objective(network, (x.float(), torch.zeros(40, 1)), lambda prediction, _: prediction.mean()))
-    assert torch.equal(product(torch.ones(5)), torch.zeros(5))
+    objective = Objective(network, (x.float(), torch.zeros(40, 1)), lambda prediction, _: prediction.mean())
+    assert torch.equal(objective.curvature(torch.ones(5)), torch.zeros(5))
     for method in ("lanczos", "power"):
-        flat = hessian_spectrum(
-            network, product.objective.data, 2, method=method, criterion=product.objective.criterion
-        )
+        flat = hessian_spectrum(network, objective.data, 2, method=method, criterion=objective.criterion)
         assert flat.eigenvalues.tolist() == [[0, 0]]
 
 

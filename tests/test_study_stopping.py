@@ -11,7 +11,7 @@ import torch
 from multitudes.study.assignment import Assignment
 from multitudes.study.trained import Trained
 from multitudes.study.worker import run
-from multitudes.training.batch_sizes import batch_size_for
+from multitudes.training.optimizers import batch_size_for
 from tests.test_study_job import metrics_of, on_plane
 
 

@@ -22,7 +22,7 @@ from multitudes.data.preprocessing import Preprocessing
 from multitudes.data.sources import Source, open_images, open_source, open_table
 from multitudes.data.tables import Choice, TableEncoder, choose_columns
 from multitudes.data.texts import CutToLongest, TextEncoder, find_texts
-from multitudes.training.batch_sizes import batch_size_for
+from multitudes.training.optimizers import batch_size_for
 
 __all__ = [
     "KINDS",

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.benchmark import Timer
 
 from multitudes.core.calling import Input, mapped, moved, tensors_in
 from multitudes.core.checks import check_choice, check_count, plural
 from multitudes.core.copying import copied
+from multitudes.core.devices import device_in
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.multitude import Multitude
 from multitudes.core.predictor import multitude_of
@@ -30,7 +31,7 @@ from multitudes.evaluation.calibrate import Calibrated
 __all__ = ["deploy"]
 
 LONG_ENOUGH = 0.02
-"""Seconds over which calls are timed on a CPU."""
+"""Seconds over which calls are timed."""
 
 CLEARLY = 0.95
 """What is faster takes this share of the time at most; what is closer may be chance."""
@@ -72,10 +73,12 @@ def deploy(
     """
     calibration = net.calibration if isinstance(net, Calibrated) else None
     multitude = multitude_of(net.net if isinstance(net, Calibrated) else net)
-    device = next((parameter.device for parameter in multitude.parameters()), torch.device("cpu"))
+    device = device_in(multitude)
     before = _held(device)
     dtype = _dtype(precision, multitude, device)
-    sizes = _sizes(batch_sizes)
+    if not isinstance(batch_sizes, Iterable) or isinstance(batch_sizes, str):
+        raise ValueError(f"batch_sizes must be a list of whole numbers, got {batch_sizes!r}")
+    sizes = [check_count("batch_sizes", size) for size in batch_sizes]
     example = _example(example, device)
     _check_targets(targets, dtype, example)
     was = copied(multitude).eval()
@@ -99,7 +102,9 @@ def deploy(
         rows = []  # nothing that was done to it is used
     deployed = Deployed(engine, own, calibration, str(dtype or _own(own)).removeprefix("torch."), rows)
     if int8:
-        rows += check_quality(deployed.predict(example), _was(net, multitude).predict(example), targets)
+        rows += check_quality(
+            deployed.predict(example), (net if isinstance(net, Calibrated) else multitude).predict(example), targets
+        )
     else:
         draws = {"draws": own.draws} if isinstance(engine, Graphs) and options else {}  # as many as its graphs make
         rows += _proven(*reference.off(deployed, example, **draws))
@@ -116,10 +121,6 @@ def _held(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def _was(net: Any, multitude: Multitude) -> Any:
-    return net if isinstance(net, Calibrated) else multitude
-
-
 def _example(example: Input, device: torch.device) -> Input:
     tensors = tensors_in(example)
     if not tensors or not tensors[0].dim() or not len(tensors[0]):
@@ -129,17 +130,13 @@ def _example(example: Input, device: torch.device) -> Input:
 
 def _check_targets(targets: Tensor | None, dtype: torch.dtype | None, example: Input) -> None:
     rows = len(tensors_in(example)[0])
-    if targets is not None and dtype != torch.int8:
+    if targets is None:
+        return
+    if dtype != torch.int8:
         raise ValueError("targets are for precision='int8', whose quality they measure")
-    if targets is not None and (not isinstance(targets, Tensor) or targets.shape[:1] != (rows,)):
+    if not isinstance(targets, Tensor) or targets.shape[:1] != (rows,):
         got = list(targets.shape) if isinstance(targets, Tensor) else repr(targets)
         raise ValueError(f"targets must be a tensor with one for each of the {rows} rows of example, got {got}")
-
-
-def _sizes(batch_sizes: Iterable[int]) -> list[int]:
-    if not isinstance(batch_sizes, Iterable) or isinstance(batch_sizes, str):
-        raise ValueError(f"batch_sizes must be a list of whole numbers, got {batch_sizes!r}")
-    return [check_count("batch_sizes", size) for size in batch_sizes]
 
 
 def _own(net: Multitude) -> torch.dtype:
@@ -182,7 +179,7 @@ def _by_libraries(quick: Multitude, plain: Plain, reference: Reference, example:
         note = f"ONNX Runtime is not used: {refusal}"
     if int8:
         return Proven(runtime, plain, reference)
-    times = _in_turns({name: partial(engine, example) for name, engine in engines.items()}, plain.device)
+    times = _in_turns({name: partial(engine, example) for name, engine in engines.items()})
     best = min(times, key=lambda name: times[name])
     best = best if times[best] < CLEARLY * times["was"] else "was"
     if best != "onnx" and not note:
@@ -204,41 +201,19 @@ def _proven(found: float, own: float, bound: float) -> list[tuple[str, str]]:
 
 
 def _times(net: Multitude, deployed: Deployed, example: Input, options: dict[str, Any]) -> list[tuple[str, str]]:
-    """The row of the summary on the times of the network as it was and now, in turns."""
-
-    def before() -> None:
-        with torch.no_grad():
-            net(example, **options)
-
-    times = _in_turns({"was": before, "is": lambda: deployed(example, **options)}, deployed.device)
+    """The summary's row on the times of the network as it was and as deployed, in turns."""
+    with torch.no_grad():
+        times = _in_turns({"was": lambda: net(example, **options), "is": lambda: deployed(example, **options)})
     was, now = times["was"], times["is"]
     rows = len(tensors_in(example)[0])
     return [("time", f"{now:.3g} ms for {plural(rows, 'row')}; {was:.3g} ms as it was, {now / was:.2f} x")]
 
 
-def _in_turns(functions: dict[str, Callable[[], Any]], device: torch.device, turns: int = 5) -> dict[str, float]:
+def _in_turns(functions: dict[str, Callable[[], Any]], turns: int = 5) -> dict[str, float]:
     """Median milliseconds of a call of each function."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(turns):
         for name, function in functions.items():
-            times[name].append(_milliseconds(function, device))
+            timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
+            times[name].append(1e3 * timer.blocked_autorange(min_run_time=LONG_ENOUGH).median)
     return {name: statistics.median(each) for name, each in times.items()}
-
-
-def _milliseconds(function: Callable[[], Any], device: torch.device) -> float:
-    if device.type == "cuda":
-        function()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(3):
-            function()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 3
-    calls, taken = 0, 0.0
-    function()
-    while taken < LONG_ENOUGH:
-        began = time.perf_counter()
-        function()
-        calls, taken = calls + 1, taken + time.perf_counter() - began
-    return 1e3 * taken / calls

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from multitudes.core.calling import Input, InputError, input_errors, moved, one_per_input, tensors_in
+from multitudes.core.devices import device_in
 from multitudes.core.multitude import Multitude
 from multitudes.core.tasks.predictive import Predictive
 from multitudes.deployment.engines import Engine
@@ -40,7 +40,7 @@ class Deployed:
         self._lock = threading.Lock()
         self.precision = precision
         self.members = net.members
-        self.device = next((p.device for p in net.parameters()), torch.device("cpu"))
+        self.device = device_in(net)
 
     @property
     def task(self) -> str:

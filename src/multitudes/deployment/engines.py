@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import Input, mapped, tensors_in
 from multitudes.core.copying import copied
+from multitudes.core.devices import device_in
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.multitude import Multitude
-from multitudes.deployment.inputs import signature
 
-__all__ = ["Engine", "Plain", "Proven", "Reference", "distance", "in_dtype", "rounding"]
+__all__ = ["Engine", "Plain", "Proven", "Reference", "distance", "rounding", "rows_of", "signature", "unusual"]
 
 _ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 5e-3}
 """How far predictions may be from the network's own in each precision, relative to how much they vary, at least: what a
@@ -54,8 +54,8 @@ class Engine(Protocol):
 class Plain:
     """A copy of a multitude, run by torch as it is; layers that draw go on drawing.
 
-    In another precision than its own, its weights have that where the network runs so, and otherwise torch's autocast
-    is on. Without a dtype nothing is changed. `asked` runs where there are options about draws.
+    Without a dtype nothing is changed. In another precision than its own, its weights have that where the network runs
+    so, else torch's autocast is on. `asked` runs where there are options about draws.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Plain:
 
     @property
     def device(self) -> torch.device:
-        return next((tensor.device for tensor in self.net.parameters()), torch.device("cpu"))
+        return device_in(self.net)
 
     def precision(self) -> AbstractContextManager[Any]:
         """Inside, the network computes in its precision."""
@@ -202,3 +202,50 @@ def distance(got: Tensor, want: Tensor) -> float:
     spread = torch.where(usual > 0, spread.minimum(3 * usual), spread).maximum(1e-3 * middle.abs())
     off = (got - want).abs() / away.maximum(spread).clamp(min=1e-30)
     return float(off.square().mean(1).sqrt().max())
+
+
+# -- inputs ------------------------------------------------------------------------------------------------
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def signature(x: Any, shapes: bool = True) -> Any:
+    """Shapes and dtypes of the tensors of an input, in their order, and the plain values beside them.
+
+    None where it holds anything else, whose values nobody can compare.
+
+    >>> signature({"x": torch.ones(2, 3), "flag": True})
+    (<class 'dict'>, (('x', ((2, 3), torch.float32)), ('flag', (<class 'bool'>, 'True'))))
+    """
+    if isinstance(x, Tensor):
+        return (tuple(x.shape) if shapes else x.dim()), x.dtype
+    if type(x) is dict:
+        held = [(name, signature(value, shapes)) for name, value in x.items()]
+        return None if any(own is None for _, own in held) else (dict, tuple(held))
+    if type(x) in (tuple, list):
+        own = [signature(value, shapes) for value in x]
+        return None if any(each is None for each in own) else (type(x), tuple(own))
+    return (type(x), repr(x)) if type(x) in _PLAIN else None
+
+
+def rows_of(x: Input) -> int:
+    """The length of the batch, 0 where the first tensor has none."""
+    first = next(iter(tensors_in(x)), None)
+    return 0 if first is None or not first.dim() else len(first)
+
+
+def unusual(x: Input) -> bool:
+    """Return whether an input has numbers of which runtimes differ: ids below 0, and masks that leave nothing of a row.
+
+    One floating-point tensor alone is no mask.
+    """
+    tensors = tensors_in(x)
+    for tensor in tensors:
+        numbers = tensor.is_floating_point() or tensor.is_complex()
+        if not tensor.numel() or (numbers and len(tensors) == 1):
+            continue
+        if not numbers and tensor.dtype != torch.bool and int(tensor.min()) < 0:
+            return True
+        if tensor.dim() > 1 and not bool(tensor.flatten(1).bool().any(1).all()):
+            return True
+    return False

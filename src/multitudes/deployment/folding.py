@@ -1,9 +1,8 @@
-"""Folding: a batch norm of a trained network becomes part of the layer before it, or of the one after it.
+"""Folding of a trained network's batch norms into the layer before or after them.
 
-In evaluation a batch norm is `x * scale + shift` for each channel, and so is one layer with the convolution or the
-linear map whose output it takes, or whose input it gives. Which layers these are is observed in one run: the norm must
-take the very tensor that the layer gave, nothing else may have seen that tensor, and nothing else may compute with
-their weights. A convolution that pads cannot take up a norm before it, since the padding is not shifted.
+In evaluation a batch norm is `x * scale + shift` for each channel. One run shows which layers give exactly the tensor
+that it takes, or take what it gives, with nothing else seeing that tensor or computing with their weights. A
+convolution that pads cannot take up a norm before it, since the padding is not shifted.
 """
 
 from __future__ import annotations
@@ -95,14 +94,15 @@ def foldable(network: nn.Module, run: Callable[[], Any]) -> list[Folded]:
     with torch.no_grad(), recording(network, [names[module] for module in watched], functions=True) as trace:
         answer = run()
     seen = _Seen(trace, answer)
-    shared = _shared_tensors(network)
+    held = Counter(id(p) for module in network.modules() for p in module._parameters.values() if p is not None)
     pairs, taken = [], set()
     for norm in watched:
-        if type(norm) not in _NORMS or not _is_fixed(norm) or len(seen.calls.get(norm, [])) != 1:
+        fixed = type(norm) in _NORMS and not norm.training and norm.running_mean is not None
+        if not fixed or len(seen.calls.get(norm, [])) != 1:
             continue
         for layer, after in seen.neighbours(norm):
             parameters = [*layer.parameters(), *norm.parameters(), *norm.buffers()]
-            own = not any(id(each) in shared or seen.uses[id(each)] > 1 for each in parameters)
+            own = not any(held[id(each)] > 1 or seen.uses[id(each)] > 1 for each in parameters)
             once = len(seen.calls[layer]) == 1 and norm not in taken
             if own and once and (not after or _takes_before(layer, norm)):
                 pairs.append(Folded(names[norm], names[layer], after))
@@ -116,10 +116,6 @@ def _is_plain(module: nn.Module) -> bool:
     return not any(getattr(module, hook) for hook in hooks)
 
 
-def _is_fixed(norm: Any) -> bool:
-    return not norm.training and norm.running_mean is not None and norm.running_var is not None
-
-
 def _takes_before(layer: Any, norm: Any) -> bool:
     """Return whether a layer can take up a norm of its input: it must not pad, and must have as many inputs."""
     if isinstance(layer, nn.Linear):
@@ -127,12 +123,6 @@ def _takes_before(layer: Any, norm: Any) -> bool:
     if not isinstance(layer, _CONVOLUTIONS) or layer.in_channels != norm.num_features:
         return False
     return layer.padding == "valid" or not any(layer.padding if isinstance(layer.padding, tuple) else (1,))
-
-
-def _shared_tensors(network: nn.Module) -> set[int]:
-    """Parameters that more than one module holds."""
-    held = [id(p) for module in network.modules() for p in module._parameters.values() if p is not None]
-    return {each for each in held if held.count(each) > 1}
 
 
 class _Seen:

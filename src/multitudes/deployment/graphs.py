@@ -16,8 +16,7 @@ from torch import Tensor
 
 from multitudes.core.calling import Input, mapped, tensors_in
 from multitudes.deployment.capturing import Captured, Recipe, capture
-from multitudes.deployment.engines import MOST_SHAPES, Engine, Plain, Reference
-from multitudes.deployment.inputs import rows_of, signature
+from multitudes.deployment.engines import MOST_SHAPES, Engine, Plain, Reference, rows_of, signature
 from multitudes.deployment.tracing import CannotTrace
 
 __all__ = ["Graphs"]

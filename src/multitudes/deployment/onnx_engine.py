@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +17,7 @@ from multitudes.core.checks import needed
 from multitudes.core.copying import copied
 from multitudes.core.multitude import Multitude
 from multitudes.core.trace import recording
-from multitudes.deployment.engines import Plain
-from multitudes.deployment.indices import computed_indices
-from multitudes.deployment.inputs import signature, unusual
-from multitudes.deployment.quantising import quantise
+from multitudes.deployment.engines import Plain, signature, unusual
 from multitudes.storage.exporting import Apart, export, keep_numbers, opened, operators, reason, tensor_names
 
 __all__ = ["OnnxRuntime"]
@@ -95,3 +94,80 @@ class OnnxRuntime:
     def told(self) -> list[tuple[str, str]]:
         bits = ", convolutions and products in 8 bits" if self.int8 else ""
         return [("run by", f"ONNX Runtime{bits}, threads: {torch.get_num_threads()}")]
+
+
+# -- indices -----------------------------------------------------------------------------------------------
+# Torch refuses an index that is out of range. ONNX Runtime counts those below 0 from the end, and a one-hot vector of a
+# class that does not exist is zero. `unusual` checks ids that are given; ids that a network computes are refused.
+
+_INDEXED = {"Gather": 1, "GatherElements": 1, "GatherND": 1, "ScatterElements": 1, "ScatterND": 1}
+"""Operators that take indices, and which of their inputs these are."""
+
+_OF_SHAPES = {"Shape", "Size", "ArgMax", "ArgMin", "NonZero"}
+"""Operators whose results are in the range of a tensor that there is."""
+
+_SAME = {"Identity", "Cast", "Reshape", "Unsqueeze", "Squeeze", "Transpose", "Slice", "Expand", "Flatten", "Concat"}
+"""Operators that leave numbers as they are."""
+
+
+def computed_indices(path: Path) -> list[str]:
+    """The operators of a graph that take indices which are computed from values of its inputs."""
+    onnx = importlib.import_module("onnx")
+    graph = onnx.load(str(path)).graph
+    ids = {value.name for value in graph.input if _is_whole(onnx, value.type.tensor_type.elem_type)}
+    computed = {value.name for value in graph.input} - ids
+    found = []
+    for node in graph.node:
+        place = _INDEXED.get(node.op_type)
+        if place is not None and node.input[place] in computed:
+            found.append(node.op_type)
+        if node.op_type in _OF_SHAPES:
+            continue
+        if ids.intersection(node.input) and node.op_type in _SAME and not computed.intersection(node.input):
+            ids.update(node.output)
+        elif (ids | computed).intersection(node.input):
+            computed.update(node.output)
+    return found
+
+
+def _is_whole(onnx: Any, kind: int) -> bool:
+    return kind in (onnx.TensorProto.INT64, onnx.TensorProto.INT32, onnx.TensorProto.UINT8, onnx.TensorProto.INT8)
+
+
+# -- 8 bits ------------------------------------------------------------------------------------------------
+
+
+def quantise(path: Path, batches: list[dict[str, Any]]) -> Path:
+    """Write the graph with convolutions and products in 8 bits beside it; `batches` are inputs by name.
+
+    Weights have a scale for each output channel, activations one for each tensor, from their values in the batches.
+    """
+    tools = importlib.import_module("onnxruntime.quantization")
+    shapes = importlib.import_module("onnxruntime.quantization.shape_inference")
+
+    class Reader(tools.CalibrationDataReader):  # type: ignore[name-defined]
+        def __init__(self) -> None:
+            self.left = iter(batches)
+
+        def get_next(self) -> dict[str, Any] | None:
+            return next(self.left, None)
+
+    known, found = path.with_name("shapes.onnx"), path.with_name("int8.onnx")
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        shapes.quant_pre_process(str(path), str(known), skip_symbolic_shape=True)
+        tools.quantize_static(
+            str(known),
+            str(found),
+            Reader(),
+            op_types_to_quantize=["Conv", "Gemm", "MatMul"],
+            per_channel=True,
+            # Without 8-bit products of their own, older processors add up pairs in 16 bits, which overflow.
+            reduce_range=not torch.cpu._is_vnni_supported(),
+        )
+    except Exception as error:  # its errors have no class in common
+        raise ValueError(f"the network cannot be quantised to 8 bits: {reason(error)}") from error
+    finally:
+        logging.disable(before)
+    return found

@@ -78,17 +78,14 @@ def _without_norms(net: Multitude, example: Input, options: dict[str, Any]) -> t
         net._of_first(example)
     if trace.looks:
         return net, 0
-    found = _folded(net, example, options)
-    if found is None:
-        return net, 0
-    quick, pairs = found
+    quick, pairs = _folded(net, example, options)
     want = net(example, **options)
     if not pairs or distance(quick(example, **options), want) > rounding(want.dtype, want.device):
         return net, 0
     return quick, len(pairs)
 
 
-def _folded(net: Multitude, example: Input, options: dict[str, Any]) -> tuple[Multitude, list[Folded]] | None:
+def _folded(net: Multitude, example: Input, options: dict[str, Any]) -> tuple[Multitude, list[Folded]]:
     if not isinstance(net, Members):
         quick = copied(net)
         quick(example, **options)  # which finds out how it runs
@@ -98,7 +95,7 @@ def _folded(net: Multitude, example: Input, options: dict[str, Any]) -> tuple[Mu
         return quick, pairs
     networks = [copied(net._member(index)) for index in range(net.members)]
     if type(net) is not Members or isinstance(networks[0], Multitude):  # which have more than their tensors stacked
-        return None
+        return net, []
     first = Multitude(networks[0]).like(net)
     first(example, **options)
     pairs = foldable(networks[0], lambda: first(example, **options))

@@ -101,10 +101,9 @@ def _check_plane(reference: float, classes: int, above_chance: bool = False) -> 
 
 
 def fit_exponent(accuracy: Tensor, disagreement: Tensor, reference: float, classes: int) -> float:
-    """The exponent e whose curve comes closest to solutions `[S]`: the least sum of squared distances (Fig. S6).
+    """The exponent e, from 0.01 to 100, whose curve is nearest to solutions `[S]` in least squares (Fig. S6).
 
-    Distances are those in the plane of accuracy and disagreement, to the nearest point of the curve, since
-    both coordinates are measured and the probability to flip is not. The exponent is found between 0.01 and 100.
+    Distances are those in the plane, since accuracy and disagreement are both measured.
 
     >>> a, d = family(torch.linspace(0.01, 0.5, 20), exponent=0.22, reference=0.7, classes=10)
     >>> round(fit_exponent(a, d, reference=0.7, classes=10), 3)
@@ -227,11 +226,8 @@ def diversity_plane(
     """
     read = read_solutions(solutions, data, model=model, draws=draws, seed=seed)
     rows = read_rows(read.predictive, read.classes())
-    if reference is None:
-        first = list(zip(read.runs, read.kinds, strict=True))
-        index = max(at for at, place in enumerate(first) if place == first[0])
-    else:
-        index = read.index(reference)
+    groups = read.groups()
+    index = groups[read.runs[0], read.kinds[0]][-1] if reference is None else read.index(reference)
     labels = rows.members("diversity_plane").predictions.argmax(2)
     accuracy = (labels == rows.target).double().mean(1)
     disagreement = (labels != labels[index]).double().mean(1)
@@ -239,17 +235,7 @@ def diversity_plane(
     _check_plane(own, rows.classes, above_chance=True)
     exponents = {}
     for kind in dict.fromkeys(read.kinds):
-        of_kind = [at for at in range(len(read)) if (read.runs[at], read.kinds[at]) == (read.runs[index], kind)]
+        of_kind = groups.get((read.runs[index], kind), [])
         if own < 1 and bool(disagreement[of_kind].any()):
             exponents[kind] = fit_exponent(accuracy[of_kind], disagreement[of_kind], own, rows.classes)
-    return DiversityPlane(
-        read.labels,
-        read.runs,
-        read.kinds,
-        accuracy,
-        disagreement,
-        read.labels[index],
-        own,
-        rows.classes,
-        exponents,
-    )
+    return DiversityPlane(*read.places, accuracy, disagreement, read.labels[index], own, rows.classes, exponents)

@@ -26,19 +26,19 @@ Row = list[Any]
 
 
 class Cache:
-    """The scores of numbered points of numbered landscapes, in memory and, where there is a folder, in a JSON file.
+    """Scores of numbered points of numbered landscapes, in memory and, where there is a folder, in a JSON file.
 
-    The file has the fingerprint of the call's arguments, so that calls with different arguments never share a file.
-    It is written atomically inside `with`, every few seconds, and at its end, also after an error or an interrupt.
+    The file's name has the fingerprint of the call's arguments. It is written atomically inside `with`, every few
+    seconds, and at its end, also after an error or an interrupt.
 
     >>> with Cache() as cache:
     ...     cache.add(0, [3, 4], Scores(torch.tensor([0.5, 0.7]), None, None))
-    >>> (0, 3) in cache.rows, (0, 5) in cache.rows
-    (True, False)
+    >>> cache.missing(0, 5)
+    [0, 1, 2]
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None, name: str = "", fingerprint: str = "") -> None:
-        self.rows: dict[tuple[int, int], Row] = {}
+        self.rows: dict[str, Row] = {}
         self.fingerprint = fingerprint
         self.path = None if folder is None else Path(folder) / f"{name}-{fingerprint[:16]}.json"
         self.written = time.monotonic()
@@ -46,18 +46,22 @@ class Cache:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._read(self.path)
 
+    def missing(self, landscape: int, count: int) -> list[int]:
+        """The points from 0 to `count - 1` of a landscape that have no scores yet."""
+        return [point for point in range(count) if f"{landscape} {point}" not in self.rows]
+
     def add(self, landscape: int, points: Sequence[int], scores: Scores) -> None:
         """Store the scores of some points."""
         columns = [scores.loss, scores.accuracy, scores.agreement]
         values = [[None] * len(points) if column is None else column.tolist() for column in columns]
         for point, *row in zip(points, *values, strict=True):
-            self.rows[landscape, point] = row
+            self.rows[f"{landscape} {point}"] = row
         if time.monotonic() - self.written > SECONDS:
             self.write()
 
     def scores(self, landscape: int, count: int) -> Scores:
         """The scores of points 0 to `count - 1` of a landscape."""
-        columns = zip(*(self.rows[landscape, point] for point in range(count)), strict=True)
+        columns = zip(*(self.rows[f"{landscape} {point}"] for point in range(count)), strict=True)
         loss, accuracy, agreement = (
             None if column[0] is None else torch.tensor(column, dtype=torch.float64) for column in columns
         )
@@ -67,10 +71,8 @@ class Cache:
     def write(self) -> None:
         """Write the file, where there is one."""
         self.written = time.monotonic()
-        if self.path is None:
-            return
-        rows = {f"{landscape} {point}": row for (landscape, point), row in self.rows.items()}
-        write_json(self.path, {"fingerprint": self.fingerprint, "points": rows})
+        if self.path is not None:
+            write_json(self.path, {"fingerprint": self.fingerprint, "points": self.rows})
 
     def __enter__(self) -> Self:
         return self
@@ -87,9 +89,7 @@ class Cache:
             return  # its points are computed again
         if held["fingerprint"] != self.fingerprint:  # the names of files are cut short
             raise ValueError(f"folder has {path.name!r} of another call: choose another folder")
-        for key, row in held["points"].items():
-            landscape, point = key.split()
-            self.rows[int(landscape), int(point)] = row
+        self.rows = held["points"]
 
 
 def fingerprint(*parts: Any) -> str:

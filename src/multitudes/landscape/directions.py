@@ -31,7 +31,8 @@ def random_direction(network: nn.Module, seed: int = 0) -> Tensor:
     >>> random_direction(nn.Linear(3, 2)).shape
     torch.Size([8])
     """
-    return torch.randn(_count(network), generator=_generator(seed))
+    check_seed(seed)
+    return torch.randn(_count(network), generator=torch.Generator().manual_seed(seed))
 
 
 def filter_normalised(direction: Tensor, network: nn.Module) -> Tensor:
@@ -52,20 +53,13 @@ def filter_normalised(direction: Tensor, network: nn.Module) -> Tensor:
         if isinstance(owner, _NORMS) or theta.dim() < 2 or "bias" in name.rpartition(".")[2]:
             scaled.append(torch.zeros_like(part))
             continue
-        theta, d = (_filters(tensor, owner) for tensor in (theta, part.view_as(theta)))
-        across = tuple(range(2, d.dim()))
-        norm = torch.linalg.vector_norm(d, dim=across, keepdim=True)
-        length = torch.linalg.vector_norm(theta, dim=across, keepdim=True)
-        d = torch.where(norm > 0, d / norm * length, 0.0)
-        scaled.append((d.transpose(1, 2) if isinstance(owner, TRANSPOSED) else d).flatten())
+        across = tuple(range(1, theta.dim()))
+        if isinstance(owner, TRANSPOSED):  # [groups * inputs, outputs, ...]
+            theta, across = theta.unflatten(0, (owner.groups, -1)), (1, *range(3, theta.dim() + 1))
+        d = part.view_as(theta)
+        norm, length = (torch.linalg.vector_norm(each, dim=across, keepdim=True) for each in (d, theta))
+        scaled.append(torch.where(norm > 0, d / norm * length, 0.0).flatten())
     return torch.cat(scaled)
-
-
-def _filters(weight: Tensor, owner: nn.Module) -> Tensor:
-    """`[groups, filters, ...]`: each filter's weights behind two dimensions."""
-    if isinstance(owner, TRANSPOSED):  # [groups * inputs, outputs, ...]
-        return weight.unflatten(0, (owner.groups, -1)).transpose(1, 2)
-    return weight.unsqueeze(0)
 
 
 # -- coordinates -------------------------------------------------------------------------------------------
@@ -147,8 +141,3 @@ def _count(network: nn.Module) -> int:
     if not isinstance(network, nn.Module):
         raise ValueError(f"network must be an nn.Module, got {type(network).__name__}")
     return sum(weight.numel() for weight in weights_of(network).values())
-
-
-def _generator(seed: int) -> torch.Generator:
-    check_seed(seed)
-    return torch.Generator().manual_seed(seed)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,12 +35,11 @@ class Explanation:
 
     solutions: Solutions
     similarity: Similarity
-    """How similar the networks are, in their weights and in their predictions."""
     map: FunctionMap | None
     """The networks as points, near each other where their predictions are; None for fewer than three."""
     diversity: DiversityPlane | None
-    """How much each differs from the first, against its accuracy; None where that one is no better than chance, or
-    numbers are predicted."""
+    """Difference of each from the first, against its accuracy; None where numbers are predicted, or the first network
+    is no better than chance."""
     plane: Plane
     """The loss between them: on the plane through three of them, or on the line through two."""
     spectrum: HessianSpectrum
@@ -52,13 +50,7 @@ class Explanation:
 
     def figures(self) -> dict[str, Any]:
         """The Plotly figures, by name."""
-        parts = {
-            "similarity": self.similarity,
-            "map": self.map,
-            "diversity": self.diversity,
-            "plane": self.plane,
-            "spectrum": self.spectrum,
-        }
+        parts = {name: getattr(self, name) for name in ("similarity", "map", "diversity", "plane", "spectrum")}
         return {name: part.plot() for name, part in parts.items() if part is not None}
 
     def save(self, path: str | os.PathLike[str], title: str = "Why they differ") -> Path:
@@ -113,7 +105,7 @@ def explain(
     check_seed(seed)
     batched = with_targets(data, torch.device("cpu"))
     found = read_solutions(runs, batched, model=model, draws=draws, seed=seed)
-    networks = [_of_task(network, found.task) for network in _different(found.networks)]
+    networks = [_of_task(network, found.task) for network in dict.fromkeys(found.networks)]  # draws share one
     if len(networks) < 2:
         raise ValueError(f"runs must hold two networks or more to compare, got {len(networks)}")
     return Explanation(
@@ -134,11 +126,6 @@ def _joined(batches: list[tuple[Any, Any]]) -> Any:
     if not all(isinstance(x, Tensor) for x, _ in batches):
         return batches
     return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
-
-
-def _different(networks: Iterable[nn.Module]) -> list[nn.Module]:
-    """Each network once: the draws of one share it."""
-    return list({id(network): network for network in networks}.values())
 
 
 def _of_task(network: nn.Module, task: str) -> nn.Module:

@@ -54,7 +54,7 @@ def feature_maps(
     seed: int = 0,
     maps: AsMap | None = None,
 ) -> Iterator[Maps]:
-    """What layers give for a batch, `[B, C, ...]` by name, once for each execution of the network.
+    """Yield the outputs of layers for a batch, `[B, C, ...]` by name, once for each execution of the network.
 
     Where layers draw there are `draws` executions of each member, by default as many as the multitude makes; else one.
     `layers` are by default all that call no other. `maps` turns each output into `[B, C, ...]`, as for tokens
@@ -184,24 +184,30 @@ def feature_uncertainty(
     >>> found.names, found.model.round(decimals=1), found.data.round(decimals=1)
     (('0', '1'), tensor([1.0000, 0.5000]), tensor([1.0000, 0.5000]))
     """
-    check_network(network, draws, seed)
-    sums: dict[str, list[float]] = {}
-    rows = 0
-    for number, (x, _) in enumerate(Batches(data).on(device_in(network))):
-        batch = tensors_in(x)[0].shape[0]
-        rows += batch
-        for name, (model, points) in _deviations(feature_maps(network, x, layers, draws, mixed(seed, number), maps)):
-            own = sums.setdefault(name, [0.0, 0.0])
-            own[0] += batch * model
-            own[1] += batch * points
-    if not sums:
+    found = mean_over_inputs(_deviations, network, data, draws, seed, layers=layers, maps=maps)
+    if not found:
         raise ValueError(f"network ({type(network).__name__}) has no layer that gives a feature map [B, C, ...]")
-    deviations = torch.tensor(list(sums.values())) / rows
-    return FeatureUncertainty(tuple(sums), deviations[:, 0], deviations[:, 1])
+    model, points = torch.stack(list(found.values()), 1)
+    return FeatureUncertainty(tuple(found), model, points)
 
 
-def _deviations(executions: Iterator[Maps]) -> Iterator[tuple[str, tuple[float, float]]]:
-    """The deviation over executions, and over points, of each layer's maps."""
+def mean_over_inputs(
+    measure: Callable[[Iterator[Maps]], Maps], network: nn.Module, data: Any, draws: int | None, seed: int, **maps: Any
+) -> Maps:
+    """The mean over inputs, by layer, of what `measure` makes of `feature_maps` of each batch."""
+    check_network(network, draws, seed)
+    sums: Maps = {}
+    count = 0
+    for number, (x, _) in enumerate(Batches(data).on(device_in(network))):
+        rows = len(tensors_in(x)[0])
+        count += rows
+        for name, value in measure(feature_maps(network, x, draws=draws, seed=mixed(seed, number), **maps)).items():
+            sums[name] = sums.get(name, 0) + rows * value.cpu()
+    return {name: total / count for name, total in sums.items()}
+
+
+def _deviations(executions: Iterator[Maps]) -> Maps:
+    """The deviation over executions, and the mean over executions of that over points, of each layer's maps, `[2]`."""
     means: Maps = {}
     squares: Maps = {}
     points: dict[str, float] = {}
@@ -217,8 +223,7 @@ def _deviations(executions: Iterator[Maps]) -> Iterator[tuple[str, tuple[float, 
             squares[name] += delta * (value - means[name])
             spread = value.flatten(2).std(2, correction=0).mean().item() if value.dim() > 2 else float("nan")
             points[name] += (spread - points[name]) / count
-    for name in means:
-        yield name, ((squares[name] / count).sqrt().mean().item(), points[name])
+    return {name: torch.tensor([(squares[name] / count).sqrt().mean(), points[name]]) for name in means}
 
 
 # -- neighbours --------------------------------------------------------------------------------------------
@@ -274,7 +279,12 @@ def neighbour_covariance(
     count, first, squares, products, name = 0, torch.zeros(()), torch.zeros(()), torch.zeros(()), ""
     for number, (x, _) in enumerate(Batches(data).on(device_in(network))):
         seen = next(feature_maps(network, x, None if layer is None else [layer], 1, mixed(seed, number), maps))
-        name, value = _with_points(seen, layer)
+        with_points = [(name, value) for name, value in seen.items() if value.dim() > 2]
+        if not with_points:
+            raise ValueError(
+                f"layer={layer!r}: no feature map [B, C, ...] with points; layers that ran: {', '.join(seen)}"
+            )
+        name, value = with_points[-1]
         centre = tuple((side - 1) // 2 for side in value.shape[2:]) if centre is None else centre
         if len(centre) != value.dim() - 2 or any(not 0 <= c < n for c, n in zip(centre, value.shape[2:], strict=True)):
             raise ValueError(f"centre must be a point of the map {list(value.shape[2:])} of {name!r}, got {centre!r}")
@@ -296,13 +306,6 @@ def _at(values: Tensor, centre: tuple[int, ...]) -> Tensor:
     """The values of `[..., H, W]` at a point, `[..., 1, 1]`."""
     index: Any = (..., *(slice(place, place + 1) for place in centre))
     return values[index]
-
-
-def _with_points(seen: Maps, layer: str | None) -> tuple[str, Tensor]:
-    found = [(name, value) for name, value in seen.items() if value.dim() > 2]
-    if not found:
-        raise ValueError(f"layer={layer!r}: no feature map [B, C, ...] with points; layers that ran: {', '.join(seen)}")
-    return found[-1]
 
 
 def check_network(network: nn.Module, draws: int | None, seed: int) -> None:

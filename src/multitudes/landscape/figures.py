@@ -47,14 +47,7 @@ def styled(fig: Any, title: str, x: str = "", y: str = "") -> Any:
 
 
 def add_line(
-    fig: Any,
-    x: Any,
-    y: Any,
-    name: str = "",
-    colour: int = 0,
-    dash: int = 0,
-    mode: str | None = None,
-    **options: Any,
+    fig: Any, x: Any, y: Any, name: str = "", colour: int = 0, dash: int = 0, mode: str | None = None, **options: Any
 ) -> None:
     """Add a line through the points `x [N]`, `y [N]`; colours and dashes are by number.
 

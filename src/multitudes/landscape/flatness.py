@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.checks import check_count, check_number, check_seed
+from multitudes.core.devices import device_in
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import mixed
@@ -110,13 +111,7 @@ class ExpectedSharpness:
 
 
 def expected_sharpness(
-    network: nn.Module,
-    data: Any,
-    rho: float | None = 0.05,
-    samples: int = 64,
-    *,
-    seed: int = 0,
-    **options: Any,
+    network: nn.Module, data: Any, rho: float | None = 0.05, samples: int = 64, *, seed: int = 0, **options: Any
 ) -> ExpectedSharpness:
     """`E[max(L(w + eps), L(w)) - L(w) | |eps| <= rho]` (eq. 16), with the standard error of the mean.
 
@@ -156,12 +151,10 @@ def expected_sharpness(
 
 @dataclass(frozen=True, eq=False)
 class LossVariance:
-    """The variance of the loss of an ensemble of N draws, for several N, and the law `constant / N`."""
+    """The variances `V[L]` `[K]` of the loss of ensembles of N draws, `sizes [K]`, and the law `constant / N`."""
 
     sizes: Tensor
-    """N, `[K]`."""
     variances: Tensor
-    """`V[L]` over ensembles, `[K]`."""
     constant: float
     """Of the fit `V[L] = constant / N`."""
     exponent: float
@@ -215,8 +208,7 @@ def loss_variance(
 def _log_confidences(net: Multitude, data: Any, draws: int, seed: int) -> Tensor:
     """The log-probability of each example's class by each draw, in float64 on the CPU, `[draws, examples]`."""
     parts = []
-    device = next((p.device for p in net.parameters()), torch.device("cpu"))
-    for number, (x, y) in enumerate(with_targets(data, device)):
+    for number, (x, y) in enumerate(with_targets(data, device_in(net))):
         if y.is_floating_point():
             raise ValueError("data must hold classes as targets: pass (x, y), or batches of inputs and classes")
         drawn = net.predict(x, draws=draws, seed=mixed(seed, number)).member_log_probs

@@ -7,18 +7,15 @@ in units of pi radians for each pixel: 1 is the highest that a row of points can
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.batches import Batches
-from multitudes.core.calling import tensors_in
-from multitudes.core.devices import device_in
-from multitudes.core.seeding import mixed
-from multitudes.landscape.features import AsMap, check_network, feature_maps
+from multitudes.landscape.features import AsMap, Maps, mean_over_inputs
 from multitudes.landscape.figures import COLOURS, add_line, figure
 from multitudes.shift.frequency import accuracy_by_frequency
 from multitudes.surgery.layers import Selector
@@ -65,13 +62,8 @@ def feature_spectrum(
 ) -> FeatureSpectrum:
     """Log amplitudes of feature maps `[B, C, H, W]` by frequency, relative to frequency 0 (Fig. 6b).
 
-    Args:
-        network: any network; where it draws, the mean over executions is taken.
-        data: inputs `[N, ...]`, a batch, or an iterable of batches; targets are left alone.
-        layers: which layers, see `select`; by default all that call no other and give maps `[B, C, H, W]`.
-        draws: how many executions there are of each member; by default as many as the multitude makes.
-        seed: makes the draws repeatable.
-        maps: turns a layer's output into `[B, C, H, W]`, see `feature_maps`.
+    The arguments are those of `feature_uncertainty`. By default the layers are all that call no other and give maps
+    `[B, C, H, W]`; of a network that draws, the mean over executions is taken.
 
     A wave of two pixels' length, half as strong as the mean, and the blur that takes it away:
 
@@ -83,26 +75,23 @@ def feature_spectrum(
     >>> spectrum.layers["1.box"].diagonal[-1].exp() < 0.1
     tensor(True)
     """
-    check_network(network, draws, seed)
-    sums: dict[str, Tensor] = {}
-    weights: dict[str, float] = {}
-    for number, (x, _) in enumerate(Batches(data).on(device_in(network))):
-        rows = tensors_in(x)[0].shape[0]
-        for seen in feature_maps(network, x, layers, draws, mixed(seed, number), maps):
-            for name, value in seen.items():
-                if value.dim() == 4:
-                    sums[name] = sums.get(name, torch.zeros(())) + rows * log_amplitudes(value).cpu()
-                    weights[name] = weights.get(name, 0) + rows
-                elif layers is not None:
-                    raise ValueError(
-                        f"layers: {name!r} must give maps [B, C, H, W], got {list(value.shape)}; see maps="
-                    )
-    if not sums:
+
+    def measure(executions: Iterator[Maps]) -> Maps:
+        found: dict[str, list[Tensor]] = {}
+        for name, value in itertools.chain.from_iterable(seen.items() for seen in executions):
+            if value.dim() == 4:
+                found.setdefault(name, []).append(_log_amplitudes(value))
+            elif layers is not None:
+                raise ValueError(f"layers: {name!r} must give maps [B, C, H, W], got {list(value.shape)}; see maps=")
+        return {name: torch.stack(each).mean(0) for name, each in found.items()}
+
+    found = mean_over_inputs(measure, network, data, draws, seed, layers=layers, maps=maps)
+    if not found:
         raise ValueError(f"network ({type(network).__name__}) has no layer that gives maps [B, C, H, W]; see maps=")
-    return FeatureSpectrum({name: _spectrum(total / weights[name]) for name, total in sums.items()})
+    return FeatureSpectrum({name: _spectrum(amplitudes) for name, amplitudes in found.items()})
 
 
-def log_amplitudes(maps: Tensor) -> Tensor:
+def _log_amplitudes(maps: Tensor) -> Tensor:
     """The log amplitude of each frequency, mean over inputs and channels: `[B, C, H, W] -> [H, W]`, in fft's order."""
     values = maps.to(torch.promote_types(maps.dtype, torch.float32))
     return torch.fft.fft2(values).abs().clamp(min=FLOOR).log().mean((0, 1))
@@ -122,12 +111,10 @@ def _spectrum(amplitudes: Tensor) -> LayerSpectrum:
 
 @dataclass(frozen=True, eq=False)
 class FrequencyAccuracy:
-    """The accuracy against noise of each frequency."""
+    """The accuracy `[F]` against noise of each frequency `[F]`, in units of pi."""
 
     frequencies: Tensor
-    """In units of pi, `[F]`."""
     accuracies: Tensor
-    """`[F]`."""
 
     def plot(self) -> Any:
         """Accuracy against frequency (Fig. 6c)."""

@@ -1,4 +1,4 @@
-"""How far solutions lie apart, as weights and as functions.
+"""Distances between solutions, as weights and as functions.
 
 Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, section 4. For two solutions
 theta_1 and theta_2, with `f` the label that a network predicts,
@@ -6,11 +6,7 @@ theta_1 and theta_2, with `f` the label that a network predicts,
     cosine          theta_1 . theta_2 / (|theta_1| |theta_2|)
     disagreement    1/N sum_n [f(x_n; theta_1) != f(x_n; theta_2)]
 
-and a map of functions, t-SNE of the softmax outputs of each solution, laid out in one vector (Fig. 2, 3 and 4). The
-finding: checkpoints of one training, and draws from subspaces around it, stay one function, however far they lie
-apart as weights; another initialisation gives another function.
-
-Networks that predict numbers have no labels: see `ValueSimilarity`. Their map is that of their means.
+and a map of functions, t-SNE of the softmax outputs of each solution, or of its means, in one vector (Fig. 2 to 4).
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.checks import check_number, check_seed, needed
+from multitudes.core.checks import check_choice, check_number, check_seed, needed
 from multitudes.core.tasks.predictive import Predictive
 from multitudes.landscape.figures import SCALE, add_points, figure, subplots
 from multitudes.landscape.solutions import Labelled, read_solutions
@@ -53,10 +49,9 @@ class Similarity(Labelled):
 
         `kind` takes the solutions of one kind alone.
         """
-        if matrix not in MATRICES:
-            raise ValueError(f"matrix must be one of {', '.join(MATRICES)}, got {matrix!r}")
-        if kind is not None and kind not in self.kinds:
-            raise ValueError(f"kind must be one of {', '.join(sorted(set(self.kinds)))}, got {kind!r}")
+        check_choice("matrix", matrix, MATRICES)
+        if kind is not None:
+            check_choice("kind", kind, sorted(set(self.kinds)))
         names = list(dict.fromkeys(self.runs))
         run = torch.tensor([names.index(name) for name in self.runs])
         chosen = torch.tensor([kind is None or own == kind for own in self.kinds])
@@ -76,10 +71,10 @@ class Similarity(Labelled):
 
 
 class ValueSimilarity(Similarity):
-    """How similar networks are that predict numbers.
+    """Similarity of networks that predict numbers.
 
-    Their disagreement is the root mean square of the difference of their means, their divergence, where they predict
-    Gaussians, the mean of the Kullback-Leibler divergences of both directions, and else NaN.
+    Disagreement is the root mean square difference of means; divergence, where Gaussians are predicted, the mean of the
+    Kullback-Leibler divergences of both directions, else NaN.
     """
 
     differ: ClassVar[str] = "RMS difference of means"
@@ -101,15 +96,8 @@ def similarity(
     read = read_solutions(solutions, data, model=model, draws=draws, seed=seed)
     cosines = _cosines(read.networks)
     if not read.predictive.reading.classes:
-        return ValueSimilarity(read.labels, read.runs, read.kinds, cosines, *_apart(read.predictive))
-    return Similarity(
-        read.labels,
-        read.runs,
-        read.kinds,
-        cosines,
-        pairwise_disagreement(read.predictive),
-        pairwise_js(read.predictive),
-    )
+        return ValueSimilarity(*read.places, cosines, *_apart(read.predictive))
+    return Similarity(*read.places, cosines, pairwise_disagreement(read.predictive), pairwise_js(read.predictive))
 
 
 def _apart(predictive: Predictive) -> tuple[Tensor, Tensor]:
@@ -184,4 +172,4 @@ def function_map(
         raise ValueError(f"perplexity must be below the number of solutions, {len(read)}, got {perplexity:g}")
     tsne = manifold.TSNE(perplexity=perplexity, init="pca", random_state=seed % 2**32)
     points = tsne.fit_transform(read.predictive.member_values.flatten(1).numpy())  # [S, N * C * ...]
-    return FunctionMap(read.labels, read.runs, read.kinds, torch.from_numpy(points))
+    return FunctionMap(*read.places, torch.from_numpy(points))

@@ -1,9 +1,8 @@
-"""Ensembles of runs and of solutions around each run as they grow, and what makes two runs differ.
+"""Ensembles of runs and of solutions around each run as they grow, and causes of two runs' difference.
 
-Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, section 5 and appendix B. Each
-run gives a solution (its last checkpoint), solutions drawn from subspaces around it, and the average of its weights.
-Predictions are averaged over the solutions of the first m runs: at m = 1 that is each of these alone, beyond it
-together with ensembling (Fig. 8). The diversity of the solutions that are averaged is
+Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, section 5 and appendix B.
+Predictions are averaged over the solutions of the first m runs: checkpoints, draws from subspaces around them, averages
+of weights (Fig. 8). The diversity of the solutions that are averaged is
 
     JS divergence = H(mean_m p_m) - mean_m H(p_m).
 
@@ -60,9 +59,8 @@ def growth(
 ) -> Growth:
     """Score the mean prediction of the first 1, 2, ..., M runs, for each kind of solutions (Fig. 8).
 
-    `solutions` are runs of the same kinds, as `{name: subspaces(recorder) for name, recorder in runs.items()}`, and
-    `data` has their classes: see `read_solutions`, whose arguments these are. A kind that draws adds `draws` solutions
-    for each run.
+    The arguments are those of `read_solutions`: runs of the same kinds, and data with classes. As runs pass
+    `{name: subspaces(recorder) for name, recorder in runs.items()}`. A kind that draws adds `draws` solutions per run.
 
     >>> nets = [nn.Linear(3, 2) for _ in range(4)]
     >>> growth(nets, (torch.randn(20, 3), torch.zeros(20).long())).accuracy.shape
@@ -71,9 +69,8 @@ def growth(
     read = read_solutions(solutions, data, model=model, draws=draws, seed=seed)
     classes = read.classes()
     runs, kinds = tuple(dict.fromkeys(read.runs)), tuple(dict.fromkeys(read.kinds))
-    found = set(zip(read.runs, read.kinds, strict=True))
     for run, kind in itertools.product(runs, kinds):
-        if (run, kind) not in found:
+        if (run, kind) not in read.groups():
             raise ValueError(f"solutions must have the same kinds in every run, but {run!r} has no {kind!r}")
 
     def scores(kind: str, size: int) -> Tensor:
@@ -89,13 +86,11 @@ def growth(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Randomness:
-    """Runs of controlled seeds, and how their functions differ."""
+    """Runs of controlled seeds of initialisations and of orders of batches, and how their functions differ."""
 
     similarity: Similarity
     initialisations: tuple[int, ...]
-    """The seed of each run's initialisation."""
     orders: tuple[int, ...]
-    """The seed of each run's batches."""
 
     def __repr__(self) -> str:
         means = ", ".join(f"{name}: {value:.4f}" for name, value in self.disagreement.items())

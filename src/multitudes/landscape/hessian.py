@@ -1,8 +1,8 @@
-"""Curvature: the Hessian of a network's loss, known through its products with vectors alone.
+"""The largest curvatures of a network's loss, by Hessian-vector products.
 
 Park & Kim, "Blurs Behave Like Ensembles" (2022), appendix A.3, Algorithm 1: the *Hessian max eigenvalue spectrum*
-gathers the top eigenvalues of the Hessians of mini-batches. The loss is the one that training descends, the
-negative log-likelihood with its weight decay, `L(w) = NLL(w) + weight_decay / 2 |w|^2`, on augmented data.
+gathers the top eigenvalues of the Hessians of mini-batches. The loss is the one that training descends, the negative
+log-likelihood with its weight decay, `L(w) = NLL(w) + weight_decay / 2 |w|^2`, on augmented data.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,54 +19,19 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.batches import Batches
-from multitudes.core.checks import check_count, check_number, check_seed, needed
+from multitudes.core.checks import check_choice, check_count, check_number, check_seed, needed
 from multitudes.core.progress import ProgressBar
 from multitudes.core.seeding import mixed
 from multitudes.landscape.figures import COLOURS, figure
-from multitudes.landscape.objective import Objective, flattened, unit_direction
+from multitudes.landscape.objective import Objective, unit_direction
 from multitudes.landscape.targets import shuffled
 
-__all__ = ["Hessian", "HessianSpectrum", "hessian_spectrum"]
+__all__ = ["HessianSpectrum", "hessian_spectrum"]
 
 METHODS = ("lanczos", "power")
 
-
-class Hessian:
-    """The Hessian of an objective at the network's own weights, `[P, P]`, as a linear map of vectors.
-
-    A product is the gradient of the gradient's product with the vector. `batches` are the numbers of those to use.
-
-    >>> data = torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)
-    >>> hessian = Hessian(Objective(nn.Linear(1, 1, bias=False), data, nn.functional.mse_loss))  # L(w) = 5 w^2
-    >>> hessian(torch.ones(1))
-    tensor([10.])
-    """
-
-    def __init__(self, objective: Objective, batches: list[int] | None = None) -> None:
-        self.objective, self.batches = objective, batches
-
-    def __call__(self, vector: Tensor) -> Tensor:
-        """`[P] -> [P]`."""
-        objective = self.objective
-        parts = objective.split(vector)
-        with objective.ready(), torch.enable_grad():
-            product = objective.mean(lambda number: self._product(number, parts).to(vector.dtype), self.batches)
-        return product + objective.weight_decay * vector
-
-    def _product(self, number: int, vector: dict[str, Tensor]) -> Tensor:
-        objective = self.objective
-        leaves = {name: weight.clone().requires_grad_() for name, weight in objective.weights.items()}
-        inputs = list(leaves.values())
-        slopes = torch.autograd.grad(objective.loss(number, leaves), inputs, create_graph=True, materialize_grads=True)
-        # A slope that depends on no weight has no curvature.
-        curved = [(slope, part) for slope, part in zip(slopes, vector.values(), strict=True) if slope.requires_grad]
-        if not curved:
-            return torch.zeros_like(flattened(slopes))
-        outputs, directions = zip(*curved, strict=True)
-        return flattened(torch.autograd.grad(outputs, inputs, directions, materialize_grads=True))
-
-
-# -- the max eigenvalue spectrum ---------------------------------------------------------------------------
+Product = Callable[[Tensor], Tensor]
+"""A matrix as a function of vectors, `[P] -> [P]`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,20 +102,18 @@ def hessian_spectrum(
     check_count("top", top)
     check_count("max_iterations", max_iterations)
     check_number("tolerance", tolerance, 0, above=True)
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    check_choice("method", method, METHODS)
     chosen = _minibatches(data, batch_size, batches, seed)
     objective = Objective(network, chosen, weight_decay=weight_decay, augment=augment, seed=seed, **options)
     size = objective.start.numel()
     if top >= size:
         raise ValueError(f"top must be below the number of weights, {size}, got {top}")
     found = []
-    hessian = Hessian(objective)
     bar = ProgressBar(len(objective.batches), progress, "mini-batches")
     try:
         for number in range(len(objective.batches)):
             start = unit_direction(objective.start, mixed(seed, number))
-            hessian.batches = [number]
+            hessian = partial(objective.curvature, numbers=[number])
             if method == "lanczos":
                 found.append(_lanczos_top(hessian, start, top, tolerance))
             else:
@@ -170,12 +134,10 @@ def _minibatches(data: Any, batch_size: int, count: int | None, seed: int) -> li
     check_seed(seed)
     if count is not None:
         check_count("batches", count)
-    if (mixed_up := shuffled(data, seed)) is not data:
-        data = zip(*(part.tensor_split(-(-len(part) // batch_size)) for part in mixed_up), strict=True)
-    return list(islice(Batches(data).on(torch.device("cpu")), count))
+    return list(islice(Batches(shuffled(data, seed), batch_size).on(torch.device("cpu")), count))
 
 
-def _lanczos_top(hessian: Hessian, start: Tensor, top: int, tolerance: float) -> tuple[Tensor, Tensor]:
+def _lanczos_top(hessian: Product, start: Tensor, top: int, tolerance: float) -> tuple[Tensor, Tensor]:
     sparse = needed("scipy.sparse.linalg", "landscape", "method='lanczos'")
 
     def product(vector: Any) -> Any:
@@ -186,20 +148,18 @@ def _lanczos_top(hessian: Hessian, start: Tensor, top: int, tolerance: float) ->
     operator = sparse.LinearOperator((len(start), len(start)), matvec=product, dtype="float64")
     values, vectors = sparse.eigsh(operator, top, which="LM", v0=start.double().cpu().numpy(), tol=tolerance)
     order = abs(values).argsort()[::-1].copy()
-    pairs = [(torch.tensor(values[n]).to(start), torch.tensor(vectors[:, n]).to(start)) for n in order]
-    residuals = [(hessian(vector) - value * vector).norm() for value, vector in pairs]
-    return torch.stack([value for value, _ in pairs]), torch.stack(residuals)
+    top_values, columns = (torch.tensor(part).to(start) for part in (values[order], vectors[:, order]))
+    products = torch.stack([hessian(vector) for vector in columns.T], 1)
+    return top_values, (products - top_values * columns).norm(dim=0)
 
 
-def _power_top(hessian: Hessian, start: Tensor, top: int, tolerance: float, most: int) -> tuple[Tensor, Tensor]:
+def _power_top(hessian: Product, start: Tensor, top: int, tolerance: float, most: int) -> tuple[Tensor, Tensor]:
     """Power iteration; what has been found is taken out of each vector (deflation)."""
-    found: list[Tensor] = []
+    found = start.new_zeros(len(start), 0)
     values, residuals = [], []
 
     def deflated(vector: Tensor) -> Tensor:
-        for other in found:
-            vector = vector - (other @ vector) * other
-        return vector
+        return vector - found @ (found.T @ vector)
 
     for rank in range(top):
         vector = deflated(unit_direction(start, rank) + start)
@@ -211,7 +171,7 @@ def _power_top(hessian: Hessian, start: Tensor, top: int, tolerance: float, most
             if bool(residual <= tolerance * value.abs()) or not bool(product.norm() > 0):
                 break
             vector = product / product.norm()
-        found.append(vector)
+        found = torch.column_stack([found, vector])
         values.append(value)
         residuals.append(residual)
     order = torch.stack(values).abs().argsort(descending=True)

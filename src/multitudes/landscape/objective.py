@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.functional import vhp
 from torch.func import functional_call
 
 from multitudes.core.attention import math_attention
@@ -21,18 +22,17 @@ from multitudes.core.multitude import Criterion, Multitude, plain
 from multitudes.core.seeding import mixed, seeded
 from multitudes.landscape.targets import count_targets, task_and_criterion, with_targets
 
-__all__ = ["Objective", "flattened", "unit_direction"]
+__all__ = ["Objective", "unit_direction"]
 
 
 @dataclass(eq=False)
 class Objective:
     """The loss of a network on data, as a function of its trainable weights, one vector `w` `[P]`.
 
-    `L(w) = criterion + weight_decay / 2 |w|^2`, with the criterion of a multitude's task, or cross entropy. The batches
-    are read, and their inputs augmented, once, so that every evaluation uses the same data, and cached on the CPU. The
-    loss of several batches is the mean over their examples. Where layers draw, `draws=0` computes with expectations;
-    otherwise each batch has draws of its own, the same ones whenever it is evaluated, and the loss is that of their
-    averaged prediction. Members' losses are added or averaged as in `net.loss`. Batch norm uses its running statistics.
+    `L(w) = criterion + weight_decay / 2 |w|^2`, with the criterion of a multitude's task, or cross entropy, mean over
+    examples. Batches are read, and their inputs augmented, once, and cached on the CPU. Where layers draw, `draws=0`
+    computes with expectations; otherwise each batch has fixed draws of its own, whose prediction is averaged. Members'
+    losses are added or averaged as in `net.loss`. Batch norm uses its running statistics.
 
     >>> network = nn.Linear(1, 1, bias=False)
     >>> data = torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)
@@ -102,6 +102,24 @@ class Objective:
 
         with self.ready(), torch.enable_grad():
             return self.mean(of, numbers) + self.weight_decay * w
+
+    def curvature(self, vector: Tensor, numbers: list[int] | None = None) -> Tensor:
+        """The Hessian of `L` at the network's own weights times a vector, `[P] -> [P]`.
+
+        >>> data = torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)
+        >>> Objective(nn.Linear(1, 1, bias=False), data, F.mse_loss).curvature(torch.ones(1))  # L(w) = 5 w^2
+        tensor([10.])
+        """
+        parts = tuple(self.split(vector).values())
+
+        def of(number: int) -> Tensor:
+            def loss(*weights: Tensor) -> Tensor:
+                return self.loss(number, dict(zip(self.weights, weights, strict=True)))
+
+            return flattened(vhp(loss, tuple(self.weights.values()), parts)[1]).to(vector.dtype)
+
+        with self.ready(), torch.enable_grad():
+            return self.mean(of, numbers) + self.weight_decay * vector
 
     def mean(self, of: Callable[[int], Tensor], numbers: list[int] | None = None) -> Tensor:
         """The mean over examples of what `of(number)` gives for each batch."""

@@ -5,17 +5,14 @@ between two optima and minimise the training loss, each point in the hyperplane 
 
     w(t) = a + t (b - a) + d_t,    d_t normal to b - a.
 
-Points that are moved alone may end in valleys of their own, with a ridge between two of them. So here the loss on the
-lines that join them is minimised, each step at a random place of each line; `between=False` is the paper's procedure.
-
-Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, appendix A, follow such a path by
-loss, accuracy and agreement with its ends (Fig. S2).
+Here the loss on the lines that join the points is minimised, each step at a random place of each line, so that no ridge
+is left between two points; `between=False` is the paper's procedure. Fort, Hu and Lakshminarayanan, *Deep ensembles: a
+loss landscape perspective*, 2019, appendix A, follow such a path by loss, accuracy and agreement (Fig. S2).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +129,7 @@ def tunnel(
         network, data if evaluation is None else evaluation, criterion, data if batch_norm is None else batch_norm
     )
     scorer.take_buffers(ends)
-    loss = _TrainingLoss(scorer)
+    model = copied(scorer.model).train()
     start, end = start.to(scorer.device), end.to(scorer.device)
     direction = (end - start) / (end - start).norm()
     bases = [torch.lerp(start, end, at / (points - 1)) for at in range(1, points - 1)]
@@ -144,17 +141,32 @@ def tunnel(
         move = moves[index - 1]
         return bases[index - 1] + move - (move @ direction) * direction
 
-    def backward(x: Input, y: Tensor) -> None:
-        if between:
-            for index, share in enumerate(torch.rand(points - 1).tolist()):
-                loss(torch.lerp(point(index), point(index + 1), share), x, y).backward()
-        else:
-            for index in range(1, points - 1):
-                loss(point(index), x, y).backward()
+    def places() -> Iterator[Tensor]:
+        if not between:
+            yield from map(point, range(1, points - 1))
+            return
+        for index, share in enumerate(torch.rand(points - 1).tolist()):
+            yield torch.lerp(point(index), point(index + 1), share)
 
-    with seeded(seed), torch.enable_grad():
-        _minimise(moves, backward, _forever(Batches(data), scorer.device), steps, lr, progress)
-    weights = _with_middles(torch.stack([point(index).detach() for index in range(points)])).cpu()
+    optimizer = torch.optim.Adam(moves, lr=lr)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    bar = ProgressBar(steps, progress, "steps")
+    try:
+        with seeded(seed), torch.enable_grad():
+            for step, (x, y) in zip(range(steps), _forever(Batches(data), scorer.device), strict=False):
+                optimizer.zero_grad()
+                for weights in places():
+                    with input_errors(x):
+                        loss = scorer.criterion(call_with(model, unflattened(weights, model), x), y)
+                    loss.backward()
+                optimizer.step()
+                schedule.step()
+                bar.update(step + 1)
+    finally:
+        bar.clear()
+    corners = torch.stack([point(index).detach() for index in range(points)])
+    halves = [torch.lerp(corners[at // 2], corners[-(-at // 2)], 0.5) for at in range(2 * points - 1)]
+    weights = torch.stack(halves).cpu()  # the points, and the middles between them
     t = torch.linspace(0, 1, len(weights), dtype=torch.float64)
     line = torch.stack([torch.lerp(start.double(), end.double(), float(at)) for at in t]).cpu()
     own = scorer.score_solutions(list(ends.values()))
@@ -165,39 +177,6 @@ def tunnel(
     return Path(t, weights, scores, linear)
 
 
-class _TrainingLoss:
-    """The loss of a network in training mode, at weights `[P]`."""
-
-    def __init__(self, scorer: WeightScorer) -> None:
-        self.model, self.criterion = copied(scorer.model).train(), scorer.criterion
-
-    def __call__(self, weights: Tensor, x: Input, y: Tensor) -> Tensor:
-        with input_errors(x):
-            return self.criterion(call_with(self.model, unflattened(weights, self.model), x), y)
-
-
-def _minimise(
-    parameters: list[Tensor],
-    backward: Callable[[Input, Tensor], None],
-    batches: Iterator[tuple[Input, Tensor]],
-    steps: int,
-    lr: float,
-    progress: bool | None,
-) -> None:
-    """Adam with the gradients that `backward` computes, for `steps` batches."""
-    optimizer = torch.optim.Adam(parameters, lr=lr)
-    bar = ProgressBar(steps, progress, "steps")
-    try:
-        for step, (x, y) in zip(range(steps), batches, strict=False):
-            optimizer.param_groups[0]["lr"] = lr * (1 + math.cos(math.pi * step / steps)) / 2
-            optimizer.zero_grad()
-            backward(x, y)
-            optimizer.step()
-            bar.update(step + 1)
-    finally:
-        bar.clear()
-
-
 def _forever(batches: Batches, device: torch.device) -> Iterator[tuple[Input, Tensor]]:
     """The batches, again and again; a loader may shuffle them anew each time."""
     while True:
@@ -205,12 +184,6 @@ def _forever(batches: Batches, device: torch.device) -> Iterator[tuple[Input, Te
             if y is None:
                 raise ValueError("data must have targets, as (x, y) or batches of them")
             yield x, y
-
-
-def _with_middles(weights: Tensor) -> Tensor:
-    """Points `[T, P]` and the middles between them, `[2 T - 1, P]`."""
-    middles = torch.lerp(weights[:-1], weights[1:], 0.5)
-    return torch.cat([torch.stack([weights[:-1], middles], 1).flatten(0, 1), weights[-1:]])
 
 
 def _barrier(loss: Tensor) -> float:

@@ -38,8 +38,7 @@ __all__ = ["Plane", "plane"]
 class Plane:
     """A landscape on a line `[X]` or a plane `[X, Y]`, and the R given solutions; on the CPU.
 
-    With seeds, there are L landscapes, in front of all other dimensions of `loss`, `accuracy` and `agreement`, and of
-    what the solutions score.
+    With seeds, L landscapes come first in `loss`, `accuracy`, `agreement` and `scores`.
     """
 
     axes: tuple[Tensor, ...]
@@ -51,13 +50,11 @@ class Plane:
     agreement: Tensor | None
     """`[R, X, Y]`: the fraction of inputs that get the label which a solution gives them."""
     solutions: tuple[str, ...]
-    """The names of the R given solutions."""
     coordinates: Tensor
     """Where they are, or what on the plane is nearest to them, `[R, 1]` or `[R, 2]`."""
     scores: Scores
     """What they score as they are: `loss [R]`, `accuracy [R]`, `agreement [R, R]`."""
     frame: Frame
-    """The plane in weight space."""
     seeds: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:
@@ -193,7 +190,7 @@ def plane(
         with cache:
             for number, draw_index in enumerate(draw_indices):
                 given_scores.append(scorer.score_solutions(list(states.values()), draw_index))
-                missing = [at for at in range(len(grid)) if (number, at) not in cache.rows]
+                missing = cache.missing(number, len(grid))
                 for start in range(0, len(missing), scorer.at_once):
                     chunk = missing[start : start + scorer.at_once]
                     noises = None if draw_index is None else [_at(draw_index, at, noise) for at in chunk]
@@ -237,7 +234,8 @@ def _laid(
     counts = {"through": (2, 3), "along": (1, 2), "radial": (2,)}[name]
     if not isinstance(values, Sequence) or len(values) not in counts:
         got = len(values) if isinstance(values, Sequence) else type(values).__name__
-        raise ValueError(f"{name} must hold {' or '.join(map(str, counts))} {_HOLDS[name]}, got {got}")
+        what = "directions" if name == "along" else "solutions"
+        raise ValueError(f"{name} must hold {' or '.join(map(str, counts))} {what}, got {got}")
     if along is not None:
         for index, direction in enumerate(along):
             check_direction(f"along[{index}]", direction, network)
@@ -250,9 +248,6 @@ def _laid(
     if name == "radial":
         vectors = {"the origin": torch.zeros_like(vectors["a"])} | vectors
     return Frame.through(list(vectors.values()), list(vectors)), list(vectors.values()), given
-
-
-_HOLDS = {"through": "solutions", "along": "directions", "radial": "solutions"}
 
 
 def _ticks(frame: Frame, points: Sequence[Tensor], count: int, margin: float) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.core.checks import check_count, check_number, check_seed
+from multitudes.core.checks import check_choice, check_count, check_number, check_seed
 from multitudes.landscape.figures import add_line, figure
 
 __all__ = ["FunctionPrior", "function_prior"]
@@ -27,13 +27,11 @@ KINDS = ("gaussian", "dropout", "patching")
 
 @dataclass(frozen=True, eq=False)
 class FunctionPrior:
-    """Functions drawn from a prior."""
+    """Functions `[F, G]` drawn from a prior, at the points `x [G]`."""
 
     kind: str
     x: Tensor
-    """Where, `[G]`."""
     functions: Tensor
-    """`[F, G]`."""
 
     def plot(self) -> Any:
         """The functions (Fig. 3)."""
@@ -72,8 +70,7 @@ def function_prior(
     >>> found.x.shape, found.functions.shape
     (torch.Size([401]), torch.Size([3, 401]))
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    check_choice("kind", kind, KINDS)
     for name, count in (("functions", functions), ("hidden", hidden), ("components", components)):
         check_count(name, count)
     check_number("rate", rate, 0, below=1)

@@ -1,8 +1,7 @@
-"""Solutions: networks in weight space and in function space, each with the run it comes from and its kind.
+"""Solutions: networks in weight space and in function space, each with its run and its kind.
 
-The analyses of function space take what is read here, once: checkpoints of a training, networks trained apart, the
-members of an ensemble, draws from a subspace around a solution (Fort, Hu and Lakshminarayanan, *Deep ensembles: a
-loss landscape perspective*, 2019, section 4).
+Checkpoints of a training, networks trained apart, the members of an ensemble, draws from a subspace around a solution
+(Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, section 4).
 
 solutions = {
     "run 0": {"checkpoints": recorder_0, **subspaces(recorder_0)},
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from multitudes.core.batches import Batches
 from multitudes.core.calling import split_batch
-from multitudes.core.checks import check_count, check_seed
+from multitudes.core.checks import check_choice, check_count, check_seed
 from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.multitude import Multitude, plain
@@ -31,7 +30,7 @@ from multitudes.core.tasks import TASKS
 from multitudes.core.tasks.predictive import Predictive
 from multitudes.evaluation.predict import predict
 from multitudes.methods.subspace import KINDS, Around, Subspace, subspace
-from multitudes.training.recorder import Checkpoints, Recorder, State, Trajectory
+from multitudes.training.recorder import Checkpoints, Recorder, State, Trajectory, fitting
 
 __all__ = ["Solutions", "last_checkpoint", "read_solutions", "subspaces", "trajectory_of"]
 
@@ -57,6 +56,11 @@ class Labelled:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(solutions={len(self)}, runs={len(set(self.runs))})"
 
+    @property
+    def places(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """Labels, runs and kinds."""
+        return self.labels, self.runs, self.kinds
+
     def groups(self) -> dict[tuple[str, str], list[int]]:
         """The positions of the solutions of each run and kind."""
         found: dict[tuple[str, str], list[int]] = {}
@@ -66,8 +70,7 @@ class Labelled:
 
     def index(self, label: str) -> int:
         """The position of a solution."""
-        if label not in self.labels:
-            raise ValueError(f"label must be one of {', '.join(self.labels)}, got {label!r}")
+        check_choice("label", label, self.labels)
         return self.labels.index(label)
 
 
@@ -139,17 +142,15 @@ def read_solutions(
         for one, answers in _answers(network, batches, draws, seed, task):
             rows += [(run, kind, one)] * len(answers)
             predictions.append(answers)
-    _check_alike(predictions)
+    if len(shapes := sorted({tuple(part.shape[1:]) for part in predictions})) > 1:
+        raise ValueError(f"solutions must give predictions of one shape, got {list(shapes[0])} and {list(shapes[1])}")
     runs, kinds, networks = zip(*rows, strict=True)
     predictive = Predictive(torch.cat(predictions), tasks[0])
     return Solutions(_labels(runs, kinds), runs, kinds, predictive, networks, target)
 
 
 def _cached(data: Any) -> tuple[CachedInputs, Tensor | None]:
-    """The inputs of `data`, batch by batch, and all targets `[N, ...]` on the CPU, or None where there are none.
-
-    A loader that shuffles would show each solution other inputs, so it is iterated once and cached.
-    """
+    """The inputs of `data`, batch by batch, read once, and all targets `[N, ...]` on the CPU, or None."""
     if data is None:
         raise ValueError("data must be inputs, (inputs, classes) or batches of them, got None")
     parts = [split_batch(batch) for batch in Batches(data).batches]
@@ -215,7 +216,7 @@ def _networks_in(source: Any, model: nn.Module | None = None, name: str = "solut
     elif _is_state(source):
         if model is None:
             raise ValueError(f"{name} holds state dicts: pass the network that they are of as model=")
-        yield "checkpoint", _loaded(model, Trajectory.of([source], model).states[0])
+        yield "checkpoint", _loaded(model, fitting(source, model, name))
     elif isinstance(source, Iterable) and not isinstance(source, (str, Mapping, Tensor)):
         for index, part in enumerate(source):
             yield from _networks_in(part, model, f"{name}[{index}]")
@@ -294,10 +295,3 @@ def _labels(runs: Iterable[str], kinds: Iterable[str]) -> tuple[str, ...]:
         labels.append(run if of_run[run] == 1 else f"{run}, {kind} {seen[run, kind]}")
         seen[run, kind] += 1
     return tuple(labels)
-
-
-def _check_alike(predictions: list[Tensor]) -> None:
-    shapes = {tuple(part.shape[1:]) for part in predictions}
-    if len(shapes) > 1:
-        one, other, *_ = sorted(shapes)
-        raise ValueError(f"solutions must give predictions of one shape, got {list(one)} and {list(other)}")

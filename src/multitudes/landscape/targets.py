@@ -50,9 +50,9 @@ def task_and_criterion(
 ) -> tuple[str, Criterion]:
     """The task, by which draws are averaged, and the loss.
 
-    A multitude has a task, which a known criterion must not contradict. A plain network has that of its head, where
-    its class tells one; else its task is that of the criterion, classification by default. Where several draws are
-    averaged (`averages`), a criterion that is not known needs a task that was set.
+    A multitude has a task, which a known criterion must not contradict. A plain network has that of its head, or else
+    of the criterion; classification by default. Where several draws are averaged (`averages`), a criterion of the
+    user's own needs a task that was set.
 
     >>> task_and_criterion(nn.Linear(2, 2), nn.MSELoss())[0], task_and_criterion(nn.Linear(2, 2), None)[0]
     ('regression', 'classification')

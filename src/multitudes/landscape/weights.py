@@ -1,8 +1,4 @@
-"""Loss, accuracy and agreement of one network at many settings of its weights: `WeightScorer`.
-
-A setting is a vector `[P]`, the weights in the order of `recorder.flat_weights`. Given solutions are scored as they
-are, to the last bit; any other settings several at a time (see `fused`).
-"""
+"""Loss, accuracy and agreement of one network at many settings of its weights, vectors `[P]`: `WeightScorer`."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from torch import Tensor, nn
 
 from multitudes.core.batches import Batches
 from multitudes.core.calling import Input, call_with, input_errors, moved, plain_attention
-from multitudes.core.checks import check_count
+from multitudes.core.checks import check_choice, check_count
 from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import Draw, drawing, expecting, stochastic_layers
 from multitudes.core.multitude import Criterion, Multitude, plain
@@ -24,7 +20,7 @@ from multitudes.core.tasks import task_of
 from multitudes.landscape.fused import Fused, settings_at_once
 from multitudes.landscape.targets import count_targets, task_and_criterion, with_targets
 from multitudes.training.batchnorm import norms, statistics
-from multitudes.training.recorder import State, Trajectory, unflattened, weights_of
+from multitudes.training.recorder import State, fitting, unflattened, weights_of
 
 __all__ = ["Noise", "Scores", "Solution", "WeightScorer", "measured", "single_network", "state_of"]
 
@@ -54,12 +50,7 @@ def single_network(network: nn.Module) -> nn.Module:
 def state_of(given: Solution, network: nn.Module, what: str) -> State:
     """The tensors of a solution, checked to fit the network."""
     state = given.state_dict() if isinstance(given, nn.Module) else given
-    if not isinstance(state, Mapping):
-        raise ValueError(f"{what} must be a network or its state dict, got {type(given).__name__}")
-    try:
-        return Trajectory.of([state], network).states[0]
-    except ValueError as error:
-        raise ValueError(str(error).replace("checkpoints[0]", what)) from error
+    return fitting(state, network, what, "a network or its state dict")
 
 
 # -- scores ------------------------------------------------------------------------------------------------
@@ -92,8 +83,7 @@ class Scores:
 
 def measured(result: Any, what: str) -> Tensor:
     """One of a result's measures, by name."""
-    if what not in MEASURES:
-        raise ValueError(f"what must be one of {', '.join(MEASURES)}, got {what!r}")
+    check_choice("what", what, MEASURES)
     values: Tensor | None = getattr(result, what)
     if values is None:
         raise ValueError(f"what={what!r} needs classes as targets, and the data had none")
@@ -110,9 +100,8 @@ class Noise:
 
 
 class WeightScorer:
-    """Scores weight settings of a network on data.
+    """Scores weight settings of a copy of a network on data, which are read once.
 
-    The network and its state dict are copied, so that nothing given is changed. Data are iterated once and cached.
     Without noise, a network that draws gives expectations. With `batch_norm`, more data, the batch-norm statistics of
     each setting are computed on them; given solutions keep their own.
     """
@@ -234,7 +223,9 @@ class WeightScorer:
             answer = self._answer({}, x, None)
             classes = self.reading.class_axis == 1 and not y.is_floating_point() and answer.dim() == y.dim() + 1
             classes = classes and answer.shape[1] > 1
-            if cross_entropy and not classes and not _are_probabilities(y, answer):
+            probabilities = y.is_floating_point() and y.shape == answer.shape
+            probabilities = probabilities and bool((y.sum(1) - 1).abs().max() < 1e-3)
+            if cross_entropy and not classes and not probabilities:
                 raise ValueError(
                     f"data has targets of shape {list(y.shape)} and {y.dtype} for predictions of shape "
                     f"{list(answer.shape)}, where cross entropy needs classes: pass criterion= for anything else"
@@ -247,8 +238,3 @@ class WeightScorer:
         if not isinstance(loss, Tensor) or loss.dim():
             raise ValueError(f"criterion must give one number, the batch's mean, got {loss!r}")
         return classes
-
-
-def _are_probabilities(y: Tensor, answer: Tensor) -> bool:
-    """Whether targets are probabilities of classes: numbers `[B, C, ...]` that add up to 1 over the classes."""
-    return y.is_floating_point() and y.shape == answer.shape and bool((y.sum(1) - 1).abs().max() < 1e-3)

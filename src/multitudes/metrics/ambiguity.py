@@ -20,14 +20,11 @@ __all__ = ["Ambiguity"]
 
 
 class Ambiguity(NamedTuple):
-    """`member = ensemble + diversity`, float64 scalars."""
+    """`member = ensemble + diversity`: the members' mean loss, that of their mean prediction, and the gain."""
 
     member: Tensor
-    """The members' mean loss."""
     ensemble: Tensor
-    """The loss of their mean prediction."""
     diversity: Tensor
-    """What the members gain by differing, 0 or more."""
 
 
 def _parts(sums: Tensor) -> Ambiguity:
@@ -37,7 +34,7 @@ def _parts(sums: Tensor) -> Ambiguity:
 
 @metric("AmbiguityNLL", _parts, better=NEITHER, shape=(4,))
 def ambiguity_nll(rows: Rows) -> Tensor:
-    """How the NLL of the mean probabilities `m` follows from that of the members and their diversity.
+    """The NLL of the mean probabilities `m` as that of the members minus their diversity.
 
     `mean_s -log p_s(y) = -log m(y) + mean_s log(m(y) / p_s(y))`. Where every member has ruled the true class out, the
     losses are infinite, and the diversity NaN. Of calibrated predictions, m is the mean before calibration.

@@ -1,17 +1,14 @@
-"""How far confidence can be taken at its word: ECE and MCE, adaptive and classwise ECE, reliability diagrams.
+"""Calibration errors: ECE and MCE, adaptive and classwise ECE, reliability diagrams.
 
-Confidences are put into bins `(k/bins, (k+1)/bins]`, closed on the right: a confidence on an edge belongs to the lower
-bin, and 0 to the first. For a bin `B_k` of all n rows, `acc(B_k)` is the share that is right, `conf(B_k)` the mean
-confidence, and (Guo et al., *On Calibration of Modern Neural Networks*, 2017)
+Bins `(k/bins, (k+1)/bins]` of confidence are closed on the right, and 0 belongs to the first. For a bin `B_k` of all n
+rows, `acc(B_k)` is the share that is right, `conf(B_k)` the mean confidence, and (Guo et al., *On Calibration of Modern
+Neural Networks*, 2017)
 
     ECE = sum_k |B_k| / n |acc(B_k) - conf(B_k)|,    MCE = max_k |acc(B_k) - conf(B_k)|.
 
-`min_count` drops bins with fewer rows. Chang et al. (*Ensemble Model Patching*, appendix D.2) remove bins of at most 5
-rows, with 20 bins: `bins=20, min_count=6`. As there, n stays the number of all rows, so that dropping bins never
-raises the ECE. If no bin is left, the result is NaN.
-
-torchmetrics' calibration error has bins that are closed on the left, gives confidence 1 a bin of its own, and keeps
-every confidence; here a few sums per bin are enough.
+`min_count` drops bins with fewer rows, but n stays the number of all rows, so that the ECE never rises. Chang et al.
+(*Ensemble Model Patching*, appendix D.2) use `bins=20, min_count=6`. If no bin is left, the result is NaN.
+torchmetrics closes bins on the left, gives confidence 1 a bin of its own, and keeps every confidence.
 """
 
 from __future__ import annotations
@@ -99,11 +96,7 @@ def mce(rows: Rows, bins: Count = 15) -> Tensor:
 
 
 class Reliability:
-    """The data of a reliability diagram: what happened in each bin of confidence.
-
-    `edges [bins + 1]`, and `[bins]` each: `count`, the number of rows; `accuracy`, the share that is right;
-    `confidence`, their mean confidence. The latter two are NaN for empty bins.
-    """
+    """Data of a reliability diagram: `edges [bins + 1]`; `count`, `accuracy` and `confidence [bins]`, NaN if empty."""
 
     # Not a dataclass, into whose fields torchmetrics would reach and squeeze those of a single bin.
     def __init__(self, edges: Tensor, count: Tensor, accuracy: Tensor, confidence: Tensor) -> None:
@@ -153,11 +146,8 @@ def overconfidence(rows: Rows) -> Tensor:
     """Mean confidence minus accuracy of `[B, C, ...]`: above 0 is overconfident, below 0 underconfident.
 
     >>> p = torch.tensor([[0.9, 0.1], [0.7, 0.3]])
-    >>> (
-    ...     round(float(overconfidence(p, torch.tensor([0, 1]))), 4),
-    ...     round(float(overconfidence(p, torch.tensor([0, 0]))), 4),
-    ... )
-    (0.3, -0.2)
+    >>> [round(float(overconfidence(p, torch.tensor(y))), 4) for y in ([0, 1], [0, 0])]
+    [0.3, -0.2]
     """
     return total_of(rows.confidence.double() - rows.correct.double())
 
@@ -210,8 +200,8 @@ def _adaptive(pairs: Tensor, bins: Count = 15) -> Tensor:
 def adaptive_ece(rows: Rows) -> Tensor:
     """ECE of `[B, C, ...]` with bins of equal mass (Nguyen & O'Connor, 2015; Nixon et al., 2019).
 
-    The edges are the `k/bins` quantiles of the confidences, bins again closed on the right. Equal confidences stay in
-    one bin, so that the order of rows does not matter; bins may then be uneven, or empty.
+    The edges are the `k/bins` quantiles of the confidences. Equal confidences share a bin, so that the order of rows
+    does not matter; bins may then be uneven, or empty.
 
     >>> p = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6], [0.3, 0.7]])
     >>> round(float(adaptive_ece(p, torch.tensor([0, 0, 1, 0]), bins=2)), 4)  # (2 |1 - 0.85| + 2 |0.5 - 0.65|) / 4

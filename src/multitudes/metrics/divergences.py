@@ -1,8 +1,7 @@
-"""How much the probabilities of the members of a multitude differ: KL and Jensen-Shannon divergences, in nats.
+"""KL and Jensen-Shannon divergences of the members' probabilities, in nats.
 
-Fort et al., *Deep Ensembles: A Loss Landscape Perspective*, 2019. All are means over rows, and over pairs of different
-members; `pairwise_*` tell who differs from whom, `[S, S]`. A single member does not differ from itself: its divergences
-are 0. No classes are needed, so `target` may be left out.
+Fort et al., *Deep Ensembles: A Loss Landscape Perspective*, 2019. All are means over rows and over pairs of different
+members; `pairwise_*` are matrices `[S, S]`. A single member has divergences of 0. `target` may be left out.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""How much the members of a multitude differ: in their labels, their errors and their weights.
+"""Diversity of the members of a multitude: in their labels, their errors and their weights.
 
 - Disagreement, its share of the error, cosine similarity of weights: Fort et al., *Deep Ensembles: A Loss Landscape
   Perspective*, 2019.
 - Q-statistic and correlation of errors: Kuncheva & Whitaker, *Measures of Diversity in Classifier Ensembles*, 2003.
 
-`divergences.py` compares their probabilities, `ambiguity.py` their losses. All are means over rows, and over pairs of
-different members. `pairwise_*` tell who differs from whom, `[S, S]`. A single member does not differ from itself: its
-disagreement is 0; the Q-statistic and the correlation, which compare two members' errors, are NaN. Where no classes are
-needed, `target` may be left out. torchmetrics makes a scalar of the `[1, 1]` that a single member has.
+`divergences.py` compares probabilities, `ambiguity.py` losses. All are means over rows and over pairs of different
+members; `pairwise_*` are matrices `[S, S]`, of which torchmetrics makes a scalar for a single member. Its disagreement
+is 0, its Q-statistic and correlation NaN. Where no classes are needed, `target` may be left out.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from torch import Tensor, nn
 
 from multitudes.core.multitude import Multitude
 from multitudes.metrics.declare import NEITHER, TARGETLESS, metric
-from multitudes.metrics.inputs import Rows, check_finite
+from multitudes.metrics.inputs import Rows
 from multitudes.metrics.streaming import counted
-from multitudes.training.recorder import Recorder, check_fits, flat_state, weights_of
+from multitudes.training.recorder import Recorder, fitting, flat_state
 
 __all__ = ["cosine_similarity"]
 
@@ -65,13 +64,7 @@ def pairwise_disagreement(rows: Rows) -> Tensor:
 
 @metric("Disagreement", better=NEITHER, kind=TARGETLESS, group="diversity")
 def disagreement(rows: Rows) -> Tensor:
-    """The share of rows on which two members' labels differ, mean over pairs of members.
-
-    >>> from multitudes import Predictive
-    >>> votes = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 0], [1, 0, 0, 0]])
-    >>> float(disagreement(Predictive(nn.functional.one_hot(votes).float())))  # (0.25 + 0.75 + 0.5) / 3
-    0.5
-    """
+    """Mean over pairs of members of the share of rows on which their labels differ: see `pairwise_disagreement`."""
     return counted(over_pairs(_differing(rows, "disagreement")), len(rows))
 
 
@@ -148,9 +141,8 @@ def cosine_similarity(
 ) -> Tensor:
     """`theta_i . theta_j / (|theta_i| |theta_j|)` of the weights of any two networks, `[M, M]` on the CPU.
 
-    The networks are the members of a multitude, a list of networks of one architecture, a recorder's checkpoints, or a
-    list of state dicts; of those, `model` tells which tensors are weights, and which are buffers. NaN if all weights of
-    a network are 0.
+    The networks are the members of a multitude, networks of one architecture, a recorder's checkpoints, or state dicts,
+    of which `model` tells weights from buffers. NaN if all weights of a network are 0.
 
     >>> nets = [nn.Linear(2, 1, bias=False) for _ in range(2)]
     >>> for net, weight in zip(nets, ([3.0, 4.0], [4.0, 3.0]), strict=True):
@@ -180,14 +172,9 @@ def _weights(networks: Any, model: nn.Module | None) -> Tensor:
         if isinstance(network, nn.Module):
             model = network if model is None else model
             network = network.state_dict()
-        if not isinstance(network, Mapping):
-            raise ValueError(f"networks[{index}] must be a network or a state dict, got {type(network).__name__}")
         if model is None:
             raise ValueError("model must be given with state dicts, to tell weights from buffers, got None")
-        check_fits(model.state_dict(), network, f"networks[{index}]")
-        for name in weights_of(model):
-            check_finite(f"networks[{index}][{name!r}]", network[name])
-        vectors.append(flat_state(dict(network), model))
+        vectors.append(flat_state(fitting(network, model, f"networks[{index}]", "a network or a state dict"), model))
     if not vectors:
         raise ValueError("networks must hold at least one network, got none")
     return torch.stack(vectors)

@@ -25,8 +25,7 @@ __all__ = ["Rows", "read_rows"]
 class Rows:
     """N predictions and their classes: one row for each input, or for each pixel of dense predictions.
 
-    Several metrics of one batch can share its rows: what follows from them is checked and computed once, in float32
-    or better. Make them by `read_rows`.
+    Metrics of one batch share its rows: derived values are checked and computed once, in float32 or better.
     """
 
     probs: Tensor
@@ -124,7 +123,12 @@ def read_rows(prediction: Prediction, target: Tensor | None = None, ignore: Igno
         return _without(prediction, ignore)
     task, several, ignored = "classification", False, [] if ignore is None else [ignore]
     if isinstance(prediction, Predictive):
-        task = _check_task(prediction)
+        if not prediction.reading.classes:
+            *others, last = (name for name, each in TASKS.items() if each.classes)
+            raise ValueError(
+                f"prediction must be of task {', '.join(others)} or {last}, got a Predictive of task {prediction.task}"
+            )
+        task = prediction.task
         ignored += [] if prediction.reading.ignored is None else [prediction.reading.ignored]
         several = prediction.reading.several_labels
         if isinstance(target, Tensor):
@@ -216,16 +220,6 @@ def kind_of(value: Any) -> str:
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _check_task(prediction: Predictive) -> str:
-    if not prediction.reading.classes:
-        of_classes = [name for name, task in TASKS.items() if task.classes]
-        raise ValueError(
-            f"prediction must be of task {', '.join(of_classes[:-1])} or {of_classes[-1]}, got a Predictive of task "
-            f"{prediction.task}"
-        )
-    return prediction.task
-
-
 def _check_prediction(prediction: Predictive | Tensor) -> list[int]:
     """The shape of its probabilities, `[B, C, ...]`."""
     if isinstance(prediction, Predictive):
@@ -293,11 +287,7 @@ def _unravel(number: int, shape: Sequence[int]) -> list[int]:
 def _flat_predictive(predictive: Predictive) -> Predictive:
     """Logits `[S, B, C, ...]` as `[S, N, C]`."""
     logits = predictive.predictions
-    if logits.requires_grad:
-        # Metrics compute without gradients. What a Predictive has computed it keeps, so they must not use the user's.
-        return replace(predictive, predictions=_flat_logits(logits.detach()), draws=None)
-    return predictive if logits.ndim == 3 else replace(predictive, predictions=_flat_logits(logits), draws=None)
-
-
-def _flat_logits(logits: Tensor) -> Tensor:
-    return logits.movedim(2, -1).flatten(1, -2)
+    if logits.ndim == 3 and not logits.requires_grad:
+        return predictive
+    # Metrics compute without gradients. What a Predictive has computed it keeps, so they must not use the user's.
+    return replace(predictive, predictions=logits.detach().movedim(2, -1).flatten(1, -2), draws=None)

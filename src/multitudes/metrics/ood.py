@@ -1,9 +1,8 @@
-"""Tell out-of-distribution inputs from those a network knows: AUROC, AUPR and FPR at 95 % recall, by any uncertainty.
+"""Out-of-distribution detection: AUROC, AUPR and FPR at 95 % recall, by any uncertainty.
 
-`uncertainties.py` has the uncertainties, which are higher the more a prediction looks out of distribution. Each
-distinct one is a threshold, so that equal scores are never torn apart, and the measures are scikit-learn's
-`roc_auc_score` and `average_precision_score`. torchmetrics squeezes scores into [0, 1] by a sigmoid in float32, which
-makes large ones equal; here are exact counts. A single network has no disagreement, and by that an AUROC of 1/2.
+The uncertainties of `uncertainties.py` are higher the more a prediction looks out of distribution. Each distinct one is
+a threshold, and the measures are scikit-learn's `roc_auc_score` and `average_precision_score`. torchmetrics squeezes
+scores into [0, 1] by a sigmoid in float32, which makes large ones equal; here are exact counts.
 """
 
 from __future__ import annotations
@@ -114,10 +113,7 @@ class Detection(NamedTuple):
 
 
 class OODTable:
-    """A `Detection` for each uncertainty: `table["entropy"].auroc`.
-
-    It also holds how many predictions were `inside` and `outside`, which were `positive`, and the `recall` of `fpr`.
-    """
+    """A `Detection` for each uncertainty: `table["entropy"].auroc`."""
 
     # Neither a dataclass nor a Mapping, into which torchmetrics would reach and which it would build anew.
     def __init__(self, detections: dict[str, Detection], inside: int, outside: int, positive: str, recall: float):
@@ -154,8 +150,8 @@ class OODTable:
 def detect_update(rows: Rows, outside: bool | Tensor, uncertainties: Sequence[str] | None = None) -> Tensor:
     """Rows, and which are outside -> that and the scores by each uncertainty, `[N, 1 + uncertainties]`.
 
-    Without a choice of uncertainties it is all of them, and NaN for those that plain probabilities do not have. Labels
-    of one input are one row, by the mean of their scores.
+    `None` stands for all uncertainties, with NaN for those that plain probabilities lack. Labels of one input are one
+    row, by the mean of their scores.
     """
     columns = []
     for name in UNCERTAINTIES if uncertainties is None else uncertainties:
@@ -199,14 +195,14 @@ def detect(
     positive: str = "out",
     recall: float = 0.95,
 ) -> OODTable:
-    """How well predictions of inputs inside and outside of the distribution can be told apart, by each uncertainty.
+    """Tell predictions of inputs inside and outside of the distribution apart, by each uncertainty.
 
-    - `inside`, `outside`: a `Predictive` of classes or probabilities, `[B, C, ...]` and `[B', C, ...]`. Each
-      pixel of dense predictions and each token counts; of several labels, each input.
-    - `uncertainties`: names of `UNCERTAINTIES`. Without them the table has all that exist for what is given: for plain
-      probabilities `max_probability` and `entropy`.
-    - `positive`: which of the two is to be found, and so is the positive class of AUPR and of the FPR, "out" or "in".
-    - `recall`: what share of the positives is to be found where false positives are counted.
+    - `inside`, `outside`: a `Predictive` of classes or probabilities, `[B, C, ...]` and `[B', C, ...]`. Each pixel of
+      dense predictions and each token counts; of several labels, each input.
+    - `uncertainties`: names of `UNCERTAINTIES`; by default all, for plain probabilities `max_probability` and
+      `entropy`.
+    - `positive`: which of the two is the positive class of AUPR and of the FPR, "out" or "in".
+    - `recall`: the share of the positives that is found where false positives are counted.
 
     >>> from multitudes import Predictive
     >>> known = Predictive(torch.tensor([[[5.0, 0.0], [4.0, 0.0]], [[6.0, 0.0], [0.0, 1.0]]]))
@@ -240,9 +236,8 @@ def detect(
 class OODDetection(KeptMetric):
     """`detect`, streaming.
 
-    Ranks are known only at the end, so it keeps a number for each prediction and uncertainty, and one more: in float32
-    36 MB for a million predictions and all uncertainties. Batches should come from one device, since each rounds in its
-    own way, which tears ties apart.
+    It keeps a number for each prediction and uncertainty, and one more: in float32 36 MB for a million predictions and
+    all uncertainties. Batches should come from one device, since each rounds in its own way, which tears ties apart.
     """
 
     higher_is_better = None

@@ -1,8 +1,7 @@
-"""How good predicted quantiles are: pinball loss, and how often and how widely their intervals hold the value.
+"""Scores of predicted quantiles: pinball loss, coverage and width of their intervals.
 
-Quantiles are those of the members' mixture, as `Predictive.quantile` gives them, and intervals the widest central ones,
-as `Predictive.interval` does: conformal where the network was calibrated. Koenker & Bassett, *Regression Quantiles*
-(1978).
+Quantiles are those of the members' mixture (`Predictive.quantile`), intervals the widest central ones
+(`Predictive.interval`), conformal where the network was calibrated. Koenker & Bassett, *Regression Quantiles* (1978).
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ __all__ = ["QuantileRows", "read_quantiles"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class QuantileRows:
-    """Predicted quantiles and the N values that came, one for each output of each input. Make them by `read_quantiles`.
-
-    Several metrics of one batch can share them: what follows from them is computed once.
-    """
+    """Predicted quantiles and the N values that came, one for each output of each input; shared by metrics."""
 
     predictive: Predictive
     target: Tensor
@@ -61,7 +57,7 @@ def read_quantiles(
 ) -> QuantileRows:
     """Check predicted quantiles `[S, B, Q, ...]` and values `[B, ...]`; `scale` is what both are multiplied by at last.
 
-    Those that have been read before come alone, and pass as they are.
+    Quantiles that were read before come alone, and pass as they are.
     """
     check_scale("scale", scale)
     if isinstance(prediction, QuantileRows):

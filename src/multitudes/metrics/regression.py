@@ -1,18 +1,16 @@
-"""How good predicted values are: RMSE, log density, CRPS, intervals, and calibration of quantiles.
+"""Scores of predicted values: RMSE, log density, CRPS, intervals, and calibration of quantiles.
 
-Predictions are mixtures of the members' Gaussians (`regression_inputs.py` says which, and what `noise_precision` is);
-every output of every input is a value of its own: all numbers are one mean over all of them.
+Predictions are mixtures of the members' Gaussians (see `regression_inputs.py`, also for `noise_precision`); means are
+over all outputs of all inputs.
 
-- Density, CRPS and quantiles are those of the mixture itself. Without `noise_precision`, members of `task="regression"`
-  are points: there is no density then, CRPS and quantiles are those of the members' step function, and few members make
-  coarse quantiles.
-- Intervals, and `gaussian_ece` which looks at all of them, are those of the Gaussian with the mixture's mean and
-  variance, as `Predictive.interval` gives them.
+- Density, CRPS and quantiles are those of the mixture. Without `noise_precision`, members of `task="regression"` are
+  points: they have no density, CRPS and quantiles are those of their step function.
+- Intervals and `gaussian_ece` are those of the Gaussian with the mixture's moments, as in `Predictive.interval`.
 
 Log density: Gal & Ghahramani, *Dropout as a Bayesian Approximation* (2016). CRPS of a mixture: Grimit et al., *The
 continuous ranked probability score for circular variables and its application to mesoscale forecast ensemble
 verification* (2006). Calibration: Kuleshov et al., *Accurate Uncertainties for Deep Learning Using Calibrated
-Regression* (2018). torchmetrics has an RMSE too; here it sums in float64, and reads what the others read.
+Regression* (2018).
 """
 
 from __future__ import annotations
@@ -80,9 +78,8 @@ def log_density(forecasts: Forecasts) -> Tensor:
 def fit_noise_precision(prediction: Forecast, target: Tensor | None = None) -> float:
     """The `noise_precision` that maximises `log_density` of means `[S, B]` or `[S, B, D, ...]` on held-out data.
 
-    For a single member it is 1 / MSE. For several, the best variance is a weighted mean of squared errors, in which the
-    members that are nearer to a value weigh more: it lies between the mean of each value's least error and the mean
-    of all. There a grid is searched, then the surroundings of its best point by a finer one, until they are a point.
+    For a single member it is 1 / MSE. For several, the best variance lies between the mean of each value's least
+    squared error and the mean of all; a grid is refined there.
 
     >>> fit_noise_precision(torch.tensor([0.0, 0.0]), torch.tensor([1.0, 3.0]))
     0.2
@@ -164,11 +161,10 @@ def _at_most(values: Tensor, levels: int) -> Tensor:
 
 
 class QuantileCalibration:
-    """The data of a diagram of quantiles: how often a value was at most the quantile of each level.
+    """Data of a diagram of quantiles: how often a value was at most the quantile of each level.
 
-    `levels [L]`, the levels p; `observed [L]`, the share of values with `F(y) <= p`, which is p if forecasts are
-    calibrated, and NaN without values; `count`, the number of values. Too narrow forecasts have too much observed at
-    low levels, and too little at high ones.
+    `levels [L]`, the levels p; `observed [L]`, the share of values with `F(y) <= p`, NaN without values; `count`, the
+    number of values. Calibrated forecasts have `observed = levels`.
     """
 
     # Not a dataclass, into whose fields torchmetrics would reach and squeeze those of a single level.
@@ -217,12 +213,7 @@ def quantile_calibration(forecasts: Forecasts, levels: Count = 19) -> Tensor:
     return _at_most(forecasts.cdf, levels)
 
 
-def _coverage_error(sums: Tensor) -> Tensor:
-    """Sums `[2, levels]` -> the mean distance of coverage and level, a float64 scalar; NaN without values."""
-    return (mean_of(sums) - _levels(sums.shape[1], sums)).abs().mean()
-
-
-@metric("GaussianECE", _coverage_error, better=LOWER, group="calibration", **_OF_LEVELS)
+@metric("GaussianECE", lambda sums: _diagram(sums).error, better=LOWER, group="calibration", **_OF_LEVELS)
 def gaussian_ece(forecasts: Forecasts, levels: Count = 19) -> Tensor:
     """Expected calibration error of intervals: the mean over levels p of `|coverage of the central interval - p|`.
 

@@ -1,12 +1,12 @@
-"""What a regression metric is given: members' Gaussians and the values that came true, checked and laid out as rows.
+"""Inputs of regression metrics: members' Gaussians and the values that came true, checked and laid out as rows.
 
-Each member s says of a value y that it is Gaussian, `N(mu_s, sigma_s^2)`, and the S of them together are the mixture
+Each member predicts `N(mu_s, sigma_s^2)`, and the S of them together the mixture
 
     p(y) = 1/S sum_s N(y; mu_s, sigma_s^2),    F(y) = 1/S sum_s Phi((y - mu_s) / sigma_s).
 
-`task="gaussian"` predicts the variances. `task="regression"` does not: there `noise_precision` gives all members the
-variance `1 / noise_precision` (the tau of Gal & Ghahramani, *Dropout as a Bayesian Approximation*, 2016), and without
-it the members are points, and F is the step function of their values.
+`task="gaussian"` predicts the variances. For `task="regression"`, `noise_precision` gives all members the variance
+`1 / noise_precision` (the tau of Gal & Ghahramani, *Dropout as a Bayesian Approximation*, 2016); without it the members
+are points, and F is the step function of their values.
 """
 
 from __future__ import annotations
@@ -32,10 +32,7 @@ __all__ = ["Forecasts", "Intervals", "read_forecasts", "read_intervals"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Forecasts:
-    """N values as S members foresaw them, and as they came: one for each output of each input, in float64.
-
-    Several metrics of one batch can share them. Make them by `read_forecasts`.
-    """
+    """N values as S members foresaw them, and as they came: one for each output of each input, in float64."""
 
     means: Tensor
     """`mu_s`, `[S, N]`."""
@@ -118,14 +115,11 @@ def read_forecasts(
     """Check predictions and values, and lay them out as rows: every output of every input is one.
 
     - `prediction`: a `Predictive` of regression, `[S, B]` or `[S, B, D, ...]`, or of Gaussians, `[S, B, 2D, ...]`; or a
-      tensor of means in the target's shape, which is that of a single member.
+      tensor of means in the target's shape, for a single member; or forecasts that were read before, alone.
     - `target`: the true values, `[B]` or `[B, D, ...]`.
     - `noise_precision`: one over the variance of the noise around the means, where the members do not predict it.
-    - `scale`: what outputs are multiplied by at last. If targets were standardised, their standard deviation takes
-      errors, widths and densities back to the original unit; the precision is that of the standardised outputs.
-
-    Forecasts that have been read before come alone, and pass as they are. What does not fit is a ValueError that names
-    the first bad value and its index.
+    - `scale`: what outputs are multiplied by at last: the standard deviation of targets that were standardised. The
+      precision is that of the standardised outputs.
 
     >>> p = Predictive(torch.tensor([[1.0, 2.0], [3.0, 2.0]]), task="regression")
     >>> forecasts = read_forecasts(p, torch.tensor([2.0, 2.5]), noise_precision=4.0)
@@ -200,10 +194,7 @@ def read_intervals(
     noise_precision: NoisePrecision = None,
     scale: Scale = 1.0,
 ) -> Intervals:
-    """The central intervals of `prediction`, or given ones, `(low, high)` in the target's shape; ends may be infinite.
-
-    `level` says nothing about intervals that are given.
-    """
+    """Central intervals of `prediction` at `level`, or given ones, `(low, high)`, whose ends may be infinite."""
     check_level("level", level)
     if not isinstance(prediction, tuple):
         forecasts = read_forecasts(prediction, target, noise_precision, scale)

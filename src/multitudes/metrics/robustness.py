@@ -1,9 +1,8 @@
-"""How well predictions stand shifted inputs: corruption errors, consistency along a sequence, success of attacks.
+"""Robustness to shifted inputs: corruption errors, consistency along a sequence, success of attacks.
 
 - Corruption error, and relative to clean data: Hendrycks & Dietterich, *Benchmarking Neural Network Robustness to
-  Common Corruptions and Perturbations*, 2019. Of a table of NLLs or ECEs instead of errors, `corruption_error` gives
-  CNLL and CECE, and `mean_corruption_error` mCNLL and mCECE (Park & Kim, *Blurs Behave Like Ensembles*, 2022, eq. 35
-  and 36). Chang et al. (*Ensemble Model Patching*, 2019) take the unpatched network as their baseline.
+  Common Corruptions and Perturbations*, 2019. Of a table of NLLs or ECEs it gives CNLL and CECE, mCNLL and mCECE (Park
+  & Kim, *Blurs Behave Like Ensembles*, 2022, eq. 35 and 36).
 - Consistency, cross-entropy consistency and relative confidence: Park & Kim, eq. 37 to 39; consistency after Zhang,
   *Making Convolutional Networks Shift-Invariant Again*, 2019.
 - Attack success rate: Park & Kim, Table E.2.
@@ -67,11 +66,10 @@ def mean_corruption_error(errors: Table, baseline: Table | None = None) -> Tenso
 def relative_corruption_error(
     errors: Table, clean: float, baseline: Table | None = None, baseline_clean: float | None = None
 ) -> Tensor:
-    """How much the error grows under each corruption, relative to how much a baseline's grows, `[K]` in float64.
+    """Growth of the error under each corruption, relative to a baseline's, `[K]` in float64.
 
-    `sum_s (E_cs - E_clean) / sum_s (E_cs^baseline - E_clean^baseline)`; without a baseline the mean over severities of
-    the numerator. This is the definition of Hendrycks & Dietterich. Chang et al. print the model's own clean error in
-    the denominator too.
+    `sum_s (E_cs - E_clean) / sum_s (E_cs^baseline - E_clean^baseline)` (Hendrycks & Dietterich); without a baseline the
+    mean over severities of the numerator.
 
     >>> errors, baseline = {"fog": [0.1, 0.1, 0.2, 0.2, 0.4]}, {"fog": [0.3, 0.4, 0.4, 0.4, 0.5]}
     >>> relative_corruption_error(errors, 0.1, baseline, 0.2)  # 0.5 / 1
@@ -151,23 +149,24 @@ Masks = Tensor | Iterable[Tensor]
 
 
 def read_sequence(frames: Frames, masks: Masks | None = None) -> Iterator[tuple[Rows, Rows]]:
-    """Check the predictions of T frames, 2 or more, and give the rows of frames together with those of the next.
+    """Check the predictions of T frames, 2 or more, and yield the rows of each frame with those of the next.
 
     - One sequence: a `Predictive` of T inputs, or probabilities `[T, C]`.
-    - B sequences side by side: T `Predictive`s of B inputs, or T tensors of probabilities `[B, C, ...]`, as a list, or
-      from an iterator that need not hold them all; or one tensor `[T, B, C, ...]`.
+    - B sequences side by side: an iterable of T `Predictive`s of B inputs, or of probabilities `[B, C, ...]`; or one
+      tensor `[T, B, C, ...]`. In dense predictions every pixel is a sequence of its own.
 
-    In dense predictions every pixel is a sequence of its own. `masks` are true where it counts, such as
-    `target != 255`: boolean, a frame's own has the shape of its labels. A step counts if both of its ends do.
+    Boolean `masks`, shaped like each frame's labels, are true where it counts, such as `target != 255`. A step counts
+    if both of its ends do.
     """
     if masks is not None and not isinstance(masks, Iterable):
         raise ValueError(f"masks must be None or boolean tensors, one for each frame, got {type(masks).__name__}")
     if isinstance(frames, Predictive) or (isinstance(frames, Tensor) and frames.ndim == 2):
         _check_length(len(frames))
-        rows, mask = _read_frame(frames, masks, "masks")
+        rows, seen = _read_frame(frames, masks, "masks")
         step = len(rows) // len(frames)
         early, late = slice(0, len(rows) - step), slice(step, len(rows))
-        yield _that_count(rows[early], rows[late], None if mask is None else mask[early] & mask[late])
+        both = seen[early] & seen[late]
+        yield rows[early][both], rows[late][both]
         return
     if isinstance(frames, (Rows, Mapping, str)) or not isinstance(frames, Iterable):
         raise ValueError(f"frames must be a Predictive, probabilities, or several of them, got {type(frames).__name__}")
@@ -176,12 +175,12 @@ def read_sequence(frames: Frames, masks: Masks | None = None) -> Iterator[tuple[
             raise ValueError(
                 f"frames must be alike, got {after!r} in frames[{number + 1}] after {before!r} in frames[{number}]"
             )
-        yield _that_count(before, after, None if one is None or other is None else one & other)
+        yield before[one & other], after[one & other]
 
 
 def _read_frames(
     frames: Iterable[Predictive | Tensor], masks: Iterable[Tensor] | None
-) -> Iterator[tuple[Rows, Tensor | None]]:
+) -> Iterator[tuple[Rows, Tensor]]:
     """The rows of each frame, and which of them count."""
     given = None if masks is None else iter(masks)
     count = 0
@@ -199,16 +198,11 @@ def _read_frames(
         raise ValueError(f"masks must be as many as the frames, got {count} frames, and more masks")
 
 
-def _read_frame(frame: Predictive | Tensor, mask: Any, name: str) -> tuple[Rows, Tensor | None]:
+def _read_frame(frame: Predictive | Tensor, mask: Any, name: str) -> tuple[Rows, Tensor]:
     rows = read_without_target(frame)
-    if mask is None:
-        return rows, None
+    mask = torch.ones(places(frame), dtype=torch.bool) if mask is None else mask
     check_mask(name, mask, places(frame))
     return rows, mask.flatten().to(rows.probs.device)
-
-
-def _that_count(before: Rows, after: Rows, seen: Tensor | None) -> tuple[Rows, Rows]:
-    return (before, after) if seen is None else (before[seen], after[seen])
 
 
 def _check_length(frames: int) -> None:
@@ -234,10 +228,10 @@ def consistency(steps: Iterable[tuple[Rows, Rows]]) -> Tensor:
 
 @metric("CrossEntropyConsistency", better=LOWER, kind=SEQUENCES)
 def cross_entropy_consistency(steps: Iterable[tuple[Rows, Rows]]) -> Tensor:
-    """How far the probabilities move from one frame to the next (eq. 38), in nats, a float64 scalar.
+    """Change of the probabilities from one frame to the next (eq. 38), in nats, a float64 scalar.
 
     `-1/M sum_i f(x_i) . log f(x_i+1)`, with the mean probabilities f, mean over sequences. It is the entropy of f where
-    nothing moves, and more where something does: networks that are unsure have a high one, as the paper finds.
+    nothing moves, and more where something does.
 
     >>> round(float(cross_entropy_consistency(torch.tensor([[0.5, 0.5], [0.25, 0.75]]))), 4)  # (log 4 + log 4/3) / 2
     0.837

@@ -1,5 +1,4 @@
-"""How good predictions are: accuracy (also balanced, and top-k), AUROC, NLL, Brier score, errors of the members and of
-the ensemble.
+"""Scores of predictions: accuracy, AUROC, NLL, Brier score, errors of the members and of the ensemble.
 
 All are means over rows (inputs, or pixels), computed from float64 sums. Gneiting & Raftery, *Strictly Proper Scoring
 Rules, Prediction, and Estimation* (2007), on NLL and the Brier score.
@@ -65,20 +64,16 @@ def balanced_accuracy(rows: Rows) -> Tensor:
     >>> float(balanced_accuracy(p, torch.tensor([0, 0, 0, 1])))  # all of the first, none of the second
     0.5
     """
-    one = torch.ones(len(rows), dtype=torch.float64, device=rows.target.device)
-    sums = torch.zeros(2, rows.classes, dtype=torch.float64, device=rows.target.device)
-    sums[0].index_add_(0, rows.target, rows.correct.double())
-    sums[1].index_add_(0, rows.target, one)
-    return sums
+    right = rows.target[rows.correct].bincount(minlength=rows.classes)
+    return torch.stack([right, rows.target.bincount(minlength=rows.classes)]).double()
 
 
 @ranked(HIGHER)
 def macro_auroc(prediction: Any, target: Tensor) -> Tensor:
     """The area under the ROC curve of each class against all others, mean over classes, from `[B, C, ...]`.
 
-    It is the probability that an input of a class has a higher probability of it than one of another class. Classes
-    that no input has, or all have, are left out; NaN where none is left. It needs all inputs at once, since it ranks
-    them for each class. Hand & Till, *A Simple Generalisation of the Area Under the ROC Curve* (2001), section 2.
+    Classes that no input has, or all have, are left out; NaN where none is left. It needs all inputs at once. Hand &
+    Till, *A Simple Generalisation of the Area Under the ROC Curve* (2001), section 2.
 
     >>> p = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.7, 0.3], [0.2, 0.8]])
     >>> float(macro_auroc(p, torch.tensor([0, 0, 1, 1])))
@@ -119,12 +114,7 @@ def brier(rows: Rows) -> Tensor:
     return total_of(distance.square().sum(1, dtype=torch.float64))
 
 
-def _exponential(sums: Tensor) -> Tensor:
-    """Sums `[2]` -> the exponential of the mean, a float64 scalar; NaN without rows."""
-    return mean_of(sums).exp()
-
-
-@metric("Perplexity", _exponential, better=LOWER, kind=TOKENS, group="scores", shifted=True)
+@metric("Perplexity", lambda sums: mean_of(sums).exp(), better=LOWER, kind=TOKENS, group="scores", shifted=True)
 def perplexity(rows: Rows) -> Tensor:
     """The exponential of `nll` over the tokens of `[B, T, C]`: that of guessing among so many equally probable ones.
 

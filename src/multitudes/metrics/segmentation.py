@@ -1,15 +1,12 @@
-"""How good dense predictions are: confusion of classes, IoU, accuracy by class, and consistency frame by frame.
+"""Scores of dense predictions: confusion of classes, IoU, accuracy by class, and consistency frame by frame.
 
-A pixel is a row like any other, so overall pixel accuracy, NLL, Brier score and ECE over pixels are `accuracy`, `nll`,
-`brier` and `ece` with `ignore`, and the consistency of a whole video is `consistency` with `masks`. What is added here
-looks at classes, and at videos that come one frame at a time. With the pixels of true class i and predicted class j
-counted as `n_ij`,
+A pixel is a row, so accuracy, NLL, Brier score and ECE over pixels are `accuracy`, `nll`, `brier` and `ece` with
+`ignore`, and the consistency of a whole video is `consistency` with `masks`. With the pixels of true class i and
+predicted class j counted as `n_ij` over the whole dataset,
 
     IoU_c = n_cc / (sum_j n_cj + sum_i n_ic - n_cc),    accuracy_c = n_cc / sum_j n_cj.
 
-As usual for CamVid, the counts are those of the whole dataset, not of each image; mean IoU is a mean over the classes
-that occur, in the truth or in the predictions, and mean class accuracy over those that occur in the truth. A class
-that does not has NaN of its own.
+Mean IoU is over the classes that occur in the truth or in the predictions, mean class accuracy over those in the truth.
 """
 
 from __future__ import annotations
@@ -34,30 +31,15 @@ def _counts(rows: Rows) -> Tensor:
     return multiclass_confusion_matrix(rows.label, rows.target, rows.classes, validate_args=False).double()
 
 
-def _whole(counts: Tensor) -> Tensor:
-    """The counts as whole numbers, `[C, C]`."""
-    return counts.long()
-
-
 def _iou(counts: Tensor) -> Tensor:
     """Counts `[C, C]` -> IoU of each class, `[C]` in float64; NaN for those that do not occur."""
     return counts.diag() / (counts.sum(0) + counts.sum(1) - counts.diag())
 
 
-def _mean_iou(counts: Tensor) -> Tensor:
-    """Counts `[C, C]` -> the mean IoU of the classes that occur, a float64 scalar; NaN without rows."""
-    return _iou(counts).nanmean()
-
-
-def _mean_accuracy(counts: Tensor) -> Tensor:
-    """Counts `[C, C]` -> the mean accuracy of the true classes that occur, a float64 scalar; NaN without rows."""
-    return (counts.diag() / counts.sum(1)).nanmean()
-
-
 _OF_CLASSES: dict[str, Any] = {"kind": SEGMENTATION, "shape": ("classes", "classes")}
 
 
-@metric("Confusion", _whole, better=NEITHER, **_OF_CLASSES)
+@metric("Confusion", lambda counts: counts.long(), better=NEITHER, **_OF_CLASSES)
 def confusion(rows: Rows) -> Tensor:
     """How often true class i was predicted as class j, in row i and column j, of `[B, C, ...]`.
 
@@ -76,7 +58,7 @@ def class_iou(rows: Rows) -> Tensor:
     return _counts(rows)
 
 
-@metric("MeanIoU", _mean_iou, better=HIGHER, group="scores", shifted=True, **_OF_CLASSES)
+@metric("MeanIoU", lambda counts: _iou(counts).nanmean(), better=HIGHER, group="scores", shifted=True, **_OF_CLASSES)
 def mean_iou(rows: Rows) -> Tensor:
     """The mean over classes of intersection over union, of `[B, C, ...]`; classes that do not occur are left out.
 
@@ -91,7 +73,7 @@ def mean_iou(rows: Rows) -> Tensor:
     return _counts(rows)
 
 
-@metric("MeanClassAccuracy", _mean_accuracy, better=HIGHER, **_OF_CLASSES)
+@metric("MeanClassAccuracy", lambda counts: (counts.diag() / counts.sum(1)).nanmean(), better=HIGHER, **_OF_CLASSES)
 def mean_class_accuracy(rows: Rows) -> Tensor:
     """The mean over classes of the share of their pixels that is right, of `[B, C, ...]`, so that rare ones count.
 
@@ -139,18 +121,16 @@ class TemporalConsistency(SumsMetric):
         if mask is not None:
             check_mask("mask", mask, labels.shape)
             labels = labels.where(mask.to(labels.device), -1)
-        if self._last is not None:
-            self._add(self._step(self._last.to(labels.device), labels))
-        self._last = labels
-
-    def _step(self, before: Tensor, after: Tensor) -> Tensor:
-        if before.shape != after.shape:
+        before = labels if self._last is None else self._last.to(labels.device)
+        if before.shape != labels.shape:
             raise ValueError(
-                f"prediction must have the size of the frame before, {list(before.shape)}, got {list(after.shape)}; "
+                f"prediction must have the size of the frame before, {list(before.shape)}, got {list(labels.shape)}; "
                 "new_sequence() begins another video"
             )
-        seen = (before >= 0) & (after >= 0)
-        return total_of(before[seen] == after[seen])
+        if self._last is not None:
+            seen = (before >= 0) & (labels >= 0)
+            self._add(total_of(before[seen] == labels[seen]))
+        self._last = labels
 
     def compute(self) -> Tensor:
         """The share over all steps so far, a float64 scalar; NaN if there were none."""

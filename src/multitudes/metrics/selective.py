@@ -1,16 +1,13 @@
-"""Answer only where sure: the risk-coverage curve, the area under it (AURC), accuracy at a given coverage.
+"""Selective prediction: the risk-coverage curve, the area under it (AURC), accuracy at a given coverage.
 
-A selective classifier answers the least uncertain share of its inputs, the *coverage*, and leaves the rest to somebody
-else; its *risk* is the share of wrong answers among those it gives (Geifman & El-Yaniv, *Selective Classification for
-Deep Neural Networks*, 2017). With n rows in the order of their uncertainty, least first,
+A network answers the least uncertain share of inputs, its *coverage*; its *risk* is the share of wrong answers among
+those (Geifman & El-Yaniv, *Selective Classification for Deep Neural Networks*, 2017). With n rows, least uncertain
+first,
 
     risk(k/n) = 1/k sum_{i <= k} [label_i wrong],    AURC = 1/n sum_{k = 1..n} risk(k/n),
 
-and E-AURC is what AURC exceeds that of the best order by, in which all that is right comes first (Geifman et al.,
-*Bias-Reduced Uncertainty Estimation*, 2019).
-
-Rows of equal uncertainty have no order. They are taken in a random one, and the risk is its expectation: each counts
-as the mean error of those it is tied with. So nothing depends on the order in which rows come.
+and E-AURC is the excess of AURC over that of the best order (Geifman et al., *Bias-Reduced Uncertainty Estimation*,
+2019). Rows of equal uncertainty count as the mean error of those they are tied with, the expectation over their orders.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from multitudes.core.checks import check_number
+from multitudes.core.checks import check_choice, check_number
 from multitudes.metrics.declare import HIGHER, LOWER, NEITHER, metric
 from multitudes.metrics.inputs import Rows
 from multitudes.metrics.uncertainties import UNCERTAINTIES
@@ -67,12 +64,7 @@ class RiskCoverage:
 # Settings -----------------------------------------------------------------------------------------------
 
 
-def check_uncertainty(name: str, value: str) -> None:
-    """Raise ValueError unless it is a name of `UNCERTAINTIES`."""
-    if value not in tuple(UNCERTAINTIES):
-        raise ValueError(f"{name} must be one of {', '.join(UNCERTAINTIES)}, got {value!r}")
-
-
+check_uncertainty = partial(check_choice, choices=tuple(UNCERTAINTIES))
 check_coverage = partial(check_number, low=0, high=1, above=True)
 Uncertainty = Annotated[str, check_uncertainty]
 Coverage = Annotated[float, check_coverage]
@@ -99,10 +91,6 @@ def curve_of(pairs: Tensor) -> RiskCoverage:
     return RiskCoverage(k / k[-1:], (errors.cumsum(0)[group] - missing) / k)
 
 
-def _area(pairs: Tensor) -> Tensor:
-    return curve_of(pairs).aurc
-
-
 def _accuracy_at(pairs: Tensor, coverage: Coverage = 0.9) -> Tensor:
     return curve_of(pairs).accuracy_at(coverage)
 
@@ -121,7 +109,7 @@ def risk_coverage(rows: Rows, uncertainty: Uncertainty = "max_probability") -> T
     return _pairs(rows, uncertainty)
 
 
-@metric("AURC", _area, better=LOWER, kept=2, group="selective")
+@metric("AURC", lambda pairs: curve_of(pairs).aurc, better=LOWER, kept=2, group="selective")
 def aurc(rows: Rows, uncertainty: Uncertainty = "max_probability") -> Tensor:
     """The area under the risk-coverage curve of `[B, C, ...]`, a float64 scalar; NaN without rows.
 

@@ -65,7 +65,7 @@ class StreamingMetric(Metric):
 
 
 class SumsMetric(StreamingMetric):
-    """A metric whose state is one tensor of float64 sums: batches and processes are joined by adding them up."""
+    """A metric whose state is one tensor of float64 sums, added up over batches and processes."""
 
     sums: Tensor
 
@@ -81,10 +81,7 @@ class SumsMetric(StreamingMetric):
 
 
 class KeptMetric(StreamingMetric):
-    """A metric whose state is a few numbers of every row, since their order is known only at the end.
-
-    Batches and processes are joined by putting their rows together.
-    """
+    """A metric whose state is a few numbers of every row, concatenated over batches and processes."""
 
     values: list[Tensor]
 

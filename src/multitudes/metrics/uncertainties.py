@@ -1,4 +1,4 @@
-"""How uncertain a prediction is: eight uncertainties, each a score `[N]` for the inputs or pixels of `[B, C, ...]`.
+"""Uncertainties: scores `[N]` of the inputs or pixels of `[B, C, ...]`.
 
 The score is higher the more a prediction looks out of distribution, or wrong:
 
@@ -13,19 +13,15 @@ The score is higher the more a prediction looks out of distribution, or wrong:
 | `max_logit` | `-max_c mean_s z_sc` | Hendrycks et al., 2022 |
 | `energy` | `-mean_s log sum_c exp z_sc` | Liu et al., 2020 |
 
-Mutual information of class and member *is* the expected-entropy gap, since all members weigh the same: one quantity,
-one name. Of plain probabilities only the first two exist; the others look at members or logits, and need a
-`Predictive`. One of a single network will do: there nothing can disagree, and three scores are 0 throughout.
-Of calibrated predictions the first two are calibrated, and the others those of the members.
-
-A yes or no has no `max_logit`. An input with several labels has the mean over its labels; the mean of its energies is,
-but for the factor, the joint energy of Wang et al., *Can Multi-Label Classification Networks Know What They Don't
-Know?* (2021).
+The first two also exist for plain probabilities, and are calibrated for calibrated predictions; the others need a
+`Predictive`, and are those of its members. A yes or no has no `max_logit`. An input with several labels has the mean
+over its labels (for energies: Wang et al., *Can Multi-Label Classification Networks Know What They Don't Know?*, 2021).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -55,30 +51,16 @@ def entropy(prediction: Prediction) -> Tensor:
     return torch.special.entr(rows.probs).sum(1) if rows.predictive is None else rows.predictive.entropy
 
 
-def expected_entropy(prediction: Prediction) -> Tensor:
-    """The mean of the members' entropies in nats, `[N]`."""
-    return read_without_target(prediction).members("expected_entropy").expected_entropy
+def _of_members(name: str, prediction: Prediction) -> Tensor:
+    """The quantity of this name that the members' `Predictive` computes, `[N]`."""
+    found: Tensor = getattr(read_without_target(prediction).members(name), name)
+    return found
 
 
-def mutual_information(prediction: Prediction) -> Tensor:
-    """The expected-entropy gap, `entropy - expected_entropy`, in nats, `[N]`; never below 0.
-
-    >>> from multitudes import Predictive
-    >>> apart, alike = [[9.0, 0.0], [0.0, 9.0]], [[0.0, 0.0], [0.0, 0.0]]
-    >>> mutual_information(Predictive(torch.tensor([apart, alike]).transpose(0, 1)))
-    tensor([0.6919, 0.0000])
-    """
-    return read_without_target(prediction).members("mutual_information").mutual_information
-
-
-def variance(prediction: Prediction) -> Tensor:
-    """The members' variance of a class's probability, mean over the classes, `[N]`."""
-    return read_without_target(prediction).members("variance").variance
-
-
-def disagreement(prediction: Prediction) -> Tensor:
-    """The share of pairs of members whose labels differ, `[N]`."""
-    return read_without_target(prediction).members("disagreement").disagreement
+expected_entropy = partial(_of_members, "expected_entropy")
+mutual_information = partial(_of_members, "mutual_information")
+variance = partial(_of_members, "variance")
+disagreement = partial(_of_members, "disagreement")
 
 
 def max_logit(prediction: Prediction) -> Tensor:

@@ -20,7 +20,7 @@ from multitudes.data import Data, Loader
 from multitudes.study.job_data import HeldOut, data_of, device_of, inside_run, precision_on
 from multitudes.study.methods import Method, build, method_of, unfit
 from multitudes.study.networks import build_network, outputs_of
-from multitudes.training.batch_sizes import batch_size_for
+from multitudes.training.optimizers import batch_size_for
 
 __all__ = ["Assignment"]
 

@@ -29,7 +29,7 @@ from multitudes.study.networks import build_network, file_digest, outputs_of
 from multitudes.study.spec import NOTHING, Spec
 from multitudes.study.store import Job, Run, write_atomically
 from multitudes.study.toml import Place
-from multitudes.training.batch_sizes import batch_size_for
+from multitudes.training.optimizers import batch_size_for
 
 __all__ = ["StaleError", "planned", "prepare", "stale_jobs"]
 

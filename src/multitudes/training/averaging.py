@@ -27,7 +27,7 @@ class MovingAverage:
     def __init__(self, net: nn.Module, rate: float, kept: dict[str, Tensor]) -> None:
         self.rate, self.kept = rate, kept
         own = {name: p for name, p in net.named_parameters() if p.requires_grad and p.is_floating_point()}
-        self.parameters = list(own.values())
+        self.parameters: list[Tensor] = list(own.values())
         for name, parameter in own.items():
             kept[name] = kept[name].to(parameter.device) if name in kept else parameter.detach().clone()
         self.values = [kept[name] for name in own]
@@ -40,19 +40,18 @@ class MovingAverage:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Inside, the network has the average."""
+        """Swap the average into the network inside a block."""
         now = [parameter.detach().clone() for parameter in self.parameters]
         self.apply()
         try:
             yield
         finally:
-            self._copy(now)
+            self._set(now)
 
     def apply(self) -> None:
         """Give the network the average, for good."""
-        self._copy(self.values)
+        self._set(self.values)
 
     @torch.no_grad()
-    def _copy(self, values: list[Tensor]) -> None:
-        for parameter, value in zip(self.parameters, values, strict=True):
-            parameter.copy_(value)
+    def _set(self, values: list[Tensor]) -> None:
+        torch._foreach_copy_(self.parameters, values)

@@ -1,13 +1,9 @@
-"""Batch norm for weights that were never trained: its running statistics, measured anew on data.
+"""Batch-norm statistics of weights that were never trained, averages or draws, measured on data.
 
-The average of two networks' statistics is not the statistics of their average. Where weights are averaged or
-drawn, a pass over some data in training mode says what they are (Izmailov et al., 2018).
+Averaged statistics are not those of averaged weights; a pass in training mode gives them (Izmailov et al., 2018).
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +14,7 @@ from multitudes.core.calling import Input, call_with, input_errors
 from multitudes.core.devices import device_in
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.locking import evaluating
+from multitudes.core.settings import holding
 
 State = dict[str, Tensor]
 
@@ -34,8 +31,8 @@ def norms(network: nn.Module) -> dict[str, _BatchNorm]:
 def statistics(network: nn.Module, state: State, batches: Batches) -> State:
     """The batch-norm buffers, by name, of a network with the weights of `state`: the mean over the batches.
 
-    Only batch norm is in training mode meanwhile: dropout is off, and layers that draw give expectations. The
-    network's own buffers stay as they are.
+    Only batch norm is in training mode: dropout is off, layers that draw give expectations. The network keeps its
+    buffers.
 
     >>> network = nn.BatchNorm1d(1)
     >>> statistics(network, {}, Batches(torch.tensor([[1.0], [3.0]])))["running_mean"], network.running_mean
@@ -43,32 +40,21 @@ def statistics(network: nn.Module, state: State, batches: Batches) -> State:
     """
     layers = norms(network)
     fresh = {
-        name: {kind: torch.zeros_like(layer.get_buffer(kind)) for kind in _KINDS} for name, layer in layers.items()
+        name: {f"{name}.{kind}".lstrip("."): torch.zeros_like(layer.get_buffer(kind)) for kind in _KINDS}
+        for name, layer in layers.items()
     }
-    with _measuring(network, layers):
+    buffers = {name: buffer for own in fresh.values() for name, buffer in own.items()}
+    with (
+        evaluating(network),
+        expecting(network),
+        holding(layers.values(), "training", True),
+        holding(layers.values(), "momentum", None),
+    ):
         for x, _ in batches.on(device_in(network)):
-            _answer(network, state | _flat(fresh), x)
+            _answer(network, state | buffers, x)
     # A layer that the network does not use has seen nothing.
-    return _flat({name: kinds for name, kinds in fresh.items() if kinds["num_batches_tracked"].item()})
-
-
-def _flat(buffers: Mapping[str, State]) -> State:
-    return {
-        f"{name}.{kind}" if name else kind: tensor for name, kinds in buffers.items() for kind, tensor in kinds.items()
-    }
-
-
-@contextmanager
-def _measuring(network: nn.Module, layers: Mapping[str, _BatchNorm]) -> Iterator[None]:
-    momenta = {name: layer.momentum for name, layer in layers.items()}
-    with evaluating(network), expecting(network):
-        for layer in layers.values():
-            layer.training, layer.momentum = True, None
-        try:
-            yield
-        finally:
-            for name, layer in layers.items():
-                layer.momentum = momenta[name]
+    used = [own for name, own in fresh.items() if own[f"{name}.num_batches_tracked".lstrip(".")].item()]
+    return {name: buffer for own in used for name, buffer in own.items()}
 
 
 @torch.no_grad()

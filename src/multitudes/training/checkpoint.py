@@ -1,7 +1,7 @@
-"""A training that can be interrupted: where it is, and a file that keeps it.
+"""Checkpoints of a training: its state, and the safetensors file that keeps it.
 
-The file is safetensors: loading it runs no code. It holds the network, the optimizer's state and the random state, so
-that a training on a CPU that goes on from it ends with the weights of one that was never interrupted.
+The file holds the network, the optimizer's state and the random state, so that a training on a CPU that is resumed ends
+with the weights of one that was never interrupted.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 from multitudes.core.archives import read_tensors, write_tensors
 from multitudes.core.checks import needed
+from multitudes.core.devices import device_in
 from multitudes.core.files import DamagedError
-from multitudes.training.recorder import check_fits
+from multitudes.training.recorder import check_fits, tensors_of
 
 __all__ = ["Checkpoint", "TrainingState", "random_state", "saved_step", "set_random_state"]
 
@@ -33,28 +34,25 @@ OF_TENSORS = ("epoch_random", "best", "average")
 
 @dataclass
 class TrainingState:
-    """How far a training is."""
+    """Progress of a training.
+
+    `epoch` and `batch` count those that are done; `batch`, `total` (of losses) and `seconds` are of the current epoch.
+    """
 
     epoch: int = 0
-    """How many epochs are done."""
     batch: int = 0
-    """How many batches of the current one are done."""
     batches: int | None = None
     """How many an epoch has, once that is known; the learning rate depends on it."""
     step: int = 0
     total: float = 0.0
-    """The sum of the losses of the current epoch."""
     seconds: float = 0.0
-    """How long the current epoch has taken so far."""
     stopped: bool = False
-    """Whether a callback has ended the training, or patience."""
     history: list[dict[str, Any]] = field(default_factory=list)
     epoch_random: Tensors = field(default_factory=dict)
     """The random state at the beginning of the current epoch, from which the order of its batches follows."""
     best: Tensors = field(default_factory=dict)
     """The weights and buffers of the epoch with the best validation score so far."""
     average: Tensors = field(default_factory=dict)
-    """The moving average of the weights, where there is one."""
     best_score: float | None = None
     since_best: int = 0
     """How many epochs have been validated since then."""
@@ -99,12 +97,9 @@ class Checkpoint:
         """Write everything that the rest of the training depends on."""
         start = time.monotonic()
         plain = {each.name: getattr(state, each.name) for each in fields(state) if each.name not in OF_TENSORS}
-        tensors = {
-            **_under("net", _tensors(net.state_dict())),
-            **_under("random", random_state(_device(net))),
-        }
-        for name in OF_TENSORS:
-            tensors |= _under(name, getattr(state, name))
+        parts = {"net": tensors_of(net.state_dict()), "random": random_state(device_in(net))}
+        parts |= {name: getattr(state, name) for name in OF_TENSORS}
+        tensors = {f"{part}/{name}": tensor for part, own in parts.items() for name, tensor in own.items()}
         slots = optimizer.state_dict()
         numbers: dict[str, Any] = {}
         for index, values in slots["state"].items():
@@ -124,25 +119,26 @@ class Checkpoint:
         if not self.path.exists():
             return False
         tensors, saved = _read(self.path, self.of)
-        self._check(saved["settings"], settings)
+        for name, value in settings.items():
+            if saved["settings"].get(name) != value:
+                raise ValueError(
+                    f"checkpoint {str(self.path)!r} is of a training with {name}={saved['settings'].get(name)!r}, now "
+                    f"it is {value!r}: remove the file to begin anew, or choose another"
+                )
         weights = _below("net", tensors)
         check_fits(net.state_dict(), weights, f"checkpoint {str(self.path)!r}")
         net.load_state_dict(weights, strict=False)  # what is no tensor stays the network's own
-        _load_optimizer(optimizer, _below("optimizer", tensors), saved["optimizer"])
+        slots: dict[int, dict[str, Any]] = {}
+        for place, value in (_below("optimizer", tensors) | saved["optimizer"]).items():
+            index, key = place.split("/", 1)
+            slots.setdefault(int(index), {})[key] = value
+        optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})
         for name, value in saved["state"].items():
             setattr(state, name, value)
         for name in OF_TENSORS:
             setattr(state, name, _below(name, tensors))
-        set_random_state(_below("random", tensors), _device(net))
+        set_random_state(_below("random", tensors), device_in(net))
         return True
-
-    def _check(self, saved: dict[str, Any], settings: dict[str, Any]) -> None:
-        for name, value in settings.items():
-            if saved.get(name) != value:
-                raise ValueError(
-                    f"checkpoint {str(self.path)!r} is of a training with {name}={saved.get(name)!r}, now it is "
-                    f"{value!r}: remove the file to begin anew, or choose another"
-                )
 
 
 def saved_step(path: Path, of: str = "") -> int | None:
@@ -160,27 +156,6 @@ def _read(path: Path, of: str) -> tuple[Tensors, dict[str, Any]]:
     return tensors, saved
 
 
-def _load_optimizer(optimizer: Optimizer, tensors: Tensors, numbers: dict[str, Any]) -> None:
-    groups = optimizer.state_dict()["param_groups"]
-    slots: dict[int, dict[str, Any]] = {}
-    for name, value in [*tensors.items(), *numbers.items()]:
-        index, key = name.split("/", 1)
-        slots.setdefault(int(index), {})[key] = value
-    optimizer.load_state_dict({"state": slots, "param_groups": groups})
-
-
-def _tensors(state: dict[str, Any]) -> Tensors:
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
-
-
-def _under(prefix: str, tensors: Tensors) -> Tensors:
-    return {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
-
-
 def _below(prefix: str, tensors: Tensors) -> Tensors:
     start = f"{prefix}/"
     return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
-
-
-def _device(net: nn.Module) -> torch.device:
-    return next((parameter.device for parameter in net.parameters()), torch.device("cpu"))

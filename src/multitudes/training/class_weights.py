@@ -14,7 +14,9 @@ from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import seeded
 from multitudes.core.tasks import TASKS, Task, one_of
 from multitudes.core.tasks.criteria import spread
-from multitudes.training.validation import settle, unchanged
+from multitudes.core.trace import unmoved
+from multitudes.training.objective import batches_from
+from multitudes.training.validation import settle
 
 __all__ = ["ClassWeights", "class_weights_of"]
 
@@ -62,7 +64,7 @@ class ClassWeights:
             return
         self.checked = True
         settle(net, x)
-        with unchanged(net), seeded(0):
+        with unmoved(net.network, ()), seeded(0):
             found = net.predict(x, net.task, seed=0)
         classes = found.reading.class_count(found.predictions.shape[1:])
         if classes != len(self.weights):
@@ -124,9 +126,7 @@ def _targets(data: Any, task: Task) -> Tensor:
         )
     counts = torch.zeros(2 if task.single_logit else 0, dtype=torch.int64)
     with seeded(0):
-        if hasattr(data, "start"):
-            data.start(0, 0)
-        for number, batch in enumerate(data):
+        for number, batch in enumerate(batches_from(data)):
             y = split_batch(batch)[1]
             if y is None:
                 raise ValueError(f"batch {number} of data must have targets, (x, y), got an input alone")

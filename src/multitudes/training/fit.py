@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset
 
 from multitudes.core.checks import check_choice, check_count, check_number, check_seed
-from multitudes.core.multitude import Multitude
+from multitudes.core.devices import device_in
 from multitudes.core.predictor import multitude_of
 from multitudes.core.seeding import seeded
 from multitudes.core.tasks import Criterion, criterion_for
@@ -109,6 +109,7 @@ def fit(
         accelerator: a Hugging Face `Accelerator`, to train in several processes: each takes its share of the batches.
         progress: whether to show progress on stderr; by default on a terminal, after two seconds.
 
+    >>> from multitudes.core.multitude import Multitude
     >>> net = Multitude(nn.Linear(2, 2))
     >>> x = torch.randn(64, 2)
     >>> history = fit(net, [(x, (x[:, 0] > 0).long())], epochs=30, lr=1.0)
@@ -128,9 +129,12 @@ def fit(
         check_number("average", average, 0, above=True, below=1)
     _check_batches(data)
     validated = _validation(validation, patience, stop_by)
-    device = next((parameter.device for parameter in multitude.parameters()), torch.device("cpu"))
+    device = device_in(multitude)
     dtype = precision_dtype(precision, device if accelerator is None else accelerator.device)
-    _set_task(multitude, task)
+    if task is not None and multitude.chosen_task not in (None, task):
+        raise ValueError(f"task must be {multitude.task!r}, the network's own, got {task!r}")
+    if task is not None:
+        multitude.task = task
     criterion_for(multitude.known_task, criterion)  # an error before the first step
     factor = schedule_of(schedule, warmup / epochs)
     chosen = make_optimizer(optimizer, multitude, lr, momentum, weight_decay)
@@ -147,14 +151,6 @@ def fit(
 
 
 # -- arguments ---------------------------------------------------------------------------------------------
-
-
-def _set_task(net: Multitude, task: str | None) -> None:
-    if task is None:
-        return
-    if net.chosen_task not in (None, task):
-        raise ValueError(f"task must be {net.task!r}, the network's own, got {task!r}")
-    net.task = task
 
 
 def _validation(batches: Any, patience: int | None, stop_by: str) -> Validation | None:

@@ -36,11 +36,10 @@ class Loss:
 
 
 class Losses:
-    """Lets no bad loss change the weights, and waits for it only where there is no other way.
+    """Keep a bad loss from changing the weights, and wait for it only where there is no other way.
 
-    An optimizer that is fused, on a GPU, can be told there to leave the weights alone. So a loss that is not finite
-    changes nothing, nor does any that comes after it, and it is early enough to look at it when the next step is on
-    its way: the GPU always has something to do. Any other optimizer is kept waiting for the loss.
+    A fused optimizer on a GPU skips steps itself where `found_inf` is set, so that a loss may be read while the next
+    step is on its way. Any other optimizer waits for the loss.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

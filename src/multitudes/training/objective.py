@@ -1,8 +1,8 @@
-"""The training objective as a module, and how many examples it is over."""
+"""The training objective as a module, and the data that it is over."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -13,7 +13,7 @@ from multitudes.core.checks import check_count
 from multitudes.core.multitude import Multitude
 from multitudes.core.tasks import Criterion
 
-__all__ = ["Objective", "size_of"]
+__all__ = ["Objective", "batches_from", "size_of"]
 
 
 class Objective(nn.Module):
@@ -40,6 +40,17 @@ class Objective(nn.Module):
         own = FunctionType(Objective.forward.__code__.replace(), Objective.forward.__globals__, "forward")
         self.forward = MethodType(own, self)  # type: ignore[method-assign]
         super().compile(*args, **kwargs)
+
+
+def batches_from(data: Any, epoch: int = 0, done: int = 0) -> Iterator[Any]:
+    """Iterate data from a batch of an epoch on; those that cannot start there are read up to it."""
+    if hasattr(data, "start"):
+        data.start(epoch, done)
+        return iter(data)
+    batches = iter(data)
+    for _ in range(done):
+        next(batches, None)
+    return batches
 
 
 def size_of(data: Any, net: Multitude, given: int | None) -> int | None:

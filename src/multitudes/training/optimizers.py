@@ -1,4 +1,4 @@
-"""Optimizers by name, for `mt.fit`: `make_optimizer`."""
+"""Optimizers by name, and the size of their batches: `make_optimizer`, `batch_size_for`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from multitudes.core.checks import check_number
+from multitudes.core.checks import check_count, check_number
 
-__all__ = ["OPTIMIZERS", "can_fuse", "make_optimizer"]
+__all__ = ["OPTIMIZERS", "batch_size_for", "can_fuse", "make_optimizer"]
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": lambda groups, lr, momentum, **more: torch.optim.SGD(groups, lr, momentum, nesterov=momentum > 0, **more),
@@ -45,3 +45,21 @@ def make_optimizer(optimizer: Any, net: nn.Module, lr: float | None, momentum: f
         raise ValueError("net must have parameters that learn, got none")
     fused = can_fuse(learning) or None  # False would also forbid torch its other fast way
     return OPTIMIZERS[optimizer](learning, rate, momentum, weight_decay=weight_decay, fused=fused)
+
+
+# -- batches -----------------------------------------------------------------------------------------------
+
+SMALLEST, LARGEST, STEPS = 32, 1024, 128
+"""The smallest and the largest batch, and how many of them an epoch has in between."""
+
+
+def batch_size_for(rows: int) -> int:
+    """The batch size for so many training rows: the power of two next to a 128th of them, from 32 to 1024.
+
+    >>> [batch_size_for(rows) for rows in (100, 1000, 10_000, 1_000_000)]
+    [32, 32, 64, 1024]
+    """
+    wanted = max(1, check_count("rows", rows) // STEPS)
+    below = 1 << (wanted.bit_length() - 1)
+    nearest = 2 * below if wanted / below > 2**0.5 else below
+    return min(LARGEST, max(SMALLEST, nearest))

@@ -8,6 +8,8 @@ import sys
 
 import torch
 
+from multitudes.core.checks import check_choice
+
 __all__ = ["AUTO", "PRECISIONS", "check_precision", "precision_dtype"]
 
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16}
@@ -33,8 +35,7 @@ def check_precision(precision: str, device: torch.device | str) -> None:
     asked to (virtual machines that pass on AMX's flags and not AMX). So one small convolution runs in a child process
     first.
     """
-    if precision not in (AUTO, *PRECISIONS):
-        raise ValueError(f"precision must be one of {', '.join((AUTO, *PRECISIONS))}, got {precision!r}")
+    check_choice("precision", precision, (AUTO, *PRECISIONS))
     if precision != "bfloat16" or torch.device(device).type != "cpu" or _TRIED in os.environ:
         return
     trial = subprocess.run([sys.executable, "-c", _TRIAL], capture_output=True, text=True, check=False)

@@ -33,7 +33,7 @@ State = dict[str, Tensor]
 class Moments:
     """The running mean and variance of the floating-point and complex tensors of states, by Welford's updates.
 
-    A complex tensor counts as two real ones: the real part of its variance is that of its real parts, and so on.
+    A complex tensor counts as two real ones.
 
     >>> moments = Moments()
     >>> for weight in (1.0, 2.0, 3.0):
@@ -215,13 +215,13 @@ class Recorder:
 
 
 def _recorded(net: nn.Module) -> State:
-    """A copy of a network's tensors, on the CPU. What is not a tensor in a state dict is a setting, not a weight."""
+    """A copy of a network's tensors, on the CPU."""
     for name, parameter in net.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} has no shape yet: run the network once before recording it")
         if not bool(parameter.isfinite().all()):
             raise ValueError(f"parameter {name!r} holds NaN or infinite values, so nothing was recorded")
-    tensors = {name: value for name, value in net.state_dict().items() if isinstance(value, Tensor)}
+    tensors = tensors_of(net.state_dict())
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
@@ -299,25 +299,14 @@ class Trajectory:
     @classmethod
     def of(cls, checkpoints: Checkpoints, network: nn.Module, least: int = 1) -> Trajectory:
         """Read `checkpoints` of `network`, `least` of them at least."""
-        if isinstance(checkpoints, Trajectory):
-            trajectory = checkpoints
-        elif isinstance(checkpoints, Recorder):
-            trajectory = cls(list(checkpoints), checkpoints.before)
-        elif isinstance(checkpoints, Mapping | nn.Module) or not isinstance(checkpoints, Iterable):
-            raise ValueError(
-                f"checkpoints must be a Recorder or a list of state dicts, got {type(checkpoints).__name__}"
-            )
-        else:
-            trajectory = cls([_tensors(state, index) for index, state in enumerate(checkpoints)])
-        if len(trajectory.states) < least:
-            raise ValueError(f"checkpoints must be {least} or more, got {len(trajectory.states)}")
-        want = network.state_dict()
-        for index, state in enumerate(trajectory.states):
-            check_fits(want, state, f"checkpoints[{index}]")
-            for name in weights_of(network):
-                if not bool(state[name].isfinite().all()):
-                    raise ValueError(f"checkpoints[{index}] holds NaN or infinite weights in {name!r}")
-        return trajectory
+        before = checkpoints.before if isinstance(checkpoints, (Trajectory, Recorder)) else Moments()
+        given = checkpoints.states if isinstance(checkpoints, Trajectory) else checkpoints
+        if isinstance(given, Mapping | nn.Module) or not isinstance(given, Iterable):
+            raise ValueError(f"checkpoints must be a Recorder or a list of state dicts, got {type(given).__name__}")
+        states = list(given)
+        if len(states) < least:
+            raise ValueError(f"checkpoints must be {least} or more, got {len(states)}")
+        return cls([fitting(state, network, f"checkpoints[{at}]") for at, state in enumerate(states)], before)
 
     def of_member(self, index: int) -> Trajectory:
         """The trajectory of one member of `Members`, by the member's own names."""
@@ -345,15 +334,26 @@ Checkpoints = Recorder | Trajectory | Iterable[Mapping[str, Tensor]]
 """A recorder, or state dicts, the oldest first."""
 
 
-def _tensors(state: Any, index: int) -> State:
+def fitting(state: Any, network: nn.Module, what: str, kinds: str = "a state dict") -> State:
+    """The tensors of a state dict, which must fit a network and have finite weights; `what` names it in errors."""
     if not isinstance(state, Mapping):
-        raise ValueError(f"checkpoints[{index}] must be a state dict, got {type(state).__name__}")
+        raise ValueError(f"{what} must be {kinds}, got {type(state).__name__}")
+    tensors = tensors_of(state)
+    check_fits(network.state_dict(), tensors, what)
+    for name in weights_of(network):
+        if not bool(tensors[name].isfinite().all()):
+            raise ValueError(f"{what} holds NaN or infinite weights in {name!r}")
+    return tensors
+
+
+def tensors_of(state: Mapping[str, Any]) -> State:
+    """The tensors of a state dict; anything else in it is a setting, not a weight."""
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def check_fits(want: Mapping[str, Any], got: Mapping[str, Tensor], what: str) -> None:
     """A checkpoint must have the tensors of a network's state dict, with their shapes."""
-    shapes = {name: value.shape for name, value in want.items() if isinstance(value, Tensor)}
+    shapes = {name: value.shape for name, value in tensors_of(want).items()}
     for name in [*sorted(shapes.keys() - got.keys()), *sorted(got.keys() - shapes.keys())]:
         holds = "lacks" if name in shapes else "holds"
         raise ValueError(f"{what} does not fit the model: it {holds} {name!r}")

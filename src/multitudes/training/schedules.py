@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from multitudes.core.checks import check_count, check_number
+from multitudes.core.checks import check_choice, check_count, check_number
 
 __all__ = ["SCHEDULES", "Schedule", "constant", "cosine", "cyclic", "linear", "multistep", "schedule_of"]
 
@@ -75,8 +75,7 @@ def schedule_of(schedule: str | Mapping[str, Any] | Schedule, warmup: float = 0.
     if isinstance(schedule, Mapping):
         settings = dict(schedule)
         name = settings.pop("name", None)
-        if name not in SCHEDULES:
-            raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r}")
+        check_choice("schedule", name, SCHEDULES)
         try:
             after = SCHEDULES[name](**settings)
         except TypeError as error:

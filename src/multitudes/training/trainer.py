@@ -16,31 +16,31 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from multitudes.core.calling import Input, moved, split_batch, weight_in
+from multitudes.core.calling import Input, moved, split_batch, tensors_in, weight_in
+from multitudes.core.devices import device_in
+from multitudes.core.members import Members
 from multitudes.core.progress import ProgressBar
+from multitudes.core.settings import holding
+from multitudes.core.trace import hooked
 from multitudes.training.averaging import MovingAverage
 from multitudes.training.checkpoint import Checkpoint, TrainingState, random_state, set_random_state
 from multitudes.training.class_weights import ClassWeights
-from multitudes.training.diagnosis import first_bad_layer
 from multitudes.training.interruption import HeldSignals
 from multitudes.training.late_losses import Loss, Losses
-from multitudes.training.objective import Objective
+from multitudes.training.objective import Objective, batches_from
 from multitudes.training.schedules import Schedule
-from multitudes.training.validation import Validation, restore, tensors_of
+from multitudes.training.validation import Validation, copied_tensors, restore
 
 __all__ = ["Callback", "Epoch", "Progress", "TrainConfig", "Trainer"]
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """What an epoch of training was like."""
+    """Results of an epoch, counted from 1: the mean loss of its batches, the learning rate of its last step."""
 
     epoch: int
-    """Its number, from 1."""
     loss: float
-    """The mean loss of its batches."""
     lr: float
-    """The learning rate of its last step."""
     seconds: float
     validation: float | None = None
     """The score on the validation data after it, lower is better, where there are any."""
@@ -48,18 +48,15 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training is, which callbacks get after every step; one that returns True ends the training."""
+    """Progress of a training, which callbacks get after each step; one that returns True ends the training."""
 
     net: nn.Module
     epoch: int
-    """The number of the epoch, from 1."""
     epochs: int
     batch: int
-    """How many of the epoch's batches are done."""
+    """How many of the epoch's batches are done, of `batches` where that is known."""
     batches: int | None
-    """How many there are, where that is known."""
     step: int
-    """How many steps have been made since the beginning."""
     last: Loss | float
     lr: float
     epoch_ended: bool
@@ -109,7 +106,7 @@ class Trainer:
         self.data, self.epochs = data, epochs
         self.rates = [group["lr"] for group in optimizer.param_groups]
         self.state = TrainingState(batches=operator.length_hint(data) or None)
-        self.device = next((parameter.device for parameter in self.net.parameters()), torch.device("cpu"))
+        self.device = device_in(self.net)
 
     def run(self) -> list[Epoch]:
         """Train to the end; then the network has the weights of its best epoch, where it is validated."""
@@ -163,11 +160,8 @@ class Trainer:
         self.state.batches = state.batch
         self._look(all_of_them=True)
         score = self._validate()
-        mean, rate, state.seconds = (
-            state.total / state.batch,
-            self.optimizer.param_groups[0]["lr"],
-            time.monotonic() - start,
-        )
+        mean, rate = state.total / state.batch, self.optimizer.param_groups[0]["lr"]
+        state.seconds = time.monotonic() - start
         state.history.append(asdict(Epoch(state.epoch + 1, mean, rate, state.seconds, score)))
         self._call_back(mean, epoch_ended=True, validation=score)
         state.epoch, state.batch, state.total, state.seconds = state.epoch + 1, 0, 0.0, 0.0
@@ -186,7 +180,7 @@ class Trainer:
         state.since_best += 1
         if not math.isnan(score) and (state.best_score is None or score < state.best_score):
             with nullcontext() if self.average is None else self.average.used():
-                state.best_score, state.since_best, state.best = score, 0, tensors_of(self.net)
+                state.best_score, state.since_best, state.best = score, 0, copied_tensors(self.net)
         if validation.patience is not None and state.since_best >= validation.patience:
             state.stopped = True
         return score
@@ -215,13 +209,7 @@ class Trainer:
             set_random_state(state.epoch_random, self.device)
         else:
             state.epoch_random = now
-        if hasattr(self.data, "start"):
-            self.data.start(state.epoch, done)
-            batches = iter(self.data)
-        else:
-            batches = iter(self.data)
-            for _ in range(done):
-                next(batches, None)
+        batches = batches_from(self.data, state.epoch, done)
         if done:
             set_random_state(now, self.device)
         for number, batch in enumerate(batches, done):
@@ -340,3 +328,31 @@ class _Share:
         batches = iter(self.data)
         while len(together := list(islice(batches, self.processes))) == self.processes:
             yield together[self.index]
+
+
+# -- diagnosis ---------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def first_bad_layer(net: nn.Module, x: Input, compute: Callable[[], Any]) -> str:
+    """Name the input, weight or layer's output that first holds NaN or infinity when `compute` runs `net` on `x`."""
+    if any(_bad(tensor) for tensor in tensors_in(x)):
+        return "the input holds NaN or infinite values"
+    for name, parameter in net.named_parameters():
+        if _bad(parameter):
+            return f"the weights {name!r} hold NaN or infinite values"
+    found: list[str] = []
+
+    def look(name: str, layer: nn.Module, args: Any, output: Any) -> None:
+        if not found and isinstance(output, Tensor) and _bad(output):
+            found.append(f"the output of layer {name!r} ({type(layer).__name__}) is the first to hold such values")
+
+    layers = [name for name, layer in net.named_modules() if name and not any(True for _ in layer.children())]
+    members = [net] if isinstance(net, Members) else []
+    with holding(members, "_runner", "loop"), hooked(net, layers, look):  # hooks see layers that run one by one
+        compute()
+    return found[0] if found else "every layer's output is finite when it runs again, so the loss itself overflows"
+
+
+def _bad(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and not bool(tensor.isfinite().all())

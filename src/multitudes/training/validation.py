@@ -1,14 +1,9 @@
-"""Validation: the score of all members and draws together on data that are not trained on, and the best weights.
-
-A network is scored after each epoch as it predicts: in evaluation mode, by its `Predictive`. What it is scored by is
-`scored`; the rest makes sure that scoring leaves the training as it is.
-"""
+"""Validation: the score of all members and draws together on data that are not trained on, and the best weights."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,8 +16,10 @@ from multitudes.core.tasks import Task
 from multitudes.core.tasks.criteria import spread
 from multitudes.core.tasks.predictive import Predictive
 from multitudes.core.trace import unmoved
+from multitudes.training.objective import batches_from
+from multitudes.training.recorder import tensors_of
 
-__all__ = ["STOP_BY", "Prepare", "Validation", "restore", "scored", "settle", "tensors_of", "unchanged"]
+__all__ = ["STOP_BY", "Prepare", "Validation", "copied_tensors", "restore", "scored", "settle"]
 
 STOP_BY = ("score", "error")
 """What a network is validated by: the score of its task, or the error of its mean prediction."""
@@ -63,18 +60,18 @@ class Validation:
     def check(self, net: Multitude, prepare: Prepare) -> None:
         """An error where there is no batch, or where the first cannot be scored: before the training, not after."""
         with seeded(0):
-            first = next(self._iterated(), None)
+            first = next(batches_from(self.batches), None)
         if first is None:
             raise ValueError("validation must hold at least one batch, got none")
         settle(net, prepare(first, "batch 0 of validation")[0])
-        self._sums(net, [first], prepare)
+        self._sums(net, lambda: [first], prepare)
 
     def score(self, net: Multitude, prepare: Prepare, ended: Callable[[], bool] = lambda: False) -> float | None:
         """The mean score of all targets; None where `ended` says between batches to stop.
 
         By `"error"` it is the root of the mean of values.
         """
-        sums = self._sums(net, self._iterated, prepare, ended)
+        sums = self._sums(net, lambda: batches_from(self.batches), prepare, ended)
         if sums is None:
             return None
         if not sums[1]:
@@ -82,18 +79,17 @@ class Validation:
         mean = sums[0] / sums[1]
         return math.sqrt(mean) if self.stop_by == "error" and not net.reading.classes else mean
 
-    def _iterated(self) -> Iterator[Any]:
-        if hasattr(self.batches, "start"):
-            self.batches.start(0, 0)
-        return iter(self.batches)
-
     def _sums(
-        self, net: Multitude, batches: Any, prepare: Prepare, ended: Callable[[], bool] = lambda: False
+        self,
+        net: Multitude,
+        batches: Callable[[], Iterable[Any]],
+        prepare: Prepare,
+        ended: Callable[[], bool] = lambda: False,
     ) -> tuple[float, float] | None:
         """The sum of the scores times weights, and of the weights."""
         total = count = 0.0
-        with unchanged(net), seeded(0):
-            for number, batch in enumerate(batches() if callable(batches) else batches):
+        with unmoved(net.network, ()), seeded(0):
+            for number, batch in enumerate(batches()):
                 what = f"batch {number} of validation"
                 x, y, weight = prepare(batch, what)
                 try:
@@ -109,25 +105,18 @@ class Validation:
 
 
 def settle(net: Multitude, x: Input) -> None:
-    """Let a network find out what it must know before its first run, which stays, before it runs `unchanged`."""
+    """Let a network find out what it must know before its first run, and keep it."""
     with input_errors(x), plain_attention():
         net.settle(x)
 
 
-@contextmanager
-def unchanged(net: Multitude) -> Iterator[None]:
-    """Whatever runs inside leaves buffers, random states and what the network's code writes as they were."""
-    with unmoved(net.network, ()):
-        yield
-
-
-def tensors_of(net: nn.Module) -> dict[str, Tensor]:
+def copied_tensors(net: nn.Module) -> dict[str, Tensor]:
     """A copy of a network's weights and buffers."""
-    return {name: value.detach().clone() for name, value in net.state_dict().items() if isinstance(value, Tensor)}
+    return {name: value.detach().clone() for name, value in tensors_of(net.state_dict()).items()}
 
 
 def restore(net: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Give a network the values that `tensors_of` copied, in the tensors that it has."""
+    """Give a network the values that `copied_tensors` copied, in the tensors that it has."""
     now = net.state_dict()
     for name, value in tensors.items():
         if now[name].shape != value.shape:  # a buffer that the network's own code has replaced since
