@@ -14,14 +14,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from markupsafe import Markup
+from torch import nn
 
 from multitudes.core.checks import needed
-from multitudes.report.field import Field, colours, level_lines
 from multitudes.report.scales import Axis, Scale, fitted
 from multitudes.report.style import STAR, Style
 
-__all__ = ["Axis", "Series", "View", "png", "svg"]
+__all__ = ["Axis", "Field", "Series", "View", "picture", "png", "svg"]
 
 SIZES = {"wide": (560, 350), "small": (400, 300)}
 LEFT, RIGHT, TOP, BOTTOM = 62, 28, 32, 50
@@ -29,6 +30,10 @@ LETTER = 6.4
 """The mean width of a letter."""
 LONGEST = 24
 """Letters of a name beside a point."""
+STEPS, PIXELS = 16, 256
+"""Of a surface: how many colours it has, and its pixels on each side."""
+VIRIDIS = ("440154", "482878", "3e4989", "31688e", "26828e", "1f9e89", "35b779", "6ece58", "b5de2b", "fde725")
+"""From low to high, at equal distances (matplotlib's scale of this name)."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,21 @@ class Series:
     """What is said about each point."""
     labels: Sequence[str] = ()
     """Written beside the points; empty for none."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """Heights on a grid: `heights[j][i]` at `x[i]` and `y[j]`, all of them finite."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+    heights: Sequence[Sequence[float]]
+    title: str = ""
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The lowest and the highest."""
+        return min(map(min, self.heights)), max(map(max, self.heights))
 
 
 @dataclass(frozen=True)
@@ -206,43 +226,34 @@ def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float,
 
 # -- surfaces ----------------------------------------------------------------------------------------------
 
-LEVELS = 12
-
 
 def _surface(field: Field, x: Scale, y: Scale) -> Markup:
-    """Colours, of which a browser makes a smooth picture; lines of equal height; and what the colours mean."""
+    """The heights as colours; and beside them the colours, with the heights that they stand for."""
     low, high = field.range
-    step_x, step_y = (x.end - x.start) / (len(field.x) - 1), (y.start - y.end) / (len(field.y) - 1)
-    numpy = needed("numpy", "study", "a report")
-    pixels = numpy.array(colours(field.heights)[::-1], dtype="uint8").transpose(2, 0, 1)
-    # The middle of a pixel is a point of the grid, so that the picture is half a step larger on each side.
-    box = Markup('<svg aria-hidden="true" x="{}" y="{}" width="{}" height="{}">').format(
-        *map(_n, (x.start, y.end, x.end - x.start, y.start - y.end))
-    )
-    picture = Markup('<image x="{}" y="{}" width="{}" height="{}" preserveAspectRatio="none" href="{}"/>').format(
-        *map(_n, (-step_x / 2, -step_y / 2, x.end - x.start + step_x, y.start - y.end + step_y)), png(pixels)
-    )
-    levels = [low + (high - low) * (at + 1) / (LEVELS + 1) for at in range(LEVELS)]
-    lines = "".join(
-        f"M{_n(x(a[0]))} {_n(y(a[1]))}L{_n(x(b[0]))} {_n(y(b[1]))}"
-        for level in levels
-        for a, b in level_lines(field, level)
-    )
-    return box + picture + Markup('</svg><path class="level" d="{}"/>').format(lines) + _key(field, x, y)
-
-
-def _key(field: Field, x: Scale, y: Scale) -> Markup:
-    """The colours beside a surface, with the heights that they stand for."""
-    low, high = field.range
-    heights = [[high - (high - low) * at / 63] for at in range(64)]
-    numpy = needed("numpy", "study", "a report")
-    pixels = numpy.array(colours(heights), dtype="uint8").transpose(2, 0, 1)
-    bar = Markup('<image x="{}" y="{}" width="10" height="{}" preserveAspectRatio="none" href="{}"/>').format(
-        _n(x.end + 14), _n(y.end), _n(y.start - y.end), png(pixels)
-    )
+    shown = _image(x.start, y.end, x.end - x.start, y.start - y.end, picture(field.heights))
+    key = _image(x.end + 14, y.end, 10, y.start - y.end, picture([[low], [high]]))
     scale = Scale(Axis(), low, high if high > low else low + 1, y.start, y.end)
     ticks = [_text(x.end + 28, at + 4, text, "start") for at, text in scale.ticks(24)]
-    return bar + Markup("").join(ticks) + _text(x.end + 14, y.end - 16, field.title, "middle", "title")
+    title = _text(x.end + 14, y.end - 16, field.title, "middle", "title")
+    return shown + key + Markup("").join(ticks) + title
+
+
+def _image(x: float, y: float, width: float, height: float, address: str) -> Markup:
+    found = Markup('<image x="{}" y="{}" width="{}" height="{}" preserveAspectRatio="none" href="{}"/>')
+    return found.format(*map(_n, (x, y, width, height)), address)
+
+
+def picture(heights: Sequence[Sequence[float]]) -> str:
+    """Heights on a grid, the first row below, as a picture: a colour for each step, whose edges are lines of height."""
+    low, high = min(map(min, heights)), max(map(max, heights))
+    grid = torch.tensor(heights, dtype=torch.float64).flip(0)
+    size = [1 if length == 1 else PIXELS for length in grid.shape]
+    fine = nn.functional.interpolate(grid[None, None], size, mode="bilinear", align_corners=True)[0, 0]
+    step = ((fine - low) / (high - low or 1.0) * STEPS).floor().clamp(0, STEPS - 1) / (STEPS - 1)
+    numpy = needed("numpy", "study", "a report")
+    places = numpy.linspace(0, 1, len(VIRIDIS))
+    channels = numpy.array([tuple(bytes.fromhex(colour)) for colour in VIRIDIS]).T
+    return png(numpy.stack([numpy.interp(step, places, each) for each in channels]).round().astype("uint8"), PIXELS)
 
 
 def png(pixels: Any, most: int = 112) -> str:

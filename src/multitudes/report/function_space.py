@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from multitudes.landscape.accuracy_diversity import lower_limit, normalised, upper_limit
-from multitudes.report.chart import Axis, Series, View
-from multitudes.report.field import Field
+from multitudes.report.chart import Axis, Field, Series, View
 from multitudes.report.results import Results
 from multitudes.study.rows import TARGETS
 

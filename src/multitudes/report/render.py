@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -13,20 +14,24 @@ from multitudes.report.chart import png, svg
 from multitudes.report.style import Style
 from multitudes.study.columns import fixed
 
-__all__ = ["render"]
+__all__ = ["render", "resource"]
 
 
-def render(template: str, **values: Any) -> Markup:
-    """A template of `templates/` with these values."""
-    return Markup(_environment().get_template(template).render(values))
+def render(template: str, package: str = "multitudes.report", **values: Any) -> Markup:
+    """A template of the `templates/` of a package with these values."""
+    return Markup(_environment(package).get_template(template).render(values))
+
+
+def resource(name: str, package: str = "multitudes.report") -> Markup:
+    """A file of a package, a style sheet or a script, which is not escaped."""
+    return Markup(files(package).joinpath(name).read_text(encoding="utf-8"))
 
 
 @cache
-def _environment() -> Environment:
+def _environment(package: str) -> Environment:
     environment = Environment(
-        loader=PackageLoader("multitudes.report"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+        loader=PackageLoader(package), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters |= {"fixed": fixed, "png": png}
     environment.globals |= {"style": Style, "isfinite": math.isfinite, "svg": svg}
     return environment
