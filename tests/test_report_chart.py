@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from multitudes.report.chart import Axis, Series, View, picture, svg
+from multitudes.report.chart import Axis, Series, View, picture
+from multitudes.report.render import svg
 from multitudes.report.scales import fitted, round_ticks
 
 

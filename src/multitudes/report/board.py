@@ -25,7 +25,7 @@ from multitudes.study.columns import (
 from multitudes.study.leaderboard import best, better
 from multitudes.study.rows import Row
 
-__all__ = ["Cell", "Head", "Line", "answer", "cost", "score_axis", "standings", "table_of"]
+__all__ = ["Cell", "Head", "Line", "answer", "cells_of", "cost", "score_axis", "standings", "table_of"]
 
 
 # -- the leaderboard ---------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def standings(results: Results) -> dict[str, Any]:
 def table_of(results: Results, columns: Sequence[Column], heads: Sequence[Head]) -> dict[str, Any]:
     """A table of rows that have a value in some column."""
     board = [row for row in results.board if any(column.name in row.values for column in columns)]
-    cells = [_cells(board, column) for column in columns]
+    cells = [cells_of(board, column) for column in columns]
     lines = [
         Line(
             None if row.baseline else results.methods.index(row.name),
@@ -98,7 +98,8 @@ def table_of(results: Results, columns: Sequence[Column], heads: Sequence[Head])
     return {"head": list(heads), "rows": lines}
 
 
-def _cells(board: Sequence[Row], column: Column) -> list[Cell]:
+def cells_of(board: Sequence[Row], column: Column) -> list[Cell]:
+    """The cells of a column, a dash and NaN where a row has no value."""
     top = column.best(board)
     cells = []
     for row in board:

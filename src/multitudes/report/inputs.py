@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from multitudes.data.features import Category, Date, Feature
+from multitudes.report.chart import HIGHLIGHTED
 from multitudes.report.results import Results
-from multitudes.report.style import HIGHLIGHTED
 from multitudes.study.rows import TARGETS
 
 __all__ = [

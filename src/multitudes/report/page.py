@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from multitudes.report.board import answer, cost, standings
 from multitudes.report.calibration import calibration, intervals
+from multitudes.report.chart import HIGHLIGHTED
 from multitudes.report.function_space import diversity, function_map, loss_landscape
 from multitudes.report.inputs import columns_read, important_columns, uncertain_images, uncertain_texts, unsure_rows
 from multitudes.report.ood import ood
@@ -21,7 +22,6 @@ from multitudes.report.provenance import provenance
 from multitudes.report.quality import selective_prediction, shift, size
 from multitudes.report.render import render, resource
 from multitudes.report.results import Results, read_results
-from multitudes.report.style import HIGHLIGHTED
 from multitudes.study.store import Run, write_atomically
 
 __all__ = ["page", "sections", "write"]

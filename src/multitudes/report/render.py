@@ -1,4 +1,4 @@
-"""Templates and their filters. Jinja escapes every value; only figures, the style sheet and the script are markup."""
+"""Templates and their filters. Jinja escapes every value; only templates, the style sheet and the script are markup."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from multitudes.report.chart import png, svg
-from multitudes.report.style import Style
+from multitudes.report.chart import SIZES, STAR, Drawing, Style, View, picture, place, png
 from multitudes.study.columns import fixed
 
-__all__ = ["render", "resource"]
+__all__ = ["render", "resource", "svg"]
 
 
 def render(template: str, package: str = "multitudes.report", **values: Any) -> Markup:
     """A template of the `templates/` of a package with these values."""
     return Markup(_environment(package).get_template(template).render(values))
+
+
+def svg(view: View, alt: str, size: str = "wide") -> Markup:
+    """A figure; `alt` says what it shows to a reader who does not see it."""
+    return render("chart.html", drawing=Drawing(view, *SIZES[size]), alt=alt, star=STAR)
 
 
 def resource(name: str, package: str = "multitudes.report") -> Markup:
@@ -32,6 +36,6 @@ def _environment(package: str) -> Environment:
     environment = Environment(
         loader=PackageLoader(package), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"fixed": fixed, "png": png}
+    environment.filters |= {"fixed": fixed, "picture": picture, "place": place, "png": png}
     environment.globals |= {"style": Style, "isfinite": math.isfinite, "svg": svg}
     return environment

@@ -16,7 +16,7 @@ from torch import Tensor
 from multitudes import data as datasets
 from multitudes.core.archives import reading_arrays
 from multitudes.core.files import DamagedError
-from multitudes.report.style import HIGHLIGHTED
+from multitudes.report.chart import HIGHLIGHTED
 from multitudes.study.balance import imbalance
 from multitudes.study.leaderboard import leaderboard
 from multitudes.study.recommendation import Recommendation, recommend
