@@ -26,9 +26,11 @@ from multitudes.core.tasks.predictive import Predictive
 from multitudes.data.columns import Column
 from multitudes.data.preprocessing import Preprocessing, layout_of, mean_std
 from multitudes.data.splits import spread
+from multitudes.evaluation.conformal import Conformal
+from multitudes.evaluation.helpful import helpful_scaling
 from multitudes.methods.registry import chosen, collect
 from multitudes.sklearn.inputs import check_names, columns_of, encoded, fitted_encoder, is_frame, of_numbers, plain
-from multitudes.sklearn.learned import Learned, predicted
+from multitudes.sklearn.learned import SEED, Learned, predicted
 from multitudes.sklearn.training import Recipe, threads, trained
 from multitudes.training.fit import Epoch
 
@@ -128,11 +130,7 @@ class MultitudeEstimator(BaseEstimator):
             check_count("batch_size", given["batch_size"])
         check_number("lr", given["lr"], 0, above=True)
         check_number("weight_decay", given["weight_decay"], 0)
-        names = ("module", "epochs", "patience", "batch_size", "lr", "weight_decay")
-        return Recipe(
-            method, settings, task=task, outputs=outputs, quantiles=quantiles, device=device_of(given["device"]),
-            progress=given["verbose"], **{name: given[name] for name in names},
-        )  # fmt: skip
+        return Recipe(method, settings, task, outputs, quantiles, device_of(given["device"]), given)
 
     def _divided(self, groups: Tensor, seed: int) -> list[tuple[Tensor, Tensor]]:
         """The rows that train and those that are held out: once, or with `folds` for each of them.
@@ -180,7 +178,10 @@ class MultitudeEstimator(BaseEstimator):
         ]
         if tested:
             predictive = Predictive.concat(predicted(net, own) for net, own, _ in tested)
-            learned = learned.calibrated(predictive, torch.cat([own for _, _, own in tested]), weight is None)
+            truth, members = torch.cat([own for _, _, own in tested]), learned.networks[0].members
+            # Where rows have weights there is no scaling, which would undo what the weights have done.
+            scaling = helpful_scaling(predictive, truth, members, SEED) if weight is None else None
+            learned = replace(learned, scaling=scaling, conformal=Conformal.fit(predictive, truth))
         self.model_: Learned = learned
 
     def _run(self, jobs: list[Job]) -> list[tuple[Multitude, list[Epoch]]]:

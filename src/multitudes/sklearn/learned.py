@@ -20,7 +20,6 @@ from multitudes.data.columns import Column
 from multitudes.data.tables import TableEncoder
 from multitudes.evaluation.calibrate import Calibration
 from multitudes.evaluation.conformal import Conformal
-from multitudes.evaluation.helpful import helpful_scaling
 from multitudes.sklearn.inputs import encoded
 
 __all__ = ["Learned", "predicted"]
@@ -98,17 +97,6 @@ class Learned:
         assert self.scale is not None
         found = values.double() * self.scale**power
         return found[:, 0] if found.shape[1:] == (1,) else found
-
-    # -- held-out rows -----------------------------------------------------------------------------------
-
-    def calibrated(self, predictive: Predictive, target: Tensor, alike: bool) -> Learned:
-        """The same with what predictions of held-out rows and their targets tell.
-
-        Where rows are not `alike` but have weights there is no scaling, which would undo what the weights have done.
-        """
-        members = self.networks[0].members
-        scaling = helpful_scaling(predictive, target, members, SEED) if alike else None
-        return replace(self, scaling=scaling, conformal=Conformal.fit(predictive, target))
 
     def conformal_at(self, level: float) -> Conformal:
         """The scores for sets or intervals of a level between 0 and 1; a warning where held-out rows are too few."""

@@ -81,26 +81,20 @@ def made(module: Any, inputs: int, outputs: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a network is built and trained: the arguments of an estimator, checked."""
+    """How a network is built and trained: `given` are the arguments of an estimator, checked."""
 
     method: Method
     settings: Mapping[str, Any]
-    module: Any
     task: str
     outputs: int
     quantiles: tuple[float, ...] | None
-    epochs: int | None
-    patience: int | None
-    batch_size: int | str
-    lr: float
-    weight_decay: float
     device: torch.device
-    progress: bool | None
+    given: Mapping[str, Any]
 
     def built(self, example: Tensor, layout: Any, seed: int) -> Multitude:
         """The network converted by the method, for inputs like these `[B, F]`, on the device."""
-        inputs, own = example.shape[1], self.module is not None
-        network = made(self.module, inputs, self.outputs) if own else tabular(inputs, self.outputs, layout)
+        inputs, module = example.shape[1], self.given["module"]
+        network = tabular(inputs, self.outputs, layout) if module is None else made(module, inputs, self.outputs)
         with evaluating(network), torch.no_grad():
             try:
                 shape = list(call(network, example).shape)
@@ -120,10 +114,8 @@ class Recipe:
 
     def training(self, rows: int) -> dict[str, Any]:
         """How so many rows are trained on: as studies do it, but for what was given."""
-        given: dict[str, Any] = {"epochs": self.epochs, "lr": self.lr, "weight_decay": self.weight_decay}
-        if self.batch_size != "auto":
-            given["batch_size"] = self.batch_size
-        return {**table_training(rows), **{name: value for name, value in given.items() if value is not None}}
+        own = {name: self.given[name] for name in ("epochs", "lr", "weight_decay", "batch_size")}
+        return {**table_training(rows), **{name: value for name, value in own.items() if value not in (None, "auto")}}
 
 
 def _first_line(error: Exception) -> str:
@@ -152,11 +144,11 @@ def trained(
         times = recipe.method.times(plan["epochs"] * len(batches), settings)
         if not times:
             plan["average"] = average
-            if validation and recipe.patience is not None:
-                plan |= {"validation": validation, "patience": recipe.patience, "stop_by": "error"}
+            if validation and recipe.given["patience"] is not None:
+                plan |= {"validation": validation, "patience": recipe.given["patience"], "stop_by": "error"}
         recorder = Recorder(net, keep=len(times)) if times else None
         callbacks = () if recorder is None else (Recording(recorder, times),)
-        history = fit(net, batches, **plan, callbacks=callbacks, seed=seed, progress=recipe.progress)
+        history = fit(net, batches, **plan, callbacks=callbacks, seed=seed, progress=recipe.given["verbose"])
         net = recipe.method.finish(net, recorder, x[:SETTLING], settings, seed)
         net = recipe.method.after(net, in_order(train), validation, settings, seed)
     return recipe.prepared(net).eval(), history
