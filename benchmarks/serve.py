@@ -23,8 +23,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from multitudes.serve.examples import examples
-from multitudes.serve.held_out import held_out
+from multitudes.serve.held_out import examples, held_out
 from multitudes.study.planning import prepare
 from multitudes.study.spec import Spec
 from multitudes.study.trained import Trained

@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 
 from multitudes import data as datasets
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.data import Data
 from multitudes.storage.save import load
 from multitudes.study.planning import prepare
@@ -167,6 +168,18 @@ def test_images_of_any_size_and_colour_are_read_or_named_and_left_out(deep: Path
     assert "some/bad.png" in told and "--skip-bad" in told
     ran = says("predict", deep, "some", "--skip-bad")
     assert "Left out 1 of 4" in ran.err and len(rows_of(ran.out)) == 3
+
+
+def test_an_interval_without_a_bound_is_null_in_json_and_an_empty_cell(
+    table: Run, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As conformal ones have at a level that the held-out rows are too few for; JSON has no infinity."""
+    monkeypatch.setattr(Predictive, "interval", lambda self, level: (self.mean - math.inf, self.mean + math.inf))
+    (elsewhere / "new.csv").write_text("kind,sun\noak,4\n")
+    (found,) = json.loads(says("predict", table.directory, "new.csv", "--format", "json").out)
+    assert (found["low"], found["high"]) == (None, None) and math.isfinite(found["mean"])
+    (row,) = rows_of(says("predict", table.directory, "new.csv").out)
+    assert (row["low"], row["high"]) == ("", "")
 
 
 def test_a_table_in_and_means_with_intervals_out(table: Run, elsewhere: Path) -> None:

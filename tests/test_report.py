@@ -23,10 +23,10 @@ from multitudes.report.board import standings
 from multitudes.report.calibration import calibration, intervals
 from multitudes.report.chart import png
 from multitudes.report.function_space import diversity, function_map
+from multitudes.report.inputs import uncertain_images
 from multitudes.report.page import SECTIONS, page, sections
 from multitudes.report.quality import selective_prediction, shift, size
 from multitudes.report.results import read_results
-from multitudes.report.uncertain_images import uncertain_images
 from multitudes.study.store import Job, Run
 from tests.fake_run import FEW, METHODS, Tags, evil_run, kept, series, write_run
 from tests.report_cases import regression, results, run  # noqa: F401

@@ -1,16 +1,19 @@
-"""Figures: what an SVG shows, read back by its ticks, is what was given; ticks are round; level lines are level."""
+"""Figures: what an SVG shows, read back by its ticks, is what was given; ticks are round; surfaces have steps."""
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 import re
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from multitudes.report.chart import Axis, Series, View, svg
-from multitudes.report.field import Field, colours, level_lines
+from multitudes.report.chart import Axis, Series, View, picture
+from multitudes.report.render import svg
 from multitudes.report.scales import fitted, round_ticks
 
 
@@ -101,30 +104,32 @@ def test_an_axis_of_one_value_or_none_has_a_range(values: list[float]) -> None:
         assert all(0 <= scale(value) <= 100 for value in values if math.isfinite(value) and (value > 0 or not log))
 
 
-def test_level_lines_of_a_cone_are_circles() -> None:
+def shown(heights: np.ndarray) -> np.ndarray:
+    """The picture of heights, `[H, W, 3]`."""
+    address = picture(heights.tolist())
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(address.partition("base64,")[2])))).astype(float)
+
+
+def test_the_steps_of_a_cone_are_rings() -> None:
     axis = np.linspace(-2, 2, 81)
-    heights = np.hypot(axis, axis[:, None])
-    pieces = level_lines(Field(axis.tolist(), axis.tolist(), heights.tolist()), 1.317)
-    ends = np.array(pieces).reshape(-1, 2)
-    assert np.hypot(*ends.T) == pytest.approx(1.317, abs=1e-3)
-    lengths = np.hypot(*(np.array(pieces)[:, 0] - np.array(pieces)[:, 1]).T)
-    assert lengths.sum() == pytest.approx(2 * math.pi * 1.317, rel=1e-3)
-    seen = [tuple(end) for end in ends.round(9)]
-    assert all(seen.count(end) == 2 for end in seen), "each piece begins where another ends"
+    pixels = shown(np.hypot(axis, axis[:, None]))
+    colours, step = np.unique(pixels.reshape(-1, 3), axis=0, return_inverse=True)
+    fine = np.linspace(-2, 2, len(pixels))
+    radius = np.hypot(fine, fine[:, None]).flatten()
+    ends = sorted((radius[step == at].min(), radius[step == at].max()) for at in range(len(colours)))
+    width = radius.max() / len(ends)
+    assert len(ends) == 16 and ends[0][0] < 0.02
+    for at, (low, high) in enumerate(ends):
+        assert (low, high) == pytest.approx((at * width, (at + 1) * width), abs=0.02)
 
 
-def test_in_a_saddle_the_mean_decides_which_corners_are_joined() -> None:
-    def pieces(level: float) -> set[frozenset[tuple[float, float]]]:
-        return {frozenset(piece) for piece in level_lines(Field([0, 1], [0, 1], [[1, 0], [0, 1]]), level)}
-
-    corner = {frozenset([(0.75, 0.0), (1.0, 0.25)]), frozenset([(0.25, 1.0), (0.0, 0.75)])}
-    assert pieces(0.25) == corner, "the mean is above, so the high corners are joined, and the low ones cut off"
-    corner = {frozenset([(0.25, 0.0), (0.0, 0.25)]), frozenset([(0.75, 1.0), (1.0, 0.75)])}
-    assert pieces(0.75) == corner
+def test_the_first_row_of_heights_lies_below() -> None:
+    light = shown(np.array([[0.0, 1.0], [2.0, 3.0]])).mean(2)
+    assert light[-1, 0] < light[-1, -1] < light[0, 0] < light[0, -1]
 
 
 def test_colours_grow_from_dark_to_light() -> None:
-    row = colours([np.linspace(-1, 4, 50).tolist()])[0]
-    light = [0.2126 * r + 0.7152 * g + 0.0722 * b for r, g, b in row]
+    row = shown(np.linspace(-1, 4, 50)[None])[0]
+    light = (row @ [0.2126, 0.7152, 0.0722]).tolist()
     assert light == sorted(light) and light[0] < 30 and light[-1] > 200
-    assert colours([[3.0, 3.0]])[0][0] == row[0]
+    assert (shown(np.full((2, 2), 3.0)) == row[0]).all()

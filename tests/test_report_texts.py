@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from multitudes.report import write
+from multitudes.report.inputs import shortened, uncertain_texts
 from multitudes.report.page import sections
 from multitudes.report.results import Results, read_results
-from multitudes.report.uncertain_texts import shortened, uncertain_texts
 from multitudes.study.planning import prepare
 from multitudes.study.spec import Spec
 from multitudes.study.worker import run as run_job

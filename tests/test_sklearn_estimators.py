@@ -13,11 +13,12 @@ pytest.importorskip("sklearn")
 
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from multitudes.methods.registry import collect
 from multitudes.sklearn import MultitudeClassifier, MultitudeRegressor
 from multitudes.sklearn.base import folds_of
-from multitudes.sklearn.training import RowBatches, Rows
+from multitudes.sklearn.training import RowBatches
 from tests.sklearn_cases import blobs, classifier, line, regressor, small
 
 # -- tables ------------------------------------------------------------------------------------------------
@@ -243,13 +244,13 @@ def test_a_class_of_one_row_is_never_held_out() -> None:
 
 
 def test_batches_hold_every_row_once_and_none_alone() -> None:
-    rows = Rows(torch.arange(33.0)[:, None], torch.arange(33))
+    rows = TensorDataset(torch.arange(33.0)[:, None], torch.arange(33))
     batches = RowBatches(rows, 16, seed=0)
     first, second = ([y.tolist() for _, y in batches] for _ in range(2))
     assert [len(batch) for batch in first] == [16, 16] and first != second
     batches.start(0, 1)
     assert [y.tolist() for _, y in batches] == first[1:]
-    assert sorted(y for _, batch in RowBatches(rows, 16) for y in batch.tolist()) == list(range(33))
+    assert sorted(y for _, batch in RowBatches(rows, 17, seed=0) for y in batch.tolist()) == list(range(33))
 
 
 # -- files -------------------------------------------------------------------------------------------------

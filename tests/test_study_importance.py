@@ -13,7 +13,7 @@ from multitudes.core.multitude import Multitude
 from multitudes.core.tasks.gaussian import join_gaussian
 from multitudes.data import Data, Part
 from multitudes.data.features import Category, Number
-from multitudes.report.columns_that_matter import important_columns, unsure_rows
+from multitudes.report.inputs import important_columns, unsure_rows
 from multitudes.report.results import Results, read_results
 from multitudes.study.importance import importance
 from multitudes.study.store import Run

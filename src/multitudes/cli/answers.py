@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,12 +17,10 @@ from multitudes.cli.options import Common, EvaluationOptions, located, writable
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from multitudes.core.tasks.predictive import Predictive
     from multitudes.study.trained import Trained
 
 __all__ = ["evaluate", "predict"]
 
-Cell = str | float | int
 JOB = "RUN/jobs/METHOD-SEED, or a run directory that train wrote."
 ModelFile = Annotated[
     str | None,
@@ -55,10 +54,12 @@ def predict(
     both in nats. For numbers: mean, std and the interval from low to high.
     """
     from multitudes.cli.screen import say
+    from multitudes.core.files import replacing
     from multitudes.data.new_inputs import read_inputs, remarks
+    from multitudes.serve.answers import answer_columns, rounded, rows_of
     from multitudes.study.trained import Trained
 
-    chosen = _format(to, form)
+    writable(to, *(() if form else (".csv", ".json")))
     if not 0 < level < 1:
         raise ValueError(f"--level must lie between 0 and 1, got {level}")
     if not inputs and not text:
@@ -71,58 +72,25 @@ def predict(
     for remark in (*remarks(found.unknown, found.filled), *found.notes):
         say(remark)
     answer = trained.predict(found.x, seed=common.seed or 0, precision=common.precision)
-    table = _rows(answer, trained, found.names, level, probs)
-    _write(_as_csv(table) if chosen == "csv" else json.dumps(table, indent=1, ensure_ascii=False) + "\n", to)
-
-
-def _format(to: Path | None, form: str | None) -> str:
-    writable(to, *(() if form else (".csv", ".json")))
-    return form or ("csv" if to is None else to.suffix.lower().removeprefix("."))
-
-
-def _rows(answer: Predictive, trained: Trained, names: list[str], level: float, probs: bool) -> list[dict[str, Cell]]:
-    """An answer for each input, by the names of the columns."""
-    data = trained.data
-    columns: dict[str, list[Any]] = {"input": list(names)}
-    if data.classes:
-        columns["label"] = [data.classes[label] for label in answer.label.tolist()]
-        columns["confidence"] = _rounded(answer.confidence)
-        columns["entropy"] = _rounded(answer.entropy)
-        columns["mutual_information"] = _rounded(answer.mutual_information)
-        if probs:
-            columns |= {f"p({name})": _rounded(answer.probs[:, c]) for c, name in enumerate(data.classes)}
-    else:
-        low, high = answer.interval(level)
-        columns["mean"] = _rounded(data.in_units(answer.mean[:, 0]))
-        columns["std"] = _rounded(answer.std[:, 0] * data.target_std)
-        columns["low"] = _rounded(data.in_units(low[:, 0]))
-        columns["high"] = _rounded(data.in_units(high[:, 0]))
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def _rounded(values: Tensor) -> list[float]:
-    """Numbers to six digits, as many as float32 has."""
-    return [float(f"{value:.6g}") for value in values.tolist()]
-
-
-def _as_csv(rows: list[dict[str, Cell]]) -> str:
-    file = io.StringIO()
-    writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
-
-
-def _write(text: str, to: Path | None) -> None:
-    from multitudes.cli.screen import say
-    from multitudes.core.files import replacing
-
+    columns = {"input": found.names, **answer_columns(answer, data, level)}
+    if probs and data.classes:
+        columns |= {f"p({name})": rounded(answer.probs[:, at]) for at, name in enumerate(data.classes)}
+    as_json = form == "json" or (form is None and to is not None and to.suffix.lower() == ".json")
+    shown = json.dumps(rows_of(columns), indent=1, ensure_ascii=False) + "\n" if as_json else _as_csv(columns)
     if to is None:
-        sys.stdout.write(text)
+        sys.stdout.write(shown)
         return
     with replacing(to) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
+        unfinished.write_text(shown, encoding="utf-8")
     say(f"Wrote {to}")
+
+
+def _as_csv(columns: Mapping[str, list[Any]]) -> str:
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(zip(*columns.values(), strict=True))
+    return file.getvalue()
 
 
 def evaluate(

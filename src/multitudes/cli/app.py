@@ -11,6 +11,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from functools import wraps
 from importlib import metadata
 from typing import Annotated, Any
 
@@ -77,6 +78,7 @@ def _say(message: str) -> None:
 def _guarded(command: Callable[..., None]) -> Callable[..., None]:
     """A command whose errors are a sentence and an exit code."""
 
+    @wraps(command)
     def run(**values: Any) -> None:
         debug = values["debug"]
         try:
@@ -100,8 +102,6 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
                 _say(f"Error: {told if getattr(error, 'in_file', False) else as_typed(told, flags_of(command))}")
             raise typer.Exit(ERROR) from None
 
-    for name in ("__name__", "__doc__", "__signature__", "__annotations__"):
-        setattr(run, name, getattr(command, name))
     return run
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
@@ -55,9 +56,9 @@ class DataOptions(DataSection, Options):
         """Those that were given, by their name in `multitudes.data.load`."""
         found = super().arguments()
         root = found.pop("data_root", None)
-        return {
-            name: [located(each, root) for each in value] if name == "ood" else value for name, value in found.items()
-        }
+        if "ood" in found:
+            found["ood"] = [located(each, root) for each in found["ood"]]
+        return found
 
 
 class TrainingOptions(TrainingSection, Options):
@@ -170,13 +171,13 @@ def grouped(function: Callable[..., None]) -> Callable[..., None]:
         own = parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
         parameters += _parameters(groups[name]) if name in groups else [own]
 
+    @wraps(function)
     def command(**values: Any) -> None:
         for name, group in groups.items():
             own = {parameter.name: values.pop(parameter.name) for parameter in _parameters(group)}
             values[name] = group.model_construct(**own)  # a specification, or what is called, checks the values
         function(**values)
 
-    command.__name__, command.__doc__ = function.__name__, function.__doc__
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # which inspect and Typer read
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command

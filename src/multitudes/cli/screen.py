@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
-import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,12 +21,15 @@ from multitudes.study.monitor import JobProgress, Snapshot
 from multitudes.study.rows import Row
 
 if TYPE_CHECKING:
-    from multitudes.study.columns import Column
+    from multitudes.data.reading import ColumnReading
+    from multitudes.report.board import Cell
 
-__all__ = ["clock", "console", "leaderboard_tables", "say", "say_dropped", "show", "table", "watching"]
+__all__ = ["clock", "console", "leaderboard_tables", "say", "say_columns", "say_dropped", "show", "table", "watching"]
 
 WIDE = 1000
 """The columns of a pipe, in which nothing is cut off."""
+SHOWN = 20
+"""How many columns of a table are shown that need no look."""
 
 
 def console(stderr: bool = False) -> Console:
@@ -45,6 +49,25 @@ def say_dropped(dropped: Mapping[str, int], say: Callable[[str], None] = say) ->
         say(f"Left out {plural(count, 'bad row')}: {reason}")
 
 
+def say_columns(readings: Sequence[ColumnReading]) -> None:
+    """How the columns of a table were read, on stderr; of many, those without a remark are only counted, by kind."""
+    if not readings:
+        return
+    plain = [each for each in readings if not (each.dropped or each.note or each.missing)]
+    counted = plain if len(readings) > SHOWN else []
+    rows = []
+    for each in readings:
+        if each not in counted:
+            remarks = [f"left out: {each.dropped}" if each.dropped else "", each.note]
+            rows.append([each.name, each.read_as, each.values, each.missing, "; ".join(filter(None, remarks))])
+    console(stderr=True).print(table(["column", "read as", "values", "missing", "remark"], rows, words=5))
+    for kind, count in Counter(each.read_as for each in counted).items():
+        say(f"and {plural(count, 'column')} more, read as {kind}, without a remark")
+    texts = any(each.read_as == "text" and not each.dropped for each in readings)  # of which there is one column
+    if any(each.dropped or each.note for each in readings) and not texts:
+        say("--drop COLUMN leaves a column out, --as COLUMN=KIND reads it as you say")
+
+
 def show(*what: Any) -> None:
     """Results, on stdout; text is shown as it is."""
     out = console()
@@ -59,47 +82,34 @@ def show(*what: Any) -> None:
 def watching(every: float = 10.0) -> Iterator[Callable[[Snapshot], None]]:
     """A function that shows snapshots; in a pipe, a line for each job that ends, and `every` so many seconds."""
     out = console(stderr=True)
-    if not out.is_terminal or out.is_dumb_terminal:
-        yield _Lines(every)
+    if out.is_terminal and not out.is_dumb_terminal:
+        with Live(console=out, transient=True, refresh_per_second=5) as live:
+            yield lambda now: live.update(_panel(now))
         return
-    with Live(console=out, transient=True, refresh_per_second=5) as live:
-        yield _Panel(live)
+    ended, shown = -1, -every
 
-
-class _Lines:
-    """One line after the other."""
-
-    def __init__(self, every: float) -> None:
-        self.every, self.ended, self.shown = every, -1, -every
-
-    def __call__(self, now: Snapshot) -> None:
-        ended = now.done + now.failed
-        if ended == self.ended and now.seconds - self.shown < self.every:
+    def line(now: Snapshot) -> None:
+        nonlocal ended, shown
+        if now.done + now.failed == ended and now.seconds - shown < every:
             return
-        self.ended, self.shown = ended, now.seconds
+        ended, shown = now.done + now.failed, now.seconds
         parts = [_jobs(now), *(f"{job.name}: {', '.join(filter(None, _state(job)))}" for job in now.running)]
         if now.left is not None and ended < now.total:
             parts.append(f"about {clock(now.left)} left")
         print("; ".join(parts), file=sys.stderr, flush=True)
 
+    yield line
 
-class _Panel:
-    """All running jobs at once, redrawn in place."""
 
-    def __init__(self, live: Live) -> None:
-        self.live, self.drawn = live, 0.0
-
-    def __call__(self, now: Snapshot) -> None:
-        if time.monotonic() - self.drawn < 0.2:
-            return
-        self.drawn = time.monotonic()
-        left = "" if now.left is None else f", about {clock(now.left)} left"
-        head = Text(f"{_jobs(now)}, {clock(now.seconds)} passed{left}", style="bold")
-        jobs = Table.grid(padding=(0, 2))
-        for job in now.running:
-            bar = ProgressBar(total=max(job.epochs, 1), completed=job.epoch, width=24)
-            jobs.add_row(job.name, bar, *_state(job), clock(job.seconds))
-        self.live.update(Group(head, jobs))
+def _panel(now: Snapshot) -> Group:
+    """All running jobs at once."""
+    left = "" if now.left is None else f", about {clock(now.left)} left"
+    head = Text(f"{_jobs(now)}, {clock(now.seconds)} passed{left}", style="bold")
+    jobs = Table.grid(padding=(0, 2))
+    for job in now.running:
+        bar = ProgressBar(total=max(job.epochs, 1), completed=job.epoch, width=24)
+        jobs.add_row(job.name, bar, *_state(job), clock(job.seconds))
+    return Group(head, jobs)
 
 
 def _jobs(now: Snapshot) -> str:
@@ -145,34 +155,27 @@ def leaderboard_tables(
 
     Where `width` is too small for all columns, the rest of them is in further tables.
     """
-    from multitudes.study.columns import first_columns, remark
+    from multitudes.report.board import cells_of
+    from multitudes.study.columns import first_columns, in_words, remark
 
-    methods = [Text("method"), *(_name(row, remark(row, rows, by)) for row in rows)]
+    methods = [Text("method")]
+    for row in rows:
+        told = remark(row, rows, by)
+        methods.append(Text(f"{in_words(row)} ({told})" if told else row.name, style="dim" if row.baseline else ""))
     groups: list[list[list[Text]]] = [[methods]]
     for column in first_columns(rows, by, tiny, unbalanced):
-        top = column.best(rows)
-        cells = [Text(column.heading), *(_cell(row, column, row is top) for row in rows)]
+        cells = [Text(column.heading), *map(_cell, cells_of(rows, column))]
         if len(groups[-1]) > 1 and sum(map(_width, [*groups[-1], cells])) > width:
             groups.append([methods])
         groups[-1].append(cells)
     return [table([column[0].plain for column in group], list(zip(*group, strict=True))[1:]) for group in groups]
 
 
-def _name(row: Row, remark: str) -> Text:
-    from multitudes.study.columns import in_words
-
-    return Text(f"{in_words(row)} ({remark})" if remark else row.name, style="dim" if row.baseline else "")
-
-
 def _width(column: list[Text]) -> int:
     return max(map(len, column)) + 3  # two spaces and a line between columns
 
 
-def _cell(row: Row, column: Column, is_best: bool) -> Text:
-    value = column.of(row)
-    if value is None:
-        return Text("–", style="dim")
-    if column.is_cost:
-        return Text(column.cell(value))
-    spread = "" if value.spread is None else f" ± {column.text(value.spread, beside=value.mean)}"
-    return Text(f"{'★ ' if is_best else ''}{column.cell(value)}{spread}", style="bold" if is_best else "")
+def _cell(cell: Cell) -> Text:
+    style = "bold" if cell.best else "dim" if math.isnan(cell.value) else ""
+    spread = f" ± {cell.spread}" if cell.spread else ""
+    return Text(f"{'★ ' if cell.best else ''}{cell.text}{spread}", style=style)

@@ -10,8 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from multitudes.cli.options import Common, DataOptions, EvaluationOptions, TrainingOptions, located, words
-from multitudes.cli.reading import say_columns
-from multitudes.cli.screen import clock, console, leaderboard_tables, say, say_dropped, show, table, watching
+from multitudes.cli.screen import (
+    clock,
+    console,
+    leaderboard_tables,
+    say,
+    say_columns,
+    say_dropped,
+    show,
+    table,
+    watching,
+)
 from multitudes.core.checks import needed, plural
 from multitudes.study.monitor import Outcome
 from multitudes.study.store import Run
@@ -224,30 +233,23 @@ def _time_for_seeds(run: Run, workers: int | None) -> bool:
 
 def _conclude(run: Run, failed: dict[str, str]) -> None:
     """Show the leaderboard, the answer, which jobs failed and where the page is."""
-    from multitudes import report
-    from multitudes.study.balance import imbalance
+    from multitudes.report import read_results, write
     from multitudes.study.columns import caption
     from multitudes.study.conclusion import measure_all
-    from multitudes.study.importance import NAME as IMPORTANCE
     from multitudes.study.importance import in_a_sentence
-    from multitudes.study.leaderboard import leaderboard
-    from multitudes.study.recommendation import recommend
 
     measure_all(run, say)
-    by = run.spec.get("by")
-    rows = leaderboard(run, by)
-    if rows:
-        tiny = bool((run.times or {}).get("tiny"))
-        answer = recommend(rows, by, tiny)
-        uneven = imbalance(run.about or {})
-        tables = leaderboard_tables(rows, answer.by, console().width, tiny, bool(uneven))
-        show(*tables, f"{caption(rows, tiny)}\n")
-        more = [line for line in (uneven, in_a_sentence(run.read_table(IMPORTANCE) or {})) if line]
+    results = read_results(run.directory) if run.done else None
+    if results is not None:
+        board, tiny, uneven, answer = results.board, results.tiny, results.imbalance, results.recommendation
+        tables = leaderboard_tables(board, answer.by, console().width, tiny, bool(uneven))
+        show(*tables, f"{caption(board, tiny)}\n")
+        more = [line for line in (uneven, in_a_sentence(results.importance)) if line]
         show(answer.headline, *map(str, answer.advice), *answer.notes, *answer.warnings, *more, "")
     for name, reason in failed.items():
         say(f"{name} failed: {reason}")
-    if rows:
-        show(f"Report: {report.write(run.directory)}")
+    if results is not None:
+        show(f"Report: {write(run.directory)}")
     if failed:
         again = "the same command tries again (output.txt in the job's directory has more)"
         raise ValueError(f"{plural(len(failed), 'job')} failed; {again}")

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from multitudes.cli.options import Common, DataOptions, located, model_place, words, writable
-from multitudes.cli.reading import say_columns
-from multitudes.cli.screen import say, say_dropped, show, table
+from multitudes.cli.screen import say, say_columns, say_dropped, show, table
 from multitudes.methods.listing import listed
 
 if TYPE_CHECKING:
@@ -26,13 +25,10 @@ def methods(*, common: Common) -> None:
     """List the methods: what each costs, and when to pick it."""
     every = listed()
     rows = [[each.name, each.costs, each.pick] for each in every]
-    settings = [
-        f"{each.name}: {', '.join(f'{key}={value}' for key, value in each.settings.items())}"
-        for each in every
-        if each.settings
-    ]
-    show(table(["method", "what it costs", "when to pick it"], rows, words=3))
-    show("", "Settings, with their defaults:", *settings)
+    show(table(["method", "what it costs", "when to pick it"], rows, words=3), "", "Settings, with their defaults:")
+    for each in every:
+        if each.settings:
+            show(f"{each.name}: {', '.join(f'{key}={value}' for key, value in each.settings.items())}")
 
 
 def prepare(
@@ -85,6 +81,7 @@ def bench(
     every = {name: method_of(name) for name in ["single", *names]}
     device = device_of(common.device)
     precision = precision_on(common.precision, device)
+    plan = {"epochs": 1, "optimizer": "sgd", "lr": 0.01, "precision": precision, "dataset_size": batch}
     nets: dict[str, Multitude] = {}
     steps: dict[str, TrainingStep] = {}
     with seeded(common.seed or 0), mixed_precision(device, precision):
@@ -95,7 +92,7 @@ def bench(
             say(f"Building {name}")
             built = build_network(network, sides, outputs, kind=kind)
             net = build(method, built, x.cpu(), method.complete(), 0, network).to(device)
-            steps[name] = TrainingStep(net, x, y, partial(_arguments, method=method, precision=precision, rows=len(x)))
+            steps[name] = TrainingStep(net, x, y, partial(_arguments, method, plan))
             nets[name] = _finished(net, x, y, method)
             nets[name].draws = draws
         say("Measuring in turns")
@@ -106,14 +103,10 @@ def bench(
             name: (parameters(net), multiply_adds(net, x), steps[name].peak_bytes() / 1e6) for name, net in nets.items()
         }
     rows = []
-    for name, (count, products, memory) in fixed.items():
-        base = fixed["single"]
-        step, speed = training[name], inference[name]
-        rows.append([
-            name, _cost(count, count / base[0]), _cost(products, products / base[1]),
-            _cost(1000 * step.seconds, step.ratio), _cost(1000 * speed.seconds, speed.ratio),
-            _cost(memory, memory / base[2]),
-        ])  # fmt: skip
+    for name, own in fixed.items():
+        count, products, memory = ((each, each / base) for each, base in zip(own, fixed["single"], strict=True))
+        step, speed = ((1000 * times[name].seconds, times[name].ratio) for times in (training, inference))
+        rows.append([name, *(_cost(*each) for each in (count, products, step, speed, memory))])
     head = ["method", "parameters", "multiply-adds", "ms a training step", "ms a prediction", "peak MB"]
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     about = f"{model} on inputs {list(sides)}, batches of {batch}; {where}; {precision}; torch {torch.__version__}"
@@ -131,18 +124,13 @@ def _network(model: str) -> tuple[dict[str, Any], str | None]:
     return {"file": file, "name": function} if file else {"name": function}, None
 
 
-def _arguments(net: Multitude, method: Method, precision: str, rows: int) -> dict[str, Any]:
+def _arguments(method: Method, plan: dict[str, Any], net: Multitude) -> dict[str, Any]:
     """Those of `fit`."""
-    training = {"epochs": 1, "optimizer": "sgd", "lr": 0.01, "precision": precision, "dataset_size": rows}
-    arguments = method.train(net, training, method.complete())
-    return {key: value for key, value in arguments.items() if key != "epochs"}
+    return method.train(net, plan, method.complete())
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    try:
-        sides = tuple(int(word) for word in words(text))
-    except ValueError:
-        sides = ()
+    sides = tuple(int(word) if word.isdecimal() else 0 for word in words(text))
     if len(sides) not in (1, 3) or min(sides) < 1:
         raise ValueError(f"--shape must be C,H,W, or one number, got {text!r}")
     return sides

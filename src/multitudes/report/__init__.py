@@ -5,6 +5,6 @@ Imports core, metrics, landscape, data and study. To add a section, write a func
 """
 
 from multitudes.report.page import write
-from multitudes.report.results import Results
+from multitudes.report.results import Results, read_results
 
-__all__ = ["Results", "write"]
+__all__ = ["Results", "read_results", "write"]

@@ -25,7 +25,7 @@ from multitudes.study.columns import (
 from multitudes.study.leaderboard import best, better
 from multitudes.study.rows import Row
 
-__all__ = ["Cell", "Head", "Line", "answer", "cost", "score_axis", "standings", "table_of"]
+__all__ = ["Cell", "Head", "Line", "answer", "cells_of", "cost", "score_axis", "standings", "table_of"]
 
 
 # -- the leaderboard ---------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def standings(results: Results) -> dict[str, Any]:
 def table_of(results: Results, columns: Sequence[Column], heads: Sequence[Head]) -> dict[str, Any]:
     """A table of rows that have a value in some column."""
     board = [row for row in results.board if any(column.name in row.values for column in columns)]
-    cells = [_cells(board, column) for column in columns]
+    cells = [cells_of(board, column) for column in columns]
     lines = [
         Line(
             None if row.baseline else results.methods.index(row.name),
@@ -98,7 +98,8 @@ def table_of(results: Results, columns: Sequence[Column], heads: Sequence[Head])
     return {"head": list(heads), "rows": lines}
 
 
-def _cells(board: Sequence[Row], column: Column) -> list[Cell]:
+def cells_of(board: Sequence[Row], column: Column) -> list[Cell]:
+    """The cells of a column, a dash and NaN where a row has no value."""
     top = column.best(board)
     cells = []
     for row in board:
@@ -124,22 +125,21 @@ def answer(results: Results) -> View | None:
     Bars are what the difference from the single network may be. None where there are fewer than two methods.
     """
     found = results.recommendation
-    column = column_of(found.by)
     if len(found.points) < 2:
         return None
+    column = column_of(found.by)
     sign = 1 if better(found.by) is Better.HIGHER else -1
     singles = {row.name: row[found.by] for row in results.board if row.method == "single"}
     alone = next(iter(singles.values()), math.nan)
     named = {*found.methods, *singles}
-    series = []
+    marks = []
     for point in found.points:
-        ends = sorted(alone + sign * gain for gain in (point.low, point.high))
-        bars = [] if point.low == point.high else ends
+        bars = [] if point.low == point.high else sorted(alone + sign * gain for gain in (point.low, point.high))
         tip = f"{column.title} {column.told(point.score)}, {fixed(point.cost, 2)} × the price of the single network"
         label = point.method if point.method in named or point.on_frontier else ""
-        series.append(_point(results, point.method, point.cost, point.score, bars, tip, label))
-    line = [(point.cost, point.score) for point in found.points if point.on_frontier]
-    return View([_frontier(line), *series], _price_axis(found.cost), score_axis(found.by))
+        marks.append(_mark(results, point.method, point.cost, point.score, bars, tip, label))
+    front = [(point.cost, point.score) for point in found.points if point.on_frontier]
+    return _against_price(front, marks, found.cost, found.by)
 
 
 def cost(results: Results) -> dict[str, Any]:
@@ -151,14 +151,10 @@ def cost(results: Results) -> dict[str, Any]:
 
 
 def score_axis(name: str) -> Axis:
-    """Of a score, with a word on which values are better."""
+    """The axis of a score, with a word on which values are better."""
     column = column_of(name)
     hint = {Better.HIGHER: " (higher is better)", Better.LOWER: " (lower is better)"}.get(better(name), "")
     return Axis(column.title + hint, percent=column.unit == "%")
-
-
-def _price_axis(title: str) -> Axis:
-    return Axis(title, log=True, ticks=TICKS)
 
 
 def _view(results: Results, score: str, price: Column) -> View | None:
@@ -166,31 +162,31 @@ def _view(results: Results, score: str, price: Column) -> View | None:
     known = [row for row in results.board if math.isfinite(row[score]) and row[price.name] > 0]
     if len(known) < 2:
         return None
-    front = _front(known, score, price.name)
-    column, series = column_of(score), []
+    ordered = sorted(known, key=lambda row: row[price.name])
+    front = [
+        row for row in ordered if best([one for one in ordered if one[price.name] <= row[price.name]], score) is row
+    ]
+    column, marks = column_of(score), []
     for row in known:
         spread = row.values[score].spread
         bars = [] if spread is None else [row[score] - spread, row[score] + spread]
         paid = price.cell(row.values[price.name])
         tip = f"{column.title} {column.told(row[score])}, {price.title} {paid} ×"
-        label = row.name if row in front else ""
-        series.append(_point(results, row.name, row[price.name], row[score], bars, tip, label))
-    line = _frontier([(row[price.name], row[score]) for row in front])
-    axis = _price_axis(f"{price.title}, × the single network's")
-    return View([line, *series], axis, score_axis(score), f"{column.title} against {price.title}")
+        marks.append(_mark(results, row.name, row[price.name], row[score], bars, tip, row.name if row in front else ""))
+    places = [(row[price.name], row[score]) for row in front]
+    title = f"{price.title}, × the single network's"
+    return _against_price(places, marks, title, score, f"{column.title} against {price.title}")
 
 
-def _point(results: Results, method: str, x: float, y: float, bars: Sequence[float], tip: str, label: str) -> Series:
+def _against_price(
+    front: Sequence[tuple[float, float]], marks: Sequence[Series], title: str, score: str, label: str = ""
+) -> View:
+    """Methods by price and score, and a line through the places of those that no cheaper one beats."""
+    line = Series([x for x, _ in front], [y for _, y in front])
+    return View([line, *marks], Axis(title, log=True, ticks=TICKS), score_axis(score), label)
+
+
+def _mark(results: Results, method: str, x: float, y: float, bars: Sequence[float], tip: str, label: str) -> Series:
     """A method as one point; `bars` are both ends of its error bar, or none."""
     at = results.methods.index(method)
     return Series([x], [y], at, line=False, marks=True, low=bars[:1], high=bars[1:], tips=[tip], labels=[label])
-
-
-def _frontier(points: Sequence[tuple[float, float]]) -> Series:
-    return Series([x for x, _ in points], [y for _, y in points])
-
-
-def _front(rows: Sequence[Row], score: str, price: str) -> list[Row]:
-    """The methods that nothing cheaper is better than, the cheapest first."""
-    ordered = sorted(rows, key=lambda row: row[price])
-    return [row for row in ordered if best([each for each in ordered if each[price] <= row[price]], score) is row]

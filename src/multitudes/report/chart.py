@@ -1,8 +1,6 @@
-"""Figures as SVG: lines, points with error bars, and surfaces, on two axes.
+"""Figures: lines, points with error bars, and surfaces, on two axes.
 
-A `View` is plain data; `svg` draws it. What belongs to a method is a group of class `m` with the method's number, which
-the style sheet colours where the method is highlighted; its polyline has a point for each tip, which the page's script
-shows where the pointer is near. Every text is escaped.
+A `View` is plain data, a `Drawing` has the places of all that it shows; `render.svg` draws it.
 """
 
 from __future__ import annotations
@@ -10,25 +8,94 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from markupsafe import Markup
+import torch
+from torch import nn
 
 from multitudes.core.checks import needed
-from multitudes.report.field import Field, colours, level_lines
 from multitudes.report.scales import Axis, Scale, fitted
-from multitudes.report.style import STAR, Style
 
-__all__ = ["Axis", "Series", "View", "png", "svg"]
+__all__ = [
+    "HIGHLIGHTED",
+    "SIZES",
+    "STAR",
+    "Axis",
+    "Drawing",
+    "Field",
+    "Series",
+    "Style",
+    "View",
+    "picture",
+    "place",
+    "png",
+]
 
+HIGHLIGHTED = 6
+"""How many methods are in colour at once."""
+
+COLOURS = 8
+"""The style sheet has `--c0` to `--c7`."""
+
+DASHES = ("", "6 3", "2 2.5", "6 2.5 2 2.5", "10 3", "10 2.5 2 2.5")
+
+STAR = "m0-6l1.6 4.2 4.4.2-3.4 2.8 1.1 4.3-3.7-2.4-3.7 2.4 1.1-4.3-3.4-2.8 4.4-.2z"
+SYMBOLS = (
+    "m-4 0a4 4 0 1 1 8 0a4 4 0 1 1-8 0z",  # a circle
+    "m-3.6-3.6h7.2v7.2h-7.2z",  # a square
+    "m0-5l5 5-5 5-5-5z",  # a diamond
+    "m-1.6-5h3.2v3.4h3.4v3.2h-3.4v3.4h-3.2v-3.4h-3.4v-3.2h3.4z",  # a cross
+    "m-3.3-4.8l3.3 3.3 3.3-3.3 1.5 1.5-3.3 3.3 3.3 3.3-1.5 1.5-3.3-3.3-3.3 3.3-1.5-1.5 3.3-3.3-3.3-3.3z",  # an x
+    "m0-5l5 9h-10z",  # a triangle
+    STAR,
+    "m-2.5-4.3h5l2.5 4.3-2.5 4.3h-5l-2.5-4.3z",  # a hexagon
+)
+"""Paths around the place where they are drawn."""
 SIZES = {"wide": (560, 350), "small": (400, 300)}
 LEFT, RIGHT, TOP, BOTTOM = 62, 28, 32, 50
 LETTER = 6.4
 """The mean width of a letter."""
 LONGEST = 24
 """Letters of a name beside a point."""
+STEPS, PIXELS = 16, 256
+"""Of a surface: how many colours it has, and its pixels on each side."""
+VIRIDIS = ("440154", "482878", "3e4989", "31688e", "26828e", "1f9e89", "35b779", "6ece58", "b5de2b", "fde725")
+"""From low to high, at equal distances (matplotlib's scale of this name)."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """The look of the method with this number in all figures and tables: a colour, a dash and a symbol.
+
+    Colours are Okabe and Ito's, variables of the style sheet that follow the light and the dark theme; after
+    eight, they repeat with other symbols and dashes. The first methods are highlighted when the page opens; the others
+    are grey until the reader selects them.
+    """
+
+    number: int
+
+    @property
+    def colour(self) -> str:
+        """A variable of the style sheet."""
+        return f"var(--c{self.number % COLOURS})"
+
+    @property
+    def symbol(self) -> str:
+        """A path around the place where it is drawn."""
+        return SYMBOLS[(self.number + self.number // COLOURS) % len(SYMBOLS)]
+
+    @property
+    def dash(self) -> str:
+        """The lengths of strokes and gaps; empty for a whole line."""
+        return DASHES[(self.number + self.number // COLOURS) % len(DASHES)]
+
+    @property
+    def classes(self) -> str:
+        """Of an element that is in colour where the method is highlighted."""
+        return "m on" if self.number < HIGHLIGHTED else "m"
 
 
 @dataclass(frozen=True)
@@ -52,6 +119,21 @@ class Series:
 
 
 @dataclass(frozen=True)
+class Field:
+    """Heights on a grid: `heights[j][i]` at `x[i]` and `y[j]`, all of them finite."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+    heights: Sequence[Sequence[float]]
+    title: str = ""
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The lowest and the highest."""
+        return min(map(min, self.heights)), max(map(max, self.heights))
+
+
+@dataclass(frozen=True)
 class View:
     """One state of a figure, and the label by which the reader selects it."""
 
@@ -63,186 +145,138 @@ class View:
     """A surface behind the series, whose axes have the same scale."""
 
 
-def svg(view: View, alt: str, size: str = "wide") -> Markup:
-    """A figure; `alt` says what it shows to a reader who does not see it."""
-    width, height = SIZES[size]
-    x, y = _scales(view, width, height)
-    parts = [_axes(view, x, y)]
-    if view.field is not None:
-        parts.append(_surface(view.field, x, y))
-    # What is drawn last lies on top: the methods that are highlighted, the first of all.
-    order = sorted(view.series, key=lambda each: math.inf if each.method is None else each.method, reverse=True)
-    parts += [_series(each, x, y) for each in order]
-    parts.append(_labels(view.series, x, y))
-    start = Markup('<svg class="chart" viewBox="0 0 {} {}" role="img" aria-label="{}">').format(width, height, alt)
-    return start + Markup("").join(parts) + Markup("</svg>")
+@dataclass(frozen=True)
+class Group:
+    """A series in a figure: the places of the points that have one, their tips, and the path of the error bars."""
+
+    series: Series
+    places: Sequence[tuple[float, float]]
+    tips: Sequence[str]
+    bars: str
+
+    @property
+    def joined(self) -> bool:
+        """Whether there is a line."""
+        return self.series.line and len(self.places) > 1
+
+    @property
+    def style(self) -> Style | None:
+        """The look of its method, None without one."""
+        return None if self.series.method is None else Style(self.series.method)
 
 
-def _scales(view: View, width: int, height: int) -> tuple[Scale, Scale]:
-    right, bottom = width - RIGHT, height - BOTTOM
-    if view.field is not None:
-        return _equal_scales(view.field, view, right - 60, bottom)
-    across = [value for each in view.series for value in each.x]
-    up = [value for each in view.series for some in (each.y, each.low, each.high) for value in some]
-    return fitted(view.x, across, LEFT, right), fitted(view.y, up, bottom, TOP)
+@dataclass(frozen=True)
+class Drawing:
+    """The places of all that a figure shows, for the template `chart.html`."""
+
+    view: View
+    width: int
+    height: int
+
+    @cached_property
+    def scales(self) -> tuple[Scale, Scale]:
+        """Both axes; those of a surface have the same length for the same distance."""
+        view, right, bottom = self.view, self.width - RIGHT, self.height - BOTTOM
+        if view.field is None:
+            across = [value for each in view.series for value in each.x]
+            up = [value for each in view.series for some in (each.y, each.low, each.high) for value in some]
+            return fitted(view.x, across, LEFT, right), fitted(view.y, up, bottom, TOP)
+        (left, *_, last), (low, *_, high) = view.field.x, view.field.y
+        unit = min((right - 60 - LEFT) / (last - left), (bottom - TOP) / (high - low))
+        return (
+            Scale(view.x, left, last, LEFT, LEFT + unit * (last - left)),
+            Scale(view.y, low, high, bottom, bottom - unit * (high - low)),
+        )
+
+    @property
+    def key(self) -> Scale:
+        """The heights of a surface, beside it."""
+        assert self.view.field is not None
+        (low, high), y = self.view.field.range, self.scales[1]
+        return Scale(Axis(), low, high if high > low else low + 1, y.start, y.end)
+
+    @property
+    def groups(self) -> list[Group]:
+        """All series with a point that has a place; on top, which is last, the highlighted ones, the first of all."""
+        order = sorted(self.view.series, key=lambda one: math.inf if one.method is None else one.method, reverse=True)
+        return [group for each in order if (group := self._group(each)).places]
+
+    def _group(self, series: Series) -> Group:
+        x, y = self.scales
+        shown = [at for at in range(len(series.x)) if x.holds(series.x[at]) and y.holds(series.y[at])]
+        bars = [self._bar(series.x[at], series.low[at], series.high[at]) for at in shown] if series.low else []
+        tips = [series.tips[at] for at in shown] if series.tips else []
+        return Group(series, [(x(series.x[at]), y(series.y[at])) for at in shown], tips, "".join(bars))
+
+    def _bar(self, value: float, low: float, high: float) -> str:
+        if not (math.isfinite(low) and math.isfinite(high)):
+            return ""
+        x, y = self.scales
+        bottom, top = (y(min(max(each, y.low), y.high)) for each in (low, high))
+        return f"M{place(x(value) - 3)} {place(bottom)}h6m-3 0V{place(top)}m-3 0h6"
+
+    @property
+    def labels(self) -> list[tuple[float, float, str]]:
+        """Names beside points, where they cover neither a point nor another name."""
+        x, y = self.scales
+        taken: list[Box] = []
+        wanted: list[tuple[float, float, str]] = []
+        for each in self.view.series:
+            for at, (across, up) in enumerate(zip(each.x, each.y, strict=True)):
+                if x.holds(across) and y.holds(up) and (each.method is not None or each.labels):
+                    taken += [] if each.line and not each.marks else [_box(x(across), y(up), 8, 8)]
+                    if each.labels and (name := each.labels[at]):
+                        short = name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
+                        wanted.append((x(across), y(up), short))
+        found = []
+        for across, up, text in wanted:
+            wide = LETTER * len(text)
+            beside = [(sign * (wide / 2 + 7), down) for down in (-9, 9, 0) for sign in (1, -1)]
+            boxes = [_box(across + right, up + down, wide, 12) for right, down in [*beside, (0, -14), (0, 14)]]
+            inside = [box for box in boxes if box[0] >= x.start - 4 and box[2] <= x.end + 8 and box[1] >= TOP - 8]
+            free = [box for box in inside if not any(_overlap(box, other) for other in taken)]
+            box = (free or inside or boxes)[0]
+            taken.append(box)
+            found.append(((box[0] + box[2]) / 2, box[3] - 2, text))
+        return found
 
 
-def _equal_scales(field: Field, view: View, right: float, bottom: float) -> tuple[Scale, Scale]:
-    """Of a surface: the same length is the same distance on both axes."""
-    across, up = field.x[-1] - field.x[0], field.y[-1] - field.y[0]
-    unit = min((right - LEFT) / across, (bottom - TOP) / up)
-    return (
-        Scale(view.x, field.x[0], field.x[-1], LEFT, LEFT + unit * across),
-        Scale(view.y, field.y[0], field.y[-1], bottom, bottom - unit * up),
-    )
+Box = tuple[float, float, float, float]
+"""Left, top, right and bottom."""
 
 
-# -- axes --------------------------------------------------------------------------------------------------
+def _box(x: float, y: float, wide: float, high: float) -> Box:
+    return x - wide / 2, y - high / 2, x + wide / 2, y + high / 2
 
 
-def _axes(view: View, x: Scale, y: Scale) -> Markup:
-    """Grid, ticks and titles: that of the vertical axis stands above it, where it can be read."""
-    across, up = x.ticks(48), y.ticks(24)
-    grid = "".join(f"M{_n(at)} {_n(y.start)}V{_n(y.end)}" for at, _ in across)
-    grid += "".join(f"M{_n(x.start)} {_n(at)}H{_n(x.end)}" for at, _ in up)
-    if view.x.bare and view.y.bare:
-        grid = f"M{_n(x.start)} {_n(y.start)}H{_n(x.end)}V{_n(y.end)}H{_n(x.start)}z"
-    parts = [Markup('<path class="grid" d="{}"/>').format(grid)]
-    parts += [_text(at, y.start + 23, text, "middle") for at, text in across]
-    parts += [_text(x.start - 7, at + 4, text, "end") for at, text in up]
-    parts.append(_text((x.start + x.end) / 2, y.start + 46, view.x.title, "middle", "title"))
-    parts.append(_text(4, y.end - 16, view.y.title, "start", "title"))
-    return Markup("").join(parts)
+def _overlap(a: Box, b: Box) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
-def _text(x: float, y: float, text: str, anchor: str, style: str = "tick") -> Markup:
-    if not text:
-        return Markup("")
-    place = Markup('<text class="{}" x="{}" y="{}" text-anchor="{}">{}</text>')
-    return place.format(style, _n(x), _n(y), anchor, text)
-
-
-def _n(value: float) -> str:
+def place(value: float) -> str:
     """A place, to a tenth of a pixel.
 
-    >>> _n(12.04), _n(-0.04), _n(3.25)
+    >>> place(12.04), place(-0.04), place(3.25)
     ('12', '0', '3.2')
     """
     text = f"{value:.1f}".removesuffix(".0")
     return "0" if text == "-0" else text
 
 
-# -- series ------------------------------------------------------------------------------------------------
+# -- pictures ----------------------------------------------------------------------------------------------
 
 
-def _series(series: Series, x: Scale, y: Scale) -> Markup:
-    """A group: the line, the error bars and the symbols. Points that have no place are left out."""
-    shown = [at for at in range(len(series.x)) if x.holds(series.x[at]) and y.holds(series.y[at])]
-    if not shown:
-        return Markup("")
-    places = [(x(series.x[at]), y(series.y[at])) for at in shown]
-    points = " ".join(f"{_n(a)},{_n(b)}" for a, b in places)
-    style = None if series.method is None else Style(series.method)
-    dash = Markup(' stroke-dasharray="{}"').format(style.dash) if style and style.dash and series.line else ""
-    kind = "" if series.line and len(shown) > 1 else Markup(' class="none"')
-    parts = [Markup('<polyline{} points="{}"{}/>').format(kind, points, dash)]
-    if series.low:
-        bars = "".join(_bar(a, y, series.low[at], series.high[at]) for (a, _), at in zip(places, shown, strict=True))
-        parts += [Markup('<path class="bars" d="{}"/>').format(bars)] if bars else []
-    if series.marks:
-        symbol = STAR if style is None else style.symbol
-        marks = "".join(f"M{_n(a)} {_n(b)}{symbol}" for a, b in places)
-        parts.append(Markup('<path class="marks" d="{}"/>').format(marks))
-    tips = Markup(' data-tips="{}"').format("\n".join(series.tips[at] for at in shown)) if series.tips else ""
-    if style is None:
-        head = Markup('<g class="guide"{}>').format(tips)
-    else:
-        head = Markup('<g class="{}" data-method="{}" style="--own:{}"{}>')
-        head = head.format(style.classes, series.method, style.colour, tips)
-    return head + Markup("").join(parts) + Markup("</g>")
-
-
-def _bar(at: float, y: Scale, low: float, high: float) -> str:
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return ""
-    bottom, top = (y(min(max(each, y.low), y.high)) for each in (low, high))
-    return f"M{_n(at - 3)} {_n(bottom)}h6m-3 0V{_n(top)}m-3 0h6"
-
-
-def _labels(series: Iterable[Series], x: Scale, y: Scale) -> Markup:
-    """Names beside points, where they cover neither a point nor another name."""
-    taken: list[tuple[float, float, float, float]] = []
-    wanted: list[tuple[float, float, str]] = []
-    for each in series:
-        for at, (across, up) in enumerate(zip(each.x, each.y, strict=True)):
-            if x.holds(across) and y.holds(up) and (each.method is not None or each.labels):
-                taken += [] if each.line and not each.marks else [_box(x(across), y(up), 8, 8)]
-                if each.labels and each.labels[at]:
-                    wanted.append((x(across), y(up), _short(each.labels[at])))
-    parts = []
-    for across, up, text in wanted:
-        wide = LETTER * len(text)
-        spots = [(sign_x * (wide / 2 + 7), sign_y) for sign_y in (-9, 9, 0) for sign_x in (1, -1)] + [(0, -14), (0, 14)]
-        boxes = [_box(across + right, up + down, wide, 12) for right, down in spots]
-        inside = [box for box in boxes if box[0] >= x.start - 4 and box[2] <= x.end + 8 and box[1] >= TOP - 8]
-        free = [box for box in inside if not any(_overlap(box, other) for other in taken)]
-        box = (free or inside or boxes)[0]
-        taken.append(box)
-        parts.append(_text((box[0] + box[2]) / 2, box[3] - 2, text, "middle", "label"))
-    return Markup("").join(parts)
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
-
-
-def _box(x: float, y: float, wide: float, high: float) -> tuple[float, float, float, float]:
-    return x - wide / 2, y - high / 2, x + wide / 2, y + high / 2
-
-
-def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
-
-
-# -- surfaces ----------------------------------------------------------------------------------------------
-
-LEVELS = 12
-
-
-def _surface(field: Field, x: Scale, y: Scale) -> Markup:
-    """Colours, of which a browser makes a smooth picture; lines of equal height; and what the colours mean."""
-    low, high = field.range
-    step_x, step_y = (x.end - x.start) / (len(field.x) - 1), (y.start - y.end) / (len(field.y) - 1)
+def picture(heights: Sequence[Sequence[float]]) -> str:
+    """Heights on a grid, the first row below, as a picture: a colour for each step, whose edges are lines of height."""
+    low, high = min(map(min, heights)), max(map(max, heights))
+    grid = torch.tensor(heights, dtype=torch.float64).flip(0)
+    size = [1 if length == 1 else PIXELS for length in grid.shape]
+    fine = nn.functional.interpolate(grid[None, None], size, mode="bilinear", align_corners=True)[0, 0]
+    step = ((fine - low) / (high - low or 1.0) * STEPS).floor().clamp(0, STEPS - 1) / (STEPS - 1)
     numpy = needed("numpy", "study", "a report")
-    pixels = numpy.array(colours(field.heights)[::-1], dtype="uint8").transpose(2, 0, 1)
-    # The middle of a pixel is a point of the grid, so that the picture is half a step larger on each side.
-    box = Markup('<svg aria-hidden="true" x="{}" y="{}" width="{}" height="{}">').format(
-        *map(_n, (x.start, y.end, x.end - x.start, y.start - y.end))
-    )
-    picture = Markup('<image x="{}" y="{}" width="{}" height="{}" preserveAspectRatio="none" href="{}"/>').format(
-        *map(_n, (-step_x / 2, -step_y / 2, x.end - x.start + step_x, y.start - y.end + step_y)), png(pixels)
-    )
-    levels = [low + (high - low) * (at + 1) / (LEVELS + 1) for at in range(LEVELS)]
-    lines = "".join(
-        f"M{_n(x(a[0]))} {_n(y(a[1]))}L{_n(x(b[0]))} {_n(y(b[1]))}"
-        for level in levels
-        for a, b in level_lines(field, level)
-    )
-    return box + picture + Markup('</svg><path class="level" d="{}"/>').format(lines) + _key(field, x, y)
-
-
-def _key(field: Field, x: Scale, y: Scale) -> Markup:
-    """The colours beside a surface, with the heights that they stand for."""
-    low, high = field.range
-    heights = [[high - (high - low) * at / 63] for at in range(64)]
-    numpy = needed("numpy", "study", "a report")
-    pixels = numpy.array(colours(heights), dtype="uint8").transpose(2, 0, 1)
-    bar = Markup('<image x="{}" y="{}" width="10" height="{}" preserveAspectRatio="none" href="{}"/>').format(
-        _n(x.end + 14), _n(y.end), _n(y.start - y.end), png(pixels)
-    )
-    scale = Scale(Axis(), low, high if high > low else low + 1, y.start, y.end)
-    ticks = [_text(x.end + 28, at + 4, text, "start") for at, text in scale.ticks(24)]
-    return bar + Markup("").join(ticks) + _text(x.end + 14, y.end - 16, field.title, "middle", "title")
+    places = numpy.linspace(0, 1, len(VIRIDIS))
+    channels = numpy.array([tuple(bytes.fromhex(colour)) for colour in VIRIDIS]).T
+    return png(numpy.stack([numpy.interp(step, places, each) for each in channels]).round().astype("uint8"), PIXELS)
 
 
 def png(pixels: Any, most: int = 112) -> str:

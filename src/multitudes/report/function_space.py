@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from multitudes.landscape.accuracy_diversity import lower_limit, normalised, upper_limit
-from multitudes.report.chart import Axis, Series, View
-from multitudes.report.field import Field
+from multitudes.report.chart import Axis, Field, Series, View
 from multitudes.report.results import Results
 from multitudes.study.rows import TARGETS
 
@@ -25,9 +24,9 @@ Seed = tuple[int, Tensor, Tensor]
 
 
 def _members(results: Results, method: str) -> list[Seed]:
-    """Of the seeds whose members were kept, on the same test rows."""
+    """The seeds whose members were kept, on the same test rows."""
     found = [(outcome.seed, outcome.tensors("members", "target")) for outcome in results.alike(method)]
-    return [(seed, tensors[0], tensors[1]) for seed, tensors in found if tensors is not None]
+    return [(seed, *tensors) for seed, tensors in found if tensors is not None]  # type: ignore[misc]
 
 
 # -- diversity ---------------------------------------------------------------------------------------------
@@ -40,26 +39,25 @@ def diversity(results: Results) -> dict[str, Any]:
     faultless = 0
     for at, method in enumerate(results.methods if TARGETS[results.task].classes else []):
         groups = _groups(_members(results, method))
-        points = [
-            (name, *_point(labels, group[0][1], target)) for group in groups for name, labels, target in group[1:]
-        ]
-        faultless += sum(math.isinf(point[2]) for point in points)
-        points = [point for point in points if math.isfinite(point[2])]
-        if not points:
-            continue
-        references += [float((group[0][1] == group[0][2]).double().mean()) for group in groups]
-        _, x, y = zip(*points, strict=True)
-        tips = [f"{name}: accuracy {100 * right:.2f} %, diversity {apart:.2f}" for name, right, apart in points]
-        series.append(Series(x, y, at, line=False, marks=True, tips=tips))
+        points = []
+        for (_, reference, _), *others in groups:
+            for name, labels, target in others:
+                accuracy = (labels == target).double().mean()
+                apart = normalised((labels != reference).double().mean(), accuracy)
+                points.append((name, float(accuracy), float(apart)))
+        faultless += sum(math.isinf(apart) for _, _, apart in points)
+        if points := [point for point in points if math.isfinite(point[2])]:
+            references += [float((group[0][1] == group[0][2]).double().mean()) for group in groups]
+            _, x, y = zip(*points, strict=True)
+            tips = [f"{name}: accuracy {100 * right:.2f} %, diversity {apart:.2f}" for name, right, apart in points]
+            series.append(Series(x, y, at, line=False, marks=True, tips=tips))
     if not series:
         return {}
     # Near an accuracy of 1 the upper limit goes to infinity; the points must stay visible.
     top = 1.4 * max(max(value for each in series for value in each.y), 0.1)
     limits = _limits(series, sum(references) / len(references), len(results.classes))
-    view = View(
-        [*limits, *series], Axis("accuracy of a member", percent=True), Axis("disagreement ÷ error", low=0, high=top)
-    )
-    return {"views": [view], "faultless": faultless}
+    x_axis, y_axis = Axis("accuracy of a member", percent=True), Axis("disagreement ÷ error", low=0, high=top)
+    return {"views": [View([*limits, *series], x_axis, y_axis)], "faultless": faultless}
 
 
 Labels = tuple[str, Tensor, Tensor]
@@ -77,19 +75,14 @@ def _groups(members: list[Seed]) -> list[list[Labels]]:
     return [group for group in groups if len(group) > 1 and all(len(one[1]) == len(group[0][1]) for one in group)]
 
 
-def _point(labels: Tensor, reference: Tensor, target: Tensor) -> tuple[float, float]:
-    accuracy = (labels == target).double().mean()
-    return float(accuracy), float(normalised((labels != reference).double().mean(), accuracy))
-
-
 def _limits(series: list[Series], reference: float, classes: int) -> list[Series]:
     """Both limits over the accuracies that are there; none for a reference that is no better than chance."""
+    if classes < 2 or reference * classes <= 1:
+        return []
     seen = [value for each in series for value in each.x]
     low, high = min(seen), min(max(seen), 1 - 1e-3)
     room = max(0.1 * (high - low), 0.002)
     accuracy = torch.linspace(max(low - room, 0), min(high + room, 1 - 1e-3), 80, dtype=torch.float64)
-    if reference * max(classes, 1) <= 1 or classes < 2:
-        return []
     found = []
     for name, limit in (("independent networks", upper_limit), ("one network, perturbed", lower_limit)):
         y = normalised(limit(accuracy, reference, classes), accuracy).tolist()
@@ -143,12 +136,12 @@ def loss_landscape(results: Results) -> dict[str, Any]:
         return {}
     points = plane.get("points", [])
     x, y, names = ([point[key] for point in points] for key in ("x", "y", "name"))
-    tips = [f"{point['name']}: loss {float(point['loss']):.3f}" for point in points]
+    losses = [f"{float(point['loss']):.3f}" for point in points]
+    tips = [f"{name}: loss {loss}" for name, loss in zip(names, losses, strict=True)]
     networks = Series(x, y, line=False, marks=True, tips=tips, labels=list(map(str, names)))
-    bare = Axis(bare=True)
-    losses = "; ".join(f"{point['name']} {float(point['loss']):.3f}" for point in points)
-    view = View([networks], bare, bare, field=Field(plane["x"], plane["y"], _heights(plane["loss"]), "log10 loss"))
-    return {"views": [view], "losses": losses}
+    field = Field(plane["x"], plane["y"], _heights(plane["loss"]), "log10 loss")
+    view = View([networks], Axis(bare=True), Axis(bare=True), field=field)
+    return {"views": [view], "losses": "; ".join(map(" ".join, zip(map(str, names), losses, strict=True)))}
 
 
 def _heights(losses: list[list[float | None]]) -> list[list[float]]:
@@ -157,6 +150,7 @@ def _heights(losses: list[list[float | None]]) -> list[list[float]]:
     >>> _heights([[0.1, 100.0], [None, float("nan")]])
     [[-1.0, 2.0], [2.0, 2.0]]
     """
-    known = [[None if loss is None or not math.isfinite(loss) else loss for loss in row] for row in losses]
-    highest = max((loss for row in known for loss in row if loss is not None), default=1.0)
-    return [[math.log10(max(highest if loss is None else loss, 1e-12)) for loss in row] for row in known]
+    known = torch.tensor([[math.nan if loss is None else loss for loss in row] for row in losses], dtype=torch.float64)
+    finite = known.isfinite()
+    highest = float(known[finite].max()) if finite.any() else 1.0
+    return torch.where(finite, known, highest).clamp(min=1e-12).log10().tolist()

@@ -7,7 +7,6 @@ section's name, which gets these data and `methods`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,17 +14,14 @@ from markupsafe import Markup
 
 from multitudes.report.board import answer, cost, standings
 from multitudes.report.calibration import calibration, intervals
-from multitudes.report.columns_that_matter import important_columns, unsure_rows
+from multitudes.report.chart import HIGHLIGHTED
 from multitudes.report.function_space import diversity, function_map, loss_landscape
+from multitudes.report.inputs import columns_read, important_columns, uncertain_images, uncertain_texts, unsure_rows
 from multitudes.report.ood import ood
 from multitudes.report.provenance import provenance
 from multitudes.report.quality import selective_prediction, shift, size
-from multitudes.report.reading import columns_read
-from multitudes.report.render import render
+from multitudes.report.render import render, resource
 from multitudes.report.results import Results, read_results
-from multitudes.report.style import HIGHLIGHTED
-from multitudes.report.uncertain_images import uncertain_images
-from multitudes.report.uncertain_texts import uncertain_texts
 from multitudes.study.store import Run, write_atomically
 
 __all__ = ["page", "sections", "write"]
@@ -72,11 +68,10 @@ def write(run_directory: str | Path, path: str | Path | None = None) -> Path:
 
 def sections(results: Results) -> list[Section]:
     """The parts of the page for which there is something to show."""
-    found = {name: (title, function(results)) for name, (title, function) in SECTIONS.items()}
     return [
         Section(name, title, render(f"{name}.html", methods=results.methods, **data))
-        for name, (title, data) in found.items()
-        if data
+        for name, (title, function) in SECTIONS.items()
+        if (data := function(results))
     ]
 
 
@@ -84,9 +79,5 @@ def page(results: Results) -> str:
     """The whole page, as text."""
     return render(
         "page.html", results=results, methods=results.methods, answer=results.recommendation, figure=answer(results),
-        sections=sections(results), most=HIGHLIGHTED, css=Markup(_file("page.css")), script=Markup(_file("page.js")),
+        sections=sections(results), most=HIGHLIGHTED, css=resource("page.css"), script=resource("page.js"),
     )  # fmt: skip
-
-
-def _file(name: str) -> str:
-    return files("multitudes.report").joinpath(name).read_text(encoding="utf-8")

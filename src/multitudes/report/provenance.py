@@ -14,14 +14,16 @@ __all__ = ["provenance"]
 def provenance(results: Results) -> dict[str, Any]:
     """Everything that is needed to repeat the study."""
     about, spec, model = results.about, results.spec, results.spec.get("model", {})
-    fingerprint = about.get("fingerprint") or results.outcomes[0].config.get("data", {}).get("fingerprint")
+    config = results.outcomes[0].config
+    digest = (config.get("model", {}).get("weights") or {}).get("sha256")
+    weights = f", from weights with the SHA-256 {digest}" if digest else ""
     facts = {
         "Data": results.name,
         "Parts": _words(about.get("parts", {})),
         "Rows left out": _words(about.get("dropped", {})),
         **_inputs(about),
-        "Fingerprint (SHA-256)": fingerprint,
-        "Network": f"{model.get('name', '')} {_words(model.get('settings', {}))}".strip() + _weights(results),
+        "Fingerprint (SHA-256)": about.get("fingerprint") or config.get("data", {}).get("fingerprint"),
+        "Network": f"{model.get('name', '')} {_words(model.get('settings', {}))}".strip() + weights,
         "Training": _words(spec.get("training", {})),
         "Seeds": ", ".join(map(str, sorted({outcome.seed for outcome in results.outcomes}))),
         "To repeat": "multitudes compare study.toml",
@@ -35,14 +37,8 @@ def provenance(results: Results) -> dict[str, Any]:
     return {"facts": facts, "spec": results.spec_text.strip(), "jobs": jobs}
 
 
-def _weights(results: Results) -> str:
-    """Which weights a Hugging Face model started from, if any."""
-    digest = (results.outcomes[0].config.get("model", {}).get("weights") or {}).get("sha256")
-    return f", from weights with the SHA-256 {digest}" if digest else ""
-
-
 def _inputs(about: Mapping[str, Any]) -> dict[str, str]:
-    """What is to be said of texts, and of images that are seen as a trained model saw its own."""
+    """Texts, and the pixels of images that are prepared as a trained model needs them."""
     found = {}
     if text := about.get("text"):
         lengths = _words(text.get("lengths", {}))

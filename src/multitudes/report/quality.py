@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -27,43 +28,30 @@ def size(results: Results) -> dict[str, Any]:
     for measure in ("nll", "accuracy", "rmse"):
         series = []
         for at, method in enumerate(results.methods):
-            tables = [outcome.metrics.get("by_size") or {} for outcome in results.of(method)]
-            tables = [table for table in tables if table.get(measure)]
+            tables = [own for each in results.of(method) if (own := each.metrics.get("by_size") or {}).get(measure)]
             if tables:
-                sizes = tables[0]["sizes"]
-                values = [_column(tables, measure, index) for index in range(len(sizes))]
-                series.append(_over_seeds(at, sizes, values, measure, "{} members or draws"))
+                by_size = zip_longest(tables[0]["sizes"], *(table[measure] for table in tables))
+                known = {count: [float(each) for each in own if each is not None] for count, *own in by_size if count}
+                series.append(_over_seeds(at, known, measure, "{} members or draws"))
         # A single network is a point, from which the others start; alone it shows nothing.
         if any(len(each.x) > 1 for each in series):
-            ticks = tuple(sorted({float(place) for each in series for place in each.x}))
-            views.append(
-                View(
-                    series,
-                    Axis("members or draws", log=True, ticks=ticks),
-                    score_axis(measure),
-                    column_of(measure).title,
-                )
+            axis = Axis(
+                "members or draws", log=True, ticks=tuple(sorted({float(x) for each in series for x in each.x}))
             )
+            views.append(View(series, axis, score_axis(measure), column_of(measure).title))
     return {"views": views} if views else {}
 
 
-def _over_seeds(at: int, x: Sequence[float], values: Sequence[list[float]], measure: str, place: str) -> Series:
+def _over_seeds(at: int, values: Mapping[int, list[float]], measure: str, place: str) -> Series:
     """The line of a method through the means over seeds, with bars for the deviation between them."""
-    column, found = column_of(measure), [mean_spread(each) for each in values]
+    column, found = column_of(measure), [mean_spread(each) for each in values.values()]
     tips = [
         f"{place.format(where)}: {column.title} {column.told(mean)}"
         + ("" if math.isnan(spread) else f" ± {column.told(spread)}")
-        for where, (mean, spread) in zip(x, found, strict=True)
+        for where, (mean, spread) in zip(values, found, strict=True)
     ]
-    means = [mean for mean, _ in found]
     low, high = [mean - spread for mean, spread in found], [mean + spread for mean, spread in found]
-    return Series(x, means, at, marks=True, low=low, high=high, tips=tips)
-
-
-def _column(tables: list[dict[str, Any]], measure: str, index: int) -> list[float]:
-    """The scores of one size, for the seeds that have it."""
-    values = [table[measure][index] for table in tables if index < len(table[measure])]
-    return [float(value) for value in values if value is not None]
+    return Series(list(values), [mean for mean, _ in found], at, marks=True, low=low, high=high, tips=tips)
 
 
 def selective_prediction(results: Results) -> dict[str, Any]:
@@ -78,9 +66,8 @@ def selective_prediction(results: Results) -> dict[str, Any]:
             chosen = chosen[coverage[chosen] >= 0.05]  # of a handful of rows, the risk is noise
             risk = torch.stack([found.risk for found in curves]).mean(0)[chosen].tolist()
             covered = coverage[chosen].tolist()
-            tips = [
-                f"{100 * y:.2f} % errors on {100 * x:.0f} % of the inputs" for x, y in zip(covered, risk, strict=True)
-            ]
+            both = zip(covered, risk, strict=True)
+            tips = [f"{100 * y:.2f} % errors on {100 * x:.0f} % of the inputs" for x, y in both]
             series.append(Series(covered, risk, at, tips=tips))
     if not series:
         return {}
@@ -97,20 +84,17 @@ def shift(results: Results) -> dict[str, Any]:
     found = [parts for parts in names if len(parts) == 4 and parts[2].isdigit()]
     corruptions = sorted({parts[1] for parts in found}, key=lambda name: (name != "mean", name))
     severities = sorted({int(parts[2]) for parts in found})
-    ticks = tuple(float(severity) for severity in (0, *severities))
+    axis = Axis("severity", ticks=tuple(map(float, (0, *severities))))
     plots = {}
     for measure in ("accuracy", "nll", "ece"):
         if any(parts[3] == measure for parts in found):
-            labels = ["mean of all corruptions" if name == "mean" else name.replace("_", " ") for name in corruptions]
             plots[f"plot-shift-{measure}"] = [
                 View(
-                    _severity(results, corruption, severities, measure),
-                    Axis("severity", ticks=ticks),
-                    score_axis(measure),
-                    label,
+                    _severity(results, name, severities, measure), axis, score_axis(measure),
+                    "mean of all corruptions" if name == "mean" else name.replace("_", " "),
                 )
-                for corruption, label in zip(corruptions, labels, strict=True)
-            ]
+                for name in corruptions
+            ]  # fmt: skip
     return {"plots": plots} if plots else {}
 
 
@@ -118,10 +102,9 @@ def _severity(results: Results, corruption: str, severities: Sequence[int], meas
     places = {0: measure} | {severity: f"shift/{corruption}/{severity}/{measure}" for severity in severities}
     series = []
     for at, method in enumerate(results.methods):
-        values = {severity: results.scores(method, place) for severity, place in places.items()}
-        known = {severity: each for severity, each in values.items() if each}
+        known = {severity: each for severity, place in places.items() if (each := results.scores(method, place))}
         if len(known) > 1:
-            line = _over_seeds(at, list(known), list(known.values()), measure, "severity {}")
+            line = _over_seeds(at, known, measure, "severity {}")
             # There may be many corruptions: only their mean has symbols and bars.
             series.append(line if corruption == "mean" else replace(line, marks=False, low=(), high=()))
     return series

@@ -1,32 +1,41 @@
-"""Templates and their filters. Jinja escapes every value; only figures, the style sheet and the script are markup."""
+"""Templates and their filters. Jinja escapes every value; only templates, the style sheet and the script are markup."""
 
 from __future__ import annotations
 
 import math
 from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from multitudes.report.chart import png, svg
-from multitudes.report.style import Style
+from multitudes.report.chart import SIZES, STAR, Drawing, Style, View, picture, place, png
 from multitudes.study.columns import fixed
 
-__all__ = ["render"]
+__all__ = ["render", "resource", "svg"]
 
 
-def render(template: str, **values: Any) -> Markup:
-    """A template of `templates/` with these values."""
-    return Markup(_environment().get_template(template).render(values))
+def render(template: str, package: str = "multitudes.report", **values: Any) -> Markup:
+    """A template of the `templates/` of a package with these values."""
+    return Markup(_environment(package).get_template(template).render(values))
+
+
+def svg(view: View, alt: str, size: str = "wide") -> Markup:
+    """A figure; `alt` says what it shows to a reader who does not see it."""
+    return render("chart.html", drawing=Drawing(view, *SIZES[size]), alt=alt, star=STAR)
+
+
+def resource(name: str, package: str = "multitudes.report") -> Markup:
+    """A file of a package, a style sheet or a script, which is not escaped."""
+    return Markup(files(package).joinpath(name).read_text(encoding="utf-8"))
 
 
 @cache
-def _environment() -> Environment:
+def _environment(package: str) -> Environment:
     environment = Environment(
-        loader=PackageLoader("multitudes.report"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    environment.filters |= {"fixed": fixed, "png": png}
+        loader=PackageLoader(package), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"fixed": fixed, "picture": picture, "place": place, "png": png}
     environment.globals |= {"style": Style, "isfinite": math.isfinite, "svg": svg}
     return environment

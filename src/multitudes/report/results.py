@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multitudes import data as datasets
 from multitudes.core.archives import reading_arrays
 from multitudes.core.files import DamagedError
-from multitudes.data import Data
-from multitudes.report.style import HIGHLIGHTED
+from multitudes.report.chart import HIGHLIGHTED
 from multitudes.study.balance import imbalance
 from multitudes.study.leaderboard import leaderboard
 from multitudes.study.recommendation import Recommendation, recommend
 from multitudes.study.rows import TARGETS, Row
-from multitudes.study.store import WRITTEN_AGAIN, Job, Run
+from multitudes.study.store import WRITTEN_AGAIN, Run
 
 __all__ = ["Outcome", "Results", "mean_spread", "read_results"]
 
@@ -111,14 +111,18 @@ class Results:
         """What to take, as the terminal says it."""
         return recommend(self.board, self.spec.get("by"), self.tiny)
 
+    @property
+    def ranked(self) -> list[str]:
+        """The methods with a job done, the best first."""
+        return [row.name for row in self.board if not row.baseline]
+
     @cached_property
     def methods(self) -> list[str]:
-        """Those with a job done: first what is highlighted on the page, then the others, both with the best first.
+        """The methods in the order of their styles: first what is highlighted on the page, both parts the best first.
 
-        What is recommended is highlighted, the single network, and the best of the others. The position of a method is
-        its style.
+        Highlighted are the recommended methods, the single network, and the best of the others.
         """
-        names = [row.name for row in self.board if not row.baseline]
+        names = self.ranked
         singles = [row.name for row in self.board if row.method == "single"]
         first = list(dict.fromkeys([*self.recommendation.methods, *singles, *names]))[:HIGHLIGHTED]
         return sorted(names, key=lambda name: (name not in first, names.index(name)))
@@ -127,15 +131,10 @@ class Results:
         """The outcomes of a method, one a seed."""
         return [outcome for outcome in self.outcomes if outcome.method == method]
 
-    @property
-    def folded(self) -> bool:
-        """Whether each outcome of a method has test rows of its own."""
-        return bool(self.about.get("folds"))
-
     def alike(self, method: str) -> list[Outcome]:
         """The outcomes of a method on the test rows of the page's data: all, but of folds the first one's."""
-        first = self.about.get("fingerprint")
-        return [each for each in self.of(method) if not self.folded or each.config["data"].get("fingerprint") == first]
+        first, folded = self.about.get("fingerprint"), bool(self.about.get("folds"))
+        return [each for each in self.of(method) if not folded or each.config["data"].get("fingerprint") == first]
 
     def scores(self, method: str, name: str) -> list[float]:
         """A score of a method, or a cost as `costs/name`, for the seeds that have it."""
@@ -171,36 +170,36 @@ def mean_spread(values: list[float]) -> tuple[float, float]:
     return statistics.fmean(values), statistics.stdev(values) if several else math.nan
 
 
-# -- reading -----------------------------------------------------------------------------------------------
-
-
 def read_results(directory: str | Path) -> Results:
     """Read a run directory; jobs that are missing or failed are listed as such."""
     run = Run(directory)
-    outcomes = tuple(_outcome(job) for job in run.done)
+    outcomes = tuple(
+        Outcome(job.label, job.seed, job.metrics, job.config or {}, job.directory / "predictions.npz")
+        for job in run.done
+    )
     if not outcomes:
         reasons = [*run.damaged.values(), *(f"{name} failed: {reason}" for name, reason in run.failed.items())]
         why = "".join(f"; {reason}" for reason in reasons[:2]) + (f"; and {len(reasons) - 2} more" * (len(reasons) > 2))
         raise ValueError(f"there is nothing to report in {str(run.directory)!r}: none of its jobs is done{why}")
-    about = run.about
+    about, trained_on = run.about, outcomes[0].config.get("data", {})
     if about is None or about.get("task") not in TARGETS:
         what = "it is missing" if about is None else f"it names the task {about.get('task')!r}"
         raise DamagedError(run.about_path, f"{what}; {WRITTEN_AGAIN}")
-    if outcomes[0].config.get("data", {}).get("fingerprint") not in (
-        None, about.get("fingerprint"), *(about.get("folds") or ()),
-    ):  # fmt: skip
+    if trained_on.get("fingerprint") not in (None, about.get("fingerprint"), *(about.get("folds") or ())):
         raise DamagedError(run.about_path, f"it describes other data than those of the jobs; {WRITTEN_AGAIN}")
-    data = _data(run, outcomes[0].config)
-    name, classes = (data.name, data.classes) if data is not None else (_name(run, outcomes[0].config), ())
+    source = str(run.spec.get("data", {}).get("source", trained_on.get("source", "")))
+    data = None
+    if run.data_path.is_file() or source == "digits":
+        data = datasets.read(run.data_path) if run.data_path.is_file() else datasets.load("digits")
     pictured = data is not None and data.kind.pictured(data.shape)
     written = data is not None and data.kind.written and len(data.test.files) == len(data.test)
     return Results(
-        name=name,
+        name=data.name if data is not None else Path(source).name or "data",
         task=about["task"],
         outcomes=outcomes,
         board=tuple(leaderboard(run, run.spec.get("by"))),
         missing={job.name: job.why_not for job in run.missing},
-        classes=classes,
+        classes=data.classes if data is not None else (),
         images=data.test.x.numpy() if data is not None and pictured else None,
         texts=[text.decode(errors="replace") for text in data.test.files] if data is not None and written else None,
         table=data if data is not None and data.kind.named and data.kind.dims == 1 else None,
@@ -211,25 +210,3 @@ def read_results(directory: str | Path) -> Results:
         times=run.times or {},
         landscape=run.read_table("landscape.json") or {},
     )
-
-
-def _outcome(job: Job) -> Outcome:
-    return Outcome(job.label, job.seed, job.metrics, job.config or {}, job.directory / "predictions.npz")
-
-
-def _name(run: Run, config: Mapping[str, Any]) -> str:
-    """Of the data that are not there."""
-    return Path(_source(run, config)).name or "data"
-
-
-def _source(run: Run, config: Mapping[str, Any]) -> str:
-    return str(run.spec.get("data", {}).get("source", config.get("data", {}).get("source", "")))
-
-
-def _data(run: Run, config: Mapping[str, Any]) -> Data | None:
-    """The run's own prepared data, or the embedded digits; None where they are not there."""
-    from multitudes import data
-
-    if run.data_path.is_file():
-        return data.read(run.data_path)
-    return data.load("digits") if _source(run, config) == "digits" else None

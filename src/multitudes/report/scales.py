@@ -51,21 +51,19 @@ class Scale:
 
     def ticks(self, apart: float) -> list[tuple[float, str]]:
         """Places and texts; those that are less than `apart` from the one before are left out."""
-        if self.axis.bare:
-            return []
-        if self.axis.ticks:
-            values = [value for value in self.axis.ticks if self.holds(value)]
-            found = [(self(value), self._text(value, None)) for value in values]
-        else:
-            values, decimals = _log_ticks(self.low, self.high) if self.axis.log else self._round()
-            found = [(self(value), self._text(value, decimals)) for value in values]
+        values, decimals = self._values()
         kept: list[tuple[float, str]] = []
-        for place, text in found:
-            if not kept or abs(place - kept[-1][0]) >= apart:
-                kept.append((place, text))
+        for value in values:
+            if not kept or abs(self(value) - kept[-1][0]) >= apart:
+                kept.append((self(value), self._text(value, decimals)))
         return kept
 
-    def _round(self) -> tuple[list[float], int]:
+    def _values(self) -> tuple[list[float], int | None]:
+        """Where there may be ticks, and their decimal places; None for as many as each needs."""
+        if self.axis.bare or self.axis.ticks:
+            return [value for value in self.axis.ticks if self.holds(value)], None
+        if self.axis.log:
+            return _log_ticks(self.low, self.high), None
         unit = 100 if self.axis.percent else 1
         values, decimals = round_ticks(unit * self.low, unit * self.high)
         return [value / unit for value in values], decimals
@@ -109,12 +107,12 @@ def round_ticks(low: float, high: float, most: int = 6) -> tuple[list[float], in
     return [round(number * step, decimals + 1) for number in range(first, last + 1)], decimals
 
 
-def _log_ticks(low: float, high: float) -> tuple[list[float], None]:
+def _log_ticks(low: float, high: float) -> list[float]:
     """Of 1, 2 and 5 times powers of ten, as many as there is space for."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found = []
     for factors in ((1, 2, 5), (1, 3), (1,)):
-        found = [factor * 10.0**power for power in powers for factor in factors]
-        found = [value for value in found if low <= value <= high]
+        found = [value for power in powers for factor in factors if low <= (value := factor * 10.0**power) <= high]
         if len(found) <= 8:
             break
-    return found, None
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from multitudes.core.tasks.predictive import Predictive
 from multitudes.data.types import Data
 from multitudes.evaluation.conformal import Conformal
 
-__all__ = ["answer_rows", "rounded"]
+__all__ = ["answer_columns", "answer_rows", "rounded", "rows_of"]
 
 
 def rounded(values: Tensor) -> list[Any]:
@@ -26,45 +27,63 @@ def rounded(values: Tensor) -> list[Any]:
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
+def answer_columns(answer: Predictive, data: Data, level: float) -> dict[str, list[Any]]:
+    """An answer for each input: classes with their uncertainty, or numbers with intervals, in their own units."""
+    if data.classes:
+        return {
+            "label": [data.classes[label] for label in answer.label.tolist()],
+            "confidence": rounded(answer.confidence),
+            "entropy": rounded(answer.entropy),
+            "mutual_information": rounded(answer.mutual_information),
+        }
+    low, high = answer.interval(level)
+    return {
+        "mean": rounded(data.in_units(answer.mean[:, 0])),
+        "std": rounded(answer.std[:, 0] * data.target_std),
+        "low": rounded(data.in_units(low[:, 0])),
+        "high": rounded(data.in_units(high[:, 0])),
+    }
+
+
+def rows_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Columns of a table as rows.
+
+    >>> rows_of({"label": ["oak", "elm"], "confidence": [0.9, 0.6]})
+    [{'label': 'oak', 'confidence': 0.9}, {'label': 'elm', 'confidence': 0.6}]
+    """
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
 def answer_rows(answer: Predictive, data: Data, level: float, conformal: Conformal | None) -> list[dict[str, Any]]:
-    """An answer for each input; `conformal` has the scores of sets of classes, where the predictions have none."""
-    return _of_classes(answer, data, level, conformal) if data.classes else _of_numbers(answer, data, level)
-
-
-def _of_classes(answer: Predictive, data: Data, level: float, conformal: Conformal | None) -> list[dict[str, Any]]:
-    names = data.classes
+    """An answer for each input, with those of the members; `conformal` has the scores of sets of classes, where the
+    predictions have none."""
+    columns, names = answer_columns(answer, data, level), data.classes
+    if not names:
+        members = rounded(data.in_units(answer.member_values[:, :, 0]).T)
+        between = answer.epistemic_variance[:, 0].sqrt() * data.target_std
+        return rows_of(
+            {
+                **columns,
+                "std_between_members": rounded(between),
+                "members": [[{"mean": m} for m in row] for row in members],
+            }
+        )
     own = answer.calibration is not None and answer.calibration.conformal is not None
     sets = answer.set(level, seed=0) if own else None if conformal is None else conformal.set(answer, level, seed=0)
     confidence, label = answer.member_probs.max(2)
-    votes = list(zip(label.T.tolist(), rounded(confidence.T), strict=True))
-    columns = {
-        "label": [names[label] for label in answer.label.tolist()],
-        "confidence": rounded(answer.confidence),
-        "probabilities": [dict(zip(names, row, strict=True)) for row in rounded(answer.probs)],
-        "entropy": rounded(answer.entropy),
-        "mutual_information": rounded(answer.mutual_information),
-        "set": _named(sets, names) if isinstance(sets, Tensor) else [None] * len(answer),
-        "members": [
-            [{"label": names[label], "confidence": sure} for label, sure in zip(*row, strict=True)] for row in votes
-        ],
-    }
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    votes = zip(label.T.tolist(), rounded(confidence.T), strict=True)
+    return rows_of(
+        {
+            **columns,
+            "probabilities": [dict(zip(names, row, strict=True)) for row in rounded(answer.probs)],
+            "set": _named(sets, names) if isinstance(sets, Tensor) else [None] * len(answer),
+            "members": [
+                [{"label": names[at], "confidence": sure} for at, sure in zip(*each, strict=True)] for each in votes
+            ],
+        }
+    )
 
 
 def _named(sets: Tensor, names: tuple[str, ...]) -> list[list[str]]:
     """The names of the classes in each set, of boolean `[B, C]`."""
     return [[name for name, inside in zip(names, row, strict=True) if inside] for row in sets.tolist()]
-
-
-def _of_numbers(answer: Predictive, data: Data, level: float) -> list[dict[str, Any]]:
-    low, high = answer.interval(level)
-    members = rounded(data.in_units(answer.member_values[:, :, 0]).T)
-    columns = {
-        "mean": rounded(data.in_units(answer.mean[:, 0])),
-        "std": rounded(answer.std[:, 0] * data.target_std),
-        "std_between_members": rounded(answer.epistemic_variance[:, 0].sqrt() * data.target_std),
-        "low": rounded(data.in_units(low[:, 0])),
-        "high": rounded(data.in_units(high[:, 0])),
-        "members": [[{"mean": mean} for mean in row] for row in members],
-    }
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

@@ -9,13 +9,14 @@ import logging
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from importlib import metadata
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from multitudes.data.new_inputs import Inputs
 from multitudes.evaluation.calibrate import Calibrated
 from multitudes.serve.batching import Batcher, QueueFull
-from multitudes.serve.examples import columns_of, examples
+from multitudes.serve.held_out import columns_of, examples
 from multitudes.serve.limits import Limits, Refused
 from multitudes.serve.metrics import ServerMetrics
 from multitudes.serve.network import Answers, Question, ServedNetwork
@@ -43,22 +44,9 @@ BATCH = 256
 """The most rows that are predicted together, as in `multitudes predict`."""
 
 
-def create_app(
-    network: ServedNetwork,
-    *,
-    level: float = 0.95,
-    limits: Limits | None = None,
-    token: str | None = None,
-    local: bool = False,
-    wait: float = 0.003,
-) -> FastAPI:
-    """The application that serves a network.
-
-    `level` is that of sets and intervals where a request asks for none, `token` what a request must bring, `wait` the
-    seconds that a batch waits for requests that are on their way. A `local` server without a token answers only to the
-    names of this machine, so that no other web page can ask it under a name of its own.
-    """
-    server = Server(network, level, limits or Limits(), token, wait, LOCAL if local and token is None else None)
+def create_app(network: ServedNetwork, **options: Any) -> FastAPI:
+    """The application that serves a network, with the options of `Server`."""
+    server = Server(network, **options)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -82,21 +70,22 @@ def create_app(
 
 
 class Server:
-    """What the addresses of the application share, and a function for each of them."""
+    """What the addresses of the application share, and a function for each of them.
+
+    `level` is that of sets and intervals where a request asks for none, `token` what a request must bring, `wait` the
+    seconds that a batch waits for requests that are on their way. A `local` server without a token answers only to the
+    names of this machine, so that no other web page can ask it under a name of its own.
+    """
 
     def __init__(
-        self,
-        network: ServedNetwork,
-        level: float,
-        limits: Limits,
-        token: str | None,
-        wait: float,
-        hosts: Collection[str] | None,
-    ) -> None:
-        self.network, self.level, self.limits, self.token, self.hosts = network, level, limits, token, hosts
+        self, network: ServedNetwork, *, level: float = 0.95, limits: Limits | None = None, token: str | None = None,
+        local: bool = False, wait: float = 0.003,
+    ) -> None:  # fmt: skip
+        self.network, self.level, self.limits, self.token = network, level, limits or Limits(), token
+        self.hosts = LOCAL if local and token is None else None
         self.metrics = ServerMetrics()
         self.batcher: Batcher[Question, Answers] = Batcher(
-            network.answer, rows=BATCH, wait=wait, waiting=max(4 * BATCH, 4 * limits.rows), watch=self.metrics.batch
+            network.answer, rows=BATCH, wait=wait, waiting=4 * max(BATCH, self.limits.rows), watch=self.metrics.batch
         )
         self.readers = ThreadPoolExecutor(READERS, "readers")
         self.under_way = 0
@@ -114,13 +103,13 @@ class Server:
         self._authorise(request)
         level = _level(request, self.level)
         if self.under_way >= self.limits.requests:
-            raise Refused(503, f"{self.limits.requests} requests are under way, try again in a second", later=True)
+            raise Refused(f"{self.limits.requests} requests are under way, try again in a second", 503)
         self.under_way += 1
         try:
             async with asyncio.timeout(self.limits.seconds):
                 inputs, answers = await self._answered(request, level)
         except TimeoutError as error:
-            raise Refused(504, f"the request took longer than {self.limits.seconds:g} seconds", later=True) from error
+            raise Refused(f"the request took longer than {self.limits.seconds:g} seconds", 504) from error
         finally:
             self.under_way -= 1
         told = {"level": level, "conformal": self.network.has_conformal, "notes": notes_on(inputs)}
@@ -153,12 +142,12 @@ class Server:
     def _authorise(self, request: Request) -> None:
         host = request.headers.get("host", "").lower()
         if self.hosts is not None and (name := re.sub(r":\d*$", "", host)) not in self.hosts:
-            raise Refused(403, f"without a token, the header Host must be one of {', '.join(self.hosts)}, got {name!r}")
+            raise Refused(f"without a token, the header Host must be one of {', '.join(self.hosts)}, got {name!r}", 403)
         if self.token is None:
             return
         kind, _, given = request.headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self.token.encode()):
-            raise Refused(401, "the header Authorization must be 'Bearer TOKEN', with the token of this server")
+            raise Refused("the header Authorization must be 'Bearer TOKEN', with the token of this server", 401)
 
     async def _answered(self, request: Request, level: float) -> tuple[Inputs, Answers]:
         body = await _body(request, self.limits.size)
@@ -170,7 +159,7 @@ class Server:
             try:
                 future = self.batcher.submit(Question(inputs.x, level), len(inputs.x))
             except QueueFull as error:
-                raise Refused(503, "too many rows are waiting, try again in a second", later=True) from error
+                raise Refused("too many rows are waiting, try again in a second", 503) from error
         return inputs, await asyncio.wrap_future(future)
 
     def _described(self) -> dict[str, Any]:
@@ -200,26 +189,26 @@ async def _body(request: Request, most: int) -> bytes:
     body = bytearray()
     try:
         if told.isdigit() and int(told[:20]) > most:
-            raise Refused(413, f"the body must have {most:,} bytes at most, got {int(told[:20]):,}")
+            raise Refused(f"the body must have {most:,} bytes at most, got {int(told[:20]):,}", 413)
         async for chunk in request.stream():
             body += chunk
             if len(body) > most:
-                raise Refused(413, f"the body must have {most:,} bytes at most, got more")
+                raise Refused(f"the body must have {most:,} bytes at most, got more", 413)
     except ClientDisconnect as error:
-        raise Refused(400, "the request ended before its body was whole") from error
+        raise Refused("the request ended before its body was whole", 400) from error
     return bytes(body)
 
 
 def _level(request: Request, default: float) -> float:
     if more := [name for name in request.query_params if name != "level"]:
-        raise Refused(422, f"the query may have level alone, got {more[0]!r}")
+        raise Refused(f"the query may have level alone, got {more[0]!r}")
     given = request.query_params.get("level")
     try:
         level = default if given is None else float(given)
     except ValueError:
         level = math.nan
     if not 0 < level < 1:
-        raise Refused(422, f"level must lie between 0 and 1, got {given!r}")
+        raise Refused(f"level must lie between 0 and 1, got {given!r}")
     return level
 
 
@@ -237,10 +226,7 @@ def _html(html: str) -> Response:
 
 async def _refusal(request: Request, error: Exception) -> Response:
     if isinstance(error, Refused):
-        headers = {"Retry-After": "1"} if error.later else {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
-        if error.status in (413, 504):  # the rest of the body is not read
-            headers["Connection"] = "close"
-        return _json({"error": error.sentence}, error.status, headers)
+        return _json({"error": error.sentence}, error.status, REFUSED_WITH.get(error.status))
     assert isinstance(error, HTTPException)
     told = {
         404: f"there is nothing at {request.url.path!r}: see /docs",
@@ -266,7 +252,7 @@ class Watched:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *HEADERS]
+                MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
         try:
@@ -274,17 +260,14 @@ class Watched:
         except Exception:
             log.exception("the request %s %s failed", scope["method"], scope["path"])
             if not status:
-                await _json({"error": "the server failed on this request; its log says why"}, 500)(
-                    scope, receive, sending
-                )
+                failed = _json({"error": "the server failed on this request; its log says why"}, 500)
+                await failed(scope, receive, sending)
         finally:
             path = scope["path"] if scope["path"] in PATHS else "other"
             self.metrics.request(path, status, time.perf_counter() - start)
 
 
+AGAIN, CLOSE = {"Retry-After": "1"}, {"Connection": "close"}  # which says that the rest of the body is not read
+REFUSED_WITH = {401: {"WWW-Authenticate": "Bearer"}, 413: CLOSE, 503: AGAIN, 504: AGAIN | CLOSE}
 PATHS = ("/predict", "/about", "/health", "/metrics", "/", "/docs", "/openapi.json")
-HEADERS = [
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"cache-control", b"no-store"),
-]
+HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}

@@ -1,4 +1,4 @@
-"""What is known of a network from inputs that it has not learned from: its test part.
+"""The test part, which a network has not learned from: its uncertainty there, and examples for a page.
 
 The predictions are those that the job has saved; where there are none, or other draws are asked for, some rows are
 predicted anew.
@@ -6,19 +6,26 @@ predicted anew.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from multitudes.core.tasks.predictive import Predictive
+from multitudes.data.features import Category
+from multitudes.data.types import Data
 from multitudes.evaluation.conformal import Conformal
+from multitudes.report.chart import png
+from multitudes.report.inputs import table_values
+from multitudes.serve.answers import rows_of
 from multitudes.study.trained import Trained
 
-__all__ = ["HeldOut", "held_out"]
+__all__ = ["HeldOut", "columns_of", "examples", "held_out"]
 
 ROWS = 1000
 """The most that are predicted anew."""
+EXAMPLES = 6
+"""Of each sort."""
 
 
 class HeldOut(NamedTuple):
@@ -40,15 +47,74 @@ def held_out(trained: Trained, anew: bool = False, seed: int = 0, precision: str
     """From the files of the job, or `anew` from the network."""
     test, classes = trained.data.test, trained.data.classes
     saved = {} if anew else trained.job.predictions
-    found = saved.get("probs" if classes else "std")
-    if found is not None and found.shape == ((len(test), len(classes)) if classes else (len(test),)):
-        return _held_out(torch.arange(len(test)), torch.from_numpy(found).float())
-    rows = torch.randperm(len(test), generator=torch.Generator().manual_seed(seed))[:ROWS]
-    answer = trained.predict(test.x[rows], seed=seed, precision=precision, progress=False)
-    return _held_out(rows, answer.probs if classes else answer.std[:, 0])
+    rows, array = torch.arange(len(test)), saved.get("probs" if classes else "std")
+    if array is not None and array.shape == (len(test), *([len(classes)] if classes else [])):
+        found = torch.from_numpy(array).float()
+    else:
+        rows = torch.randperm(len(test), generator=torch.Generator().manual_seed(seed))[:ROWS]
+        answer = trained.predict(test.x[rows], seed=seed, precision=precision, progress=False)
+        found = answer.probs if classes else answer.std[:, 0]
+    return HeldOut(rows, torch.special.entr(found).sum(1), found) if classes else HeldOut(rows, found, None)
 
 
-def _held_out(rows: Tensor, found: Tensor) -> HeldOut:
-    if found.dim() == 1:
-        return HeldOut(rows, found, None)
-    return HeldOut(rows, torch.special.entr(found).sum(1), found)
+# -- examples ----------------------------------------------------------------------------------------------
+
+
+def examples(data: Data, held_out: HeldOut) -> dict[str, list[dict[str, Any]]]:
+    """`{"sure": [...], "unsure": [...]}`: each the input, under `image`, `row` or `text`, and its `truth`."""
+    order = held_out.uncertainty.argsort(stable=True)
+    rows = held_out.rows[order]
+    count = min(EXAMPLES, len(rows) // 2)
+    sure = _varied(rows, data, count)
+    unsure = rows.flip(0)[:count]
+    return {"sure": _shown(data, sure), "unsure": _shown(data, unsure)}
+
+
+def _varied(rows: Tensor, data: Data, count: int) -> Tensor:
+    """The first rows, of classes one of each before any second."""
+    if not data.classes:
+        return rows[:count]
+    first: dict[int, int] = {}
+    for row, label in zip(rows.tolist(), data.test.y[rows].tolist(), strict=True):
+        first.setdefault(label, row)
+    chosen = list(first.values())[:count]
+    rest = [row for row in rows.tolist()[:count] if row not in chosen]
+    return torch.tensor([*chosen, *rest][:count], dtype=torch.int64)
+
+
+def _shown(data: Data, rows: Tensor) -> list[dict[str, Any]]:
+    inputs = _inputs(data, rows)
+    truths = data.test.y[rows].tolist()
+    named = [data.classes[truth] if data.classes else float(f"{truth:.6g}") for truth in truths]
+    return [{**given, "truth": truth} for given, truth in zip(inputs, named, strict=True)] if inputs else []
+
+
+def _inputs(data: Data, rows: Tensor) -> list[dict[str, Any]]:
+    """Inputs of the test part; none where a page cannot show them."""
+    if data.kind.pictured(data.shape):
+        return [{"image": png(data.test.x[row].numpy(), max(data.shape))} for row in rows.tolist()]
+    if data.kind.written and len(data.test.files) == len(data.test):
+        return [{"text": data.test.files[row].decode(errors="replace")} for row in rows.tolist()]
+    if data.kind.named:
+        return [{"row": row} for row in _table_rows(data, data.test.x[rows])]
+    return []
+
+
+def _table_rows(data: Data, x: Tensor) -> list[dict[str, Any]]:
+    """Rows by column, in their own units, from their features `[n, F]`."""
+    columns = table_values(data.encoder.features, x)
+    short = {
+        name: [float(f"{value:.7g}") if isinstance(value, float) else value for value in values]
+        for name, values in columns.items()
+    }
+    return rows_of(short)
+
+
+def columns_of(data: Data) -> list[dict[str, Any]]:
+    """The columns of a table: name, kind, and what a category may be; none where the inputs have no columns."""
+    if not data.kind.named:
+        return []
+    return [
+        {"name": each.column, "kind": each.kind, "known": list(each.known) if isinstance(each, Category) else []}
+        for each in data.encoder.features
+    ]

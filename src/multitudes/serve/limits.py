@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from multitudes.core.checks import check_count, check_number
 
@@ -25,17 +25,14 @@ class Limits:
     """Requests under way at once."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "seconds":
-                check_number("seconds", value, 0, above=True)
-            else:
-                check_count(field.name, value)
+        check_number("seconds", self.seconds, 0, above=True)
+        for name in ("size", "rows", "pixels", "requests"):
+            check_count(name, getattr(self, name))
 
 
 class Refused(Exception):
-    """A request that gets no answer: the status of HTTP, one sentence, and whether it may be tried again later."""
+    """A request that gets no answer: one sentence, and the status of HTTP."""
 
-    def __init__(self, status: int, sentence: str, later: bool = False) -> None:
+    def __init__(self, sentence: str, status: int = 422) -> None:
         super().__init__(sentence)
-        self.status, self.sentence, self.later = status, sentence, later
+        self.sentence, self.status = sentence, status

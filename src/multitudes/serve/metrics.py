@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
 
 __all__ = ["ServerMetrics"]
 
@@ -23,12 +25,11 @@ class _Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
-    def lines(self, name: str) -> list[str]:
-        found, below = [], 0
-        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
-            below += count
-            found.append(f'{name}_bucket{{le="{bound}"}} {below}')
-        return [*found, f"{name}_sum {self.total:.9g}", f"{name}_count {below}"]
+    def values(self) -> dict[str, Any]:
+        """Its numbers, by what their names end in."""
+        below = zip((*self.bounds, "+Inf"), accumulate(self.counts), strict=True)
+        buckets = {f'_bucket{{le="{bound}"}}': count for bound, count in below}
+        return {**buckets, "_sum": f"{self.total:.9g}", "_count": sum(self.counts)}
 
 
 class ServerMetrics:
@@ -60,30 +61,24 @@ class ServerMetrics:
     def text(self, under_way: int, waiting: int) -> str:
         """All of it, with the number of predictions under way now, and of rows that wait."""
         with self._lock:
-            requests = [
-                f'multitudes_requests_total{{path="{path}",status="{status}"}} {count}'
-                for (path, status), count in sorted(self._requests.items())
-            ]
-            parts = [
-                ("multitudes_requests_total", "counter", "Requests that were answered.", requests),
-                (
-                    "multitudes_predict_seconds", "histogram", "From the beginning of a request to its answer.",
-                    self._seconds.lines("multitudes_predict_seconds"),
+            counts = {f'{{path="{path}",status="{status}"}}': n for (path, status), n in sorted(self._requests.items())}
+            lines = [
+                *_metric("requests_total", "counter", "Requests that were answered.", counts),
+                *_metric(
+                    "predict_seconds", "histogram", "From the beginning of a request to its answer.",
+                    self._seconds.values(),
                 ),
-                (
-                    "multitudes_batch_rows", "histogram", "Rows that were predicted together.",
-                    self._rows.lines("multitudes_batch_rows"),
-                ),
-                (
-                    "multitudes_under_way", "gauge", "Requests to /predict that are not answered yet.",
-                    [f"multitudes_under_way {under_way}"],
-                ),
-                (
-                    "multitudes_waiting_rows", "gauge", "Rows that wait for a batch.",
-                    [f"multitudes_waiting_rows {waiting}"],
-                ),
+                *_metric("batch_rows", "histogram", "Rows that were predicted together.", self._rows.values()),
+                *_metric("under_way", "gauge", "Requests to /predict that are not answered yet.", {"": under_way}),
+                *_metric("waiting_rows", "gauge", "Rows that wait for a batch.", {"": waiting}),
             ]  # fmt: skip
-        lines = [
-            line for name, kind, told, own in parts for line in (f"# HELP {name} {told}", f"# TYPE {name} {kind}", *own)
-        ]
         return "\n".join(lines) + "\n"
+
+
+def _metric(name: str, kind: str, told: str, values: Mapping[str, Any]) -> list[str]:
+    name = f"multitudes_{name}"
+    return [
+        f"# HELP {name} {told}",
+        f"# TYPE {name} {kind}",
+        *(f"{name}{end} {value}" for end, value in values.items()),
+    ]

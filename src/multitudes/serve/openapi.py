@@ -6,114 +6,91 @@ from typing import Any
 
 __all__ = ["ABOUT", "HEALTH", "METRICS", "PREDICT"]
 
-_ANSWER = {
-    "type": "object",
-    "properties": {
-        "label": {"type": "string", "description": "Of classes: the most probable one."},
-        "confidence": {"type": "number", "description": "Its probability."},
-        "probabilities": {"type": "object", "additionalProperties": {"type": "number"}},
-        "entropy": {"type": "number", "description": "All uncertainty, in nats."},
-        "mutual_information": {"type": "number", "description": "What members disagree on, in nats."},
-        "set": {
-            "type": ["array", "null"], "items": {"type": "string"},
-            "description": "The conformal set: it holds the right class with the probability level.",
-        },
-        "mean": {"type": "number", "description": "Of numbers: the prediction, in the units of the data."},
-        "std": {"type": "number"},
-        "std_between_members": {"type": "number", "description": "The part of std that members disagree on."},
-        "low": {"type": ["number", "null"], "description": "The interval at level; null where it has no bound."},
-        "high": {"type": ["number", "null"]},
-        "members": {
-            "type": "array", "items": {"type": "object"},
-            "description": "What each member, or each draw, predicts alone: label and confidence, or mean.",
-        },
-    },
-}  # fmt: skip
 
-_ERROR = {
-    "type": "object",
-    "properties": {"error": {"type": "string", "description": "One sentence."}},
-    "required": ["error"],
-}
+def _of(kind: str | list[str], told: str = "", **more: Any) -> dict[str, Any]:
+    return {"type": kind, **({"description": told} if told else {}), **more}
 
 
-def _answer(told: str, schema: dict[str, Any], kind: str = "application/json") -> dict[str, Any]:
+def _object(**properties: Any) -> dict[str, Any]:
+    return _of("object", properties=properties)
+
+
+def _list(items: dict[str, Any], told: str = "") -> dict[str, Any]:
+    return _of("array", told, items=items)
+
+
+def _response(told: str, schema: dict[str, Any], kind: str = "application/json") -> dict[str, Any]:
     return {"description": told, "content": {kind: {"schema": schema}}}
 
 
-_REFUSALS = {
-    "400": "The body cannot be read.",
-    "401": "The token is missing or wrong.",
-    "413": "The body is too large.",
-    "415": "The content type is not for this network.",
-    "422": "The values cannot be used.",
-    "503": "Too many requests are under way; Retry-After says when to try again.",
-    "504": "The request took too long.",
+ANSWER = _object(
+    label=_of("string", "Of classes: the most probable one."),
+    confidence=_of("number", "Its probability."),
+    probabilities=_of("object", additionalProperties=_of("number")),
+    entropy=_of("number", "All uncertainty, in nats."),
+    mutual_information=_of("number", "What members disagree on, in nats."),
+    set=_of(
+        ["array", "null"],
+        "The conformal set: it holds the right class with the probability level.",
+        items=_of("string"),
+    ),
+    mean=_of("number", "Of numbers: the prediction, in the units of the data."),
+    std=_of("number"),
+    std_between_members=_of("number", "The part of std that members disagree on."),
+    low=_of(["number", "null"], "The interval at level; null where it has no bound."),
+    high=_of(["number", "null"]),
+    members=_list(_of("object"), "What each member, or each draw, predicts alone: label and confidence, or mean."),
+)
+ANSWERS = _object(
+    answers=_list(ANSWER),
+    level=_of("number"),
+    conformal=_of("boolean", "Whether the level is a guarantee."),
+    notes=_list(_of("string")),
+)
+BODY = {
+    **_object(
+        rows=_list(_of("object"), "Of a network of tables: values by column, null where one is missing."),
+        images=_list(_of("string", contentEncoding="base64"), "Of a network of images: files."),
+        texts=_list(_of("string"), "Of a network of texts."),
+    ),
+    "minProperties": 1, "maxProperties": 1, "additionalProperties": False,
+}  # fmt: skip
+LEVEL = _of("number", exclusiveMinimum=0, exclusiveMaximum=1)
+ERROR = {**_object(error=_of("string", "One sentence.")), "required": ["error"]}
+REFUSALS = {
+    status: _response(told, ERROR)
+    for status, told in {
+        "400": "The body cannot be read.",
+        "401": "The token is missing or wrong.",
+        "413": "The body is too large.",
+        "415": "The content type is not for this network.",
+        "422": "The values cannot be used.",
+        "503": "Too many requests are under way; Retry-After says when to try again.",
+        "504": "The request took too long.",
+    }.items()
 }
+GUARDED = {"401": REFUSALS["401"]}
 
 PREDICT: dict[str, Any] = {
     "parameters": [
         {
-            "name": "level", "in": "query", "required": False,
-            "schema": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+            "name": "level", "in": "query", "required": False, "schema": LEVEL,
             "description": "How often sets and intervals shall hold what is right.",
         }
     ],
     "requestBody": {
         "required": True,
         "content": {
-            "application/json": {
-                "schema": {
-                    "type": "object",
-                    "properties": {
-                        "rows": {
-                            "type": "array", "items": {"type": "object"},
-                            "description": "Of a network of tables: values by column, null where one is missing.",
-                        },
-                        "images": {
-                            "type": "array", "items": {"type": "string", "contentEncoding": "base64"},
-                            "description": "Of a network of images: files.",
-                        },
-                        "texts": {
-                            "type": "array", "items": {"type": "string"}, "description": "Of a network of texts.",
-                        },
-                    },
-                    "minProperties": 1, "maxProperties": 1, "additionalProperties": False,
-                },
-                "example": {"rows": [{"sun": 4.5, "kind": "oak"}]},
-            },
-            "image/*": {"schema": {"type": "string", "format": "binary"}},
-            "text/plain": {"schema": {"type": "string"}},
+            "application/json": {"schema": BODY, "example": {"rows": [{"sun": 4.5, "kind": "oak"}]}},
+            "image/*": {"schema": _of("string", format="binary")},
+            "text/plain": {"schema": _of("string")},
         },
     },
-    "responses": {
-        "200": _answer(
-            "An answer for each input, in their order.",
-            {
-                "type": "object",
-                "properties": {
-                    "answers": {"type": "array", "items": _ANSWER},
-                    "level": {"type": "number"},
-                    "conformal": {"type": "boolean", "description": "Whether the level is a guarantee."},
-                    "notes": {"type": "array", "items": {"type": "string"}},
-                },
-            },
-        ),
-        **{status: _answer(told, _ERROR) for status, told in _REFUSALS.items()},
-    },
+    "responses": {"200": _response("An answer for each input, in their order.", ANSWERS), **REFUSALS},
 }  # fmt: skip
-
-_OPEN = {"type": "object"}
-ABOUT: dict[str, Any] = {
-    "responses": {
-        "200": _answer("What the network takes and gives, and test inputs that it is sure and unsure of.", _OPEN),
-        "401": _answer(_REFUSALS["401"], _ERROR),
-    }
-}
-HEALTH: dict[str, Any] = {"responses": {"200": _answer('{"status": "ok"}', _OPEN)}}
+TAKES = "What the network takes and gives, and test inputs that it is sure and unsure of."
+ABOUT: dict[str, Any] = {"responses": {"200": _response(TAKES, _of("object")), **GUARDED}}
+HEALTH: dict[str, Any] = {"responses": {"200": _response('{"status": "ok"}', _of("object"))}}
 METRICS: dict[str, Any] = {
-    "responses": {
-        "200": _answer("Prometheus's text format.", {"type": "string"}, "text/plain"),
-        "401": _answer(_REFUSALS["401"], _ERROR),
-    }
+    "responses": {"200": _response("Prometheus's text format.", _of("string"), "text/plain"), **GUARDED}
 }

@@ -7,24 +7,28 @@ import hashlib
 import re
 from collections.abc import Mapping
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from multitudes.report.render import render, resource
 
 __all__ = ["docs_page", "page", "policy"]
+
+HERE = "multitudes.serve"
 
 
 @cache
 def page() -> str:
     """The page to try the network on. It has nothing of the network in it: its script asks `/about`."""
-    return _rendered("page.html", script=Markup(_file("multitudes.serve", "templates/page.js")))
+    return render("page.html", HERE, css=_css(), script=resource("templates/page.js", HERE))
 
 
 def docs_page(openapi: Mapping[str, Any]) -> str:
     """The addresses of the server, from its description by OpenAPI."""
-    return _rendered("docs.html", openapi=openapi)
+    return render("docs.html", HERE, css=_css(), openapi=openapi)
+
+
+def _css() -> str:
+    return resource("page.css") + resource("templates/serve.css", HERE)
 
 
 @cache
@@ -41,16 +45,3 @@ def policy(html: str) -> str:
 
 def _digest(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _rendered(template: str, **values: Any) -> str:
-    environment = Environment(
-        loader=PackageLoader("multitudes.serve"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    css = _file("multitudes.report", "page.css") + _file("multitudes.serve", "templates/serve.css")
-    return environment.get_template(template).render(css=Markup(css), **values)
-
-
-def _file(package: str, name: str) -> str:
-    return files(package).joinpath(name).read_text(encoding="utf-8")

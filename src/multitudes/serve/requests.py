@@ -45,16 +45,16 @@ def read_request(body: bytes, content_type: str, data: Data, limits: Limits) -> 
     elif kind == "text/plain":
         values = [_decoded(body)]
     else:
-        raise Refused(415, f"Content-Type must be application/json, image/* or text/plain, got {content_type!r}")
+        raise Refused(f"Content-Type must be application/json, image/* or text/plain, got {content_type!r}", 415)
     if kind != "application/json" and data.kind.inputs != (sent := "texts" if kind == "text/plain" else "images"):
-        raise Refused(415, f"this network was trained on {data.kind.inputs}, and Content-Type={kind} is for {sent}")
+        raise Refused(f"this network was trained on {data.kind.inputs}, and Content-Type={kind} is for {sent}", 415)
     if not 1 <= len(values) <= limits.rows:
-        raise Refused(422, f"{data.kind.inputs} must hold 1 to {limits.rows}, got {len(values)}")
+        raise Refused(f"{data.kind.inputs} must hold 1 to {limits.rows}, got {len(values)}")
     source = READERS[data.kind.inputs](values, data, limits)
     try:
         return inputs_of([(NAME, source)], data)
     except ValueError as error:
-        raise Refused(422, str(error).partition(". skip_bad=")[0]) from error
+        raise Refused(str(error).partition(". skip_bad=")[0]) from error
 
 
 def notes_on(inputs: Inputs) -> list[str]:
@@ -67,7 +67,7 @@ def _decoded(body: bytes) -> str:
         return body.decode("utf-8")
     except UnicodeDecodeError as error:
         raise Refused(
-            400, f"the body must be text in UTF-8, got the byte {body[error.start]} at {error.start}"
+            f"the body must be text in UTF-8, got the byte {body[error.start]} at {error.start}", 400
         ) from error
 
 
@@ -79,33 +79,31 @@ def _listed(body: bytes, data: Data) -> list[Any]:
     name = data.kind.inputs
     found = _json(_decoded(body))
     if not isinstance(found, dict):
-        raise Refused(422, f"the body must be a JSON object with the key {name!r}, got {_called(found)}")
+        raise Refused(f"the body must be a JSON object with the key {name!r}, got {_called(found)}")
     if name not in found:
         keys = ", ".join(map(_shown, found)) or "none"
-        raise Refused(
-            422, f"the body must have the key {name!r}, what this network was trained on, got the keys: {keys}"
-        )
+        raise Refused(f"the body must have the key {name!r}, what this network was trained on, got the keys: {keys}")
     if more := [key for key in found if key != name]:
-        raise Refused(422, f"the body must have the key {name!r} alone, got also {_shown(more[0])}")
+        raise Refused(f"the body must have the key {name!r} alone, got also {_shown(more[0])}")
     if not isinstance(found[name], list):
-        raise Refused(422, f"{name} must be a list, got {_called(found[name])}")
+        raise Refused(f"{name} must be a list, got {_called(found[name])}")
     return found[name]
 
 
 def _json(text: str) -> Any:
     def refused(constant: str) -> Any:
-        raise Refused(422, f"numbers must be finite, got {constant}: send null where a value is missing")
+        raise Refused(f"numbers must be finite, got {constant}: send null where a value is missing")
 
     try:
         return json.loads(text, parse_constant=refused)
     except json.JSONDecodeError as error:
-        raise Refused(400, f"the body is no JSON: {error.msg} at line {error.lineno} column {error.colno}") from error
+        raise Refused(f"the body is no JSON: {error.msg} at line {error.lineno} column {error.colno}", 400) from error
     except RecursionError as error:
         raise Refused(
-            400, "the body is no JSON that can be read: its lists and objects are nested too deeply"
+            "the body is no JSON that can be read: its lists and objects are nested too deeply", 400
         ) from error
     except ValueError as error:  # an integer of thousands of digits
-        raise Refused(400, "the body is no JSON that can be read: a number has too many digits") from error
+        raise Refused("the body is no JSON that can be read: a number has too many digits", 400) from error
 
 
 def _called(value: Any) -> str:
@@ -126,19 +124,17 @@ def _row_source(rows: Sequence[Any], data: Data, limits: Limits) -> Source:
     columns = [feature.column for feature in data.encoder.features]
     for at, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise Refused(422, f"row {at} must be an object of values by column, got {_called(row)}")
+            raise Refused(f"row {at} must be an object of values by column, got {_called(row)}")
         if missing := [name for name in columns if name not in row]:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise Refused(422, f"row {at} must have the column {missing[0]!r}{more}, null where its value is missing")
+            raise Refused(f"row {at} must have the column {missing[0]!r}{more}, null where its value is missing")
         if unknown := [name for name in row if name not in columns]:
             known = ", ".join(columns[:20])
-            raise Refused(
-                422, f"row {at} has the column {_shown(unknown[0])}, which the network does not take: {known}"
-            )
+            raise Refused(f"row {at} has the column {_shown(unknown[0])}, which the network does not take: {known}")
         for name in columns:
             _check_cell(f"row {at}: {name!r}", row[name])
     values = {name: [row[name] for row in rows] for name in columns}
-    written = {name: given(list(map(_written, own))) for name, own in values.items() if _has_texts(own)}
+    written = {name: given(list(map(_written, own))) for name, own in values.items() if str in map(type, own)}
     marks = dict(zip(written, decimal_marks(list(written.values())), strict=True))
     found = {
         name: from_cells(written[name], marks[name]) if name in written else _numbers(own)
@@ -149,14 +145,10 @@ def _row_source(rows: Sequence[Any], data: Data, limits: Limits) -> Source:
 
 def _check_cell(where: str, value: Any) -> None:
     if isinstance(value, (dict, list)):
-        raise Refused(422, f"{where} must be a number, a text, true, false or null, got {_called(value)}")
+        raise Refused(f"{where} must be a number, a text, true, false or null, got {_called(value)}")
     if isinstance(value, (int, float)) and not abs(value) <= LARGEST:
         got = value if isinstance(value, float) else "a whole number that is larger"
-        raise Refused(422, f"{where} must be finite in float32, got {got}: send null where a value is missing")
-
-
-def _has_texts(values: Sequence[Any]) -> bool:
-    return any(isinstance(value, str) for value in values)
+        raise Refused(f"{where} must be finite in float32, got {got}: send null where a value is missing")
 
 
 def _written(value: Any) -> str:
@@ -169,9 +161,8 @@ def _written(value: Any) -> str:
 def _numbers(values: Sequence[Any]) -> Column:
     """A column without texts: numbers, or yes and no."""
     found = torch.tensor([math.nan if value is None else float(value) for value in values], dtype=torch.float64)
-    if any(isinstance(value, bool) for value in values):
-        return Column("number", found, whole=True, names=("False", "True"))
-    return Column("number", found, whole=all(isinstance(value, int) for value in values))
+    yes_no = any(isinstance(value, bool) for value in values)
+    return Column("number", found, names=("False", "True") if yes_no else ())
 
 
 # -- images and texts --------------------------------------------------------------------------------------
@@ -189,11 +180,11 @@ def _file(image: Any, name: str) -> bytes:
     if isinstance(image, bytes):
         return image
     if not isinstance(image, str):
-        raise Refused(422, f"{name} must be a file in base64, got {_called(image)}")
+        raise Refused(f"{name} must be a file in base64, got {_called(image)}")
     try:
         return base64.b64decode(image, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise Refused(422, f"{name} must be a file in base64, got {_shown(image, 20)}") from error
+        raise Refused(f"{name} must be a file in base64, got {_shown(image, 20)}") from error
 
 
 def _check_image(file: bytes, name: str, limits: Limits) -> None:
@@ -203,18 +194,18 @@ def _check_image(file: bytes, name: str, limits: Limits) -> None:
         with pillow.open(io.BytesIO(file), formats=FORMATS) as image:
             width, height = image.size
     except pillow.DecompressionBombError as error:
-        raise Refused(422, f"{name} must have {limits.pixels:,} pixels at most, got far more") from error
+        raise Refused(f"{name} must have {limits.pixels:,} pixels at most, got far more") from error
     except Exception as error:  # Pillow raises what its decoders raise, which is nearly anything
         formats = ", ".join(FORMATS)
-        raise Refused(422, f"{name} must be an image ({formats}), got {len(file)} bytes that are none") from error
+        raise Refused(f"{name} must be an image ({formats}), got {len(file)} bytes that are none") from error
     if width * height > limits.pixels:
-        raise Refused(422, f"{name} must have {limits.pixels:,} pixels at most, got {width} x {height}")
+        raise Refused(f"{name} must have {limits.pixels:,} pixels at most, got {width} x {height}")
 
 
 def _text_source(texts: Sequence[Any], data: Data, limits: Limits) -> Source:
     for at, text in enumerate(texts):
         if not isinstance(text, str):
-            raise Refused(422, f"text {at} must be a text, got {_called(text)}")
+            raise Refused(f"text {at} must be a text, got {_called(text)}")
     return texts_source(texts, data)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +16,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.parallel import Parallel, delayed
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.devices import device_of
@@ -23,20 +24,23 @@ from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import mixed
 from multitudes.core.tasks.predictive import Predictive
 from multitudes.data.columns import Column
-from multitudes.data.preprocessing import Preprocessing, mean_std
+from multitudes.data.preprocessing import Preprocessing, layout_of, mean_std
 from multitudes.data.splits import spread
+from multitudes.evaluation.conformal import Conformal
+from multitudes.evaluation.helpful import helpful_scaling
 from multitudes.methods.registry import chosen, collect
-from multitudes.sklearn.inputs import check_names, columns_of, encoded, fitted_encoder, is_frame, of_numbers
-from multitudes.sklearn.learned import Learned, predicted
-from multitudes.sklearn.training import Recipe, Rows, threads, trained
+from multitudes.sklearn.inputs import check_names, columns_of, encoded, fitted_encoder, is_frame, of_numbers, plain
+from multitudes.sklearn.learned import SEED, Learned, predicted
+from multitudes.sklearn.training import Recipe, threads, trained
 from multitudes.training.fit import Epoch
 
 __all__ = ["MultitudeEstimator", "Table", "folds_of"]
 
-Job = tuple[Recipe, Rows, Rows | None, Any, int]
+Job = tuple[Recipe, TensorDataset, TensorDataset | None, Any, int]
 """The arguments of `trained`."""
 
 
+@dataclass(eq=False, repr=False)
 class MultitudeEstimator(BaseEstimator):
     """The part of both estimators that knows nothing of what is predicted.
 
@@ -45,8 +49,22 @@ class MultitudeEstimator(BaseEstimator):
     not to the last digit.
     """
 
-    model_: Learned
-    history_: list[list[Epoch]]
+    method: str = "tabm"
+    members: int | None = None
+    _: KW_ONLY
+    module: Any = None
+    settings: Mapping[str, Any] | None = None
+    epochs: int | None = None
+    patience: int | None = 32
+    batch_size: int | str = "auto"
+    lr: float = 2e-3
+    weight_decay: float = 3e-4
+    validation: float | None = 0.15
+    folds: int | None = None
+    random_state: Any = None
+    n_jobs: int | None = None
+    device: str = "auto"
+    verbose: bool | None = None
 
     # -- tables ------------------------------------------------------------------------------------------
 
@@ -97,7 +115,7 @@ class MultitudeEstimator(BaseEstimator):
 
     def _recipe(self, task: str, outputs: int, quantiles: tuple[float, ...] | None = None) -> Recipe:
         """The arguments, checked."""
-        given = {name: _plain(value) for name, value in self.get_params(deep=False).items()}
+        given = {name: plain(value) for name, value in self.get_params(deep=False).items()}
         method = chosen(collect(), given["method"])
         if method.feature_maps:
             raise ValueError(f"method {method.name!r} smooths feature maps, and the inputs are rows of a table")
@@ -112,20 +130,16 @@ class MultitudeEstimator(BaseEstimator):
             check_count("batch_size", given["batch_size"])
         check_number("lr", given["lr"], 0, above=True)
         check_number("weight_decay", given["weight_decay"], 0)
-        names = ("module", "epochs", "patience", "batch_size", "lr", "weight_decay")
-        return Recipe(
-            method, settings, task=task, outputs=outputs, quantiles=quantiles, device=device_of(given["device"]),
-            progress=given["verbose"], **{name: given[name] for name in names},
-        )  # fmt: skip
+        return Recipe(method, settings, task, outputs, quantiles, device_of(given["device"]), given)
 
     def _divided(self, groups: Tensor, seed: int) -> list[tuple[Tensor, Tensor]]:
         """The rows that train and those that are held out: once, or with `folds` for each of them.
 
         From each group, the rows of a class, comes its share; of a class of one row, nothing is held out.
         """
-        every, folds, share = torch.arange(len(groups)), _plain(self.folds), _plain(self.validation)
+        every, folds, share = torch.arange(len(groups)), plain(self.folds), plain(self.validation)
         if folds is not None:
-            if isinstance(folds, bool) or not isinstance(folds, int) or not 2 <= folds <= len(groups):
+            if type(folds) is not int or not 2 <= folds <= len(groups):
                 raise ValueError(f"folds must be a whole number from 2 to the {len(groups)} rows, got {folds!r}")
             return folds_of(groups, folds, seed)
         if share is None:
@@ -143,25 +157,32 @@ class MultitudeEstimator(BaseEstimator):
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         used = torch.arange(len(y)) if weight is None else weight.nonzero().flatten()
         parts = [(used[train], used[held]) for train, held in self._divided(groups[used], seed)]
-        learned = _prepared(table, y, used if len(parts) > 1 else parts[0][0], recipe.outputs)
+        fitted = used if len(parts) > 1 else parts[0][0]
+        learned = _prepared(table, y, fitted, recipe.outputs)
         x = learned.seen(table.columns)
         if weight is not None:
             weight = (weight / weight[used].mean()).float()
-        rows = Rows(x, learned.standardised(y, recipe.quantiles is not None), weight)
-        layout = learned.layout(x[used if len(parts) > 1 else parts[0][0]])
-        jobs = [
-            (recipe, rows[train], rows[held] if len(held) else None, layout, mixed(seed, number))
-            for number, (train, held) in enumerate(parts)
-        ]
+        target = learned.standardised(y, recipe.quantiles is not None)
+        rows = TensorDataset(x, target) if weight is None else TensorDataset(x, target, weight)
+        layout = layout_of(learned.encoder.features, x[fitted])
+        jobs: list[Job] = []
+        for number, (train, held) in enumerate(parts):
+            out = TensorDataset(*rows[held]) if len(held) else None
+            jobs.append((recipe, TensorDataset(*rows[train]), out, layout, mixed(seed, number)))
         found = self._run(jobs)
         self.history_ = [history for _, history in found]
-        self.n_iter_ = max(len(history) for history in self.history_)
+        self.n_iter_ = max(map(len, self.history_))
         learned = replace(learned, networks=tuple(net for net, _ in found))
-        held = [(net, job[2]) for net, job in zip(learned.exact, jobs, strict=True) if job[2] is not None]
-        if held:
-            predictive = Predictive.concat(predicted(net, own.x) for net, own in held)
-            learned = learned.calibrated(predictive, torch.cat([own.y for _, own in held]), weight is None)
-        self.model_ = learned
+        tested = [
+            (net, x[held], target[held]) for net, (_, held) in zip(learned.exact, parts, strict=True) if len(held)
+        ]
+        if tested:
+            predictive = Predictive.concat(predicted(net, own) for net, own, _ in tested)
+            truth, members = torch.cat([own for _, _, own in tested]), learned.networks[0].members
+            # Where rows have weights there is no scaling, which would undo what the weights have done.
+            scaling = helpful_scaling(predictive, truth, members, SEED) if weight is None else None
+            learned = replace(learned, scaling=scaling, conformal=Conformal.fit(predictive, truth))
+        self.model_: Learned = learned
 
     def _run(self, jobs: list[Job]) -> list[tuple[Multitude, list[Epoch]]]:
         """Networks trained one after the other, or those of folds side by side, each with one thread."""
@@ -231,8 +252,3 @@ def folds_of(groups: Tensor, folds: int, seed: int) -> list[tuple[Tensor, Tensor
 def _alone(job: Job) -> tuple[Multitude, list[Epoch]]:
     with threads(1):
         return trained(*job)
-
-
-def _plain(value: Any) -> Any:
-    """A number of NumPy, as grids have them, as Python's own."""
-    return value.item() if isinstance(value, np.generic) else value

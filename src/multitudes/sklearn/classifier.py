@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -12,11 +13,13 @@ from sklearn.utils import check_consistent_length, column_or_1d, compute_sample_
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import assert_all_finite
 
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.sklearn.base import MultitudeEstimator
 
 __all__ = ["MultitudeClassifier"]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class MultitudeClassifier(ClassifierMixin, MultitudeEstimator):
     """A classifier of tables whose many members say how sure they are; by default TabM.
 
@@ -51,33 +54,7 @@ class MultitudeClassifier(ClassifierMixin, MultitudeEstimator):
     array(['no', 'yes'], dtype='<U3')
     """
 
-    classes_: Any
-
-    def __init__(
-        self,
-        method: str = "tabm",
-        members: int | None = None,
-        *,
-        module: Any = None,
-        settings: Mapping[str, Any] | None = None,
-        epochs: int | None = None,
-        patience: int | None = 32,
-        batch_size: int | str = "auto",
-        lr: float = 2e-3,
-        weight_decay: float = 3e-4,
-        validation: float | None = 0.15,
-        folds: int | None = None,
-        class_weight: Mapping[Any, float] | str | None = None,
-        random_state: Any = None,
-        n_jobs: int | None = None,
-        device: str = "auto",
-        verbose: bool | None = None,
-    ) -> None:
-        self.method, self.members, self.module, self.settings = method, members, module, settings
-        self.epochs, self.patience, self.batch_size = epochs, patience, batch_size
-        self.lr, self.weight_decay, self.validation, self.folds = lr, weight_decay, validation, folds
-        self.class_weight, self.random_state, self.n_jobs = class_weight, random_state, n_jobs
-        self.device, self.verbose = device, verbose
+    class_weight: Mapping[Any, float] | str | None = None
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Train on rows X `[N, F]` and their classes y `[N]`, each row with its weight."""
@@ -125,10 +102,12 @@ class MultitudeClassifier(ClassifierMixin, MultitudeEstimator):
         Split conformal prediction from the held-out rows, or with `folds` from all rows, each by the network that has
         not seen it (see `evaluation.conformal`).
         """
-        columns = self._columns(X)
-        self.model_.check_level(level)
-        (found,) = self._read(columns, lambda p: (self.model_.conformal_set(p, level),))
-        return found
+        columns, conformal = self._columns(X), self.model_.conformal_at(level)
+
+        def read(p: Predictive) -> tuple[Any, ...]:
+            return (conformal.set(p, level),)
+
+        return self._read(columns, read)[0]
 
     def uncertainty(self, X: Any) -> dict[str, Any]:
         """How unsure the prediction of each row is, in nats: `total`, `aleatoric` and `epistemic`, `[N]` each.

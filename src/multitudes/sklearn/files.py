@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from multitudes.core.archives import read_tensors, write_tensors
 from multitudes.core.files import DamagedError
@@ -19,6 +19,7 @@ from multitudes.data.preprocessing import Preprocessing
 from multitudes.data.reading import ColumnReading
 from multitudes.data.tables import TableEncoder
 from multitudes.evaluation.conformal import Conformal, ConformalScore
+from multitudes.sklearn.inputs import plain
 from multitudes.sklearn.learned import Learned
 from multitudes.sklearn.training import made
 from multitudes.storage.save import check_path, from_parts, read_calibration, to_parts
@@ -29,8 +30,6 @@ __all__ = ["load", "save"]
 ENTRY, FORMAT = "multitudes.sklearn", 1
 OWN = ("classes_", "n_features_in_", "feature_names_in_", "n_iter_", "history_")
 """What an estimator has learned beside its model."""
-
-Estimator = TypeVar("Estimator")
 
 
 # -- saving ------------------------------------------------------------------------------------------------
@@ -45,7 +44,7 @@ def save(estimator: Any, path: str | os.PathLike[str]) -> Path:
     tensors |= {f"target/{name}": t for name in ("center", "scale") if (t := getattr(model, name)) is not None}
     about = {
         "format": FORMAT, "estimator": type(estimator).__name__, "params": _params(estimator),
-        "own": {name: _plain(name, getattr(estimator, name)) for name in OWN if hasattr(estimator, name)},
+        "own": {name: _learned(name, getattr(estimator, name)) for name in OWN if hasattr(estimator, name)},
         "features": [feature.plain() for feature in model.encoder.features],
         "reading": [reading.plain() for reading in model.encoder.reading],
         "networks": [header for header, _ in parts], "outputs": model.outputs,
@@ -61,33 +60,28 @@ def save(estimator: Any, path: str | os.PathLike[str]) -> Path:
 
 def _params(estimator: Any) -> dict[str, Any]:
     """The arguments that a file can hold; those that it cannot are None there."""
-    found = {}
-    for name, value in estimator.get_params(deep=False).items():
-        if name == "class_weight" and isinstance(value, Mapping):
-            value = [[_number(key), _number(weight)] for key, weight in value.items()]
-        own = (bool, int, float, str, list, tuple, Mapping, type(None), np.generic)
-        known = isinstance(value, own) and name != "module"
-        found[name] = _number(value) if known else None
-    return found
+    found = estimator.get_params(deep=False)
+    if isinstance(found.get("class_weight"), Mapping):
+        found["class_weight"] = [[plain(key), plain(weight)] for key, weight in found["class_weight"].items()]
+    known = (bool, int, float, str, list, tuple, Mapping, np.generic)
+    return {
+        name: plain(value) if isinstance(value, known) and name != "module" else None for name, value in found.items()
+    }
 
 
-def _plain(name: str, value: Any) -> Any:
+def _learned(name: str, value: Any) -> Any:
     """What was learned, for JSON."""
     if name == "history_":
         return [[asdict(epoch) for epoch in epochs] for epochs in value]
     if isinstance(value, np.ndarray):
         return {"dtype": value.dtype.str if value.dtype != object else "object", "values": value.tolist()}
-    return _number(value)
-
-
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
+    return plain(value)
 
 
 # -- loading -----------------------------------------------------------------------------------------------
 
 
-def load(cls: type[Estimator], path: str | os.PathLike[str], module: Any = None) -> Estimator:
+def load(cls: type, path: str | os.PathLike[str], module: Any = None) -> Any:
     """The estimator that `save` wrote."""
     path = Path(path)
     wrong = f"path must be a file that {cls.__name__}.save wrote, got {str(path)!r}, which"
@@ -105,44 +99,34 @@ def load(cls: type[Estimator], path: str | os.PathLike[str], module: Any = None)
         raise ValueError(f"{wrong} is damaged: its header does not fit its tensors ({error})") from error
 
 
-def _loaded(cls: type[Estimator], about: Mapping[str, Any], tensors: Mapping[str, Tensor], module: Any) -> Estimator:
-    params = dict(about["params"])
+def _loaded(cls: type, about: Mapping[str, Any], tensors: Mapping[str, Tensor], module: Any) -> Any:
+    params = {**about["params"], "module": module}
     if isinstance(params.get("class_weight"), list):
         params["class_weight"] = dict(params["class_weight"])
     if isinstance(params.get("quantiles"), list):
         params["quantiles"] = tuple(params["quantiles"])
-    estimator: Any = cls(**{**params, "module": module})
+    estimator = cls(**params)
     for name, value in about["own"].items():
         setattr(estimator, name, _restored(name, value))
-    target = _under("target", tensors)
-    features = tuple(map(feature_of, about["features"]))
-    encoder = TableEncoder(features, tuple(ColumnReading(**each) for each in about["reading"]))
-    preprocessing = Preprocessing(**_under("preprocessing", tensors))
+    encoder = TableEncoder(
+        tuple(map(feature_of, about["features"])), tuple(ColumnReading(**each) for each in about["reading"])
+    )
     own = None if module is None else made(module, len(encoder.names), about["outputs"])
-    networks = [
-        _network(header, _under(f"networks/{number}", tensors), own) for number, header in enumerate(about["networks"])
-    ]
-    scaling = read_calibration(about["scaling"], _under("scaling", tensors)) if "scaling" in about else None
-    conformal = (
-        Conformal(ConformalScore(**about["score"]), **_under("conformal", tensors)) if "score" in about else None
-    )
+    networks = []
+    for number, header in enumerate(about["networks"]):
+        net = from_parts(header, _under(f"networks/{number}", tensors), own)
+        assert isinstance(net, Multitude)
+        networks.append(net.eval())
+    scaling = conformal = None
+    if "scaling" in about:
+        scaling = read_calibration(about["scaling"], _under("scaling", tensors))
+    if "score" in about:
+        conformal = Conformal(ConformalScore(**about["score"]), **_under("conformal", tensors))
     estimator.model_ = Learned(
-        encoder,
-        preprocessing,
-        tuple(networks),
-        about["outputs"],
-        target.get("center"),
-        target.get("scale"),
-        scaling,
-        conformal,
-    )
-    return cast(Estimator, estimator)
-
-
-def _network(header: Mapping[str, Any], tensors: Mapping[str, Tensor], model: nn.Module | None) -> Multitude:
-    net = from_parts(header, tensors, model)
-    assert isinstance(net, Multitude)
-    return net.eval()
+        encoder, Preprocessing(**_under("preprocessing", tensors)), tuple(networks),
+        about["outputs"], **_under("target", tensors), scaling=scaling, conformal=conformal,
+    )  # fmt: skip
+    return estimator
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

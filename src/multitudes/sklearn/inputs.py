@@ -16,7 +16,7 @@ from multitudes.data.features import features_of
 from multitudes.data.reading import number_of
 from multitudes.data.tables import Choice, TableEncoder
 
-__all__ = ["check_columns", "check_names", "columns_of", "encoded", "fitted_encoder", "is_frame", "of_numbers"]
+__all__ = ["check_names", "columns_of", "encoded", "fitted_encoder", "is_frame", "of_numbers", "plain"]
 
 
 def is_frame(X: Any) -> bool:
@@ -43,6 +43,11 @@ def check_names(frame: Any) -> None:
         raise ValueError(f"X must have columns of different names, got {twice!r} twice")
 
 
+def plain(value: Any) -> Any:
+    """A number of NumPy, as grids have them, as Python's own."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
 # -- columns -----------------------------------------------------------------------------------------------
 
 
@@ -63,33 +68,26 @@ def columns_of(frame: Any) -> tuple[dict[str, Column], dict[str, str]]:
     else:
         arrays = {name: _from_pandas(pa, frame.iloc[:, at]) for at, name in enumerate(names)}
     read_as = {name: "category" for name, array in arrays.items() if _categorical(pa, array)}
-    columns = {}
-    for name, array in arrays.items():
-        columns[name] = array if isinstance(array, Column) else from_arrow(pa.table({name: array}), {})[name]
+    columns = {
+        name: array if isinstance(array, Column) else from_arrow(pa.table({name: array}), {})[name]
+        for name, array in arrays.items()
+    }
     return columns, read_as
 
 
 def _from_pandas(pa: Any, series: Any) -> Any:
     """A column as Arrow has it; of objects of several types, as it would be written in a file."""
-    if isinstance(getattr(series, "dtype", None), np.dtype) and series.dtype == object:
-        try:
-            return pa.chunked_array([pa.array(series, from_pandas=True)])
-        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
-            texts = ["" if missing else str(value) for value, missing in zip(series, series.isna(), strict=True)]
-            return from_cells(given(texts))
-    return pa.chunked_array([pa.array(series, from_pandas=True)])
+    try:
+        return pa.chunked_array([pa.array(series, from_pandas=True)])
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
+        if series.dtype != object:
+            raise
+        texts = ["" if missing else str(value) for value, missing in zip(series, series.isna(), strict=True)]
+        return from_cells(given(texts))
 
 
 def _categorical(pa: Any, array: Any) -> bool:
     return not isinstance(array, Column) and pa.types.is_dictionary(array.type)
-
-
-def check_columns(columns: Mapping[str, Column]) -> None:
-    """Numbers must be finite or missing."""
-    for name, column in columns.items():
-        if column.numeric and bool(column.values.isinf().any()):
-            row = int(column.values.isinf().nonzero()[0])
-            raise ValueError(f"column {name!r} of X must hold finite numbers or NaN, got infinity in row {row}")
 
 
 # -- the encoder -------------------------------------------------------------------------------------------
@@ -120,7 +118,10 @@ def fitted_encoder(
 
 def encoded(encoder: TableEncoder, columns: Mapping[str, Column]) -> torch.Tensor:
     """The features of all rows, float32 `[N, F]`; an error where a column holds something else than in training."""
-    check_columns(columns)
+    for name, column in columns.items():
+        if column.numeric and bool(column.values.isinf().any()):
+            row = int(column.values.isinf().nonzero()[0])
+            raise ValueError(f"column {name!r} of X must hold finite numbers or NaN, got infinity in row {row}")
     raw = []
     for feature in encoder.features:
         try:

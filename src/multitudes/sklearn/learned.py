@@ -17,13 +17,12 @@ from multitudes.core.checks import check_number
 from multitudes.core.multitude import Multitude
 from multitudes.core.tasks.predictive import Predictive
 from multitudes.data.columns import Column
-from multitudes.data.preprocessing import layout_of
 from multitudes.data.tables import TableEncoder
 from multitudes.evaluation.calibrate import Calibration, helpful_scaling
 from multitudes.evaluation.conformal import Conformal
 from multitudes.sklearn.inputs import encoded
 
-__all__ = ["Learned", "predicted", "together"]
+__all__ = ["Learned", "predicted"]
 
 ROWS = 1024
 """How many rows are predicted together."""
@@ -56,8 +55,9 @@ class Learned:
         return self.preprocessing(encoded(self.encoder, columns))
 
     def predictive(self, x: Tensor) -> Predictive:
-        """What all networks say of inputs, before any scaling, on the CPU."""
-        return together([predicted(net, x) for net in self.exact])
+        """The predictions of inputs by all members of all networks, before any scaling, on the CPU."""
+        parts = [predicted(net, x) for net in self.exact]
+        return replace(parts[0], predictions=torch.cat([part.predictions for part in parts], 0))
 
     @cached_property
     def exact(self) -> tuple[Multitude, ...]:
@@ -78,10 +78,6 @@ class Learned:
         return [torch.cat(own).double().numpy() if own[0].is_floating_point() else torch.cat(own).numpy()
                 for own in zip(*parts, strict=True)]  # fmt: skip
 
-    def layout(self, x: Tensor) -> list[int | list[float]]:
-        """What the features of inputs `[N, F]` are, as `models.tabular` takes it."""
-        return layout_of(self.encoder.features, x)
-
     # -- units -------------------------------------------------------------------------------------------
 
     def standardised(self, y: Tensor, flat: bool) -> Tensor:
@@ -93,32 +89,17 @@ class Learned:
 
     def in_units(self, values: Tensor) -> Tensor:
         """Predicted numbers in the units of the targets, `[N]` where there is one target."""
-        assert self.center is not None and self.scale is not None
-        return _flat(_wide(values).double() * self.scale + self.center)
+        assert self.center is not None
+        return self.spread_in_units(values) + self.center
 
     def spread_in_units(self, values: Tensor, power: int = 1) -> Tensor:
         """Deviations, or with a power of 2 variances, in the units of the targets."""
         assert self.scale is not None
-        return _flat(_wide(values).double() * self.scale**power)
+        found = values.double() * self.scale**power
+        return found[:, 0] if found.shape[1:] == (1,) else found
 
-    # -- held-out rows -----------------------------------------------------------------------------------
-
-    def calibrated(self, predictive: Predictive, target: Tensor, alike: bool) -> Learned:
-        """The same with what predictions of held-out rows and their targets tell.
-
-        Where rows are not `alike` but have weights there is no scaling, which would undo what the weights have done.
-        """
-        members = self.networks[0].members
-        scaling = helpful_scaling(predictive, target, members, SEED) if alike else None
-        return replace(self, scaling=scaling, conformal=Conformal.fit(predictive, target))
-
-    def conformal_set(self, predictive: Predictive, level: float) -> Any:
-        """Sets or intervals that hold the target with probability `level`."""
-        assert self.conformal is not None
-        return self.conformal.set(predictive, level)
-
-    def check_level(self, level: float) -> None:
-        """A level between 0 and 1, and held-out rows to tell it by; a warning where these are too few."""
+    def conformal_at(self, level: float) -> Conformal:
+        """The scores for sets or intervals of a level between 0 and 1; a warning where held-out rows are too few."""
         check_number("level", level, 0, above=True, below=1)
         if self.conformal is None:
             raise ValueError("sets and intervals need held-out rows: fit with validation=0.15, or with folds=5")
@@ -128,6 +109,7 @@ class Learned:
                 f"{rows} held-out rows are too few for level={level:g}, so that nothing is excluded: use folds=5, "
                 "more rows or a lower level", UserWarning, stacklevel=3,
             )  # fmt: skip
+        return self.conformal
 
     # -- copies ------------------------------------------------------------------------------------------
 
@@ -135,11 +117,6 @@ class Learned:
         """On the CPU, so that other machines can have it."""
         networks = tuple(copy.deepcopy(net).cpu() for net in self.networks)
         return {name: value for name, value in vars(self).items() if name != "exact"} | {"networks": networks}
-
-
-def together(parts: list[Predictive]) -> Predictive:
-    """Predictions of the same inputs by several networks, as those of one that has all their members."""
-    return replace(parts[0], predictions=torch.cat([part.predictions for part in parts], 0))
 
 
 def _in_float64(net: Multitude, inputs: int) -> Multitude:
@@ -156,11 +133,3 @@ def predicted(net: Multitude, x: Tensor) -> Predictive:
     """What a network says of inputs `[N, F]`, on the CPU."""
     like = next((parameter for parameter in net.parameters()), x)
     return net.predict(x.to(like.device, like.dtype), seed=SEED).cpu()
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values[:, None] if values.dim() == 1 else values
-
-
-def _flat(values: Tensor) -> Tensor:
-    return values[:, 0] if values.shape[1] == 1 else values

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, Self
 
@@ -19,6 +20,7 @@ from multitudes.sklearn.base import MultitudeEstimator
 __all__ = ["MultitudeRegressor"]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class MultitudeRegressor(RegressorMixin, MultitudeEstimator):
     """A regressor of tables that predicts means and deviations, or quantiles, by many members; by default TabM.
 
@@ -38,31 +40,7 @@ class MultitudeRegressor(RegressorMixin, MultitudeEstimator):
     ((1,), (1,))
     """
 
-    def __init__(
-        self,
-        method: str = "tabm",
-        members: int | None = None,
-        *,
-        quantiles: Sequence[float] | None = None,
-        module: Any = None,
-        settings: Mapping[str, Any] | None = None,
-        epochs: int | None = None,
-        patience: int | None = 32,
-        batch_size: int | str = "auto",
-        lr: float = 2e-3,
-        weight_decay: float = 3e-4,
-        validation: float | None = 0.15,
-        folds: int | None = None,
-        random_state: Any = None,
-        n_jobs: int | None = None,
-        device: str = "auto",
-        verbose: bool | None = None,
-    ) -> None:
-        self.method, self.members, self.quantiles = method, members, quantiles
-        self.module, self.settings = module, settings
-        self.epochs, self.patience, self.batch_size = epochs, patience, batch_size
-        self.lr, self.weight_decay, self.validation, self.folds = lr, weight_decay, validation, folds
-        self.random_state, self.n_jobs, self.device, self.verbose = random_state, n_jobs, device, verbose
+    quantiles: Sequence[float] | None = None
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Train on rows X `[N, F]` and their targets y `[N]` or `[N, D]`, each row with its weight."""
@@ -109,13 +87,8 @@ class MultitudeRegressor(RegressorMixin, MultitudeEstimator):
         the predicted quantiles with their ends moved. Of several targets it is the mean share that is held.
         """
         columns, model = self._columns(X), self.model_
-        model.check_level(level)
-
-        def read(p: Predictive) -> tuple[Any, ...]:
-            low, high = model.conformal_set(p, level)
-            return model.in_units(low), model.in_units(high)
-
-        low, high = self._read(columns, read)
+        conformal = model.conformal_at(level)
+        low, high = self._read(columns, lambda p: tuple(map(model.in_units, conformal.set(p, level))))
         return low, high
 
     def predict_quantiles(self, X: Any, levels: Sequence[float] = (0.05, 0.5, 0.95)) -> Any:
