@@ -27,7 +27,7 @@ from torch._functorch.vmap import (  # type: ignore[attr-defined]  # what torch.
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from multitudes.core.attention import math_attention
+from multitudes.core.attention import math_attention, multihead
 from multitudes.core.calling import plain_attention
 from multitudes.core.draws.vmap import CONVOLUTIONS, convolution
 
@@ -227,77 +227,9 @@ def _right_gradients(tensor: Tensor) -> AbstractContextManager[Any]:
 
 
 def _multihead(members: AtOnce, *args: Any, **kwargs: Any) -> Any:
-    """Torch's attention as a whole."""
-    result = _projected_attention(members, *args, **kwargs)
-    if result is not NotImplemented:
-        return result
-    with math_attention():
-        return F.multi_head_attention_forward(*args, **kwargs)
-
-
-def _projected_attention(
-    members: AtOnce,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    width: int,
-    heads: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_weight: Tensor,
-    out_bias: Tensor | None,
-    *,
-    training: bool = True,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    use_separate_proj_weight: bool = False,
-    **rest: Any,
-) -> Any:
-    """Projections around one attention, of tokens `[T, B, width]`, where nobody asks for its weights."""
-    unusual = need_weights or add_zero_attn or use_separate_proj_weight or query.dim() != 3
-    unusual = unusual or any(
-        given is not None for given in (bias_k, bias_v, rest.get("static_k"), rest.get("static_v"))
-    )
-    if unusual or weight is None or (is_causal and attn_mask is None) or query.shape[-1] != width or width % heads:
-        return NotImplemented
-    tokens = [tensor.transpose(0, 1) for tensor in (query, key, value)]  # [B, T, width]
-    if query is key and key is value:
-        projected = _by_rule(members, F.linear, tokens[0], weight, bias).unflatten(-1, (3, heads, width // heads))
-        projections = projected.permute(2, 0, 3, 1, 4).unbind()  # [B, heads, T, size]
-    else:
-        biases = [None] * 3 if bias is None else bias.chunk(3)
-        own = [_by_rule(members, F.linear, x, w, b) for x, w, b in zip(tokens, weight.chunk(3), biases, strict=True)]
-        projections = [x.unflatten(-1, (heads, width // heads)).transpose(1, 2) for x in own]
-    causal = is_causal and key_padding_mask is None
-    mask = None if causal else _sum_of_masks(attn_mask, key_padding_mask, heads, query.dtype)
-    dropout = dropout_p if training else 0.0
-    attended = _by_rule(members, F.scaled_dot_product_attention, *projections, mask, dropout, causal)
-    return _by_rule(members, F.linear, attended.transpose(1, 2).flatten(2), out_weight, out_bias).transpose(0, 1), None
-
-
-def _by_rule(members: AtOnce, function: Any, *args: Any) -> Tensor:
-    result = _RULES[function](members, *args)
-    return function(*args) if result is NotImplemented else result
-
-
-def _sum_of_masks(mask: Tensor | None, padding: Tensor | None, heads: int, dtype: torch.dtype) -> Tensor | None:
-    """`[T, S]` or `[B * heads, T, S]`, and `[B, S]`, as numbers to be added to `[B, heads, T, S]`; true is hidden."""
-    numbers = [
-        torch.zeros_like(part, dtype=dtype).masked_fill(part, -torch.inf) if part.dtype == torch.bool else part
-        for part in (mask, padding)
-        if part is not None
-    ]
-    if mask is not None and mask.dim() == 3:
-        numbers[0] = numbers[0].unflatten(0, (-1, heads))
-    if padding is not None:
-        numbers[-1] = numbers[-1][:, None, None]
-    return None if not numbers else numbers[0] if len(numbers) == 1 else numbers[0] + numbers[1]
+    """Torch's attention as a whole: its parts have rules."""
+    with _OtherWords(members):
+        return multihead(*args, **kwargs)
 
 
 def _convolution(function: Any) -> Callable[..., Tensor]:

@@ -21,16 +21,21 @@ from torch.overrides import TorchFunctionMode
 __all__ = ["by_math", "dropped", "math_attention", "multihead"]
 
 
-def multihead(**functions: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy `F.multi_head_attention_forward`, calling these functions instead of torch's functions of the same names.
-
-    Function modes see the functions that the copy calls, and not the copy.
-    """
-    torchs: Any = F.multi_head_attention_forward
-    own = {**vars(F), "has_torch_function": lambda tensors: False, **functions}
-    copy = FunctionType(torchs.__code__, own, torchs.__name__, torchs.__defaults__, torchs.__closure__)
-    copy.__kwdefaults__ = torchs.__kwdefaults__
+def _unwatched(function: Any) -> Callable[..., Any]:
+    """Copy a function of torch's that hides its parts from function modes: they see the parts, and not the copy."""
+    own = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    own["_check_key_padding_mask"] = _check_padding  # compilers cannot follow torch's own inside a mode
+    copy = FunctionType(function.__code__, own, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+def _check_padding(mask: Tensor, length: int, batch: int) -> None:
+    if mask.shape != (batch, length):
+        raise ValueError(f"key_padding_mask must have shape {[batch, length]}, got {list(mask.shape)}")
+
+
+multihead = _unwatched(F.multi_head_attention_forward)
 
 
 Drop = Callable[[Tensor], Tensor]
@@ -69,17 +74,13 @@ def math_attention() -> AbstractContextManager[Any]:
 
 class _MathAttention(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return by_math(function)(*args, **(kwargs or {}))
+        if function is F.multi_head_attention_forward:
+            with self:
+                return multihead(*args, **(kwargs or {}))
+        return (by_math if function is F.scaled_dot_product_attention else function)(*args, **(kwargs or {}))
 
 
-def by_math(function: Any) -> Any:
-    """The function to call instead of a function that attends; all others as they are."""
-    if function is F.scaled_dot_product_attention:
-        return _by_math
-    return _multihead_by_math if function is F.multi_head_attention_forward else function
-
-
-def _by_math(
+def by_math(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -89,6 +90,7 @@ def _by_math(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    """`F.scaled_dot_product_attention` as two products and a softmax."""
     if dropout_p:  # by torch's own function, whose numbers another mode may draw
         drop: Drop = partial(F.dropout, p=dropout_p)
         return dropped(drop, query, key, value, attn_mask, is_causal, scale, enable_gqa)
@@ -105,6 +107,3 @@ def _by_math(
             query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
         )[0]
     return result
-
-
-_multihead_by_math = multihead(scaled_dot_product_attention=_by_math)

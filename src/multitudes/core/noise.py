@@ -146,20 +146,12 @@ def _dropped(source: Source, x: Tensor, p: float, batch: int = 0) -> Tensor:
 
 
 def _multihead(source: Source, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Torch's attention as a whole, which calls dropout by the names of its own module."""
+    """Torch's attention as a whole, whose parts have rules."""
     given = _MULTIHEAD.bind(*args, **kwargs).arguments
     if not given.get("training", True) or given["dropout_p"] == 0:
         return NotImplemented
-
-    def drawn(rule: Rule, own: Any) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            result = rule(source, own, *args, **kwargs)
-            return own(*args, **kwargs) if result is NotImplemented else result
-
-        return run
-
-    attention = drawn(_attention, F.scaled_dot_product_attention)
-    return multihead(dropout=drawn(_dropout, F.dropout), scaled_dot_product_attention=attention)(*args, **kwargs)
+    with Redrawn(source):
+        return multihead(*args, **kwargs)
 
 
 def _recurrent(source: Source, function: Any, input: Any, *args: Any) -> Any:

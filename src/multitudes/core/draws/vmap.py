@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from multitudes.core.attention import by_math
+from multitudes.core.attention import by_math, multihead
 from multitudes.core.calling import Input
 from multitudes.core.draws.memory import Meter
 from multitudes.core.draws.stochastic import Draw, Stochastic, drawing
@@ -105,8 +105,13 @@ def _average_pool(function: Any, input: Tensor, output_size: Any) -> Tensor:
     return function(input, output_size)
 
 
-def _attention(function: Any, *args: Any, **kwargs: Any) -> Any:
-    return by_math(function)(*args, **kwargs)
+def _attention(function: Any, *args: Any, **kwargs: Any) -> Tensor:
+    return by_math(*args, **kwargs)
+
+
+def _multihead(function: Any, *args: Any, **kwargs: Any) -> Any:
+    with VmapRules():
+        return multihead(*args, **kwargs)
 
 
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
@@ -114,6 +119,7 @@ CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpo
 _RULES: dict[Any, Callable[..., Any]] = {
     F.batch_norm: _batch_norm,
     F.adaptive_avg_pool2d: _average_pool,
-    **dict.fromkeys((F.scaled_dot_product_attention, F.multi_head_attention_forward), _attention),
+    F.scaled_dot_product_attention: _attention,
+    F.multi_head_attention_forward: _multihead,
     **dict.fromkeys(CONVOLUTIONS, convolution),
 }
