@@ -1,15 +1,17 @@
-"""The vmapped runner at work: a network's own code, run once for all members under vmap.
+"""A network's own code, run once for all members, or for many draws, under vmap.
 
 Inside `at_once` a stacked tensor `[M, ...]` looks like one member's, and whatever Python does with it, it does for all
-members. That is right whatever the code is, and open-ended forwards need no trace. A few functions vmap does badly: a
-bias is added by a slow kernel, a table of embeddings is copied, and attention is not told that gradients will be asked
-for. So these are put in other words: one product for each member into one result, one norm for each member, and one
-attention over members and batch. While it compiles, products and norms are left alone, since a compiler fuses them.
+members. That is right whatever the code is, and open-ended forwards need no trace. A few functions vmap does badly, or
+not at all: a bias is added by a slow kernel, a table of embeddings is copied, feature maps are moved to make room for
+the new dimension, attention is not told that gradients will be asked for, and a recurrent layer fails. Rules decompose
+these: one product for each member into one result, one norm for each member, one attention and one recurrence over
+members and batch. What no member has of its own runs once, as it is. While torch compiles, products and norms are left
+alone, since a compiler fuses them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -29,7 +31,6 @@ from torch.overrides import TorchFunctionMode
 
 from multitudes.core.attention import math_attention, multihead
 from multitudes.core.calling import plain_attention
-from multitudes.core.draws.vmap import CONVOLUTIONS, convolution
 
 __all__ = ["AtOnce", "at_once", "products"]
 
@@ -53,6 +54,13 @@ class AtOnce:
         """The tensors of all members, `[M, ...]`; what they share is expanded."""
         return _remove_batch_dim(tensor, self.level, self.count, 0)
 
+    def own_any(self, values: Iterable[Any]) -> bool:
+        """Return whether members have one of these values of their own, and no other vmap runs inside this one."""
+        if torch.compiler.is_compiling():
+            return True
+        own = any(isinstance(value, Tensor) and _functorch.is_batchedtensor(value) for value in values)
+        return own and _functorch.maybe_current_level() == self.level
+
     def outside(self) -> AbstractContextManager[Any]:
         """Inside, whole tensors are computed with, and random numbers are drawn for all of them."""
         return nullcontext() if torch.compiler.is_compiling() else temporarily_pop_interpreter_stack()
@@ -64,11 +72,11 @@ def at_once(count: int) -> Iterator[AtOnce]:
     plain = plain_attention() if torch.compiler.is_compiling() else nullcontext()
     with plain, vmap_increment_nesting(count, "different") as level:
         members = AtOnce(count, level)
-        with _OtherWords(members):
+        with _Rules(members):
             yield members
 
 
-class _OtherWords(TorchFunctionMode):
+class _Rules(TorchFunctionMode):
     """While this mode is active, torch takes no fused attention, which vmap cannot batch; compilers miss that."""
 
     def __init__(self, members: AtOnce) -> None:
@@ -78,7 +86,7 @@ class _OtherWords(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         rule = _RULES.get(function)
-        if rule is not None:
+        if rule is not None and self.members.own_any((*args, *kwargs.values())):
             result = rule(self.members, *args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -228,13 +236,73 @@ def _right_gradients(tensor: Tensor) -> AbstractContextManager[Any]:
 
 def _multihead(members: AtOnce, *args: Any, **kwargs: Any) -> Any:
     """Torch's attention as a whole: its parts have rules."""
-    with _OtherWords(members):
+    with _Rules(members):
         return multihead(*args, **kwargs)
 
 
 def _convolution(function: Any) -> Callable[..., Tensor]:
-    def rule(members: AtOnce, *args: Any, **kwargs: Any) -> Tensor:
-        return convolution(function, *args, **kwargs)
+    """Cast what vmap's convolution leaves uncast under autocast: the bias, and on a CPU all that it takes."""
+
+    def rule(
+        members: AtOnce, input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **options: Any
+    ) -> Tensor:
+        kind = input.device.type
+        if not torch.is_autocast_enabled(kind) or input.dtype == torch.float64:  # which autocast leaves alone
+            return function(input, weight, bias, *rest, **options)
+        dtype = torch.get_autocast_dtype(kind)
+        y = function(input.to(dtype), weight.to(dtype), None, *rest, **options)
+        return y if bias is None else y + bias.to(dtype).view(-1, *[1] * (weight.dim() - 2))
+
+    return rule
+
+
+def _batch_norm(
+    members: AtOnce,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """With fixed statistics it is a product and a sum."""
+    if training or running_mean is None or running_var is None:
+        return NotImplemented
+    scale = (running_var + eps).rsqrt()
+    if weight is not None:
+        scale = scale * weight
+    shift = -running_mean * scale
+    if bias is not None:
+        shift = shift + bias
+    shape = (-1, *[1] * (input.dim() - 2))
+    return torch.addcmul(shift.view(shape), input, scale.view(shape)).to(input.dtype)
+
+
+def _average_pool(members: AtOnce, input: Tensor, output_size: Any) -> Any:
+    return input.mean((-2, -1), keepdim=True) if output_size in (1, (1, 1), [1, 1]) else NotImplemented
+
+
+def _recurrent(function: Any) -> Callable[..., Any]:
+    """Members are more rows of the batch where they share the weights; a packed sequence has no list of weights."""
+
+    def rule(members: AtOnce, input: Tensor, hidden: Any, weights: Any, *settings: Any) -> Any:
+        if not isinstance(weights, list) or members.own_any(weights) or input.dim() != 3:
+            return NotImplemented
+        dropout, training, batch = settings[2], settings[3], 0 if settings[5] else 1
+        if dropout > 0 and training:
+            return NotImplemented
+        x = members.whole(input)
+        states = [members.whole(state) for state in (hidden if isinstance(hidden, (tuple, list)) else [hidden])]
+        with members.outside():
+            first = [state.movedim(0, 1).flatten(1, 2) for state in states]  # [layers, M*B, H]
+            given = first if isinstance(hidden, (tuple, list)) else first[0]
+            output, *last = function(x.movedim(0, batch).flatten(batch, batch + 1), given, weights, *settings)
+            size = (members.count, -1)
+            whole = [output.unflatten(batch, size).movedim(batch, 0)]
+            whole += [state.unflatten(1, size).movedim(1, 0) for state in last]
+            return tuple(members.own(tensor) for tensor in whole)
 
     return rule
 
@@ -244,12 +312,17 @@ def _folded(tensor: Tensor, batch: Sequence[int]) -> Tensor:
     return tensor.expand(*batch, *tensor.shape[2:]).flatten(0, 1)
 
 
+_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+
 _RULES: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     torch.addmm: _addmm,
     F.layer_norm: _layer_norm,
+    F.batch_norm: _batch_norm,
     F.embedding: _embedding,
     F.scaled_dot_product_attention: _attention,
     F.multi_head_attention_forward: _multihead,
-    **{function: _convolution(function) for function in CONVOLUTIONS},
+    F.adaptive_avg_pool2d: _average_pool,
+    **{function: _convolution(function) for function in _CONVOLUTIONS},
+    **{function: _recurrent(function) for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
 }

@@ -30,11 +30,10 @@ from multitudes.core.copying import copied, share_registries
 from multitudes.core.divergences import Divergence
 from multitudes.core.draws.adaptive import check_adaptive, predict_adaptively
 from multitudes.core.draws.bypass import check_called, drawing_weights
-from multitudes.core.draws.engine import Draws
+from multitudes.core.draws.engine import Draws, Run
 from multitudes.core.draws.frozen import find_rows, rows_to_find
 from multitudes.core.draws.functional import keep_noise, to_be_kept
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
-from multitudes.core.draws.vmap import Run
 from multitudes.core.locking import evaluating, one_thread
 from multitudes.core.seeding import seeded
 from multitudes.core.tasks import Criterion
