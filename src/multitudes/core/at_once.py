@@ -29,7 +29,7 @@ from torch._functorch.vmap import (  # type: ignore[attr-defined]  # what torch.
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from multitudes.core.attention import math_attention, multihead
+from multitudes.core.attention import Attention, math_attention, multihead
 from multitudes.core.calling import plain_attention
 
 __all__ = ["AtOnce", "at_once", "products"]
@@ -193,18 +193,9 @@ def _embedding(
         return members.own(result)
 
 
-def _attention(
-    members: AtOnce,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
+def _attention(members: AtOnce, *args: Any, **kwargs: Any) -> Any:
     """Members are more rows of the batch."""
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = Attention(*args, **kwargs)
     attend: Callable[..., Tensor] = partial(
         F.scaled_dot_product_attention, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,23 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["by_math", "dropped", "math_attention", "multihead"]
+__all__ = ["Attention", "dropped", "math_attention", "multihead"]
+
+
+class Attention(NamedTuple):
+    """The arguments of `F.scaled_dot_product_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
+# -- attention as a whole ----------------------------------------------------------------------------------
 
 
 def _unwatched(function: Any) -> Callable[..., Any]:
@@ -38,33 +54,7 @@ def _check_padding(mask: Tensor, length: int, batch: int) -> None:
 multihead = _unwatched(F.multi_head_attention_forward)
 
 
-Drop = Callable[[Tensor], Tensor]
-
-
-def dropped(
-    drop: Drop,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Attention whose weights `[..., T, S]` go through `drop`."""
-    if enable_gqa:
-        groups = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    scores = query @ key.mT * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    if is_causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(future, -torch.inf)
-    if attn_mask is not None:
-        hidden = attn_mask.dtype == torch.bool
-        scores = scores.masked_fill(~attn_mask, -torch.inf) if hidden else scores + attn_mask
-    nothing = (scores == -torch.inf).all(-1, keepdim=True)
-    weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
-    return drop(weights) @ value
+# -- without fused kernels ---------------------------------------------------------------------------------
 
 
 def math_attention() -> AbstractContextManager[Any]:
@@ -74,36 +64,46 @@ def math_attention() -> AbstractContextManager[Any]:
 
 class _MathAttention(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if function is F.multi_head_attention_forward:
             with self:
-                return multihead(*args, **(kwargs or {}))
-        return (by_math if function is F.scaled_dot_product_attention else function)(*args, **(kwargs or {}))
+                return multihead(*args, **kwargs)
+        if function is F.scaled_dot_product_attention:
+            return _by_math(Attention(*args, **kwargs))
+        return function(*args, **kwargs)
 
 
-def by_math(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """`F.scaled_dot_product_attention` as two products and a softmax."""
+def _by_math(given: Attention) -> Tensor:
+    query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = given
     if dropout_p:  # by torch's own function, whose numbers another mode may draw
-        drop: Drop = partial(F.dropout, p=dropout_p)
-        return dropped(drop, query, key, value, attn_mask, is_causal, scale, enable_gqa)
+        return dropped(partial(F.dropout, p=dropout_p), given)
     kind = query.device.type
     if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:  # which autocast leaves alone
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
-    elif attn_mask is not None:
-        attn_mask = attn_mask.to(query.dtype)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+    elif mask is not None:
+        mask = mask.to(query.dtype)
     with torch.autocast(kind, enabled=False):
         result: Tensor = torch._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+            query, key, value, mask, 0.0, is_causal, None, scale=scale, enable_gqa=enable_gqa
         )[0]
     return result
+
+
+def dropped(drop: Callable[[Tensor], Tensor], given: Attention) -> Tensor:
+    """Attention whose weights `[..., T, S]` go through `drop`."""
+    query, key, value, mask, _, is_causal, scale, enable_gqa = given
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = query @ key.mT * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    nothing = (scores == -torch.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
+    return drop(weights) @ value

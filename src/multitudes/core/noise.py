@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from multitudes.core.attention import dropped, multihead
+from multitudes.core.attention import Attention, dropped, multihead
 
 __all__ = ["STILL", "Redrawn", "Source", "draws_by"]
 
@@ -120,23 +120,9 @@ def _alpha_dropout(
     return input.copy_(result) if inplace else result
 
 
-def _attention(
-    source: Source,
-    function: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    if dropout_p == 0:
-        return NotImplemented
-    drop = partial(_dropped, source, p=dropout_p)
-    return dropped(drop, query, key, value, attn_mask, is_causal, scale, enable_gqa)
+def _attention(source: Source, function: Any, *args: Any, **kwargs: Any) -> Any:
+    given = Attention(*args, **kwargs)
+    return dropped(partial(_dropped, source, p=given.dropout_p), given) if given.dropout_p else NotImplemented
 
 
 def _dropped(source: Source, x: Tensor, p: float, batch: int = 0) -> Tensor:
