@@ -11,8 +11,9 @@ alone, since a compiler fuses them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,12 +40,12 @@ ONE_BY_ONE_ABOVE = 2**22
 writes, which one call for all members does not; on an H200 it takes a third of the time (see benchmarks/README.md)."""
 
 
+@dataclass(frozen=True)
 class AtOnce:
     """All members' tensors, and one member's, inside of which there are all."""
 
-    def __init__(self, count: int, level: int) -> None:
-        self.count = count
-        self.level = level
+    count: int
+    level: int
 
     def own(self, tensor: Tensor) -> Tensor:
         """`[M, ...]` as a tensor `[...]` that each member has its own of."""
@@ -53,13 +54,6 @@ class AtOnce:
     def whole(self, tensor: Tensor) -> Tensor:
         """The tensors of all members, `[M, ...]`; what they share is expanded."""
         return _remove_batch_dim(tensor, self.level, self.count, 0)
-
-    def own_any(self, values: Iterable[Any]) -> bool:
-        """Return whether members have one of these values of their own, and no other vmap runs inside this one."""
-        if torch.compiler.is_compiling():
-            return True
-        own = any(isinstance(value, Tensor) and _functorch.is_batchedtensor(value) for value in values)
-        return own and _functorch.maybe_current_level() == self.level
 
     def outside(self) -> AbstractContextManager[Any]:
         """Inside, whole tensors are computed with, and random numbers are drawn for all of them."""
@@ -76,17 +70,23 @@ def at_once(count: int) -> Iterator[AtOnce]:
             yield members
 
 
+_is_own = _functorch.is_batchedtensor
+
+
+@dataclass(eq=False)
 class _Rules(TorchFunctionMode):
     """While this mode is active, torch takes no fused attention, which vmap cannot batch; compilers miss that."""
 
-    def __init__(self, members: AtOnce) -> None:
-        super().__init__()
-        self.members = members
+    members: AtOnce
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         rule = _RULES.get(function)
-        if rule is not None and self.members.own_any((*args, *kwargs.values())):
+        if rule is not None and not torch.compiler.is_compiling():
+            own = any(isinstance(value, Tensor) and _is_own(value) for value in (*args, *kwargs.values()))
+            if not own or _functorch.maybe_current_level() != self.members.level:  # the network's own vmap
+                rule = None
+        if rule is not None:
             result = rule(self.members, *args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -138,7 +138,7 @@ class _Products(torch.autograd.Function):
 
 
 def _linear(members: AtOnce, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    if torch.compiler.is_compiling() or not _functorch.is_batchedtensor(weight) or input.dim() < 2:
+    if torch.compiler.is_compiling() or not _is_own(weight) or input.dim() < 2:
         return NotImplemented
     x, weight, bias = members.whole(input), members.whole(weight), None if bias is None else members.whole(bias)
     with members.outside():
@@ -147,7 +147,7 @@ def _linear(members: AtOnce, input: Tensor, weight: Tensor, bias: Tensor | None 
 
 def _addmm(members: AtOnce, input: Tensor, mat1: Tensor, mat2: Tensor, **scales: Any) -> Any:
     """A linear layer with its weight the other way round."""
-    if scales or input.dim() != 1 or not _functorch.is_batchedtensor(mat2):
+    if scales or input.dim() != 1 or not _is_own(mat2):
         return NotImplemented
     return _linear(members, mat1, mat2.mT, input)
 
@@ -160,7 +160,7 @@ def _layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Any:
-    if torch.compiler.is_compiling() or weight is None or not _functorch.is_batchedtensor(weight):
+    if torch.compiler.is_compiling() or weight is None or not _is_own(weight):
         return NotImplemented
     tensors = [members.whole(tensor) for tensor in (input, weight, bias) if tensor is not None]
     with members.outside():
@@ -180,7 +180,7 @@ def _embedding(
     sparse: bool = False,
 ) -> Any:
     """One table of all members' rows. An index beyond a table's end is beyond the last member's too, and an error."""
-    if not _functorch.is_batchedtensor(weight) or max_norm is not None or sparse:
+    if not _is_own(weight) or max_norm is not None or sparse:
         return NotImplemented
     table, index = members.whole(weight), members.whole(input)
     rows = table.shape[1]
@@ -207,7 +207,7 @@ def _attention(members: AtOnce, *args: Any, **kwargs: Any) -> Any:
     tensors = [members.whole(tensor) for tensor in (query, key, value)]
     batch = torch.broadcast_shapes(*(tensor.shape[:2] for tensor in tensors))
     mask = None
-    if attn_mask is not None and (_functorch.is_batchedtensor(attn_mask) or attn_mask.dim() == rank):
+    if attn_mask is not None and (_is_own(attn_mask) or attn_mask.dim() == rank):
         mask, attn_mask = members.whole(attn_mask), None
     with members.outside():
         if mask is not None:
@@ -279,7 +279,7 @@ def _recurrent(function: Any) -> Callable[..., Any]:
     """Members are more rows of the batch where they share the weights; a packed sequence has no list of weights."""
 
     def rule(members: AtOnce, input: Tensor, hidden: Any, weights: Any, *settings: Any) -> Any:
-        if not isinstance(weights, list) or members.own_any(weights) or input.dim() != 3:
+        if not isinstance(weights, list) or any(map(_is_own, weights)) or input.dim() != 3:
             return NotImplemented
         dropout, training, batch = settings[2], settings[3], 0 if settings[5] else 1
         if dropout > 0 and training:

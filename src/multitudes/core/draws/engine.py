@@ -77,10 +77,10 @@ def one_by_one(run: Run, numbers: range, seeds_torch: bool = False) -> Tensor:
 
 def vmapped(run: Run, numbers: range, meter: Meter | None = None) -> Tensor:
     """Make the draws of these numbers under vmap: `[D, M, B, ...]`."""
-    draw = Draw(run.seed, meter=meter)
-    with drawing(run.layers, draw), at_once(len(numbers)) as draws:
-        draw.index = draws.own(torch.arange(numbers.start, numbers.stop))
-        return draws.whole(run.predict(run.x))
+    with at_once(len(numbers)) as draws:
+        index = draws.own(torch.arange(numbers.start, numbers.stop))
+        with drawing(run.layers, Draw(run.seed, index, meter)):
+            return draws.whole(run.predict(run.x))
 
 
 @dataclass
@@ -173,10 +173,11 @@ class Draws:
 
 def cost_key(x: Input) -> Hashable:
     """Return a key of inputs whose draws are computed in the same way and cost the same memory."""
-    tensors = tensors_in(x)
+    tensors = [x] if isinstance(x, Tensor) else tensors_in(x)
     device = tensors[0].device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return torch.is_grad_enabled(), autocast, kind_of(x), *(tensor.shape for tensor in tensors)
+    kind = x.dtype if isinstance(x, Tensor) else kind_of(x)
+    return torch.is_grad_enabled(), device, autocast, kind, *(tensor.shape for tensor in tensors)
 
 
 def _draws_from_torch(run: Run, numbers: range) -> bool:
