@@ -55,8 +55,7 @@ class Tasked(nn.Module):
         return self._reading(self.task)
 
     def _reading(self, task: str) -> Task:
-        reading = task_of(task)
-        return task_of(task, self.quantiles, self.next_tokens) if reading.settings else reading
+        return task_of(task, self.quantiles, self.next_tokens)
 
     @property
     def known_task(self) -> str | None:
@@ -141,8 +140,7 @@ class Tasked(nn.Module):
             check_clear(predictions, y)
         values = criterion is None and not (isinstance(y, Tensor) and y.is_cuda and self._targets_checked)
         objective.reading.check_targets(predictions, objective.reading.aligned(y), values)
-        if not self._targets_checked:
-            self._targets_checked = True
+        self._targets_checked = True
         return objective
 
     def _objective(self, criterion: Criterion | None, task: str | None, averages: bool) -> Objective:
