@@ -164,16 +164,17 @@ def expecting(network: nn.Module) -> AbstractContextManager[None]:
 @contextmanager
 def drawing(layers: Sequence[Stochastic], draw: Draw) -> Iterator[None]:
     """Give the layers their random numbers from `draw`, for the duration of a call."""
-    before = [layer.draw for layer in layers]
+    before = [vars(layer).pop("draw", None) for layer in layers]
     for layer in layers:
         layer.draw = draw
     try:
         yield
     finally:
         for layer, own in zip(layers, before, strict=True):
-            if own is None:
-                del layer.draw  # as it was before, which counts as nothing written
-            else:
+            vars(layer).pop(
+                "draw", None
+            )  # what was not there before counts as written; children may have that name, too
+            if own is not None:
                 layer.draw = own
 
 
