@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,14 +13,11 @@ from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.proof import rows_interact
 from multitudes.core.tasks.predictive import Predictive
 
-if TYPE_CHECKING:
-    from multitudes.core.multitude import Multitude
-
 FEWEST = 8
 """Draws before any input may stop: fewer would often agree by chance, and their spread be taken for 0."""
 
 
-def _check(net: Multitude, x: Input, tolerance: float, max_draws: int) -> None:
+def _check(net: Any, x: Input, tolerance: float, max_draws: int) -> None:
     """Check a network, its input and the settings of adaptive draws."""
     if not stochastic_layers(net.network):
         raise InputError("draws='auto': this network has no layer that draws")
@@ -49,7 +46,7 @@ def schedule(max_draws: int) -> list[int]:
 
 
 def predict_adaptively(
-    net: Multitude,
+    net: Any,
     x: Input,
     read: Callable[..., Predictive],
     tolerance: float,
@@ -57,7 +54,7 @@ def predict_adaptively(
     seed: int | None,
     memory: str | float | None,
 ) -> Predictive:
-    """Draw until the standard error of each input's mean prediction, as `read` reads it, is below `tolerance`.
+    """Draw a multitude until the standard error of each input's mean prediction, by `read`, is below `tolerance`.
 
     The counts double, so an input that stops early has its draws repeated to the common number: that moves no mean
     over its draws (only the share of pairs that disagree, which counts a draw and its copy). `Predictive.draws` tells
