@@ -140,7 +140,8 @@ class Tasked(nn.Module):
             check_clear(predictions, y)
         values = criterion is None and not (isinstance(y, Tensor) and y.is_cuda and self._targets_checked)
         objective.reading.check_targets(predictions, objective.reading.aligned(y), values)
-        self._targets_checked = True
+        if not self._targets_checked:
+            self._targets_checked = True
         return objective
 
     def _objective(self, criterion: Criterion | None, task: str | None, averages: bool) -> Objective:
