@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -86,3 +87,21 @@ def test_networks_that_mix_rows_are_refused_also_after_a_single_row(mix: Callabl
     net.predict(torch.randn(1, 3), **options)
     with pytest.raises(ValueError, match="depend on the others"):
         net.predict(torch.randn(4, 3), **options)
+
+
+def writing(write: Callable[[Tensor], Tensor]) -> mt.Multitude:
+    body = nn.Sequential(nn.Dropout(), nn.Linear(3, 3))
+    return mt.mc_dropout(Of(lambda net, x: net.body(write(x)), body=body)).eval()
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_network_that_writes_into_its_input_is_refused(rows: int) -> None:
+    net = writing(lambda x: x.add_(1))
+    with warnings.catch_warnings(), pytest.raises(ValueError, match=r"writes into its input|depend on the others"):
+        warnings.simplefilter("ignore")
+        net.predict(torch.ones(rows, 3), draws="auto", task="regression")
+
+
+def test_a_network_that_may_write_into_its_input_again_draws() -> None:
+    net = writing(torch.relu_)
+    assert net.predict(torch.randn(4, 3), draws="auto", task="regression").draws.shape == (4,)

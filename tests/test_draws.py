@@ -304,7 +304,7 @@ def test_what_vmap_cannot_run_is_named_once_and_runs_one_by_one(layers: list[nn.
 
 
 @pytest.mark.parametrize(
-    ("layer", "written"), [(Remembers("last"), "last"), (Remembers("total"), "2.total"), (Counts(), "2.calls")]
+    ("layer", "written"), [(Remembers("last"), "2.last"), (Remembers("total"), "2.total"), (Counts(), "2.calls")]
 )
 def test_a_network_that_writes_as_it_runs_makes_draws_one_by_one(layer: nn.Module, written: str) -> None:
     net, x = small(Jitter(), layer), torch.randn(5, 4)

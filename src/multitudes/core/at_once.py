@@ -1,16 +1,19 @@
-"""The vmapped runner at work: a network's own code, run once for all members under vmap.
+"""A network's own code, run once for all members, or for many draws, under vmap.
 
 Inside `at_once` a stacked tensor `[M, ...]` looks like one member's, and whatever Python does with it, it does for all
-members. That is right whatever the code is, and open-ended forwards need no trace. A few functions vmap does badly: a
-bias is added by a slow kernel, a table of embeddings is copied, and attention is not told that gradients will be asked
-for. So these are put in other words: one product for each member into one result, one norm for each member, and one
-attention over members and batch. While it compiles, products and norms are left alone, since a compiler fuses them.
+members. That is right whatever the code is, and open-ended forwards need no trace. A few functions vmap does badly, or
+not at all: a bias is added by a slow kernel, a table of embeddings is copied, feature maps are moved to make room for
+the new dimension, attention is not told that gradients will be asked for, and a recurrent layer fails. Rules decompose
+these: one product for each member into one result, one norm for each member, one attention and one recurrence over
+members and batch. What no member has of its own runs once, as it is. While torch compiles, products and norms are left
+alone, since a compiler fuses them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,9 +30,8 @@ from torch._functorch.vmap import (  # type: ignore[attr-defined]  # what torch.
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from multitudes.core.attention import math_attention
+from multitudes.core.attention import Attention, math_attention, multihead
 from multitudes.core.calling import plain_attention
-from multitudes.core.draws.vmap import CONVOLUTIONS, convolution
 
 __all__ = ["AtOnce", "at_once", "products"]
 
@@ -38,12 +40,12 @@ ONE_BY_ONE_ABOVE = 2**22
 writes, which one call for all members does not; on an H200 it takes a third of the time (see benchmarks/README.md)."""
 
 
+@dataclass(frozen=True)
 class AtOnce:
     """All members' tensors, and one member's, inside of which there are all."""
 
-    def __init__(self, count: int, level: int) -> None:
-        self.count = count
-        self.level = level
+    count: int
+    level: int
 
     def own(self, tensor: Tensor) -> Tensor:
         """`[M, ...]` as a tensor `[...]` that each member has its own of."""
@@ -64,20 +66,26 @@ def at_once(count: int) -> Iterator[AtOnce]:
     plain = plain_attention() if torch.compiler.is_compiling() else nullcontext()
     with plain, vmap_increment_nesting(count, "different") as level:
         members = AtOnce(count, level)
-        with _OtherWords(members):
+        with _Rules(members):
             yield members
 
 
-class _OtherWords(TorchFunctionMode):
+_is_own = _functorch.is_batchedtensor
+
+
+@dataclass(eq=False)
+class _Rules(TorchFunctionMode):
     """While this mode is active, torch takes no fused attention, which vmap cannot batch; compilers miss that."""
 
-    def __init__(self, members: AtOnce) -> None:
-        super().__init__()
-        self.members = members
+    members: AtOnce
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         rule = _RULES.get(function)
+        if rule is not None and not torch.compiler.is_compiling():
+            own = any(isinstance(value, Tensor) and _is_own(value) for value in (*args, *kwargs.values()))
+            if not own or _functorch.maybe_current_level() != self.members.level:  # the network's own vmap
+                rule = None
         if rule is not None:
             result = rule(self.members, *args, **kwargs)
             if result is not NotImplemented:
@@ -130,7 +138,7 @@ class _Products(torch.autograd.Function):
 
 
 def _linear(members: AtOnce, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    if torch.compiler.is_compiling() or not _functorch.is_batchedtensor(weight) or input.dim() < 2:
+    if torch.compiler.is_compiling() or not _is_own(weight) or input.dim() < 2:
         return NotImplemented
     x, weight, bias = members.whole(input), members.whole(weight), None if bias is None else members.whole(bias)
     with members.outside():
@@ -139,7 +147,7 @@ def _linear(members: AtOnce, input: Tensor, weight: Tensor, bias: Tensor | None 
 
 def _addmm(members: AtOnce, input: Tensor, mat1: Tensor, mat2: Tensor, **scales: Any) -> Any:
     """A linear layer with its weight the other way round."""
-    if scales or input.dim() != 1 or not _functorch.is_batchedtensor(mat2):
+    if scales or input.dim() != 1 or not _is_own(mat2):
         return NotImplemented
     return _linear(members, mat1, mat2.mT, input)
 
@@ -152,7 +160,7 @@ def _layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Any:
-    if torch.compiler.is_compiling() or weight is None or not _functorch.is_batchedtensor(weight):
+    if torch.compiler.is_compiling() or weight is None or not _is_own(weight):
         return NotImplemented
     tensors = [members.whole(tensor) for tensor in (input, weight, bias) if tensor is not None]
     with members.outside():
@@ -172,7 +180,7 @@ def _embedding(
     sparse: bool = False,
 ) -> Any:
     """One table of all members' rows. An index beyond a table's end is beyond the last member's too, and an error."""
-    if not _functorch.is_batchedtensor(weight) or max_norm is not None or sparse:
+    if not _is_own(weight) or max_norm is not None or sparse:
         return NotImplemented
     table, index = members.whole(weight), members.whole(input)
     rows = table.shape[1]
@@ -185,18 +193,9 @@ def _embedding(
         return members.own(result)
 
 
-def _attention(
-    members: AtOnce,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
+def _attention(members: AtOnce, *args: Any, **kwargs: Any) -> Any:
     """Members are more rows of the batch."""
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = Attention(*args, **kwargs)
     attend: Callable[..., Tensor] = partial(
         F.scaled_dot_product_attention, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -208,7 +207,7 @@ def _attention(
     tensors = [members.whole(tensor) for tensor in (query, key, value)]
     batch = torch.broadcast_shapes(*(tensor.shape[:2] for tensor in tensors))
     mask = None
-    if attn_mask is not None and (_functorch.is_batchedtensor(attn_mask) or attn_mask.dim() == rank):
+    if attn_mask is not None and (_is_own(attn_mask) or attn_mask.dim() == rank):
         mask, attn_mask = members.whole(attn_mask), None
     with members.outside():
         if mask is not None:
@@ -227,82 +226,74 @@ def _right_gradients(tensor: Tensor) -> AbstractContextManager[Any]:
 
 
 def _multihead(members: AtOnce, *args: Any, **kwargs: Any) -> Any:
-    """Torch's attention as a whole."""
-    result = _projected_attention(members, *args, **kwargs)
-    if result is not NotImplemented:
-        return result
-    with math_attention():
-        return F.multi_head_attention_forward(*args, **kwargs)
-
-
-def _projected_attention(
-    members: AtOnce,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    width: int,
-    heads: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_weight: Tensor,
-    out_bias: Tensor | None,
-    *,
-    training: bool = True,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    use_separate_proj_weight: bool = False,
-    **rest: Any,
-) -> Any:
-    """Projections around one attention, of tokens `[T, B, width]`, where nobody asks for its weights."""
-    unusual = need_weights or add_zero_attn or use_separate_proj_weight or query.dim() != 3
-    unusual = unusual or any(
-        given is not None for given in (bias_k, bias_v, rest.get("static_k"), rest.get("static_v"))
-    )
-    if unusual or weight is None or (is_causal and attn_mask is None) or query.shape[-1] != width or width % heads:
-        return NotImplemented
-    tokens = [tensor.transpose(0, 1) for tensor in (query, key, value)]  # [B, T, width]
-    if query is key and key is value:
-        projected = _by_rule(members, F.linear, tokens[0], weight, bias).unflatten(-1, (3, heads, width // heads))
-        projections = projected.permute(2, 0, 3, 1, 4).unbind()  # [B, heads, T, size]
-    else:
-        biases = [None] * 3 if bias is None else bias.chunk(3)
-        own = [_by_rule(members, F.linear, x, w, b) for x, w, b in zip(tokens, weight.chunk(3), biases, strict=True)]
-        projections = [x.unflatten(-1, (heads, width // heads)).transpose(1, 2) for x in own]
-    causal = is_causal and key_padding_mask is None
-    mask = None if causal else _sum_of_masks(attn_mask, key_padding_mask, heads, query.dtype)
-    dropout = dropout_p if training else 0.0
-    attended = _by_rule(members, F.scaled_dot_product_attention, *projections, mask, dropout, causal)
-    return _by_rule(members, F.linear, attended.transpose(1, 2).flatten(2), out_weight, out_bias).transpose(0, 1), None
-
-
-def _by_rule(members: AtOnce, function: Any, *args: Any) -> Tensor:
-    result = _RULES[function](members, *args)
-    return function(*args) if result is NotImplemented else result
-
-
-def _sum_of_masks(mask: Tensor | None, padding: Tensor | None, heads: int, dtype: torch.dtype) -> Tensor | None:
-    """`[T, S]` or `[B * heads, T, S]`, and `[B, S]`, as numbers to be added to `[B, heads, T, S]`; true is hidden."""
-    numbers = [
-        torch.zeros_like(part, dtype=dtype).masked_fill(part, -torch.inf) if part.dtype == torch.bool else part
-        for part in (mask, padding)
-        if part is not None
-    ]
-    if mask is not None and mask.dim() == 3:
-        numbers[0] = numbers[0].unflatten(0, (-1, heads))
-    if padding is not None:
-        numbers[-1] = numbers[-1][:, None, None]
-    return None if not numbers else numbers[0] if len(numbers) == 1 else numbers[0] + numbers[1]
+    """Torch's attention as a whole: its parts have rules."""
+    with _Rules(members):
+        return multihead(*args, **kwargs)
 
 
 def _convolution(function: Any) -> Callable[..., Tensor]:
-    def rule(members: AtOnce, *args: Any, **kwargs: Any) -> Tensor:
-        return convolution(function, *args, **kwargs)
+    """Cast what vmap's convolution leaves uncast under autocast: the bias, and on a CPU all that it takes."""
+
+    def rule(
+        members: AtOnce, input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **options: Any
+    ) -> Tensor:
+        kind = input.device.type
+        if not torch.is_autocast_enabled(kind) or input.dtype == torch.float64:  # which autocast leaves alone
+            return function(input, weight, bias, *rest, **options)
+        dtype = torch.get_autocast_dtype(kind)
+        y = function(input.to(dtype), weight.to(dtype), None, *rest, **options)
+        return y if bias is None else y + bias.to(dtype).view(-1, *[1] * (weight.dim() - 2))
+
+    return rule
+
+
+def _batch_norm(
+    members: AtOnce,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """With fixed statistics it is a product and a sum."""
+    if training or running_mean is None or running_var is None:
+        return NotImplemented
+    scale = (running_var + eps).rsqrt()
+    if weight is not None:
+        scale = scale * weight
+    shift = -running_mean * scale
+    if bias is not None:
+        shift = shift + bias
+    shape = (-1, *[1] * (input.dim() - 2))
+    return torch.addcmul(shift.view(shape), input, scale.view(shape)).to(input.dtype)
+
+
+def _average_pool(members: AtOnce, input: Tensor, output_size: Any) -> Any:
+    return input.mean((-2, -1), keepdim=True) if output_size in (1, (1, 1), [1, 1]) else NotImplemented
+
+
+def _recurrent(function: Any) -> Callable[..., Any]:
+    """Members are more rows of the batch where they share the weights; a packed sequence has no list of weights."""
+
+    def rule(members: AtOnce, input: Tensor, hidden: Any, weights: Any, *settings: Any) -> Any:
+        if not isinstance(weights, list) or any(map(_is_own, weights)) or input.dim() != 3:
+            return NotImplemented
+        dropout, training, batch = settings[2], settings[3], 0 if settings[5] else 1
+        if dropout > 0 and training:
+            return NotImplemented
+        x = members.whole(input)
+        states = [members.whole(state) for state in (hidden if isinstance(hidden, (tuple, list)) else [hidden])]
+        with members.outside():
+            first = [state.movedim(0, 1).flatten(1, 2) for state in states]  # [layers, M*B, H]
+            given = first if isinstance(hidden, (tuple, list)) else first[0]
+            output, *last = function(x.movedim(0, batch).flatten(batch, batch + 1), given, weights, *settings)
+            size = (members.count, -1)
+            whole = [output.unflatten(batch, size).movedim(batch, 0)]
+            whole += [state.unflatten(1, size).movedim(1, 0) for state in last]
+            return tuple(members.own(tensor) for tensor in whole)
 
     return rule
 
@@ -312,12 +303,17 @@ def _folded(tensor: Tensor, batch: Sequence[int]) -> Tensor:
     return tensor.expand(*batch, *tensor.shape[2:]).flatten(0, 1)
 
 
+_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+
 _RULES: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     torch.addmm: _addmm,
     F.layer_norm: _layer_norm,
+    F.batch_norm: _batch_norm,
     F.embedding: _embedding,
     F.scaled_dot_product_attention: _attention,
     F.multi_head_attention_forward: _multihead,
-    **{function: _convolution(function) for function in CONVOLUTIONS},
+    F.adaptive_avg_pool2d: _average_pool,
+    **{function: _convolution(function) for function in _CONVOLUTIONS},
+    **{function: _recurrent(function) for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
 }

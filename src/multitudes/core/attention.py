@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,48 +18,43 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["by_math", "dropped", "math_attention", "multihead"]
+__all__ = ["Attention", "dropped", "math_attention", "multihead"]
 
 
-def multihead(**functions: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy `F.multi_head_attention_forward`, calling these functions instead of torch's functions of the same names.
+class Attention(NamedTuple):
+    """The arguments of `F.scaled_dot_product_attention`."""
 
-    Function modes see the functions that the copy calls, and not the copy.
-    """
-    torchs: Any = F.multi_head_attention_forward
-    own = {**vars(F), "has_torch_function": lambda tensors: False, **functions}
-    copy = FunctionType(torchs.__code__, own, torchs.__name__, torchs.__defaults__, torchs.__closure__)
-    copy.__kwdefaults__ = torchs.__kwdefaults__
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
+# -- attention as a whole ----------------------------------------------------------------------------------
+
+
+def _unwatched(function: Any) -> Callable[..., Any]:
+    """Copy a function of torch's that hides its parts from function modes: they see the parts, and not the copy."""
+    own = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    own["_check_key_padding_mask"] = _check_padding  # compilers cannot follow torch's own inside a mode
+    copy = FunctionType(function.__code__, own, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
 
-Drop = Callable[[Tensor], Tensor]
+def _check_padding(mask: Tensor, length: int, batch: int) -> None:
+    if mask.shape != (batch, length):
+        raise ValueError(f"key_padding_mask must have shape {[batch, length]}, got {list(mask.shape)}")
 
 
-def dropped(
-    drop: Drop,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Attention whose weights `[..., T, S]` go through `drop`."""
-    if enable_gqa:
-        groups = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    scores = query @ key.mT * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    if is_causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(future, -torch.inf)
-    if attn_mask is not None:
-        hidden = attn_mask.dtype == torch.bool
-        scores = scores.masked_fill(~attn_mask, -torch.inf) if hidden else scores + attn_mask
-    nothing = (scores == -torch.inf).all(-1, keepdim=True)
-    weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
-    return drop(weights) @ value
+multihead = _unwatched(F.multi_head_attention_forward)
+
+
+# -- without fused kernels ---------------------------------------------------------------------------------
 
 
 def math_attention() -> AbstractContextManager[Any]:
@@ -69,42 +64,46 @@ def math_attention() -> AbstractContextManager[Any]:
 
 class _MathAttention(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return by_math(function)(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if function is F.multi_head_attention_forward:
+            with self:
+                return multihead(*args, **kwargs)
+        if function is F.scaled_dot_product_attention:
+            return _by_math(Attention(*args, **kwargs))
+        return function(*args, **kwargs)
 
 
-def by_math(function: Any) -> Any:
-    """The function to call instead of a function that attends; all others as they are."""
-    if function is F.scaled_dot_product_attention:
-        return _by_math
-    return _multihead_by_math if function is F.multi_head_attention_forward else function
-
-
-def _by_math(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def _by_math(given: Attention) -> Tensor:
+    query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = given
     if dropout_p:  # by torch's own function, whose numbers another mode may draw
-        drop: Drop = partial(F.dropout, p=dropout_p)
-        return dropped(drop, query, key, value, attn_mask, is_causal, scale, enable_gqa)
+        return dropped(partial(F.dropout, p=dropout_p), given)
     kind = query.device.type
     if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:  # which autocast leaves alone
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
-    elif attn_mask is not None:
-        attn_mask = attn_mask.to(query.dtype)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+    elif mask is not None:
+        mask = mask.to(query.dtype)
     with torch.autocast(kind, enabled=False):
         result: Tensor = torch._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+            query, key, value, mask, 0.0, is_causal, None, scale=scale, enable_gqa=enable_gqa
         )[0]
     return result
 
 
-_multihead_by_math = multihead(scaled_dot_product_attention=_by_math)
+def dropped(drop: Callable[[Tensor], Tensor], given: Attention) -> Tensor:
+    """Attention whose weights `[..., T, S]` go through `drop`."""
+    query, key, value, mask, _, is_causal, scale, enable_gqa = given
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = query @ key.mT * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    nothing = (scores == -torch.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
+    return drop(weights) @ value

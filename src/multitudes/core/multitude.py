@@ -28,13 +28,12 @@ from multitudes.core.calling import (
 from multitudes.core.compiling import uncompiled
 from multitudes.core.copying import copied, share_registries
 from multitudes.core.divergences import Divergence
-from multitudes.core.draws.adaptive import check_adaptive, predict_adaptively
+from multitudes.core.draws.adaptive import predict_adaptively
 from multitudes.core.draws.bypass import check_called, drawing_weights
-from multitudes.core.draws.engine import Draws
+from multitudes.core.draws.engine import Draws, Run
 from multitudes.core.draws.frozen import find_rows, rows_to_find
 from multitudes.core.draws.functional import keep_noise, to_be_kept
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
-from multitudes.core.draws.vmap import Run
 from multitudes.core.locking import evaluating, one_thread
 from multitudes.core.seeding import seeded
 from multitudes.core.tasks import Criterion
@@ -138,7 +137,7 @@ class Multitude(Tasked):
                 raise_about(x, error)
         now = [x._version] if isinstance(x, Tensor) and not x.is_inference() else versions(x)
         if now != written and len(predictions) > 1 and not self._rewrites:
-            self._check_rewrites(x)
+            self.check_rewrites(x)
         return one_per_input(predictions, x)
 
     def settle(self, x: Input) -> None:
@@ -152,12 +151,12 @@ class Multitude(Tasked):
                 check_called(self.network, lambda: self._predictions(x))
         self._settled = not (to_be_kept(self.template) or rows_to_find(self.template))
 
-    def _check_rewrites(self, x: Input) -> None:
+    def check_rewrites(self, x: Input) -> None:
         """Raise an error if the network writes into its input, but for what stays when written again, as by ReLU."""
-        now = mapped(torch.clone, x)
+        before = mapped(torch.clone, x)
         with unmoved(self.network, x), torch.no_grad():
             self._of_first(x)
-        self._rewrites = all(map(torch.equal, tensors_in(now), tensors_in(x)))
+        self._rewrites = all(map(torch.equal, tensors_in(before), tensors_in(x)))
         if not self._rewrites:
             raise InputError(
                 "the network writes into its input x in place, so that members and draws would each get another one: "
@@ -229,7 +228,6 @@ class Multitude(Tasked):
             if draws == "auto":
                 with input_errors(x), plain_attention():
                     self.settle(x)
-                    check_adaptive(self, x, tolerance, max_draws)
                     return predict_adaptively(self, x, read, tolerance, max_draws, seed, memory or self.memory)
             return read(self(x, draws=draws, seed=seed, memory=memory))
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from multitudes.core.attention import dropped, multihead
+from multitudes.core.attention import Attention, dropped, multihead
 
 __all__ = ["STILL", "Redrawn", "Source", "draws_by"]
 
@@ -120,23 +120,9 @@ def _alpha_dropout(
     return input.copy_(result) if inplace else result
 
 
-def _attention(
-    source: Source,
-    function: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    if dropout_p == 0:
-        return NotImplemented
-    drop = partial(_dropped, source, p=dropout_p)
-    return dropped(drop, query, key, value, attn_mask, is_causal, scale, enable_gqa)
+def _attention(source: Source, function: Any, *args: Any, **kwargs: Any) -> Any:
+    given = Attention(*args, **kwargs)
+    return dropped(partial(_dropped, source, p=given.dropout_p), given) if given.dropout_p else NotImplemented
 
 
 def _dropped(source: Source, x: Tensor, p: float, batch: int = 0) -> Tensor:
@@ -146,20 +132,12 @@ def _dropped(source: Source, x: Tensor, p: float, batch: int = 0) -> Tensor:
 
 
 def _multihead(source: Source, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Torch's attention as a whole, which calls dropout by the names of its own module."""
+    """Torch's attention as a whole, whose parts have rules."""
     given = _MULTIHEAD.bind(*args, **kwargs).arguments
     if not given.get("training", True) or given["dropout_p"] == 0:
         return NotImplemented
-
-    def drawn(rule: Rule, own: Any) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            result = rule(source, own, *args, **kwargs)
-            return own(*args, **kwargs) if result is NotImplemented else result
-
-        return run
-
-    attention = drawn(_attention, F.scaled_dot_product_attention)
-    return multihead(dropout=drawn(_dropout, F.dropout), scaled_dot_product_attention=attention)(*args, **kwargs)
+    with Redrawn(source):
+        return multihead(*args, **kwargs)
 
 
 def _recurrent(source: Source, function: Any, input: Any, *args: Any) -> Any:
@@ -188,22 +166,15 @@ def _recurrent(source: Source, function: Any, input: Any, *args: Any) -> Any:
 # -- numbers -----------------------------------------------------------------------------------------------
 
 
-def _place(function: Any, size: Any, kwargs: dict[str, Any]) -> tuple[tuple[int, ...], Tensor, dict[str, Any]]:
-    """The shape that is asked for, and an empty tensor of the dtype and on the device."""
-    if len(size) == 1 and isinstance(size[0], (list, tuple, torch.Size)):
-        size = size[0]
-    shape = tuple(kwargs.pop("size", size))
-    kwargs.pop("generator", None)
-    options = {name: kwargs.pop(name, None) for name in ("dtype", "device")}
-    return shape, torch.empty(0, **options), kwargs
-
-
 def _of_shape(kind: str) -> Rule:
-    def rule(source: Source, function: Any, *size: Any, **kwargs: Any) -> Any:
-        shape, like, rest = _place(function, size, dict(kwargs))
-        if rest.pop("out", None) is not None:
+    def rule(
+        source: Source, function: Any, *size: Any, dtype: Any = None, device: Any = None, out: Any = None, **rest: Any
+    ) -> Any:
+        if out is not None:
             return NotImplemented
-        numbers = getattr(source, kind)(shape, like).to(like.dtype)
+        size = rest.get("size", size[0] if len(size) == 1 and isinstance(size[0], (list, tuple)) else size)
+        like = torch.empty(0, dtype=dtype, device=device)
+        numbers = getattr(source, kind)(tuple(size), like).to(like.dtype)
         return numbers.requires_grad_() if rest.get("requires_grad") else numbers
 
     return rule
@@ -223,39 +194,34 @@ def _bernoulli(source: Source, function: Any, input: Tensor, p: Any = None, **kw
     return (source.uniform(tuple(input.shape), _real(input)) < chance).to(input.dtype)
 
 
-def _bernoulli_in_place(source: Source, function: Any, input: Tensor, p: Any = 0.5, **kwargs: Any) -> Any:
-    return input.copy_(source.uniform(tuple(input.shape), _real(input)) < p)
+def _in_place(kind: str, made: Callable[..., Tensor]) -> Rule:
+    """The rule of a tensor's method: `made(numbers, *args, **kwargs)` are its new values."""
+
+    def rule(source: Source, function: Any, input: Tensor, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
+        numbers = getattr(source, kind)(tuple(input.shape), _real(input))
+        return input.copy_(made(numbers, *args, **kwargs))
+
+    return rule
 
 
-def _uniform_in_place(source: Source, function: Any, input: Tensor, a: float = 0, b: float = 1, **kwargs: Any) -> Any:
-    low, high = kwargs.get("from", a), kwargs.get("to", b)
-    return input.copy_(low + (high - low) * source.uniform(tuple(input.shape), input))
-
-
-def _normal_in_place(
-    source: Source, function: Any, input: Tensor, mean: float = 0, std: float = 1, **kwargs: Any
-) -> Any:
-    return input.copy_(mean + std * source.normal(tuple(input.shape), input))
+def _between(uniform: Tensor, a: float = 0, b: float = 1, **named: float) -> Tensor:
+    low, high = named.get("from", a), named.get("to", b)
+    return low + (high - low) * uniform
 
 
 def _normal(source: Source, function: Any, mean: Any, std: Any = 1.0, size: Any = None, **kwargs: Any) -> Any:
-    if size is not None or kwargs.get("out") is not None:
-        return NotImplemented if kwargs.get("out") is not None else mean + std * source.normal(size, torch.empty(0))
-    given = mean if isinstance(mean, Tensor) else std
-    return mean + std * source.normal(tuple(given.shape), given)
-
-
-def _exponential_in_place(source: Source, function: Any, input: Tensor, lambd: float = 1, **kwargs: Any) -> Any:
-    return input.copy_(-torch.log1p(-source.uniform(tuple(input.shape), input)) / lambd)
+    if kwargs.get("out") is not None:
+        return NotImplemented
+    if size is None:
+        size = (mean if isinstance(mean, Tensor) else std).shape
+    like = next((each for each in (mean, std) if isinstance(each, Tensor)), torch.empty(0))
+    return mean + std * source.normal(tuple(size), like)
 
 
 def _randint(source: Source, function: Any, *args: Any, **kwargs: Any) -> Any:
-    bounds, size = (
-        ([0, args[0]], args[1]) if len(args) == 2 else (list(args[:2]), args[2]) if len(args) == 3 else ([], 0)
-    )
-    if not bounds or not isinstance(size, (list, tuple, torch.Size)) or kwargs.get("out") is not None:
+    low, high, size = (0, *args) if len(args) == 2 else args if len(args) == 3 else (0, 0, None)
+    if not isinstance(size, (list, tuple)) or kwargs.get("out") is not None:
         return NotImplemented
-    low, high = bounds
     like = torch.empty(0, device=kwargs.get("device"))
     return (low + source.uniform(tuple(size), like) * (high - low)).floor().to(kwargs.get("dtype") or torch.int64)
 
@@ -320,8 +286,8 @@ _RULES: dict[Any, Rule] = {
 }
 
 _METHODS: dict[str, Rule] = {
-    "bernoulli_": _bernoulli_in_place,
-    "uniform_": _uniform_in_place,
-    "normal_": _normal_in_place,
-    "exponential_": _exponential_in_place,
+    "bernoulli_": _in_place("uniform", lambda uniform, p=0.5: uniform < p),
+    "uniform_": _in_place("uniform", _between),
+    "normal_": _in_place("normal", lambda normal, mean=0, std=1: mean + std * normal),
+    "exponential_": _in_place("uniform", lambda uniform, lambd=1: -torch.log1p(-uniform) / lambd),
 }

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from multitudes.core.at_once import at_once
 from multitudes.core.calling import Input, mapped, plain_attention, tensors_in
 from multitudes.core.draws.engine import cost_key
 from multitudes.core.draws.memory import free_bytes
 from multitudes.core.draws.stochastic import Draw, Stochastic, drawing, stochastic_layers
-from multitudes.core.draws.vmap import VmapRules
 from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import mixed
@@ -118,14 +118,9 @@ def noise_of(plain: Plain, x: Input, draws: int) -> Noise:
     if cost is not None and cost.shared + draws * cost.each > room:
         raise CannotTrace(f"there is not enough memory for {draws} draws at once")
     draw = _Recorded()
-
-    def one(index: Tensor) -> Tensor:
-        draw.index = index
-        with VmapRules():
-            return net._predictions(x)
-
-    with plain.precision(), _drawing(net, draw):
-        torch.vmap(one, randomness="error")(torch.arange(draws))
+    with plain.precision(), _drawing(net, draw), at_once(draws) as each:
+        draw.index = each.own(torch.arange(draws))
+        net._predictions(x)
     if not draw.asked:
         raise CannotTrace("its layers ask for no random numbers")
     return Noise(draw.asked, draws, plain.device)
@@ -138,15 +133,10 @@ def drawn(plain: Plain, x: Input) -> Callable[..., Tensor]:
     def call(*tensors: Tensor) -> Tensor:
         own = iter(tensors[:count])
         given = mapped(lambda _: next(own), x)
-        draw = _Given()
-
-        def one(*numbers: Tensor) -> Tensor:
-            draw.given = iter(numbers)
-            with VmapRules():
-                return net._predictions(given)
-
-        with plain.precision(), _drawing(net, draw):
-            found = torch.vmap(one, randomness="error")(*tensors[count:])
+        numbers, draw = tensors[count:], _Given()
+        with plain.precision(), _drawing(net, draw), at_once(len(numbers[0])) as each:
+            draw.given = map(each.own, numbers)
+            found = each.whole(net._predictions(given))
         return found.transpose(0, 1).flatten(0, 1)
 
     return call

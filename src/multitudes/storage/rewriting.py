@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multitudes.core.attention import Attention
+
 __all__ = ["REWRITTEN"]
 
 aten: Any = torch.ops.aten
@@ -199,21 +201,12 @@ def _cdist(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: int | None = None
     return torch.linalg.vector_norm(x.unsqueeze(-2) - y.unsqueeze(-3), p, -1)
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
+def _attention(*args: Any, **kwargs: Any) -> Any:
     """Of three dimensions, as of four with one head: the exporter knows no other."""
+    query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = Attention(*args, **kwargs)
     if query.dim() != 3 or enable_gqa or dropout_p:
         return NotImplemented
-    mask = attn_mask.unsqueeze(-3) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
+    mask = mask.unsqueeze(-3) if mask is not None and mask.dim() == 3 else mask
     heads = (x.unsqueeze(1) for x in (query, key, value))
     return aten.scaled_dot_product_attention.default(*heads, mask, 0.0, is_causal, scale=scale).squeeze(1)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from multitudes.core.calling import Input, InputError, kind_of, rows, tensors_in
-from multitudes.core.draws.engine import Draws
+from multitudes.core.calling import Input, InputError, kind_of, rows, tensors_in, versions
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.proof import rows_interact
 from multitudes.core.tasks.predictive import Predictive
@@ -18,22 +17,7 @@ FEWEST = 8
 """Draws before any input may stop: fewer would often agree by chance, and their spread be taken for 0."""
 
 
-class Drawing(Protocol):
-    """The parts of a multitude that adaptive draws use."""
-
-    network: nn.Module
-    _draw_cache: Draws
-
-    def _predictions(self, x: Input) -> Tensor:
-        """One draw of every member, `[M, B, ...]`."""
-        ...
-
-    def draw_numbers(self, x: Input, numbers: range, seed: int | None, memory: str | float | None) -> Tensor:
-        """The draws of these numbers, `[D, M, B, ...]`."""
-        ...
-
-
-def check_adaptive(net: Drawing, x: Input, tolerance: float, max_draws: int) -> None:
+def _check(net: Any, x: Input, tolerance: float, max_draws: int) -> None:
     """Check a network, its input and the settings of adaptive draws."""
     if not stochastic_layers(net.network):
         raise InputError("draws='auto': this network has no layer that draws")
@@ -62,7 +46,7 @@ def schedule(max_draws: int) -> list[int]:
 
 
 def predict_adaptively(
-    net: Drawing,
+    net: Any,
     x: Input,
     read: Callable[..., Predictive],
     tolerance: float,
@@ -70,12 +54,13 @@ def predict_adaptively(
     seed: int | None,
     memory: str | float | None,
 ) -> Predictive:
-    """Draw until the standard error of each input's mean prediction, as `read` reads it, is below `tolerance`.
+    """Draw a multitude until the standard error of each input's mean prediction, by `read`, is below `tolerance`.
 
     The counts double, so an input that stops early has its draws repeated to the common number: that moves no mean
     over its draws (only the share of pairs that disagree, which counts a draw and its copy). `Predictive.draws` tells
     each input's own number.
     """
+    _check(net, x, tolerance, max_draws)
     counts = schedule(max_draws)
     batch = tensors_in(x)[0].shape[0]
     waiting = torch.arange(batch, device=tensors_in(x)[0].device)
@@ -85,7 +70,11 @@ def predict_adaptively(
     answers: Tensor | None = None
     done = 0
     for count in counts:
-        fresh = net.draw_numbers(rows(x, waiting), range(done, count), seed, memory)  # [D, M, B', ...]
+        some = rows(x, waiting)
+        written = versions(some)
+        fresh = net.draw_numbers(some, range(done, count), seed, memory)  # [D, M, B', ...]
+        if versions(some) != written and not net._rewrites:
+            net.check_rewrites(some)
         so_far = fresh if so_far is None else torch.cat([so_far, fresh])
         done = count
         if answers is None:

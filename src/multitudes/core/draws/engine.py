@@ -1,34 +1,33 @@
 """Draws: many predictions of a network that draws.
 
-A stochastic layer computes one draw for one batch. There are two runners: `vmapped` makes draws under `torch.vmap`,
-which computes everything before the first stochastic layer once; `one_by_one` is a loop, and always right. Each draw
-has a random source of its own, made from the seed and the draw's number, so that a seed gives the same draws with both
-runners and in chunks of any size.
+A stochastic layer computes one draw for one batch. There are two runners: `vmapped` makes all draws at once, under
+vmap, which computes everything before the first stochastic layer once; `one_by_one` is a loop, and always right. Each
+draw has a random source of its own, made from the seed and the draw's number, so that a seed gives the same draws with
+both runners and in chunks of any size.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.attributes import attributes_restored
+from multitudes.core.at_once import at_once
 from multitudes.core.calling import Input, InputError, kind_of, tensors_in, use_of
 from multitudes.core.dispatching import NumbersDrawn
 from multitudes.core.draws.memory import Meter, OverBudget, free_bytes, in_bytes
-from multitudes.core.draws.stochastic import Draw, drawing
-from multitudes.core.draws.vmap import Run, vmapped
+from multitudes.core.draws.stochastic import Draw, Stochastic, drawing
 from multitudes.core.proof import alike
 from multitudes.core.runners.verify import FAILURES
 from multitudes.core.seeding import mixed, seeded, torch_generators
-from multitudes.core.trace import unmoved
+from multitudes.core.trace import Trace, unmoved
 
-__all__ = ["Cost", "Draws", "cost_key", "one_by_one"]
+__all__ = ["Cost", "Draws", "Run", "cost_key", "one_by_one", "vmapped"]
 
 CACHED = 128e6
 """Bytes that draws may hold at once on a CPU, however much memory there is: with more, each draw takes longer."""
@@ -36,6 +35,22 @@ CACHED = 128e6
 
 class Different(ValueError):
     """Draws under vmap differ from those that are made one by one."""
+
+
+@dataclass
+class Run:
+    """A network that draws, and an input; `predict` makes one draw of every member, `[B, ...] -> [M, B, ...]`."""
+
+    network: nn.Module
+    layers: Sequence[Stochastic]
+    predict: Callable[[Input], Tensor]
+    x: Input
+    seed: int = 0
+    memory: float | None = None
+
+    def budget(self) -> float:
+        """Return how many bytes draws may hold at once: by default a quarter of what is free."""
+        return free_bytes(tensors_in(self.x)[0].device) / 4 if self.memory is None else self.memory
 
 
 @dataclass(frozen=True)
@@ -60,6 +75,14 @@ def one_by_one(run: Run, numbers: range, seeds_torch: bool = False) -> Tensor:
     return torch.stack(drawn)
 
 
+def vmapped(run: Run, numbers: range, meter: Meter | None = None) -> Tensor:
+    """Make the draws of these numbers under vmap: `[D, M, B, ...]`."""
+    with at_once(len(numbers)) as draws:
+        index = draws.own(torch.arange(numbers.start, numbers.stop))
+        with drawing(run.layers, Draw(run.seed, index, meter)):
+            return draws.whole(run.predict(run.x))
+
+
 @dataclass
 class Draws:
     """Make a multitude's draws. The fields are caches, which no file keeps.
@@ -76,15 +99,15 @@ class Draws:
         """Make the draws of these numbers: `[D, M, B, ...]`."""
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise InputError(f"seed must be a whole number, got {seed!r}")
-        size = None if memory is None else in_bytes(memory)
+        run.memory = None if memory is None else in_bytes(memory)
         run.seed = int(torch.randint(2**62, ())) if seed is None else seed
-        return self._drawn(run, numbers, size) if seed is None else self._seeded(run, numbers, size)
+        return self._drawn(run, numbers) if seed is None else self._seeded(run, numbers)
 
-    def _seeded(self, run: Run, numbers: range, memory: float | None) -> Tensor:
+    def _seeded(self, run: Run, numbers: range) -> Tensor:
         """Make draws that a seed repeats; leave torch's random state as it was."""
         if not self.seeds_torch:
             before = [(generator, generator.get_state()) for generator in torch_generators(run.x)]
-            drawn = self._drawn(run, numbers, memory)
+            drawn = self._drawn(run, numbers)
             same = all(torch.equal(generator.get_state(), state) for generator, state in before)
             if same or not _draws_from_torch(run, numbers):  # another thread moved it
                 return drawn
@@ -93,40 +116,33 @@ class Draws:
             self.seeds_torch = True
         return one_by_one(run, numbers, seeds_torch=True)
 
-    def _drawn(self, run: Run, numbers: range, memory: float | None) -> Tensor:
+    def _drawn(self, run: Run, numbers: range) -> Tensor:
         """Make draws under vmap where that works and they share some computation; otherwise one by one."""
-        trouble = ""
-        apart = len(numbers) == 1 or any(layer.noise == "network" for layer in run.layers)
-        if self.runner == "vmapped" and not apart:
-            try:
-                return self._in_chunks(run, numbers, memory)
-            except OverBudget:  # two draws are too many
-                pass
-            except torch.OutOfMemoryError:
-                raise
-            except FAILURES as error:
-                place = f"{_culprit(run.network, error.__traceback__)} ({str(error).splitlines()[0]})"
-                trouble = str(error) if isinstance(error, Different) else f"vmap cannot run {place}"
+        nothing_shared = len(numbers) == 1 or any(layer.noise == "network" for layer in run.layers)
+        if self.runner == "one_by_one" or nothing_shared:
+            return one_by_one(run, numbers)
+        try:
+            return self._in_chunks(run, numbers)
+        except OverBudget:  # two draws are too many
+            return one_by_one(run, numbers)
+        except torch.OutOfMemoryError:
+            raise
+        except FAILURES as error:
+            place = f"{_culprit(run.network, error.__traceback__)} ({str(error).splitlines()[0]})"
+            trouble = str(error) if isinstance(error, Different) else f"vmap cannot run {place}"
         drawn = one_by_one(run, numbers)  # an error where the input does not fit
-        if trouble:
-            self.runner = "one_by_one"
-            warnings.warn(f"{trouble}, so the draws run one after the other, which is slower", stacklevel=2)
+        self.runner = "one_by_one"
+        warnings.warn(f"{trouble}, so the draws run one after the other, which is slower", stacklevel=2)
         return drawn
 
-    def _in_chunks(self, run: Run, numbers: range, memory: float | None) -> Tensor:
-        """Make draws under vmap, as many at once as fit; how much memory they take is measured for each new size."""
+    def _in_chunks(self, run: Run, numbers: range) -> Tensor:
+        """Make draws under vmap, as many at once as fit; two show for each new size how much memory they take."""
         key = cost_key(run.x)
         if key not in self.costs:
-            use, budget = (torch.is_grad_enabled(), use_of(run.network, run.x)), _budget(run.x, memory)
-            if use in self.verified:
-                with suppress(OverBudget):
-                    drawn, self.costs[key] = _measured(run, numbers, budget)
-                    return drawn
-            self.costs[key] = _verify(run, numbers[-2:], budget)
-            self.verified.add(use)
+            self.costs[key] = self._verified(run, numbers[-2:])
         cost, size = self.costs[key], len(numbers)
-        if cost.shared + size * cost.each > min(CACHED, memory or CACHED):
-            budget = _budget(run.x, memory)
+        if cost.shared + size * cost.each > min(CACHED, run.memory or CACHED):
+            budget = run.budget()
             most = budget if tensors_in(run.x)[0].is_cuda else CACHED
             size = int(min(budget - cost.shared, most) / cost.each)
         if size <= 1:  # chunks of one share nothing
@@ -134,43 +150,34 @@ class Draws:
         parts = [vmapped(run, numbers[start : start + size]) for start in range(0, len(numbers), size)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def _verified(self, run: Run, numbers: range) -> Cost:
+        """Return what draws under vmap cost.
 
-def _measured(run: Run, numbers: range, budget: float) -> tuple[Tensor, Cost]:
-    """Make draws under vmap, and measure what they cost; raise an error if that is more than half the budget."""
-    meter = Meter(budget / 2)  # an operation's result is seen only when it is there
-    with meter:
-        drawn = vmapped(run, numbers, meter)
-    shared = meter.base or 0
-    return drawn, Cost(shared, max(1, meter.peak - shared) / len(numbers))
-
-
-def _verify(run: Run, numbers: range, budget: float) -> Cost:
-    """Return what draws under vmap cost; raise an error if the last differs from one made alone, or leaves traces."""
-    with unmoved(run.network, run.x):
-        want = one_by_one(run, numbers[-1:])
-        before = {name: (id(buffer), buffer._version) for name, buffer in run.network.named_buffers()}
-        with attributes_restored(run.network) as writes:
-            drawn, cost = _measured(run, numbers, budget)
-        after = {name: (id(buffer), buffer._version) for name, buffer in run.network.named_buffers()}
-    written = [*(name for _, name in writes), *(name for name in after if before.get(name) != after[name])]
-    if written:
-        raise Different(f"the network writes {written[0]!r} as it runs, which each draw must do by itself")
-    if not alike(drawn[-1:].flatten(0, 1), want.flatten(0, 1)):
-        raise Different("under vmap the network gives other predictions than draw by draw")
-    return cost
-
-
-def _budget(x: Input, memory: float | None) -> float:
-    """Return how many bytes draws may hold at once: by default a quarter of what is free."""
-    return free_bytes(tensors_in(x)[0].device) / 4 if memory is None else memory
+        For each new use, raise an error if the last differs from one made alone, or if the network writes as it runs.
+        """
+        use = torch.is_grad_enabled(), use_of(run.network, run.x)
+        meter, written = Meter(run.budget() / 2), Trace()  # an operation's result is seen only when it is there
+        with unmoved(run.network, run.x, written), meter:
+            drawn = vmapped(run, numbers, meter)
+        if use not in self.verified:
+            with unmoved(run.network, run.x):
+                want = one_by_one(run, numbers[-1:])
+            if names := sorted(written.attributes | written.buffers):
+                raise Different(f"the network writes {names[0]!r} as it runs, which each draw must do by itself")
+            if not alike(drawn[-1:].flatten(0, 1), want.flatten(0, 1)):
+                raise Different("under vmap the network gives other predictions than draw by draw")
+            self.verified.add(use)
+        shared = meter.base or 0
+        return Cost(shared, max(1, meter.peak - shared) / len(numbers))
 
 
 def cost_key(x: Input) -> Hashable:
     """Return a key of inputs whose draws are computed in the same way and cost the same memory."""
-    tensors = tensors_in(x)
+    tensors = [x] if isinstance(x, Tensor) else tensors_in(x)
     device = tensors[0].device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return torch.is_grad_enabled(), autocast, kind_of(x), *(tensor.shape for tensor in tensors)
+    kind = x.dtype if isinstance(x, Tensor) else kind_of(x)
+    return torch.is_grad_enabled(), device, autocast, kind, *(tensor.shape for tensor in tensors)
 
 
 def _draws_from_torch(run: Run, numbers: range) -> bool:

@@ -75,12 +75,9 @@ def in_bytes(memory: str | int | float) -> float:
     >>> in_bytes("2GB"), in_bytes("0.5 MiB"), in_bytes(1000)
     (2000000000.0, 524288.0, 1000.0)
     """
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMG]?I?B?)\s*", str(memory).upper())
-    try:
-        size = float(match[1]) * _UNITS[match[2]] if match else 0.0
-    except (ValueError, KeyError):
-        size = 0.0
-    if not size > 0:
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(|B|[KMG]I?B)\s*", str(memory).upper())
+    size = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    if size <= 0:
         raise InputError(f"memory must be a size such as '2GB' or '512MB', or a number of bytes, got {memory!r}")
     return size
 

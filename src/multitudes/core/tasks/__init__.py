@@ -50,13 +50,13 @@ def task_of(name: str, quantiles: Sequence[float] | None = None, next_tokens: bo
     """
     if name not in TASKS:
         raise ValueError(f"task must be one of {', '.join(TASKS)}, got {name!r}")
-    task = TASKS[name]
-    return type(task)(quantiles=quantiles, next_tokens=next_tokens) if task.settings else task
+    task, given = TASKS[name], {"quantiles": quantiles, "next_tokens": next_tokens}
+    return type(task)(**{setting: given[setting] for setting in task.settings})
 
 
 def tasks_of(criterion: Criterion) -> tuple[str, ...]:
     """The tasks that a criterion is for; none where it is not known."""
-    return tuple(name for name, task in TASKS.items() if is_any(criterion, task.criteria))
+    return tuple(name for name, task in TASKS.items() if task.knows(criterion))
 
 
 def one_of(tasks: Sequence[str], sign: str = "") -> str:

@@ -7,6 +7,7 @@ computed; `own_form` brings results back.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -14,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input, InputError, tensors_in
+from multitudes.core.tasks.criteria import CROSS_ENTROPIES
 from multitudes.core.tasks.task import Task
 
 __all__ = ["Binary", "ClassTask", "Classification", "Multilabel", "Tokens", "check_class_axis", "check_clear"]
 
-CROSS_ENTROPIES = (F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss)
 BINARY_CROSS_ENTROPIES = (F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss)
 
 
@@ -137,8 +138,11 @@ class Classification(SoftmaxTask):
             self._check_classes(predictions, y)
 
 
+@dataclass(frozen=True)
 class Tokens(SoftmaxTask):
     """One class of each token: logits `[S, B, T, C]`, classes last."""
+
+    next_tokens: bool = False
 
     name = "tokens"
     criteria = CROSS_ENTROPIES
@@ -255,20 +259,16 @@ def check_class_axis(predictions: Tensor, x: Input) -> None:
     """
     shape = predictions.shape
     _check_several(shape)
-    if len(shape) < 4:
-        return
-    if len(shape) == 4:
-        raise InputError(
-            f"predictions of shape {list(shape)} may have their classes in dim 2 or last, and no task was chosen: "
-            "pass task='classification' for classes in dim 2, or task='tokens' for classes last"
-        )
     dims = len(shape) - 3
+    if dims < 1:
+        return
     sizes = [tensor.shape[-dims:] for tensor in tensors_in(x) if tensor.dim() >= dims + 1]
     first = any(_in_proportion(shape[3:], size) for size in sizes)
     last = any(_in_proportion(shape[2:-1], size) for size in sizes)
-    if not first or last:
+    if dims == 1 or not first or last:
+        what = "may have their classes in dim 2 or last" if dims == 1 else "do not tell where their classes are"
         raise InputError(
-            f"predictions of shape {list(shape)} do not tell where their classes are, and no task was chosen: "
+            f"predictions of shape {list(shape)} {what}, and no task was chosen: "
             "pass task='classification' for classes in dim 2, or task='tokens' for classes last"
         )
 

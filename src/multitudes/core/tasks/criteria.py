@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from multitudes.core.calling import InputError
 
 __all__ = [
-    *("Criterion", "at_least_float32", "fitting", "in_one_dtype", "is_any", "reduced", "setting_of", "spread"),
-    *("target_losses", "unwrapped", "weighted_by_row", "weighted_mean"),
+    *("CROSS_ENTROPIES", "Criterion", "at_least_float32", "fitting", "in_one_dtype", "is_any", "reduced"),
+    *("setting_of", "spread", "target_losses", "unwrapped", "weighted_by_row", "weighted_mean"),
 ]
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 """`(prediction [B, ...], target [B, ...]) -> mean over the batch`."""
+
+CROSS_ENTROPIES = (F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss)
 
 
 # -- which one it is ---------------------------------------------------------------------------------------
@@ -65,20 +67,14 @@ def fitting(prediction: Tensor, y: Tensor) -> Iterator[None]:
 
 def in_one_dtype(prediction: Tensor, criterion: Any) -> tuple[Tensor, Any]:
     """Convert a prediction and a criterion's own weights to the dtype that holds both."""
-    if not isinstance(criterion, (nn.Module, partial)):
-        return prediction, criterion
-    own = dict(criterion.named_buffers()) if isinstance(criterion, nn.Module) else {}
-    own |= criterion.keywords if isinstance(criterion, partial) else {}
+    own = dict(criterion.named_buffers()) if isinstance(criterion, nn.Module) else getattr(criterion, "keywords", {})
     weights = {name: t for name, t in own.items() if isinstance(t, Tensor) and t.is_floating_point()}
     if all(tensor.dtype == prediction.dtype for tensor in weights.values()):
         return prediction, criterion
-    dtype = prediction.dtype
-    for tensor in weights.values():
-        dtype = torch.promote_types(dtype, tensor.dtype)
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in weights.values()), prediction.dtype)
     if isinstance(criterion, nn.Module):
         return prediction.to(dtype), copy.deepcopy(criterion).to(dtype)
-    converted = {name: tensor.to(dtype) for name, tensor in weights.items()}
-    return prediction.to(dtype), partial(criterion.func, *criterion.args, **(criterion.keywords | converted))
+    return prediction.to(dtype), partial(criterion, **{name: tensor.to(dtype) for name, tensor in weights.items()})
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -109,7 +105,7 @@ def target_losses(criterion: Criterion, prediction: Tensor, y: Tensor) -> tuple[
     """
     losses = _unreduced(criterion)(prediction, y)
     counts = torch.ones_like(losses)
-    if _takes_classes(criterion) and not y.is_floating_point():
+    if is_any(criterion, CROSS_ENTROPIES) and not y.is_floating_point():
         counted = y != setting_of(criterion, "ignore_index", -100)
         counts = counted.to(losses.dtype)
         own = setting_of(criterion, "weight", None)
@@ -161,12 +157,8 @@ def spread(weight: Tensor, losses: Tensor) -> Tensor:
 
 
 def _unreduced(criterion: Any) -> Criterion:
-    if isinstance(criterion, nn.Module):
-        criterion = copy.copy(criterion)
-        criterion.reduction = "none"
-        return criterion
-    return partial(criterion, reduction="none")
-
-
-def _takes_classes(criterion: Any) -> bool:
-    return is_any(criterion, (F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss))
+    if not isinstance(criterion, nn.Module):
+        return partial(criterion, reduction="none")
+    criterion = copy.copy(criterion)
+    criterion.reduction = "none"
+    return criterion

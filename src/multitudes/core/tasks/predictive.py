@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, wraps
 from typing import Any, Protocol, Self
 
@@ -151,8 +151,7 @@ class Predictive:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies and pickles take the predictions alone: what follows from them can be computed again.
-        settings = self.task, self.draws, self.calibration, self.quantiles, self.next_tokens
-        return type(self), (self.predictions, *settings)
+        return type(self), tuple(getattr(self, each.name) for each in fields(self) if each.init)
 
     # -- of any task ---------------------------------------------------------------------------------------
 
@@ -385,10 +384,11 @@ class Predictive:
             raise ValueError("parts must hold at least one Predictive, got none")
         first = parts[0]
         for part in parts:
-            if part.task != first.task:
-                raise ValueError(f"parts must have the same task, got {first.task} and {part.task}")
-            if (part.quantiles, part.next_tokens) != (first.quantiles, first.next_tokens):
-                raise ValueError("parts must have the same quantiles and next_tokens, got predictions that differ")
+            for name in ("task", "quantiles", "next_tokens"):
+                if getattr(part, name) != getattr(first, name):
+                    raise ValueError(
+                        f"parts must have the same {name}, got {getattr(first, name)} and {getattr(part, name)}"
+                    )
             one, other = list(first.predictions.shape), list(part.predictions.shape)
             if one[:1] + one[2:] != other[:1] + other[2:]:
                 raise ValueError(f"parts must have the same shape but for dim 1, got {one} and {other}")

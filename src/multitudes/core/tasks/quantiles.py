@@ -9,6 +9,7 @@ cross, they change places (Chernozhukov, Fernández-Val & Galichon, *Quantile an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, Self
@@ -21,7 +22,7 @@ from multitudes.core.calling import InputError
 from multitudes.core.tasks.criteria import Criterion, at_least_float32, reduced, unwrapped
 from multitudes.core.tasks.values import ValueTask
 
-__all__ = ["Quantiles", "check_levels", "default_levels", "mixture_quantile", "moments", "pinball", "widest_level"]
+__all__ = ["Quantiles", "check_levels", "default_levels", "mixture_quantile", "moments", "pinball"]
 
 _HALVINGS = 64  # of the range in which a quantile is looked for: to the last bit in float64
 _CHUNK = 2**24  # how many segments of quantile functions are looked at together
@@ -69,18 +70,6 @@ def pinball(
     tau = tau.view(-1, *[1] * (prediction.dim() - 2))
     off = target.to(prediction.dtype).unsqueeze(1) - prediction
     return reduced(tau * off + F.relu(-off), reduction)
-
-
-def widest_level(levels: Sequence[float]) -> float:
-    """The level of the widest central interval between the outermost quantiles; an error where there is none.
-
-    >>> widest_level((0.05, 0.5, 0.95))
-    0.9
-    """
-    widest = round(1 - 2 * max(levels[0], 1 - levels[-1]), 12)
-    if widest <= 0:
-        raise ValueError(f"an interval needs quantiles below and above the median, got those of levels {levels}")
-    return widest
 
 
 def _knots(values: Tensor, levels: Sequence[float]) -> tuple[Tensor, Tensor]:
@@ -142,8 +131,12 @@ def _inverted(knots: Tensor, share: Tensor, level: float) -> Tensor:
     return high
 
 
+@dataclass(frozen=True)
 class Quantiles(ValueTask):
     """Quantiles of rising levels of each value: `[S, B, Q, ...]`."""
+
+    quantiles: Any = None
+    """The levels, chosen or (once predictions have been seen) the default ones."""
 
     name = "quantiles"
     criteria = (pinball,)
@@ -152,12 +145,6 @@ class Quantiles(ValueTask):
     quantities = ValueTask.quantities | {"quantile", "median"}
     metrics = ("quantiles", "quantile intervals")
     scores = ("cqr",)
-
-    @property
-    def levels(self) -> tuple[float, ...]:
-        """The levels of the quantiles, once predictions have been seen."""
-        assert self.quantiles is not None
-        return self.quantiles
 
     def sized(self, shape: Sequence[int]) -> Self:
         count = shape[2]
@@ -179,18 +166,24 @@ class Quantiles(ValueTask):
         return super()._fitted(criterion, prediction, y)
 
     def means_and_variances(self, predictions: Tensor) -> tuple[Tensor, Tensor]:
-        return moments(at_least_float32(predictions), self.levels)
+        return moments(at_least_float32(predictions), self.quantiles)
 
     def member_values(self, predictions: Tensor) -> Tensor:
         return at_least_float32(predictions).sort(2).values
 
     def quantile(self, predictions: Tensor, level: float) -> Tensor:
         """The quantile of the members' mixture, `[B, ...]`, of a level between those predicted."""
-        return mixture_quantile(predictions, self.levels, level)
+        return mixture_quantile(predictions, self.quantiles, level)
 
     @property
     def level(self) -> float:
-        return widest_level(self.levels)
+        """The level of the widest central interval between the outermost quantiles."""
+        widest = round(1 - 2 * max(self.quantiles[0], 1 - self.quantiles[-1]), 12)
+        if widest <= 0:
+            raise ValueError(
+                f"an interval needs quantiles below and above the median, got those of levels {self.quantiles}"
+            )
+        return widest
 
     def interval(self, predictions: Tensor, mean: Tensor, std: Tensor, level: float) -> tuple[Tensor, Tensor]:
         tail = round((1 - level) / 2, 12)

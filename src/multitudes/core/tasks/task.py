@@ -74,18 +74,10 @@ class Task(ABC):
     """True if the landscape's analyses of function space compare such predictions."""
     ignored: ClassVar[int | None] = None
     """The target that no metric counts."""
-    quantiles: tuple[float, ...] | None = None
+    quantiles: Any = None
     """The levels of quantiles; a setting."""
-    next_tokens: bool = False
+    next_tokens: Any = False
     """True if position t predicts the label at t + 1; a setting."""
-
-    def __init__(self, **settings: Any) -> None:
-        for name in self.settings:
-            if name in settings:
-                setattr(self, name, settings[name])
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in self.settings)})"
 
     # -- predictions and targets ---------------------------------------------------------------------------
 

@@ -55,8 +55,7 @@ class Tasked(nn.Module):
         return self._reading(self.task)
 
     def _reading(self, task: str) -> Task:
-        reading = task_of(task)
-        return task_of(task, self.quantiles, self.next_tokens) if reading.settings else reading
+        return task_of(task, self.quantiles, self.next_tokens)
 
     @property
     def known_task(self) -> str | None:
