@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from speed import Case, batch_for, measure, options
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 import multitudes as mt
 from multitudes.core.member_layer import MemberLayer
 from multitudes.methods.masksembles import Masked
-from multitudes.surgery.affine import run_with
+from multitudes.methods.member_affine import AffineMemberLayer
 
 
 def changing(weights: bool, net: nn.Module) -> nn.Module:
@@ -39,13 +38,8 @@ def with_zeros(net: nn.Module) -> nn.Module:
     """Masksembles whose members have zeros for the weights of channels that they do not see."""
     for layer in net.modules():
         if isinstance(layer, Masked):
-            layer._own = partial(_zeroed, layer)
+            layer.run_member = partial(AffineMemberLayer.run_member, layer)
     return net
-
-
-def _zeroed(layer: Any, index: int, rows: Tensor, weight: Tensor) -> Tensor:
-    own = weight * layer._factor(index, weight)
-    return run_with(layer.layer, layer._affine(), rows, own, layer.layer.bias)
 
 
 def ways(model: Callable[[], nn.Module]) -> dict[str, nn.Module]:

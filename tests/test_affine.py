@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import multitudes as mt
-from multitudes.methods.batch_ensemble import rank_one
+from multitudes.methods.batch_ensemble import RankOne
 from multitudes.methods.masksembles import Masked, masked
 from multitudes.surgery.affine import maps_of
 from tests.of_parts import Of
@@ -106,7 +106,7 @@ def test_rank_one_layers_of_any_class_are_the_paper_equation(kind: str, rows: in
     x = torch.randn(rows, *shape)
     layer(x)
     weight, bias = layer.weight.detach().clone(), layer.bias  # as the layer computes it
-    ensemble = rank_one(layer, 3).eval()
+    ensemble = RankOne(layer, 3).eval()
     with torch.no_grad():
         for values in ensemble.factors():
             values.normal_(1, 0.5)
@@ -148,7 +148,7 @@ def test_gradients_of_a_rank_one_layer_are_those_of_the_formula(kind: str) -> No
     torch.manual_seed(0)
     build, shape = ONE_MAP[kind]
     layer = build().double().eval()
-    ensemble = rank_one(layer, 2).eval()
+    ensemble = RankOne(layer, 2).eval()
     for values in ensemble.factors():
         values.data.normal_(1, 0.5)
     x = torch.randn(40, *shape).double()
@@ -246,7 +246,7 @@ def test_a_whole_layer_gives_each_member_its_own_weights(kind: str, method: str)
     torch.manual_seed(0)
     build, batch = SEVERAL[kind]
     layer, args = build().eval(), batch(3)
-    ensemble = (rank_one(layer, 2) if method == "rank_one" else masked(layer, 2, 2.0)).eval()
+    ensemble = (RankOne(layer, 2) if method == "rank_one" else masked(layer, 2, 2.0)).eval()
     with torch.no_grad():
         for parameter in ensemble.parameters(recurse=False):
             parameter.normal_(1, 0.5)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import multitudes as mt
-from multitudes.methods.batch_ensemble import rank_one
+from multitudes.methods.batch_ensemble import RankOne
 from multitudes.methods.masksembles import masked
 from multitudes.surgery.affine import affine_layers, maps_of
 from tests.of_parts import Of
@@ -69,7 +69,7 @@ def test_frozen_weights_stay_frozen_and_equal() -> None:
     for layer in layers:
         layer.requires_grad_(False)
         before = {name: tensor.clone() for name, tensor in layer.named_parameters()}
-        for converted in (rank_one(layer, 2), masked(layer, 2, 2.0)):
+        for converted in (RankOne(layer, 2), masked(layer, 2, 2.0)):
             for name, parameter in converted.layer.named_parameters():
                 assert not parameter.requires_grad
                 assert torch.equal(parameter, before[name])

@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.methods.lora.layers import Lora, LoraWhole
+from multitudes.methods.lora.layers import Lora
 from multitudes.study.methods import METHODS
 from tests.cases import CLASSES, NETWORKS
 from tests.shared_cases import FAMILIES, bert, gpt2, rows_through, swin, tokens, vit
@@ -135,8 +135,7 @@ def test_what_comes_before_the_first_adapted_layer_runs_once() -> None:
 def test_attention_is_adapted_as_a_whole() -> None:
     case = NETWORKS["transformer"]
     net, (x, _) = moved(mt.lora(case.model(), 3, rank=2, seed=0)), case.batch(6)
-    kinds = {type(module) for module in net.network.modules() if isinstance(module, (Lora, LoraWhole))}
-    assert kinds == {Lora, LoraWhole}
+    assert {module.several for module in net.network.modules() if isinstance(module, Lora)} == {False, True}
     mt.check(net, x)
     whole, base = net.network.encoder.self_attn, case.model().encoder.self_attn
     added = whole.in_proj_weight_B[1] @ whole.in_proj_weight_A[1]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.methods.patching.conversion import family
-from multitudes.methods.patching.wrapped import PatchedWrapped, PatchedWrappedNorm, is_affine_norm
+from multitudes.methods.patching.layers import PatchedWrapped, PatchedWrappedNorm, is_affine_norm
 from tests.of_parts import Of
 
 

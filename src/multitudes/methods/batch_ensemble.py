@@ -24,145 +24,54 @@ from multitudes.core.copying import copied
 from multitudes.core.locking import evaluating
 from multitudes.core.member_layer import MemberLayer
 from multitudes.core.shared import SharedMembers
-from multitudes.methods.own_layers import own_layer
+from multitudes.methods.member_affine import AffineMemberLayer, joined
+from multitudes.methods.own_layers import Own
 from multitudes.methods.registry import Method, by
-from multitudes.surgery.affine import (
-    SEVERAL,
-    AffineMap,
-    affine_layers,
-    axis_of,
-    kind_of,
-    maps_of,
-    plain_copy,
-    run_with,
-    select_affine,
-    weight_of,
-)
+from multitudes.surgery.affine import SEVERAL, AffineMap, affine_layers, kind_of, select_affine, weight_of
 from multitudes.surgery.coverage import tell_reach
 from multitudes.surgery.initialise import redraw
-from multitudes.surgery.layers import Factory, Selector, replace, select
+from multitudes.surgery.layers import Factory, Selector, select
 from multitudes.surgery.start import starting
-from multitudes.surgery.whole import WholeMemberLayer
 
 
-class RankOne(MemberLayer):
-    """A layer shared by all members, with factors on its inputs (`r [M, I]`) and outputs (`s [M, O]`).
+class RankOne(AffineMemberLayer):
+    """A layer shared by all members, with factors on the inputs (`r [M, I]`) and outputs (`s [M, O]`) of each map.
 
-    Maps the tiled batch `[M*B, I, ...]` to `[M*B, O, ...]`. With inputs' factors alone, members share the bias too.
+    With inputs' factors alone, members share the biases too.
     """
 
-    def __init__(self, layer: Any, members: int, sides: str = "both") -> None:
-        (affine,) = maps_of(layer)
-        super().__init__(copied(layer), members, axis_of(layer))
-        self.transposed, self.groups = affine.inputs == 0, affine.groups
-        weight, bias = weight_of(self.layer).detach(), getattr(layer, "bias", None)
-        inputs, outputs = affine.widths(weight.shape)
-        self.r = nn.Parameter(weight.new_ones(members, inputs))
-        self.s = nn.Parameter(weight.new_ones(members, outputs)) if sides == "both" else None
-        self.biases = _repeated(bias, members) if sides == "both" else None
-        if sides == "both":
-            self.layer.register_parameter("bias", None)
+    def __init__(self, layer: nn.Module, members: int, sides: str = "both") -> None:
+        super().__init__(copied(layer), members)
+        if self.several and sides != "both":
+            raise ValueError(f"sides={sides!r} is for linear layers and convolutions, got a {type(layer).__name__}")
+        self.kinds = "rs" if sides == "both" else "r"
+        for affine in self.affine_maps():
+            weight = self.shared_weight(affine).detach()
+            for kind, width in zip(self.kinds, affine.widths(weight.shape), strict=False):
+                ones = nn.Parameter(weight.new_ones(members, width))
+                self.register_parameter(f"{self.prefixes[affine.weight]}{kind}", ones)
+            if sides == "both":
+                self.repeat_bias(affine)
 
     def factors(self) -> list[nn.Parameter]:
-        return [self.r] if self.s is None else [self.r, self.s]
+        return [self.get_parameter(f"{prefix}{kind}") for prefix in self.prefixes.values() for kind in self.kinds]
 
-    def _bias(self) -> Tensor | None:
-        return super()._bias() if self.biases is None else self.biases[0]
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def run_all(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         weight = weight_of(self.layer)
         if self._changes_weight(x, weight):
-            return self._each(x, lambda index, rows: self._own(index, rows, weight, *args, **kwargs))
-        shared = getattr(self.layer, "bias", None)
-        y = run_with(
-            self.layer, self._affine(), self._by_member(torch.mul, x, self.r), weight, shared, *args, **kwargs
-        )  # fmt: skip
-        if self.s is None:
+            return self._each(x, lambda index, rows: self.run_member(index, rows, weight, *args, **kwargs))
+        y = self.run(self._by_member(torch.mul, x, self.r), weight, *args, **kwargs)
+        if self.kinds == "r":
             return y
         if self.biases is None:
             return self._by_member(torch.mul, y, self.s, untiled=False)
-        return self._by_member(_scaled_and_moved, y, self.s, self.biases, untiled=False)
+        return self._by_member(lambda y, s, b: torch.addcmul(b, y, s), y, self.s, self.biases, untiled=False)
 
-    def _own(self, index: int, rows: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        bias = getattr(self.layer, "bias", None) if self.biases is None else self.biases[index]
-        own = self._weight_of(index, weight)
-        return run_with(self.layer, self._affine(), rows, own, bias, *args, **kwargs)
-
-    def _affine(self) -> AffineMap:
-        inputs = 0 if self.transposed else 1
-        return AffineMap(inputs=inputs, outputs=1 - inputs, groups=self.groups)
-
-    def _weight_of(self, index: int, weight: Tensor) -> Tensor:
-        affine, r = self._affine(), self.r[index]
-        s = r.new_ones(*r.shape[:-1], affine.widths(weight.shape)[1]) if self.s is None else self.s[index]
+    def weight_of_member(self, index: int, affine: AffineMap, weight: Tensor) -> Tensor:
+        prefix = self.prefixes[affine.weight]
+        r = getattr(self, f"{prefix}r")[index]
+        s = getattr(self, f"{prefix}s")[index] if "s" in self.kinds else r.new_ones(affine.widths(weight.shape)[1])
         return weight * affine.outer(r, s, weight.dim())
-
-    def fold(self, index: int) -> nn.Module:
-        with evaluating(self.layer):
-            weight = self._weight_of(index, weight_of(self.layer))
-        return plain_copy(self.layer, weight, _folded(self.biases, index))
-
-
-def _scaled_and_moved(y: Tensor, s: Tensor, b: Tensor) -> Tensor:
-    return torch.addcmul(b, y, s)
-
-
-class RankOneWhole(WholeMemberLayer):
-    """A layer of several maps, shared by all members: each map has factors of its own, and each member its biases."""
-
-    def __init__(self, layer: nn.Module, members: int) -> None:
-        super().__init__(copied(layer), members)
-        for affine in self.affine_maps():
-            weight = self.layer.get_parameter(affine.weight).detach()
-            for name, width in zip("rs", affine.widths(weight.shape), strict=True):
-                self.register_parameter(_own_name(affine.weight, name), nn.Parameter(weight.new_ones(members, width)))
-            owner, _, own = (affine.bias or "").rpartition(".")
-            bias = self.layer.get_submodule(owner)._parameters.get(own)
-            if bias is not None:
-                self.register_parameter(_own_name(str(affine.bias), "own"), _repeated(bias, members))
-                self.layer.get_submodule(owner).register_parameter(own, None)
-
-    def factors(self) -> list[nn.Parameter]:
-        return [self.get_parameter(_own_name(affine.weight, name)) for affine in self.affine_maps() for name in "rs"]
-
-    def trained(self, name: str) -> bool:
-        biases = self._parameters.get(_own_name(name, "own"))
-        return super().trained(name) if biases is None else biases.requires_grad
-
-    def tensors(self, index: int) -> dict[str, Tensor]:
-        tensors = {}
-        for affine in self.affine_maps():
-            weight = self.layer.get_parameter(affine.weight)
-            r, s = (getattr(self, _own_name(affine.weight, name))[index] for name in "rs")
-            tensors[affine.weight] = weight * affine.outer(r, s, weight.dim())
-            biases = self._parameters.get(_own_name(affine.bias or "", "own"))
-            if affine.bias is not None and biases is not None:
-                tensors[affine.bias] = biases[index]
-        return tensors
-
-
-def _own_name(name: str, kind: str) -> str:
-    """What belongs to a tensor of the layer: `out_proj_weight_r` to `out_proj.weight`."""
-    return f"{name.replace('.', '_')}_{kind}"
-
-
-def _repeated(bias: Any, members: int) -> nn.Parameter | None:
-    if not isinstance(bias, Tensor):
-        return None
-    return nn.Parameter(bias.detach().repeat(members, 1), bias.requires_grad)
-
-
-def _folded(biases: nn.Parameter | None, index: int) -> nn.Parameter | None:
-    return None if biases is None else nn.Parameter(biases[index].detach().clone(), biases.requires_grad)
-
-
-def rank_one(layer: nn.Module, members: int, sides: str = "both") -> RankOne | RankOneWhole:
-    """A layer with factors of one for each member."""
-    if kind_of(layer) not in SEVERAL:
-        return RankOne(layer, members, sides)
-    if sides != "both":
-        raise ValueError(f"sides={sides!r} is for linear layers and convolutions, got a {type(layer).__name__}")
-    return RankOneWhole(layer, members)
 
 
 @dataclass(frozen=True)
@@ -189,7 +98,7 @@ class Factors:
                 "larger one tells them apart"
             )
 
-    def draw(self, layers: Sequence[RankOne | RankOneWhole], first_kept: bool) -> None:
+    def draw(self, layers: Sequence[RankOne], first_kept: bool) -> None:
         """Draw the factors of layers in their order; where the first member is kept, its factors stay one."""
         for number, layer in enumerate(layers):
             for place, factor in enumerate(layer.factors()):
@@ -261,17 +170,19 @@ def batch_ensemble(
         model = start.begin(copied(model))
         converted: dict[str, MemberLayer] = {}
         for name in chosen:
-            converted[name] = rank_one(model.get_submodule(name), members, sides)
+            converted[name] = RankOne(model.get_submodule(name), members, sides)
         for name in apart:
+            layer = model.get_submodule(name)
+            if kind_of(layer) in SEVERAL:
+                kind = type(layer).__name__
+                raise ValueError(
+                    f"own: layer {name!r} ({kind}) has several maps; own= is for linear layers and convolutions"
+                )
             anew = start.fresh or (start.mode == "heads" and name in start.heads)
-            converted[name] = own_layer(name, model.get_submodule(name), members, redraw if anew else lambda one: one)
-        for name, layer in converted.items():
-            layer.place = name
-        drawn.draw(
-            [layer for layer in converted.values() if isinstance(layer, RankOne | RankOneWhole)], not start.fresh
-        )
-    net = SharedMembers(replace(model, converted), members).like(start.given, task)
-    net.rows = rows
+            with evaluating(layer):
+                converted[name] = Own([redraw(copied(layer)) if anew else copied(layer) for _ in range(members)])
+        drawn.draw([layer for layer in converted.values() if isinstance(layer, RankOne)], not start.fresh)
+    net = joined(SharedMembers, start, model, converted, members, rows, task)
     notes = {name: "each member's own" if name in apart else "a rank-one factor for each member" for name in converted}
     net.notes = start.noted(notes)
     tell_reach(net, model, converted, warn=layers is None)

@@ -16,7 +16,7 @@ from torch import nn
 from multitudes.core.checks import check_number
 from multitudes.core.copying import copied
 from multitudes.core.members import Members
-from multitudes.methods.registry import Method, by
+from multitudes.methods.registry import Method, by, single
 from multitudes.surgery.layers import Factory, Selector
 from multitudes.surgery.start import starting
 
@@ -54,7 +54,11 @@ def deep_ensemble(
 
     def networks() -> Iterator[nn.Module]:
         for _ in range(members):
-            yield _perturbed(start.begin(copied(start.another())), perturb)
+            network = start.begin(copied(start.another()))
+            for parameter in network.parameters() if perturb else ():
+                if parameter.requires_grad and parameter.numel() > 1:
+                    parameter.data.add_(torch.randn_like(parameter) * parameter.data.std(), alpha=perturb)
+            yield network
 
     with start.seeded():
         net = Members(start.apart(networks(), ways_out), members).like(start.given, task)
@@ -62,14 +66,13 @@ def deep_ensemble(
     return net
 
 
-def _perturbed(network: nn.Module, amount: float) -> nn.Module:
-    for parameter in network.parameters() if amount else ():
-        if parameter.requires_grad and parameter.numel() > 1:
-            parameter.data.add_(torch.randn_like(parameter) * parameter.data.std(), alpha=amount)
-    return network
-
-
 ROWS = (
+    Method(
+        "single", single, {},
+        "One network: the reference for all costs.",
+        "Pick it when one prediction is enough; everything here is compared with it.",
+        place=0,
+    ),
     Method(
         "deep", by(deep_ensemble), {"members": 4},
         "As many networks as there are members, to train, to keep and to run.",

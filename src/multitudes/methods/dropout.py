@@ -68,11 +68,6 @@ class Dropout(Stochastic):
         return f"p={self.p}" + (", channels=True" if self.channels else "")
 
 
-def _mask(uniform: Tensor, p: float, like: Tensor) -> Tensor:
-    """0 with probability p, else 1 / (1 - p)."""
-    return (uniform >= p).to(like.dtype) / (1 - p)
-
-
 class DropConnect(Stochastic):
     """A layer whose weights are zeroed with probability `p`, anew for each draw."""
 
@@ -81,29 +76,41 @@ class DropConnect(Stochastic):
     bias: Any
     p: float
 
-    def connected(self) -> Tensor:
-        """The weights of this draw."""
+    @staticmethod
+    def of(layer: nn.Module, p: float) -> DropConnect:
+        """A layer with dropped weights: where it is torch's own, with the same settings and weights, by their names."""
+        kind = CONNECTED.get(type(layer))
+        if kind is None or is_computed(layer):
+            return DropConnectWrapped(copied(layer), p)
+        connected = kind.__new__(kind)
+        connected.__dict__.update(copy.deepcopy(layer).__dict__)
+        connected.p = p
+        return connected
+
+    def connected(self, weight: Tensor) -> Tensor:
+        """The weights of this draw: each 0 with probability p, else divided by 1 - p."""
         if self.expects or self.p == 0:
-            return self.weight
-        return self.weight * _mask(self.uniform(self.weight.shape, like=self.weight), self.p, self.weight)
+            return weight
+        kept = self.uniform(weight.shape, like=weight) >= self.p
+        return weight * (kept.to(weight.dtype) / (1 - self.p))
 
     def fold(self) -> nn.Module:
         kind = next(plain for plain, connected in CONNECTED.items() if connected is type(self))
-        return plain_layer(kind, self, self.connected(), self.bias, omit=("p",))
+        return plain_layer(kind, self, self.connected(self.weight), self.bias, omit=("p",))
 
 
 class DropConnectLinear(DropConnect, nn.Linear):
     """`[B, ..., I] -> [B, ..., O]`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.connected(), self.bias)
+        return F.linear(x, self.connected(self.weight), self.bias)
 
 
 class _DropConnectConv(DropConnect):
     _conv_forward: Any
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._conv_forward(x, self.connected(), self.bias)
+        return self._conv_forward(x, self.connected(self.weight), self.bias)
 
 
 class DropConnectConv1d(_DropConnectConv, nn.Conv1d):
@@ -118,10 +125,9 @@ class DropConnectConv3d(_DropConnectConv, nn.Conv3d):
     """`[B, I, D, H, W] -> [B, O, D', H', W']`."""
 
 
-class DropConnectWrapped(Stochastic):
+class DropConnectWrapped(DropConnect):
     """Any other layer of affine maps (attention, recurrence, a class of the user's own) whose weights are dropped."""
 
-    noise = "weights"
     wraps = "layer"
 
     def __init__(self, layer: nn.Module, p: float) -> None:
@@ -140,14 +146,9 @@ class DropConnectWrapped(Stochastic):
 
     def _tensors(self) -> dict[str, Tensor]:
         """The weights of this draw, by name."""
-        names = [name for name, *_ in self.maps]
-        weights = [self.layer.get_parameter(n) for n in names] if self.several else [weight_of(self.layer)]
-        return {name: self._dropped(weight) for name, weight in zip(names, weights, strict=True)}
-
-    def _dropped(self, weight: Tensor) -> Tensor:
-        if self.expects or self.p == 0:
-            return weight
-        return weight * _mask(self.uniform(weight.shape, like=weight), self.p, weight)
+        if not self.several:
+            return {"weight": self.connected(weight_of(self.layer))}
+        return {name: self.connected(self.layer.get_parameter(name)) for name, *_ in self.maps}
 
     def fold(self) -> nn.Module:
         with evaluating(self.layer):
@@ -225,7 +226,7 @@ def mc_dropout(
     network = check_model(model)
     if p is not None:
         check_number("p", p, 0, below=1)
-    existing = _existing(network)
+    existing: dict[str, Any] = {name: m for name, m in network.named_modules() if type(m) in DROPOUTS}
     chosen = existing if layers is None else _chosen(network, layers, example)
     inserted = not chosen.keys() <= existing.keys()
     if inserted and p is None:
@@ -233,7 +234,8 @@ def mc_dropout(
     rate = None if inserted else p
     kept = existing if inserted else chosen
     x = _any_example(network, example) if inserted or example is not None else cheap_example(network)
-    network = replace(network, {name: _kept_on(layer, rate) for name, layer in kept.items()})
+    stays_on = {n: Dropout(m.p if rate is None else rate, DROPOUTS[type(m)]) for n, m in kept.items()}
+    network = replace(network, stays_on)
     if inserted and p is not None:
         insert = after if all(type(layer) in ACTIVATIONS for layer in chosen.values()) else before
         new = {name: Dropout(p) for name in chosen}
@@ -260,15 +262,6 @@ def _check_something_drawn(net: Multitude, existing: dict[str, Any], p: float | 
         f"model ({type(net.network).__name__}) has no dropout layer to keep on; layers= says where to insert some: "
         f"{', '.join(map(repr, PLACES))}, or any of its layers{look}"
     )
-
-
-def _existing(network: nn.Module) -> dict[str, Any]:
-    """The network's dropout layers, by name."""
-    return {name: layer for name, layer in network.named_modules() if type(layer) in DROPOUTS}
-
-
-def _kept_on(layer: Any, p: float | None = None) -> Dropout:
-    return Dropout(layer.p if p is None else p, DROPOUTS[type(layer)])
 
 
 def _chosen(network: nn.Module, layers: Selector, example: Input | None) -> dict[str, Any]:
@@ -300,19 +293,15 @@ def _last_convolutions(network: nn.Module, example: Input) -> list[str]:
     """
     blocks: dict[str, list[Step]] = {}
     for seen in Run(network, example).layers:
-        block = _residual_block(seen) if type(seen.module) in CONVOLUTIONS else None
+        if type(seen.module) not in CONVOLUTIONS:
+            continue
+        tensors = [each for each in reversed(seen.inside) if isinstance(each.input, Tensor)]
+        block = next((each.name for each in tensors if has_other_path(each, seen.module)), None)
         if block is not None:
             chain = blocks.setdefault(block, [])
             if not chain or seen.input is not chain[0].input:
                 chain.append(seen)
     return [chain[-1].name for chain in blocks.values() if len(chain) > 1]
-
-
-def _residual_block(seen: Step) -> str | None:
-    for block in reversed(seen.inside):
-        if isinstance(block.input, Tensor) and has_other_path(block, seen.module):
-            return block.name
-    return None
 
 
 def drop_connect(
@@ -331,22 +320,11 @@ def drop_connect(
     network = check_model(model)
     check_number("p", p, 0, below=1)
     chosen = select_affine(network, layers)
-    connected = {name: _connected(layer, p) for name, layer in chosen.items()}
+    connected = {name: DropConnect.of(layer, p) for name, layer in chosen.items()}
     net = Multitude(replace(network, connected)).like(model, task)
     net.notes = {name: f"each weight is dropped with probability {p}" for name in chosen}
     tell_reach(net, network, chosen, warn=layers is None)
     return net
-
-
-def _connected(layer: nn.Module, p: float) -> DropConnect | DropConnectWrapped:
-    """The layer as one of DropConnect: where it is torch's own, with the same settings and weights, by their names."""
-    kind = CONNECTED.get(type(layer))
-    if kind is None or is_computed(layer):
-        return DropConnectWrapped(copied(layer), p)
-    connected = kind.__new__(kind)
-    connected.__dict__.update(copy.deepcopy(layer).__dict__)
-    connected.p = p
-    return connected
 
 
 # -- for studies -------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Lee et al., *Why M heads are better than one: training a diverse ensemble of dee
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -15,17 +15,14 @@ from multitudes.core.calling import Input
 from multitudes.core.checks import check_choice
 from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import stochastic_layers
-from multitudes.core.member_layer import MemberLayer
 from multitudes.core.shared import SharedMembers
-from multitudes.methods.own_layers import own_copies
+from multitudes.methods.member_affine import joined
+from multitudes.methods.own_layers import own_parts
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.heads import output_layers
-from multitudes.surgery.initialise import redraw
-from multitudes.surgery.layers import Factory, Selector, check_untied, replace
+from multitudes.surgery.layers import Factory, Selector, check_untied
 from multitudes.surgery.observe import call_order, example_for
-from multitudes.surgery.start import Start, starting
-
-__all__ = ["heads", "own_parts"]
+from multitudes.surgery.start import starting
 
 
 def heads(
@@ -65,46 +62,20 @@ def heads(
         network = copied(start.network)
         network = start.begin(network) if init == "fresh" else network
         converted = own_parts(network, names, members, drawn=init != "pretrained")
-    if members > 1 and not _differ(converted) and not stochastic_layers(network):
+    own = [parameter for layer in converted.values() for parameter in layer.parameters(recurse=False)]
+    same = members > 1 and all(torch.equal(stack[0], stack[1]) for stack in own)
+    if same and not stochastic_layers(network):
         raise ValueError(
             start.same("init=None draws each member's layers anew")
             if init == "pretrained"
             else f"no rule draws {_listed(names)} anew, so all members would be the same network, and stay so: layers= "
             "selects others"
         )
-    net = SharedMembers(replace(network, converted), members).like(start.given, task)
-    net.own_losses, net.rows = True, rows
-    net.notes = _noted(start, names, init)
+    net = joined(SharedMembers, start, network, converted, members, rows, task)
+    net.own_losses = True
+    notes = dict.fromkeys(names, "each member's own" if init == "pretrained" else "each member's own, drawn anew")
+    net.notes = start.noted(notes) if init == "fresh" else notes
     return net
-
-
-def _noted(start: Start, names: Collection[str], init: str | None) -> dict[str, str]:
-    drawn = "" if init == "pretrained" else ", drawn anew"
-    notes = {name: f"each member's own{drawn}" for name in names}
-    return start.noted(notes) if init == "fresh" else notes
-
-
-def own_parts(network: nn.Module, names: Collection[str], members: int, drawn: bool) -> dict[str, MemberLayer]:
-    """Layers and blocks for each member, by name, drawn anew by the rules of the network that they lie in, or as they
-    are."""
-    work = copied(network) if drawn else network
-    copies: dict[str, list[nn.Module]] = {name: [] for name in names}
-    for _ in range(members):
-        if drawn:
-            redraw(work, only=names)
-        for name, own in copies.items():
-            own.append(copied(work.get_submodule(name)))
-    converted: dict[str, MemberLayer] = {}
-    for name, own in copies.items():
-        converted[name] = own_copies(own)
-        converted[name].place = name
-    return converted
-
-
-def _differ(converted: Mapping[str, MemberLayer]) -> bool:
-    """Whether the first two members have something that is not the same."""
-    stacks = [p for layer in converted.values() for p in layer.parameters(recurse=False)]
-    return any(not torch.equal(stack[0], stack[1]) for stack in stacks)
 
 
 # -- which layers ------------------------------------------------------------------------------------------

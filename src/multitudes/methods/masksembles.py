@@ -20,28 +20,17 @@ from multitudes.core.calling import Input, tile
 from multitudes.core.checks import check_choice, check_number
 from multitudes.core.copying import copied
 from multitudes.core.locking import evaluating
-from multitudes.core.member_layer import MemberLayer
 from multitudes.core.runners.one_by_one import member_view
 from multitudes.core.runners.side_by_side import SideBySide
 from multitudes.core.shared import SharedMembers
+from multitudes.methods.member_affine import AffineMemberLayer, joined
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.activation_size import keep_scale
-from multitudes.surgery.affine import (
-    SEVERAL,
-    AffineMap,
-    axis_of,
-    kind_of,
-    maps_of,
-    plain_copy,
-    run_with,
-    select_affine,
-    weight_of,
-)
+from multitudes.surgery.affine import SEVERAL, AffineMap, kind_of, maps_of, select_affine, weight_of
 from multitudes.surgery.coverage import kinds_left, tell_reach
-from multitudes.surgery.layers import Factory, Selector, replace
+from multitudes.surgery.layers import Factory, Selector
 from multitudes.surgery.observe import example_for, executed
 from multitudes.surgery.start import starting
-from multitudes.surgery.whole import WholeMemberLayer
 
 
 def masks(channels: int, members: int, scale: float, generator: torch.Generator | None = None) -> Tensor:
@@ -85,101 +74,52 @@ def _settle(drawn: Tensor, channels: int, generator: torch.Generator | None) -> 
     return drawn[:, torch.randperm(channels, generator=generator)]
 
 
-class Masked(MemberLayer):
-    """A shared layer behind masks `[M, C]` on its input channels: the tiled batch `[M*B, C, ...]` in and out."""
+class Masked(AffineMemberLayer):
+    """A shared layer behind masks `[M, C]` on the input channels of each map."""
 
-    def __init__(self, layer: Any, drawn: Tensor) -> None:
-        (affine,) = maps_of(layer)
-        super().__init__(layer, len(drawn), axis_of(layer))
-        self.transposed, self.groups = affine.inputs == 0, affine.groups
-        self.ones = int(drawn[0].sum())
+    def __init__(self, layer: nn.Module, *drawn: Tensor) -> None:
+        super().__init__(layer, len(drawn[0]))
+        self.ones = int(drawn[0][0].sum())
         self.scale = 1.0  # of a weight that is computed from others
-        self.register_buffer("masks", drawn.to(_like(layer)))
+        like = next(layer.parameters()).detach()
+        for affine, own in zip(self.affine_maps(), drawn, strict=True):
+            self.register_buffer(f"{self.prefixes[affine.weight]}masks", own.to(like))
 
-    masks: Tensor
+    def all_masks(self) -> list[Tensor]:
+        return [self.get_buffer(f"{prefix}masks") for prefix in self.prefixes.values()]
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        weight = self._weight()
+    def run_all(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        weight = self.shared_weight(AffineMap(*self.maps[0]))
         if self.member is not None or self._changes_weight(x, weight):
-            return self._each(x, lambda index, rows: self._own(index, rows, weight, *args, **kwargs))
-        return self._run(self._by_member(torch.mul, x, self.masks), weight, *args, **kwargs)
+            return self._each(x, lambda index, rows: self.run_member(index, rows, weight, *args, **kwargs))
+        return self.run(self._by_member(torch.mul, x, self.masks), weight, *args, **kwargs)
 
-    def _run(self, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        bias = getattr(self.layer, "bias", None)
-        return run_with(self.layer, self._affine(), x, weight, bias, *args, **kwargs)
-
-    def _own(self, index: int, rows: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def run_member(self, index: int, rows: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Channels that a member does not see are left out; in layers whose groups would become uneven, they have zeros
         for weights, and in layers with hooks, which may ask for the shape."""
-        if self.groups > 1 or self.layer._forward_hooks or self.layer._forward_pre_hooks:
-            weight = weight * self._factor(index, weight)
-        else:
-            seen = self.masks[index].topk(self.ones).indices.sort().values
-            weight, rows = weight.index_select(self._affine().inputs, seen), rows.index_select(self.axis, seen)
-        return self._run(rows, weight, *args, **kwargs)
+        affine = AffineMap(*self.maps[0])
+        if affine.groups > 1 or self._hooked:
+            return super().run_member(index, rows, weight, *args, **kwargs)
+        seen = self.masks[index].topk(self.ones).indices.sort().values
+        weight, rows = weight.index_select(affine.inputs, seen), rows.index_select(self.axis, seen)
+        return self.run(rows, weight, *args, **kwargs)
 
-    def _weight(self) -> Tensor:
-        weight = weight_of(self.layer)
+    def shared_weight(self, affine: AffineMap) -> Tensor:
+        weight = self.layer.get_parameter(affine.weight) if self.several else weight_of(self.layer)
         return weight if self.scale == 1 else weight * self.scale
 
-    def _affine(self) -> AffineMap:
-        inputs = 0 if self.transposed else 1
-        return AffineMap(inputs=inputs, outputs=1 - inputs, groups=self.groups)
-
-    def _factor(self, index: int, weight: Tensor) -> Tensor:
-        """Zeros in the shape of the weight for the inputs that a member does not see."""
-        mask, affine = self.masks[index], self._affine()
-        ones = mask.new_ones(*mask.shape[:-1], affine.widths(weight.shape)[1])
-        return affine.outer(mask, ones, weight.dim())
-
-    def note(self) -> str:
-        return f"each member sees {self.ones} of {self.masks.shape[1]} inputs"
-
-    def fold(self, index: int) -> nn.Module:
-        with evaluating(self.layer):
-            weight = self._weight()
-        return plain_copy(self.layer, weight * self._factor(index, weight))
+    def weight_of_member(self, index: int, affine: AffineMap, weight: Tensor) -> Tensor:
+        mask = getattr(self, f"{self.prefixes[affine.weight]}masks")[index]
+        return weight * affine.outer(mask, mask.new_ones(affine.widths(weight.shape)[1]), weight.dim())
 
 
-class MaskedWhole(WholeMemberLayer):
-    """A shared layer of several maps, each behind masks of its own on its inputs."""
-
-    def __init__(self, layer: nn.Module, members: int, scale: float) -> None:
-        super().__init__(layer, members)
-        for affine in self.affine_maps():
-            weight = layer.get_parameter(affine.weight)
-            drawn = masks(affine.widths(weight.shape)[0], members, scale).to(weight)
-            self.register_buffer(_mask_name(affine), drawn)
-
-    def tensors(self, index: int) -> dict[str, Tensor]:
-        tensors = {}
-        for affine in self.affine_maps():
-            weight, mask = self.layer.get_parameter(affine.weight), getattr(self, _mask_name(affine))[index]
-            outputs = affine.widths(weight.shape)[1]
-            tensors[affine.weight] = weight * affine.outer(mask, mask.new_ones(outputs), weight.dim())
-        return tensors
-
-    def note(self) -> str:
-        drawn = [getattr(self, _mask_name(affine)) for affine in self.affine_maps()]
-        return "each member sees " + ", ".join(f"{int(d[0].sum())} of {d.shape[1]}" for d in drawn) + " inputs"
-
-
-def _mask_name(affine: AffineMap) -> str:
-    return f"{affine.weight.replace('.', '_')}_masks"
-
-
-def _like(layer: nn.Module) -> Tensor:
-    return next(layer.parameters()).detach()
-
-
-def masked(layer: nn.Module, members: int, scale: float) -> Masked | MaskedWhole:
+def masked(layer: nn.Module, members: int, scale: float) -> Masked:
     """A layer behind newly drawn masks."""
-    if kind_of(layer) in SEVERAL:
-        return MaskedWhole(layer, members, scale)
-    (affine,) = maps_of(layer)
+    several = kind_of(layer) in SEVERAL
     with evaluating(layer):
-        inputs, _ = affine.widths(weight_of(layer).shape)
-    return Masked(layer, masks(inputs, members, scale))
+        weights = [layer.get_parameter(m.weight) if several else weight_of(layer) for m in maps_of(layer)]
+    widths = [affine.widths(weight.shape)[0] for affine, weight in zip(maps_of(layer), weights, strict=True)]
+    return Masked(layer, *(masks(width, members, scale) for width in widths))
 
 
 def masksembles(
@@ -220,18 +160,16 @@ def masksembles(
             chosen = {name: layer for name, layer in chosen.items() if name not in left}
         model = start.begin(copied(model))
         converted = {name: masked(copied(model.get_submodule(name)), members, scale) for name in chosen}
-        if members > 1 and all(map(_sees_all, converted.values())):
+        if members > 1 and all(bool(drawn.all()) for layer in converted.values() for drawn in layer.all_masks()):
             raise ValueError(
                 f"scale={scale!r} shows all inputs to all members, so they would be one network for ever: a larger one "
                 "gives each its own"
             )
-        for name, layer in converted.items():
-            layer.place = name
-        net = SharedMembers(replace(model, converted), members).like(start.given, task)
+        net = joined(SharedMembers, start, model, converted, members, rows, task)
         if not start.fresh and scale > 1 and x is not None:
             _keep_scale(model, net, x, list(converted))
-    net.rows = rows
-    net.notes = start.noted({name: layer.note() for name, layer in converted.items()})
+    seen = {n: ", ".join(f"{int(d[0].sum())} of {d.shape[1]}" for d in m.all_masks()) for n, m in converted.items()}
+    net.notes = start.noted({name: f"each member sees {text} inputs" for name, text in seen.items()})
     tell_reach(net, model, converted, x, on_purpose=left, warn=layers is None)
     return net
 
@@ -245,14 +183,10 @@ def _keep_scale(model: nn.Module, net: SharedMembers, x: Input, names: list[str]
         first: Any = member_view(net.network, 0)
         keep_scale(model, first, x, x, kept)
         for name in names:
-            if isinstance(layer := net.network.get_submodule(name), Masked):
-                layer.scale = first.get_submodule(name).scale
+            layer: Any = net.network.get_submodule(name)
+            layer.scale = first.get_submodule(name).scale
     else:
         keep_scale(model, net.network, x, tile(x, net.members), kept)
-
-
-def _sees_all(layer: nn.Module) -> bool:
-    return all(bool(masks.all()) for name, masks in layer.named_buffers() if name.endswith("masks"))
 
 
 def _of_the_data(model: nn.Module, chosen: dict[str, nn.Module], x: Input) -> list[str]:

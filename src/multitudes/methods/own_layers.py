@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -15,25 +15,18 @@ from multitudes.core.locking import evaluating
 from multitudes.core.member_layer import MemberLayer, rows_missing
 from multitudes.core.tiling import Run, Slot, mapped
 from multitudes.core.views import view
-from multitudes.surgery.affine import SEVERAL, AffineMap, axis_of, kind_of, maps_of, plain_copy, run_with, weight_of
+from multitudes.methods.member_affine import AffineMemberLayer
+from multitudes.surgery.affine import SEVERAL, AffineMap, kind_of, maps_of, plain_copy, weight_of
+from multitudes.surgery.initialise import redraw
 
-__all__ = ["Own", "OwnBlock", "own_copies", "own_layer"]
-
-Drawn = Callable[[nn.Module], nn.Module]
-"""Gives a copy of a layer the weights that it starts from."""
+__all__ = ["Own", "OwnBlock", "own_parts"]
 
 
-class Own(MemberLayer):
-    """A layer of one map whose weights `[M, ...]` and biases `[M, O]` are each member's own.
-
-    Maps the tiled batch `[M*B, I, ...]` to `[M*B, O, ...]`.
-    """
+class Own(AffineMemberLayer):
+    """A layer of one map whose weights `[M, ...]` and biases `[M, O]` are each member's own."""
 
     def __init__(self, layers: list[Any]) -> None:
-        (affine,) = maps_of(layers[0])
-        shell = plain_copy(layers[0], weight_of(layers[0]))
-        super().__init__(shell, len(layers), axis_of(layers[0]))
-        self.transposed, self.groups = affine.inputs == 0, affine.groups
+        super().__init__(plain_copy(layers[0], weight_of(layers[0])), len(layers))
         first = next(iter(layers[0].parameters()))
         self.weights = nn.Parameter(_stacked([weight_of(layer) for layer in layers]), first.requires_grad)
         biases = [getattr(layer, "bias", None) for layer in layers]
@@ -45,53 +38,32 @@ class Own(MemberLayer):
     def weight(self) -> Tensor:
         return self._asked("weight", self.weights[0])
 
-    def _bias(self) -> Tensor | None:
-        return None if self.biases is None else self.biases[0]
-
     @property
     def batched(self) -> bool:  # type: ignore[override]
         return kind_of(self.layer) is nn.Linear
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if kind_of(self.layer) is nn.Linear and self.member is None and not self._hooked:
-            return self._product(x)
-        return self._each(x, lambda index, rows: self._own(index, rows, *args, **kwargs))
-
-    def _product(self, x: Tensor) -> Tensor:
-        """One batched product for all members."""
+    def run_all(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not self.batched or self.member is not None or self._hooked:
+            return self._each(x, lambda index, rows: self.run_member(index, rows, self.weights, *args, **kwargs))
         rows = self._rows(x)
-        y = torch.bmm(rows.flatten(1, -2), self.weights.mT)
+        y = torch.bmm(rows.flatten(1, -2), self.weights.mT)  # one batched product for all members
         y = y if self.biases is None else y + self.biases.unsqueeze(1)
         return y.view(*rows.shape[:-1], -1).flatten(0, 1)
 
-    def _own(self, index: int, rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        inputs = 0 if self.transposed else 1
-        affine = AffineMap(inputs=inputs, outputs=1 - inputs, groups=self.groups)
-        bias = None if self.biases is None else self.biases[index]
-        return run_with(self.layer, affine, rows, self.weights[index], bias, *args, **kwargs)
+    def shared_weight(self, affine: AffineMap) -> Tensor:
+        return self.weights
+
+    def weight_of_member(self, index: int, affine: AffineMap, weight: Tensor) -> Tensor:
+        return weight[index]
 
     def stack_of(self, name: str) -> Tensor:
         """All members' of a tensor of the layer, by its name there."""
-        stack = {"weight": self.weights, "bias": self.biases}[name]
-        assert stack is not None
-        return stack
+        return self.get_parameter({"weight": "weights", "bias": "biases"}[name])
 
     def fold(self, index: int) -> nn.Module:
-        bias = None
-        if self.biases is not None:
-            bias = nn.Parameter(self.biases[index].detach().clone(), self.biases.requires_grad)
-        plain = plain_copy(self.layer, self.weights[index], bias)
+        plain = super().fold(index)
         plain.get_parameter("weight").requires_grad_(self.weights.requires_grad)
         return plain
-
-
-def own_layer(place: str, layer: nn.Module, members: int, drawn: Drawn) -> Own:
-    """A layer for each member, each a copy that starts as `drawn` says."""
-    if kind_of(layer) in SEVERAL:
-        kind = type(layer).__name__
-        raise ValueError(f"own: layer {place!r} ({kind}) has several maps; own= is for linear layers and convolutions")
-    with evaluating(layer):
-        return Own([drawn(copied(layer)) for _ in range(members)])
 
 
 class OwnBlock(MemberLayer):
@@ -266,7 +238,19 @@ def _joined(answers: list[Any]) -> Any:
     return tree_map(join, answers[0], *answers[1:])
 
 
-def own_copies(copies: list[nn.Module]) -> Own | OwnBlock:
+def own_parts(network: nn.Module, names: Collection[str], members: int, drawn: bool) -> dict[str, MemberLayer]:
+    """Each member's own layers and blocks, by name: drawn anew by the rules of their network, or as they are."""
+    work = copied(network) if drawn else network
+    copies: dict[str, list[nn.Module]] = {name: [] for name in names}
+    for _ in range(members):
+        if drawn:
+            redraw(work, only=names)
+        for name, own in copies.items():
+            own.append(copied(work.get_submodule(name)))
+    return {name: _own_copies(own) for name, own in copies.items()}
+
+
+def _own_copies(copies: list[nn.Module]) -> Own | OwnBlock:
     """Each member's own copy of a layer or block as one layer."""
     with evaluating(copies[0]):
         alone = kind_of(copies[0]) not in SEVERAL and len(maps_of(copies[0])) == 1

@@ -13,32 +13,15 @@ from torch import Tensor, nn
 
 from multitudes.core.copying import copied
 from multitudes.core.multitude import Multitude
+from multitudes.training.fit import Progress
 from multitudes.training.recorder import Recorder
 
-__all__ = ["Method", "Settings", "Training", "by", "chosen", "collect", "single", "without"]
+__all__ = ["Method", "Recording", "Settings", "Training", "by", "chosen", "collect", "single", "without"]
 
 Settings = Mapping[str, Any]
 Training = dict[str, Any]
 """Arguments of `mt.fit`, by name."""
 Build = Callable[[nn.Module, Tensor, Settings, int], Multitude]
-
-
-def _as_given(net: Multitude, training: Training, settings: Settings) -> Training:
-    return training
-
-
-def _never(steps: int, settings: Settings) -> list[int]:
-    return []
-
-
-def _as_finished(
-    net: Multitude, train: Iterable[Any], held_out: Iterable[Any] | None, settings: Settings, seed: int
-) -> Multitude:
-    return net
-
-
-def _as_trained(net: Multitude, recorder: Recorder | None, x: Tensor, settings: Settings, seed: int) -> Multitude:
-    return net
 
 
 @dataclass(frozen=True)
@@ -61,13 +44,13 @@ class Method:
     """When to pick it, in a sentence."""
     place: int = 1000
     """Where it is listed: the lower, the earlier; methods of one place by name."""
-    train: Callable[[Multitude, Training, Settings], Training] = _as_given
+    train: Callable[[Multitude, Training, Settings], Training] = lambda net, training, settings: training
     """The arguments of `fit`, changed as the method needs it."""
-    times: Callable[[int, Settings], list[int]] = _never
+    times: Callable[[int, Settings], list[int]] = lambda steps, settings: []
     """Of a training of so many steps, those after which the network is recorded."""
-    finish: Callable[[Multitude, Recorder | None, Tensor, Settings, int], Multitude] = _as_trained
+    finish: Callable[[Multitude, Recorder | None, Tensor, Settings, int], Multitude] = lambda net, *_: net
     """From what was trained, what was recorded, training inputs `[N, ...]`, settings and a seed to what predicts."""
-    after: Callable[[Multitude, Iterable[Any], Iterable[Any] | None, Settings, int], Multitude] = _as_finished
+    after: Callable[[Multitude, Iterable[Any], Iterable[Any] | None, Settings, int], Multitude] = lambda net, *_: net
     """From what is finished, all training data and perhaps held-out data as batches `(x, y)`, settings and a seed to
     what predicts."""
     feature_maps: bool = False
@@ -110,6 +93,18 @@ def single(network: nn.Module, example: Tensor, settings: Settings, seed: int) -
 def without(settings: Settings, *names: str) -> dict[str, Any]:
     """The settings but for these."""
     return {name: value for name, value in settings.items() if name not in names}
+
+
+class Recording:
+    """A callback of `fit` that records the network after the steps `times`, each of them once, also after a resume."""
+
+    def __init__(self, recorder: Recorder, times: list[int]) -> None:
+        self.recorder, self.times = recorder, times
+
+    def __call__(self, progress: Progress) -> None:
+        due = not progress.epoch_ended and progress.step in self.times
+        if due and self.recorder.count <= self.times.index(progress.step):
+            self.recorder.record()
 
 
 def collect() -> dict[str, Method]:

@@ -11,7 +11,7 @@ from multitudes.models.blocks import check_counts, reset_he
 
 
 class LeNet5(nn.Module):
-    """Two convolutions with a max-pool each, and two linear layers.
+    """Two convolutions with a max-pool each, and two linear layers; 431,080 parameters for MNIST.
 
     Args:
         classes: outputs of the last layer.
@@ -19,6 +19,10 @@ class LeNet5(nn.Module):
         size: height and width of the input image, 16 or more.
 
     Shape: `[B, channels, size, size] -> [B, classes]`.
+
+    >>> import torch
+    >>> lenet5(classes=10)(torch.zeros(2, 1, 28, 28)).shape
+    torch.Size([2, 10])
     """
 
     reset_parameters = reset_he
@@ -47,11 +51,4 @@ class LeNet5(nn.Module):
         return self.fc2(self.relu3(self.fc1(self.flatten(x))))
 
 
-def lenet5(classes: int = 10, channels: int = 1, size: int = 28) -> LeNet5:
-    """Caffe's LeNet-5: `[B, channels, size, size] -> [B, classes]`, 431,080 parameters for MNIST.
-
-    >>> import torch
-    >>> lenet5(classes=10)(torch.zeros(2, 1, 28, 28)).shape
-    torch.Size([2, 10])
-    """
-    return LeNet5(classes, channels, size)
+lenet5 = LeNet5

@@ -39,6 +39,13 @@ class MLP(nn.Module):
         output_bias: whether the last layer has one.
 
     Shape: `[B, ...] -> [B, outputs]`, with `inputs` numbers in each input.
+
+    >>> import torch
+    >>> net = mlp(64, 10, hidden=(32,), norm="batch", dropout=0.1)
+    >>> [type(layer).__name__ for layer in net.layers]
+    ['Linear', 'BatchNorm1d', 'ReLU', 'QuickDropout']
+    >>> net(torch.zeros(2, 1, 8, 8)).shape
+    torch.Size([2, 10])
     """
 
     reset_parameters = reset_he
@@ -81,23 +88,4 @@ class MLP(nn.Module):
         return self.fc(self.layers(self.flatten(x)))
 
 
-def mlp(
-    inputs: int,
-    outputs: int,
-    hidden: Sequence[int] = (256, 256),
-    norm: Norm | None = None,
-    activation: str = "relu",
-    dropout: float = 0.0,
-    bias: bool = True,
-    output_bias: bool = True,
-) -> MLP:
-    """A multilayer perceptron, `[B, ...] -> [B, outputs]`; the arguments are those of `MLP`.
-
-    >>> import torch
-    >>> net = mlp(64, 10, hidden=(32,), norm="batch", dropout=0.1)
-    >>> [type(layer).__name__ for layer in net.layers]
-    ['Linear', 'BatchNorm1d', 'ReLU', 'QuickDropout']
-    >>> net(torch.zeros(2, 1, 8, 8)).shape
-    torch.Size([2, 10])
-    """
-    return MLP(inputs, outputs, hidden, norm, activation, dropout, bias, output_bias)
+mlp = MLP

@@ -45,7 +45,7 @@ class Up(nn.Module):
 
 
 class UNet(nn.Module):
-    """Four steps down, four steps up, and a 1x1 convolution.
+    """Four steps down, four steps up, and a 1x1 convolution; 31.04 M parameters.
 
     Args:
         classes: channels of the output.
@@ -54,6 +54,9 @@ class UNet(nn.Module):
         dropout: the rate of the six dropouts.
 
     Shape: `[B, channels, H, W] -> [B, classes, H, W]`, for any `H` and `W`.
+
+    >>> unet(classes=5, width=8)(torch.zeros(2, 3, 36, 48)).shape
+    torch.Size([2, 5, 36, 48])
     """
 
     def __init__(self, classes: int, channels: int = 3, width: int = 64, dropout: float = 0.5) -> None:
@@ -99,11 +102,4 @@ class UNet(nn.Module):
         return self.fc(self.up1(x, skip1))
 
 
-def unet(classes: int, channels: int = 3, width: int = 64, dropout: float = 0.5) -> UNet:
-    """U-Net: `[B, channels, H, W] -> [B, classes, H, W]`, 31.04 M parameters.
-
-    >>> import torch
-    >>> unet(classes=5, width=8)(torch.zeros(2, 3, 36, 48)).shape
-    torch.Size([2, 5, 36, 48])
-    """
-    return UNet(classes, channels, width, dropout)
+unet = UNet

@@ -148,6 +148,10 @@ class Tabular(nn.Module):
         activation: as of `MLP`.
 
     Shape: `[B, inputs] -> [B, outputs]`.
+
+    >>> net = tabular(5, 2, layout=[[-1.0, 0.0, 1.0], [-2.0, 2.0], 3])  # two numbers, and a column of three categories
+    >>> net(torch.zeros(4, 5)).shape, net.chunks
+    (torch.Size([4, 2]), [16, 16, 3])
     """
 
     def __init__(
@@ -213,21 +217,4 @@ _EMBEDDINGS = {
 }
 
 
-def tabular(
-    inputs: int,
-    outputs: int,
-    layout: Layout | None = None,
-    embedding: str | None = "piecewise",
-    width: int = 16,
-    bins: int = 128,
-    hidden: Sequence[int] | None = None,
-    dropout: float = 0.1,
-    activation: str = "relu",
-) -> Tabular:
-    """The network for tables, `[B, inputs] -> [B, outputs]`; the arguments are those of `Tabular`.
-
-    >>> net = tabular(5, 2, layout=[[-1.0, 0.0, 1.0], [-2.0, 2.0], 3])  # two numbers, and a column of three categories
-    >>> net(torch.zeros(4, 5)).shape, net.chunks
-    (torch.Size([4, 2]), [16, 16, 3])
-    """
-    return Tabular(inputs, outputs, layout, embedding, width, bins, hidden, dropout, activation)
+tabular = Tabular

@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """A vision transformer of `depth` blocks.
+    """A vision transformer of `depth` blocks; the defaults are ViT-S/4, 21,342,346 parameters for CIFAR-10.
 
     Args:
         classes: outputs of the last layer.
@@ -62,6 +62,9 @@ class ViT(nn.Module):
         dropout: the rate of the dropout after each linear layer of a block.
 
     Shape: `[B, channels, size, size] -> [B, classes]`.
+
+    >>> vit(classes=10, width=48, depth=2, heads=3)(torch.zeros(2, 3, 32, 32)).shape
+    torch.Size([2, 10])
     """
 
     def __init__(
@@ -110,23 +113,7 @@ class ViT(nn.Module):
         return self.fc(self.norm(self.blocks(self.dropout(tokens))[:, 0]))
 
 
-def vit(
-    classes: int = 10,
-    channels: int = 3,
-    size: int = 32,
-    patch: int = 4,
-    width: int = 384,
-    depth: int = 12,
-    heads: int = 6,
-    expansion: int = 4,
-    dropout: float = 0.0,
-) -> ViT:
-    """A vision transformer, ViT-S/4: `[B, channels, size, size] -> [B, classes]`, 21,342,346 parameters for CIFAR-10.
-
-    >>> vit(classes=10, width=48, depth=2, heads=3)(torch.zeros(2, 3, 32, 32)).shape
-    torch.Size([2, 10])
-    """
-    return ViT(classes, channels, size, patch, width, depth, heads, expansion, dropout)
+vit = ViT
 
 
 def vit_tiny(classes: int = 10, channels: int = 3, size: int = 32, patch: int = 4, dropout: float = 0.0) -> ViT:

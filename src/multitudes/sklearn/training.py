@@ -19,8 +19,7 @@ from multitudes.core.seeding import mixed, seeded
 from multitudes.core.tasks import task_of
 from multitudes.core.tasks.gaussian import beta_nll
 from multitudes.data.kinds import table_training
-from multitudes.methods.recording import Recording
-from multitudes.methods.registry import Method
+from multitudes.methods.registry import Method, Recording
 from multitudes.models import tabular
 from multitudes.training.fit import Epoch, fit
 from multitudes.training.recorder import Recorder

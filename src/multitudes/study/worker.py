@@ -21,7 +21,7 @@ from multitudes.core.files import DamagedError, open_own, sealing
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import seeded
 from multitudes.evaluation.scores import plain_number
-from multitudes.methods.recording import Recording
+from multitudes.methods.registry import Recording
 from multitudes.storage.save import save
 from multitudes.study import costs
 from multitudes.study.assignment import Assignment

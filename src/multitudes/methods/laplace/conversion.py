@@ -38,7 +38,7 @@ from multitudes.methods.laplace.layers import (
 )
 from multitudes.methods.laplace.posterior import measured
 from multitudes.methods.laplace.predicting import Laplace, LaplaceMembers, approximations
-from multitudes.methods.laplace.rows import OutputLayer, fits_noise, output_layer, rows_of
+from multitudes.methods.laplace.rows import OutputLayer, device_of, fits_noise, output_layer, rows_of
 from multitudes.methods.registry import Method, Settings, single
 from multitudes.surgery.affine import weight_of
 from multitudes.surgery.layers import Selector, check_model, replace
@@ -162,7 +162,8 @@ def _converted(model: nn.Module, batches: Batches, held_out: Batches | None, opt
     reader = Multitude(network).like(model, options.task)
     task = reader.reading
     _check_task(task, options)
-    output = _first_look(network, batches, options)
+    x, _ = next(iter(batches.on(device_of(network))))
+    output = output_layer(network, options.layers, x)
     weight, bias = _weights(output)
     random = len(weight) // task.per_value
     features = weight.shape[1] + (bias is not None)
@@ -171,20 +172,23 @@ def _converted(model: nn.Module, batches: Batches, held_out: Batches | None, opt
     structure = structure_for(options.structure, random, features, softmax, options.budget(weight.device), most)
     trained = wide(weight.flatten(1))[:random].square().sum()
     trained = trained if bias is None else trained + wide(bias.detach())[:random].square().sum()
-    posterior = measured(
-        task, rows_of(network, output, batches, reader),
-        lambda: Curvature(structure, random, features, softmax, weight), float(trained),
-    )  # fmt: skip
+    curvature = Curvature(structure, random, features, softmax, weight)
+    posterior = measured(task, rows_of(network, output, batches, reader), curvature, float(trained))
     prior = None if isinstance(options.prior, str) else float(options.prior)
     noise = _given_noise(options.noise, posterior.evidence.errors)
     held = None if held_out is None else rows_of(network, output, held_out, reader, "validation")
     fitted = posterior.fitted(prior, noise, held)
-    layer = _layer(output, weight, bias)
+    kind = LaplaceConv if output.dense else LaplaceLinear
+    learns = any(p.requires_grad for name, p in output.layer.named_parameters() if name != "bias")
+    layer: LaplaceLayer = kind.of(output.layer, weight, bias, learns).train(output.layer.training)
     tensors = posterior.spectrum.posterior(posterior.precisions(fitted))
     layer.hold(structure, tensors, fitted.prior, fitted.log_evidence)
     converted = replace(network, {output.name: layer})
     if fitted.noise is not None:
-        converted = _with_noise(converted, fitted.noise.to(torch.float32))
+        # A network that is its output layer has no place for a name; inside another it has one.
+        inside = converted if output.name else nn.Sequential(converted).train(converted.training)
+        noise = fitted.noise.to(torch.float32)
+        converted = WithNoise(inside, noise[0] if len(noise) == 1 else noise)
     net = Laplace(converted).like(model)
     net.notes = {**getattr(model, "notes", {}), output.name: _note(net)}
     return _set(net, "gaussian" if fits_noise(task) else task.name, options)
@@ -234,24 +238,11 @@ def _check_task(task: Task, options: _Options) -> None:
         raise ValueError(f"approximation must be {choices} for task {task.name!r}, got {options.approximation!r}")
 
 
-def _first_look(network: nn.Module, batches: Batches, options: _Options) -> OutputLayer:
-    """The output layer, seen on the first batch."""
-    device = next(iter([*network.parameters(), *network.buffers()]), torch.zeros(0)).device
-    x, _ = next(iter(batches.on(device)))
-    return output_layer(network, options.layers, x)
-
-
 def _weights(output: OutputLayer) -> tuple[Tensor, nn.Parameter | None]:
     """The trained weight, `[O, I]` or `[O, I, 1, 1]`, and bias."""
     weight = weight_of(output.layer).detach()
     bias = output.layer.bias if output.has_bias else None
     return weight.mT if output.affine.inputs == 0 else weight, bias
-
-
-def _layer(output: OutputLayer, weight: Tensor, bias: nn.Parameter | None) -> LaplaceLayer:
-    kind = LaplaceConv if output.dense else LaplaceLinear
-    trained = any(p.requires_grad for name, p in output.layer.named_parameters() if name != "bias")
-    return kind.of(output.layer, weight, bias, trained).train(output.layer.training)
 
 
 def _given_noise(noise: float | Tensor | None, errors: Tensor | None) -> Tensor | None:
@@ -266,12 +257,6 @@ def _given_noise(noise: float | Tensor | None, errors: Tensor | None) -> Tensor 
     if len(given) not in (1, len(errors)):
         raise ValueError(f"noise must be one variance, or one for each of {len(errors)} outputs, got {len(given)}")
     return given.expand(len(errors)).clone()
-
-
-def _with_noise(network: nn.Module, noise: Tensor) -> nn.Module:
-    # A network that is its output layer has no place for a name; inside another it has one.
-    inside = nn.Sequential(network).train(network.training) if isinstance(network, LaplaceLayer) else network
-    return WithNoise(inside, noise[0] if len(noise) == 1 else noise)
 
 
 # -- for studies -------------------------------------------------------------------------------------------

@@ -108,19 +108,13 @@ class Curvature:
             total = weighted.sum(0)
             self.of_outputs += total.diag() - weighted.mT @ curving if self.softmax else total
         else:
-            self._add_blocks(phi, weighted)
+            for output in range(self.outputs):
+                block = phi.mT @ (weighted[:, output, None] * phi)
+                place = slice(output * self.features, (output + 1) * self.features)
+                (self.whole[0, place, place] if self.softmax else self.whole[output]).add_(block)
             if self.softmax:
                 products = (weight.sqrt() * curving)[:, :, None] * phi[:, None, :]
                 self.whole[0].addmm_(products.flatten(1).mT, products.flatten(1), alpha=-1)
-
-    def _add_blocks(self, phi: Tensor, weighted: Tensor) -> None:
-        for output in range(self.outputs):
-            block = phi.mT @ (weighted[:, output, None] * phi)
-            if self.softmax:
-                place = slice(output * self.features, (output + 1) * self.features)
-                self.whole[0, place, place] += block
-            else:
-                self.whole[output] += block
 
     def spectrum(self) -> Spectrum:
         """Its eigenvalues and eigenvectors."""

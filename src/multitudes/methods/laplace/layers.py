@@ -94,10 +94,10 @@ class LaplaceLayer(Stochastic):
 
         Of factors, rows are multiplied with each: there are fewer of them than weights.
         """
-        if self.structure == "full":
+        if self.structure != "kron":
             return rows @ self._change().mT
         change = self.deviations * self.normal(self.deviations.shape, like=self.deviations)
-        return rows @ change.mT if self.structure == "diag" else rows @ self.right @ change.mT @ self.left.mT
+        return rows @ self.right @ change.mT @ self.left.mT
 
     def _change(self) -> Tensor:
         """The numbers that a draw adds to the weights and the bias, `[O, F]`."""
@@ -130,12 +130,11 @@ class LaplaceLayer(Stochastic):
 
     def drawn(self) -> tuple[Tensor, Tensor | None]:
         """The weight and the bias of one draw."""
-        weight = self.weight
-        change = self._change().to(weight)
-        change = F.pad(change, (0, 0, 0, len(weight) - len(change)))  # outputs that are not random
-        inputs = weight.shape[1]
+        change = self._change().to(self.weight)
+        change = F.pad(change, (0, 0, 0, len(self.weight) - len(change)))  # outputs that are not random
+        inputs = self.weight.shape[1]
         bias = None if self.bias is None else self.bias + change[:, inputs]
-        return weight + change[:, :inputs].reshape(weight.shape), bias
+        return self.weight + change[:, :inputs].reshape(self.weight.shape), bias
 
     def fold(self) -> nn.Module:
         weight, bias = self.drawn()
@@ -150,7 +149,8 @@ class LaplaceLayer(Stochastic):
         made: Any = cls._empty(cls, weight, bias is not None)
         made.weight = nn.Parameter(weight.detach().clone(), trained)
         made.bias = copy.deepcopy(bias)
-        made._take_over(layer)
+        kept = {key: held for key, held in vars(layer).items() if key not in vars(made)}  # of a user's subclass
+        vars(made).update(copy.deepcopy({key: held for key, held in kept.items() if not isinstance(held, Tensor)}))
         return cast("Self", made)
 
     @classmethod
@@ -170,11 +170,6 @@ class LaplaceLayer(Stochastic):
         if hasattr(self, "structure"):  # else the plain layer's constructor asks
             raise ValueError("weights with a Laplace posterior cannot be initialised anew: convert the network again")
         super().reset_parameters()  # type: ignore[misc]  # the plain layer's, which each class puts behind this one
-
-    def _take_over(self, layer: nn.Module) -> None:
-        """The trained weights, and what a user's subclass of a plain layer has beside them."""
-        own = {key: value for key, value in vars(layer).items() if key not in vars(self)}
-        vars(self).update(copy.deepcopy({key: value for key, value in own.items() if not isinstance(value, Tensor)}))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, structure={self.structure!r}"

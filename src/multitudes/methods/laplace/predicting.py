@@ -34,7 +34,7 @@ class Laplace(Multitude):
     @property
     def layer(self) -> LaplaceLayer:
         """The output layer."""
-        return next(layer for layer in stochastic_layers(self.network) if isinstance(layer, LaplaceLayer))
+        return _layers(self.network)[0]
 
     @property
     def structure(self) -> str:
@@ -93,8 +93,7 @@ class Laplace(Multitude):
         return Members(networks, len(networks)).like(self)
 
     def _read(self, side: str, x: Input) -> Tensor:
-        layers = [layer for layer in stochastic_layers(self.network) if isinstance(layer, LaplaceLayer)]
-        with holding(layers, "side", side):
+        with holding(_layers(self.network), "side", side):
             return self._predictions(x)
 
     def draw_numbers(self, x: Input, numbers: range, seed: int | None, memory: str | float | None) -> Tensor:
@@ -106,18 +105,19 @@ class Laplace(Multitude):
 class LaplaceMembers(Laplace, Members):
     """Members that share no weight, each with a posterior of its own output layer: a mixture of Laplaces."""
 
-    def _layers(self) -> list[LaplaceLayer]:
-        return [layer for layer in stochastic_layers(self.network) if isinstance(layer, LaplaceLayer)]
-
     @property
     def prior(self) -> Tensor:
         """The precision of each member's prior, `[M]`."""
-        return torch.stack([layer.prior for layer in self._layers()])
+        return torch.stack([layer.prior for layer in _layers(self.network)])
 
     @property
     def log_marginal_likelihood(self) -> Tensor:
         """The logarithm of the training data's marginal likelihood, each member's, `[M]`."""
-        return torch.stack([layer.evidence for layer in self._layers()])
+        return torch.stack([layer.evidence for layer in _layers(self.network)])
+
+
+def _layers(network: nn.Module) -> list[LaplaceLayer]:
+    return [layer for layer in stochastic_layers(network) if isinstance(layer, LaplaceLayer)]
 
 
 def approximations(task: Task) -> tuple[str, ...]:
@@ -133,7 +133,7 @@ def _points(count: int) -> list[float]:
 
 
 def _without_draws(network: nn.Module, point: float | None) -> nn.Module:
-    layers = [layer for layer in stochastic_layers(network) if isinstance(layer, LaplaceLayer)]
+    layers = _layers(network)
     others = [type(layer).__name__ for layer in stochastic_layers(network) if not isinstance(layer, LaplaceLayer)]
     if others:
         raise ValueError(f"a network with other layers that draw ({others[0]}) has no formula: set it to 'draws'")

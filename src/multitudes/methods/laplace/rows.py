@@ -37,7 +37,7 @@ from multitudes.surgery.affine import AffineMap, affine_layers, has_other_hooks,
 from multitudes.surgery.heads import final_layers
 from multitudes.surgery.layers import Selector, check_untied, select
 
-__all__ = ["OutputLayer", "Rows", "fits_noise", "output_layer", "rows_of"]
+__all__ = ["OutputLayer", "Rows", "device_of", "fits_noise", "output_layer", "rows_of"]
 
 
 def fits_noise(task: Task) -> bool:
@@ -143,7 +143,7 @@ def rows_of(
 ) -> Iterator[Rows]:
     """The rows of all batches; `reader` knows the task, and errors call them by the name of an argument."""
     observer = _Observer(network, output, reader)
-    device = next(iter([*network.parameters(), *network.buffers()]), torch.zeros(0)).device
+    device = device_of(network)
     with observing(network), plain_attention():
         for index, batch in enumerate(batches.batches):
             try:
@@ -157,6 +157,11 @@ def rows_of(
                 raise ValueError(f"batch {index} of {argument}: {error}") from error
             if len(found.phi):
                 yield found
+
+
+def device_of(network: nn.Module) -> torch.device:
+    """The device of a network's tensors, the CPU where it has none."""
+    return next(iter([*network.parameters(), *network.buffers()]), torch.zeros(0)).device
 
 
 class _Observer:
@@ -247,11 +252,7 @@ class _Observer:
         numbers = found.abs().round().long() - 1
         if not bool(((numbers >= 0) & (numbers < counted.numel())).all()):
             return None
-        marks = self._in_order(marks)
-        return numbers if torch.equal(marks[numbers], found) else None
-
-    def _in_order(self, values: Tensor) -> Tensor:
-        return self.output.last(values).flatten()
+        return numbers if torch.equal(self.output.last(marks).flatten()[numbers], found) else None
 
     def _same(self, last: Tensor, numbers: Tensor, prediction: Tensor) -> bool:
         if self.way == "log_softmax":

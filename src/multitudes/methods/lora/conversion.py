@@ -12,18 +12,18 @@ from torch import nn
 from multitudes.core.calling import Input
 from multitudes.core.checks import check_choice, check_count, check_number
 from multitudes.core.copying import copied
-from multitudes.core.member_layer import MemberLayer
 from multitudes.core.multitude import Multitude
 from multitudes.core.shared import SharedMembers
-from multitudes.methods.heads import own_parts
-from multitudes.methods.lora.layers import Lora, LoraWhole, widths_of
-from multitudes.methods.lora.peft_files import Adapter, read_adapters, with_adapters, write_adapters
+from multitudes.methods.lora.layers import Lora, widths_of
+from multitudes.methods.lora.peft_files import read_adapter, with_adapters, write_adapters
+from multitudes.methods.member_affine import joined
+from multitudes.methods.own_layers import own_parts
 from multitudes.methods.registry import Method, Settings, Training, by
 from multitudes.surgery.affine import SEVERAL, affine_layers, kind_of, maps_of, select_affine, weight_of
 from multitudes.surgery.coverage import kinds_left, tell_reach
 from multitudes.surgery.heads import output_layers
-from multitudes.surgery.layers import CONVOLUTIONS, Factory, Selector, check_untied, replace, select
-from multitudes.surgery.start import Start, starting
+from multitudes.surgery.layers import CONVOLUTIONS, Factory, Selector, check_untied, select, within
+from multitudes.surgery.start import starting
 
 __all__ = ["ROWS", "LoraMembers", "lora"]
 
@@ -97,34 +97,17 @@ def lora(
         network = start.begin(network) if init == "fresh" else network
         converted = own_parts(network, own, members, drawn=init != "pretrained")
         for name in chosen:
-            converted[name] = _lora_layer(network.get_submodule(name), members, rank, alpha or rank, dropout)
-    return _assembled(start, network, converted, own, members, rows, task)
+            converted[name] = Lora(network.get_submodule(name), members, rank, alpha or rank, dropout)
+    return _frozen(joined(LoraMembers, start, network, converted, members, rows, task), network, converted, own)
 
 
-def _lora_layer(layer: nn.Module, members: int, rank: int, alpha: float, dropout: float) -> MemberLayer:
-    if kind_of(layer) in SEVERAL:
-        return LoraWhole(layer, members, rank, alpha)
-    return Lora(layer, members, rank, alpha, dropout)
-
-
-def _assembled(
-    start: Start,
-    network: nn.Module,
-    converted: dict[str, MemberLayer],
-    heads: Collection[str],
-    members: int,
-    rows: str,
-    task: str | None,
-) -> LoraMembers:
-    for name, layer in converted.items():
-        layer.place = name
-    net = LoraMembers(replace(network, converted), members).like(start.given, task)
-    net.rows = rows
+def _frozen(net: LoraMembers, network: nn.Module, converted: Collection[str], heads: Collection[str]) -> LoraMembers:
+    """Train nothing but what is each member's own."""
     own = net._own_names()
     for name, parameter in net.named_parameters():
         parameter.requires_grad_(name in own and parameter.requires_grad)
-    notes = {name: "a low-rank adapter for each member" for name in converted}
-    net.notes = notes | {name: "each member's own" for name in heads}
+    notes = dict.fromkeys(converted, "a low-rank adapter for each member")
+    net.notes = notes | dict.fromkeys(heads, "each member's own")
     tell_reach(net, network, converted, warn=False)
     return net
 
@@ -134,27 +117,26 @@ def _assembled(
 
 def _heads(network: nn.Module, heads: Selector, example: Input | None) -> list[str]:
     """The output layers that are each member's own; a language model's is shared unless it is selected."""
-    if heads is None and _is_language_model(network):
-        return []
-    if isinstance(heads, (list, tuple)) and not heads:
+    if (heads is None and _token_layer(network) is not None) or (isinstance(heads, (list, tuple)) and not heads):
         return []
     names = output_layers(network, heads, example)
     return [name for name in names if not any(name != other and name.startswith(f"{other}.") for other in names)]
 
 
-def _is_language_model(network: nn.Module) -> bool:
-    """Whether Hugging Face says that the network's output layer gives tokens."""
-    gives = getattr(network, "get_output_embeddings", None)
-    return callable(gives) and isinstance(gives(), nn.Module)
+def _token_layer(network: nn.Module) -> nn.Module | None:
+    """The output layer that gives tokens, if Hugging Face says that there is one."""
+    layer = getattr(network, "get_output_embeddings", lambda: None)()
+    return layer if isinstance(layer, nn.Module) else None
 
 
 def _adapted(network: nn.Module, layers: Selector, heads: Collection[str]) -> dict[str, nn.Module]:
     """The layers that get adapters."""
-    able = {name: layer for name, layer in affine_layers(network).items() if _is_able(layer)}
-    own = {name for name in able if any(name == head or name.startswith(f"{head}.") for head in heads)}
+    kinds = (None, nn.Linear, nn.MultiheadAttention, *CONVOLUTIONS)
+    able = {name: layer for name, layer in affine_layers(network).items() if kind_of(layer) in kinds}
+    own = {name for name in able if any(within(name, head) for head in heads)}
     if layers is None:
-        last = getattr(network, "get_output_embeddings", lambda: None)()
         untied = select_affine(network, None) if able else {}
+        last = _token_layer(network)
         free = {n: layer for n, layer in able.items() if n in untied and n not in own and layer is not last}
         linear = {name: layer for name, layer in free.items() if kind_of(layer) not in CONVOLUTIONS}
         wanted = linear or free  # of a network without linear layers but the last, its convolutions
@@ -169,11 +151,6 @@ def _adapted(network: nn.Module, layers: Selector, heads: Collection[str]) -> di
     if not chosen:
         raise ValueError(f"layers={layers!r} selects output layers alone, which each member has of its own: heads=[]")
     return chosen
-
-
-def _is_able(layer: nn.Module) -> bool:
-    kind = kind_of(layer)
-    return kind in (None, nn.Linear, nn.MultiheadAttention, *CONVOLUTIONS)
 
 
 def _check_rank(chosen: dict[str, nn.Module], rank: int) -> None:
@@ -206,7 +183,7 @@ def _of_files(
                 f"{name}={value!r} is told by the files of adapters ({len(adapters)} members): leave it out"
             )
     start = starting(model, len(adapters), "pretrained")
-    read: list[Adapter] = read_adapters([Path(folder) for folder in adapters], start.network)
+    read = [read_adapter(Path(folder), start.network) for folder in adapters]
     network = copied(start.network)
     heads = list(dict.fromkeys(name for adapter in read for name in adapter.heads))
     chosen = list(dict.fromkeys(name for adapter in read for name in adapter.layers))
@@ -215,9 +192,9 @@ def _of_files(
     for name in chosen:
         rank = max(adapter.layers[name].rank for adapter in read if name in adapter.layers)
         converted[name] = Lora(network.get_submodule(name), len(adapters), rank, 1.0, read[0].dropout)
-    net = _assembled(start, network, converted, heads, len(adapters), rows, task)
+    net = joined(LoraMembers, start, network, converted, len(adapters), rows, task)
     with_adapters(net.network, read)
-    return net
+    return _frozen(net, network, converted, heads)
 
 
 # -- the row -----------------------------------------------------------------------------------------------

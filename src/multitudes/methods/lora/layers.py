@@ -19,12 +19,11 @@ from torch import Tensor, nn
 
 from multitudes.core.copying import copied
 from multitudes.core.locking import evaluating
-from multitudes.core.member_layer import MemberLayer
-from multitudes.surgery.affine import AffineMap, axis_of, kind_of, maps_of, plain_copy, run_with, weight_of
+from multitudes.methods.member_affine import AffineMemberLayer
+from multitudes.surgery.affine import AffineMap, kind_of, weight_of
 from multitudes.surgery.layers import CONVOLUTIONS
-from multitudes.surgery.whole import WholeMemberLayer
 
-__all__ = ["Lora", "LoraWhole", "widths_of"]
+__all__ = ["Lora", "widths_of"]
 
 
 def widths_of(weight: Tensor, affine: AffineMap) -> tuple[int, int]:
@@ -32,33 +31,32 @@ def widths_of(weight: Tensor, affine: AffineMap) -> tuple[int, int]:
     return weight.numel() // weight.shape[affine.outputs], weight.shape[affine.outputs]
 
 
-class Lora(MemberLayer):
-    """A frozen layer of one map with adapters `A [M, r, I]` and `B [M, O, r]`: `[M*B, I, ...]` to `[M*B, O, ...]`.
+class Lora(AffineMemberLayer):
+    """A frozen layer with adapters `A [M, r, I]` and `B [M, O, r]` of each map.
 
     `scales [M]` is what each member's adapter counts, alpha over its rank; `ranks [M]` are their ranks, below r where
-    an adapter ends in zeros. In training, `dropout` is of what the adapters see.
+    an adapter ends in zeros. In training, `dropout` is of what the adapters of a layer of one map see.
     """
 
-    def __init__(self, layer: Any, members: int, rank: int, alpha: float, dropout: float = 0.0) -> None:
-        (affine,) = maps_of(layer)
-        super().__init__(copied(layer).requires_grad_(False), members, axis_of(layer))
-        self.transposed = affine.inputs == 0
-        with evaluating(self.layer):
-            weight = weight_of(self.layer).detach()
-        inputs, outputs = widths_of(weight, affine)
-        self.A, self.B = _adapters(weight, members, rank, inputs, outputs)
+    def __init__(self, layer: nn.Module, members: int, rank: int, alpha: float, dropout: float = 0.0) -> None:
+        super().__init__(copied(layer).requires_grad_(False), members)
+        for affine in self.affine_maps():
+            with evaluating(self.layer):
+                weight = self.shared_weight(affine).detach()
+            for kind, own in zip("AB", _adapters(weight, members, rank, *widths_of(weight, affine)), strict=True):
+                self.register_parameter(f"{self.prefixes[affine.weight]}{kind}", own)
         self.scales, self.ranks = [alpha / rank] * members, [rank] * members
         self.dropout = dropout
 
     @property
     def batched(self) -> bool:  # type: ignore[override]
-        return kind_of(self.layer) not in CONVOLUTIONS
+        return not self.several and kind_of(self.layer) not in CONVOLUTIONS
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def run_all(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         weight = weight_of(self.layer)
-        if kind_of(self.layer) in CONVOLUTIONS or self._hooked or args or kwargs:
-            return self._each(x, lambda index, rows: self._merged(index, rows, weight, *args, **kwargs))
-        y = run_with(self.layer, self._affine(), x, weight, getattr(self.layer, "bias", None))
+        if not self.batched or self._hooked or args or kwargs:
+            return self._each(x, lambda index, rows: self.run_member(index, rows, weight, *args, **kwargs))
+        y = self.run(x, weight)
         if self.member is not None:
             return self._added(y[None], x[None], slice(self.member, self.member + 1))[0]
         return self._added(self._rows(y), self._rows(x), slice(None)).flatten(0, 1)
@@ -76,47 +74,10 @@ class Lora(MemberLayer):
             return torch.baddbmm(flat, down, B.mT, alpha=scale).view(y.shape)
         return (flat + torch.bmm(down, B.mT).mul(scale).to(flat.dtype)).view(y.shape)
 
-    def _merged(self, index: int, rows: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        own = self._weight_of(index, weight)
-        return run_with(self.layer, self._affine(), rows, own, getattr(self.layer, "bias", None), *args, **kwargs)
-
-    def _affine(self) -> AffineMap:
-        inputs = 0 if self.transposed else 1
-        return AffineMap(inputs=inputs, outputs=1 - inputs, groups=int(getattr(self.layer, "groups", 1)))
-
-    def _weight_of(self, index: int, weight: Tensor) -> Tensor:
-        added = self.scales[index] * self.B[index] @ self.A[index]
-        return weight + (added.mT if self.transposed else added.view(weight.shape)).to(weight.dtype)
-
-    def fold(self, index: int) -> nn.Module:
-        with evaluating(self.layer):
-            weight = weight_of(self.layer)
-        return plain_copy(self.layer, self._weight_of(index, weight))
-
-
-class LoraWhole(WholeMemberLayer):
-    """Frozen attention with adapters of each of its maps."""
-
-    def __init__(self, layer: nn.Module, members: int, rank: int, alpha: float) -> None:
-        super().__init__(copied(layer).requires_grad_(False), members)
-        self.scales, self.ranks = [alpha / rank] * members, [rank] * members
-        for affine in self.affine_maps():
-            weight = self.layer.get_parameter(affine.weight).detach()
-            own = _adapters(weight, members, rank, *widths_of(weight, affine))
-            for kind, adapter in zip("AB", own, strict=True):
-                self.register_parameter(_own_name(affine, kind), adapter)
-
-    def tensors(self, index: int) -> dict[str, Tensor]:
-        tensors = {}
-        for affine in self.affine_maps():
-            A, B = (getattr(self, _own_name(affine, kind))[index] for kind in "AB")
-            weight = self.layer.get_parameter(affine.weight)
-            tensors[affine.weight] = weight + (self.scales[index] * B @ A).to(weight.dtype)
-        return tensors
-
-
-def _own_name(affine: AffineMap, kind: str) -> str:
-    return f"{affine.weight.replace('.', '_')}_{kind}"
+    def weight_of_member(self, index: int, affine: AffineMap, weight: Tensor) -> Tensor:
+        A, B = (getattr(self, f"{self.prefixes[affine.weight]}{kind}")[index] for kind in "AB")
+        added = self.scales[index] * B @ A
+        return weight + (added.mT if affine.inputs == 0 else added.view(weight.shape)).to(weight.dtype)
 
 
 def _adapters(weight: Tensor, members: int, rank: int, inputs: int, outputs: int) -> tuple[nn.Parameter, nn.Parameter]:

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from multitudes.core.checks import needed
 from multitudes.core.files import replacing, write_atomically
-from multitudes.methods.lora.layers import Lora, LoraWhole, widths_of
+from multitudes.methods.lora.layers import Lora, widths_of
 from multitudes.methods.own_layers import Own, OwnBlock
 from multitudes.surgery.affine import affine_layers, kind_of, maps_of, weight_of
 from multitudes.surgery.layers import CONVOLUTIONS
 
-__all__ = ["Adapter", "Part", "read_adapters", "with_adapters", "write_adapters"]
+__all__ = ["Adapter", "Part", "read_adapter", "with_adapters", "write_adapters"]
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
@@ -77,7 +77,7 @@ def write_adapters(network: nn.Module, members: int, folder: Path) -> list[Path]
     heads = {name: layer for name, layer in network.named_modules() if isinstance(layer, (Own, OwnBlock))}
     for name, layer in network.named_modules():
         grouped = isinstance(layer, Lora) and int(getattr(layer.layer, "groups", 1)) > 1
-        if isinstance(layer, LoraWhole) or grouped:
+        if (isinstance(layer, Lora) and layer.several) or grouped:
             kind = type(layer.layer).__name__
             raise ValueError(f"layer {name!r} ({kind}) has an adapter that PEFT's files have no form for: use mt.save")
     for other in folder.glob("member-*") if folder.is_dir() else ():
@@ -124,7 +124,7 @@ def _config(network: nn.Module, loras: Mapping[str, Lora], heads: list[str], ind
         "auto_mapping": None if task else {"base_model_class": kind, "parent_library": type(network).__module__},
         "base_model_name_or_path": source or None,
         "bias": "none",
-        "fan_in_fan_out": any(layer.transposed for layer in own.values()),
+        "fan_in_fan_out": any(layer.affine_maps()[0].inputs == 0 for layer in own.values()),
         "inference_mode": True,
         "init_lora_weights": True,
         "layers_pattern": None,
@@ -161,13 +161,9 @@ def _targets(network: nn.Module, names: Collection[str]) -> list[str] | str:
 # -- reading -----------------------------------------------------------------------------------------------
 
 
-def read_adapters(folders: Sequence[Path], network: nn.Module) -> list[Adapter]:
-    """What PEFT wrote to each of these folders, for this network."""
+def read_adapter(folder: Path, network: nn.Module) -> Adapter:
+    """What PEFT wrote to a folder, for this network."""
     able = affine_layers(network)
-    return [_read(folder, network, able) for folder in folders]
-
-
-def _read(folder: Path, network: nn.Module, able: Mapping[str, nn.Module]) -> Adapter:
     wrong = f"adapters: {str(folder)!r}"
     config = _config_of(folder, wrong)
     load = needed("safetensors.torch", "safetensors", "reading adapters").load_file
@@ -190,7 +186,9 @@ def _read(folder: Path, network: nn.Module, able: Mapping[str, nn.Module]) -> Ad
     if not layers:
         raise ValueError(f"{wrong}: {TENSORS} holds no adapter")
     for name, own in heads.items():
-        _check_head(name, own, network, wrong)
+        want = {key: list(tensor.shape) for key, tensor in network.get_submodule(name).state_dict().items()}
+        if want != (got := {key: list(tensor.shape) for key, tensor in own.items()}):
+            raise ValueError(f"{wrong}: layer {name!r} has tensors {got}, and in the model {want}")
     return Adapter(layers, heads, float(config.get("lora_dropout") or 0.0))
 
 
@@ -227,16 +225,12 @@ def _part(name: str, own: Mapping[str, Tensor], config: Any, able: Mapping[str, 
             f"{wrong}: the adapter of layer {name!r} is {list(own['A'].shape)} and {list(own['B'].shape)}, and the "
             f"layer has {inputs} inputs and {outputs} outputs"
         )
-    alpha = _by_pattern(config.get("alpha_pattern") or {}, name, config.get("lora_alpha"))
+    patterns = (config.get("alpha_pattern") or {}).items()  # the first that fits, as PEFT takes it
+    fitting = (value for key, value in patterns if re.match(rf"(.*\.)?({key})$", name))
+    alpha = next(fitting, config.get("lora_alpha"))
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
         raise ValueError(f"{wrong}: lora_alpha must be a number, got {alpha!r}")
     return Part(A, B, alpha / (math.sqrt(len(A)) if config.get("use_rslora") else len(A)))
-
-
-def _by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
-    """The value of the first pattern that fits a layer's name, as PEFT takes it."""
-    fits = [value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)]
-    return fits[0] if fits else default
 
 
 def _head_of(key: str, saved: Collection[str], network: nn.Module) -> tuple[str, str] | None:
@@ -246,13 +240,6 @@ def _head_of(key: str, saved: Collection[str], network: nn.Module) -> tuple[str,
         if any(path == own or path.endswith(f".{own}") for own in saved) and name.startswith(f"{path}."):
             return path, name.removeprefix(f"{path}.").removeprefix("modules_to_save.default.")
     return None
-
-
-def _check_head(name: str, own: Mapping[str, Tensor], network: nn.Module, wrong: str) -> None:
-    want = {key: list(tensor.shape) for key, tensor in network.get_submodule(name).state_dict().items()}
-    got = {key: list(tensor.shape) for key, tensor in own.items()}
-    if want != got:
-        raise ValueError(f"{wrong}: layer {name!r} has tensors {got}, and in the model {want}")
 
 
 # -- into a network ----------------------------------------------------------------------------------------

@@ -22,7 +22,9 @@ constant,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isclose, prod
@@ -34,22 +36,32 @@ from torch import Tensor, nn
 from multitudes.core.calling import Input
 from multitudes.core.checks import check_choice, check_number
 from multitudes.core.copying import copied
-from multitudes.core.divergences import Divergence, divergence
+from multitudes.core.divergences import divergence
 from multitudes.core.multitude import Multitude
+from multitudes.core.trace import Call, record
 from multitudes.methods.patching.layers import (
     ASSIGNMENTS,
     NORMS,
+    PATCHES,
     RELAXATIONS,
     Mixing,
     Patch,
+    PatchedConv,
+    PatchedLinear,
+    PatchedWrapped,
+    PatchedWrappedNorm,
+    is_affine_norm,
+    patch_for,
 )
-from multitudes.methods.patching.places import chosen_layers, warn_of_other_norms
-from multitudes.methods.patching.wrapped import patch_for
 from multitudes.methods.registry import Method, Settings
-from multitudes.surgery.affine import maps_of
+from multitudes.surgery.affine import affine_layers, maps_of
 from multitudes.surgery.coverage import tell_reach
-from multitudes.surgery.layers import Factory, Selector, replace
+from multitudes.surgery.layers import Factory, Selector, is_frozen, replace, select
+from multitudes.surgery.observe import example_for, executed
 from multitudes.surgery.start import Start, starting
+
+PLACES = ("norm", "input", "output")
+"""The words of `layers`, which may be added up."""
 
 _DRAWN = {
     "network": "one for the whole network",
@@ -108,25 +120,14 @@ def patched(
     components: int = 5,
     layers: Selector = "norm+output",
     cross: bool = False,
-    *,
-    mixing: str | Sequence[float] = "uniform",
-    relaxation: str = "straight-through",
-    temperature: float = 1.0,
-    weight_precision: float = 1.0,
-    bias_precision: float = 1.0,
-    init: str | None = None,
-    heads: Selector = None,
-    spread: float = 0.1,
-    example: Input | None = None,
-    task: str | None = None,
-    seed: int | None = None,
+    **options: Any,
 ) -> Patched:
     """Ensemble model patching (EMP): each draw takes one of `components` versions of every patched layer.
 
     With `cross` (ECMP) it takes each weight and bias from a version of its own. `layers` says what is patched: the
     norm layers with gamma and beta (`"norm"`), the first or the last convolution or linear layer that runs
     (`"input"`, `"output"`), sums of these, a selector, or None for every layer that can be. A batch norm's running
-    statistics are shared. `family` explains the other arguments.
+    statistics are shared. The other arguments are those of `family`.
 
     >>> model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
     >>> net = patched(model, components=5).eval()
@@ -135,23 +136,7 @@ def patched(
     >>> net.ensemble_size(), net.overhead().added
     (25, 136)
     """
-    return family(
-        model,
-        components,
-        "element" if cross else "layer",
-        layers=layers,
-        mixing=mixing,
-        relaxation=relaxation,
-        temperature=temperature,
-        weight_precision=weight_precision,
-        bias_precision=bias_precision,
-        init=init,
-        heads=heads,
-        spread=spread,
-        example=example,
-        task=task,
-        seed=seed,
-    )
+    return family(model, components, "element" if cross else "layer", layers=layers, **options)
 
 
 def family(
@@ -209,9 +194,8 @@ def family(
         raise ValueError(f"components must be a whole number, 2 or more, got {components!r}")
     check_choice("assignment", assignment, ASSIGNMENTS)
     check_choice("relaxation", relaxation, RELAXATIONS)
-    for name, value in (("sigma", sigma), ("spread", spread)):
-        check_number(name, value, 0)
-    for name, value in (("weight_precision", weight_precision), ("bias_precision", bias_precision)):
+    precisions: dict[str, Any] = {"weight_precision": weight_precision, "bias_precision": bias_precision}
+    for name, value in {"sigma": sigma, "spread": spread, **precisions}.items():
         check_number(name, value, 0)
     check_number("temperature", temperature, 0, above=True)
     given = _probabilities(mixing, components)
@@ -236,10 +220,8 @@ def family(
     if shared is not None:
         shared.attach(network)
     net = Patched(network).like(start.given, task)
-    net.divergences = (
-        *_other(net.divergences),
-        partial(patching_kl, weight_precision=weight_precision, bias_precision=bias_precision),
-    )
+    others = [each for each in net.divergences if getattr(each, "func", None) is not patching_kl]
+    net.divergences = (*others, partial(patching_kl, **precisions))  # that of an earlier patching counts every layer
     net.notes = start.noted({name: f"{components} components, {_DRAWN[assignment]}" for name in converted})
     tell_reach(net, model, converted, example, warn=False)  # small by design
     if isinstance(layers, str) and "norm" in layers.split("+"):
@@ -261,6 +243,108 @@ def _versions(
         for name, layers in versions.items():
             layers.append(copied(network.get_submodule(name)))
     return network, {name: layers * (count // len(layers)) for name, layers in versions.items()}
+
+
+# -- which layers ------------------------------------------------------------------------------------------
+
+
+def chosen_layers(model: nn.Module, layers: Selector, zero_component: bool, example: Input | None) -> list[str]:
+    """The names of the layers to patch."""
+
+    def anywhere(_: str, layer: nn.Module) -> bool:
+        # Beside a zero component, no norm layer, for its zeros would drop whole channels.
+        return _has_weight(layer) and not (zero_component and _is_norm(layer))
+
+    words = layers.split("+") if isinstance(layers, str) else []
+    if words and all(word in PLACES for word in words):
+        names = _trained(model, [name for word in words for name in _place(model, word, example)])
+    else:
+        try:
+            able = {name: layer for name, layer in model.named_modules() if patch_for(layer) and _has_weight(layer)}
+            able |= {name: layer for name, layer in model.named_modules() if type(layer) in PATCHES and layers}
+            names = list(select(model, anywhere if layers is None else layers, able))
+        except ValueError as error:
+            raise ValueError(f"{error}; or layers is a sum of {', '.join(PLACES)}") from error
+    if layers is None:
+        names = _trained(model, names)
+    for name in names:
+        _check_layer(name, model.get_submodule(name))
+    return list(dict.fromkeys(names))
+
+
+def _trained(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Without the frozen layers, which keep their weights."""
+    trained = [name for name in names if not is_frozen(model.get_submodule(name))]
+    if not trained:
+        raise ValueError(f"layers: all that could be patched are frozen: {', '.join(names)}")
+    return trained
+
+
+def _has_weight(layer: nn.Module) -> bool:
+    return layer._parameters.get("weight") is not None
+
+
+def _place(model: nn.Module, word: str, example: Input | None) -> list[str]:
+    """The layers that `norm`, `input` or `output` means."""
+    if word == "norm":
+        names = _norms(model, example)
+        if names:
+            return names
+        raise ValueError(
+            f"layers: 'norm' finds no norm layer with a weight ({', '.join(kind.__name__ for kind in NORMS)}) in the "
+            f"model ({type(model).__name__}); layers is a sum of {', '.join(PLACES)}, or selects layers"
+        )
+    able = [name for name, layer in affine_layers(model).items() if patch_for(layer)]
+    order = executed(model, example_for(model, example), (*able, PatchedLinear, PatchedConv, PatchedWrapped))
+    if not order:
+        raise ValueError(f"layers: {word!r} finds no convolution or linear layer in the model ({type(model).__name__})")
+    return [order[0 if word == "input" else -1]]
+
+
+def _is_norm(layer: nn.Module) -> bool:
+    return type(layer) in NORMS or patch_for(layer) is PatchedWrappedNorm
+
+
+def _norms(model: nn.Module, example: Input | None) -> list[str]:
+    """The norms with a weight: torch's own, and others that are seen to be affine in it on an example."""
+    known = [name for name, layer in model.named_modules() if type(layer) in NORMS and _has_weight(layer)]
+    others = {name: m for name, m in model.named_modules() if patch_for(m) is PatchedWrappedNorm and name not in known}
+    seen: dict[str, Call] = {}
+    try:
+        for call in record(model, example_for(model, example), others).calls if others else ():
+            seen.setdefault(call.name, call)
+    except (RuntimeError, ValueError):  # without an example, they stay as they are, which is warned of
+        pass
+    affine = {name for name, own in seen.items() if is_affine_norm(others[name], own.args, own.kwargs)}
+    return [name for name, _ in model.named_modules() if name in known or name in affine]
+
+
+def warn_of_other_norms(model: nn.Module, patched: Collection[str]) -> None:
+    """Warn of norms with trained parameters that were asked for and cannot be patched."""
+    called = {
+        name: module
+        for name, module in model.named_modules()
+        if "norm" in type(module).__name__.lower() and any(p.requires_grad for p in module.parameters(recurse=False))
+    }
+    left = Counter(type(module).__name__ for name, module in called.items() if name not in patched)
+    if left:
+        kinds = ", ".join(f"{kind} ({count})" for kind, count in left.items())
+        reached = len(called) - sum(left.values())
+        warnings.warn(f"{reached} of {len(called)} norm layers are patched; left out are {kinds}", stacklevel=3)
+
+
+def _check_layer(name: str, layer: nn.Module) -> None:
+    if patch_for(layer) is None:
+        raise ValueError(
+            f"layers: layer {name!r} is a {type(layer).__name__}, which cannot be patched; "
+            f"these can: {', '.join(kind.__name__ for kind in PATCHES)}"
+        )
+    if not _has_weight(layer):
+        raise ValueError(f"layers: layer {name!r} ({type(layer).__name__}) has no weight of its own to patch")
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        raise ValueError(f"layers: layer {name!r} has forward hooks, which patching would lose; remove them first")
+    if is_frozen(layer):
+        raise ValueError(f"layers: layer {name!r} is frozen, and its components would be other weights")
 
 
 # -- arguments ---------------------------------------------------------------------------------------------
@@ -324,11 +408,6 @@ def _negative_entropy(mixing: Mixing) -> Tensor:
         return torch.zeros(())
     log_p = mixing.logits.log_softmax(0)
     return (log_p.exp() * log_p).sum()
-
-
-def _other(divergences: tuple[Divergence, ...]) -> tuple[Divergence, ...]:
-    """Without that of an earlier patching, which counts every layer as well."""
-    return tuple(each for each in divergences if getattr(each, "func", None) is not patching_kl)
 
 
 def _build(network: nn.Module, example: Tensor, settings: Settings, seed: int, cross: bool = False) -> Multitude:

@@ -20,9 +20,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import Stochastic
+from multitudes.core.proof import alike
+from multitudes.surgery.affine import SEVERAL, is_computed, kind_of, maps_of
 from multitudes.surgery.layers import plain_layer
 
 ASSIGNMENTS = ("network", "layer", "row", "element")
@@ -188,7 +192,10 @@ class Patch(Stochastic):
     def drawn(self) -> tuple[Tensor, Tensor | None]:
         """The weight and the bias of this draw; of expectations, the mixture's mean."""
         if self.expects:
-            return self.mixing.mean(self.weight), self._mean_bias()
+            if self.bias is None:
+                return self.mixing.mean(self.weight), None
+            bias = self.bias[0] if len(self.bias) == 1 else self.mixing.mean(self.bias)
+            return self.mixing.mean(self.weight), bias
         z = self.mixing.shared if self.assignment == "network" else None
         if z is None:
             z = self.mixing.assign(self.assigned(), self.weight)
@@ -204,11 +211,6 @@ class Patch(Stochastic):
     def fold(self) -> nn.Module:
         own = ("kind", "assignment", "sigma", "spread", "mixing")
         return plain_layer(getattr(nn, self.kind), self, *self.drawn(), omit=own)
-
-    def _mean_bias(self) -> Tensor | None:
-        if self.bias is None:
-            return None
-        return self.bias[0] if len(self.bias) == 1 else self.mixing.mean(self.bias)
 
     def _mixed(self, stack: Tensor, z: Tensor) -> Tensor:
         weighted = self.mixing.logits is not None and self.mixing.relaxation == "weighted"
@@ -274,20 +276,10 @@ class PatchedLinear(Patch):
 class PatchedConv(Patch):
     """`[B, I, ...] -> [B, O, ...]` in one, two or three dimensions."""
 
-    stride: tuple[int, ...]
-    padding: str | tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-    padding_mode: str
-    kernel_size: tuple[int, ...]
-    _reversed_padding_repeated_twice: list[int]
-
     def forward(self, x: Tensor) -> Tensor:
-        convolve: Any = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel_size) - 1]
-        padding: Any = self.padding
-        if self.padding_mode != "zeros":
-            x, padding = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
-        return convolve(x, *self.drawn(), self.stride, padding, self.dilation, self.groups)
+        convolution: Any = getattr(nn, self.kind)
+        y: Tensor = convolution._conv_forward(self, x, *self.drawn())
+        return y
 
 
 class PatchedNorm(Patch):
@@ -392,3 +384,97 @@ PATCHES: dict[type[nn.Module], type[Patch]] = {
 """What can be patched, and what it becomes."""
 
 NORMS = tuple(kind for kind, patch in PATCHES.items() if issubclass(patch, PatchedNorm))
+
+
+# -- layers of any class -----------------------------------------------------------------------------------
+
+
+class PatchedWrapped(Patch):
+    """Any layer of one affine map: its own code runs with the weight and the bias of a draw."""
+
+    wraps = "layer"
+    layer: nn.Module
+
+    def __init__(self, layers: Sequence[Any], mixing: Mixing, *args: Any) -> None:
+        super().__init__(layers, mixing, *args)
+        self.transposed = any(affine.inputs == 0 for affine in maps_of(layers[0]))
+
+    def _settle(self, layer: nn.Module) -> None:
+        self.layer = copied(layer)
+        for name in ("weight", "bias"):
+            if name in self.layer._parameters:
+                self.layer.register_parameter(name, None)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        weight, bias = self.drawn()
+        tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+        return functional_call(self.layer, tensors, args, kwargs)
+
+    def fold(self) -> nn.Module:
+        plain = copied(self.layer)
+        for name, tensor in zip(("weight", "bias"), self.drawn(), strict=True):
+            if tensor is not None:
+                plain.register_parameter(name, nn.Parameter(tensor.detach().clone()))
+        return plain
+
+    def _inputs(self) -> tuple[int, ...]:
+        return (self.weight.shape[1],) if self.transposed else super()._inputs()
+
+    def _by_input(self, z: Tensor) -> Tensor:
+        return z.reshape(*z.shape, *[1] * (self.weight.dim() - 2)) if self.transposed else super()._by_input(z)
+
+    def __getattr__(self, name: str) -> Any:
+        """What networks ask a layer for (`stride`, `eps`)."""
+        own = name in ("layer", "weight", "bias", "mixing", "reset_parameters") or name.startswith("__")
+        if own or "layer" not in self.__dict__.get("_modules", {}):
+            return super().__getattr__(name)
+        return getattr(self.layer, name)
+
+
+class PatchedWrappedNorm(PatchedWrapped, PatchedNorm):
+    """Any norm: its gamma and beta are patched; the rest, running statistics included, is the layer's own."""
+
+    def _inputs(self) -> tuple[int, ...]:
+        return PatchedNorm._inputs(self)
+
+    def _by_input(self, z: Tensor) -> Tensor:
+        return z
+
+    def reset_parameters(self) -> None:
+        """Move the components apart, around what they are: only the layer's own class knows how a norm starts."""
+        self.scatter()
+
+
+def patch_for(layer: nn.Module) -> type[Patch] | None:
+    """The class that patches a layer, by what it computes; None where that is not known."""
+    if is_computed(layer):
+        return PATCHES.get(type(layer)) if "weight" in layer._parameters else None
+    if type(layer) in PATCHES:
+        return PATCHES[type(layer)]
+    # It is called a norm, and has a gamma, perhaps a beta, and no other parameter.
+    affine = layer._parameters.get("weight") is not None and not layer._parameters.keys() - {"weight", "bias"}
+    if "norm" in type(layer).__name__.lower() and affine and not layer._modules:
+        return PatchedWrappedNorm
+    return PatchedWrapped if kind_of(layer) not in SEVERAL and maps_of(layer) else None
+
+
+@torch.no_grad()
+def is_affine_norm(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a layer's output for an input is an affine function of its gamma and beta.
+
+    Then `f(a) + f(b) = f(a + b) + f(0)`, which is tried with some.
+    """
+    probe = copied(layer).eval().double()
+    args = tuple(a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+    generator = torch.Generator().manual_seed(0)
+    a, b = ({n: torch.randn(p.shape, generator=generator).to(p) for n, p in probe.named_parameters()} for _ in "ab")
+
+    def output(tensors: dict[str, Tensor]) -> Tensor:
+        y: Tensor = functional_call(probe, tensors, args, kwargs)
+        return y.double()
+
+    try:
+        sums = output(a) + output(b), output({n: a[n] + b[n] for n in a}) + output({n: 0 * a[n] for n in a})
+    except Exception:  # whatever a user's own code may raise: it is not known as a norm then
+        return False
+    return bool(sums[0].isfinite().all()) and alike(sums[0].float()[None], sums[1].float()[None])

@@ -83,18 +83,23 @@ def variance(
     last = list(affine_layers(network))[-1:] if layers is None else []
     if layers is None:
         chosen = _all_but_last(network, chosen, last[0])
-    _check_trained(chosen, parameterization)
+    frozen = [name for name, layer in chosen.items() if is_frozen(layer)]
+    if frozen and parameterization == "zero":  # else it can be an expectation, with noise around it
+        raise ValueError(f"layers: {frozen[0]!r} is frozen, and a zero-centred layer has no place for its weights")
     hooked = [name for name, layer in chosen.items() if layer._forward_hooks or layer._forward_pre_hooks]
     if hooked:
         raise ValueError(f"layers: {hooked[0]!r} has forward hooks, which would be lost: remove them first")
     options: dict[str, Any] = {"parameterization": parameterization, "log_alpha": log_alpha, "kl": kl, "nu": nu}
     with start.seeded():
         network = start.begin(copied(network))
-        drawn = {name: network.get_submodule(name) for name in chosen}
-        converted = {name: _converted(layer, options) for name, layer in drawn.items()}
+        converted = {}
+        for name, layer in chosen.items():
+            kind = _class_for(layer)
+            assert kind is not None
+            converted[name] = kind.of(_as_linear(network.get_submodule(name)), **options)
         if start.fresh:
-            for layer in converted.values():
-                layer.reset_spread()
+            for drawn in converted.values():
+                drawn.reset_spread()
     net = Multitude(replace(network, converted)).like(start.given, task)
     if variance_kl not in net.divergences:  # it is that of all such layers
         net.divergences += (variance_kl,)
@@ -106,12 +111,6 @@ def variance(
 def _class_for(layer: nn.Module) -> type[VarianceLayer] | None:
     """The class of random weights that computes what a layer does; None where its weight is computed from others."""
     return None if is_computed(layer) else LAYERS.get(kind_of(layer) or nn.Linear)
-
-
-def _converted(layer: nn.Module, options: dict[str, Any]) -> VarianceLayer:
-    kind = _class_for(layer)
-    assert kind is not None
-    return kind.of(_as_linear(layer), **options)
 
 
 def _as_linear(layer: Any) -> nn.Module:
@@ -142,13 +141,6 @@ def _all_but_last(model: nn.Module, chosen: dict[str, nn.Module], last: str) -> 
     if not trained:
         raise ValueError(f"all layers of model ({type(model).__name__}) but the last, {last!r}, are frozen")
     return trained
-
-
-def _check_trained(chosen: dict[str, nn.Module], parameterization: str) -> None:
-    """A frozen weight can be an expectation, with noise around it, but not be replaced by a variance."""
-    frozen = [name for name, layer in chosen.items() if is_frozen(layer)]
-    if frozen and parameterization == "zero":
-        raise ValueError(f"layers: {frozen[0]!r} is frozen, and a zero-centred layer has no place for its weights")
 
 
 # -- objective ---------------------------------------------------------------------------------------------

@@ -18,21 +18,24 @@ Maddox et al., *A simple baseline for Bayesian uncertainty in deep learning*, 20
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from multitudes.core.batches import Batches
+from multitudes.core.calling import call_with
 from multitudes.core.checks import check_choice, check_count, check_number
-from multitudes.core.copying import copied
-from multitudes.core.draws.stochastic import Draw, drawing
+from multitudes.core.copying import Sharing, copied
+from multitudes.core.draws.stochastic import Draw, Stochastic, drawing
+from multitudes.core.locking import evaluating
 from multitudes.core.members import Members, fuse
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import mixed, seeded
 from multitudes.methods.registry import Method, Settings, Training, single, without
-from multitudes.methods.subspace.layers import Around, DropoutAround, GaussianAround, RandomAround
 from multitudes.surgery.layers import Factory, built, check_model
 from multitudes.training.batchnorm import accuracy, norms, statistics
 from multitudes.training.recorder import (
@@ -41,12 +44,155 @@ from multitudes.training.recorder import (
     State,
     Trajectory,
     flat_state,
+    flat_weights,
     principal_directions,
+    unflattened,
     weights_of,
 )
 from multitudes.training.schedules import schedule_of
 
+__all__ = ["KINDS", "ROWS", "Around", "Subspace", "subspace", "swa", "swag"]
+
 KINDS = ("random", "dropout", "diagonal", "low_rank")
+
+# -- networks that draw their weights ----------------------------------------------------------------------
+
+
+class Around(Stochastic, Sharing):
+    """A network that runs with weights drawn around its own, by `drawn`.
+
+    It shares the registries of its `network`, whose own weights are the centre and the expectation; what
+    else the draws need are buffers named `trajectory_...`. All floating-point parameters are drawn, as one flat
+    vector, in the order of `named_parameters()`. A gradient goes to the centre.
+    """
+
+    noise = "network"
+    shares = "network"
+    unsaved: ClassVar[dict[str, str]] = {
+        "data": "the data on which each draw recomputes batch-norm statistics cannot be saved: save mt.freeze(net, "
+        "draws=...), whose networks have their statistics"
+    }
+    """Why a file cannot hold a setting."""
+    network: nn.Module
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__(network)
+        self.data: Batches | None = None
+        self.floor: float | None = None
+        self.tries = 5
+        # Networks that are fused must be alike in their settings, used or unused, and `network` is not looked into.
+        self.settings = (type(network).__name__, *sorted((k, v) for k, v in vars(network).items() if _setting(k, v)))
+
+    def drawn(self, theta: Tensor) -> Tensor:
+        """A draw `[P]` of weights around `theta`."""
+        raise NotImplementedError
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.network.training = self.training
+        return call_with(self.network, self.draw_state(), kwargs or args)
+
+    def draw_state(self) -> State:
+        """The weights of one draw, by name, and where there is data, the batch-norm statistics that go with them.
+
+        With a floor, weights of lower accuracy are rejected. Where all tries are, nothing is drawn: the centre stays.
+        """
+        if self.expects:
+            return {}
+        data = None if self.training else self.data
+        theta = flat_weights(self.network)
+        with torch.autocast(theta.device.type, enabled=False):
+            for _ in range(1 if self.floor is None or data is None else self.tries):
+                state = unflattened(self.drawn(theta), self.network)
+                if data is not None and norms(self.network):
+                    state |= statistics(self.network, state, data)
+                if data is None or self.floor is None or accuracy(self.network, state, data) >= self.floor:
+                    return state
+        warnings.warn(
+            f"no weights of accuracy {self.floor:g} were found in {self.tries} tries, so the centre was taken; "
+            "lower the floor or the scale, or raise tries",
+            stacklevel=2,
+        )
+        return {}
+
+    @torch.no_grad()
+    def fold(self) -> nn.Module:
+        """A copy of the plain network with the tensors of one draw."""
+        with evaluating(self):
+            state = self.draw_state()
+        own = {name: buffer for name, buffer in self._buffers.items() if name.startswith("trajectory_")}
+        network = copied(self.network, {id(buffer): None for buffer in own.values()})
+        for name in own:
+            del network._buffers[name]
+        network.load_state_dict(state, strict=False)
+        network.training = self.training
+        return network
+
+    def reset_parameters(self) -> None:
+        """Fresh weights have no trajectory."""
+        raise ValueError(
+            "weights that are drawn around a trajectory cannot be initialised anew: fuse multitudes of their own "
+            "trajectories, or pass init='pretrained'"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Its own settings never clash with the network's names."""
+        if isinstance(value, (Tensor, nn.Module)):
+            super().__setattr__(name, value)
+        else:
+            object.__setattr__(self, name, value)
+
+
+class GaussianAround(Around):
+    """`theta + std * eps_1 + F^T eps_2`, with `std [P]` and `F [K, P]`, either of them None for nothing."""
+
+    trajectory_std: Tensor | None
+    trajectory_factor: Tensor | None
+
+    def __init__(self, network: nn.Module, std: Tensor | None, factor: Tensor | None) -> None:
+        super().__init__(network)
+        theta = flat_weights(network)
+        self.register_buffer("trajectory_std", None if std is None else std.to(theta))
+        self.register_buffer("trajectory_factor", None if factor is None else factor.to(theta))
+
+    def drawn(self, theta: Tensor) -> Tensor:
+        std, factor = self.trajectory_std, self.trajectory_factor
+        weights = theta
+        if std is not None:
+            weights = weights + std * self.normal(theta.shape, like=theta)
+        if factor is not None:
+            weights = weights + self.normal(factor.shape[:1], like=theta) @ factor
+        return weights
+
+
+class RandomAround(Around):
+    """`theta + scale * u * v`, with u uniform in [0, 1) and v a random direction of length 1."""
+
+    def __init__(self, network: nn.Module, scale: float) -> None:
+        super().__init__(network)
+        self.scale = scale
+
+    def drawn(self, theta: Tensor) -> Tensor:
+        direction = self.normal(theta.shape, like=theta)
+        length = self.scale * self.uniform((1,), like=theta)
+        return theta + length * direction / direction.norm()
+
+
+class DropoutAround(Around):
+    """Each weight zero with probability p, or else divided by 1 - p; p itself drawn from a range, for each draw."""
+
+    def __init__(self, network: nn.Module, low: float, high: float) -> None:
+        super().__init__(network)
+        self.low, self.high = low, high
+
+    def drawn(self, theta: Tensor) -> Tensor:
+        fine = theta.new_empty(0, dtype=torch.promote_types(theta.dtype, torch.float32))  # half precision rounds p
+        p = self.low + (self.high - self.low) * self.uniform((1,), like=fine)
+        kept = self.uniform(theta.shape, like=fine) >= p
+        return theta * kept / (1 - p).to(theta.dtype)
+
+
+def _setting(key: str, value: Any) -> bool:
+    return key[0] != "_" and key != "training" and isinstance(value, (int, float, str, bool, tuple, type(None)))
 
 
 class Subspace(Multitude):
@@ -62,17 +208,17 @@ class Subspace(Multitude):
         """
         draws = self.draws if draws is None else draws
         check_count("draws", draws)
-        return Members(self._drawn_networks(draws, seed), draws).like(self)
-
-    @torch.no_grad()
-    def _drawn_networks(self, draws: int, seed: int | None) -> Iterator[nn.Module]:
         draw = Draw(int(torch.randint(2**62, ())) if seed is None else seed)
-        for number in range(draws):
-            draw.index = torch.tensor(number)
-            own_random_state = seeded(None if seed is None else mixed(seed, number))
-            with drawing([self.network], draw), own_random_state:
-                network = self.network.fold()
-            yield network
+
+        def drawn() -> Iterator[nn.Module]:
+            for number in range(draws):
+                draw.index = torch.tensor(number)
+                own_random_state = seeded(None if seed is None else mixed(seed, number))
+                with drawing([self.network], draw), own_random_state:
+                    network = self.network.fold()
+                yield network
+
+        return Members(drawn(), draws).like(self)
 
 
 # -- conversions -------------------------------------------------------------------------------------------
@@ -119,7 +265,10 @@ def subspace(
     check_choice("kind", kind, KINDS)
     check_count("rank", rank)
     check_count("tries", tries)
-    low, high = _checked_range(p)
+    low, high = p if isinstance(p, tuple) and len(p) == 2 else (p, p)
+    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (low, high))
+    if not numbers or not 0 <= low <= high < 1:
+        raise ValueError(f"p must be a probability in [0, 1), or a pair of them in order, got {p!r}")
     if scale is not None:
         check_number("scale", scale, 0, above=True)
     if floor is not None:
@@ -131,17 +280,9 @@ def subspace(
         raise ValueError(f"kind={kind!r} needs checkpoints: a Recorder or a list of state dicts")
     model = built(model)
     if isinstance(model, Members):
-        options: dict[str, Any] = {
-            "rank": rank,
-            "p": p,
-            "scale": scale,
-            "data": data,
-            "floor": floor,
-            "tries": tries,
-            "task": task,
-        }
         given = [model.state_dict()] if checkpoints is None else checkpoints
-        return _of_each(model, given, lambda m, c: subspace(m, kind, c, **options))
+        convert = partial(subspace, rank=rank, p=p, scale=scale, data=data, floor=floor, tries=tries, task=task)
+        return _of_each(model, given, lambda member, own: convert(member, kind, own))
 
     centre = _network(model)
     given = [centre.state_dict()] if checkpoints is None else checkpoints
@@ -265,14 +406,6 @@ def _finished(
         if floor is not None and (reached := accuracy(network.network, {}, data)) < floor:
             raise ValueError(f"floor={floor!r} is above the accuracy of the centre on data, {reached:.3f}")
     return Subspace(network)
-
-
-def _checked_range(p: float | tuple[float, float]) -> tuple[float, float]:
-    low, high = p if isinstance(p, tuple) and len(p) == 2 else (p, p)
-    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (low, high))
-    if not numbers or not 0 <= low <= high < 1:
-        raise ValueError(f"p must be a probability in [0, 1), or a pair of them in order, got {p!r}")
-    return low, high
 
 
 # -- for studies -------------------------------------------------------------------------------------------
