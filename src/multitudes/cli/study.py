@@ -224,8 +224,7 @@ def _time_for_seeds(run: Run, workers: int | None) -> bool:
 def _conclude(run: Run, failed: dict[str, str]) -> None:
     """Show the leaderboard, the answer, which jobs failed and where the page is."""
     from multitudes import report
-    from multitudes.study.balance import imbalance
-    from multitudes.study.columns import caption
+    from multitudes.study.columns import caption, imbalance
     from multitudes.study.conclusion import measure_all
     from multitudes.study.importance import NAME as IMPORTANCE
     from multitudes.study.importance import in_a_sentence
