@@ -13,7 +13,7 @@ import pytest
 
 from multitudes import report
 from multitudes.core.files import read_json, write_json
-from multitudes.study.landscape import write_landscape
+from multitudes.study.conclusion import write_landscape
 from multitudes.study.planning import prepare
 from multitudes.study.spec import Spec
 from multitudes.study.store import Job, Run
