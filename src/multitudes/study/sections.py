@@ -219,16 +219,12 @@ class EvaluationSection(Section):
 
 
 class SpecError(ValueError):
-    """What is wrong with a specification: one line for each problem, with its line in the file, if there is one.
-
-    `in_file` is whether it was read from a file, whose keys are then meant.
-    """
+    """What is wrong with a specification: one line for each problem, with its line in the file, if there is one."""
 
     def __init__(self, problems: Iterable[tuple[Place, str]], source: TomlText | None = None) -> None:
         found = [(source.line(place) if source else None, message) for place, message in problems]
         found.sort(key=lambda each: each[0] or 0)
         self.lines = [line for line, _ in found]
-        self.in_file = source is not None
         start = source.name if source else ""
         where = [f"{start}, line {line}: " if line else f"{start}: " if start else "" for line in self.lines]
         super().__init__("\n".join(place + message for place, (_, message) in zip(where, found, strict=True)))
