@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from multitudes.study.cluster import run_cluster
+from multitudes.study.execution import run_cluster
 from multitudes.study.planning import prepare
 from multitudes.study.spec import Spec
 from tests.ray_nodes import nodes

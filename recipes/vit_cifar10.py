@@ -22,7 +22,7 @@ from torch import nn
 import multitudes as mt
 from multitudes.data import Data, Loader
 from multitudes.study import costs
-from multitudes.study.timing import in_turns
+from multitudes.study.costs import in_turns
 from recipes.recipe import Recipe, loaded
 
 MEMBERS, HEADS, ALPHA = 4, 8, 2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from multitudes.study.local import run_local
+from multitudes.study.execution import run_local
 from multitudes.study.planning import prepare
 from multitudes.study.spec import Spec
 from multitudes.study.store import Run

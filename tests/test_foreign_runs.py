@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,8 @@ import pytest
 
 from multitudes import report
 from multitudes.core.files import read_json, write_json
-from multitudes.study.landscape import write_landscape
+from multitudes.study.conclusion import write_landscape
 from multitudes.study.planning import prepare
-from multitudes.study.processes import WORKER
 from multitudes.study.spec import Spec
 from multitudes.study.store import Job, Run
 from multitudes.study.trained import Trained
@@ -214,7 +214,7 @@ def test_files_in_the_working_folder_are_no_modules(made: tuple[Path, Path, Path
     """A job imports torch, whatever lies where its study was started."""
     for name in ("torch", "numpy", "safetensors", "json"):
         (elsewhere / f"{name}.py").write_text("raise SystemExit('a file of the working folder was run')\n")
-    command = [*WORKER, str(Run(made[0]).jobs[0].directory)]
+    command = [sys.executable, "-P", "-m", "multitudes.study.worker", str(Run(made[0]).jobs[0].directory)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": PACKAGE})
     assert done.returncode == 0, done.stderr
 

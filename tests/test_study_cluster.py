@@ -6,11 +6,11 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from multitudes.study.cluster import run_cluster
-from multitudes.study.local import run_local
+from multitudes.study.execution import run_cluster, run_local
 from multitudes.study.planning import prepare
 from tests.study_cases import fake, make  # noqa: F401
 
@@ -43,8 +43,9 @@ class Killer(threading.Thread):
         while not (seen := list(self.notes.iterdir())):
             time.sleep(0.02)
         time.sleep(0.5)
-        job, seed, _, child, worker = seen[0].name.split("-")
-        os.kill(int(worker), signal.SIGKILL)
+        job, seed, _, child, driver = seen[0].name.split("-")
+        above = Path(f"/proc/{driver}/stat").read_text().rpartition(")")[2].split()[1]  # of the job's driver
+        os.kill(int(above), signal.SIGKILL)
         self.killed = f"{job}-{seed}", int(child)
 
 

@@ -17,8 +17,7 @@ from multitudes.methods.mimo import mimo
 from multitudes.methods.snapshots import snapshots
 from multitudes.methods.subspace import swag
 from multitudes.methods.variance import variance
-from multitudes.study.costs import BATCH, Prediction, TrainingStep, multiply_adds, parameters
-from multitudes.study.timing import in_turns
+from multitudes.study.costs import BATCH, Prediction, TrainingStep, in_turns, multiply_adds, parameters
 
 FIRST, SECOND, LAST = 8 * 8 * 9 * 1 * 4, 4 * 4 * 9 * 4 * 6, 2 * 2 * 6 * 10
 """Multiply-adds of the layers: points of the output x weights of a point's sum x channels."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from multitudes.study.execution import run_local
 from multitudes.study.leaderboard import leaderboard
-from multitudes.study.local import run_local
 from multitudes.study.methods import METHODS
 from multitudes.study.planning import prepare
 from multitudes.study.spec import Spec

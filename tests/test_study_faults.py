@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from multitudes.study import worker
-from multitudes.study.local import cores, run_local
+from multitudes.study.execution import cores, run_local
 from multitudes.study.monitor import Interrupted
 from multitudes.study.planning import prepare
-from multitudes.study.processes import WORKER
 from multitudes.study.store import Job, Run
 from tests.study_cases import make  # noqa: F401
 
+WORKER = (sys.executable, "-P", "-m", "multitudes.study.worker")
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks are for Linux")
 FILES = ("model.safetensors", "predictions.npz")
 
@@ -116,7 +116,7 @@ def test_a_forked_job_writes_what_a_process_of_its_own_writes(make, tmp_path):
 STUDY = """
 import sys
 from multitudes.study import worker
-from multitudes.study.local import cores, run_local
+from multitudes.study.execution import cores, run_local
 from multitudes.study.store import Run
 run_local(Run(sys.argv[1]))
 """
@@ -139,7 +139,7 @@ def test_a_stopped_study_leaves_no_process_and_goes_on_where_it_was(make, tmp_pa
     run, whole = prepare(spec, tmp_path / "run"), prepare(spec, tmp_path / "whole")
     study = study_process(run)
     started = processes(study.pid)
-    assert len(started) >= 3, "a server and two jobs"
+    assert len(started) >= 3, "a driver and two jobs"
     study.send_signal(number)
     study.wait(timeout=60)
     deadline = time.monotonic() + 10
@@ -155,7 +155,7 @@ def test_a_stopped_study_leaves_no_process_and_goes_on_where_it_was(make, tmp_pa
 
 @linux
 @pytest.mark.slow
-def test_where_the_fork_server_is_killed_another_one_goes_on(make, tmp_path):
+def test_where_the_driver_is_killed_another_one_goes_on(make, tmp_path):
     run = prepare(make(methods=["single", "packed"], seeds=1, epochs=300), tmp_path / "run")
 
     def kill():
@@ -170,13 +170,14 @@ def test_where_the_fork_server_is_killed_another_one_goes_on(make, tmp_path):
 
 @linux
 @pytest.mark.slow
-def test_a_server_that_cannot_start_is_told_of(make, tmp_path, monkeypatch):
+def test_a_driver_that_cannot_start_is_told_of(make, tmp_path, monkeypatch):
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "sitecustomize.py").write_text("raise SystemExit('nothing works here')")
     monkeypatch.setenv("PYTHONPATH", str(broken))
-    outcome = run_local(prepare(make(methods=["single"], seeds=1), tmp_path / "run"))
-    assert "nothing works here" in outcome.failed["single-0"]
+    run = prepare(make(methods=["single"], seeds=1), tmp_path / "run")
+    with pytest.raises(ValueError, match="the process that runs the jobs was lost .*nothing works here"):
+        run_local(run)
 
 
 def test_ctrl_c_in_the_program_is_an_interruption(make, tmp_path):

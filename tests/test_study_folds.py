@@ -16,11 +16,11 @@ from multitudes.report.page import page
 from multitudes.report.results import read_results
 from multitudes.study.conclusion import measure_all
 from multitudes.study.leaderboard import leaderboard
-from multitudes.study.mistakes import SpecError
 from multitudes.study.paired import Comparison
 from multitudes.study.planning import prepare
 from multitudes.study.recommendation import recommend
 from multitudes.study.rows import Row, Value
+from multitudes.study.sections import SpecError
 from multitudes.study.spec import Spec
 from multitudes.study.store import Run
 from multitudes.study.worker import run as run_job

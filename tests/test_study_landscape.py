@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from multitudes.study.landscape import write_landscape
+from multitudes.study.conclusion import write_landscape
 from multitudes.study.planning import prepare
 from multitudes.study.spec import Spec
 from multitudes.study.trained import Trained

@@ -12,9 +12,8 @@ import time
 
 import pytest
 
-from multitudes.study import cluster as clusters
-from multitudes.study.cluster import run_cluster
-from multitudes.study.local import run_local
+from multitudes.study import execution
+from multitudes.study.execution import run_cluster, run_local
 from multitudes.study.monitor import Interrupted
 from multitudes.study.planning import prepare
 from tests.ray_nodes import folders_left, kill_node, nodes
@@ -55,7 +54,7 @@ def test_an_address_where_nobody_listens_is_told_at_once(make, tmp_path):
 @pytest.mark.slow
 def test_one_who_listens_and_does_not_answer_is_given_up(make, tmp_path, monkeypatch):
     pytest.importorskip("ray")
-    monkeypatch.setattr(clusters, "PATIENCE", 5.0)
+    monkeypatch.setattr(execution, "PATIENCE", 5.0)
     run = prepare(make(), tmp_path / "run")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -129,7 +128,7 @@ def test_the_loss_of_the_head_is_one_sentence_and_what_is_done_stays_done(make, 
 
 @pytest.mark.slow
 def test_a_cluster_without_a_place_for_a_job_is_told(make, tmp_path, two_nodes, monkeypatch):
-    monkeypatch.setattr(clusters, "PATIENCE", 5.0)
+    monkeypatch.setattr(execution, "PATIENCE", 5.0)
     run = prepare(make(), tmp_path / "run")
     with pytest.raises(ValueError, match="no node of the cluster has 8 CPU for a job"):
         run_cluster(run, two_nodes.address, cpus=8)
@@ -159,7 +158,7 @@ def test_ctrl_c_brings_the_trainings_back_and_the_study_goes_on_elsewhere(make, 
 
 STUDY = """
 import json, sys
-from multitudes.study.cluster import run_cluster
+from multitudes.study.execution import run_cluster
 from multitudes.study.store import Run
 run_cluster(Run(sys.argv[1]), sys.argv[2], command=json.loads(sys.argv[3]))
 """

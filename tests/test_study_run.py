@@ -8,7 +8,7 @@ import pytest
 
 from multitudes import data
 from multitudes.study import planning
-from multitudes.study.local import run_local
+from multitudes.study.execution import run_local
 from multitudes.study.planning import StaleError, planned, prepare
 from multitudes.study.spec import Spec, SpecError
 from tests.study_cases import fake, finished, make, metrics_of, run, snapshot_of  # noqa: F401
@@ -190,7 +190,7 @@ def test_progress_tells_jobs_epochs_loss_and_time_left(run, fake):
 
 @pytest.mark.parametrize("workers", [1, 4])
 def test_workers_share_the_cores(run, fake, workers, monkeypatch):
-    monkeypatch.setattr("multitudes.study.local.cores", lambda: 8)
+    monkeypatch.setattr("multitudes.study.execution.cores", lambda: 8)
     run_local(run, command=fake(), workers=workers)
     assert {job.metrics["scores"]["threads"]["value"] for job in run.jobs} == {8 // workers}
 

@@ -13,7 +13,7 @@ import pytest
 
 from multitudes import data
 from multitudes.study import planning
-from multitudes.study.local import run_local
+from multitudes.study.execution import run_local
 from multitudes.study.monitor import Interrupted
 from multitudes.study.planning import prepare
 from multitudes.study.store import Run
@@ -62,7 +62,7 @@ def test_a_stopped_study_ends_its_jobs_says_how_to_resume_and_does(make, run, tm
 
 STUDY = """
 import sys
-from multitudes.study.local import run_local
+from multitudes.study.execution import run_local
 from multitudes.study.store import Run
 run_local(Run(sys.argv[1]), workers=1, command=sys.argv[2:])
 """

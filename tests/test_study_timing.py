@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from multitudes.study import costs, timing
+from multitudes.study import costs
 from multitudes.study.planning import prepare
 from multitudes.study.spec import Spec
 from multitudes.study.store import Run
@@ -30,7 +30,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_every_method_has_the_times_of_predicting_and_training_beside_a_single_network(run: Run) -> None:
-    found = timing.measure_times(run)
+    found = costs.measure_times(run)
     assert found is not None and list(found["methods"]) == list(METHODS)
     for own in found["methods"].values():
         for kind in ("inference", "training"):
@@ -44,7 +44,7 @@ def test_times_are_of_what_each_method_predicts_and_trains_with(run: Run, monkey
     """Seconds are replaced by what is computed: members and draws of a prediction, and members of a step."""
     monkeypatch.setattr(costs.Prediction, "seconds", lambda self: float(len(self.net.predict(self.x).predictions)))
     monkeypatch.setattr(costs.TrainingStep, "seconds", lambda self: float(self.net.members))
-    found = timing.measure_times(run)
+    found = costs.measure_times(run)
     assert found is not None
     ratios = {label: (own["inference"]["ratio"], own["training"]["ratio"]) for label, own in found["methods"].items()}
     assert ratios["single"] == (1, 1) and ratios["deep"] == (3, 3) and ratios["mc_dropout"] == (3, 1)
@@ -64,10 +64,10 @@ def test_networks_whose_speeds_are_compared_are_laid_out_alike(
 
     run = study(tmp_path, channels_last=channels_last)
     monkeypatch.setattr(costs.Prediction, "once", once)
-    timing.measure_times(run)
+    costs.measure_times(run)
     assert seen and set(seen) == {channels_last}
 
 
 def test_where_nothing_is_done_there_is_nothing_to_time(tmp_path: Path) -> None:
     run = prepare(Spec.of(data="digits", methods=METHODS, seeds=[0], device="cpu"), tmp_path)
-    assert timing.measure_times(run) is None
+    assert costs.measure_times(run) is None

@@ -121,9 +121,8 @@ def export(
     if common.precision == "bfloat16":
         raise ValueError("--precision bfloat16: an ONNX file is written in float32")
     writable(to, ".onnx")
-    from multitudes.study.exported import export as export_trained
-    from multitudes.study.exported import export_inputs, tokenizer_path
-    from multitudes.study.trained import Trained
+    from multitudes.study.trained import Trained, export_inputs, tokenizer_path
+    from multitudes.study.trained import export as export_trained
 
     trained = Trained.read(job, "cpu", None, model_file)
     export_trained(trained, to, draws=draws, seed=common.seed or 0)

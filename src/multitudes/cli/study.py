@@ -209,8 +209,7 @@ def _prepared(spec: Spec, out: Path, rerun_stale: bool) -> Run:
 
 
 def _run(run: Run, workers: int | None, ray: str | None, gpus: float | None) -> Outcome:
-    from multitudes.study.cluster import run_cluster
-    from multitudes.study.local import run_local
+    from multitudes.study.execution import run_cluster, run_local
 
     with watching() as listener:
         if ray is not None:
@@ -220,7 +219,7 @@ def _run(run: Run, workers: int | None, ray: str | None, gpus: float | None) -> 
 
 def _time_for_seeds(run: Run, workers: int | None) -> bool:
     """Whether each method is trained with two more seeds: where the first took so long that they end soon."""
-    from multitudes.study.local import cores
+    from multitudes.study.execution import cores
 
     seconds = (len(SEEDS) - 1) * sum(job.metrics["seconds"] for job in run.done) / (workers or cores())
     if seconds > PATIENCE:

@@ -17,7 +17,7 @@ from multitudes import data as datasets
 from multitudes.core.archives import reading_arrays
 from multitudes.core.files import DamagedError
 from multitudes.report.chart import HIGHLIGHTED
-from multitudes.study.balance import imbalance
+from multitudes.study.columns import imbalance
 from multitudes.study.leaderboard import leaderboard
 from multitudes.study.recommendation import Recommendation, recommend
 from multitudes.study.rows import TARGETS, Row

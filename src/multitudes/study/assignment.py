@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from multitudes.core.multitude import Criterion, Multitude
 from multitudes.core.tasks.gaussian import beta_nll
 from multitudes.data import Data, Loader
 from multitudes.study.job_data import HeldOut, data_of, device_of, inside_run, precision_on
-from multitudes.study.methods import Method, build, method_of, unfit
+from multitudes.study.methods import METHODS, Method, build, method_of, unfit
 from multitudes.study.networks import build_network, outputs_of
 from multitudes.training.optimizers import batch_size_for
 
@@ -92,11 +92,6 @@ class Assignment:
             streams=streams,
         )  # fmt: skip
 
-    @property
-    def example(self) -> Tensor:
-        """A few inputs as a network gets them, on the CPU."""
-        return self.data.normalised(self.data.train.x[:8])
-
     def network(self, with_weights: bool = True) -> nn.Module:
         """A network as the configuration says, its weights drawn from torch's random state, or those that it names."""
         outputs = outputs_of(self.data.task, self.data.outputs)
@@ -104,10 +99,15 @@ class Assignment:
         model = {key: value for key, value in self.config["model"].items() if with_weights or key != "weights"}
         return build_network(model, data.shape, outputs, self.directory, data.layout, data.kind.name)
 
-    def built(self, network: nn.Module, method: Method | None = None) -> Multitude:
-        """A network converted by the job's method, or by another with its default settings, ready to be trained."""
-        method, settings = (self.method, self.settings) if method is None else (method, method.complete())
-        return self.prepared(build(method, network, self.example, settings, self.seed, self.config["model"]))
+    @property
+    def of_single(self) -> Assignment:
+        """The same for the single network."""
+        return replace(self, method=METHODS["single"], settings=METHODS["single"].complete())
+
+    def built(self, network: nn.Module) -> Multitude:
+        """A network converted by the method, ready to be trained."""
+        example = self.data.normalised(self.data.train.x[:8])
+        return self.prepared(build(self.method, network, example, self.settings, self.seed, self.config["model"]))
 
     def prepared(self, net: Multitude) -> Multitude:
         """On the device and laid out as for training, with the task of the data and the draws of the evaluation."""
@@ -117,22 +117,24 @@ class Assignment:
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return net.to(self.device)
 
-    def arguments(self, net: Multitude, method: Method | None = None) -> dict[str, Any]:
-        """Those of `fit`, for a network of the job's method, or of another with its default settings."""
-        method, settings = (self.method, self.settings) if method is None else (method, method.complete())
+    def arguments(self, net: Multitude) -> dict[str, Any]:
+        """The arguments of `fit` for a network of the method."""
         training = self.config["training"]
         own = {name: value for name, value in training.items() if name not in APART}
         own["precision"] = precision_on(own.get("precision"), self.device)
         criterion: Criterion | None = None if self.data.classes else _gaussian
-        return {**method.train(net, own, settings), "criterion": criterion, "dataset_size": len(self.data.train)}
+        return {
+            **self.method.train(net, own, self.settings),
+            "criterion": criterion,
+            "dataset_size": len(self.data.train),
+        }
 
     def whole_training(self, recorded: Sequence[int]) -> dict[str, Any]:
         """Further arguments of `fit`, which concern a training as a whole: when it ends, and what classes weigh.
 
-        It ends early, with the best weights by the validation part, where the configuration names a patience: numbers
-        by the error of their mean, which goes on falling after the density of a network that is not calibrated yet has
-        begun to. Where checkpoints are `recorded` it does not, and weights are not averaged: a method that is made of
-        them needs all its epochs as they are.
+        With a patience it ends early, with the best weights by the validation part: of numbers by the error of their
+        mean, which goes on falling when the density of a network that is not calibrated yet has begun to fall. A method
+        that is made of `recorded` checkpoints needs all its epochs, and no averaged weights.
         """
         training, part = self.config["training"], self.data.validation
         found: dict[str, Any] = {}

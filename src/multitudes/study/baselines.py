@@ -1,14 +1,9 @@
-"""What predicts without a network, to compare networks with: chance, a constant, and for tables what a user would take
-instead of a network: gradient boosting, a random forest and a linear model, all of scikit-learn at its defaults. For
-texts it is a linear model of their tokens.
-"""
+"""Baselines without a network: chance, a constant, and scikit-learn's models of tables and texts at their defaults."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -17,6 +12,7 @@ from torch import Tensor
 from multitudes.core.checks import needed
 from multitudes.data import Data
 from multitudes.metrics import balanced_accuracy, macro_auroc
+from multitudes.metrics.regression_inputs import Forecasts
 
 __all__ = ["measure_baselines"]
 
@@ -34,24 +30,6 @@ LEVEL = 0.9
 """Of the intervals that are measured."""
 
 
-@dataclass(frozen=True)
-class _Numbers:
-    """Predictions of numbers, `[N]` each, in the targets' units: means, deviations and intervals of 90 %.
-
-    Without deviations there is no density; `mean` is the median then.
-    """
-
-    mean: Tensor
-    deviation: Tensor | None
-    low: Tensor
-    high: Tensor
-
-    @classmethod
-    def gaussian(cls, mean: Tensor, deviation: Tensor) -> _Numbers:
-        reach = NormalDist().inv_cdf((1 + LEVEL) / 2) * deviation
-        return cls(mean, deviation, mean - reach, mean + reach)
-
-
 def measure_baselines(data: Data) -> dict[str, Any]:
     """Scores of each baseline on the test part, and what each row adds to them, as JSON holds them.
 
@@ -64,7 +42,7 @@ def measure_baselines(data: Data) -> dict[str, Any]:
     - `gradient_boosting_quantiles`, of numbers in tables: gradient boosting of the quantiles 0.05, 0.5 and 0.95, for
       intervals of 90 %.
     """
-    makers: dict[str, Callable[[Data], Tensor | _Numbers]] = {"constant": _constant}
+    makers: dict[str, Callable[[Data], Tensor | Forecasts]] = {"constant": _constant}
     if data.classes:
         makers = {"chance": _chance, **makers}
     if data.kind.written:
@@ -81,31 +59,35 @@ def measure_baselines(data: Data) -> dict[str, Any]:
     }
 
 
-# -- predictions: probabilities `[N, C]`, or numbers ---------------------------------------------------------
+# -- predictions: probabilities `[N, C]`, or forecasts in the targets' units ---------------------------------
+
+
+def _gaussian(data: Data, mean: Tensor, deviation: Tensor) -> Forecasts:
+    return Forecasts(mean[None], deviation.square().expand(1, len(mean)), data.test.y.double())
 
 
 def _chance(data: Data) -> Tensor:
     return torch.full((len(data.test), len(data.classes)), 1 / len(data.classes), dtype=torch.float64)
 
 
-def _constant(data: Data) -> Tensor | _Numbers:
+def _constant(data: Data) -> Tensor | Forecasts:
     rows, y = len(data.test), data.train.y
     if data.classes:
         counts = torch.bincount(y, minlength=len(data.classes)).double()
         return (counts / counts.sum()).expand(rows, -1)
     exact = y.double()
     deviation = exact.std(correction=0).clamp(min=1e-6 * max(1.0, float(exact.abs().max())))
-    return _Numbers.gaussian(exact.mean().expand(rows), deviation.expand(rows))
+    return _gaussian(data, exact.mean().expand(rows), deviation)
 
 
-def _boosting(data: Data) -> Tensor | _Numbers:
+def _boosting(data: Data) -> Tensor | Forecasts:
     ensemble = needed("sklearn.ensemble", "study", "gradient boosting")
     if data.classes:
         return _probabilities(ensemble.HistGradientBoostingClassifier(random_state=0), data)
     return _with_residuals(ensemble.HistGradientBoostingRegressor(random_state=0), data)
 
 
-def _quantiles(data: Data) -> _Numbers:
+def _quantiles(data: Data) -> Forecasts:
     ensemble = needed("sklearn.ensemble", "study", "gradient boosting")
     x, test = (_inputs(data, part.x, normalised=False) for part in (data.train, data.test))
     y = data.train.y.double().numpy()
@@ -117,10 +99,11 @@ def _quantiles(data: Data) -> _Numbers:
         )
         for level in ((1 - LEVEL) / 2, 0.5, (1 + LEVEL) / 2)
     )
-    return _Numbers(middle, None, torch.minimum(low, high), torch.maximum(low, high))
+    interval = torch.minimum(low, high), torch.maximum(low, high)
+    return Forecasts(middle[None], torch.zeros_like(middle)[None], data.test.y.double(), lambda level: interval)
 
 
-def _forest(data: Data) -> Tensor | _Numbers:
+def _forest(data: Data) -> Tensor | Forecasts:
     ensemble = needed("sklearn.ensemble", "study", "a random forest")
     if not data.classes:
         return _with_residuals(ensemble.RandomForestRegressor(TREES, random_state=0), data)
@@ -129,7 +112,7 @@ def _forest(data: Data) -> Tensor | _Numbers:
     return (TREES * probs + 1 / len(data.classes)) / (TREES + 1)
 
 
-def _linear(data: Data) -> Tensor | _Numbers:
+def _linear(data: Data) -> Tensor | Forecasts:
     models = needed("sklearn.linear_model", "study", "a linear model")
     if data.classes:
         return _probabilities(models.LogisticRegression(max_iter=1000), data, normalised=True)
@@ -152,16 +135,14 @@ def _probabilities(model: Any, data: Data, normalised: bool = False) -> Tensor:
     return probs
 
 
-def _with_residuals(model: Any, data: Data, normalised: bool = False) -> _Numbers:
+def _with_residuals(model: Any, data: Data, normalised: bool = False) -> Forecasts:
     """Means of a regressor, with the deviation that it has on the validation part."""
     x, y = _inputs(data, data.train.x, normalised), data.train.y.double().numpy()
     step = math.ceil(len(data.train) / MOST_FOR_LINEAR) if normalised else 1
     model.fit(x[::step], y[::step])
     held_out = torch.from_numpy(model.predict(_inputs(data, data.validation.x, normalised))) - data.validation.y
     mean = torch.from_numpy(model.predict(_inputs(data, data.test.x, normalised))).double()
-    return _Numbers.gaussian(
-        mean, held_out.double().square().mean().sqrt().clamp(min=1e-6 * data.target_std).expand(len(mean))
-    )
+    return _gaussian(data, mean, held_out.double().square().mean().sqrt().clamp(min=1e-6 * data.target_std))
 
 
 def _inputs(data: Data, x: Tensor, normalised: bool) -> Any:
@@ -184,11 +165,8 @@ def _counts(data: Data, x: Tensor) -> Any:
 # -- scores ------------------------------------------------------------------------------------------------
 
 
-def _scored(predicted: Tensor | _Numbers, data: Data) -> dict[str, Any]:
-    if isinstance(predicted, Tensor):
-        rows, more = _of_classes(predicted, data.test.y)
-    else:
-        rows, more = _of_numbers(predicted, data.test.y.double())
+def _scored(predicted: Tensor | Forecasts, data: Data) -> dict[str, Any]:
+    rows, more = _of_numbers(predicted) if isinstance(predicted, Forecasts) else _of_classes(predicted, data.test.y)
     scores = {name: float(values.mean()) for name, values in rows.items()} | more
     if "rmse" in scores:
         scores["rmse"] = math.sqrt(scores["rmse"])
@@ -214,20 +192,10 @@ def _of_classes(probs: Tensor, target: Tensor) -> tuple[dict[str, Tensor], dict[
     }
 
 
-def _of_numbers(predicted: _Numbers, target: Tensor) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Likewise; the CRPS of Gaussians in its closed form (Gneiting and Raftery, 2007)."""
-    inside = (predicted.low <= target) & (target <= predicted.high)
-    more = {
-        "coverage_90": float(inside.double().mean()),
-        "width_90": float((predicted.high - predicted.low).double().mean()),
-    }
-    rows = {"rmse": (target - predicted.mean).square()}
-    if predicted.deviation is None:
-        return rows, more
-    deviation = predicted.deviation
-    off = (target - predicted.mean) / deviation
-    density = -0.5 * off.square() - deviation.log() - 0.5 * math.log(2 * math.pi)
-    below = torch.special.ndtr(off)
-    bell = (-0.5 * off.square()).exp() / math.sqrt(2 * math.pi)
-    crps = deviation * (off * (2 * below - 1) + 2 * bell - 1 / math.sqrt(math.pi))
-    return {"log_density": density, "crps": crps, **rows}, more
+def _of_numbers(predicted: Forecasts) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Likewise; quantiles have no density."""
+    low, high = predicted.interval(LEVEL)
+    inside = (low <= predicted.target) & (predicted.target <= high)
+    more = {"coverage_90": float(inside.double().mean()), "width_90": float((high - low).double().mean())}
+    rows = {"rmse": (predicted.target - predicted.mean).square()}
+    return ({"log_density": predicted.log_density, "crps": predicted.crps} if predicted.noisy else {}) | rows, more

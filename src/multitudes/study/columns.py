@@ -1,14 +1,11 @@
-"""The columns of a leaderboard: which scores and costs it shows, in which order, unit and precision.
-
-One list for the terminal and for the page, so that both show the same numbers. Costs are multiples of the single
-network's.
-"""
+"""The columns of a leaderboard, in the terminal and on the page: scores and costs, their order, unit and precision."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from multitudes.study.leaderboard import best, better
 from multitudes.study.rows import Row, Value
@@ -22,6 +19,7 @@ __all__ = [
     "costs",
     "first_columns",
     "fixed",
+    "imbalance",
     "in_words",
     "is_vague",
     "more_columns",
@@ -29,16 +27,18 @@ __all__ = [
 ]
 
 
+MOST_UNEVEN = 3.0
+"""How many times as many training rows the largest class has as the smallest before that is said."""
+
+
 @dataclass(frozen=True)
 class Column:
-    """A column: the score or cost that it shows, its title, and in which unit."""
+    """A column: the score or cost that it shows, its title, and its unit: "%" of fractions, "×" of ratios."""
 
     name: str
     title: str
     unit: str = ""
-    """ "%" of fractions, "×" of ratios."""
     digits: int = 3
-    """After the decimal point."""
 
     @property
     def heading(self) -> str:
@@ -73,7 +73,7 @@ class Column:
         return None if self.is_cost else best([row for row in rows if not row.baseline], self.name)
 
     def text(self, value: float, beside: float | None = None) -> str:
-        """A value that is in the unit of the column, without the unit, with the decimal places of one `beside` it.
+        """A value in the column's unit, which is left out, with the decimal places of one `beside` it.
 
         >>> column = Column("rmse", "RMSE")
         >>> column.text(0.0614), column.text(6142.71), column.text(0.0614, beside=6142.71)
@@ -172,20 +172,13 @@ def column_of(name: str) -> Column:
 
 
 def costs(tiny: bool = False) -> list[Column]:
-    """The costs; of networks so small that a time is that of calling them, multiply-adds first.
-
-    >>> [column.title for column in costs(tiny=True)][:2]
-    ['multiply-adds', 'inference time']
-    """
+    """The costs; of networks so small that a time is that of calling them, multiply-adds first."""
     return sorted(COSTS, key=lambda column: tiny and column.name != "costs/multiply_adds_ratio")
 
 
 def first_columns(rows: Sequence[Row], by: str = "", tiny: bool = False, unbalanced: bool = False) -> list[Column]:
-    """What the leaderboard shows, the score that ranks first: scores, the detection of OOD inputs by entropy, costs.
-
-    Of `unbalanced` classes the scores that count all classes alike are among them.
-    """
-    names = _names(rows)
+    """The columns of the leaderboard, the score that ranks first: scores, detection of OOD inputs by entropy, costs."""
+    names = {name: None for row in rows for name in row.values}
     scores = (SCORES[0], *UNBALANCED, *SCORES[1:]) if unbalanced else SCORES
     detected = [column_of(name) for name in names if _is_auroc(name)]
     shown = [column for column in (*scores, *detected, *costs(tiny)) if column.name in names and column.name != by]
@@ -194,11 +187,10 @@ def first_columns(rows: Sequence[Row], by: str = "", tiny: bool = False, unbalan
 
 def more_columns(rows: Sequence[Row], by: str = "", unbalanced: bool = False) -> list[Column]:
     """The other scores of clean test data, and the other costs; of balanced classes none that counts them alike."""
-    names = _names(rows)
-    first = {column.name for column in first_columns(rows, by, unbalanced=unbalanced)}
-    if not unbalanced:
-        first |= {column.name for column in UNBALANCED}
-    scores = [column_of(name) for name in names if "/" not in name and name not in first]
+    names = {name: None for row in rows for name in row.values}
+    shown = [*first_columns(rows, by, unbalanced=unbalanced), *(() if unbalanced else UNBALANCED)]
+    left_out = {column.name for column in shown}
+    scores = [column_of(name) for name in names if "/" not in name and name not in left_out]
     return scores + [column for column in MORE_COSTS if column.name in names]
 
 
@@ -220,11 +212,30 @@ def caption(rows: Sequence[Row], tiny: bool = False) -> str:
     return "".join(f"{part}. " for part in parts).strip()
 
 
-def remark(row: Row, rows: Sequence[Row], by: str) -> str:
-    """What stands beside the name of a row: that it is a baseline, or that it is worse than one, by a score.
+def imbalance(about: Mapping[str, Any]) -> str:
+    """A sentence where classes are unbalanced, from the description of the data (`data.json`); else nothing.
 
-    Of several baselines that are better, the worst is named.
+    >>> print(imbalance({"classes": {"no": 90, "yes": 10}}))
+    Classes are unbalanced: no has 90 % of the training rows, yes 10 %. Balanced accuracy and AUROC count them alike.
+    >>> imbalance({"classes": {"no": 60, "yes": 40}})
+    ''
     """
+    counts = about.get("classes") or {}
+    if len(counts) < 2:
+        return ""
+    total = sum(counts.values())
+    most, least = max(counts, key=counts.__getitem__), min(counts, key=counts.__getitem__)
+    if counts[most] < MOST_UNEVEN * max(counts[least], 1):
+        return ""
+    shares = [f"{100 * counts[name] / total:.2g} %" for name in (most, least)]
+    return (
+        f"Classes are unbalanced: {most} has {shares[0]} of the training rows, {least} {shares[1]}. "
+        f"Balanced accuracy and AUROC count them alike."
+    )
+
+
+def remark(row: Row, rows: Sequence[Row], by: str) -> str:
+    """The remark beside the name of a row: that it is a baseline, or the worst baseline that is better by a score."""
     if row.baseline:
         return "baseline"
     quality = better(by).quality
@@ -245,8 +256,3 @@ def in_words(row: Row) -> str:
 
 def _is_auroc(name: str) -> bool:
     return name.startswith("ood/") and name.endswith("/entropy/auroc")
-
-
-def _names(rows: Iterable[Row]) -> dict[str, None]:
-    """All names that some method has a value of, in order."""
-    return {name: None for row in rows for name in row.values}

@@ -2,63 +2,111 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from pathlib import Path
 
+from torch import nn
+
+from multitudes.core.members import Members
+from multitudes.landscape.planes import plane
 from multitudes.study.baselines import measure_baselines
+from multitudes.study.costs import measure_times
 from multitudes.study.importance import NAME, measure_importance
 from multitudes.study.job_data import data_of
-from multitudes.study.landscape import write_landscape
 from multitudes.study.store import Run
-from multitudes.study.timing import measure_times
+from multitudes.study.trained import Trained
 
-__all__ = ["measure_all"]
+__all__ = ["measure_all", "write_landscape"]
+
+LANDSCAPE = "landscape.json"
 
 Say = Callable[[str], None]
 
 
 def measure_all(run: Run, say: Say) -> None:
-    """Measure what concerns all jobs together, as far as that has not been done for the same jobs."""
+    """Measure what concerns all jobs together, as far as that has not been done for the same jobs.
+
+    Where a network cannot be read here, or the device of the study is not here, there are no times or no columns.
+    """
     if not run.done:
         return
-    _write_times(run, say)
-    _write_baselines(run)
+    if set((run.times or {"methods": ()})["methods"]) != set(run.timed):
+        try:
+            run.write_table(run.times_path.name, measure_times(run, say) or {}, run.timed)
+        except ValueError as error:
+            say(f"Times were not measured: {error}")
+    if run.baselines is None:
+        _write_baselines(run)
     write_landscape(run)
-    _write_importance(run, say)
-
-
-def _write_times(run: Run, say: Say) -> None:
-    """`costs.json`; where the device of the study is not here, nothing."""
-    if set((run.times or {"methods": ()})["methods"]) == set(run.timed):
-        return
-    try:
-        found = measure_times(run, say)
-    except ValueError as error:
-        say(f"Times were not measured: {error}")
-        return
-    run.write_table(run.times_path.name, found or {}, run.timed)
-
-
-def _write_importance(run: Run, say: Say) -> None:
-    """`importance.json`, of tables; where a network cannot be read here, nothing."""
-    if (run.about or {}).get("kind") != "table" or run.read_table(NAME) is not None:
-        return
-    say("Measuring which columns matter")
-    try:
-        found = measure_importance(run)
-    except ValueError as error:
-        say(f"Which columns matter was not measured: {error}")
-        return
-    run.write_table(NAME, found)
+    if (run.about or {}).get("kind") == "table" and run.read_table(NAME) is None:
+        say("Measuring which columns matter")
+        try:
+            run.write_table(NAME, measure_importance(run))
+        except ValueError as error:
+            say(f"Which columns matter was not measured: {error}")
 
 
 def _write_baselines(run: Run) -> None:
-    """`baselines.json`."""
-    if run.baselines is not None:
-        return
-    first = {str((job.config or {})["data"]): job for job in reversed(run.done)}
-    found = [measure_baselines(data_of((job.config or {})["data"], job.directory)) for job in reversed(first.values())]
+    """Write `baselines.json`; of a cross-validation once all folds have a job done."""
+    configs = {job.directory: (job.config or {})["data"] for job in run.done}
+    first = {str(data): directory for directory, data in reversed(configs.items())}
+    found = [measure_baselines(data_of(configs[directory], directory)) for directory in reversed(first.values())]
     folds = (run.about or {}).get("folds")
     if not folds:
         run.write_table(run.baselines_path.name, found[0], found[0]["fingerprint"])
-    elif [each["fingerprint"] for each in found] == folds:  # all of them have a job done
+    elif [each["fingerprint"] for each in found] == folds:
         run.write_table(run.baselines_path.name, {"folds": [each["baselines"] for each in found]}, folds)
+
+
+# -- the loss between networks that were trained apart -------------------------------------------------------
+
+
+def write_landscape(run: Run, points: int = 21, images: int = 256) -> Path | None:
+    """Measure the plane through three networks of a run; None where there are not three that are alike.
+
+    They are members of a deep ensemble, or else single networks of three seeds. An existing file is used again, if it
+    is whole and was made from the results that are there.
+    """
+    if run.read_table(LANDSCAPE) is not None:
+        return run.directory / LANDSCAPE
+    found = _three(run)
+    if found is None:
+        return None
+    networks, trained = found
+    test = trained.data.test
+    data = trained.data.normalised(test.x[:images]).to(trained.device), test.y[:images].to(trained.device)
+    train = trained.data.normalised(trained.data.train.x[:images]).to(trained.device)
+    alike = list(networks.values())
+    scored = plane(alike[0], data, through=alike, points=points, batch_norm=train, progress=False)
+    x, y = (axis.tolist() for axis in scored.axes)
+    places = [
+        {"name": name, "x": at[0], "y": at[1], "loss": _finite(loss)}
+        for name, at, loss in zip(networks, scored.coordinates.tolist(), scored.scores.loss.tolist(), strict=True)
+    ]
+    table = {
+        "plane": {"x": x, "y": y, "loss": [list(map(_finite, row)) for row in scored.loss.T.tolist()], "points": places}
+    }
+    return run.write_table(LANDSCAPE, table)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _three(run: Run) -> tuple[dict[str, nn.Module], Trained] | None:
+    """Three networks by name, and one of the jobs that they are from."""
+    done = {job.name: job for job in run.done}
+    for job in done.values():
+        if (job.config or {})["method"] == "deep":
+            trained = Trained.read(job.directory, "cpu", model_file=run.code)
+            net = trained.multitude
+            if isinstance(net, Members) and net.members > 2 and trained.data.classes:
+                return {f"{job.name}, member {index}": net.member(index) for index in range(3)}, trained
+    if run.folds:
+        return None  # single networks of other rows, and maybe of other features
+    alone = [job for job in done.values() if (job.config or {})["method"] == "single"]
+    single = [Trained.read(job.directory, "cpu", model_file=run.code) for job in alone[:3]]
+    if len(single) < 3 or not single[0].data.classes:
+        return None
+    return {one.job.name: one.multitude.member(0) for one in single}, single[0]

@@ -1,4 +1,8 @@
-"""What a method costs: parameters, multiply-adds and memory, and what is timed of it (`timing.py` does, in turns)."""
+"""What a method costs: parameters, multiply-adds and memory; and times, of all methods beside each other, in turns.
+
+Times depend on the machine, and on what else it does just then. Methods that take turns meet the same disturbances, and
+the ratio of a method's time to the single network's in the same round is freer of them than either time.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -18,14 +23,22 @@ from torch import Tensor, nn
 from multitudes.core.copying import copied
 from multitudes.core.draws.memory import Meter
 from multitudes.core.multitude import Multitude
+from multitudes.core.seeding import seeded
 from multitudes.core.trace import recording
+from multitudes.evaluation.calibrate import Calibrated
+from multitudes.storage.save import load
+from multitudes.study.assignment import Assignment
+from multitudes.study.store import Job, Run
 from multitudes.training.fit import Progress, fit
 
 __all__ = [
     "Prediction",
+    "Ratio",
     "TrainingStep",
     "commit",
+    "in_turns",
     "machine",
+    "measure_times",
     "multiply_adds",
     "parameters",
     "versions",
@@ -40,6 +53,13 @@ SHORT = 0.05
 """Seconds that are long enough to be timed."""
 MOST = 100
 """How often something short is done to time it."""
+ROUNDS = 9
+LIMIT = 60.0
+"""Seconds after which no further round is begun; three times as many before there are three rounds."""
+FEWEST_ROWS = 16
+"""That a step of training is timed with."""
+SMALL = 8
+"""A batch is compared with one this many times smaller: where that takes half the time, Python takes most of it."""
 
 
 def parameters(net: nn.Module) -> int:
@@ -159,6 +179,45 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+@dataclass(frozen=True)
+class Ratio:
+    """A time as a multiple of another's: the median over rounds, and the quartiles."""
+
+    ratio: float
+    low: float
+    high: float
+    seconds: float
+    """The median of the time itself."""
+
+    def times(self, factor: float) -> Ratio:
+        """The ratios of what is done so many times more often than the other."""
+        return replace(self, ratio=factor * self.ratio, low=factor * self.low, high=factor * self.high)
+
+
+def in_turns(
+    timed: Mapping[str, Callable[[], float]], base: str, rounds: int = ROUNDS, limit: float = LIMIT
+) -> dict[str, Ratio]:
+    """Time each in turn, round after round; `base` is what the others are multiples of.
+
+    >>> in_turns({"one": lambda: 0.5, "two": lambda: 1.0}, "one")["two"]
+    Ratio(ratio=2.0, low=2.0, high=2.0, seconds=1.0)
+    """
+    started = time.monotonic()
+    found: dict[str, list[float]] = {name: [] for name in timed}
+    for number in range(rounds):
+        if number and time.monotonic() - started > (limit if number >= 3 else 3 * limit):
+            break
+        for name, measure in timed.items():
+            found[name].append(measure())
+    ratios = {name: [a / b for a, b in zip(own, found[base], strict=True)] for name, own in found.items()}
+    return {name: _ratio(own, found[name]) for name, own in ratios.items()}
+
+
+def _ratio(ratios: list[float], seconds: list[float]) -> Ratio:
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return Ratio(middle, low, high, statistics.median(seconds))
+
+
 def with_ratios(costs: Mapping[str, float], single: Mapping[str, float]) -> dict[str, float]:
     """The costs, and each as a ratio to the single network's, under its name and `_ratio`.
 
@@ -177,10 +236,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Of what they were measured with."""
-    found = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }  # with its build, which metadata leave out
+    found = {"python": platform.python_version(), "torch": torch.__version__}  # with its build, unlike metadata
     for package in ("multitudes", "torchmetrics", "numpy"):
         try:
             found[package] = importlib.metadata.version(package)
@@ -207,3 +263,80 @@ def commit() -> str | None:
         return git("rev-parse", "--short=10", "HEAD").strip() + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+# -- of a study --------------------------------------------------------------------------------------------
+
+
+def measure_times(run: Run, say: Callable[[str], None] = lambda message: None) -> dict[str, Any] | None:
+    """The times of all methods of a run that have a job done, of its first seed; None where nothing is done.
+
+    Training is timed on a method's network as it is before training, prediction as it is after.
+    """
+    jobs = _assignments(run.done)
+    if not jobs:
+        return None
+    say(f"Timing {len(jobs)} methods in turns")
+    some = next(iter(jobs.values()))
+    alone = next((label for label, job in jobs.items() if job.method.name == "single"), "")
+    with seeded(0):
+        network = some.network()
+        single = some.of_single.built(network)
+        x = some.data.normalised(some.data.test.x[:BATCH]).to(some.device)
+        base, batch = Prediction(single, x), _batch(some.of_single, single)
+        predicting = {label: Prediction(_trained(job), x, base.batch).seconds for label, job in jobs.items()}
+        training = {
+            label: TrainingStep(job.built(network), *batch, job.arguments).seconds for label, job in jobs.items()
+        }
+        if not alone:  # what the others are multiples of
+            predicting[alone] = base.seconds
+            training[alone] = TrainingStep(single, *batch, some.of_single.arguments).seconds
+        tiny = _tiny(base)
+        inference, steps = in_turns(predicting, alone), in_turns(training, alone)
+    epochs = {label: len(Job(job.directory).metrics["history"]) for label, job in jobs.items()}
+    times = {
+        label: epochs[label] / max(epochs.get(alone, job.config["training"]["epochs"]), 1)
+        for label, job in jobs.items()
+    }
+    return {
+        "tiny": tiny,
+        "batch": base.batch,
+        "machine": machine(some.device),
+        "methods": {
+            label: {"inference": asdict(inference[label]), "training": asdict(steps[label].times(times[label]))}
+            for label in jobs
+        },
+    }
+
+
+def _assignments(jobs: list[Job]) -> dict[str, Assignment]:
+    """Of each method's first job, with the data read once."""
+    found: dict[str, Assignment] = {}
+    for job in jobs:
+        if job.label not in found:
+            place = (job.config or {}).get("data")
+            data = next((one.data for one in found.values() if one.config["data"] == place), None)
+            found[job.label] = Assignment.read(job.directory, data=data)
+    return found
+
+
+def _trained(job: Assignment) -> Any:
+    net = load(job.directory / "model.safetensors", job.network(with_weights=False))
+    job.prepared(net.net if isinstance(net, Calibrated) else net)
+    return net.to(job.device).eval()
+
+
+def _batch(job: Assignment, single: Any) -> tuple[Tensor, Tensor]:
+    """A batch of the training, or fewer rows where its step takes long."""
+    x, y = next(iter(job.loader))
+    while len(x) > FEWEST_ROWS and TrainingStep(single, x, y, job.arguments).seconds() > LONG:
+        x, y = x[: len(x) // 2], y[: len(x) // 2]
+    return x, y
+
+
+def _tiny(base: Prediction) -> bool:
+    """Whether calling the network takes most of the time, rather than computing it."""
+    if base.batch < SMALL:
+        return False
+    small = Prediction(base.net, base.x, max(1, base.batch // SMALL))
+    return in_turns({"small": small.seconds, "": base.seconds}, "", 5)["small"].ratio > 0.5

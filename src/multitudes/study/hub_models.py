@@ -143,7 +143,9 @@ class HubModel:
             if key not in own:
                 raise ValueError(f"model {self.name!r} has no setting {key!r}; its settings are {', '.join(own)}")
             own[key] = value
-        if padding is not None and not _is_token(own.get("pad_token_id"), own.get("vocab_size")):
+        number, many = own.get("pad_token_id"), own.get("vocab_size")
+        known = type(number) is int and number >= 0 and (type(many) is not int or number < many)
+        if padding is not None and not known:
             own["pad_token_id"] = padding
         found: dict[str, Any] = {"name": self.name, "settings": dict(settings), "config": own, "kind": self.kind}
         if self.weights:
@@ -169,21 +171,15 @@ def _sides(value: Any) -> tuple[int, int] | None:
     return (sides[0], sides[1]) if whole else None
 
 
-def _is_token(number: Any, vocabulary: Any) -> bool:
-    return type(number) is int and 0 <= number < (vocabulary if type(vocabulary) is int else number + 1)
-
-
 def _weights(name: str, folder: Path) -> tuple[Path, ...]:
     """The files of weights of a folder, none where it has none; an error where they are not in safetensors."""
     if any((folder / file).is_file() for file in WEIGHTS):
         return tuple(sorted(folder.glob("*.safetensors")))
-    if unread := sorted(
-        path.name for pattern in UNREAD for path in folder.glob(pattern) if path.name != "training_args.bin"
-    ):
-        raise ValueError(
-            f"model {name!r} has its weights in {unread[0]}, a kind of file that can run code: save them as "
-            "safetensors, model.save_pretrained(FOLDER)"
-        )
+    unread = sorted(path.name for pattern in UNREAD for path in folder.glob(pattern))
+    for file in unread:
+        if file != "training_args.bin":
+            how = "save them as safetensors, model.save_pretrained(FOLDER)"
+            raise ValueError(f"model {name!r} has its weights in {file}, a kind of file that can run code: {how}")
     return ()
 
 

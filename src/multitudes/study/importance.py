@@ -1,16 +1,15 @@
-"""Which columns of a table matter to a network: what its errors and its uncertainty become when a column is shuffled.
+"""How much each column of a table matters to a network: its errors and its uncertainty when the column is shuffled.
 
-Breiman, *Random Forests* (2001), for errors: the values of one column of the source, with all features that are made of
-them, are permuted among test rows, so that they have nothing to do with the target any more. The same permutation tells
-how much the predicted uncertainty depends on the column. Columns that tell the same stand in for each other, so that
-each of them seems to matter less.
+Breiman, *Random Forests* (2001), for errors: the values of one column, with all features that are made of them, are
+permuted among test rows. Columns that hold the same stand in for each other, so that each seems to matter less.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from multitudes.data import Data
 from multitudes.data.splits import spread
 from multitudes.evaluation.predict import predictions
-from multitudes.study.job_data import ScaledBatches
+from multitudes.study.job_data import HeldOut
 from multitudes.study.leaderboard import leaderboard
 from multitudes.study.rows import TARGETS
 from multitudes.study.store import Run
@@ -58,7 +57,9 @@ def importance(net: Any, data: Data, repeats: int = REPEATS, seed: int = 0) -> d
     `{"rows": n, "base": [score, uncertainty], "columns": {name: {"score": [...], "uncertainty": [...]}}}`, with a
     number for each repeat. A column matters the more, the more accuracy falls or RMSE rises: both are positive.
     """
-    groups = dict(_places(data))
+    features = data.encoder.features
+    ends = list(accumulate(len(feature.names) for feature in features))
+    groups = {f.column: slice(end - len(f.names), end) for f, end in zip(features, ends, strict=True)}
     count = min(len(data.test), MOST_ROWS, max(FEWEST_ROWS, MOST_PREDICTIONS // len(groups)))
     chosen = spread(data.test.y if data.classes else torch.zeros(len(data.test)), count, seed)
     x, y = data.test.x[chosen], data.test.y[chosen]
@@ -97,21 +98,10 @@ def in_a_sentence(table: Mapping[str, Any]) -> str:
     return f"What shuffling a column costs {label} most: {'), '.join(told)})." if told else ""
 
 
-def _places(data: Data) -> Iterator[tuple[str, list[int]]]:
-    """Of each column of the source, where its features are."""
-    start = 0
-    for feature in data.encoder.features:
-        end = start + len(feature.names)
-        yield feature.column, list(range(start, end))
-        start = end
-
-
 def _measured(net: Any, data: Data, x: Tensor, y: Tensor) -> tuple[float, float]:
     """The score and the mean uncertainty of rows; numbers in their own units."""
     errors, unsure = [], []
-    batches = ScaledBatches(data, x, y)
-    prepare = lambda x, index: data.preprocess(x)  # noqa: E731
-    for p, target in predictions(net, batches, False, None, prepare, seed=0):
+    for p, target in predictions(net, HeldOut(data, x, y, torch.device("cpu"), 256), False, seed=0):
         assert target is not None
         if data.classes:
             errors.append((p.label == target).double())

@@ -28,29 +28,27 @@ class ScaledBatches:
     def __len__(self) -> int:
         return math.ceil(len(self.x) / self.size)
 
-    def __iter__(self) -> Iterator[Tensor | tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Any]:
         for start in range(0, len(self.x), self.size):
             rows = slice(start, start + self.size)
             x = self.data.scaled(self.x[rows])
-            yield x if self.y is None else (x, self._target(self.y[rows]))
+            if self.y is None:
+                yield x
+            else:
+                y = self.y[rows]
+                yield x, y if self.data.classes else self.data.standardised(y)[:, None]
 
-    def _target(self, y: Tensor) -> Tensor:
-        return y if self.data.classes else self.data.standardised(y)[:, None]
 
-
-class HeldOut:
-    """Inputs as a network gets them and targets as it learned them, on the device, batch by batch, in their order."""
+class HeldOut(ScaledBatches):
+    """Inputs as a network gets them and targets as it learned them, on a device, batch by batch, in their order."""
 
     def __init__(self, data: Data, x: Tensor, y: Tensor, device: torch.device, size: int = 1024) -> None:
-        self.data, self.x, self.y, self.device, self.size = data, x, y, device, size
+        super().__init__(data, x, y, size)
+        self.device = device
 
-    def __len__(self) -> int:
-        return math.ceil(len(self.x) / self.size)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for start in range(0, len(self.x), self.size):
-            x, y = (each[start : start + self.size].to(self.device) for each in (self.x, self.y))
-            yield self.data.normalised(x), y if self.data.classes else self.data.standardised(y)[:, None]
+    def __iter__(self) -> Iterator[Any]:
+        for x, y in super().__iter__():
+            yield self.data.preprocess(x.to(self.device)), y.to(self.device)
 
 
 def data_of(config: Mapping[str, Any], directory: Path) -> Data:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import cache, partial
 from typing import Any
 
 from multitudes.core.checks import needed
@@ -19,17 +19,7 @@ from multitudes.study.store import Job, Run
 
 __all__ = ["Row", "Value", "best", "better", "leaderboard", "level_with_best", "score_to_rank_by"]
 
-COST_RANKS = {
-    name: Better.LOWER
-    for name in (
-        "parameters",
-        "multiply_adds",
-        "training_seconds",
-        "peak_memory_bytes",
-        "inference_time",
-        "training_time",
-    )
-}
+COSTS = ("parameters", "multiply_adds", "training_seconds", "peak_memory_bytes", "inference_time", "training_time")
 
 
 def better(name: str) -> Better:
@@ -39,26 +29,24 @@ def better(name: str) -> Better:
     ['HIGHER', 'LOWER', 'ZERO', 'NEITHER']
     """
     last = name.rpartition("/")[2]
-    return COST_RANKS.get(last.removesuffix("_ratio")) or RANKS.get(last, Better.NEITHER)
+    return Better.LOWER if last.removesuffix("_ratio") in COSTS else RANKS.get(last, Better.NEITHER)
 
 
 def leaderboard(run: Run, by: str | None = None) -> list[Row]:
     """A row for each method that has a job done and for each baseline, the best first, by a score of `Targets.by`."""
-    rows = []
     methods: dict[str, list[Job]] = {}
     for job in run.done:
         methods.setdefault(job.label, []).append(job)
-    times = (run.times or {}).get("methods", {})
-    folds, overlap = run.folds, _overlap(run)
+    times, folds, overlap = (run.times or {}).get("methods", {}), tuple(run.folds), _overlap(run)
+    rows = []
     for label, jobs in methods.items():
         tables = [_numbers(job.metrics) for job in jobs]
-        common = [name for name in tables[0] if all(name in table for table in tables)]
-        values = {name: _value([table[name] for table in tables], bool(folds)) for name in common}
-        values |= {f"costs/{kind}_time_ratio": _time(own) for kind, own in times.get(label, {}).items()}
-        method = str((jobs[0].config or {}).get("method", label))
-        seeds = tuple(job.seed for job in jobs)
-        folded: dict[str, Any] = {"folds": seeds, "overlap": overlap} if folds else {}
-        rows.append(Row(label, method, seeds, values, _Examples(jobs, bool(folds)), **folded))
+        values = {name: _value([table[name] for table in tables], bool(folds)) for name in _common(tables)}
+        for kind, own in times.get(label, {}).items():
+            values[f"costs/{kind}_time_ratio"] = Value((own["ratio"],), low=own["low"], high=own["high"])
+        method, seeds = str((jobs[0].config or {}).get("method", label)), tuple(job.seed for job in jobs)
+        examples = cache(partial(_examples, jobs, bool(folds)))
+        rows.append(Row(label, method, seeds, values, examples, folds=seeds if folds else (), overlap=overlap))
     if rows:
         rows += _baselines(run, folds, overlap)
     name = score_to_rank_by(rows, by)
@@ -69,6 +57,11 @@ def score_to_rank_by(rows: Sequence[Row], by: str | None) -> str:
     """The score of a name that rows have, or the default one, which is a proper score."""
     task = "regression" if any({"rmse", "log_density"} & row.values.keys() for row in rows) else "classification"
     return known_score(task, by)
+
+
+def _common(tables: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names that all tables have."""
+    return [name for name in tables[0] if all(name in table for table in tables)]
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
@@ -84,10 +77,6 @@ def _value(each: Sequence[tuple[float, int]], folded: bool) -> Value:
     return Value(values, sum(counts) if folded else counts[0])
 
 
-def _time(own: Mapping[str, float]) -> Value:
-    return Value((own["ratio"],), low=own["low"], high=own["high"])
-
-
 def _overlap(run: Run) -> float:
     """How many test rows a fold has for each row that is not tested."""
     parts = (run.about or {}).get("parts") or {}
@@ -95,58 +84,37 @@ def _overlap(run: Run) -> float:
     return float(parts.get("test", 0) / rest) if run.folds and rest else 0.0
 
 
-def _baselines(run: Run, folds: Sequence[int], overlap: float) -> list[Row]:
-    """Of what predicts without a network."""
+def _baselines(run: Run, folds: tuple[int, ...], overlap: float) -> list[Row]:
+    """The rows of what predicts without a network: those that every fold has."""
     np = needed("numpy", "study", "a leaderboard")
     table = run.baselines or {}
     tables = table.get("folds") or [table.get("baselines") or {}]
-    folded: dict[str, Any] = {"folds": tuple(folds), "overlap": overlap} if folds else {}
     rows = []
-    for name in tables[0]:
-        own = [each[name] for each in tables if name in each]
-        if folds and len(own) != len(folds):
-            continue
-        common = [score for score in own[0]["scores"] if all(score in each["scores"] for each in own)]
+    for name in _common(tables):
+        own = [each[name] for each in tables]
         values = {
-            score: _value([(each["scores"][score], each["count"]) for each in own], bool(folds)) for score in common
+            score: _value([(each["scores"][score], each["count"]) for each in own], bool(folds))
+            for score in _common([each["scores"] for each in own])
         }
-        kept = [score for score in own[0]["rows"] if all(score in each["rows"] for each in own)]
         examples = {
             score: np.asarray([[value for each in own for value in each["rows"][score]]], dtype="float64")
-            for score in kept
+            for score in _common([each["rows"] for each in own])
         }
-        rows.append(Row(name, name, (), values, partial(dict, examples), baseline=True, **folded))
+        rows.append(Row(name, name, (), values, partial(dict, examples), True, folds, overlap))
     return rows
 
 
-class _Examples:
-    """Read when it is first used."""
-
-    def __init__(self, jobs: Sequence[Job], folded: bool = False) -> None:
-        self.jobs, self.folded = jobs, folded
-
-    def __call__(self) -> Mapping[str, Any]:
-        return self._read
-
-    @cached_property
-    def _read(self) -> Mapping[str, Any]:
-        np = needed("numpy", "study", "a leaderboard")
-        found = [_rows_of(job.predictions) for job in self.jobs]
-        common = [name for name in found[0] if all(name in one for one in found)]
-        if self.folded:  # other rows in each: all of them are one long test part
-            return {name: np.concatenate([one[name] for one in found])[None] for name in common}
-        return {name: np.stack([one[name] for one in found]) for name in common if _one_length(found, name)}
-
-
-def _rows_of(predictions: Mapping[str, Any]) -> dict[str, Any]:
-    """What each test row adds to a score, by the name of the score; of those before calibration, `raw/NAME`."""
-    return {
-        name.replace("rows/", ""): array.astype("float64") for name, array in predictions.items() if "rows/" in name
-    }
-
-
-def _one_length(found: Sequence[Mapping[str, Any]], name: str) -> bool:
-    return len({len(one[name]) for one in found}) == 1
+def _examples(jobs: Sequence[Job], folded: bool) -> Mapping[str, Any]:
+    """What each test row adds to a score, `[seeds, N]` by name; of scores before calibration, by `raw/NAME`."""
+    np = needed("numpy", "study", "a leaderboard")
+    every = [job.predictions for job in jobs]
+    found = [
+        {name.replace("rows/", ""): one[name].astype("float64") for name in one if "rows/" in name} for one in every
+    ]
+    if folded:  # other rows in each: all of them are one long test part
+        return {name: np.concatenate([one[name] for one in found])[None] for name in _common(found)}
+    alike = [name for name in _common(found) if len({len(one[name]) for one in found}) == 1]
+    return {name: np.stack([one[name] for one in found]) for name in alike}
 
 
 # -- the best ----------------------------------------------------------------------------------------------

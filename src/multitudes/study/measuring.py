@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from multitudes.core.checks import needed
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.multitude import Multitude
 from multitudes.core.tasks.predictive import Predictive
@@ -24,7 +22,7 @@ from multitudes.evaluation.predict import predictions
 from multitudes.evaluation.scores import Evaluation, Score, plain_number
 from multitudes.metrics import ECE, MCE, NLL, RMSE, Accuracy, LogDensity, macro_auroc, read_rows
 from multitudes.metrics.regression_inputs import read_forecasts
-from multitudes.study.job_data import ScaledBatches
+from multitudes.study.job_data import HeldOut, ScaledBatches
 
 __all__ = ["Measured", "calibrated", "measured"]
 
@@ -50,27 +48,24 @@ def calibrated(net: Multitude, data: Data, options: Options) -> Calibrated | Mul
     """The network calibrated on the validation part: a temperature, or a factor of variances and conformal scores.
 
     A scaling is kept where cross-fitting shows that it helps: of classes by more than a standard error, since the best
-    temperature of few rows is chance; of numbers at all, since too narrow intervals do more harm than too wide ones. It
-    is the network itself that is given back where nothing is kept, or calibration is not asked for.
+    temperature of few rows is chance; of numbers at all, since too narrow intervals do more harm than too wide ones.
 
-    Intervals of numbers are conformal wherever there are `FEWEST` rows. All rows are used for the factor and for the
-    scores both, and yet the guarantee holds: scores are errors over predicted deviations, so that the factor cancels in
-    the intervals.
+    Intervals of numbers are conformal wherever there are `FEWEST` rows. The same rows give the factor and the scores,
+    and yet the guarantee holds: scores are errors over predicted deviations, so that the factor cancels.
     """
     rows = len(data.validation)
     if not options.get("calibrate", True) or rows < FEWEST:
         return net
-    part = ScaledBatches(data, data.validation.x, data.validation.y, options.get("batch_size", 256))
-    prepare = lambda x, index: data.preprocess(x)  # noqa: E731
-    pairs = [(p.cpu(), y) for p, y in predictions(net, part, False, None, prepare, seed=EVALUATION_SEED)]
-    predictive, target = Predictive.concat(p for p, _ in pairs), torch.cat([y for _, y in pairs if y is not None])
+    device = next((parameter.device for parameter in net.parameters()), torch.device("cpu"))
+    part = HeldOut(data, data.validation.x, data.validation.y, device, options.get("batch_size", 256))
+    pairs = [(p.cpu(), y) for p, y in predictions(net, part, False, seed=EVALUATION_SEED)]
+    predictive, target = Predictive.concat(p for p, _ in pairs), torch.cat([y.cpu() for _, y in pairs if y is not None])
     fitted = helpful_scaling(predictive, target, net.members, EVALUATION_SEED)
     if data.classes and fitted is None:
         return net
     fitted = fitted or Calibration(predictive.task, None, None)
     if not data.classes:
         fitted = replace(fitted, conformal=Conformal.fit(fitted(predictive), target))
-    device = next((parameter.device for parameter in net.parameters()), torch.device("cpu"))
     return Calibrated(net, fitted.to(device))
 
 
@@ -79,14 +74,14 @@ def calibrated(net: Multitude, data: Data, options: Options) -> Calibrated | Mul
 
 @dataclass(frozen=True)
 class Measured:
-    """All scores, those by size of the ensemble, and the predictions as a NumPy archive.
+    """All scores, those by size of the ensemble, and the predictions as arrays.
 
     Scores are those of the network as it is used; those before it was calibrated begin with `raw/`.
     """
 
     scores: Evaluation
     by_size: dict[str, Any]
-    predictions: bytes
+    predictions: dict[str, Any]
 
 
 def measured(net: Calibrated | Multitude, data: Data, options: Options) -> Measured:
@@ -114,7 +109,7 @@ def measured(net: Calibrated | Multitude, data: Data, options: Options) -> Measu
             severities=options.get("severities", (1, 2, 3, 4, 5)), draws=draws, **how,
         )  # fmt: skip
         scores |= {name: score for name, score in corrupted.scores.items() if "shift/" in name}
-    return Measured(Evaluation(scores), growth.table(), kept.archive())
+    return Measured(Evaluation(scores), growth.table(), kept.arrays())
 
 
 def _corruptible(data: Data, limit: int | None, size: int) -> ScaledBatches:
@@ -188,13 +183,10 @@ class _Predictions:
         width = (high.double() - low.double()).mean()
         return {"coverage_90": Score(float(inside), len(y)), "width_90": Score(float(width), len(y))}
 
-    def archive(self) -> bytes:
-        """All of it as a NumPy archive."""
-        arrays = {name: torch.cat(parts, int(name.endswith("members"))) for name, parts in self.parts.items()}
-        file = io.BytesIO()
-        np = needed("numpy", "study", "the predictions of a job")
-        np.savez_compressed(file, **{name: tensor.numpy() for name, tensor in arrays.items()}, target=self.data.test.y)
-        return file.getvalue()
+    def arrays(self) -> dict[str, Any]:
+        """All of it as NumPy arrays."""
+        whole = {name: torch.cat(parts, int(name.endswith("members"))) for name, parts in self.parts.items()}
+        return {name: tensor.numpy() for name, tensor in {**whole, "target": self.data.test.y}.items()}
 
 
 def _reach(predictive: Predictive) -> Tensor:

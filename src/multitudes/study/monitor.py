@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from multitudes.study.store import Job, Run
@@ -33,8 +34,6 @@ class JobProgress:
         """The progress after an event of its log, `{}` for none, so many seconds after its start.
 
         >>> event = {"event": "epoch", "epoch": 10, "epochs": 30, "loss": 0.5, "seconds": 4.0}
-        >>> JobProgress("deep-0", before=0).after(event, seconds=6.0).expected
-        14.0
         >>> JobProgress("deep-0").after(event, seconds=6.0).expected  # it went on after its ninth epoch
         86.0
         """
@@ -99,11 +98,17 @@ class Monitor:
         else:
             self.outcome.failed[job.name] = reason
 
-    def update(self, running: Sequence[JobProgress], waiting: Sequence[Job], workers: int) -> None:
+    def waiting(self, running: Sequence[JobProgress] = ()) -> list[Job]:
+        """The jobs that have not ended, but for those that are running."""
+        known = {*self.outcome.done, *self.outcome.failed, *(each.name for each in running)}
+        return [job for job in self.missing if job.name not in known]
+
+    def update(self, running: Sequence[JobProgress]) -> None:
         """Report a snapshot."""
         if self.report is None:
             return
-        left = time_left(running, [job.label for job in waiting], self.durations, workers)
+        waiting = [job.label for job in self.waiting(running)]
+        left = time_left(running, waiting, self.durations, max(1, len(running)))
         done = self.total - len(self.missing) + len(self.outcome.done)
         passed = time.monotonic() - self.started
         self.report(Snapshot(self.total, done, len(self.outcome.failed), tuple(running), passed, left))
@@ -121,9 +126,5 @@ def time_left(
     known += [progress.expected for progress in running if progress.expected is not None]
     if not known:
         return None
-    left = [max(0.0, (progress.expected or _mean(known)) - progress.seconds) for progress in running]
-    return max([(sum(left) + sum(_mean(durations.get(method, known)) for method in waiting)) / workers, *left])
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    left = [max(0.0, (progress.expected or fmean(known)) - progress.seconds) for progress in running]
+    return max([(sum(left) + sum(fmean(durations.get(method, known)) for method in waiting)) / workers, *left])

@@ -19,16 +19,13 @@ from multitudes.study.hub_models import build_hub_model, is_hub
 
 __all__ = ["build_network", "code_of", "defaults", "file_digest", "network_names", "outputs_of"]
 
-
 KEYS = ("name", "settings", "file", "sha256", "config", "kind", "weights")
 
 
 def defaults(
     shape: tuple[int, ...], rows: int = 1000, kind: str | None = None, pretrained: bool | None = None
 ) -> dict[str, Any]:
-    """`{"model": ..., "training": ...}` for inputs of a shape, and so many to train on, as JSON and TOML have them.
-
-    `pretrained` is that of a Hugging Face model, and None for any other network.
+    """`{"model": ..., "training": ...}` for inputs of a shape, and so many rows to train on, as JSON has them.
 
     >>> defaults((1, 8, 8))["model"]["name"], defaults((1, 8, 12))["model"]["name"], defaults((13,))["model"]["name"]
     ('small_cnn', 'resnet20', 'tabular')
@@ -57,16 +54,13 @@ def build_network(
     layout: Callable[..., Any] | None = None,
     kind: str | None = None,
 ) -> nn.Module:
-    """A network from `{"name": "small_cnn", "settings": {...}}`, for inputs of a shape and with so many outputs.
+    """Build a network from `{"name": "small_cnn", "settings": {...}}`, with weights drawn from torch's random state.
 
-    `kind` is the name of the kind of data, where the shape does not tell it. A Hugging Face model is described by all
-    that `HubModel.plain` gives.
+    `kind` names the kind of data, where the shape is not enough. `layout`, as of `Data`, gives a network for tables its
+    features. A Hugging Face model is described by all of `HubModel.plain`.
 
-    `layout`, as of `Data`, tells a network for tables what the features are, in as many bins as its settings say.
-
-    `{"file": "my_net.py", "name": "build"}` takes a function of the user's own, `build(shape, outputs, **settings)`,
-    which gives an `nn.Module`; a relative file is one relative to `directory`. It runs the code of that file, which
-    must have the SHA-256 that the model names, where it names one. Weights are drawn from torch's random state.
+    `{"file": "my_net.py", "name": "build"}` takes a function of the user's own, `build(shape, outputs, **settings)`;
+    a relative file is one relative to `directory`. It runs the code of that file, if that has the model's SHA-256.
 
     >>> net = build_network({"name": "mlp", "settings": {"hidden": [8]}}, (4,), 3)
     >>> net.fc

@@ -72,8 +72,13 @@ class Comparison:
 
     def __init__(self, rows: Sequence[Row], name: str) -> None:
         self.name = name
+        special = needed("scipy.special", "study", "a comparison")
         found = [row.values[name] for row in rows if name in row.values]
-        self.middle = _middle([(value.spread**2, len(value.values) - 1) for value in found if value.spread is not None])
+        known = [(value.spread**2, len(value.values) - 1) for value in found if value.spread is not None]
+        # An estimate is below the truth more often than above it: half of chi-squared's values lie below its median.
+        each = [variance * freedom / float(special.chdtri(freedom, 0.5)) for variance, freedom in known]
+        self.middle = statistics.median(each) if each else None
+        """The variance that half of the methods are below."""
 
     def difference(self, a: Row, b: Row) -> Difference | None:
         """What `a` has more than `b`; None where nothing tells how much of that is chance."""
@@ -118,17 +123,6 @@ class Comparison:
         if self.name.rpartition("/")[2] == "rmse":  # rows are squares: a difference of roots is theirs over the sum
             each = each / max(math.sqrt(float(ours.mean())) + math.sqrt(float(theirs.mean())), 1e-300)
         return float(each.var(ddof=1)) / len(each), len(each) - 1.0
-
-
-def _middle(known: Sequence[tuple[float, int]]) -> float | None:
-    """The variance that half of the methods are below, from estimates and their degrees of freedom; None of none.
-
-    An estimate is below the truth more often than above it: half of chi-squared's values lie below its median.
-    """
-    if not known:
-        return None
-    special = needed("scipy.special", "study", "a comparison")
-    return statistics.median(variance * freedom / float(special.chdtri(freedom, 0.5)) for variance, freedom in known)
 
 
 def _rows(examples: Mapping[str, Any], name: str) -> Any:

@@ -13,17 +13,12 @@ import torch
 from multitudes.core.files import DamagedError, check_seal, write_json
 from multitudes.core.seeding import seeded
 from multitudes.data import Data, load, save
+from multitudes.data.features import Pixels
+from multitudes.data.images import find_images
 from multitudes.data.kinds import kind_of_shape
-from multitudes.study.hub_data import (
-    check_tokens,
-    described,
-    hub_model,
-    misfit,
-    reading_options,
-    resolved,
-    what_inputs_are,
-)
-from multitudes.study.hub_models import HubModel
+from multitudes.data.sources import open_source
+from multitudes.data.texts import LONGEST, TextEncoder, read_tokenizer
+from multitudes.study.hub_models import HubModel, is_hub
 from multitudes.study.methods import METHODS, build
 from multitudes.study.networks import build_network, file_digest, outputs_of
 from multitudes.study.spec import NOTHING, Spec
@@ -66,19 +61,17 @@ def prepare(spec: Spec, out: str | Path, *, rerun_stale: bool = False, say: Call
     _check_folders(run, spec)
     if spec.model.file is not None:
         say(f"The network is {spec.model.name} of {spec.model.file} (SHA-256 {file_digest(spec.model.file)[:16]}...)")
-    hub = hub_model(spec)
+    hub = _hub_model(spec)
     parts, about = _data(spec, run, say, hub)
-    every, spec = not spec.methods, resolved(spec, about, hub)
+    every, spec = not spec.methods, _resolved(spec, about, hub)
     if every and hub is not None:
         spec = _without_unfit(spec, about, hub, say)
     configs = planned(spec, about, hub)
     stale = stale_jobs(run, configs)
     if stale and not rerun_stale:
         raise StaleError(run, stale)
-    to_run = [name for name in configs if name in stale or not run.named(name).done]
-    check_methods(
-        spec, about, [label for label in spec.methods if any(f"{label}-{s}" in to_run for s in spec.seeds)], hub
-    )
+    to_run = {run.named(name).label for name in configs if name in stale or not run.named(name).done}
+    check_methods(spec, about, [label for label in spec.methods if label in to_run], hub)
     with run.locked():
         run.clean()
         _remove_damaged(run, configs, say)
@@ -136,7 +129,7 @@ def _data(
     spec: Spec, run: Run, say: Callable[[str], None], hub: HubModel | None = None
 ) -> tuple[list[Data], dict[str, Any]]:
     """The data of each fold, or none where they have been prepared, and what `data.json` says about them."""
-    options = reading_options(spec, hub)
+    options = _reading_options(spec, hub)
     asked = {**spec.data.model_dump(), "files": _stamps([spec.data.source, *spec.data.ood])}
     request = json.loads(json.dumps(asked | ({} if hub is None else {"of_model": options})))
     about = _about(run, spec.data.embedded, say)
@@ -148,11 +141,12 @@ def _data(
         every = [load(source, **{**options, "fold": fold}) for fold in range(spec.data.folds or 0)]
         data = every[0] if every else load(source, **options)
         if hub is not None and options["tokenizer"] is None:
-            check_tokens(hub, data)
+            _check_tokens(hub, data)
     except ValueError as error:
-        if hub is not None and (why := misfit(spec, hub, error)):
+        if hub is not None and (why := _misfit(spec, hub, error)):
             raise spec.error([(("model", "name"), why)]) from error
         raise spec.error([(("data", _named(error, type(spec.data).model_fields) or "source"), str(error))]) from error
+    counts = torch.bincount(data.train.y, minlength=len(data.classes)).tolist() if data.classes else []
     return every or [data], {
         "request": request,
         "name": data.name,
@@ -164,19 +158,11 @@ def _data(
         "ood": {name: len(x) for name, x in data.ood.items()},
         "dropped": dict(data.dropped),
         "columns": [each.plain() for each in data.reading],
-        "classes": _counts(data),
+        "classes": dict(zip(data.classes, counts, strict=True)),
         "fingerprint": data.fingerprint,
         "folds": [each.fingerprint for each in every],
-        **what_inputs_are(data),
+        **_what_inputs_are(data),
     }
-
-
-def _counts(data: Data) -> dict[str, int]:
-    """How many training rows each class has."""
-    if not data.classes:
-        return {}
-    counts = torch.bincount(data.train.y, minlength=len(data.classes)).tolist()
-    return dict(zip(data.classes, counts, strict=True))
 
 
 def _named(error: ValueError, keys: Iterable[str]) -> str | None:
@@ -230,9 +216,9 @@ def planned(spec: Spec, about: Mapping[str, Any], hub: HubModel | None = None) -
 
     `about` describes the data (`Run.about`), `hub` the model, where it is one of Hugging Face.
     """
-    spec = resolved(spec, about, hub)
+    spec = _resolved(spec, about, hub)
     common = {
-        "model": _model(spec) if hub is None else described(spec, about, hub),
+        "model": _model(spec) if hub is None else _described(spec, about, hub),
         "training": _training(spec),
         "evaluation": spec.evaluation.model_dump(),
         "device": spec.device,
@@ -270,8 +256,7 @@ def _model(spec: Spec) -> Config:
 
 def _copy_name(file: str) -> str:
     """The name of the copy of a user's file: with a fingerprint, so that a changed file has another name."""
-    path = Path(file)
-    return f"{path.stem}-{file_digest(path)[:8]}{path.suffix}"
+    return f"{Path(file).stem}-{file_digest(file)[:8]}{Path(file).suffix}"
 
 
 def _training(spec: Spec) -> Config:
@@ -298,18 +283,13 @@ def _differences(old: Any, new: Any, place: str = "") -> list[str]:
     ['training.epochs was 30, is 5']
     """
     if isinstance(old, dict) and isinstance(new, dict):
-        keys = [*old, *(key for key in new if key not in old)]
         return [
             change
-            for key in keys
+            for key in {**old, **new}
             for change in _differences(old.get(key), new.get(key), f"{place}.{key}" if place else str(key))
         ]
-    return [] if old == new else [f"{place} was {_short(old)}, is {_short(new)}"]
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:56]} ..."
+    texts = [text if len(text) <= 60 else f"{text[:56]} ..." for text in (json.dumps(old), json.dumps(new))]
+    return [] if old == new else [f"{place} was {texts[0]}, is {texts[1]}"]
 
 
 # -- checks ------------------------------------------------------------------------------------------------
@@ -322,7 +302,7 @@ def check_methods(spec: Spec, about: Mapping[str, Any], labels: list[str], hub: 
 
 
 def _without_unfit(spec: Spec, about: Mapping[str, Any], hub: HubModel, say: Callable[[str], None]) -> Spec:
-    """Without those of all methods that cannot be built of a model that is not for all of them; `say` tells why."""
+    """Leave out the methods that cannot be built of a model that is not for all of them; `say` tells why."""
     unfit = {str(place[1]): message for place, message in _unbuildable(spec, about, list(spec.methods), hub)}
     for label, message in unfit.items():
         say(f"{label} is left out: {message.removeprefix(f'methods.{label}').lstrip(': ')}")
@@ -339,7 +319,7 @@ def _unbuildable(
     example = torch.tensor(texts["examples"], dtype=kind.dtype) if "examples" in texts else kind.blank(shape)
     model = {key: value for key, value in spec.model.model_dump().items() if value is not None}
     if hub is not None:
-        model = described(spec, about, hub)
+        model = _described(spec, about, hub)
     rows = about["parts"]["train"]
     batches = math.ceil(rows / (spec.training.batch_size or batch_size_for(rows)))
     problems: list[tuple[Place, str]] = []
@@ -361,3 +341,110 @@ def _unbuildable(
                 place: Place = ("methods", label, key) if key else ("methods", label)
                 problems.append((place, f"methods.{label}: {error}"))
     return problems
+
+
+# -- Hugging Face models -----------------------------------------------------------------------------------
+
+
+def _hub_model(spec: Spec) -> HubModel | None:
+    """The model of a specification, where it is one of Hugging Face."""
+    name = spec.model.name
+    if name is None or not is_hub(name):
+        return None
+    try:
+        return HubModel.read(name)
+    except ValueError as error:
+        raise spec.error([(("model", "name"), str(error))]) from error
+
+
+def _reading_options(spec: Spec, hub: HubModel | None) -> dict[str, Any]:
+    """The arguments of `load`: those of the specification, and what the model says where they do not."""
+    options = spec.data.model_dump()
+    options["size"] = None if options["size"] is None else tuple(options["size"])
+    if hub is None or spec.data.source == "digits" or Path(spec.data.source).suffix.lower() == ".mtdata":
+        return options
+    if hub.kind == "text":
+        longest = options["max_length"]
+        if longest is not None and hub.longest is not None and longest > hub.longest:
+            most = f"the tokens that {hub.name} takes, got {longest}"
+            raise spec.error([(("data", "max_length"), f"max_length must be {hub.longest} at most, {most}")])
+        options["tokenizer"] = options["tokenizer"] or str(hub.folder)
+        options["max_length"] = longest or min(LONGEST, hub.longest or LONGEST)
+    else:
+        options["size"] = options["size"] or hub.size
+        options["pixels"] = hub.pixels
+    return options
+
+
+def _misfit(spec: Spec, hub: HubModel, error: ValueError) -> str:
+    """Why data could not be read, where that is since the model is for another kind of data; empty elsewhere."""
+    name = spec.data.source
+    if hub.kind == "text" and str(error).startswith("tokenizer= is "):
+        return f"model {hub.name!r} is for texts, and {name} holds images"
+    if hub.kind == "image":
+        try:
+            found = find_images(open_source(name, spec.data.split), spec.data.image)
+        except ValueError:
+            return ""
+        return "" if found else f"model {hub.name!r} is for images, and {name} holds none"
+    return ""
+
+
+def _check_tokens(hub: HubModel, data: Data) -> None:
+    """That prepared texts have the tokens that a trained model was trained with."""
+    encoder = data.encoder
+    if not isinstance(encoder, TextEncoder) or hub.kind != "text" or not hub.pretrained:
+        return
+    if read_tokenizer(hub.folder, encoder.text.longest).tokenizer != encoder.text.tokenizer:
+        raise ValueError(
+            f"source was prepared with another tokenizer than that of {hub.name}: prepare it with this one"
+        )
+
+
+def _what_inputs_are(data: Data) -> dict[str, Any]:
+    """What `data.json` says of texts, and of images that are seen as a trained model saw its own."""
+    encoder = data.encoder
+    if not isinstance(encoder, TextEncoder):
+        pixels = next((each for each in encoder.features if isinstance(each, Pixels)), None)
+        return {} if pixels is None else {"pixels": {"mean": list(pixels.mean), "std": list(pixels.std)}}
+    text, lengths = encoder.text, (data.train.x >= 0).sum(1)
+    shortest = lengths.argsort(stable=True)[:4]
+    return {
+        "text": {
+            "column": text.column,
+            "tokens": text.longest,
+            "padding": text.empty,
+            "vocabulary": encoder.vocabulary,
+            "lengths": {
+                "least": int(lengths.min()),
+                "median": int(lengths.median()),
+                "most": int(lengths.max()),
+            },
+            "examples": data.train.x[shortest, : int(lengths[shortest].max())].tolist(),
+        }
+    }
+
+
+def _resolved(spec: Spec, about: Mapping[str, Any], hub: HubModel | None) -> Spec:
+    """With every default filled in, for data that `about` describes."""
+    pretrained = None if hub is None else hub.pretrained
+    return spec.resolved(tuple(about["shape"]), about["task"], about["parts"]["train"], about.get("kind"), pretrained)
+
+
+def _described(spec: Spec, about: Mapping[str, Any], hub: HubModel) -> dict[str, Any]:
+    """All that a job needs to build the model; a sentence where it does not fit the data."""
+    text = about.get("text") or {}
+    many = hub.config.get("vocab_size")
+    fault = ""
+    if about["kind"] != hub.kind:
+        fault = f"model {hub.name!r} is for {hub.kind}s, and {about['name']} is of kind {about['kind']}"
+    elif isinstance(many, int) and text.get("vocabulary", 0) > many:
+        fault = f"model {hub.name!r} knows {many} tokens, and the tokenizer has {text['vocabulary']}"
+    elif hub.longest is not None and text.get("tokens", 0) > hub.longest:
+        fault = f"model {hub.name!r} takes {hub.longest} tokens, and the texts have up to {text['tokens']}"
+    if not fault:
+        try:
+            return hub.plain(spec.model.settings, text.get("padding"))
+        except ValueError as error:
+            fault = str(error)
+    raise spec.error([(("model", "name"), fault)])

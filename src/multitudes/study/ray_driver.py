@@ -2,63 +2,54 @@
 
     python -m multitudes.study.ray_driver
 
-`cluster` starts it, with a JSON object on stdin. It writes the files of each job that ends to the run directory, and
-tells on stdout, a JSON object a line, how far the jobs are. When it is asked to end (SIGTERM), the jobs are too.
+It writes the files of each job that ends to the run directory.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import signal
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from multitudes.core.checks import needed
+from multitudes.study.execution import GRACE, Tell, conversation, threads
 from multitudes.study.monitor import JobProgress
-from multitudes.study.processes import GRACE, threads
 from multitudes.study.ray_node import Board, Result, work
 from multitudes.study.store import Job, Run, write_atomically
 
 __all__ = ["main"]
 
-Tell = Callable[..., None]
-
 
 def main() -> None:
     """Serve the study that stdin describes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent passes it on
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what Ray prints is no answer
+    request, tell = conversation()
+    try:
+        _run(request, tell)
+    except (ImportError, ValueError) as error:
+        tell(error=str(error))
+    tell(finished=True)
 
-    def tell(**message: Any) -> None:
-        answers.write(json.dumps(message) + "\n")
 
-    request = json.loads(sys.stdin.readline())
-    tell(importing=True)
+def _run(request: Mapping[str, Any], tell: Tell) -> None:
     ray = needed("ray", "ray", "a study on a cluster")
-    tell(connecting=True)
+    tell(patience=request["patience"])
     try:
         ray.init(address=request["address"], log_to_driver=False, logging_level="ERROR")
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         token = ", or it refuses the token (RAY_AUTH_TOKEN)" if ":" in request["address"] else ""
-        tell(error=f"no cluster can be reached there{token}: {reason or type(error).__name__}")
-        return
+        raise ValueError(f"no cluster can be reached there{token}: {reason or type(error).__name__}") from error
     tell(connected=True)
     try:
-        _Driver(ray, request, tell).run()
-        tell(finished=True)
-    except ValueError as error:
-        tell(error=str(error))
-    ray.shutdown()
+        _Tasks(ray, request, tell).run()
+    finally:
+        ray.shutdown()
 
 
-class _Driver:
+class _Tasks:
     """The tasks of a study, from the first to the last."""
 
     def __init__(self, ray: Any, request: Mapping[str, Any], tell: Tell) -> None:
@@ -92,7 +83,10 @@ class _Driver:
             self._check_places(bool(running))
             if self.stopped and not self.told:
                 deadline, self.told = time.monotonic() + GRACE + 5, True
-                self._ask_to_save(progress)
+                self.board.stop.remote()  # jobs that have been started save their training and return it
+                for task, job in self.pending.items():
+                    if job.name not in progress:
+                        self.ray.cancel(task)
             ready, _ = self.ray.wait(list(self.pending), num_returns=1, timeout=0.5)
             for task in ready:
                 self._end(task, self.pending.pop(task))
@@ -110,8 +104,8 @@ class _Driver:
         except (self.ray.exceptions.TaskCancelledError, TimeoutError):
             return
         except self.ray.exceptions.RayError as error:
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            self.tell(job=job.name, seconds=0, reason=f"its task was lost: {(lines or [type(error).__name__])[0]}")
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            self.tell(job=job.name, seconds=0, reason=f"its task was lost: {reason}")
             return
         for name in sorted(result.files, key=lambda name: name == "metrics.json"):  # last: with it, the job is done
             write_atomically(job.directory / name, result.files[name])
@@ -133,16 +127,17 @@ class _Driver:
         The reference to the content is in a list, so that Ray sends it to the nodes that ask for it, and not with each
         task.
         """
-        files = [path for path in run.directory.glob("[!.]*") if path.suffix in (".mtdata", ".py")]
-        contents = {path.name: path.read_bytes() for path in files}
-        return {
-            name: (hashlib.sha256(content).hexdigest(), [self.ray.put(content)]) for name, content in contents.items()
-        }
+        shared = {}
+        for path in run.directory.glob("[!.]*"):
+            if path.suffix in (".mtdata", ".py"):
+                content = path.read_bytes()
+                shared[path.name] = (hashlib.sha256(content).hexdigest(), [self.ray.put(content)])
+        return shared
 
     # -- faults --------------------------------------------------------------------------------------------
 
     def _check_places(self, running: bool) -> None:
-        """That some node could run a job, when none does for a while."""
+        """Check that some node could run a job, when none does for a while."""
         now = time.monotonic()
         if running or any(self._fits(node) for node in self.ray.nodes()):
             self.placed = now
@@ -156,13 +151,6 @@ class _Driver:
 
     def _stop(self, *_: Any) -> None:
         self.stopped = True
-
-    def _ask_to_save(self, progress: Mapping[str, JobProgress]) -> None:
-        """Jobs that have been started save their training and return it; the others are taken back."""
-        self.board.stop.remote()
-        for task, job in self.pending.items():
-            if job.name not in progress:
-                self.ray.cancel(task)
 
 
 def _files(job: Job) -> dict[str, bytes]:

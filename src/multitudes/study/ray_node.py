@@ -1,15 +1,11 @@
 """What runs on the nodes of a Ray cluster: a job in a folder of its own, and the data once for all jobs of a node.
 
-A task gets the files of a job, runs it in a process as it would be run locally, and returns the files that it wrote. So
-no shared file system is needed, and the results are the same. A node needs the package itself alone.
-
-Everything lies in one folder of a node and study. Whoever works in it holds a lock on it, which ends with the process
-however that ends, and a small process that waits for that lock removes the folder.
+A task gets the files of a job, runs it as it would be run locally, and returns the files that it wrote. So no shared
+file system is needed, and the results are the same. A node needs the package itself alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
@@ -17,14 +13,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from multitudes.study.fork_server import end_with_parent
+from multitudes.study.execution import LINUX, LOCAL, Driver, LostError, end_with_parent
 from multitudes.study.monitor import JobProgress
-from multitudes.study.processes import LINUX, JobProcess, Starter, starter
 from multitudes.study.store import Job, write_atomically
 
 __all__ = ["Board", "Result", "work"]
@@ -36,25 +32,15 @@ REPORT = 0.5
 """Seconds between two messages of a task about its progress."""
 
 _SWEEP = """
-import fcntl, os, shutil, sys, time
+import os, shutil, sys, time
 if os.fork():
-    os._exit(0)
-folder = sys.argv[1]
-path = os.path.join(folder, ".lock")
-try:
-    with open(path) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        mine = os.stat(path).st_ino == os.fstat(lock.fileno()).st_ino  # else another has removed it
-        for _ in range(100 if mine else 0):
-            shutil.rmtree(folder, ignore_errors=True)
-            time.sleep(0.1)  # a job that is being killed may still write
-            if not os.path.exists(folder) or os.path.exists(path):
-                break
-    os.rmdir(os.path.dirname(folder))
-except OSError:
-    pass
+    os._exit(0)  # Ray kills the children of its workers, but not their children
+sys.stdin.read()
+while os.path.exists(sys.argv[1]):
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    time.sleep(0.1)  # a job that is being killed may still write
 """
-"""Removes a folder when nobody holds the lock in it any more."""
+"""Removes a folder once the process that holds the other end of stdin has ended."""
 
 
 class Board:
@@ -101,33 +87,30 @@ def work(
     """Run one job in a folder like the run directory."""
     import ray
 
-    stopped = False
-    with _folder(ray.get_runtime_context().get_job_id()) as folder:
-        _place(ray, shared, folder)
-        job = Job(folder / "run" / "jobs" / name)
+    with _folder(ray, shared) as folder:
+        job = Job(folder / "jobs" / name)
         for file, content in files.items():
             write_atomically(job.directory / file, content)
-        process = JobProcess(job, _starter(tuple(command) if command else None), environment)
+        driver = Driver(LOCAL, {"jobs": [str(job.directory)], "slots": [environment], "command": command}, environment)
+        stopped, seconds, reason = False, 0.0, ""
         answer, told = None, -REPORT
         try:
-            while not (stopped or process.ended()):
-                if time.monotonic() - told >= REPORT and (answer is None or answer.done()):
+            for message in driver.messages():
+                if "job" in message:
+                    seconds, reason = message["seconds"], message["reason"]
+                elif message["running"] and time.monotonic() - told >= REPORT and (answer is None or answer.done()):
                     stopped = answer is not None and answer.exception() is None and answer.result()
+                    if stopped:
+                        driver.stop()
+                        break
                     # Not waited for: Ray would give the cores of a task that waits to another one.
-                    answer, told = board.write.remote(process.progress).future(), time.monotonic()
-                time.sleep(0.05)
-            if stopped:
-                process.stop()
+                    progress = JobProgress(**message["running"][0])
+                    answer, told = board.write.remote(progress).future(), time.monotonic()
+        except LostError as error:
+            reason = f"it {error}"
         finally:
-            if process.process.poll() is None:  # where the task was cancelled
-                process.stop(grace=0)
-        return Result(_written(job), process.progress.seconds, process.reason, stopped and not job.done)
-
-
-@cache
-def _starter(command: tuple[str, ...] | None) -> Starter:
-    """One for all tasks of this worker, so that what jobs import is imported once."""
-    return starter(command)
+            driver.kill()
+        return Result(_written(job), seconds, reason, stopped and not job.done)
 
 
 def _written(job: Job) -> dict[str, bytes]:
@@ -138,75 +121,57 @@ def _written(job: Job) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in found.items() if name not in left_out}
 
 
-# -- the folder of a node ----------------------------------------------------------------------------------
-
-_LOCKS: dict[Path, IO[str]] = {}
-"""Those that this process holds, until it ends."""
+# -- folders -----------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _folder(study: str) -> Iterator[Path]:
-    """A folder for one job, removed at its end, or with all of the study's; `run` in it is like a run directory."""
-    own = _locked(_folders() / study)
-    folder = Path(tempfile.mkdtemp(prefix="job-", dir=own))
+@cache
+def _own_folder() -> tuple[Path, subprocess.Popen[bytes]]:
+    """The folder of this process, and the process that removes it when this one has ended, however that ends."""
+    above = Path(tempfile.gettempdir()) / f"{FOLDERS}-{os.getuid()}"
+    above.mkdir(mode=0o700, exist_ok=True)
+    if above.is_symlink() or above.stat().st_uid != os.getuid():
+        raise ValueError(f"{str(above)!r} belongs to somebody else: set TMPDIR to a folder of your own")
+    if LINUX:
+        end_with_parent()  # Ray's workers may outlive their node
+    folder = Path(tempfile.mkdtemp(dir=above))
+    sweeper = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _SWEEP, str(folder)], start_new_session=True,
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    sweeper.wait()
+    return folder, sweeper
+
+
+@contextmanager
+def _folder(ray: Any, shared: Mapping[str, tuple[str, Sequence[Any]]]) -> Iterator[Path]:
+    """A folder for one job, removed at its end, with the files that all jobs share in it.
+
+    A node gets a shared file once. Its processes link to the one that the first of them has written.
+    """
+    own, _ = _own_folder()
+    folder = Path(tempfile.mkdtemp(dir=own))
     try:
+        with _alone(own.parent):
+            for name, (checksum, (content,)) in shared.items():
+                for other in own.parent.glob(f"*/{checksum}"):
+                    with suppress(OSError):  # it is there, or the other process has just ended
+                        os.link(other, own / checksum)
+                if not (own / checksum).is_file():
+                    write_atomically(own / checksum, ray.get(content))
+                os.link(own / checksum, folder / name)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _folders() -> Path:
-    folder = Path(tempfile.gettempdir()) / f"{FOLDERS}-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        raise ValueError(f"{str(folder)!r} belongs to somebody else: set TMPDIR to a folder of your own")
-    return folder
-
-
-def _locked(folder: Path) -> Path:
-    """The folder of a study on this node, made and held."""
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Inside, other processes wait that want to be alone in a folder."""
     import fcntl
 
-    while folder not in _LOCKS:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock = (folder / ".lock").open("a+")
-        except FileNotFoundError:  # it was removed in between
-            continue
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        with contextlib.suppress(FileNotFoundError):
-            if os.stat(folder / ".lock").st_ino == os.fstat(lock.fileno()).st_ino:
-                _LOCKS[folder] = lock
-                if LINUX:
-                    end_with_parent()  # Ray's workers may outlive their node
-                subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-c", _SWEEP, str(folder)], start_new_session=True,
-                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                ).wait()  # fmt: skip
-                _sweep_others(folder)
-    return folder
-
-
-def _sweep_others(own: Path) -> None:
-    """Remove the folders of studies that ended together with their sweepers."""
-    import fcntl
-
-    for folder in own.parent.iterdir():
-        if folder != own:
-            with contextlib.suppress(OSError), (folder / ".lock").open() as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _place(ray: Any, shared: Mapping[str, tuple[str, Sequence[Any]]], folder: Path) -> None:
-    """The data where a job looks for them; they come to a node once, and are kept under their checksum."""
-    import fcntl
-
-    (folder / "run").mkdir()
-    for name, (checksum, (content,)) in shared.items():
-        kept = folder.parent / checksum
-        with (folder.parent / ".data").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not kept.is_file():
-                write_atomically(kept, ray.get(content))
-        os.link(kept, folder / "run" / name)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)

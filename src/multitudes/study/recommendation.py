@@ -84,7 +84,8 @@ def recommend(rows: Sequence[Row], by: str | None = None, tiny: bool = False) ->
     timed = not tiny and all(math.isfinite(row[TIME]) for row in methods)
     answer = _Answer(rows, methods, name, TIME if timed and methods else PRODUCTS)
     return Recommendation(
-        name, f"{COSTS[answer.cost]}, × the single network's", answer.headline(), answer.advice(), answer.notes(),
+        name, f"{COSTS[answer.cost]}, × the single network's", answer.beaten() or answer.worthwhile(),
+        answer.advice(), answer.notes(),
         answer.warnings(), answer.points(),
     )  # fmt: skip
 
@@ -99,6 +100,12 @@ class _Answer:
         self.single = next((row for row in methods if row.method == "single"), None)
         self.others = [row for row in methods if row is not self.single]
         self.gains = {row.name: self.gain(row, self.single) for row in self.others if self.single is not None}
+        scale = 1.0 if name in ABSOLUTE or self.single is None else abs(self.single[name])
+        self.negligible = NEGLIGIBLE[name] * scale
+        self.seeds = sorted({len(row.seeds) for row in methods})
+        self.unit = "fold" if any(row.folds for row in methods) else "seed"
+        self.test_rows = max((row.values[name].count for row in methods), default=0)
+        self.title = column_of(name).title
         self.picks = {budget: self.pick(limit) for budget, limit in BUDGETS.items()}
 
     # -- gains -------------------------------------------------------------------------------------------
@@ -108,14 +115,7 @@ class _Answer:
         found = self.comparison.difference(row, over)
         return found and Difference(self.sign * found.mean, found.error, found.freedom)
 
-    @property
-    def negligible(self) -> float:
-        """The gain over the single network that does not matter."""
-        scale = 1.0 if self.name in ABSOLUTE or self.single is None else abs(self.single[self.name])
-        return NEGLIGIBLE[self.name] * scale
-
     def rivals(self, limit: float) -> list[Row]:
-        """The methods up to a price."""
         return [row for row in self.others if self.price(row) <= limit]
 
     def worth(self, row: Row, among: int) -> bool:
@@ -136,21 +136,11 @@ class _Answer:
         level = [row for row in worth if row is top or not _sure(self.gain(top, row))]
         return min(level, key=lambda row: (round(self.price(row), 1), -self.sign * row[self.name]))
 
-    def likely(self) -> Row | None:
-        """The best method, where it is better than the single network by enough, and surely so by itself alone."""
-        top = best(self.others, self.name)
-        found = None if top is None else self.gains.get(top.name)
-        return top if found is not None and found.mean >= self.negligible and found.at_least() > 0 else None
-
     # -- words -------------------------------------------------------------------------------------------
-
-    def headline(self) -> str:
-        """What is said first: that a baseline is better, where one is, and else which method is worth its price."""
-        return self.beaten() or self.worthwhile()
 
     def beaten(self) -> str:
         """That a model without a network is better than the best method; empty where none is."""
-        rival, top = self.rival, best(self.methods, self.name)
+        rival, top = self.ahead(self.name), best(self.methods, self.name)
         if rival is None or top is None:
             return ""
         gain, words = self.gain(rival, top), in_words(rival)
@@ -160,13 +150,8 @@ class _Answer:
             return f"{words} is as good here: {scores}; the difference may be chance."
         return f"{words} is better here: {scores}, which is surely worse by {self.amount(gain.at_least())} or more."
 
-    @property
-    def rival(self) -> Row | None:
-        """The best of the models without a network, where it is better than every method."""
-        return self.ahead(self.name)
-
     def ahead(self, name: str) -> Row | None:
-        """Likewise, by any score."""
+        """The best of the models without a network by a score, where it is better than every method."""
         top = best(self.methods, name)
         rival = best([row for row in self.rows if row.baseline and row.method in MODELS], name)
         quality = better(name).quality
@@ -185,56 +170,30 @@ class _Answer:
         if not self.others:
             return f"Only {alone} is done, so there is nothing to compare it with."
         first = next((row for row in self.picks.values() if row is not None), None)
-        if (named := first or self.likely()) is not None:
-            sure, doubt = ("worth", "") if first else ("probably worth", self.doubt())
+        top = best(self.others, self.name)
+        likely = top if top is not None and self.worth(top, 1) else None  # surely better by itself alone
+        if (named := first or likely) is not None:
+            among = f"; as the best of {plural(len(self.others), 'method')} that may still be chance"
+            sure, doubt = ("worth", "") if first else ("probably worth", f"{among}, and more {self.unit}s can tell")
             gain = f"{self.title} {self.told(named)}, where the single network has {self.told(self.single)}"
             return f"{named.name} is {sure} its price: {gain}, at {self.paid(named)}{doubt}."
-        reach = self.possible()
-        if reach is None:
+        known = [found.at_most(len(self.others)) for found in self.gains.values() if found]
+        if not known:
             return f"One run of each cannot tell whether any method is better than {alone}: more seeds can."
+        reach = max(known)  # the largest gain that the intervals leave room for
         if reach <= self.negligible:
             much = self.amount(self.negligible)
             return f"No method is worth its price here: none is better than {alone} by more than {much}."
         unseen = f"gains up to {self.amount(reach)} would go unseen"
-        return f"{self.too_few()} to tell whether any method is better than {alone}: {unseen}."
-
-    def doubt(self) -> str:
-        among = plural(len(self.others), "method")
-        return f"; as the best of {among} that may still be chance, and more {self.unit}s can tell"
-
-    @property
-    def title(self) -> str:
-        return column_of(self.name).title
+        seeds = f" or {self.unit}s ({self.seeds[0]})" if self.seeds[0] > 1 else ""
+        few = f"Too few test rows ({self.test_rows:,}){seeds}"
+        return f"{few} to tell whether any method is better than {alone}: {unseen}."
 
     def told(self, row: Row) -> str:
         return column_of(self.name).told(row[self.name])
 
     def amount(self, value: float) -> str:
         return f"{100 * value:.2g} points" if self.name == "accuracy" else f"{value:.2g}"
-
-    def possible(self) -> float | None:
-        """The largest gain that the intervals leave room for."""
-        known = [found.at_most(len(self.others)) for found in self.gains.values() if found]
-        return max(known, default=None)
-
-    def too_few(self) -> str:
-        """What there is too little of."""
-        seeds = f" or {self.unit}s ({self.seeds[0]})" if self.seeds[0] > 1 else ""
-        return f"Too few test rows ({self.test_rows:,}){seeds}"
-
-    @property
-    def seeds(self) -> list[int]:
-        """How many seeds methods have."""
-        return sorted({len(row.seeds) for row in self.methods})
-
-    @property
-    def unit(self) -> str:
-        """What a method was trained several times for."""
-        return "fold" if any(row.folds for row in self.methods) else "seed"
-
-    @property
-    def test_rows(self) -> int:
-        return max((row.values[self.name].count for row in self.methods), default=0)
 
     def paid(self, row: Row) -> str:
         """What a method costs: its price, and its training."""
@@ -274,18 +233,20 @@ class _Answer:
 
     def calibration(self) -> Advice | None:
         """What calibrating the single network alone brings, which needs no training."""
-        raw = f"raw/{self.name}"
-        if self.single is None or raw not in self.single.values or better(self.name) is Better.NEITHER:
+        row, raw = self.single, f"raw/{self.name}"
+        if row is None or raw not in row.values or self.name in ("accuracy", "rmse"):
             return None
-        found = _before_and_after(self.single, self.name)
-        if found is None or self.name in ("accuracy", "rmse"):
+        examples = row.examples()
+        if self.name not in examples or raw not in examples or examples[raw].shape[1] < 2:
             return None
-        budget, told_raw = "Without training again", column_of(self.name).told(self.single[raw])
-        gain = Difference(self.sign * found.mean, found.error, found.freedom)
+        each = (examples[self.name] - examples[raw]).mean(0)
+        error = float(each.std(ddof=1)) / math.sqrt(len(each))
+        gain = Difference(self.sign * (row[self.name] - row[raw]), error, len(each) - 1.0)
+        budget, before = "Without training again", column_of(self.name).told(row[raw])
         if gain.mean > 0 and gain.sure():
-            how = f"{self.title} {self.told(self.single)} instead of {told_raw}, {self.better_by(gain)}"
-            return Advice(budget, self.single.name, f"calibrate the single network: {how}.")
-        numbers = f"{self.title} {self.told(self.single)}, before {told_raw}"
+            how = f"{self.title} {self.told(row)} instead of {before}, {self.better_by(gain)}"
+            return Advice(budget, row.name, f"calibrate the single network: {how}.")
+        numbers = f"{self.title} {self.told(row)}, before {before}"
         return Advice(budget, None, f"calibrating the single network changes nothing that is sure ({numbers}).")
 
     def notes(self) -> tuple[str, ...]:
@@ -314,7 +275,7 @@ class _Answer:
             shares = sorted(row["coverage_90"] for row in short)
             held = f"{100 * shares[0]:.0f}" + (f" to {100 * shares[-1]:.0f}" if len(shares) > 1 else "")
             found.append(f"Intervals of 90 % of {_some(short)} hold only {held} % of the truth.")
-        rival = self.rival
+        rival = self.ahead(self.name)
         for point in ("rmse", "accuracy"):
             other = self.ahead(point) if point != self.name else None
             if other is not None and other is not rival and (top := best(self.methods, point)):
@@ -350,16 +311,6 @@ class _Answer:
 
 def _sure(gain: Difference | None) -> bool:
     return gain is not None and gain.mean > 0 and gain.sure()
-
-
-def _before_and_after(row: Row, name: str) -> Difference | None:
-    """What calibration changes of a score, by the test rows."""
-    examples = row.examples()
-    after, before = examples.get(name), examples.get(f"raw/{name}")
-    if after is None or before is None or after.shape[1] < 2:
-        return None
-    each = (after - before).mean(0)
-    return Difference(row[name] - row[f"raw/{name}"], float(each.std(ddof=1)) / math.sqrt(len(each)), len(each) - 1.0)
 
 
 def _covers_too_little(row: Row) -> bool:

@@ -32,9 +32,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from multitudes.methods.listing import listed
-from multitudes.study.mistakes import SpecError, close, one_of, problem
 from multitudes.study.rows import TARGETS, known_score
-from multitudes.study.scales import at_scale
 from multitudes.study.sections import (
     DataSection,
     EvaluationSection,
@@ -42,9 +40,13 @@ from multitudes.study.sections import (
     ModelSection,
     Section,
     Seeds,
+    SpecError,
     TrainingSection,
+    close,
+    one_of,
+    problem,
 )
-from multitudes.study.toml import Place, TomlText, to_toml
+from multitudes.study.toml import Place, TomlText, at_scale, to_toml
 
 # isort: split
 from pydantic import Field, PrivateAttr, ValidationError  # after the sections, which say what to install
@@ -63,7 +65,7 @@ class Spec(Section):
     ([0, 1, 2], {'members': 4, 'alpha': 2, 'gamma': 1, 'layers': None})
     >>> Spec.of(methods=["packed"], epochs=0)
     Traceback (most recent call last):
-    multitudes.study.mistakes.SpecError: training.epochs must be 1 or more, got 0
+    multitudes.study.sections.SpecError: training.epochs must be 1 or more, got 0
     """
 
     data: DataSection = DataSection()
@@ -91,7 +93,8 @@ class Spec(Section):
         except ValueError as error:  # not TOML, not UTF-8, or no such scale
             raise ValueError(f"{path.name}: {str(error)[:1].lower()}{str(error)[1:]}") from error
         merged, source = _merged(raw, options), TomlText(text, path.name, scale)
-        if options.get("model") is None and (path.parent / "jobs").is_dir() and _names_code(raw):
+        model = raw.get("model") if options.get("model") is None else None
+        if (path.parent / "jobs").is_dir() and isinstance(model, dict) and model.get("file") is not None:
             why = "code that a file in a run directory names is not run: pass --model FILE.py:FUNCTION"
             raise SpecError([(("model", "file"), f"model.file: {why}")], source)
         spec = cls._checked(merged, path.parent, source)
@@ -139,12 +142,12 @@ class Spec(Section):
         kind: str | None = None,
         pretrained: bool | None = None,
     ) -> Self:
-        """With every default filled in, for inputs of a shape, `(C, H, W)` or `(F,)`, a task, and training rows.
+        """Fill in every default, for inputs of a shape, `(C, H, W)` or `(F,)`, a task, and training rows.
 
-        `kind` is the name of the kind of data, where the shape does not tell it; `pretrained` is that of a Hugging Face
-        model.
+        `kind` names the kind of data, where the shape is not enough; `pretrained` is that of a Hugging Face model.
         """
-        from multitudes.study.methods import METHODS, methods_for  # here: to be read, a specification needs no torch
+        from multitudes.data.kinds import kind_of_shape  # here: to be read, a specification needs no torch
+        from multitudes.study.methods import METHODS, methods_for
         from multitudes.study.networks import defaults
 
         suggested = defaults(shape, rows, kind, pretrained)
@@ -164,23 +167,19 @@ class Spec(Section):
         if not methods:
             every = {name: METHODS[name].complete() for name in methods_for(shape, kind, bool(pretrained))}
             methods = {name: MethodSection(method=name, settings=settings) for name, settings in every.items()}
+        corruptible = kind_of_shape(shape, kind).corruptible(shape) and TARGETS[task].classes
+        usual = SHIFT if corruptible else []
+        shift = usual if self.evaluation.shift is None else self.evaluation.shift
         spec = self.model_copy(
             update={
                 "model": self.model if self.model.name else ModelSection(**suggested["model"]),
                 "methods": methods,
                 "training": TrainingSection(**training),
-                "evaluation": self.evaluation.model_copy(update={"shift": self._shift(shape, task, kind)}),
+                "evaluation": self.evaluation.model_copy(update={"shift": shift}),
             }
         )
         spec._check(shape, task, kind, bool(pretrained) or self.model.file is not None)
         return spec
-
-    def _shift(self, shape: tuple[int, ...], task: str, kind: str | None) -> list[str]:
-        if self.evaluation.shift is not None:
-            return self.evaluation.shift
-        from multitudes.data.kinds import kind_of_shape
-
-        return SHIFT if kind_of_shape(shape, kind).corruptible(shape) and TARGETS[task].classes else []
 
     def _check(self, shape: tuple[int, ...], task: str, kind: str | None, pretrained: bool) -> None:
         """Whether it fits the data."""
@@ -282,13 +281,12 @@ def _read_methods(raw: Any) -> tuple[Any, list[tuple[Place, str]]]:
         return {}, []
     if not isinstance(raw, list | tuple | dict) or not raw:
         return {}, [(("methods",), f"methods must be a list of names, or tables [methods.NAME], got {raw!r}")]
-    if isinstance(raw, dict):
-        entries = [(("methods", label), label, table) for label, table in raw.items()]
-    else:
-        entries = [(("methods", index), label, {}) for index, label in enumerate(raw)]
+    entries = list(raw.items()) if isinstance(raw, dict) else [(label, {}) for label in raw]
+    every = {each.name: each.settings for each in listed()}
     methods: dict[str, dict[str, Any]] = {}
     problems: list[tuple[Place, str]] = []
-    for path, label, table in entries:
+    for index, (label, table) in enumerate(entries):
+        path: Place = ("methods", label if isinstance(raw, dict) else index)
         if not isinstance(label, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", label):
             problems.append((path, f"methods must have names of letters, digits, _, - and ., got {label!r}"))
         elif not isinstance(table, dict):
@@ -296,38 +294,26 @@ def _read_methods(raw: Any) -> tuple[Any, list[tuple[Place, str]]]:
         elif label in methods:
             problems.append((path, f"methods names {label!r} twice"))
         else:
-            settings = {key: value for key, value in table.items() if key != "method"}
-            name = table.get("method", label)
-            methods[label] = {"method": name, "settings": settings}
-            wrong = _wrong_settings(label, name, settings)
-            problems += [((*path, key) if key else path, message) for key, message in wrong]
-            if not wrong:
-                methods[label]["settings"] = {**_settings()[name], **settings}
-    return {label: each for label, each in methods.items() if isinstance(each["method"], str)}, problems
+            given = {"method": label, **table}
+            name = given.pop("method")
+            methods[label] = {"method": str(name), "settings": {**every.get(str(name), {}), **given}}
+            if not isinstance(name, str) or name not in every:
+                where = f"methods.{label}.method" if label != name else "methods"
+                message = f"{where} must be {one_of(every)}, got {name!r}{close(name, every)}"
+                problems.append(((*path, "method"), message))
+                continue
+            wrong = {key: _wrong_setting(label, name, key, value, every[name]) for key, value in given.items()}
+            problems += [((*path, key), message) for key, message in wrong.items() if message]
+    return methods, problems
 
 
-def _settings() -> dict[str, Mapping[str, Any]]:
-    """The settings of every method, with their defaults."""
-    return {each.name: each.settings for each in listed()}
-
-
-def _wrong_settings(label: str, name: Any, settings: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Which keys of a method's table are wrong, and why."""
-    every = _settings()
-    if not isinstance(name, str) or name not in every:
-        where = f"methods.{label}.method" if label != name else "methods"
-        return [("method", f"{where} must be {one_of(every)}, got {name!r}{close(name, every)}")]
-    known = every[name]
-    wrong = []
-    for key, value in settings.items():
-        if key not in known:
-            choices = f"its settings are {', '.join(known)}" if known else "it has no settings"
-            wrong.append((key, f"methods.{label}: unknown setting {key!r} of {name}{close(key, known)}; {choices}"))
-        elif fault := _mismatch(known[key], value):
-            wrong.append(
-                (key, f"methods.{label}.{key} must be {fault}, like its default {known[key]!r}, got {value!r}")
-            )
-    return wrong
+def _wrong_setting(label: str, name: str, key: str, value: Any, known: Mapping[str, Any]) -> str | None:
+    """Why a key of a method's table is wrong; None where it is not."""
+    if key not in known:
+        choices = f"its settings are {', '.join(known)}" if known else "it has no settings"
+        return f"methods.{label}: unknown setting {key!r} of {name}{close(key, known)}; {choices}"
+    fault = _mismatch(known[key], value)
+    return fault and f"methods.{label}.{key} must be {fault}, like its default {known[key]!r}, got {value!r}"
 
 
 MOST = 1000
@@ -337,15 +323,15 @@ MOST = 1000
 def _mismatch(default: Any, value: Any) -> str | None:
     """What a setting must be to have the type of its default; None where it has."""
     known = {bool: "true or false", int | float: "a number", str: "a string", list | tuple: "a list"}
-    for types, words in known.items():
-        if isinstance(default, types):
-            same = isinstance(value, types) and isinstance(value, bool) == isinstance(default, bool)
-            if same and isinstance(value, int | float) and not math.isfinite(value):
-                return f"{words}, and finite"
-            if same and type(default) is int and abs(value) > MOST:
-                return f"{words}, {MOST} at most"
-            return None if same else words
-    return None
+    types = next((types for types in known if isinstance(default, types)), None)
+    if types is None:
+        return None
+    if not isinstance(value, types) or isinstance(value, bool) != isinstance(default, bool):
+        return known[types]
+    if isinstance(value, int | float) and not math.isfinite(value):
+        return "a number, and finite"
+    large = type(default) is int and isinstance(value, int | float) and abs(value) > MOST
+    return f"a number, {MOST} at most" if large else None
 
 
 def _read_model(raw: Any, base: Path) -> list[tuple[Place, str]]:
@@ -353,27 +339,23 @@ def _read_model(raw: Any, base: Path) -> list[tuple[Place, str]]:
     if not isinstance(raw, dict) or not isinstance(raw.get("name", ""), str):
         return []
     name, file = raw.get("name"), raw.get("file")
-    if file is None:
-        if name is None:
-            alone = isinstance(raw.get("settings"), dict) and raw["settings"]
-            return [(("model", "settings"), "model.settings need a model.name")] if alone else []
-        if name.startswith(HUB):
-            return []
-        from multitudes.study.networks import network_names
-
-        names = network_names()
-        choices = f"{one_of(names)}, a function of model.file, or hf:FOLDER"
-        message = f"model.name must be {choices}, got {name!r}{close(name, names)}"
-        return [] if name in names else [(("model", "name"), message)]
-    if name is None:
+    if file is not None and name is None:
         return [(("model", "file"), "model.file needs model.name, the function in it that builds the model")]
-    if isinstance(file, str) and not (base / file).is_file():
-        return [(("model", "file"), f"model.file must be a Python file, got {file!r}, which does not exist")]
-    return []
+    if file is not None:
+        missing = isinstance(file, str) and not (base / file).is_file()
+        fault = f"model.file must be a Python file, got {file!r}, which does not exist"
+        return [(("model", "file"), fault)] if missing else []
+    if name is None:
+        alone = isinstance(raw.get("settings"), dict) and raw["settings"]
+        return [(("model", "settings"), "model.settings need a model.name")] if alone else []
+    if name.startswith(HUB):
+        return []
+    from multitudes.study.networks import network_names
 
-
-def _names_code(raw: Mapping[str, Any]) -> bool:
-    return isinstance(raw.get("model"), dict) and raw["model"].get("file") is not None
+    names = network_names()
+    choices = f"{one_of(names)}, a function of model.file, or hf:FOLDER"
+    fault = f"model.name must be {choices}, got {name!r}{close(name, names)}"
+    return [] if name in names else [(("model", "name"), fault)]
 
 
 def _absolute(spec: Spec, base: Path) -> dict[str, Section]:

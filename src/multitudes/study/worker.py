@@ -17,7 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from multitudes.core.files import DamagedError, open_own, sealing
+from multitudes.core.archives import write_arrays
+from multitudes.core.files import DamagedError, open_own
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import seeded
 from multitudes.evaluation.scores import plain_number
@@ -27,7 +28,6 @@ from multitudes.study import costs
 from multitudes.study.assignment import Assignment
 from multitudes.study.job_data import HeldOut
 from multitudes.study.measuring import calibrated, measured
-from multitudes.study.methods import METHODS, Method
 from multitudes.study.store import Job
 from multitudes.training.checkpoint import saved_step
 from multitudes.training.fit import Epoch, Progress, fit
@@ -64,8 +64,13 @@ def _run(job: Assignment, log: _Log) -> None:
     log("start", message=f"{job.method.name} on {job.data.name}, seed {job.seed}, {job.device}")
     with seeded(job.seed):
         network = job.network()
-        single, net = job.built(network, METHODS["single"]), job.built(network)
-        memory = _memory(job, net), _memory(job, single, METHODS["single"])
+        single, net = job.of_single.built(network), job.built(network)
+        batch = next(iter(job.loader))
+        steps = (
+            costs.TrainingStep(net, *batch, job.arguments),
+            costs.TrainingStep(single, *batch, job.of_single.arguments),
+        )
+        memory = [step.peak_bytes() for step in steps]
         net, history = _trained(job, net, log)
         if not job.leads:
             return
@@ -75,8 +80,7 @@ def _run(job: Assignment, log: _Log) -> None:
         final = calibrated(net, job.data, job.config["evaluation"])
         found = measured(final, job.data, job.config["evaluation"])
     save(final, job.directory / "model.safetensors")
-    with sealing(job.directory / "predictions.npz") as unfinished:
-        unfinished.write_bytes(found.predictions)
+    write_arrays(job.directory / "predictions.npz", found.predictions, "the predictions of a job")
     result = {
         "scores": found.scores.table(),
         "by_size": found.by_size,
@@ -91,12 +95,7 @@ def _run(job: Assignment, log: _Log) -> None:
     log("done", seconds=result["seconds"])
 
 
-def _memory(job: Assignment, net: Multitude, method: Method | None = None) -> int:
-    """The bytes that a step of training needs."""
-    return costs.TrainingStep(net, *next(iter(job.loader)), lambda net: job.arguments(net, method)).peak_bytes()
-
-
-def _costs(job: Assignment, net: Multitude, single: Multitude, memory: tuple[int, int]) -> dict[str, float]:
+def _costs(job: Assignment, net: Multitude, single: Multitude, memory: list[int]) -> dict[str, float]:
     """What is the same on every machine, beside a single network's; times are measured when all jobs are done."""
     x = job.data.normalised(job.data.test.x[:1]).to(job.device)
     own, base = (
