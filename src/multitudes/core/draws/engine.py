@@ -17,7 +17,7 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.attributes import attributes_restored
+from multitudes.core.attributes import attributes_restored, writing_modules
 from multitudes.core.calling import Input, InputError, kind_of, tensors_in, use_of
 from multitudes.core.dispatching import NumbersDrawn
 from multitudes.core.draws.memory import Meter, OverBudget, free_bytes, in_bytes
@@ -149,7 +149,7 @@ def _verify(run: Run, numbers: range, budget: float) -> Cost:
     with unmoved(run.network, run.x):
         want = one_by_one(run, numbers[-1:])
         before = {name: (id(buffer), buffer._version) for name, buffer in run.network.named_buffers()}
-        with attributes_restored(run.network) as writes:
+        with attributes_restored(writing_modules(run.network)) as writes:
             drawn, cost = _measured(run, numbers, budget)
         after = {name: (id(buffer), buffer._version) for name, buffer in run.network.named_buffers()}
     written = [*(name for _, name in writes), *(name for name in after if before.get(name) != after[name])]
