@@ -17,7 +17,7 @@ from multitudes.core.calling import Input, chosen_output, part_of, split_call
 from multitudes.core.draws.stochastic import as_member, stochastic_layers
 from multitudes.core.noise import draws_by
 from multitudes.core.packing.rules import DROPOUTS, LAYERS
-from multitudes.core.packing.values import CannotPack, Many, Run, Stacked, Value, applied, mapped
+from multitudes.core.packing.values import CannotPack, Many, Stacked, Team, Value, applied, mapped
 
 __all__ = ["PackedNetwork"]
 
@@ -32,8 +32,8 @@ class PackedNetwork:
 
     def __init__(self, network: nn.Module, members: int) -> None:
         self.network = network
-        self.run = Run(members)
-        self.weights = _replaced_weights(network, self.run)
+        self.team = Team(members)
+        self.weights = _replaced_weights(network, self.team)
         self.writing = writing_modules(network)
         drawing = stochastic_layers(network)
         self.draws = bool(drawing)
@@ -42,18 +42,18 @@ class PackedNetwork:
             if (rule := LAYERS.get(type(module))) is not None:
                 vars(module)["forward"] = partial(_by_rule, rule, module.forward)
             elif not self.watched and (rule := DROPOUTS.get(type(module))) is not None:
-                vars(module)["forward"] = partial(_dropped, module, rule, module.forward, self.run)
+                vars(module)["forward"] = partial(_dropped, module, rule, module.forward, self.team)
         for layer in drawing:
             for kind in ("normal", "uniform"):
-                vars(layer)[kind] = partial(_numbers, getattr(layer, kind), self.run)
+                vars(layer)[kind] = partial(_numbers, getattr(layer, kind), self.team)
 
     def __call__(self, tensors: Mapping[str, Tensor], x: Input) -> Tensor:
         for name, weight in self.weights.items():
             weight.tensor = tensors[name]
-        self.run.gradients = torch.is_grad_enabled()
-        members = self.run.members
+        self.team.gradients = torch.is_grad_enabled()
+        members = self.team.members
         own_draws = as_member(self.network, torch.arange(members), members) if self.draws else nullcontext()
-        own_noise = _Noise(self.run) if self.watched else nullcontext()
+        own_noise = _Noise(self.team) if self.watched else nullcontext()
         args, kwargs = split_call(self.network, x)
         try:
             with own_noise, own_draws, attributes_restored(self.writing) as written:
@@ -74,19 +74,19 @@ class PackedNetwork:
         elif isinstance(answer, Mapping) or hasattr(answer, "logits"):
             answer = answer["logits"] if isinstance(answer, Mapping) else answer.logits
         if isinstance(answer, Tensor):  # nothing had weights: every member gives the same
-            return answer.expand(self.run.members, *answer.shape)
+            return answer.expand(self.team.members, *answer.shape)
         if not isinstance(answer, Many):
             raise CannotPack(f"it returns a {type(answer).__name__}")
         return answer.stacked()
 
 
-def _replaced_weights(network: nn.Module, run: Run) -> dict[str, Stacked]:
+def _replaced_weights(network: nn.Module, team: Team) -> dict[str, Stacked]:
     """Put values in the place of a network's tensors; return them by the tensors' names."""
     weights: dict[str, Stacked] = {}
     for path, module in network.named_modules():
         for registry in (module._parameters, module._buffers):
             for name in [name for name, tensor in registry.items() if tensor is not None and stackable(tensor)]:
-                weight = Stacked(registry.pop(name), run)
+                weight = Stacked(registry.pop(name), team)
                 vars(module)[name] = weights[f"{path}.{name}" if path else name] = weight
     return weights
 
@@ -99,10 +99,12 @@ def _by_rule(rule: Callable[..., Any], forward: Callable[[Any], Any], value: Val
     return forward(value) if result is NotImplemented else result
 
 
-def _dropped(layer: nn.Module, rule: Callable[..., Any], forward: Callable[[Any], Any], run: Run, value: Value) -> Any:
+def _dropped(
+    layer: nn.Module, rule: Callable[..., Any], forward: Callable[[Any], Any], team: Team, value: Value
+) -> Any:
     """Members draw their own noise, also on a value that they share."""
     if layer.training and isinstance(value, Tensor):
-        value = Stacked(value.expand(run.members, *value.shape), run)
+        value = Stacked(value.expand(team.members, *value.shape), team)
     return _by_rule(rule, forward, value)
 
 
@@ -112,23 +114,23 @@ def _dropped(layer: nn.Module, rule: Callable[..., Any], forward: Callable[[Any]
 class _Noise(TorchFunctionMode):
     """Let each member draw its own numbers where the network's own code draws: `torch.rand(x.shape)`."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, team: Team) -> None:
         super().__init__()
-        self.run = run
+        self.team = team
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(kind, Many) for kind in types):
             return applied(function, *args, **kwargs)
         if draws_by(function) is not None and kwargs.get("generator") is None:
-            return mapped(self.run, function, *args, **kwargs)
+            return mapped(self.team, function, *args, **kwargs)
         return function(*args, **kwargs)
 
 
-def _numbers(own: Callable[..., Any], run: Run, shape: Sequence[int], like: Any) -> Many:
+def _numbers(own: Callable[..., Any], team: Team, shape: Sequence[int], like: Any) -> Many:
     """Random numbers of all members, `[M, *shape]`."""
     numbers = own(shape, like)
-    return numbers if isinstance(numbers, Many) else Stacked(numbers, run)
+    return numbers if isinstance(numbers, Many) else Stacked(numbers, team)
 
 
 def _may_draw(module: nn.Module) -> bool:

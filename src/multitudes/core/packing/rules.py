@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from multitudes.core.at_once import products
 from multitudes.core.packing.pointwise import pointwise, worth_a_product
-from multitudes.core.packing.values import RULES, CannotPack, Many, Packed, Run, Stacked, Value
+from multitudes.core.packing.values import RULES, CannotPack, Many, Packed, Stacked, Team, Value
 from multitudes.core.quick_dropout import QuickDropout
 
 __all__ = ["DROPOUTS", "LAYERS"]
@@ -23,8 +23,8 @@ __all__ = ["DROPOUTS", "LAYERS"]
 Weight = Many | None
 
 
-def _run(*values: Any) -> Run:
-    return next(value.run for value in values if isinstance(value, Many))
+def _team(*values: Any) -> Team:
+    return next(value.team for value in values if isinstance(value, Many))
 
 
 def _are_many(*weights: Any) -> bool:
@@ -36,14 +36,14 @@ def _flat(weight: Weight) -> Any:
     return None if weight is None else weight.stacked().flatten(0, 1)
 
 
-def _packed(value: Value, run: Run) -> Tensor:
+def _packed(value: Value, team: Team) -> Tensor:
     """`[B, M*C, ...]`; a shared value is repeated."""
-    return value.packed() if isinstance(value, Many) else value.repeat(1, run.members, *[1] * (value.dim() - 2))
+    return value.packed() if isinstance(value, Many) else value.repeat(1, team.members, *[1] * (value.dim() - 2))
 
 
-def _stacked(value: Value, run: Run) -> Tensor:
+def _stacked(value: Value, team: Team) -> Tensor:
     """`[M, B, ...]`; a shared value is expanded."""
-    return value.stacked() if isinstance(value, Many) else value.expand(run.members, *value.shape)
+    return value.stacked() if isinstance(value, Many) else value.expand(team.members, *value.shape)
 
 
 # -- layers with weights -----------------------------------------------------------------------------------
@@ -62,12 +62,12 @@ def convolution(
     """A shared input needs one plain convolution; after that, grouped ones."""
     if weight is None or not _are_many(weight, bias) or input.dim() != weight.dim():
         return NotImplemented
-    run = weight.run
+    team = weight.team
     if isinstance(input, Many) and worth_a_product(input.packed(), weight, padding, groups):
-        return Packed(pointwise(input.packed(), weight.stacked(), _flat(bias), stride), run)
+        return Packed(pointwise(input.packed(), weight.stacked(), _flat(bias), stride), team)
     if isinstance(input, Many) or groups > 1:
-        input, groups = _packed(input, run), groups * run.members
-    return Packed(function(input, _flat(weight), _flat(bias), stride, padding, dilation, groups), run)
+        input, groups = _packed(input, team), groups * team.members
+    return Packed(function(input, _flat(weight), _flat(bias), stride, padding, dilation, groups), team)
 
 
 def transposed_convolution(
@@ -84,26 +84,26 @@ def transposed_convolution(
     """Grouped, as `convolution`; a shared input is repeated."""
     if weight is None or not _are_many(weight, bias) or input.dim() != weight.dim():
         return NotImplemented
-    run, x = weight.run, _packed(input, weight.run)
-    groups *= run.members
-    return Packed(function(x, _flat(weight), _flat(bias), stride, padding, output_padding, groups, dilation), run)
+    team, x = weight.team, _packed(input, weight.team)
+    groups *= team.members
+    return Packed(function(x, _flat(weight), _flat(bias), stride, padding, output_padding, groups, dilation), team)
 
 
 def linear(function: Any, input: Value, weight: Any, bias: Any = None) -> Any:
     """One wide product for a shared input, a batched one for the members' own."""
     if not _are_many(weight, bias) or weight.dim() != 2:
         return NotImplemented
-    run = weight.run
+    team = weight.team
     if isinstance(input, Tensor):
         wide = function(input, _flat(weight), _flat(bias))
         if wide.dim() == 2:
-            return Packed(wide, run)
-        return Stacked(wide.unflatten(-1, (run.members, -1)).movedim(-2, 0), run)
+            return Packed(wide, team)
+        return Stacked(wide.unflatten(-1, (team.members, -1)).movedim(-2, 0), team)
     if input.dim() < 2:
         return NotImplemented
     x = input.stacked()
     rows = products(x.flatten(1, -2), weight.stacked(), None if bias is None else bias.stacked())
-    return Stacked(rows.view(*x.shape[:-1], rows.shape[-1]), run)
+    return Stacked(rows.view(*x.shape[:-1], rows.shape[-1]), team)
 
 
 def batch_norm(
@@ -120,8 +120,8 @@ def batch_norm(
     tensors = running_mean, running_var, weight, bias
     if not _are_many(*tensors):
         return NotImplemented
-    run = _run(input, *tensors)
-    return Packed(function(_packed(input, run), *map(_flat, tensors), *settings, **options), run)
+    team = _team(input, *tensors)
+    return Packed(function(_packed(input, team), *map(_flat, tensors), *settings, **options), team)
 
 
 def instance_norm(
@@ -145,8 +145,8 @@ def group_norm(
     """M times the groups."""
     if not _are_many(weight, bias):
         return NotImplemented
-    run = _run(input, weight, bias)
-    return Packed(function(_packed(input, run), run.members * num_groups, _flat(weight), _flat(bias), eps), run)
+    team = _team(input, weight, bias)
+    return Packed(function(_packed(input, team), team.members * num_groups, _flat(weight), _flat(bias), eps), team)
 
 
 def layer_norm(
@@ -160,21 +160,21 @@ def layer_norm(
     """Over the last dimensions, which stacking leaves alone."""
     if not _are_many(weight, bias):
         return NotImplemented
-    run = _run(input, weight, bias)
-    x = function(_stacked(input, run), normalized_shape, eps=eps)
-    shape = (run.members, *[1] * (x.dim() - 1 - len(normalized_shape)), *normalized_shape)
+    team = _team(input, weight, bias)
+    x = function(_stacked(input, team), normalized_shape, eps=eps)
+    shape = (team.members, *[1] * (x.dim() - 1 - len(normalized_shape)), *normalized_shape)
     x = x if weight is None else x * weight.stacked().view(shape)
-    return Stacked(x if bias is None else x + bias.stacked().view(shape), run)
+    return Stacked(x if bias is None else x + bias.stacked().view(shape), team)
 
 
 def prelu(function: Any, input: Value, weight: Any) -> Any:
     """Per channel; a slope for all channels becomes one for each."""
     if not isinstance(weight, Many) or input.dim() < 2:
         return NotImplemented
-    x, slopes = _packed(input, weight.run), weight.stacked()
+    x, slopes = _packed(input, weight.team), weight.stacked()
     if slopes.shape[1] == 1:
         slopes = slopes.expand(len(slopes), x.shape[1] // len(slopes))
-    return Packed(function(x, slopes.flatten(0, 1)), weight.run)
+    return Packed(function(x, slopes.flatten(0, 1)), weight.team)
 
 
 # -- others ------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def per_channel(function: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     """Pooling and the like: each channel by itself."""
     if not isinstance(input, Many) or input.dim() < 3 or kwargs.get("return_indices"):
         return NotImplemented
-    return Packed(function(input.packed(), *args, **kwargs), input.run)
+    return Packed(function(input.packed(), *args, **kwargs), input.team)
 
 
 def pad(function: Any, input: Any, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
@@ -214,7 +214,7 @@ def pad(function: Any, input: Any, pad: Sequence[int], mode: str = "constant", v
 
 def flatten(function: Any, input: Many, start_dim: int = 0, end_dim: int = -1) -> Any:
     """Features stay next to their member's."""
-    return NotImplemented if start_dim < 1 else Packed(function(input.packed(), start_dim, end_dim), input.run)
+    return NotImplemented if start_dim < 1 else Packed(function(input.packed(), start_dim, end_dim), input.team)
 
 
 def reshape(function: Any, input: Any, *shape: Any) -> Any:
@@ -222,7 +222,7 @@ def reshape(function: Any, input: Any, *shape: Any) -> Any:
     sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (list, tuple)) else shape
     if not isinstance(input, Packed) or len(sizes) != 2 or sizes[0] != len(input.tensor) or sizes[1] != -1:
         return NotImplemented
-    return Packed(input.tensor.reshape(len(input.tensor), -1), input.run)
+    return Packed(input.tensor.reshape(len(input.tensor), -1), input.team)
 
 
 def reduce(function: Any, input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -232,7 +232,7 @@ def reduce(function: Any, input: Any, dim: Any = None, *args: Any, **kwargs: Any
     dims = dim if isinstance(dim, (list, tuple)) else [dim]
     if min(each % input.dim() for each in dims) < 2:
         return NotImplemented
-    return Packed(function(input.tensor, dim, *args, **kwargs), input.run)
+    return Packed(function(input.tensor, dim, *args, **kwargs), input.team)
 
 
 def concatenate(function: Any, tensors: Any, dim: int = 0) -> Any:
@@ -242,9 +242,9 @@ def concatenate(function: Any, tensors: Any, dim: int = 0) -> Any:
         return NotImplemented
     if dim % values[0].dim() != 1:
         return NotImplemented
-    run = _run(*values)
-    parts = [_packed(value, run).unflatten(1, (run.members, -1)) for value in values]
-    return Packed(torch.cat(parts, 2).flatten(1, 2), run)
+    team = _team(*values)
+    parts = [_packed(value, team).unflatten(1, (team.members, -1)) for value in values]
+    return Packed(torch.cat(parts, 2).flatten(1, 2), team)
 
 
 def number(function: Any, input: Many) -> float:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from multitudes.core.at_once import at_once
 from multitudes.core.calling import InputError
 
-__all__ = ["RULES", "CannotPack", "Many", "Packed", "Run", "Stacked", "Value", "applied", "mapped"]
+__all__ = ["RULES", "CannotPack", "Many", "Packed", "Stacked", "Team", "Value", "applied", "mapped"]
 
 RULES: dict[Any, Callable[..., Any]] = {}
 """How torch's functions run for all members at once: `rule(function, *args, **kwargs)`, as the function, gives the
@@ -32,26 +32,26 @@ class CannotPack(InputError):
 
 
 @dataclass(eq=False)
-class Run:
+class Team:
     """The members that run together."""
 
     members: int
     gradients: bool = False
     """Whether gradients are recorded where the network is called."""
     mapped: set[str] = field(default_factory=set)
-    """Functions that have no rule, once they have run."""
+    """Functions that have no rule, once they have team."""
 
 
 class Many:
     """One value for each member; torch's functions and methods compute all of them."""
 
-    __slots__ = ("run", "tensor")
+    __slots__ = ("team", "tensor")
 
-    def __init__(self, tensor: Tensor, run: Run) -> None:
-        if run.gradients and not torch.is_grad_enabled():  # such as in an autograd function, which has its own
+    def __init__(self, tensor: Tensor, team: Team) -> None:
+        if team.gradients and not torch.is_grad_enabled():  # such as in an autograd function, which has its own
             raise CannotPack("its forward switches gradients off, which members that run packed cannot follow")
         self.tensor = tensor
-        self.run = run
+        self.team = team
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,7 +91,7 @@ class Many:
         raise NotImplementedError
 
     def like(self, tensor: Tensor) -> Many:
-        return type(self)(tensor, self.run)
+        return type(self)(tensor, self.team)
 
 
 class Packed(Many):
@@ -104,7 +104,7 @@ class Packed(Many):
 
     def stacked(self) -> Tensor:
         batch, channels, *rest = self.tensor.shape
-        return self.tensor.view(batch, self.run.members, channels // self.run.members, *rest).movedim(1, 0)
+        return self.tensor.view(batch, self.team.members, channels // self.team.members, *rest).movedim(1, 0)
 
     def packed(self) -> Tensor:
         return self.tensor
@@ -140,8 +140,8 @@ def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
         result = rule(function, *args, **kwargs)
         if result is not NotImplemented:
             return result
-    run = next(leaf.run for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Many))
-    return mapped(run, function, *args, **kwargs)
+    team = next(leaf.team for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Many))
+    return mapped(team, function, *args, **kwargs)
 
 
 @cache
@@ -154,21 +154,21 @@ def _fits(rule: Callable[..., Any], count: int, names: tuple[str, ...]) -> bool:
     return True
 
 
-def mapped(run: Run, function: Any, *args: Any, **kwargs: Any) -> Any:
+def mapped(team: Team, function: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a function under `vmap`, with random numbers of each member's own; what all members share stays shared."""
     name = getattr(function, "__name__", str(function))
     if not torch.compiler.is_compiling():
-        run.mapped.add(name)
+        team.mapped.add(name)
     if function is Tensor.view:  # members' values need not be contiguous
         function = Tensor.reshape
     leaves, structure = tree_flatten((args, kwargs))
     try:
-        with at_once(run.members) as members:
+        with at_once(team.members) as members:
             own = [members.own(leaf.stacked()) if isinstance(leaf, Many) else leaf for leaf in leaves]
             given, options = tree_unflatten(own, structure)
             results, form = tree_flatten(function(*given, **options))
             whole = [
-                Stacked(members.whole(each), run)
+                Stacked(members.whole(each), team)
                 if isinstance(each, Tensor) and _functorch.is_batchedtensor(each)
                 else each
                 for each in results

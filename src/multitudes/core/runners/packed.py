@@ -45,4 +45,4 @@ class PackedRunner:
 
     def all_steps_have_rules(self) -> bool:
         """Return whether runs in this mode used no slow function under `torch.vmap`."""
-        return not self.packed[self.networks.training][1].run.mapped
+        return not self.packed[self.networks.training][1].team.mapped
