@@ -13,7 +13,8 @@ from multitudes.core.views import may_write, same
 
 __all__ = ["attributes_restored", "writing_modules"]
 
-_REGISTRIES = frozenset(vars(nn.Module()))
+_PASSED = frozenset([*vars(nn.Module()), *FOUND_ANEW])
+_PASSED_RECURRENT = _PASSED.union(FLAT_WEIGHTS)
 _CONTAINERS = (list, dict, set)
 
 
@@ -54,5 +55,5 @@ def attributes_restored(writing: Sequence[tuple[str, nn.Module]]) -> Iterator[se
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    passed = {*_REGISTRIES, *FOUND_ANEW, *(FLAT_WEIGHTS if isinstance(module, nn.RNNBase) else ())}
+    passed = _PASSED_RECURRENT if isinstance(module, nn.RNNBase) else _PASSED
     return {key: value for key, value in vars(module).items() if key not in passed}

@@ -39,7 +39,8 @@ class PackedNetwork:
         self.draws = bool(drawing)
         self.watched = self.draws or any(map(_may_draw, network.modules()))
         for module in network.modules():
-            if (rule := LAYERS.get(type(module))) is not None:
+            rule = LAYERS.get(type(module))
+            if rule is not None and not getattr(module, "return_indices", False):
                 vars(module)["forward"] = partial(_by_rule, rule, module.forward)
             elif not self.watched and (rule := DROPOUTS.get(type(module))) is not None:
                 vars(module)["forward"] = partial(_dropped, module, rule, module.forward, self.team)
@@ -55,8 +56,9 @@ class PackedNetwork:
         own_draws = as_member(self.network, torch.arange(members), members) if self.draws else nullcontext()
         own_noise = _Noise(self.team) if self.watched else nullcontext()
         args, kwargs = split_call(self.network, x)
+        restored = attributes_restored(self.writing) if self.writing else nullcontext()
         try:
-            with own_noise, own_draws, attributes_restored(self.writing) as written:
+            with own_noise, own_draws, restored as written:
                 answer = self._prediction(self.network(*args, **kwargs))
         finally:
             for weight in self.weights.values():
@@ -103,7 +105,9 @@ def _dropped(
     layer: nn.Module, rule: Callable[..., Any], forward: Callable[[Any], Any], team: Team, value: Value
 ) -> Any:
     """Members draw their own noise, also on a value that they share."""
-    if layer.training and isinstance(value, Tensor):
+    if not layer.training:
+        return value
+    if isinstance(value, Tensor):
         value = Stacked(value.expand(team.members, *value.shape), team)
     return _by_rule(rule, forward, value)
 
@@ -135,5 +139,5 @@ def _numbers(own: Callable[..., Any], team: Team, shape: Sequence[int], like: An
 
 def _may_draw(module: nn.Module) -> bool:
     """Return whether a module's own code may draw: the user's, or a layer of torch's that has no rule here."""
-    foreign = not type(module).__module__.startswith(("torch.nn.", "multitudes."))
+    foreign = not type(module).__module__.startswith(("torch.nn.", "multitudes.models.", "multitudes.core."))
     return foreign or (isinstance(module, (nn.modules.dropout._DropoutNd, nn.RReLU)) and type(module) not in DROPOUTS)

@@ -35,7 +35,7 @@ def plain_convolutions() -> Iterator[None]:
 
 
 def worth_a_product(x: Tensor, weight: Any, padding: Any, groups: int) -> bool:
-    """Whether a convolution of packed `x` is one that `pointwise` runs faster than cuDNN."""
+    """Return whether `pointwise` runs a convolution of packed `x` faster than cuDNN."""
     return (
         x.is_cuda
         and not _plain

@@ -208,7 +208,7 @@ def per_channel(function: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def pad(function: Any, input: Any, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
-    """Of what is beside channels."""
+    """Spatial dimensions only."""
     return NotImplemented if len(pad) > 2 * (input.dim() - 2) else per_channel(function, input, pad, mode, value)
 
 
@@ -303,8 +303,8 @@ LAYERS: dict[type, Callable[..., Any]] = {
         elementwise,
     ),
     **dict.fromkeys(
-        (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
-         nn.LPPool1d, nn.LPPool2d, nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d),
+        (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d,
+         nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.LPPool1d, nn.LPPool2d, nn.Upsample),
         per_channel,
     ),
 }  # fmt: skip

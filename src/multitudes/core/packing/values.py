@@ -37,7 +37,7 @@ class Team:
 
     members: int
     gradients: bool = False
-    """Whether gradients are recorded where the network is called."""
+    """True where gradients are recorded."""
     mapped: set[str] = field(default_factory=set)
     """Functions that have no rule, once they have team."""
 
