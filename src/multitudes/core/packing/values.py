@@ -45,7 +45,7 @@ class Team:
 class Many:
     """One value for each member; torch's functions and methods compute all of them."""
 
-    __slots__ = ("team", "tensor")
+    __slots__ = ("__weakref__", "team", "tensor")
 
     def __init__(self, tensor: Tensor, team: Team) -> None:
         if team.gradients and not torch.is_grad_enabled():  # such as in an autograd function, which has its own
