@@ -83,13 +83,12 @@ def _difference_of_gradients(network: nn.Module, x: Input, fast: Runner, plain: 
             real = torch.view_as_real(predictions).sum(-1) if predictions.is_complex() else predictions
             return list(torch.autograd.grad((real * weights).sum(), list(trained.values()), allow_unused=True))
 
-    want = of(plain)
     try:
-        got = of(fast)
+        want, got = of(plain), of(fast)
     except torch.OutOfMemoryError:
         raise
     except FAILURES as error:
-        return f"its gradients fail: {(str(error) or type(error).__name__).splitlines()[0]}"
+        return f"its gradients cannot be compared: {(str(error) or type(error).__name__).splitlines()[0]}"
     half = any(is_half(one) for one in want if one is not None)
     steepest = max((_largest(one) for one in want if one is not None), default=0.0)
     for name, one, other in zip(trained, got, want, strict=True):
