@@ -125,7 +125,7 @@ class Volume(nn.Module):
 
 
 class Branches(nn.Module):
-    """Control flow on values: no trace, no vmap."""
+    """Control flow on values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class Reused(nn.Module):
 
 
 class Aliased(nn.Module):
-    """What a trace easily gets wrong: aliases written in place, optional arguments, questions about types."""
+    """What is easily got wrong: aliases written in place, optional arguments, questions about types."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,16 +202,19 @@ class Aliased(nn.Module):
 
 
 class Asks(nn.Module):
+    """Asks for the type of a value, which stands for all members'."""
+
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(6, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x) if isinstance(x, Tensor) else self.fc(x) * 2.0
+        x = self.fc(x)
+        return x if isinstance(x, Tensor) else x * 2.0
 
 
 class Written(nn.Module):
-    """Assigns to a part of a tensor, which no trace can follow."""
+    """Assigns to a part of a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,6 +255,6 @@ HARD = {
     "one_layer": (lambda: nn.Conv2d(3, 4, 1), (3, 8, 8)),
 }
 MAY_REFUSE = {
-    ("branches", "packed"), ("branches", "vmapped"), ("written", "packed"), ("cumulative", "vmapped"),
+    ("branches", "packed"), ("branches", "vmapped"), ("cumulative", "vmapped"),
     ("lstm", "packed"), ("lstm", "vmapped"), ("asks", "packed"),
 }  # fmt: skip

@@ -175,8 +175,10 @@ def test_hooks_that_are_added_later_fire_when_packed() -> None:
 
 def test_a_network_whose_gradients_are_switched_off_inside_is_not_packed() -> None:
     net = mt.deep_ensemble(NoGradient(), members=2, seed=0)
-    with pytest.raises(ValueError, match="switches gradients"):
-        net.runner = "packed"
+    net.runner = "packed"
+    for training in (True, False):
+        with pytest.raises(ValueError, match="switches gradients"):
+            net.train(training)(torch.randn(6, 4))
 
 
 # -- the batch elsewhere -----------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ RUNNERS = ("loop", "packed", "vmapped")
 EVERY_NETWORK = pytest.mark.parametrize("network", list(NETWORKS))
 EVERY_WAY = pytest.mark.parametrize(
     ("network", "runner"),
-    [(name, runner) for name in NETWORKS for runner in RUNNERS if (name, runner) != ("hugging_face", "packed")],
+    [(name, runner) for name in NETWORKS for runner in RUNNERS],
 )
 
 
@@ -253,12 +253,6 @@ def test_runners_are_named() -> None:
     net = mt.fuse(trained("cnn"))
     with pytest.raises(ValueError, match="runner must be one of auto, loop, packed, vmapped, got 'fast'"):
         net.runner = "fast"
-
-
-def test_a_network_that_cannot_be_traced_is_not_packed() -> None:
-    net = mt.fuse(trained("hugging_face"))
-    with pytest.raises(ValueError, match="runner 'packed' cannot run this network: it cannot be traced"):
-        net.runner = "packed"
 
 
 def test_the_fused_networks_are_left_as_they_were() -> None:

@@ -284,7 +284,7 @@ def test_ensembles_of_every_architecture_are_right(method: str, build: Build, sh
     assert net(x).shape == (2, *model(x).shape)
     mt.check(net, x)  # by every runner; deep ensembles of all architectures run packed
     if method == "deep_ensemble":
-        net.runner = "packed"  # which is refused where a network cannot be traced
+        net.runner = "packed"
         assert net.eval()(x).shape == (2, *model(x).shape)
 
 

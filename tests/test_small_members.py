@@ -175,7 +175,7 @@ def test_what_code_writes_is_written_once_for_each_call() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_trace_that_is_wrong_is_not_used() -> None:
+def test_a_packed_network_that_is_wrong_is_not_used() -> None:
     build, shape = HARD["asks"]
     net = several(build)
     x = torch.randn(3, *shape)

@@ -42,7 +42,7 @@ def of_one_architecture(networks: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def stackable(tensor: Tensor) -> bool:
-    """Whether members' tensors can be stacked; sparse and quantized ones cannot."""
+    """Return whether members' tensors can be stacked; sparse and quantized ones cannot."""
     return tensor.layout is torch.strided and not tensor.is_quantized
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,20 +11,25 @@ from torch import nn
 from multitudes.core.settings import FLAT_WEIGHTS, FOUND_ANEW
 from multitudes.core.views import may_write, same
 
-__all__ = ["attributes_restored"]
+__all__ = ["attributes_restored", "writing_modules"]
 
-_REGISTRIES = frozenset(vars(nn.Module()))
+_PASSED = frozenset([*vars(nn.Module()), *FOUND_ANEW])
+_PASSED_RECURRENT = _PASSED.union(FLAT_WEIGHTS)
 _CONTAINERS = (list, dict, set)
 
 
-@contextmanager
-def attributes_restored(network: nn.Module) -> Iterator[set[tuple[str, str]]]:
-    """Restore the attributes of a network's modules afterwards; yield the names of those that were written.
+def writing_modules(network: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules, by name, whose code may write attributes: of the user's own classes, or with hooks."""
+    return [(path, module) for path, module in network.named_modules() if may_write(module)]
 
-    Only modules of the user's own classes, or with hooks, are looked at: torch's layers write buffers alone. A list, a
-    dictionary or a set gets its items back as well.
+
+@contextmanager
+def attributes_restored(writing: Sequence[tuple[str, nn.Module]]) -> Iterator[set[tuple[str, str]]]:
+    """Restore the attributes of modules afterwards; yield the names, of module and attribute, that were written.
+
+    A list, a dictionary or a set gets its items back as well.
     """
-    modules = [(path, module, _attributes(module)) for path, module in network.named_modules() if may_write(module)]
+    modules = [(path, module, _attributes(module)) for path, module in writing]
     contents = [
         (path, key, value, value.copy())
         for path, _, before in modules
@@ -50,5 +55,5 @@ def attributes_restored(network: nn.Module) -> Iterator[set[tuple[str, str]]]:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    passed = {*_REGISTRIES, *FOUND_ANEW, *(FLAT_WEIGHTS if isinstance(module, nn.RNNBase) else ())}
+    passed = _PASSED_RECURRENT if isinstance(module, nn.RNNBase) else _PASSED
     return {key: value for key, value in vars(module).items() if key not in passed}

@@ -1,4 +1,4 @@
-"""Calling any network: what it is called with, what it answers, and what is said when the two do not fit."""
+"""Call any network: its arguments, its answer, and the errors where they do not fit."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 Input = Tensor | tuple[Any, ...] | Mapping[str, Any]
-"""What a network is called with: one tensor, its positional arguments, or its keyword arguments."""
+"""The arguments of a network: one tensor, its positional arguments, or its keyword arguments."""
 
 
 class InputError(ValueError):
-    """What is wrong with an input or an argument, in a sentence of the library's own, which passes as it is."""
+    """A wrong input or argument, described by the library itself; passed on as it is."""
 
 
 def split_call(network: nn.Module, x: Input) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -32,7 +32,7 @@ def split_call(network: nn.Module, x: Input) -> tuple[tuple[Any, ...], dict[str,
 
 
 def _takes_whole(network: nn.Module, x: Mapping[str, Any]) -> bool:
-    """Whether a network's forward takes a mapping as one argument, and not its entries as keywords."""
+    """Return whether a network's forward takes a mapping as one argument, and not its entries as keywords."""
     if torch.compiler.is_compiling():
         return False
     signature = inspect.signature(network.forward)
@@ -128,7 +128,7 @@ def prediction_in(answer: Any, network: nn.Module) -> Tensor:
 
 
 def part_of(answer: Any, output: Output) -> Any:
-    """The part of a network's answer that was chosen; an error where it is not there.
+    """Return the chosen part of a network's answer; raise an error where it is missing.
 
     A tensor alone is its own logits, as of networks that answer with more in training; it has no other part.
     """
@@ -167,7 +167,7 @@ def _parts(answer: Any) -> str:
 
 
 def tile(x: Input, times: int) -> Input:
-    """The batch `times` times over, `[B, ...] -> [times*B, ...]`."""
+    """Repeat the batch, `[B, ...] -> [times*B, ...]`."""
     return mapped(lambda t: t.repeat(times, *[1] * (t.dim() - 1)) if t.dim() else t, x)
 
 
@@ -178,7 +178,7 @@ def rows(x: Input, index: Tensor) -> Input:
 
 
 def mapped(function: Callable[[Tensor], Tensor], x: Any) -> Any:
-    """A function of every tensor in an input, however deep it lies."""
+    """Apply a function to every tensor in an input, at any depth."""
     if isinstance(x, Tensor):
         return function(x)
     if isinstance(x, Mapping):
@@ -189,11 +189,11 @@ def mapped(function: Callable[[Tensor], Tensor], x: Any) -> Any:
 
 
 LABELS = ("label", "labels")
-"""What Hugging Face's batches call their targets."""
+"""The names of targets in Hugging Face's batches."""
 
 
 def split_batch(batch: Any) -> tuple[Input, Tensor | None]:
-    """What a network is called with, and the targets, of a batch of data.
+    """Split a batch of data into the arguments of a network and the targets.
 
     A batch is an input, or a tuple or list that starts with one; or a mapping of keyword arguments, labels among them.
     """
@@ -232,12 +232,12 @@ def weight_in(batch: Any, y: Tensor, what: str) -> Tensor | None:
 
 
 def moved(x: Any, device: torch.device | str | None) -> Any:
-    """An input on another device."""
+    """Move an input to another device."""
     return mapped(lambda tensor: tensor.to(device), x)
 
 
 def tensors_in(x: Any) -> list[Tensor]:
-    """The tensors that a network is called with, however deep they lie."""
+    """The tensors in an input, at any depth."""
     if isinstance(x, Tensor):
         return [x]
     held = x.values() if isinstance(x, Mapping) else x
@@ -246,7 +246,7 @@ def tensors_in(x: Any) -> list[Tensor]:
 
 
 def versions(x: Input) -> list[int]:
-    """How often the tensors of an input were written in place; those of inference mode do not tell."""
+    """Count the writes in place to each tensor of an input; 0 in inference mode, which does not count them."""
     tensors = [x] if isinstance(x, Tensor) else tensors_in(x)
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 

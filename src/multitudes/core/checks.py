@@ -1,4 +1,4 @@
-"""What arguments must be, and which packages must be there: one sentence where they are not."""
+"""Checks of arguments and of optional packages, with an error of one sentence."""
 
 from __future__ import annotations
 

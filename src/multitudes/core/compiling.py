@@ -1,4 +1,4 @@
-"""What no compiler shall look into, without importing the compiler."""
+"""Keep a function out of compiled graphs, without importing the compiler."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class NumbersDrawn(Overlapping, TorchDispatchMode):
 
 
 def _draws(function: Any, args: Any, kwargs: Any) -> bool:
-    """Whether one of torch's operations draws from torch's own state.
+    """Return whether one of torch's operations draws from torch's own state.
 
     Attention and recurrence do where they drop something, and others where they have no generator.
     """

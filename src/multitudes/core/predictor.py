@@ -1,4 +1,4 @@
-"""What predicts: multitudes, plain networks, calibrated networks, streams; every verb takes them alike."""
+"""One interface for everything that predicts: multitudes, plain networks, calibrated networks, streams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Predictor", "PredictorModule", "multitude_of", "predicted", "predict
 
 
 class Predictor(Protocol):
-    """What `predict`, `evaluate` and `temporal` ask of what they are given."""
+    """The interface that `predict`, `evaluate` and `temporal` need."""
 
     @property
     def predict(self) -> Callable[..., Predictive]:
@@ -29,14 +29,14 @@ class PredictorModule(nn.Module):
 
 
 def predictor(net: Any) -> Predictor:
-    """What has a `predict` as it is, and a plain network as a multitude of one member."""
+    """Return an object with `predict` as it is, and a plain network as a multitude of one member."""
     if callable(getattr(net, "predict", None)):
         return net
     return multitude_of(net)
 
 
 def predicted(net: Predictor, x: Any, **options: Any) -> Predictive:
-    """What `net` predicts of a batch; an error where its `predict` gives something else."""
+    """Predict a batch; raise an error where `net.predict` gives something else than a `Predictive`."""
     found = net.predict(x, **options)
     if not isinstance(found, Predictive):
         kind = type(found).__name__

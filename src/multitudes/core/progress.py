@@ -1,4 +1,4 @@
-"""Long work says how far it is: `ProgressBar`."""
+"""The progress of long work: `ProgressBar`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ProgressBar:
         self.width = 0
 
     def update(self, done: int) -> None:
-        """Say that `done` of them are done, ten times a second at most."""
+        """Show that `done` of them are done, ten times a second at most."""
         now = time.monotonic()
         if not self.shown or now < self.next_draw:
             return

@@ -31,6 +31,6 @@ class QuickDropout(nn.Dropout):
 
 
 def _watched(x: Tensor) -> bool:
-    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if torch.compiler.is_compiling() or torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         return True
-    return torch._C._len_torch_function_stack() > 0 or torch._C._len_torch_dispatch_stack() > 0
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)

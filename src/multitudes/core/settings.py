@@ -24,7 +24,7 @@ _DEPTH = 4
 """How deep settings are read: `self.config.layers[0].gain`."""
 
 FOUND_ANEW = ("_output_capturing_hooks_installed", "_is_hf_initialized", "_weight_conversions")
-"""What Hugging Face's models remember of hooks that they install when they first need them, and of being made."""
+"""Caches of Hugging Face's models."""
 
 FLAT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
 """A recurrent layer's list of its parameters, which it makes anew by itself where these are others."""
@@ -112,7 +112,7 @@ def described(value: Any, depth: int = _DEPTH) -> str:
 
 
 def _code(function: Any, depth: int) -> str:
-    """What tells functions apart whose names do not: `{3.11:0a1b2c3d}`, and what they have closed over."""
+    """A digest of a lambda's or local function's code, `{3.11:0a1b2c3d}`, and its closed-over values."""
     name = getattr(function, "__qualname__", "")
     if not isinstance(function, FunctionType) or not ("<lambda>" in name or "<locals>" in name):
         return ""

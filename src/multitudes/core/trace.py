@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from multitudes.core.architecture import equal
-from multitudes.core.attributes import attributes_restored
+from multitudes.core.attributes import attributes_restored, writing_modules
 from multitudes.core.calling import Input, call, input_errors, mapped, tensors_in
 from multitudes.core.dispatching import NumbersDrawn, Overlapping
 from multitudes.core.draws.stochastic import expecting
@@ -384,12 +384,12 @@ def observing(*networks: nn.Module) -> Iterator[None]:
 @contextmanager
 def unmoved(network: nn.Module, x: Input, trace: Trace | None = None) -> Iterator[None]:
     """Leave buffers, attributes, modes and random states as they were; note in a trace which of them were written."""
-    trace = trace or Trace()
+    trace = Trace() if trace is None else trace
     modules = [(path, module, dict(module._buffers), module.training) for path, module in network.named_modules()]
     values = [(name, buffer, buffer.clone()) for name, buffer in network.named_buffers()]
     states, others, torchs = torch_states(x), python_states(), NumbersDrawn()
     try:
-        with attributes_restored(network) as attributes, torchs:
+        with attributes_restored(writing_modules(network)) as attributes, torchs:
             yield
     finally:
         for path, module, buffers, training in modules:
@@ -404,6 +404,8 @@ def unmoved(network: nn.Module, x: Input, trace: Trace | None = None) -> Iterato
                 trace.buffers.add(name)
                 buffer.copy_(before)
         trace.attributes.update(_joined(*place) for place in attributes)
+        if any(get() != state for get, _, state in others):
+            trace.unknown_random[""] = None
         for _, put, state in [*(states if torchs.seen else []), *others]:  # else other threads may have moved torch's
             put(state)
 

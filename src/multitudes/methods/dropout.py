@@ -50,8 +50,6 @@ from multitudes.surgery.observe import cheap_example, example_for
 class Dropout(Stochastic):
     """Zeroes activations with probability `p`, each on its own or whole channels, and scales up the rest."""
 
-    channelwise = True
-
     def __init__(self, p: float, channels: bool = False) -> None:
         super().__init__()
         self.p = p

@@ -49,8 +49,6 @@ class Prob(nn.Module):
     tensor([ 0.0000, 0.9967, 10.0000])
     """
 
-    traceable = True
-
     def __init__(self, kind: str = "tanh", tau: float = 10.0) -> None:
         super().__init__()
         check_choice("prob", kind, PROBS)
@@ -88,8 +86,6 @@ class Blur(nn.Module):
               [1., 2., 1.]]]])
     """
 
-    traceable = True
-
     def __init__(self, kernel: Sequence[int] = (1, 1), growing: bool = False) -> None:
         super().__init__()
         self.kernel = tuple(kernel) if isinstance(kernel, Sequence) else kernel
@@ -116,8 +112,6 @@ class Smooth(nn.Module):
 
     `[B, C, H, W] -> [B, C, H, W]`, and a little larger where it is `growing` (see `Blur`).
     """
-
-    traceable = True
 
     def __init__(
         self, kernel: Sequence[int] = (1, 1), prob: str = "tanh", tau: float = 10.0, growing: bool = False

@@ -18,7 +18,7 @@ from multitudes.core.multitude import Multitude
 from multitudes.core.tasks.predictive import Predictive
 from multitudes.data.columns import Column
 from multitudes.data.tables import TableEncoder
-from multitudes.evaluation.calibrate import Calibration, helpful_scaling
+from multitudes.evaluation.calibrate import Calibration
 from multitudes.evaluation.conformal import Conformal
 from multitudes.sklearn.inputs import encoded
 

@@ -28,7 +28,6 @@ class Inserted(nn.Sequential):
     know. Only initialisers find that layer by themselves, among the children.
     """
 
-    traceable = True
     wraps = "layer"
 
     def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:

@@ -22,9 +22,7 @@ class Stochastic(nn.Module):
     It computes one draw for one batch and does not depend on how many there are. A subclass's `forward` takes its
     random numbers from `self.normal` and `self.uniform`; where `self.expects` is true, it computes with expectations
     instead. `noise` is the kind of noise: `"rows"`, other noise for each row of the batch; `"weights"`, weights for the
-    whole batch; `"network"`, all the weights of a network, so that two draws share no computation. A layer without
-    weights that treats all channels in the same way may set `channelwise`: then the channels of several networks can
-    go through it side by side.
+    whole batch; `"network"`, all the weights of a network, so that two draws share no computation.
 
     >>> class Jitter(Stochastic):
     ...     def forward(self, x: Tensor) -> Tensor:
@@ -32,7 +30,6 @@ class Stochastic(nn.Module):
     """
 
     noise = "rows"
-    channelwise = False
     expects = False
     draw: Draw | None = None
 

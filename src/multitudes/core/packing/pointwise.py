@@ -34,26 +34,26 @@ def plain_convolutions() -> Iterator[None]:
         _plain = before
 
 
-def worth_a_product(layer: Any, x: Tensor) -> bool:
-    """Whether a convolution of packed `x` is one that `pointwise` runs faster than cuDNN."""
+def worth_a_product(x: Tensor, weight: Any, padding: Any, groups: int) -> bool:
+    """Return whether `pointwise` runs a convolution of packed `x` faster than cuDNN."""
     return (
         x.is_cuda
         and not _plain
-        and x.dim() == 4
-        and layer.kernel_size == (1, 1)
-        and layer.padding in ((0, 0), "valid")
-        and layer.groups == 1
+        and weight.shape[2:] == (1, 1)
+        and padding in (0, (0, 0), "valid")
+        and groups == 1
         and x.is_contiguous(memory_format=torch.channels_last)
     )
 
 
-def pointwise(x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, int]) -> Tensor:
+def pointwise(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any) -> Tensor:
     """1x1 convolution of `[B, M*I, H, W]` by the members' `[M, O, I, 1, 1]`: `[B, M*O, H', W']`."""
     members, outputs, inputs = weight.shape[:3]
     half = _computing_dtype(x) in (torch.bfloat16, torch.float16)
     if half and members * inputs * outputs / (inputs + outputs) < DENSE_BELOW:
         return F.conv2d(x, block_diagonal(weight), bias, stride)
-    x = x[:, :, :: stride[0], :: stride[1]]
+    down, right = (stride, stride) if isinstance(stride, int) else stride
+    x = x[:, :, ::down, ::right]
     batch, _, height, width = x.shape
     rows = x.permute(0, 2, 3, 1).reshape(-1, members, inputs).transpose(0, 1)
     product = torch.bmm(rows, weight.flatten(2).mT).transpose(0, 1)

@@ -1,15 +1,12 @@
-"""How each kind of layer and function runs on packed channels, `[B, M*C, ...]`.
+"""How torch's functions run on packed channels, `[B, M*C, ...]`.
 
-A rule takes a layer (or function) and a value and gives the result for all members at once, or
-`NotImplemented`, and then the step runs under `torch.vmap` instead. Layers' weights are stacked, `[M, ...]`,
-and are used as views.
+A rule takes what the function takes, and gives the result for all members at once, or `NotImplemented`, and then the
+function runs under `torch.vmap` instead. Weights are stacked, `[M, ...]`, and are used as views.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,247 +15,287 @@ from torch import Tensor, nn
 
 from multitudes.core.at_once import products
 from multitudes.core.packing.pointwise import pointwise, worth_a_product
-from multitudes.core.packing.values import Many, Packed, Stacked, Value, as_packed, as_stacked, rank_of
+from multitudes.core.packing.values import RULES, CannotPack, Many, Packed, Stacked, Team, Value
 from multitudes.core.quick_dropout import QuickDropout
 
+__all__ = ["DROPOUTS", "LAYERS"]
 
-def _flat(tensor: Tensor | None) -> Any:
+Weight = Many | None
+
+
+def _team(*values: Any) -> Team:
+    return next(value.team for value in values if isinstance(value, Many))
+
+
+def _are_many(*weights: Any) -> bool:
+    return all(weight is None or isinstance(weight, Many) for weight in weights)
+
+
+def _flat(weight: Weight) -> Any:
     """Stacked weights `[M, C, ...]` as those of one wide layer, `[M*C, ...]`, a view."""
-    return None if tensor is None else tensor.flatten(0, 1)
+    return None if weight is None else weight.stacked().flatten(0, 1)
 
 
-# -- layers ------------------------------------------------------------------------------------------------
+def _packed(value: Value, team: Team) -> Tensor:
+    """`[B, M*C, ...]`; a shared value is repeated."""
+    return value.packed() if isinstance(value, Many) else value.repeat(1, team.members, *[1] * (value.dim() - 2))
 
 
-def convolution(layer: Any, value: Value, members: int) -> Any:
+def _stacked(value: Value, team: Team) -> Tensor:
+    """`[M, B, ...]`; a shared value is expanded."""
+    return value.stacked() if isinstance(value, Many) else value.expand(team.members, *value.shape)
+
+
+# -- layers with weights -----------------------------------------------------------------------------------
+
+
+def convolution(
+    function: Any,
+    input: Value,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
     """A shared input needs one plain convolution; after that, grouped ones."""
-    spatial = len(layer.kernel_size)
-    if rank_of(value) != spatial + 2:
+    if weight is None or not _are_many(weight, bias) or input.dim() != weight.dim():
         return NotImplemented
-    shared = isinstance(value, Tensor)
-    x = value.packed() if isinstance(value, Many) else value
-    weight, bias = _flat(layer.weight), _flat(layer.bias)
-    if not shared and worth_a_product(layer, x):
-        return Packed(pointwise(x, layer.weight, bias, layer.stride), members)
-    padding = layer.padding
-    if layer.padding_mode != "zeros":
-        x, padding = F.pad(x, layer._reversed_padding_repeated_twice, mode=layer.padding_mode), 0
-    groups = layer.groups if shared else layer.groups * members
-    if shared and layer.groups > 1:
-        x, groups = as_packed(x, members), layer.groups * members
-    run = (F.conv1d, F.conv2d, F.conv3d)[spatial - 1]
-    return Packed(run(x, weight, bias, layer.stride, padding, layer.dilation, groups), members)
+    team = weight.team
+    if isinstance(input, Many) and worth_a_product(input.packed(), weight, padding, groups):
+        return Packed(pointwise(input.packed(), weight.stacked(), _flat(bias), stride), team)
+    if isinstance(input, Many) or groups > 1:
+        input, groups = _packed(input, team), groups * team.members
+    return Packed(function(input, _flat(weight), _flat(bias), stride, padding, dilation, groups), team)
 
 
-def transposed_convolution(layer: Any, value: Value, members: int) -> Any:
+def transposed_convolution(
+    function: Any,
+    input: Value,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Any:
     """Grouped, as `convolution`; a shared input is repeated."""
-    x = as_packed(value, members)
-    spatial = len(layer.kernel_size)
-    run = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[spatial - 1]
-    groups = layer.groups * members
-    weight, bias = _flat(layer.weight), _flat(layer.bias)
-    return Packed(
-        run(x, weight, bias, layer.stride, layer.padding, layer.output_padding, groups, layer.dilation),
-        members,
-    )
+    if weight is None or not _are_many(weight, bias) or input.dim() != weight.dim():
+        return NotImplemented
+    team, x = weight.team, _packed(input, weight.team)
+    groups *= team.members
+    return Packed(function(x, _flat(weight), _flat(bias), stride, padding, output_padding, groups, dilation), team)
 
 
-def linear(layer: Any, value: Value, members: int) -> Many:
+def linear(function: Any, input: Value, weight: Any, bias: Any = None) -> Any:
     """One wide product for a shared input, a batched one for the members' own."""
-    return _linear(value, layer.weight, layer.bias, members)
-
-
-def _linear(value: Value, weight: Tensor, bias: Tensor | None, members: int) -> Many:
-    if isinstance(value, Tensor):
-        wide = F.linear(value, weight.flatten(0, 1), _flat(bias))
+    if not _are_many(weight, bias) or weight.dim() != 2:
+        return NotImplemented
+    team = weight.team
+    if isinstance(input, Tensor):
+        wide = function(input, _flat(weight), _flat(bias))
         if wide.dim() == 2:
-            return Packed(wide, members)
-        return Stacked(wide.unflatten(-1, (members, -1)).movedim(-2, 0), members)
-    x = value.stacked()
-    return Stacked(products(x.flatten(1, -2), weight, bias).unflatten(1, x.shape[1:-1]), members)
+            return Packed(wide, team)
+        return Stacked(wide.unflatten(-1, (team.members, -1)).movedim(-2, 0), team)
+    if input.dim() < 2:
+        return NotImplemented
+    x = input.stacked()
+    rows = products(x.flatten(1, -2), weight.stacked(), None if bias is None else bias.stacked())
+    return Stacked(rows.view(*x.shape[:-1], rows.shape[-1]), team)
 
 
-def batch_norm(layer: Any, value: Value, members: int) -> Packed:
+def batch_norm(
+    function: Any,
+    input: Value,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    *settings: Any,
+    **options: Any,
+) -> Any:
     """Per channel, so the members' channels are only more channels."""
-    x = as_packed(value, members)
-    use_batch = layer.training or layer.running_mean is None
-    momentum = layer.momentum
-    if layer.training and layer.num_batches_tracked is not None:
-        layer.num_batches_tracked.add_(1)
-        if momentum is None:
-            momentum = 1.0 / float(layer.num_batches_tracked[0])
-    tracked = not layer.training or layer.track_running_stats
-    mean, variance = (_flat(layer.running_mean), _flat(layer.running_var)) if tracked else (None, None)
-    weight, bias = _flat(layer.weight), _flat(layer.bias)
-    return Packed(F.batch_norm(x, mean, variance, weight, bias, use_batch, momentum or 0.0, layer.eps), members)
+    tensors = running_mean, running_var, weight, bias
+    if not _are_many(*tensors):
+        return NotImplemented
+    team = _team(input, *tensors)
+    return Packed(function(_packed(input, team), *map(_flat, tensors), *settings, **options), team)
 
 
-def instance_norm(layer: Any, value: Value, members: int, rank: int) -> Any:
+def instance_norm(
+    function: Any,
+    input: Value,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    **options: Any,
+) -> Any:
     """Per channel and input."""
-    x = as_packed(value, members)
-    if x.dim() != rank:
+    if input.dim() < 3:
         return NotImplemented
-    use_input = layer.training or not layer.track_running_stats
-    stats = _flat(layer.running_mean), _flat(layer.running_var)
-    weight, bias = _flat(layer.weight), _flat(layer.bias)
-    return Packed(F.instance_norm(x, *stats, weight, bias, use_input, layer.momentum or 0.0, layer.eps), members)
+    return batch_norm(function, input, running_mean, running_var, weight, bias, **options)
 
 
-def group_norm(layer: Any, value: Value, members: int) -> Packed:
+def group_norm(
+    function: Any, input: Value, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Any:
     """M times the groups."""
-    weight, bias = _flat(layer.weight), _flat(layer.bias)
-    x = as_packed(value, members)
-    return Packed(F.group_norm(x, members * layer.num_groups, weight, bias, layer.eps), members)
+    if not _are_many(weight, bias):
+        return NotImplemented
+    team = _team(input, weight, bias)
+    return Packed(function(_packed(input, team), team.members * num_groups, _flat(weight), _flat(bias), eps), team)
 
 
-def layer_norm(layer: Any, value: Value, members: int) -> Stacked:
+def layer_norm(
+    function: Any,
+    input: Value,
+    normalized_shape: Sequence[int],
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+) -> Any:
     """Over the last dimensions, which stacking leaves alone."""
-    x = as_stacked(value, members)
-    x = F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
-    shape = (members, *[1] * (x.dim() - 1 - len(layer.normalized_shape)), *layer.normalized_shape)
-    if layer.weight is not None:
-        x = x * layer.weight.view(shape)
-    if layer.bias is not None:
-        x = x + layer.bias.view(shape)
-    return Stacked(x, members)
+    if not _are_many(weight, bias):
+        return NotImplemented
+    team = _team(input, weight, bias)
+    x = function(_stacked(input, team), normalized_shape, eps=eps)
+    shape = (team.members, *[1] * (x.dim() - 1 - len(normalized_shape)), *normalized_shape)
+    x = x if weight is None else x * weight.stacked().view(shape)
+    return Stacked(x if bias is None else x + bias.stacked().view(shape), team)
 
 
-def prelu(layer: Any, value: Value, members: int) -> Any:
+def prelu(function: Any, input: Value, weight: Any) -> Any:
     """Per channel; a slope for all channels becomes one for each."""
-    x = as_packed(value, members)
-    slopes = layer.weight
+    if not isinstance(weight, Many) or input.dim() < 2:
+        return NotImplemented
+    x, slopes = _packed(input, weight.team), weight.stacked()
     if slopes.shape[1] == 1:
-        slopes = slopes.expand(members, x.shape[1] // members)
-    return Packed(F.prelu(x, slopes.flatten(0, 1)), members)
+        slopes = slopes.expand(len(slopes), x.shape[1] // len(slopes))
+    return Packed(function(x, slopes.flatten(0, 1)), weight.team)
 
 
-def elementwise(layer: nn.Module, value: Value, members: int) -> Value:
-    """In whatever way the values lie."""
-    return value.like(layer(value.tensor)) if isinstance(value, Many) else layer(value)
+# -- others ------------------------------------------------------------------------------------------------
 
 
-def per_channel(layer: nn.Module, value: Value, members: int) -> Any:
-    """Pooling and the like: each channel by itself."""
-    if getattr(layer, "return_indices", False):
-        return NotImplemented
-    return Packed(layer(value.packed()), members) if isinstance(value, Many) else layer(value)
-
-
-def dropout(layer: nn.Module, value: Value, members: int) -> Value:
-    """Members draw their own noise, also on a shared input."""
-    if not layer.training:
-        return value
-    return (
-        value.like(layer(value.tensor))
-        if isinstance(value, Many)
-        else Stacked(layer(as_stacked(value, members)), members)
-    )
-
-
-def channel_dropout(layer: nn.Module, value: Value, members: int) -> Any:
-    """Whole channels, each member's its own."""
-    if not layer.training:
-        return value
-    return Packed(layer(as_packed(value, members)), members) if rank_of(value) >= 3 else NotImplemented
-
-
-def flatten(layer: Any, value: Value, members: int) -> Any:
-    """Features stay next to their member's."""
-    if isinstance(value, Tensor):
-        return layer(value)
-    return Packed(layer(value.packed()), members) if layer.start_dim >= 1 else NotImplemented
-
-
-# -- functions and methods: rule(function, members, *args, **kwargs) ---------------------------------------
-
-
-def pointwise_function(function: Callable[..., Any], members: int, x: Any, *args: Any, **kwargs: Any) -> Any:
+def elementwise(function: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     """One value at a time."""
-    if not isinstance(x, Many) or any(isinstance(a, (Many, Tensor)) for a in (*args, *kwargs.values())):
+    if not isinstance(input, Many) or any(isinstance(each, (Many, Tensor)) for each in (*args, *kwargs.values())):
         return NotImplemented
-    return x.like(function(x.tensor, *args, **kwargs))
+    return input.like(function(input.tensor, *args, **kwargs))
 
 
-def binary(function: Callable[..., Any], members: int, a: Any, b: Any, **kwargs: Any) -> Any:
+def binary(function: Any, a: Any, b: Any) -> Any:
     """Where both lie alike and have the same channels; a number joins anything."""
-    if kwargs:
-        return NotImplemented
     if not isinstance(a, (Many, Tensor)) or not isinstance(b, (Many, Tensor)):
         many = a if isinstance(a, Many) else b
-        return many.like(function(*(v.tensor if isinstance(v, Many) else v for v in (a, b))))
-    if not isinstance(a, Many) or not isinstance(b, Many) or a.rank() != b.rank():
+        return many.like(function(*(each.tensor if isinstance(each, Many) else each for each in (a, b))))
+    if not isinstance(a, Many) or not isinstance(b, Many) or a.dim() != b.dim():
         return NotImplemented
     if isinstance(a, Packed):
         other = b.packed()
-        return Packed(function(a.tensor, other), members) if other.shape[1] == a.tensor.shape[1] else NotImplemented
-    return Stacked(function(a.tensor, b.stacked()), members)
+        return a.like(function(a.tensor, other)) if other.shape[1] == a.tensor.shape[1] else NotImplemented
+    return a.like(function(a.tensor, b.stacked()))
 
 
-def channelwise_function(function: Callable[..., Any], members: int, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """One channel at a time."""
-    if not isinstance(x, Many) or x.rank() < 2 or kwargs.get("return_indices"):
+def per_channel(function: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """Pooling and the like: each channel by itself."""
+    if not isinstance(input, Many) or input.dim() < 3 or kwargs.get("return_indices"):
         return NotImplemented
-    return Packed(function(x.packed(), *args, **kwargs), members)
+    return Packed(function(input.packed(), *args, **kwargs), input.team)
 
 
-def flatten_function(function: Callable[..., Any], members: int, x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
-    """As the layer."""
-    if not isinstance(x, Many) or start_dim < 1:
-        return NotImplemented
-    return Packed(function(x.packed(), start_dim, end_dim), members)
+def pad(function: Any, input: Any, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
+    """Spatial dimensions only."""
+    return NotImplemented if len(pad) > 2 * (input.dim() - 2) else per_channel(function, input, pad, mode, value)
 
 
-def reshape(function: Callable[..., Any], members: int, x: Any, *shape: Any) -> Any:
+def flatten(function: Any, input: Many, start_dim: int = 0, end_dim: int = -1) -> Any:
+    """Features stay next to their member's."""
+    return NotImplemented if start_dim < 1 else Packed(function(input.packed(), start_dim, end_dim), input.team)
+
+
+def reshape(function: Any, input: Any, *shape: Any) -> Any:
     """`x.view(batch, -1)` keeps the members' features side by side."""
     sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (list, tuple)) else shape
-    if not isinstance(x, Packed) or len(sizes) != 2 or sizes[0] != x.tensor.shape[0] or sizes[1] != -1:
+    if not isinstance(input, Packed) or len(sizes) != 2 or sizes[0] != len(input.tensor) or sizes[1] != -1:
         return NotImplemented
-    return Packed(x.tensor.reshape(x.tensor.shape[0], -1), members)
+    return Packed(input.tensor.reshape(len(input.tensor), -1), input.team)
 
 
-def reduce(function: Callable[..., Any], members: int, x: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+def reduce(function: Any, input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Over spatial dimensions only."""
-    if not isinstance(x, Packed) or dim is None:
+    if not isinstance(input, Packed) or dim is None:
         return NotImplemented
-    rank = x.tensor.dim()
-    dims = [d % rank for d in (dim if isinstance(dim, (list, tuple)) else [dim])]
-    if min(dims) < 2:
+    dims = dim if isinstance(dim, (list, tuple)) else [dim]
+    if min(each % input.dim() for each in dims) < 2:
         return NotImplemented
-    return Packed(function(x.tensor, dim, *args, **kwargs), members)
+    return Packed(function(input.tensor, dim, *args, **kwargs), input.team)
 
 
-def concatenate(function: Callable[..., Any], members: int, tensors: Any, dim: int = 0) -> Any:
+def concatenate(function: Any, tensors: Any, dim: int = 0) -> Any:
     """Along channels, each member's parts go next to each other."""
     values = list(tensors)
-    if not all(isinstance(v, (Packed, Tensor)) and rank_of(v) >= 2 for v in values):
+    if not all(isinstance(value, (Packed, Tensor)) and value.dim() >= 2 for value in values):
         return NotImplemented
-    if dim % rank_of(values[0]) != 1:
+    if dim % values[0].dim() != 1:
         return NotImplemented
-    parts = [as_packed(v, members).unflatten(1, (members, -1)) for v in values]
-    return Packed(torch.cat(parts, 2).flatten(1, 2), members)
+    team = _team(*values)
+    parts = [_packed(value, team).unflatten(1, (team.members, -1)) for value in values]
+    return Packed(torch.cat(parts, 2).flatten(1, 2), team)
 
 
-def linear_function(function: Callable[..., Any], members: int, x: Any, weight: Any, bias: Any = None) -> Any:
-    """As the layer, by a weight that the network holds itself."""
-    if not isinstance(weight, Stacked) or not isinstance(bias, (Stacked, type(None))):
-        return NotImplemented
-    return _linear(x, weight.tensor, None if bias is None else bias.tensor, members)
+def number(function: Any, input: Many) -> float:
+    """Where all members have the same one, as batch norms that count their batches."""
+    values = input.stacked()
+    if not bool((values == values[0]).all()):
+        raise CannotPack("its code looks at numbers that differ between members")
+    return float(values[0])
 
 
-LAYERS: dict[type, Callable[[Any, Value, int], Any]] = {
-    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), convolution),
-    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), transposed_convolution),
-    nn.Linear: linear,
-    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), batch_norm),
-    nn.InstanceNorm1d: partial(instance_norm, rank=3),
-    nn.InstanceNorm2d: partial(instance_norm, rank=4),
-    nn.InstanceNorm3d: partial(instance_norm, rank=5),
-    nn.GroupNorm: group_norm,
-    nn.LayerNorm: layer_norm,
-    nn.PReLU: prelu,
-    nn.Flatten: flatten,
-    **dict.fromkeys((nn.Dropout, QuickDropout, nn.AlphaDropout), dropout),
-    **dict.fromkeys((nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout), channel_dropout),
+def _both(*names: str) -> list[Any]:
+    """Torch's functions and methods of these names."""
+    return [getattr(home, name) for name in names for home in (torch, Tensor) if hasattr(home, name)]
+
+
+RULES |= {
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), convolution),
+    **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), transposed_convolution),
+    F.linear: linear,
+    F.batch_norm: batch_norm,
+    F.instance_norm: instance_norm,
+    F.group_norm: group_norm,
+    F.layer_norm: layer_norm,
+    torch.prelu: prelu,
+    **dict.fromkeys(
+        (F.relu, F.relu6, F.leaky_relu, F.elu, F.celu, F.selu, F.gelu, F.silu, F.mish, F.hardswish, F.hardsigmoid,
+         F.softplus, F.softsign, F.hardtanh, F.tanh, F.sigmoid, F.logsigmoid, F.dropout, F.alpha_dropout,
+         *_both("relu", "relu_", "tanh", "sigmoid", "exp", "log", "sqrt", "abs", "square", "neg", "clamp"),
+         *_both("contiguous", "float", "half", "bfloat16", "double", "to", "clone", "detach")),
+        elementwise,
+    ),
+    **dict.fromkeys(
+        _both("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "pow", "maximum", "minimum", "ge", "gt"),
+        binary,
+    ),
+    **dict.fromkeys(
+        (F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d,
+         F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, F.adaptive_max_pool1d, F.adaptive_max_pool2d,
+         F.adaptive_max_pool3d, F.lp_pool1d, F.lp_pool2d, F.interpolate, F.dropout1d, F.dropout2d, F.dropout3d,
+         F.feature_alpha_dropout),
+        per_channel,
+    ),
+    F.pad: pad,
+    **dict.fromkeys(_both("flatten"), flatten),
+    **dict.fromkeys(_both("reshape", "view"), reshape),
+    **dict.fromkeys(_both("mean", "sum", "amax"), reduce),
+    **dict.fromkeys((torch.cat, torch.concat), concatenate),
+    Tensor.__float__: number,
+}  # fmt: skip
+
+LAYERS: dict[type, Callable[..., Any]] = {
     **dict.fromkeys(
         (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh,
          nn.Softplus, nn.Softsign, nn.Softshrink, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh,
@@ -266,58 +303,15 @@ LAYERS: dict[type, Callable[[Any, Value, int], Any]] = {
         elementwise,
     ),
     **dict.fromkeys(
-        (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.LPPool1d, nn.LPPool2d,
-         nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool1d,
-         nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d, nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d,
-         nn.ReflectionPad2d, nn.ReplicationPad2d, nn.ZeroPad2d),
+        (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d,
+         nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.LPPool1d, nn.LPPool2d, nn.Upsample),
         per_channel,
     ),
 }  # fmt: skip
+"""Rules for the forward of layers without weights, which a rule for their function would take longer to reach."""
 
-FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(
-        (F.relu, F.relu6, F.leaky_relu, F.elu, F.selu, F.gelu, F.silu, F.mish, F.hardswish, F.hardsigmoid, F.softplus,
-         F.hardtanh, torch.relu, torch.relu_, F.relu_, torch.tanh, torch.sigmoid, F.tanh, F.sigmoid, torch.exp,
-         torch.log, torch.sqrt, torch.abs, torch.square, operator.neg, torch.clamp),
-        pointwise_function,
-    ),
-    **dict.fromkeys(
-        (operator.add, operator.sub, operator.mul, operator.truediv, operator.iadd, operator.isub, operator.imul,
-         operator.itruediv, operator.pow, torch.add, torch.sub, torch.mul, torch.div, torch.maximum, torch.minimum),
-        binary,
-    ),
-    **dict.fromkeys(
-        (F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d,
-         F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, F.adaptive_max_pool1d, F.adaptive_max_pool2d,
-         F.adaptive_max_pool3d, F.interpolate, F.dropout1d, F.dropout2d, F.dropout3d),
-        channelwise_function,
-    ),
-    F.dropout: pointwise_function,
-    F.alpha_dropout: pointwise_function,
-    torch.flatten: flatten_function,
-    **dict.fromkeys((torch.mean, torch.sum, torch.amax), reduce),
-    torch.reshape: reshape,
-    torch.cat: concatenate,
-    torch.concat: concatenate,
-    F.linear: linear_function,
-}  # fmt: skip
-
-METHODS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(
-        ("relu", "relu_", "tanh", "sigmoid", "exp", "log", "sqrt", "abs", "square", "clamp", "contiguous", "float",
-         "half", "bfloat16", "double", "to", "clone", "detach", "neg"),
-        pointwise_function,
-    ),
-    **dict.fromkeys(("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_"), binary),
-    **dict.fromkeys(("view", "reshape"), reshape),
-    **dict.fromkeys(("mean", "sum", "amax"), reduce),
-    "flatten": flatten_function,
-}  # fmt: skip
-
-RANDOM: set[Any] = {
-    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu,
-    F.gumbel_softmax, torch.dropout, torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like,
-    torch.randn_like, torch.randint_like, torch.bernoulli, torch.normal, torch.poisson,
-    torch.multinomial, "bernoulli", "bernoulli_", "normal_", "uniform_", "random_", "exponential_",
-}  # fmt: skip
-"""Functions and methods that draw random numbers: members draw their own, also where their input is shared."""
+DROPOUTS: dict[type, Callable[..., Any]] = {
+    **dict.fromkeys((nn.Dropout, QuickDropout, nn.AlphaDropout), elementwise),
+    **dict.fromkeys((nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout), per_channel),
+}
+"""Rules for the forward of layers that draw, for values of each member's own."""

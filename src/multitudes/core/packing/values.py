@@ -1,22 +1,86 @@
-"""What a step of a packed network works on: a shared tensor, or one value for each member."""
+"""Values of a packed network: one tensor for all members, which a network's code takes for a tensor of one member."""
 
 from __future__ import annotations
 
-from torch import Tensor
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
 
+import torch
+from torch import Tensor
+from torch._C import _functorch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from multitudes.core.at_once import at_once
 from multitudes.core.calling import InputError
+
+__all__ = ["RULES", "CannotPack", "Many", "Packed", "Stacked", "Team", "Value", "applied", "mapped"]
+
+RULES: dict[Any, Callable[..., Any]] = {}
+"""How torch's functions run for all members at once: `rule(function, *args, **kwargs)`, as the function, gives the
+result, or `NotImplemented` for arguments that it does not know (`rules.py`)."""
+
+_SETTINGS = {"ndim", "dtype", "device", "is_cuda", "requires_grad", "layout"}
+_SETTINGS |= {"size", "numel", "is_floating_point", "is_complex", "element_size"}
+"""Questions about a tensor that have one answer for all members."""
 
 
 class CannotPack(InputError):
     """Why the packed runner cannot run a network."""
 
 
-class Many:
-    """One value for each of `members` members."""
+@dataclass(eq=False)
+class Team:
+    """The members that run together."""
 
-    def __init__(self, tensor: Tensor, members: int) -> None:
+    members: int
+    gradients: bool = False
+    """True where gradients are recorded."""
+    mapped: set[str] = field(default_factory=set)
+    """Functions that have no rule, once they have team."""
+
+
+class Many:
+    """One value for each member; torch's functions and methods compute all of them."""
+
+    __slots__ = ("__weakref__", "team", "tensor")
+
+    def __init__(self, tensor: Tensor, team: Team) -> None:
+        if team.gradients and not torch.is_grad_enabled():  # such as in an autograd function, which has its own
+            raise CannotPack("its forward switches gradients off, which members that run packed cannot follow")
         self.tensor = tensor
-        self.members = members
+        self.team = team
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return applied(function, *args, **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _SETTINGS:
+            return getattr(self.stacked()[0], name)
+        attribute = getattr(Tensor, name)
+        if callable(attribute):
+            return partial(applied, attribute, self)
+        return applied(attribute.__get__, self)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.unbind(0))
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    __hash__ = object.__hash__
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape that a member sees."""
+        return self.stacked().shape[1:]
+
+    def dim(self) -> int:
+        """The number of dimensions that a member sees."""
+        raise NotImplementedError
 
     def stacked(self) -> Tensor:
         """`[M, B, ...]`"""
@@ -26,29 +90,33 @@ class Many:
         """`[B, M*C, ...]`"""
         raise NotImplementedError
 
-    def rank(self) -> int:
-        """The number of dimensions that a member sees."""
-        raise NotImplementedError
-
     def like(self, tensor: Tensor) -> Many:
-        return type(self)(tensor, self.members)
+        return type(self)(tensor, self.team)
 
 
 class Packed(Many):
     """`[B, M*C, ...]`: the members' channels side by side."""
 
+    __slots__ = ()
+
+    def dim(self) -> int:
+        return self.tensor.dim()
+
     def stacked(self) -> Tensor:
-        return self.tensor.unflatten(1, (self.members, -1)).movedim(1, 0)
+        batch, channels, *rest = self.tensor.shape
+        return self.tensor.view(batch, self.team.members, channels // self.team.members, *rest).movedim(1, 0)
 
     def packed(self) -> Tensor:
         return self.tensor
 
-    def rank(self) -> int:
-        return self.tensor.dim()
-
 
 class Stacked(Many):
-    """`[M, B, ...]`: one member after the other."""
+    """`[M, B, ...]`: one member after the other, as weights and sequences are."""
+
+    __slots__ = ()
+
+    def dim(self) -> int:
+        return self.tensor.dim() - 1
 
     def stacked(self) -> Tensor:
         return self.tensor
@@ -58,25 +126,76 @@ class Stacked(Many):
             raise CannotPack(f"a value of shape {list(self.tensor.shape[1:])} has no channels")
         return self.tensor.movedim(0, 1).flatten(1, 2)
 
-    def rank(self) -> int:
-        return self.tensor.dim() - 1
-
 
 Value = Many | Tensor
 
 
-def as_packed(value: Value, members: int) -> Tensor:
-    """`[B, M*C, ...]`; a shared value is repeated."""
-    if isinstance(value, Many):
-        return value.packed()
-    return value.repeat(1, members, *[1] * (value.dim() - 2))
+# -- functions of values -----------------------------------------------------------------------------------
 
 
-def as_stacked(value: Value, members: int) -> Tensor:
-    """`[M, B, ...]`; a shared value is expanded."""
-    return value.stacked() if isinstance(value, Many) else value.expand(members, *value.shape)
+def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a torch function for all members at once: by its rule, or under `vmap`, which is right for any function."""
+    rule = RULES.get(function)
+    if rule is not None and (not kwargs or _fits(rule, len(args), tuple(kwargs))):
+        result = rule(function, *args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    team = next(leaf.team for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Many))
+    return mapped(team, function, *args, **kwargs)
 
 
-def rank_of(value: Value) -> int:
-    """The number of dimensions that a member sees."""
-    return value.rank() if isinstance(value, Many) else value.dim()
+@cache
+def _fits(rule: Callable[..., Any], count: int, names: tuple[str, ...]) -> bool:
+    """Return whether a rule takes so many arguments, and others by these names."""
+    try:
+        inspect.signature(rule).bind(None, *[None] * count, **dict.fromkeys(names))
+    except TypeError:
+        return False
+    return True
+
+
+def mapped(team: Team, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a function under `vmap`, with random numbers of each member's own; what all members share stays shared."""
+    name = getattr(function, "__name__", str(function))
+    if not torch.compiler.is_compiling():
+        team.mapped.add(name)
+    if function is Tensor.view:  # members' values need not be contiguous
+        function = Tensor.reshape
+    leaves, structure = tree_flatten((args, kwargs))
+    try:
+        with at_once(team.members) as members:
+            own = [members.own(leaf.stacked()) if isinstance(leaf, Many) else leaf for leaf in leaves]
+            given, options = tree_unflatten(own, structure)
+            results, form = tree_flatten(function(*given, **options))
+            whole = [
+                Stacked(members.whole(each), team)
+                if isinstance(each, Tensor) and _functorch.is_batchedtensor(each)
+                else each
+                for each in results
+            ]
+    except (RuntimeError, TypeError, AttributeError, IndexError) as error:
+        raise CannotPack(f"{name} failed: {error}") from error
+    return tree_unflatten(whole, form)
+
+
+# -- operators ---------------------------------------------------------------------------------------------
+
+
+def _operator(name: str, function: Any) -> None:
+    def method(self: Many, *args: Any) -> Any:
+        return applied(function, self, *args)
+
+    setattr(Many, name, method)
+
+
+for _name in (
+    "bool", "float", "int", "index", "getitem", "setitem", "matmul", "rmatmul", "eq", "ne", "lt", "le", "gt", "ge",
+    "and", "or", "xor", "invert", "abs", "floordiv", "mod", "rsub", "rtruediv", "rpow",
+):  # fmt: skip
+    _operator(f"__{_name}__", getattr(Tensor, f"__{_name}__"))
+
+for _name, _method in (
+    ("add", "add"), ("radd", "add"), ("sub", "sub"), ("mul", "mul"), ("rmul", "mul"), ("truediv", "div"),
+    ("pow", "pow"), ("neg", "neg"), ("iadd", "add_"), ("isub", "sub_"), ("imul", "mul_"), ("itruediv", "div_"),
+):  # fmt: skip
+    _operator(f"__{_name}__", getattr(Tensor, _method))

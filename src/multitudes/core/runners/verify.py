@@ -18,7 +18,7 @@ from multitudes.core.architecture import dense
 from multitudes.core.calling import Input, use_of
 from multitudes.core.compiling import uncompiled
 from multitudes.core.proof import alike, is_half, silent_trial
-from multitudes.core.trace import unmoved
+from multitudes.core.trace import Trace, unmoved
 
 __all__ = ["FAILURES", "Runner", "Verdicts", "difference"]
 
@@ -46,10 +46,13 @@ def difference(
     the first layer that differs; it is called where predictions differ. With `gradients=True`, where a member's
     parameters are trained, the gradients of both must agree as well.
     """
+    left = Trace()
     with silent_trial(network, x) as doubt:
-        want = _outcome(network, x, plain, buffers)
+        want = _outcome(network, x, plain, buffers, left)
+        if left.unknown_random:
+            return "it draws random numbers in a way that cannot be compared"
         try:
-            got = _outcome(network, x, fast, buffers)
+            got = _outcome(network, x, fast, buffers, left)
         except torch.OutOfMemoryError:
             raise
         except FAILURES as error:
@@ -80,13 +83,12 @@ def _difference_of_gradients(network: nn.Module, x: Input, fast: Runner, plain: 
             real = torch.view_as_real(predictions).sum(-1) if predictions.is_complex() else predictions
             return list(torch.autograd.grad((real * weights).sum(), list(trained.values()), allow_unused=True))
 
-    want = of(plain)
     try:
-        got = of(fast)
+        want, got = of(plain), of(fast)
     except torch.OutOfMemoryError:
         raise
     except FAILURES as error:
-        return f"its gradients fail: {(str(error) or type(error).__name__).splitlines()[0]}"
+        return f"its gradients cannot be compared: {(str(error) or type(error).__name__).splitlines()[0]}"
     half = any(is_half(one) for one in want if one is not None)
     steepest = max((_largest(one) for one in want if one is not None), default=0.0)
     for name, one, other in zip(trained, got, want, strict=True):
@@ -102,9 +104,9 @@ def _largest(values: Tensor) -> float:
     return float(values.abs().nan_to_num(0, 0, 0).max()) if values.numel() else 0.0
 
 
-def _outcome(network: nn.Module, x: Input, runner: Runner, buffers: bool) -> dict[str, Tensor]:
-    """The predictions of a run, by "", and the buffers after it, by their names."""
-    with unmoved(network, x):
+def _outcome(network: nn.Module, x: Input, runner: Runner, buffers: bool, left: Trace) -> dict[str, Tensor]:
+    """The predictions of a run, by "", and the buffers after it, by their names; `left` notes what it leaves."""
+    with unmoved(network, x, left):
         predictions = runner(x)
         kept = network.named_buffers() if buffers else ()
         return {"": predictions, **{name: dense(buffer).clone() for name, buffer in kept}}

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from multitudes.core.at_once import at_once
-from multitudes.core.attributes import attributes_restored
+from multitudes.core.attributes import attributes_restored, writing_modules
 from multitudes.core.calling import Input, InputError, prediction_in, split_call
 from multitudes.core.draws.stochastic import as_member
 from multitudes.core.runners.template import Template
@@ -49,7 +49,10 @@ class VmappedRunner:
         with at_once(count) as members:
             given = {name: members.own(tensor) for name, tensor in tensors.items()}
             own = dict(given)
-            with as_member(network, members.own(torch.arange(count)), count), attributes_restored(network) as written:
+            with (
+                as_member(network, members.own(torch.arange(count)), count),
+                attributes_restored(writing_modules(network)) as written,
+            ):
                 answer = functional_call(network, own, args, kwargs, tie_weights=False)
             predictions = members.whole(prediction_in(answer, network))
             after = {n: tensors[n] if own[n] is given[n] else members.whole(own[n]) for n in tensors}

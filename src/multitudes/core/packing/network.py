@@ -1,0 +1,143 @@
+"""A network whose own code runs once for all members, their channels side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from multitudes.core.architecture import stackable
+from multitudes.core.attributes import attributes_restored, writing_modules
+from multitudes.core.calling import Input, chosen_output, part_of, split_call
+from multitudes.core.draws.stochastic import as_member, stochastic_layers
+from multitudes.core.noise import draws_by
+from multitudes.core.packing.rules import DROPOUTS, LAYERS
+from multitudes.core.packing.values import CannotPack, Many, Stacked, Team, Value, applied, mapped
+
+__all__ = ["PackedNetwork"]
+
+
+class PackedNetwork:
+    """One network as all members; `packed(tensors, x)` gives `[M, B, ...]`.
+
+    `network` is a copy that nobody else uses. In the place of each of its parameters and buffers it gets a value that
+    stands for all members', which are given stacked, `[M, ...]`, by their names. So the network's own Python code runs
+    anew in every call, and each torch function that it calls computes all members.
+    """
+
+    def __init__(self, network: nn.Module, members: int) -> None:
+        self.network = network
+        self.team = Team(members)
+        self.weights = _replaced_weights(network, self.team)
+        self.writing = writing_modules(network)
+        drawing = stochastic_layers(network)
+        self.draws = bool(drawing)
+        self.watched = self.draws or any(map(_may_draw, network.modules()))
+        for module in network.modules():
+            rule = LAYERS.get(type(module))
+            if rule is not None and not getattr(module, "return_indices", False):
+                vars(module)["forward"] = partial(_by_rule, rule, module.forward)
+            elif not self.watched and (rule := DROPOUTS.get(type(module))) is not None:
+                vars(module)["forward"] = partial(_dropped, module, rule, module.forward, self.team)
+        for layer in drawing:
+            for kind in ("normal", "uniform"):
+                vars(layer)[kind] = partial(_numbers, getattr(layer, kind), self.team)
+
+    def __call__(self, tensors: Mapping[str, Tensor], x: Input) -> Tensor:
+        for name, weight in self.weights.items():
+            weight.tensor = tensors[name]
+        self.team.gradients = torch.is_grad_enabled()
+        members = self.team.members
+        own_draws = as_member(self.network, torch.arange(members), members) if self.draws else nullcontext()
+        own_noise = _Noise(self.team) if self.watched else nullcontext()
+        args, kwargs = split_call(self.network, x)
+        restored = attributes_restored(self.writing) if self.writing else nullcontext()
+        try:
+            with own_noise, own_draws, restored as written:
+                answer = self._prediction(self.network(*args, **kwargs))
+        finally:
+            for weight in self.weights.values():
+                del weight.tensor
+        if written:
+            raise CannotPack(f"the forward of module {min(written)[0]!r} writes its own attributes")
+        return answer
+
+    def _prediction(self, answer: Any) -> Tensor:
+        chosen = chosen_output(self.network)
+        if chosen is not None:
+            alone = isinstance(answer, Many) and not callable(chosen)
+            part = part_of(answer.tensor if alone else answer, chosen)
+            answer = answer if alone else part
+        elif isinstance(answer, Mapping) or hasattr(answer, "logits"):
+            answer = answer["logits"] if isinstance(answer, Mapping) else answer.logits
+        if isinstance(answer, Tensor):  # nothing had weights: every member gives the same
+            return answer.expand(self.team.members, *answer.shape)
+        if not isinstance(answer, Many):
+            raise CannotPack(f"it returns a {type(answer).__name__}")
+        return answer.stacked()
+
+
+def _replaced_weights(network: nn.Module, team: Team) -> dict[str, Stacked]:
+    """Put values in the place of a network's tensors; return them by the tensors' names."""
+    weights: dict[str, Stacked] = {}
+    for path, module in network.named_modules():
+        for registry in (module._parameters, module._buffers):
+            for name in [name for name, tensor in registry.items() if tensor is not None and stackable(tensor)]:
+                weight = Stacked(registry.pop(name), team)
+                vars(module)[name] = weights[f"{path}.{name}" if path else name] = weight
+    return weights
+
+
+# -- layers that run outside of torch's dispatch, which takes longer than they do -----------------------------
+
+
+def _by_rule(rule: Callable[..., Any], forward: Callable[[Any], Any], value: Value) -> Any:
+    result = rule(forward, value) if isinstance(value, Many) else NotImplemented
+    return forward(value) if result is NotImplemented else result
+
+
+def _dropped(
+    layer: nn.Module, rule: Callable[..., Any], forward: Callable[[Any], Any], team: Team, value: Value
+) -> Any:
+    """Members draw their own noise, also on a value that they share."""
+    if not layer.training:
+        return value
+    if isinstance(value, Tensor):
+        value = Stacked(value.expand(team.members, *value.shape), team)
+    return _by_rule(rule, forward, value)
+
+
+# -- random numbers ----------------------------------------------------------------------------------------
+
+
+class _Noise(TorchFunctionMode):
+    """Let each member draw its own numbers where the network's own code draws: `torch.rand(x.shape)`."""
+
+    def __init__(self, team: Team) -> None:
+        super().__init__()
+        self.team = team
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, Many) for kind in types):
+            return applied(function, *args, **kwargs)
+        if draws_by(function) is not None and kwargs.get("generator") is None:
+            return mapped(self.team, function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+
+def _numbers(own: Callable[..., Any], team: Team, shape: Sequence[int], like: Any) -> Many:
+    """Random numbers of all members, `[M, *shape]`."""
+    numbers = own(shape, like)
+    return numbers if isinstance(numbers, Many) else Stacked(numbers, team)
+
+
+def _may_draw(module: nn.Module) -> bool:
+    """Return whether a module's own code may draw: the user's, or a layer of torch's that has no rule here."""
+    foreign = not type(module).__module__.startswith(("torch.nn.", "multitudes.models.", "multitudes.core."))
+    return foreign or (isinstance(module, (nn.modules.dropout._DropoutNd, nn.RReLU)) and type(module) not in DROPOUTS)
