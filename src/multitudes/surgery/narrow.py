@@ -11,27 +11,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace as replaced
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, call, plain_attention
+from multitudes.core.calling import Input
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.multitude import Multitude
-from multitudes.core.proof import alike
 from multitudes.core.seeding import seeded
 from multitudes.core.trace import observing
 from multitudes.surgery.activation_size import keep_scale
 from multitudes.surgery.affine import is_computed, kind_of
-from multitudes.surgery.attention import (
-    HeadChoice,
-    attention_layers,
-    close_attention,
-    observe_attention,
-    open_attention,
-)
+from multitudes.surgery.attention import HeadChoice, observe_attention
 from multitudes.surgery.build import Build, build_function, built_at, refuse_options, whole_network
 from multitudes.surgery.cuts import (
     CannotNarrow,
@@ -39,18 +33,20 @@ from multitudes.surgery.cuts import (
     cut_layer,
     follows,
     inputs_of,
+    is_attention,
     is_depthwise,
     makes,
     norm_groups,
     width_of,
 )
+from multitudes.surgery.heads import final_layers
 from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, is_frozen, replace, select, within
 from multitudes.surgery.narrow_config import follow_configs, narrower_models, untrue_configs
 from multitudes.surgery.narrow_proof import prove, runs_like, standing_alone
 from multitudes.surgery.observe import example_for, executed
 from multitudes.surgery.sizes import changed
 from multitudes.surgery.start import starting
-from multitudes.surgery.watch import Along, Watch, gives_output, loses_the_same
+from multitudes.surgery.watch import Along, Watch, loses_the_same
 
 
 def narrow(
@@ -119,25 +115,23 @@ def narrowed_copy(
     Channels are chosen at random, from torch's random state. Where weights are `redrawn` after, a Hugging Face model
     whose channels cannot be followed is the one that its configuration gives.
     """
-    opened = open_attention(model)
-    built = narrower_models(opened, factor)
+    built = narrower_models(model, factor)
     grouping = factor, gamma, min_channels, _selected(model, layers)
     try:
-        narrowed, cuts = _observed_copy(opened, built, grouping, example)
-        closed = _closed(narrowed, model, example)
+        narrowed, cuts = _observed_copy(model, built, grouping, example)
     except ValueError:
         if redrawn and gamma == 1 and "" in built and runs_like(built[""], model, example):
             return built[""], _widths(model, built[""])
         raise
     if factor < 1 and not built:
-        _warn_of_configs(closed, model)
-    return closed, cuts
+        _warn_of_configs(narrowed, model)
+    return narrowed, cuts
 
 
 def _widths(model: nn.Module, narrow: nn.Module) -> dict[str, Cut]:
     """The widths of a narrower network's layers, as cuts."""
-    pairs = {name: (inputs_of(m), width_of(m)) for name, m in narrow.named_modules() if makes(m)}
-    known = {name for name, m in model.named_modules() if makes(m)}
+    pairs = {name: (inputs_of(m), width_of(m)) for name, m in _known(narrow).items() if makes(m)}
+    known = {name for name, m in _known(model).items() if makes(m)}
     return {
         name: Cut(torch.arange(inputs), torch.arange(width), 1, f"{inputs} -> {width}, gamma 1")
         for name, (inputs, width) in pairs.items()
@@ -163,7 +157,7 @@ def _observed_copy(
     """The narrowed copy by what is observed of the network, and every layer's cut."""
     _check_layers(model)
     factor, gamma, min_channels, grouped = grouping
-    known = {name: module for name, module in model.named_modules() if makes(module) or follows(module)}
+    known = _known(model)
     order = executed(model, example, [name for name, module in known.items() if makes(module)])
     if not order:
         raise CannotNarrow(f"model ({type(model).__name__}) has no layer that can be narrowed")
@@ -199,28 +193,35 @@ def _watched(
     Those are the first, frozen ones, and those that give the output. `counts` are the widths that layers of Hugging
     Face models have by their configurations.
     """
-    found, patterns = observe_attention(model, example, {name: known[name] for name in order})
-    widths = {name: width_of(known[name]) for name in order}
+    found, patterns = observe_attention(model, example, order)
+    outputs = _output_layers(model, example)
+    last = {name for name in order if any(within(each, name) for each in outputs)}
     seed = int(torch.randint(2**62, ()))
 
-    def watched(whole: set[str]) -> tuple[Watch, Tensor]:
+    def watched(whole: set[str]) -> Watch:
         generator = torch.Generator().manual_seed(seed)
         whole = whole - {name for name, count in counts.items() if count < width_of(known[name])}
-        heads = HeadChoice(found, widths, factor, generator, counts, whole)
+        heads = HeadChoice(found, factor, generator, counts, whole)
         watch = Watch(factor, whole, generator, heads, patterns, counts)
-        return watch, watch.run(model, example, known)
+        watch.run(model, example, known)
+        return watch
 
     with observing(model):
-        whole = {order[-1]} | {name for name in order if is_frozen(known[name])}
-        watch, output = watched(whole)
-        if bool(output.isnan().any()):  # several layers give the output
-            whole |= {n for n in order if gives_output(model, n, example, known)}
-            watch, _ = watched(whole)
+        whole = {order[-1], *last} | {name for name in order if is_frozen(known[name])}
+        watch = watched(whole)
         if frozen := _cut_frozen(model, watch.cuts):  # what it reads must be whole as well
             before = executed(model, example, known)
             whole |= set(before[: before.index(frozen[-1])])
-            watch, _ = watched(whole)
+            watch = watched(whole)
     return watch, whole | {order[0]}
+
+
+def _output_layers(model: nn.Module, example: Input) -> list[str]:
+    """The layers that give the output, as far as gradients tell; the proof finds others."""
+    try:
+        return final_layers(model, example)
+    except ValueError:
+        return []
 
 
 def _twins(known: dict[str, nn.Module], order: list[str]) -> dict[str, str]:
@@ -241,6 +242,13 @@ def _twins(known: dict[str, nn.Module], order: list[str]) -> dict[str, str]:
     return twins
 
 
+def _known(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that make channels or follow them, by name; what is inside attention belongs to it."""
+    known = {name: module for name, module in model.named_modules() if makes(module) or follows(module)}
+    inside = {f"{name}.out_proj" for name, module in known.items() if is_attention(module)}
+    return {name: module for name, module in known.items() if name not in inside}
+
+
 def _layers_of(built: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """The layers of networks, by their names in the network that these are parts of."""
     return {
@@ -252,24 +260,12 @@ def _layers_of(built: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 def _selected(model: nn.Module, layers: Selector) -> set[str]:
     """The layers that may be split into groups."""
-    known = {name: m for name, m in model.named_modules() if kind_of(m) in PRODUCTS and makes(m)}
-    inside = {f"{name}.out_proj" for name in attention_layers(model)}
     try:
-        return set(select(model, layers, known)) - inside
+        return set(select(model, layers, {name: m for name, m in _known(model).items() if kind_of(m) in PRODUCTS}))
     except ValueError:
         if layers is None:
             return set()
         raise
-
-
-def _closed(narrowed: nn.Module, model: nn.Module, example: Input) -> nn.Module:
-    """The narrowed network with torch's own attention again, which must give the same."""
-    closed = close_attention(narrowed, model)
-    if closed is not narrowed:
-        with observing(closed, narrowed), plain_attention():
-            if not alike(call(closed, example)[None], call(narrowed, example)[None]):
-                raise CannotNarrow(f"model ({type(model).__name__}) gives another output with narrower attention")
-    return closed
 
 
 # -- parameters that stand alone ---------------------------------------------------------------------------
@@ -345,7 +341,7 @@ def _cut(model: nn.Module, cuts: Mapping[str, Cut], along: Along) -> nn.Module:
             if parameter is not None:
                 mine: Any = small[name]._parameters[own]
                 shared = first.setdefault(id(parameter), mine)
-                if shared is not mine and shared.shape == mine.shape and torch.equal(shared, mine):
+                if mine is not None and shared is not mine and shared.shape == mine.shape and torch.equal(shared, mine):
                     small[name].register_parameter(own, shared)
     try:
         narrowed = replace(model, small)
@@ -402,23 +398,21 @@ def warn_of_whole(model: nn.Module, narrowed: nn.Module, members: int = 1) -> No
 
 
 def layer_notes(cuts: dict[str, Cut], network: nn.Module) -> dict[str, str]:
-    """Notes for `summary()` by the names of layers in the narrowed network; torch's attention has its queries' note."""
+    """Notes for `summary()` by the names of layers in the narrowed network."""
     there = dict(network.named_modules())
-    notes = {name.removesuffix(".q_proj"): cut.note for name, cut in cuts.items() if name not in there}
-    return {n: text for n, text in notes.items() if n in there} | {n: c.note for n, c in cuts.items() if n in there}
+    return {name: cut.note for name, cut in cuts.items() if name in there}
 
 
 def rescaled(narrowed: nn.Module, model: nn.Module, cuts: dict[str, Cut], example: Input) -> nn.Module:
     """The narrowed network with its weights scaled so that activations are as large as the model's."""
     if sum(p.numel() for p in narrowed.parameters()) == sum(p.numel() for p in model.parameters()):
         return narrowed
-    opened, whole = open_attention(narrowed), open_attention(model)
-    layers = {name: whole.get_submodule(name) for name in cuts}
+    layers = {name: model.get_submodule(name) for name in cuts}
     tables = {id(p) for m in layers.values() if isinstance(m, nn.Embedding) for p in m.parameters()}
     alone = {n: m for n, m in layers.items() if not any(id(p) in tables for p in m.parameters())}
     products = {name: cuts[name].outputs for name, layer in alone.items() if makes(layer)}
-    keep_scale(whole, opened, example, example, products)
-    return close_attention(opened, narrowed)
+    keep_scale(model, narrowed, example, example, products)
+    return narrowed
 
 
 def _grouped(layer: Any, cut: Cut, factor: float, gamma: int, min_channels: int, heads: HeadChoice, name: str) -> Cut:
@@ -426,16 +420,17 @@ def _grouped(layer: Any, cut: Cut, factor: float, gamma: int, min_channels: int,
     if follows(layer):
         regrouped = isinstance(layer, nn.GroupNorm) and len(cut.inputs) % layer.num_groups
         note = f"{layer.num_groups} groups -> {norm_groups(layer, len(cut.inputs))}" if regrouped else ""
-        return Cut(cut.inputs, cut.outputs, 1, note)
+        return replaced(cut, note=note)
     own, width = getattr(layer, "groups", 1), width_of(layer)
     exact = width * factor
-    wanted = 1 if is_depthwise(layer) or isinstance(layer, (*TRANSPOSED, nn.Embedding)) else gamma
+    single = is_depthwise(layer) or is_attention(layer) or isinstance(layer, (*TRANSPOSED, nn.Embedding))
+    wanted = 1 if single else gamma
     used = next(
         g for g in range(wanted, 0, -1)
         if g == 1 or (not (len(cut.inputs) % (own * g) or len(cut.outputs) % (own * g))
         and len(cut.inputs) // (own * g) >= min_channels)
     )  # fmt: skip
     rounded = f", rounded up from {exact:g}" if width != len(cut.outputs) > exact + 1e-9 else ""
-    bound = f", {said}" if (said := heads.note(name, width)) else ""
+    bound = f", {said}" if (said := heads.note(name)) else ""
     note = f"{len(cut.inputs)} -> {len(cut.outputs)}{bound}, gamma {used}{'' if bound else rounded}"
-    return Cut(cut.inputs, cut.outputs, used, note)
+    return replaced(cut, gamma=used, note=note)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from multitudes.core.calling import Input, call, tensors_in
-from multitudes.core.trace import Trace, hooked, observing, recording
+from multitudes.core.calling import Input, tensors_in
+from multitudes.core.trace import Trace, observing, recording
+from multitudes.surgery.answers import Read, answered
 from multitudes.surgery.attention import HeadChoice, Pattern, choose
 from multitudes.surgery.cuts import (
     CannotNarrow,
@@ -24,10 +25,9 @@ from multitudes.surgery.cuts import (
     output_axis,
     width_of,
 )
-from multitudes.surgery.observe import followed_attention
 from multitudes.surgery.sizes import Size, followed_sizes, note_sizes
 
-__all__ = ["Along", "Watch", "gives_output", "loses_the_same"]
+__all__ = ["Along", "Watch", "loses_the_same"]
 
 Along = Mapping[str, tuple[tuple[int, Tensor], ...]]
 """Cuts of parameters that stand alone, by name: which axes are cut, and the entries that are kept along them."""
@@ -62,20 +62,16 @@ class Watch(TorchFunctionMode):
         self.mixer = ""  # what made all channels NaN of some, and where
 
     def run(self, model: nn.Module, example: Input, names: Collection[str]) -> Tensor:
-        def see(name: str, layer: nn.Module, args: Any, y: Tensor) -> Tensor:
-            with torch._C.DisableTorchFunction():
-                return self.see(name, layer, args[0] if args else y, y)
-
         try:
             with followed_sizes(model, names) as self.sizes:
-                return self._run(model, example, names, see)
+                return self._run(model, example, names)
         except (KeyError, TypeError, RuntimeError):  # as of a table whose keys are held numbers, or a scripted function
             self.sizes, self.trace, self.cuts = [], Trace(), {}
-            return self._run(model, example, names, see)
+            return self._run(model, example, names)
 
-    def _run(self, model: nn.Module, example: Input, names: Collection[str], see: Any) -> Tensor:
-        with recording(model, trace=self.trace), followed_attention(), self, hooked(model, names, see):
-            return call(model, example)
+    def _run(self, model: nn.Module, example: Input, names: Collection[str]) -> Tensor:
+        with recording(model, trace=self.trace):
+            return answered(model, example, names, self.see, self)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _LOOKS and args[0].is_floating_point() and bool(args[0].isnan().any()):
@@ -85,7 +81,7 @@ class Watch(TorchFunctionMode):
             )
         result = function(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():
-            note_sizes(getattr(function, "__name__", ""), args, kwargs or {}, result, self.heads.groups)
+            note_sizes(getattr(function, "__name__", ""), args, kwargs or {}, result, self.heads.shares)
         if not self.mixer and isinstance(result, Tensor) and result.is_floating_point():
             self._look_for_a_mixer(function, (*args, *(kwargs or {}).values()), result)
         return result
@@ -109,32 +105,30 @@ class Watch(TorchFunctionMode):
         kind = nn.MultiheadAttention if isinstance(module, nn.MultiheadAttention) else type(module)
         return f"layer {name!r} ({kind.__name__})"
 
-    def see(self, name: str, layer: Any, x: Tensor, y: Tensor) -> Tensor:
+    def see(self, name: str, layer: Any, read: Read, y: Tensor) -> Tensor:
         """Note what a layer keeps, and let its dropped channels be NaN."""
-        embedding = isinstance(layer, nn.Embedding)
-        dropped: Any = None if embedding else x.isnan().movedim(input_axis(layer), 0)
-        if self._is_of_each_head(layer, dropped):
-            whole = torch.arange(inputs_of(layer))
-            cut = Cut(whole, whole if follows(layer) else torch.arange(width_of(layer)))
-            out = torch.where(dropped[0].unsqueeze(-1), torch.nan, 0.0).to(y).expand_as(y).clone()
-        elif follows(layer):
-            inputs = self._kept(dropped, name)
-            cut, out = Cut(inputs, inputs), torch.where(x.isnan(), torch.nan, 0.0).to(y)
-        else:
-            inputs = torch.arange(layer.num_embeddings) if embedding else self._kept(dropped, name)
-            outputs = self._outputs(name, layer, inputs)
-            cut, out = Cut(inputs, outputs), torch.full_like(y, torch.nan)
-            out.index_fill_(output_axis(layer), outputs.to(y.device), 0.0)
-        before = self.cuts.setdefault(name, cut)
-        if not (torch.equal(before.inputs, cut.inputs) and torch.equal(before.outputs, cut.outputs)):
-            raise CannotNarrow(f"layer {name!r} is used in several places that see different channels")
-        return out
+        with torch._C.DisableTorchFunction():
+            dropped = [x.isnan().movedim(input_axis(layer), 0) for x in read.inputs]
+            if self._is_of_each_head(layer, dropped):
+                whole = torch.arange(inputs_of(layer))
+                cut = Cut(whole, whole if follows(layer) else torch.arange(width_of(layer)))
+                out = torch.where(dropped[0][0].unsqueeze(-1), torch.nan, 0.0).to(y).expand_as(y).clone()
+            elif follows(layer):
+                kept = self._kept(dropped[0], name)
+                cut, out = Cut(kept, kept), torch.where(read.inputs[0].isnan(), torch.nan, 0.0).to(y)
+            else:
+                kept, *others = [self._kept(x, name) for x in dropped] or [torch.arange(layer.num_embeddings)]
+                cut = Cut(kept, self._outputs(name, layer, kept), others=tuple(others))
+                out = torch.full_like(y, torch.nan).index_fill_(output_axis(layer), cut.outputs.to(y.device), 0.0)
+            if self.cuts.setdefault(name, cut) != cut:
+                raise CannotNarrow(f"layer {name!r} is used in several places that see different channels")
+            return out
 
-    def _is_of_each_head(self, layer: nn.Module, dropped: Any) -> bool:
+    def _is_of_each_head(self, layer: nn.Module, dropped: list[Tensor]) -> bool:
         """Return whether a layer's channels are kept in some places, and dropped in others, as those of heads are."""
-        if dropped is None or not self.heads.found or input_axis(layer) != -1:
+        if len(dropped) != 1 or not self.heads.found or input_axis(layer) != -1:
             return False
-        return bool(dropped.any()) and not bool(dropped.all()) and bool((dropped == dropped[:1]).all())
+        return bool(dropped[0].any()) and not bool(dropped[0].all()) and bool((dropped[0] == dropped[0][:1]).all())
 
     def _outputs(self, name: str, layer: Any, inputs: Tensor) -> Tensor:
         width = width_of(layer)
@@ -144,7 +138,7 @@ class Watch(TorchFunctionMode):
         if name in self.last:
             return torch.arange(width)
         count = self.counts.get(name)
-        bound = self.heads.outputs(name, width, isinstance(layer, nn.Embedding))
+        bound = self.heads.outputs(name, width)
         if bound is not None and count in (None, len(bound)):
             return bound
         pattern = self.patterns.get(width, (1, 1))
@@ -164,29 +158,15 @@ class Watch(TorchFunctionMode):
         return (~dropped).nonzero()[:, 0].cpu()
 
 
-def gives_output(model: nn.Module, name: str, example: Input, names: Collection[str]) -> bool:
-    """Return whether a layer's output reaches the network's without another layer between: NaN gets through."""
-
-    def mark(other: str, layer: nn.Module, args: Any, y: Tensor) -> Tensor:
-        if follows(layer):
-            return torch.where(args[0].isnan(), torch.nan, 0.0).to(y)
-        return torch.full_like(y, torch.nan if other == name else 0.0)
-
-    with followed_attention(), hooked(model, names, mark):
-        return bool(call(model, example).isnan().any())
-
-
 def loses_the_same(model: nn.Module, example: Input, cuts: Mapping[str, Cut], along: Along) -> bool:
     """Return whether the entries that parameters would lose reach, as NaN, only channels that the next layers lose."""
     reached: list[bool] = []
 
-    def see(name: str, layer: nn.Module, args: Any, y: Tensor) -> Tensor:
-        if isinstance(layer, nn.Embedding):
-            return torch.zeros_like(y)
-        nan = args[0].isnan()
-        seen = nan.movedim(input_axis(layer), 0).flatten(1).any(1).cpu()
-        reached.extend((~seen[cuts[name].inputs]).tolist() if bool(seen.any()) else ())
-        return torch.where(nan, torch.nan, 0.0).to(y) if follows(layer) else torch.zeros_like(y)
+    def see(name: str, layer: nn.Module, read: Read, y: Tensor) -> Tensor:
+        for x, kept in zip(read.inputs, cuts[name].indices, strict=False):
+            seen = x.isnan().movedim(input_axis(layer), 0).flatten(1).any(1).cpu()
+            reached.extend((~seen[kept]).tolist() if bool(seen.any()) else ())
+        return torch.where(read.inputs[0].isnan(), torch.nan, 0.0).to(y) if follows(layer) else torch.zeros_like(y)
 
     before = {name: model.get_parameter(name).data for name in along}
     try:
@@ -196,8 +176,8 @@ def loses_the_same(model: nn.Module, example: Input, cuts: Mapping[str, Cut], al
                 dropped = torch.ones(values.shape[axis], dtype=torch.bool).index_fill_(0, index, False).nonzero()[:, 0]
                 values.index_fill_(axis, dropped.to(values.device), torch.nan)
             model.get_parameter(name).data = values
-        with observing(model), followed_attention(), hooked(model, cuts, see):
-            output = call(model, example)
+        with observing(model):
+            output = answered(model, example, cuts, see)
     finally:
         for name, values in before.items():
             model.get_parameter(name).data = values
