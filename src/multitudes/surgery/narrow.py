@@ -40,8 +40,9 @@ from multitudes.surgery.cuts import (
     width_of,
 )
 from multitudes.surgery.heads import final_layers
+from multitudes.surgery.initialise import is_hugging_face
 from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, is_frozen, replace, select, within
-from multitudes.surgery.narrow_config import follow_configs, narrower_models, untrue_configs
+from multitudes.surgery.narrow_config import follow_configs, narrower_models
 from multitudes.surgery.narrow_proof import prove, runs_like, standing_alone
 from multitudes.surgery.observe import example_for, executed
 from multitudes.surgery.sizes import changed
@@ -140,12 +141,15 @@ def _widths(model: nn.Module, narrow: nn.Module) -> dict[str, Cut]:
 
 
 def _warn_of_configs(narrowed: nn.Module, model: nn.Module) -> None:
-    if (wrong := untrue_configs(narrowed)) and not untrue_configs(model):
-        warnings.warn(
-            f"the configuration of {', '.join(wrong)} cannot express the narrowed widths: members predict and are "
-            "saved by mt.save, but save_pretrained gives what from_pretrained does not load",
-            stacklevel=4,
-        )
+    for name, module in model.named_modules():
+        pairs = zip(module.parameters(), narrowed.get_submodule(name).parameters(), strict=True)
+        if is_hugging_face(module) and any(whole.shape != small.shape for whole, small in pairs):
+            warnings.warn(
+                f"the configuration of {type(module).__name__} cannot express the narrowed widths: members predict and "
+                "are saved by mt.save, but save_pretrained gives what from_pretrained does not load",
+                stacklevel=4,
+            )
+            return
 
 
 # -- observed ----------------------------------------------------------------------------------------------
@@ -161,7 +165,12 @@ def _observed_copy(
     order = executed(model, example, [name for name, module in known.items() if makes(module)])
     if not order:
         raise CannotNarrow(f"model ({type(model).__name__}) has no layer that can be narrowed")
-    counts = {n: width_of(m) for n, m in _layers_of(built).items() if n in known and makes(known[n])}
+    counts = {
+        name: width_of(layer)
+        for prefix, network in built.items()
+        for own, layer in _known(network).items()
+        if makes(layer) and (name := f"{prefix}.{own}".strip(".")) in known
+    }
     if counts.get(order[-1], 0) != width_of(known[order[-1]]):  # an output layer of the user's own
         counts.pop(order[-1], None)
     twins = _twins(known, order)
@@ -174,7 +183,7 @@ def _observed_copy(
     along = _along(model, example, cuts, heads, built)
     cuts |= {name: cuts[other] for name, other in twins.items()}
     narrowed = _cut(model, cuts, along)
-    changed(narrowed, [size for size in watch.sizes if not any(within(size.owner[0], name) for name in built)])
+    changed(narrowed, [size for size in watch.sizes if not any(within(size.path[0], name) for name in built)])
     follow_configs(narrowed, built, [name for name in order[-1:] if name not in counts])
     prove(model, narrowed, cuts, example, along, heads.sources)
     return narrowed, cuts
@@ -202,7 +211,7 @@ def _watched(
         generator = torch.Generator().manual_seed(seed)
         whole = whole - {name for name, count in counts.items() if count < width_of(known[name])}
         heads = HeadChoice(found, factor, generator, counts, whole)
-        watch = Watch(factor, whole, generator, heads, patterns, counts)
+        watch = Watch(heads, patterns)
         watch.run(model, example, known)
         return watch
 
@@ -249,15 +258,6 @@ def _known(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in known.items() if name not in inside}
 
 
-def _layers_of(built: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """The layers of networks, by their names in the network that these are parts of."""
-    return {
-        f"{name}.{own}" if name and own else name or own: module
-        for name, network in built.items()
-        for own, module in network.named_modules()
-    }
-
-
 def _selected(model: nn.Module, layers: Selector) -> set[str]:
     """The layers that may be split into groups."""
     try:
@@ -280,15 +280,16 @@ def _along(
     What such a parameter would lose along the last axis of a width, or of a number of heads, that fits must be what the
     layers behind it lose, which is observed.
     """
-    layers = [(width_of(layer), cut.outputs) for layer, cut in _made(model, cuts)]
+    made = {name: model.get_submodule(name) for name in cuts}
+    layers = [(width_of(m), cuts[name].outputs) for name, m in made.items() if makes(m) and not is_depthwise(m)]
     widths = {width: kept for width, kept in layers if len(kept) < width}
     exact = {(width, len(kept)): kept for width, kept in layers}
     fixed: dict[str, tuple[tuple[int, Tensor], ...]] = {}
     along: dict[str, tuple[tuple[int, Tensor], ...]] = {}
     for name in standing_alone(model):
-        whole, small = model.get_parameter(name), _of_built(name, built)
-        near = heads.inside(name.rpartition(".")[0])
-        if small is not None:
+        whole, near = model.get_parameter(name), heads.inside(name.rpartition(".")[0])
+        if of := [prefix for prefix in built if within(name, prefix)]:
+            small = built[of[0]].get_parameter(name.removeprefix(f"{of[0]}."))
             counts = {(size, len(kept)): kept for size, kept in (*heads.inside("").items(), *near.items())}
             fixed[name] = _between(name, whole.shape, small.shape, exact | counts)
             continue
@@ -299,12 +300,6 @@ def _along(
     if along and not loses_the_same(model, example, cuts, along):
         along = {name: kept for name, kept in along.items() if loses_the_same(model, example, cuts, {name: kept})}
     return fixed | along
-
-
-def _made(model: nn.Module, cuts: Mapping[str, Cut]) -> list[tuple[nn.Module, Cut]]:
-    """The layers that make channels of their own, and their cuts."""
-    layers = [(model.get_submodule(name), cut) for name, cut in cuts.items()]
-    return [(layer, cut) for layer, cut in layers if makes(layer) and not is_depthwise(layer)]
 
 
 def _between(
@@ -318,14 +313,6 @@ def _between(
             "channels"
         )
     return tuple((axis, kept[pair]) for axis, pair in axes)
-
-
-def _of_built(name: str, built: Mapping[str, nn.Module]) -> nn.Parameter | None:
-    """The parameter of a narrower Hugging Face model by its name in the network."""
-    for prefix, network in built.items():
-        if within(name, prefix):
-            return network.get_parameter(name.removeprefix(f"{prefix}.") if prefix else name)
-    return None
 
 
 # -- cut ---------------------------------------------------------------------------------------------------

@@ -10,27 +10,23 @@ from torch import Tensor, nn
 
 __all__ = ["Size", "changed", "followed_sizes", "note_sizes"]
 
-Owner = tuple[str, ...]
-"""A module's name, and the names of attributes that lead from it to a configuration."""
-
 
 class Size(int):
-    """A number that a network holds; it knows what holds it, and how many entries are kept of axes of that size.
+    """A number that a network holds; it knows where, and how many entries are kept of axes of that size.
 
     Its hash is its own, so that no cache, as einops has one, answers with a number from another run.
     """
 
-    owner: Owner
-    key: str
-    position: int
+    path: tuple[Any, ...]
+    """A module's name, the attributes that lead to the number, and its place in a list."""
     kept: set[int]
 
     __hash__ = object.__hash__
 
     @classmethod
-    def of(cls, value: int, owner: Owner, key: str, position: int = 0) -> Size:
+    def at(cls, value: int, path: tuple[Any, ...]) -> Size:
         size = cls(value)
-        size.owner, size.key, size.position, size.kept = owner, key, position, set()
+        size.path, size.kept = path, set()
         return size
 
 
@@ -41,24 +37,24 @@ def followed_sizes(model: nn.Module, leave: Collection[str]) -> Iterator[list[Si
     before: list[tuple[dict[str, Any], str, Any]] = []
     seen: set[int] = set()
 
-    def follow(held: dict[str, Any], owner: Owner) -> None:
+    def sized(value: Any, path: tuple[Any, ...]) -> Any:
+        if type(value) is int and value > 1:
+            found.append(Size.at(value, path))
+            return found[-1]
+        if type(value) in (list, tuple) and all(type(each) is int for each in value):
+            return type(value)(sized(each, (*path, place)) for place, each in enumerate(value))
+        return value
+
+    def follow(held: dict[str, Any], path: tuple[Any, ...]) -> None:
         for key, value in list(held.items()):
             if key.startswith("_") or key == "training":
                 continue
-            if type(value) is int and value > 1:
-                new: Any = Size.of(value, owner, key)
-                found.append(new)
-            elif type(value) in (list, tuple) and value and all(type(each) is int for each in value):
-                new = [Size.of(each, owner, key, place) for place, each in enumerate(value)]
-                found.extend(new)
-                new = type(value)(new)
-            else:
-                if _is_plain(value) and len(owner) < 3 and id(value) not in seen:
-                    seen.add(id(value))
-                    follow(vars(value), (*owner, key))
-                continue
-            before.append((held, key, value))
-            held[key] = new
+            if (new := sized(value, (*path, key))) is not value:
+                before.append((held, key, value))
+                held[key] = new
+            elif _is_plain(value) and len(path) < 3 and id(value) not in seen:
+                seen.add(id(value))
+                follow(vars(value), (*path, key))
 
     try:
         for name, module in model.named_modules():
@@ -76,35 +72,29 @@ def _is_plain(value: Any) -> bool:
 
 
 def note_sizes(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, groups: Mapping[int, int]
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, shares: Mapping[int, int]
 ) -> None:
     """Record how many entries along an axis are kept, not NaN throughout, where a function was given its size.
 
-    `groups` says how many query heads that share keys and values are kept: these are repeated as often.
+    `shares` says how many query heads that share keys and values are kept: these are repeated as often.
     """
     rest = [*args[1:], *kwargs.values()]
     flat = [each for arg in rest for each in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-    if not any(isinstance(each, Size) for each in flat):
+    sizes = [each for each in flat if isinstance(each, Size)]
+    if not sizes:
         return
-    if name in ("view", "reshape", "expand") and isinstance(result, Tensor) and len(flat) == result.dim():
-        axes = list(enumerate(flat))
-    elif name == "unflatten" and isinstance(result, Tensor):
-        first = int(flat[0]) if flat[0] >= 0 else result.dim() + int(flat[0]) - len(flat) + 2
-        axes = list(enumerate(flat[1:], first))
+    if name == "repeat_interleave":
+        for size in sizes:
+            size.kept |= {shares[int(size)]} if int(size) in shares else set()
     elif name in ("split", "narrow"):
-        parts = result if isinstance(result, tuple) else [result]
-        for part, size in zip(parts, (each for each in flat if isinstance(each, Size)), strict=False):
-            for axis in (axis for axis, whole in enumerate(args[0].shape) if part.shape[axis] == size != whole):
-                size.kept.add(_kept(part, axis))
-        return
-    else:
-        for size in flat if name == "repeat_interleave" else ():
-            if isinstance(size, Size) and int(size) in groups:
-                size.kept.add(groups[int(size)])
-        return
-    for axis, size in axes:
-        if isinstance(size, Size):
-            size.kept.add(_kept(result, axis))
+        for part, size in zip(result if isinstance(result, tuple) else [result], sizes, strict=False):
+            size.kept |= {_kept(part, axis) for axis, whole in enumerate(args[0].shape) if part.shape[axis] != whole}
+    elif name in ("view", "reshape", "expand", "unflatten") and isinstance(result, Tensor):
+        dim, *shape = flat if name == "unflatten" else [0, *flat]
+        first = int(dim) if dim >= 0 else result.dim() + int(dim) - len(shape) + 1
+        for axis, size in enumerate(shape, first):
+            if isinstance(size, Size) and first + len(shape) <= result.dim():
+                size.kept.add(_kept(result, axis))
 
 
 def _kept(x: Tensor, axis: int) -> int:
@@ -117,13 +107,13 @@ def changed(network: nn.Module, sizes: Collection[Size]) -> None:
     """Set the numbers of a narrowed network whose axes have all lost the same entries, in place."""
     for size in sizes:
         if len(size.kept) == 1 and (kept := min(size.kept)) != size:
-            held: Any = vars(network.get_submodule(size.owner[0]))
-            for key in size.owner[1:]:
-                held = vars(held[key])
-            value = held[size.key]
-            if type(value) is int:
-                held[size.key] = kept
-            else:
-                held[size.key] = type(value)(
-                    kept if place == size.position else each for place, each in enumerate(value)
-                )
+            name, *owners, key = size.path
+            held: Any = network.get_submodule(name)
+            if isinstance(key, int):
+                *owners, listed = owners
+            for owner in owners:
+                held = getattr(held, owner)
+            if isinstance(key, int):
+                numbers = vars(held)[listed]
+                kept, key = type(numbers)([*numbers[:key], kept, *numbers[key + 1 :]]), listed
+            vars(held)[key] = kept

@@ -36,26 +36,16 @@ _LOOKS = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.
 
 
 class Watch(TorchFunctionMode):
-    """One run in which each layer's dropped channels are NaN; layers in `last` keep all of theirs.
+    """One run in which each layer's dropped channels are NaN.
 
     A channel that is NaN anywhere is dropped. Elsewhere it may have been padded, or masked, with numbers. `heads`
-    chooses where attention binds channels together, `patterns` say how the network takes axes of some sizes apart, and
-    `counts` gives wanted widths, where they are known.
+    chooses where attention binds channels together, and `patterns` say how the network takes axes of some sizes apart.
     """
 
-    def __init__(
-        self,
-        factor: float,
-        last: set[str],
-        generator: torch.Generator,
-        heads: HeadChoice,
-        patterns: Mapping[int, Pattern],
-        counts: Mapping[str, int],
-    ) -> None:
+    def __init__(self, heads: HeadChoice, patterns: Mapping[int, Pattern]) -> None:
         super().__init__()
         self.trace = Trace()
-        self.factor, self.last, self.generator = factor, last, generator
-        self.heads, self.patterns, self.counts = heads, patterns, counts
+        self.heads, self.patterns = heads, patterns
         self.cuts: dict[str, Cut] = {}
         self.chosen: dict[tuple[int, int], Tensor] = {}  # one choice a width, so that channels that are added agree
         self.sizes: list[Size] = []  # the numbers that the network holds
@@ -131,21 +121,20 @@ class Watch(TorchFunctionMode):
         return bool(dropped[0].any()) and not bool(dropped[0].all()) and bool((dropped[0] == dropped[0][:1]).all())
 
     def _outputs(self, name: str, layer: Any, inputs: Tensor) -> Tensor:
-        width = width_of(layer)
+        width, heads = width_of(layer), self.heads
         if is_depthwise(layer):
             each = width // layer.in_channels
             return (inputs.unsqueeze(1) * each + torch.arange(each)).flatten()
-        if name in self.last:
+        if name in heads.whole:
             return torch.arange(width)
-        count = self.counts.get(name)
-        bound = self.heads.outputs(name, width)
+        count, bound = heads.counts.get(name), heads.outputs(name, width)
         if bound is not None and count in (None, len(bound)):
             return bound
         pattern = self.patterns.get(width, (1, 1))
         unit = math.prod(pattern)
-        count = count or math.ceil(round(width * self.factor / unit, 9)) * unit
+        count = count or math.ceil(round(width * heads.factor / unit, 9)) * unit
         if (width, count) not in self.chosen:
-            self.chosen[width, count] = choose(width, count, self.generator, pattern)
+            self.chosen[width, count] = choose(width, count, heads.generator, pattern)
         return self.chosen[width, count]
 
     def _kept(self, mask: Any, name: str) -> Tensor:
