@@ -368,6 +368,14 @@ def test_a_decoder_narrows_behind_a_frozen_encoder() -> None:
     assert member.decoder.layers[0].linear1.out_features == 32
 
 
+def test_frozen_attention_keeps_the_memory_that_it_reads() -> None:
+    model, x = build("cross")
+    model.attention.requires_grad_(False)
+    member = mt.packed(model, 2, 1, example=x, init="pretrained").member(0)
+    assert (member.read.out_features, member.memory.out_features) == (32, 20)
+    assert torch.equal(member.attention.k_proj_weight, model.attention.k_proj_weight)
+
+
 def test_a_norm_that_computes_with_its_width_is_refused_by_name() -> None:
     class Counting(nn.Module):
         def __init__(self, dim: int) -> None:

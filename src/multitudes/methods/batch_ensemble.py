@@ -29,6 +29,7 @@ from multitudes.methods.registry import Method, by
 from multitudes.surgery.affine import (
     SEVERAL,
     AffineMap,
+    WholeMemberLayer,
     affine_layers,
     axis_of,
     kind_of,
@@ -38,11 +39,10 @@ from multitudes.surgery.affine import (
     select_affine,
     weight_of,
 )
-from multitudes.surgery.coverage import tell_reach
 from multitudes.surgery.initialise import redraw
 from multitudes.surgery.layers import Factory, Selector, replace, select
+from multitudes.surgery.observe import tell_reach
 from multitudes.surgery.start import starting
-from multitudes.surgery.whole import WholeMemberLayer
 
 
 class RankOne(MemberLayer):

@@ -29,6 +29,7 @@ from multitudes.surgery.activation_size import keep_scale
 from multitudes.surgery.affine import (
     SEVERAL,
     AffineMap,
+    WholeMemberLayer,
     axis_of,
     kind_of,
     maps_of,
@@ -37,11 +38,9 @@ from multitudes.surgery.affine import (
     select_affine,
     weight_of,
 )
-from multitudes.surgery.coverage import kinds_left, tell_reach
 from multitudes.surgery.layers import Factory, Selector, replace
-from multitudes.surgery.observe import example_for, executed
+from multitudes.surgery.observe import example_for, executed, kinds_left, tell_reach
 from multitudes.surgery.start import starting
-from multitudes.surgery.whole import WholeMemberLayer
 
 
 def masks(channels: int, members: int, scale: float, generator: torch.Generator | None = None) -> Tensor:

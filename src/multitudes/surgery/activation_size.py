@@ -12,9 +12,9 @@ from multitudes.core.calling import Input, call, plain_attention
 from multitudes.core.member_layer import MemberLayer
 from multitudes.core.trace import hooked, observing
 from multitudes.surgery.affine import RECURRENT, axis_of, is_computed
-from multitudes.surgery.answers import read_by
 from multitudes.surgery.cuts import attention_maps, is_attention
 from multitudes.surgery.layers import is_frozen
+from multitudes.surgery.observe import read_by
 
 
 def keep_scale(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from multitudes.core.calling import Input, tensors_in
 from multitudes.core.trace import Trace, observing, recording
-from multitudes.surgery.answers import Read, answered
 from multitudes.surgery.cuts import CannotNarrow, is_attention, makes, output_axis
 from multitudes.surgery.layers import within
+from multitudes.surgery.observe import Read, answered
 
 __all__ = ["Attention", "HeadChoice", "Pattern", "choose", "observe_attention"]
 
@@ -100,8 +101,7 @@ class _Observed(TorchFunctionMode):
                 group = query.shape[-3] // key.shape[-3] if query.dim() > 2 else 1
                 shared = [x if group == 1 else x.repeat_interleave(group, -3) for x in (key, value)]
                 mask = [x for x in mask if x.dim() > 2 and x.shape[-3] == query.shape[-3]]
-                self._note([list(head) for head in zip(*map(_heads, (query, *shared, *mask)), strict=True)],
-                           query.shape[-1])  # fmt: skip
+                self._note(list(zip(*map(_heads, (query, *shared, *mask)), strict=True)), query.shape[-1])
             elif name in _PRODUCTS and isinstance(result, Tensor):
                 self.sizes[tuple(result.shape)] = tensors[name == "baddbmm"].shape[-1]
                 self._note_values(function, args, kwargs)
@@ -190,8 +190,8 @@ def observe_attention(
 ) -> tuple[list[Attention], dict[int, Pattern]]:
     """The attentions of a run, in order, and how axes are taken apart; `names` are the layers that make channels."""
     seen = _Observed()
-    with observing(model), torch.enable_grad(), recording(model, trace=seen.run):
-        answered(model, example, names, seen.see, seen)
+    with observing(model), torch.enable_grad(), recording(model, trace=seen.run), suppress(RuntimeError):
+        answered(model, example, names, seen.see, seen)  # but for code that cannot run with gradients
     return list(map(_merged, seen.found)), seen.patterns
 
 

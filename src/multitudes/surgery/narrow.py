@@ -45,9 +45,8 @@ from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, i
 from multitudes.surgery.narrow_config import follow_configs, narrower_models
 from multitudes.surgery.narrow_proof import prove, runs_like, standing_alone
 from multitudes.surgery.observe import example_for, executed
-from multitudes.surgery.sizes import changed
 from multitudes.surgery.start import starting
-from multitudes.surgery.watch import Along, Watch, loses_the_same
+from multitudes.surgery.watch import Along, Watch, changed, loses_the_same
 
 
 def narrow(
@@ -229,7 +228,7 @@ def _output_layers(model: nn.Module, example: Input) -> list[str]:
     """The layers that give the output, as far as gradients tell; the proof finds others."""
     try:
         return final_layers(model, example)
-    except ValueError:
+    except (ValueError, RuntimeError):  # as of code that cannot run with gradients
         return []
 
 
@@ -349,8 +348,12 @@ def _cut(model: nn.Module, cuts: Mapping[str, Cut], along: Along) -> nn.Module:
 
 def _cut_frozen(model: nn.Module, cuts: dict[str, Cut]) -> list[str]:
     """The layers with frozen parameters that would lose inputs, in the order in which they run."""
-    frozen = {name: model.get_submodule(name) for name in cuts if is_frozen(model.get_submodule(name))}
-    return [name for name, layer in frozen.items() if len(cuts[name].inputs) < inputs_of(layer)]
+    frozen: dict[str, Any] = {n: model.get_submodule(n) for n in cuts if is_frozen(model.get_submodule(n))}
+    return [
+        name for name, layer in frozen.items()
+        if len(cuts[name].inputs) < inputs_of(layer)
+        or (is_attention(layer) and [len(kept) for kept in cuts[name].others] != [layer.kdim, layer.vdim])
+    ]  # fmt: skip
 
 
 def _check_layers(model: nn.Module) -> None:
@@ -382,12 +385,6 @@ def warn_of_whole(model: nn.Module, narrowed: nn.Module, members: int = 1) -> No
             f"model ({type(model).__name__}) is hardly narrowed: {shown} stand alone and keep their width{cost}",
             stacklevel=3,
         )
-
-
-def layer_notes(cuts: dict[str, Cut], network: nn.Module) -> dict[str, str]:
-    """Notes for `summary()` by the names of layers in the narrowed network."""
-    there = dict(network.named_modules())
-    return {name: cut.note for name, cut in cuts.items() if name in there}
 
 
 def rescaled(narrowed: nn.Module, model: nn.Module, cuts: dict[str, Cut], example: Input) -> nn.Module:

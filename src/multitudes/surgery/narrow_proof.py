@@ -16,9 +16,9 @@ from multitudes.core.noise import STILL, Redrawn
 from multitudes.core.proof import alike, running_statistics
 from multitudes.core.settings import holding
 from multitudes.core.trace import observing, unmoved
-from multitudes.surgery.answers import Read, answered
 from multitudes.surgery.cuts import CannotNarrow, Cut, follows, input_axis, is_attention, makes, output_axis
 from multitudes.surgery.layers import within
+from multitudes.surgery.observe import Read, answered
 from multitudes.surgery.watch import Along
 
 __all__ = ["prove", "runs_like", "standing_alone"]

@@ -20,9 +20,17 @@ from torch import Tensor, nn
 from multitudes.core.copying import copied
 from multitudes.core.locking import evaluating
 from multitudes.core.member_layer import MemberLayer
-from multitudes.surgery.affine import AffineMap, axis_of, kind_of, maps_of, plain_copy, run_with, weight_of
+from multitudes.surgery.affine import (
+    AffineMap,
+    WholeMemberLayer,
+    axis_of,
+    kind_of,
+    maps_of,
+    plain_copy,
+    run_with,
+    weight_of,
+)
 from multitudes.surgery.layers import CONVOLUTIONS
-from multitudes.surgery.whole import WholeMemberLayer
 
 __all__ = ["Lora", "LoraWhole", "widths_of"]
 

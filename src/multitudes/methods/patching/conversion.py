@@ -47,8 +47,8 @@ from multitudes.methods.patching.places import chosen_layers, warn_of_other_norm
 from multitudes.methods.patching.wrapped import patch_for
 from multitudes.methods.registry import Method, Settings
 from multitudes.surgery.affine import maps_of
-from multitudes.surgery.coverage import tell_reach
 from multitudes.surgery.layers import Factory, Selector, replace
+from multitudes.surgery.observe import tell_reach
 from multitudes.surgery.start import Start, starting
 
 _DRAWN = {
