@@ -182,6 +182,23 @@ def test_rotary_positions_keep_their_meaning() -> None:
     torch.testing.assert_close(small(x), model(x))
 
 
+def test_heads_that_lie_in_the_batch_one_after_the_other_are_told_apart() -> None:
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        q, k, v = (torch.cat(layer(x).split(8, -1), 0) for layer in (net.q, net.k, net.v))
+        y = (q @ k.mT * 8**-0.5).softmax(-1) @ v
+        return net.head(torch.cat(y.split(len(x), 0), -1).mean(1))
+
+    torch.manual_seed(0)
+    model = Of(forward, **{name: nn.Linear(6, 32) for name in "qkv"}, head=nn.Linear(32, 3)).eval()
+    x = torch.randn(3, *INPUT)
+    small, cuts = narrowed_copy(model, 0.5, 1, 64, None, x)
+    kept = [head * 8 + each for head in sorted({i // 8 for i in cuts["q"].outputs.tolist()}) for each in range(8)]
+    assert [cuts[name].outputs.tolist() for name in "qkv"] == [kept] * 3 and len(kept) == 16
+    with torch.no_grad():
+        model.head.weight[:, [channel for channel in range(32) if channel not in kept]] = 0
+    torch.testing.assert_close(small(x), model(x))
+
+
 # -- torch's attention --------------------------------------------------------------------------------------
 
 
@@ -371,9 +388,9 @@ def test_a_decoder_narrows_behind_a_frozen_encoder() -> None:
 def test_frozen_attention_keeps_the_memory_that_it_reads() -> None:
     model, x = build("cross")
     model.attention.requires_grad_(False)
-    member = mt.packed(model, 2, 1, example=x, init="pretrained").member(0)
-    assert (member.read.out_features, member.memory.out_features) == (32, 20)
-    assert torch.equal(member.attention.k_proj_weight, model.attention.k_proj_weight)
+    small = mt.narrow(model, 0.5, example=x, init="pretrained")
+    assert (small.read.out_features, small.memory.out_features) == (32, 20)
+    assert torch.equal(small.attention.k_proj_weight, model.attention.k_proj_weight)
 
 
 def test_a_norm_that_computes_with_its_width_is_refused_by_name() -> None:

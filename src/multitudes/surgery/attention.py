@@ -69,9 +69,9 @@ class _Observed(TorchFunctionMode):
     Layers give random numbers meanwhile, of which gradients are taken.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, batch: int) -> None:
         super().__init__()
-        self.run = Trace()
+        self.run, self.batch = Trace(), batch
         self.found: list[Attention] = []
         self.patterns: dict[int, Pattern] = {}  # how axes are taken apart, by their size
         self.made: list[tuple[str, int, Tensor]] = []  # layers, the axis of channels, and what they give
@@ -101,19 +101,25 @@ class _Observed(TorchFunctionMode):
                 group = query.shape[-3] // key.shape[-3] if query.dim() > 2 else 1
                 shared = [x if group == 1 else x.repeat_interleave(group, -3) for x in (key, value)]
                 mask = [x for x in mask if x.dim() > 2 and x.shape[-3] == query.shape[-3]]
-                self._note(list(zip(*map(_heads, (query, *shared, *mask)), strict=True)), query.shape[-1])
+                self._note(list(zip(*map(self._heads, (query, *shared, *mask)), strict=True)), query.shape[-1])
             elif name in _PRODUCTS and isinstance(result, Tensor):
                 self.sizes[tuple(result.shape)] = tensors[name == "baddbmm"].shape[-1]
                 self._note_values(function, args, kwargs)
             elif name == "softmax" and tensors[0].dim() > 2 and tuple(tensors[0].shape) in self.sizes:
-                self._note([[scores] for scores in _heads(tensors[0])], self.sizes[tuple(tensors[0].shape)])
+                self._note([[scores] for scores in self._heads(tensors[0])], self.sizes[tuple(tensors[0].shape)])
                 self.weights = {tuple(tensors[0].shape), tuple(tensors[0].mT.shape)}
             elif name in _PARTS | _GROUPS:
                 self._take_apart(name, tensors[0], result, args)
         return result
 
+    def _heads(self, x: Tensor) -> Sequence[Tensor]:
+        """The parts of `[..., H, T, _]` by head; where heads lie in the batch, in either order, those of one row."""
+        if x.dim() != 3 or len(x) % self.batch:
+            return x.unbind(-3) if x.dim() > 2 else [x]
+        return [x[index] for index in dict.fromkeys([*range(len(x) // self.batch), *range(0, len(x), self.batch)])]
+
     def _note(self, heads: Sequence[Sequence[Tensor]], size: int) -> None:
-        """Record an attention by what each of its heads, in each row of a batch perhaps, computes with."""
+        """Record an attention by what each of its heads computes with."""
         reads = self._reads(heads)
         place = [run.name for run in self.run.running if any(within(name, run.name) for name in reads)]
         if place:
@@ -125,9 +131,9 @@ class _Observed(TorchFunctionMode):
         if weights is None or not self.found:
             return
         self.weights, products = set(), []
-        for index, head in enumerate(_heads(weights)):
+        for index, head in enumerate(self._heads(weights)):
             alone = torch.zeros_like(weights)
-            _heads(alone)[index].copy_(head.detach())
+            self._heads(alone)[index].copy_(head.detach())
             products.append([function(*[alone if x is weights else x for x in args], **kwargs)])
         before, values = self.found[-1].reads, self._reads(products)
         both = {name: each | values[name] if name in values else each for name, each in before.items()}
@@ -138,6 +144,8 @@ class _Observed(TorchFunctionMode):
         reads: dict[str, Tensor] = {}
         for index, head in enumerate(heads):
             trained = [x for x in head if x.requires_grad]
+            if not trained:
+                continue
             random = [torch.rand(x.shape, generator=self.generator).to(x) + 0.5 for x in trained]
             made = [each for _, _, each in self.made]
             gradients = torch.autograd.grad(trained, made, random, retain_graph=True, allow_unused=True)
@@ -154,9 +162,7 @@ class _Observed(TorchFunctionMode):
             self._add(x.shape[-3], 1, x.shape[-3] // part.shape[-3])
         elif name == "channel_shuffle":
             self._add(x.shape[1], int(args[1]), 1)
-        elif (
-            name in _GROUPS
-        ):  # of feature maps: `[B, C, H, W] -> [B, groups, C / groups, H, W]`, or `[B, C / 4, 2, 2, ...]`
+        elif name in _GROUPS:  # of maps: `[B, C, H, W] -> [B, groups, C / groups, H, W]`, or `[B, C / 4, 2, 2, ...]`
             channels = part.shape[1 : part.dim() - x.dim() + 2]
             if x.dim() > 3 and (*x.shape[:1], *channels, *x.shape[2:]) == tuple(part.shape) and len(channels) in (2, 3):
                 whole = len(channels) == 2
@@ -173,11 +179,6 @@ class _Observed(TorchFunctionMode):
         self.patterns[size] = both if size % math.prod(both) == 0 else before
 
 
-def _heads(x: Tensor) -> Sequence[Tensor]:
-    """The parts of `[..., H, T, _]` by head; where no axis but the batch can be that of heads, its entries."""
-    return x.unbind(-3) if x.dim() > 2 else [x]
-
-
 def _merged(attention: Attention) -> Attention:
     """Make heads that read the same one head, as those are that lie in the batch."""
     rows = torch.cat(list(attention.reads.values()), 1).tolist()
@@ -189,7 +190,7 @@ def observe_attention(
     model: nn.Module, example: Input, names: Collection[str]
 ) -> tuple[list[Attention], dict[int, Pattern]]:
     """The attentions of a run, in order, and how axes are taken apart; `names` are the layers that make channels."""
-    seen = _Observed()
+    seen = _Observed(tensors_in(example)[0].shape[0])
     with observing(model), torch.enable_grad(), recording(model, trace=seen.run), suppress(RuntimeError):
         answered(model, example, names, seen.see, seen)  # but for code that cannot run with gradients
     return list(map(_merged, seen.found)), seen.patterns
