@@ -312,11 +312,10 @@ def _has_one_number_a_channel(layer: nn.Module) -> bool:
 
 @torch.no_grad()
 def _permutes(layer: nn.Module, form: tuple[int, int]) -> bool:
-    axis, width, generator = form[0], _numbers(layer), torch.Generator().manual_seed(0)
-    x = torch.randn(_shape(form, width), generator=generator, dtype=torch.float64)
-    order = torch.randperm(width, generator=generator)
+    axis, width = form[0], _numbers(layer)
+    x, values = _probe(layer, form, width)
+    order = torch.randperm(width, generator=torch.Generator().manual_seed(0))
     order = order.flip(0) if torch.equal(order, torch.arange(width)) else order
-    values = [torch.rand(width, generator=generator, dtype=torch.float64) + 0.5 for _ in layer.parameters()]
     try:
         y = _answer(layer, values, x)
         z = _answer(layer, [value[order] for value in values], x.index_select(axis, order))
@@ -330,10 +329,12 @@ def _numbers(layer: nn.Module) -> int:
     return next(parameter.shape[-1] for parameter in layer.parameters())
 
 
-def _shape(form: tuple[int, int], width: int) -> list[int]:
-    shape = [2, 3, 3, 3][: form[1]]
+def _probe(layer: nn.Module, form: tuple[int, int], width: int) -> tuple[Tensor, list[Tensor]]:
+    """An input of some width, and as many numbers for each of a layer's parameters."""
+    generator, shape = torch.Generator().manual_seed(0), [2, 3, 3, 3][: form[1]]
     shape[form[0]] = width
-    return shape
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return x, [torch.rand(width, generator=generator, dtype=torch.float64) + 0.5 for _ in layer.parameters()]
 
 
 def _answer(layer: nn.Module, values: Sequence[Tensor], x: Tensor) -> Tensor:
@@ -382,11 +383,9 @@ def _cut_norm(layer: nn.Module, kept: Tensor, name: str) -> nn.Module:
 @torch.no_grad()
 def _answers_alike(layer: nn.Module, small: nn.Module, width: int) -> bool:
     """Whether both give the same for channels that repeat, so that neither counts its channels."""
-    form, generator = _observed_norm(layer), torch.Generator().manual_seed(0)
+    form, answers = _observed_norm(layer), []
     assert form is not None
-    x = torch.randn(_shape(form, width), generator=generator, dtype=torch.float64)
-    values = [torch.rand(width, generator=generator, dtype=torch.float64) + 0.5 for _ in layer.parameters()]
-    answers = []
+    x, values = _probe(layer, form, width)
     for each in (layer, small):
         times = _numbers(each) // width
         y = _answer(each, [value.repeat(times) for value in values], torch.cat([x] * times, form[0]))

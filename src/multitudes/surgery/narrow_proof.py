@@ -16,8 +16,7 @@ from multitudes.core.noise import STILL, Redrawn
 from multitudes.core.proof import alike, running_statistics
 from multitudes.core.settings import holding
 from multitudes.core.trace import observing, unmoved
-from multitudes.surgery.cuts import CannotNarrow, Cut, follows, input_axis, is_attention, makes, output_axis
-from multitudes.surgery.layers import within
+from multitudes.surgery.cuts import CannotNarrow, Cut, follows, input_axis, makes, output_axis
 from multitudes.surgery.observe import Read, answered
 from multitudes.surgery.watch import Along
 
@@ -182,13 +181,9 @@ def _random(values: Tensor, generator: torch.Generator) -> Tensor:
 
 def standing_alone(model: nn.Module) -> list[str]:
     """The names of parameters that belong to no layer that is cut."""
-    attentions = [name for name, module in model.named_modules() if is_attention(module)]
-    owners = {f"{name}.{own}" if name else own: (name, module) for name, module in model.named_modules()
+    owners = {f"{name}.{own}" if name else own: module for name, module in model.named_modules()
               for own, parameter in module._parameters.items() if parameter is not None}  # fmt: skip
-    return [
-        own for own, (name, module) in owners.items()
-        if not makes(module) and not follows(module) and not any(within(name, each) for each in attentions)
-    ]  # fmt: skip
+    return [name for name, module in owners.items() if not makes(module) and not follows(module)]
 
 
 def _unfit(model: nn.Module, reason: str) -> str:
