@@ -242,6 +242,15 @@ def test_patterns_choose_the_same_of_each_part_and_whole_blocks(parts: int, bloc
     assert bool((kept.view(-1, block)[:, 0] % block == 0).all())
 
 
+def test_code_that_cannot_run_with_gradients_is_narrowed() -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.one(x)
+        return net.head(x.relu()) if net.training else net.head(x.relu()) * float(len(x.numpy()) > 0)
+
+    model, x = Of(forward, one=nn.Linear(6, 16), head=nn.Linear(16, 4)).eval(), torch.randn(3, 6)
+    assert mt.narrow(model, 0.5, example=x).one.out_features == 8
+
+
 # -- reasons -----------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.surgery.attention import Attention, HeadChoice, OpenAttention
+from multitudes.surgery.attention import Attention, HeadChoice
+from multitudes.surgery.cuts import Cut, cut_layer
 from multitudes.surgery.narrow import narrowed_copy
 from tests.attention_networks import ATTENTION, INPUT, Grouped, Language, Net, Own, OwnNorm, Rearranged, Softmax
 from tests.of_parts import Of
@@ -129,10 +130,12 @@ def test_one_layer_for_queries_keys_and_values_keeps_the_same_heads_of_each(
         table = [("q", k * group + g) if g < group else ("kv", k) for k in range(shared) for g in range(group + 2)]
     else:
         table = [("q", h) for h in range(heads)] + [("kv", k) for _ in range(2) for k in range(shared)]
-    attention = Attention("", ("qkv",), heads, shared, size, heads_first)
-    width = len(table) * size
-    choice = HeadChoice([attention], {"qkv": width}, 0.5, torch.Generator().manual_seed(0))
-    kept = choice.outputs("qkv", width)
+    reads = torch.tensor(
+        [[h == (which if kind == "q" else which * group + h % group) for kind, which in table] for h in range(heads)]
+    ).repeat_interleave(size, 1)
+    attention = Attention("", size, {"qkv": reads})
+    choice = HeadChoice([attention], 0.5, torch.Generator().manual_seed(0), {}, ())
+    kept = choice.outputs("qkv", len(table) * size)
     assert kept is not None
     owners = [table[channel // size] for channel in kept.tolist()]
     queries, keys = (part.tolist() for part in choice.kept(attention))
@@ -179,32 +182,54 @@ def test_rotary_positions_keep_their_meaning() -> None:
     torch.testing.assert_close(small(x), model(x))
 
 
-# -- torch's attention, opened -----------------------------------------------------------------------------
+def test_heads_that_lie_in_the_batch_one_after_the_other_are_told_apart() -> None:
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        q, k, v = (torch.cat(layer(x).split(8, -1), 0) for layer in (net.q, net.k, net.v))
+        y = (q @ k.mT * 8**-0.5).softmax(-1) @ v
+        return net.head(torch.cat(y.split(len(x), 0), -1).mean(1))
+
+    torch.manual_seed(0)
+    model = Of(forward, **{name: nn.Linear(6, 32) for name in "qkv"}, head=nn.Linear(32, 3)).eval()
+    x = torch.randn(3, *INPUT)
+    small, cuts = narrowed_copy(model, 0.5, 1, 64, None, x)
+    kept = [head * 8 + each for head in sorted({i // 8 for i in cuts["q"].outputs.tolist()}) for each in range(8)]
+    assert [cuts[name].outputs.tolist() for name in "qkv"] == [kept] * 3 and len(kept) == 16
+    with torch.no_grad():
+        model.head.weight[:, [channel for channel in range(32) if channel not in kept]] = 0
+    torch.testing.assert_close(small(x), model(x))
+
+
+# -- torch's attention --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize(
     "extra", [{}, {"bias": False}, {"kdim": 6, "vdim": 10}, {"add_bias_kv": True, "add_zero_attn": True}]
 )
-def test_opened_attention_is_torchs(batch_first: bool, extra: dict[str, object]) -> None:
+def test_torchs_attention_with_fewer_heads_is_the_whole_one_without_the_others(
+    batch_first: bool, extra: dict[str, object]
+) -> None:
     torch.manual_seed(0)
     attention = nn.MultiheadAttention(12, 3, batch_first=batch_first, **extra).double().eval()
     for parameter in attention.parameters():
         nn.init.normal_(parameter)
+    heads = torch.tensor([0, 1, 2, 3, 8, 9, 10, 11])
+    inputs, others = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8]), (torch.arange(attention.kdim), torch.tensor([0, 2, 3]))
+    small = cut_layer(attention, Cut(inputs, heads, others=others), "attention")
     shape = (2, 5) if batch_first else (5, 2)
-    q, k, v = (torch.randn(*shape, width).double() for width in (12, attention.kdim, attention.vdim))
+    q, k, v = (torch.zeros(*shape, width).double() for width in (12, attention.kdim, attention.vdim))
+    for x, kept in zip((q, k, v), (inputs, *others), strict=True):
+        x[..., kept] = torch.randn(*shape, len(kept)).double()
     padding = torch.tensor([[False] * 4 + [True], [False] * 5])
     triangle = torch.ones(5, 5, dtype=torch.bool).triu(1)
-    hidden = torch.zeros(2, 5).double().masked_fill(padding, -torch.inf)
-    for mask in (None, triangle, triangle.double() * -2, torch.randn(6, 5, 5).double()):
-        for average in (True, False):
-            same = padding if mask is None or mask.dtype is torch.bool else hidden
-            given = {"key_padding_mask": same, "attn_mask": mask, "average_attn_weights": average}
-            for got, want in zip(OpenAttention(attention)(q, k, v, **given), attention(q, k, v, **given), strict=True):
-                torch.testing.assert_close(got, want)
-    if batch_first:
-        alone = [part[0] for part in (q, k, v)]
-        torch.testing.assert_close(OpenAttention(attention)(*alone)[0], attention(*alone)[0])
+    with torch.no_grad():
+        attention.out_proj.weight[:, 4:8] = 0
+    for mask in (None, triangle, triangle.double() * -2):
+        same = padding if mask is None or mask.dtype is torch.bool else padding.double() * -9
+        given = {"key_padding_mask": same, "attn_mask": mask, "average_attn_weights": False}
+        got, want = small(q[..., inputs], k, v[..., others[1]], **given), attention(q, k, v, **given)
+        torch.testing.assert_close(got[0], want[0][..., heads])
+        torch.testing.assert_close(got[1], want[1][:, [0, 2]])
 
 
 # -- the rest of the contract ------------------------------------------------------------------------------
@@ -271,12 +296,34 @@ def test_frozen_attention_keeps_its_weights_and_what_it_reads() -> None:
     assert frozen.num_heads == 4
 
 
-def test_a_network_that_is_all_residual_is_refused_by_its_numbers() -> None:
-    model = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
-    with pytest.raises(
-        ValueError, match="as wide as its heads together, 2 x 4, and would read 16 and give 16 channels"
-    ):
+def test_a_network_that_is_all_residual_narrows_inside_its_branches() -> None:
+    model, x = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), torch.randn(2, 5, 16)
+    net = mt.packed(model, 2, 1, example=x).eval()
+    assert (net.member(0).self_attn.num_heads, net.member(0).linear1.out_features) == (4, 16)
+    mt.check(net, x)
+
+
+def test_torchs_attention_must_be_as_wide_as_its_heads() -> None:
+    model = Of(
+        lambda net, x: net.head(net.attention(x, x, x)[0].mean(1)),
+        attention=nn.MultiheadAttention(16, 4, batch_first=True), head=nn.Linear(16, 3),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="as wide as its heads together, 2 x 4, and would read 16 channels"):
         mt.packed(model, 2, 1, example=torch.randn(2, 5, 16))
+
+
+def test_queries_and_keys_stay_as_large_as_they_were() -> None:
+    torch.manual_seed(0)
+    model, x = Net(lambda: Own(batch_first=True)), torch.randn(8, *INPUT)
+    small = mt.narrow(model, 0.5, init="pretrained", example=x, seed=0)
+    sizes = []
+    for network in (model, small):
+        layer, seen = network.blocks[1].attention.attention, []
+        layer.register_forward_pre_hook(lambda m, args, seen=seen: seen.append(args[0]))
+        network(x)
+        sizes.append([F.linear(seen[0], w).square().mean().sqrt() for w in layer.in_proj_weight.chunk(3)])
+    for whole, narrow in zip(*sizes, strict=True):
+        assert 0.7 < narrow / whole < 1.4
 
 
 def test_einops_is_followed() -> None:
@@ -310,9 +357,9 @@ def by_weights(net: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("forward", "sentence"),
     [
-        (over_channels, r"reach layer 'out' are mixed on their way by softmax in the network's own forward"),
+        (over_channels, r"what its forward does before layer 'out' gives that layer other values"),
         (four_heads, r"what its forward does before layer 'out' gives that layer other values"),
-        (by_weights, r"reach layer 'head' are mixed on their way by mean in layer 'attention' \(MultiheadAttention\)"),
+        (by_weights, r"the channels that reach layer 'head' are mixed on their way"),
     ],
 )
 def test_what_cannot_be_narrowed_is_refused_with_its_reason(
@@ -336,6 +383,14 @@ def test_a_decoder_narrows_behind_a_frozen_encoder() -> None:
     member = mt.packed(model, 2, 1, example=x, init="pretrained").member(0)
     assert torch.equal(member.encoder.layers[0].linear1.weight, model.encoder.layers[0].linear1.weight)
     assert member.decoder.layers[0].linear1.out_features == 32
+
+
+def test_frozen_attention_keeps_the_memory_that_it_reads() -> None:
+    model, x = build("cross")
+    model.attention.requires_grad_(False)
+    small = mt.narrow(model, 0.5, example=x, init="pretrained")
+    assert (small.read.out_features, small.memory.out_features) == (32, 20)
+    assert torch.equal(small.attention.k_proj_weight, model.attention.k_proj_weight)
 
 
 def test_a_norm_that_computes_with_its_width_is_refused_by_name() -> None:

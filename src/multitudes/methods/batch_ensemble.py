@@ -28,9 +28,9 @@ from multitudes.methods.member_affine import AffineMemberLayer, joined
 from multitudes.methods.own_layers import Own
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.affine import SEVERAL, AffineMap, affine_layers, kind_of, select_affine, weight_of
-from multitudes.surgery.coverage import tell_reach
 from multitudes.surgery.initialise import redraw
 from multitudes.surgery.layers import Factory, Selector, select
+from multitudes.surgery.observe import tell_reach
 from multitudes.surgery.start import starting
 
 

@@ -38,11 +38,10 @@ from multitudes.surgery.affine import (
     select_affine,
     weight_of,
 )
-from multitudes.surgery.coverage import tell_reach
 from multitudes.surgery.downsampling import Run, Step, has_other_path
 from multitudes.surgery.insert import after, before
 from multitudes.surgery.layers import CONVOLUTIONS, Factory, Selector, built, check_model, plain_layer, replace, select
-from multitudes.surgery.observe import cheap_example, example_for
+from multitudes.surgery.observe import cheap_example, example_for, tell_reach
 
 # -- layers ------------------------------------------------------------------------------------------------
 

@@ -27,9 +27,8 @@ from multitudes.methods.member_affine import AffineMemberLayer, joined
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.activation_size import keep_scale
 from multitudes.surgery.affine import SEVERAL, AffineMap, kind_of, maps_of, select_affine, weight_of
-from multitudes.surgery.coverage import kinds_left, tell_reach
 from multitudes.surgery.layers import Factory, Selector
-from multitudes.surgery.observe import example_for, executed
+from multitudes.surgery.observe import example_for, executed, kinds_left, tell_reach
 from multitudes.surgery.start import starting
 
 

@@ -21,9 +21,8 @@ from multitudes.core.proof import alike, rows_interact
 from multitudes.core.trace import hooked, observing, record
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.affine import affine_layers, axis_of, is_computed, kind_of
-from multitudes.surgery.coverage import tell_reach
 from multitudes.surgery.layers import CONVOLUTIONS, Factory, Selector, replace
-from multitudes.surgery.observe import example_for, executed
+from multitudes.surgery.observe import example_for, executed, tell_reach
 from multitudes.surgery.start import starting
 
 

@@ -23,7 +23,7 @@ from multitudes.core.members import Members
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.build import Build, build_function, built_at, refuse_options, whole_network
 from multitudes.surgery.layers import Factory, Selector
-from multitudes.surgery.narrow import layer_notes, narrowed_copy, rescaled, warn_of_whole
+from multitudes.surgery.narrow import narrowed_copy, rescaled, warn_of_whole
 from multitudes.surgery.observe import example_for
 from multitudes.surgery.start import starting
 
@@ -90,7 +90,7 @@ def packed(
             whole = start.another()
             if index == 0 or not start.redraws:
                 network, cuts = narrowed_copy(whole, alpha / members, gamma, min_channels, layers, x, start.redraws)
-                notes.update(layer_notes(cuts, network))
+                notes.update({name: cut.note for name, cut in cuts.items()})
             if index == 0 and alpha < members:
                 warn_of_whole(whole, network, members)
             yield start.begin(copied(network) if start.redraws else rescaled(network, whole, cuts, x))

@@ -91,20 +91,12 @@ def maps_of(layer: nn.Module) -> tuple[AffineMap, ...]:
     kind = kind_of(layer)
     if kind is None:
         return _observed(layer)
-    _check_shaped(layer)
     if kind in SEVERAL:
         return () if is_changed(layer) else _several(layer, kind)
     if not _weight_is_known(layer):
         return ()
     inputs = 0 if kind in TRANSPOSED else 1
     return (AffineMap(inputs=inputs, outputs=1 - inputs, groups=int(getattr(layer, "groups", 1))),)
-
-
-def _check_shaped(layer: nn.Module) -> None:
-    for parameter in layer.parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            kind = type(layer).__name__
-            raise ValueError(f"a {kind} of the model has no shape yet: run the network once before converting it")
 
 
 def _several(layer: Any, kind: type[nn.Module]) -> tuple[AffineMap, ...]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from torch import nn
 
+from multitudes.core.architecture import check_architecture
 from multitudes.core.calling import Input, call
 from multitudes.core.multitude import plain
 from multitudes.core.seeding import seeded
@@ -75,8 +75,11 @@ def built_at(build: Build, width: float, count: int, whole: nn.Module, example: 
             first = network
             _check_narrower(network, whole, width)
             _check_ends(network, whole, width, example)
-        elif difference := _difference(first, network):
-            raise ValueError(f"model({width:g}) must build the same architecture in every call, but {difference}")
+        else:
+            try:
+                check_architecture(first, network, len(given))
+            except ValueError as error:
+                raise ValueError(f"model({width:g}) must build the same architecture in every call: {error}") from error
         given.append(network)
         yield network
 
@@ -124,24 +127,3 @@ def _check_ends(network: nn.Module, whole: nn.Module, width: float, example: Inp
             f"model({width:g}) gives predictions of shape {got}, and model(1) {want}: only hidden widths may change, "
             "not those of inputs and outputs"
         )
-
-
-def _difference(first: nn.Module, other: nn.Module) -> str:
-    """Describe the first difference between two architectures; empty where they are the same."""
-    for kind, one, two in zip(("module", "tensor"), _structure(first), _structure(other), strict=True):
-        for name in [*one, *two]:
-            if one.get(name) != two.get(name):
-                return (
-                    f"{kind} {name!r} is {_described(one.get(name))} in one and {_described(two.get(name))} in another"
-                )
-    return ""
-
-
-def _structure(network: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    tensors = [*network.named_parameters(), *network.named_buffers()]
-    modules = {name: type(module).__name__ for name, module in network.named_modules()}
-    return modules, {name: list(tensor.shape) for name, tensor in tensors}
-
-
-def _described(value: Any) -> str:
-    return "missing" if value is None else str(value)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +67,10 @@ def check(net: Multitude, example: Input, tolerance: float = 1e-4) -> Checked:
     return done
 
 
+Measured = dict[str, Tensor]
+"""A member's predictions, gradients and buffers, by what they are called."""
+
+
 class _Refused(Exception):
     """The runner does not run this network, and so is never used."""
 
@@ -93,20 +96,47 @@ class _Proof:
             self._check_independent()
             self.done.compared.append(f"{name}no prediction depends on another member's weights")
 
-    def together(self, training: bool, change: Callable[[Multitude], None] | None = None) -> _Answer:
+    def together(self, training: bool, change: Callable[[Multitude], None] | None = None) -> list[Measured]:
         """Run the whole multitude."""
         one = copied(self.net).train(training)
         if change is not None:
             change(one)
         with self._quiet(one):
             try:
+                networks: list[nn.Module] = [one] * one.members
                 if isinstance(one, Members):
-                    one.runner = self.runner
-                return _Answer.of(one, self.example, lambda x: one(x, draws=0).unflatten(0, (one.members, -1)))
+                    one.runner, networks = self.runner, list(one.network)
+                run = partial(one, draws=0)
+                return self._measured(networks, lambda x: run(x).unflatten(0, (one.members, -1)))
             except ValueError as refusal:
                 if self.runner in ("packed", "vmapped"):
                     raise _Refused from refusal
                 raise
+
+    def alone(self, index: int, training: bool) -> Measured:
+        """Run a member by itself."""
+        member = copied(self.net.member(index)).train(training)
+        with self._quiet(member):
+            run = partial(member, draws=0) if isinstance(member, Multitude) else partial(call, member)
+            return self._measured([member], lambda x: run(x).unsqueeze(0))[0]
+
+    def _measured(self, networks: list[nn.Module], run: Callable[[Input], Tensor]) -> list[Measured]:
+        """By member, what is compared, in a network that holds its weights."""
+        x = mapped(lambda t: t.detach().clone().requires_grad_(t.is_floating_point()), self.example)
+        predictions = run(x)
+        # Gradients of a random mixture of each member's predictions, the same for all.
+        generator = torch.Generator().manual_seed(0)
+        mixture = torch.randn(predictions.shape[1:], generator=generator, dtype=torch.float64).to(predictions)
+        inputs = {f"x[{i}]": t for i, t in enumerate(tensors_in(x)) if t.requires_grad}
+        found: list[Measured] = []
+        for part, network in zip(predictions, networks, strict=True):
+            wanted = {name: p for name, p in network.named_parameters() if p.requires_grad} | inputs
+            gradients = _gradients((part * mixture).sum(), wanted)
+            measured = {"its predictions": part.detach()} | {f"the gradient of {n}": g for n, g in gradients.items()}
+            if isinstance(self.net, Members):
+                measured |= {f"buffer {name}": _number(buffer).clone() for name, buffer in network.named_buffers()}
+            found.append(measured)
+        return found
 
     @contextmanager
     def _quiet(self, network: nn.Module) -> Iterator[None]:
@@ -121,25 +151,23 @@ class _Proof:
             yield
 
     def _compare(self, training: bool) -> None:
-        together = self.together(training)
         mode = "training" if training else "evaluation"
-        for index in range(self.net.members):
-            member = copied(self.net.member(index)).train(training)
-            with self._quiet(member):
-                alone = _Answer.of(member, self.example, partial(_answers, member))
-            where = f"member {index} differs from itself alone in {mode}"
-            mine = together.member(index)
-            pairs = mine.beside(alone, self.net)
-            steepest = max([1.0, *(_largest(want) for name, (_, want) in pairs.items() if "gradient" in name)])
-            for name, (got, want) in pairs.items():
+        for index, mine in enumerate(self.together(training)):
+            alone = self.alone(index, training)
+            alone["its predictions"] = alone["its predictions"].reshape(mine["its predictions"].shape)
+            both = [n for n in mine if n in alone and ("gradient" not in n or mine[n].shape == alone[n].shape)]
+            steepest = max([1.0, *(_largest(alone[name]) for name in both if "gradient" in name)])
+            for name in both:
                 # Rounding adds up on the way back, so gradients are seen beside the largest of them.
+                got, want = mine[name], alone[name]
                 scale = 10 * steepest if "gradient" in name else max(1.0, _largest(want[want.isfinite()]))
                 error = _apart(got, want) if got.shape == want.shape else float("nan")
                 if not error <= self.tolerance * scale:
+                    where = f"member {index} differs from itself alone in {mode}"
                     raise ValueError(f"{where}: {name} by {error:.2e} (runner {self.runner!r})")
 
     def _check_independent(self) -> None:
-        before = self.together(training=False).predictions
+        before = self.together(training=False)
         for poisoned in range(self.net.members):
 
             def poison(net: Multitude, poisoned: int = poisoned) -> None:
@@ -147,8 +175,9 @@ class _Proof:
                     if tensor.is_floating_point() or tensor.is_complex():
                         tensor.fill_(torch.nan)
 
-            after = self.together(False, poison).predictions
-            for index, (was, now) in enumerate(zip(before, after, strict=True)):
+            after = self.together(False, poison)
+            for index, pair in enumerate(zip(before, after, strict=True)):
+                was, now = (measured["its predictions"] for measured in pair)
                 if index != poisoned and not torch.allclose(was, now, rtol=self.tolerance, atol=self.tolerance):
                     raise ValueError(
                         f"member {index} depends on the weights of member {poisoned} (runner {self.runner!r})"
@@ -162,57 +191,6 @@ def _tensors_of_member(net: Multitude, index: int) -> list[Tensor]:
         return [parameter.data for parameter in net.network[index].parameters() if id(parameter) not in shared]
     own = net._own_names() if isinstance(net, SharedMembers) else {name for name, _ in net.named_parameters()}
     return [parameter.data[index] for name, parameter in net.named_parameters() if name in own]
-
-
-@dataclass
-class _Answer:
-    """Predictions `[M, ...]`, each member's gradients, by name, and the buffers after the run."""
-
-    predictions: Tensor
-    gradients: list[dict[str, Tensor]]
-    buffers: dict[str, Tensor]
-    apart: bool  # whether names start with the number of a member
-
-    @classmethod
-    def of(cls, net: nn.Module, example: Input, run: Callable[[Any], Tensor]) -> _Answer:
-        x = mapped(lambda t: t.detach().clone().requires_grad_(t.is_floating_point()), example)
-        predictions = run(x)
-        # Gradients of a random mixture of each member's predictions, the same for all.
-        generator = torch.Generator().manual_seed(0)
-        mixture = torch.randn(predictions.shape[1:], generator=generator, dtype=torch.float64).to(predictions)
-        inputs = {f"x[{i}]": t for i, t in enumerate(tensors_in(x)) if t.requires_grad}
-        wanted = {n: p for n, p in net.named_parameters() if p.requires_grad} | inputs
-        gradients = [_gradients((part * mixture).sum(), wanted) for part in predictions]
-        buffers = {name: buffer.detach().clone() for name, buffer in net.named_buffers()}
-        return cls(predictions.detach(), gradients, buffers, isinstance(net, Members))
-
-    def member(self, index: int) -> _Answer:
-        """One member's part."""
-        own = self.gradients[index]
-        buffers = self.buffers
-        if self.apart:
-            of_x = {name: gradient for name, gradient in own.items() if name.startswith("x[")}
-            own = of_x | _of_member(own, index)
-            buffers = _of_member(buffers, index)
-        return _Answer(self.predictions[index], [own], buffers, False)
-
-    def beside(self, alone: _Answer, net: Multitude) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the pairs to compare, by name: gradients of what both have, and buffers of members that share none."""
-        predictions = alone.predictions.reshape(self.predictions.shape)
-        pairs = {"its predictions": (self.predictions, predictions)}
-        mine, theirs = self.gradients[0], alone.gradients[0]
-        for name in mine.keys() & theirs.keys():
-            if mine[name].shape == theirs[name].shape:
-                pairs[f"the gradient of {name}"] = mine[name], theirs[name]
-        if isinstance(net, Members):
-            for name in self.buffers.keys() & alone.buffers.keys():
-                pairs[f"buffer {name}"] = _number(self.buffers[name]), _number(alone.buffers[name])
-        return pairs
-
-
-def _of_member(tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
-    prefix = f"{index}."
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _gradients(value: Tensor, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -233,11 +211,6 @@ def _apart(got: Tensor, want: Tensor) -> float:
 
 def _number(buffer: Tensor) -> Tensor:
     return buffer if buffer.is_floating_point() or buffer.is_complex() else buffer.double()
-
-
-def _answers(member: nn.Module, x: Input) -> Tensor:
-    """One member's predictions, with a member's dimension in front."""
-    return (member(x, draws=0) if isinstance(member, Multitude) else call(member, x)).unsqueeze(0)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.copying import copied
-from multitudes.surgery.affine import AffineMap, computes, is_computed, kind_of, maps_of
+from multitudes.surgery.affine import AffineMap, computes, is_changed, is_computed, kind_of, maps_of
 from multitudes.surgery.layers import CONVOLUTIONS, PRODUCTS, TRANSPOSED
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -36,7 +36,7 @@ class CannotNarrow(ValueError):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cut:
     """What is left of one layer: the indices of its kept inputs and outputs, and its gamma."""
 
@@ -44,6 +44,17 @@ class Cut:
     outputs: Tensor
     gamma: int = 1
     note: str = ""
+    others: tuple[Tensor, ...] = ()
+    """The kept inputs of attention's keys and values."""
+
+    def __eq__(self, other: object) -> bool:
+        pairs = zip(self.indices, other.indices, strict=True) if isinstance(other, Cut) else ()
+        return isinstance(other, Cut) and all(torch.equal(one, two) for one, two in pairs)
+
+    @property
+    def indices(self) -> tuple[Tensor, ...]:
+        """What is kept of all inputs, and of the outputs."""
+        return (self.inputs, *self.others, self.outputs)
 
 
 class GroupedLinear(nn.Module):
@@ -74,6 +85,8 @@ def width_of(layer: Any) -> int:
     """The number of channels that a layer makes."""
     if isinstance(layer, nn.Embedding):
         return layer.embedding_dim
+    if is_attention(layer):
+        return int(layer.embed_dim)
     if (affine := foreign_map(layer)) is not None:
         return affine.widths(layer.weight.shape)[1]
     return int(layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels)
@@ -84,7 +97,19 @@ def makes(layer: nn.Module) -> bool:
     kind = kind_of(layer)
     if kind in PRODUCTS:
         return not is_computed(layer)
-    return isinstance(layer, nn.Embedding) or foreign_map(layer) is not None
+    return isinstance(layer, nn.Embedding) or is_attention(layer) or foreign_map(layer) is not None
+
+
+def is_attention(layer: nn.Module) -> bool:
+    """Whether a layer is torch's own attention, with weights of its own."""
+    return kind_of(layer) is nn.MultiheadAttention and not is_changed(layer)
+
+
+def attention_maps(layer: Any) -> Sequence[Tensor]:
+    """The matrices `[E, I]` that make attention's queries, keys and values."""
+    if layer._qkv_same_embed_dim:
+        return tuple(layer.in_proj_weight.data.chunk(3))
+    return [getattr(layer, f"{each}_proj_weight").data for each in "qkv"]
 
 
 def follows(layer: nn.Module) -> bool:
@@ -103,12 +128,13 @@ def input_axis(layer: nn.Module) -> int:
         return axis
     if isinstance(layer, LAST_NORMS):
         return -len(layer.normalized_shape)
-    return -1 if isinstance(layer, nn.Linear) or foreign_map(layer) is not None else 1
+    return -1 if isinstance(layer, nn.Linear) or is_attention(layer) or foreign_map(layer) is not None else 1
 
 
 def output_axis(layer: nn.Module) -> int:
     """The axis of channels in what a layer makes."""
-    return -1 if isinstance(layer, nn.Linear | nn.Embedding) or foreign_map(layer) is not None else 1
+    last = isinstance(layer, nn.Linear | nn.Embedding) or is_attention(layer) or foreign_map(layer) is not None
+    return -1 if last else 1
 
 
 def inputs_of(layer: Any) -> int:
@@ -119,6 +145,8 @@ def inputs_of(layer: Any) -> int:
         return int(layer.normalized_shape[0])
     if (affine := foreign_map(layer)) is not None:
         return affine.widths(layer.weight.shape)[0]
+    if is_attention(layer):
+        return int(layer.embed_dim)
     names = ("in_features", "in_channels", "num_features", "num_channels", "num_embeddings", "num_parameters")
     return next(int(getattr(layer, name)) for name in names if hasattr(layer, name))
 
@@ -137,8 +165,10 @@ def cut_layer(layer: Any, cut: Cut, name: str) -> nn.Module:
     small, inputs = copied(layer), len(cut.inputs)
     if isinstance(layer, nn.Embedding):
         small.embedding_dim = len(cut.outputs)
-        small.weight = nn.Parameter(layer.weight.data[:, cut.outputs].clone(), layer.weight.requires_grad)
+        small.weight = nn.Parameter(layer.weight.data[:, cut.outputs].clone())
         return small
+    if is_attention(layer):
+        return _cut_attention(layer, small, cut, name)
     if not follows(layer):
         return _cut_product(layer, small, cut, name)
     if isinstance(layer, LAST_NORMS):
@@ -166,9 +196,9 @@ def _cut_product(layer: Any, small: Any, cut: Cut, name: str) -> nn.Module:
         small.in_features, small.out_features = inputs, outputs
     else:
         small.in_channels, small.out_channels, small.groups = inputs, outputs, groups
-    small.weight = nn.Parameter(_cut_weight(layer, cut, groups, name), layer.weight.requires_grad)
+    small.weight = nn.Parameter(_cut_weight(layer, cut, groups, name))
     if layer.bias is not None:
-        small.bias = nn.Parameter(layer.bias.data[cut.outputs].clone(), layer.bias.requires_grad)
+        small.bias = nn.Parameter(layer.bias.data[cut.outputs].clone())
     return small
 
 
@@ -189,6 +219,35 @@ def _cut_weight(layer: Any, cut: Cut, groups: int, name: str) -> Tensor:
     return small.contiguous()
 
 
+def _cut_attention(layer: Any, small: Any, cut: Cut, name: str) -> nn.Module:
+    """Attention of fewer heads: each of its maps makes the channels that it gives, or reads them."""
+    kept, width, inputs = cut.outputs, len(cut.outputs), (cut.inputs, *cut.others)
+    if len(cut.inputs) != width:
+        raise CannotNarrow(
+            f"layer {name!r} is a MultiheadAttention, which is as wide as its heads together, "
+            f"{width // layer.head_dim} x {layer.head_dim}, and would read {len(cut.inputs)} channels"
+        )
+    maps = [weight[kept][:, read] for weight, read in zip(attention_maps(layer), inputs, strict=True)]
+    small.embed_dim, small.num_heads = width, width // layer.head_dim
+    small.kdim, small.vdim = map(len, cut.others)
+    if layer._qkv_same_embed_dim and small.kdim == small.vdim == width:
+        small.in_proj_weight = nn.Parameter(torch.cat(maps))
+    else:
+        small._qkv_same_embed_dim, small.in_proj_weight = False, None
+        for each, weight in zip("qkv", maps, strict=True):
+            setattr(small, f"{each}_proj_weight", nn.Parameter(weight))
+    if layer.in_proj_bias is not None:
+        small.in_proj_bias = nn.Parameter(torch.cat([bias[kept] for bias in layer.in_proj_bias.data.chunk(3)]))
+    if layer.bias_k is not None:
+        small.bias_k, small.bias_v = (nn.Parameter(each.data[..., kept]) for each in (layer.bias_k, layer.bias_v))
+    out = small.out_proj
+    out.in_features = out.out_features = width
+    out.weight = nn.Parameter(layer.out_proj.weight.data[kept][:, kept])
+    if out.bias is not None:
+        out.bias = nn.Parameter(out.bias.data[kept])
+    return small
+
+
 def norm_groups(layer: nn.GroupNorm, width: int) -> int:
     """The most groups, up to the layer's own, that divide a width."""
     return next(g for g in range(layer.num_groups, 0, -1) if width % g == 0)
@@ -199,7 +258,7 @@ def _indexed(layer: nn.Module, kept: Tensor) -> nn.Module:
     axis = 0 if _inherits(layer, FOLLOWING) else -1
     for name, parameter in layer.named_parameters():
         values = parameter.data.index_select(axis, kept.to(parameter.device))
-        setattr(layer, name, nn.Parameter(values, parameter.requires_grad))
+        setattr(layer, name, nn.Parameter(values))
     for name, buffer in layer.named_buffers():
         if buffer.dim():
             setattr(layer, name, buffer.index_select(axis, kept.to(buffer.device)))
@@ -253,11 +312,10 @@ def _has_one_number_a_channel(layer: nn.Module) -> bool:
 
 @torch.no_grad()
 def _permutes(layer: nn.Module, form: tuple[int, int]) -> bool:
-    axis, width, generator = form[0], _numbers(layer), torch.Generator().manual_seed(0)
-    x = torch.randn(_shape(form, width), generator=generator, dtype=torch.float64)
-    order = torch.randperm(width, generator=generator)
+    axis, width = form[0], _numbers(layer)
+    x, values = _probe(layer, form, width)
+    order = torch.randperm(width, generator=torch.Generator().manual_seed(0))
     order = order.flip(0) if torch.equal(order, torch.arange(width)) else order
-    values = [torch.rand(width, generator=generator, dtype=torch.float64) + 0.5 for _ in layer.parameters()]
     try:
         y = _answer(layer, values, x)
         z = _answer(layer, [value[order] for value in values], x.index_select(axis, order))
@@ -271,10 +329,12 @@ def _numbers(layer: nn.Module) -> int:
     return next(parameter.shape[-1] for parameter in layer.parameters())
 
 
-def _shape(form: tuple[int, int], width: int) -> list[int]:
-    shape = [2, 3, 3, 3][: form[1]]
+def _probe(layer: nn.Module, form: tuple[int, int], width: int) -> tuple[Tensor, list[Tensor]]:
+    """An input of some width, and as many numbers for each of a layer's parameters."""
+    generator, shape = torch.Generator().manual_seed(0), [2, 3, 3, 3][: form[1]]
     shape[form[0]] = width
-    return shape
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return x, [torch.rand(width, generator=generator, dtype=torch.float64) + 0.5 for _ in layer.parameters()]
 
 
 def _answer(layer: nn.Module, values: Sequence[Tensor], x: Tensor) -> Tensor:
@@ -294,9 +354,9 @@ def _cut_map(layer: Any, affine: AffineMap, cut: Cut, name: str) -> nn.Module:
     small, weight = copied(layer), layer.weight.data
     for axis, kept in ((affine.inputs, cut.inputs), (affine.outputs, cut.outputs)):
         weight = weight.index_select(axis, kept.to(weight.device))
-    small.weight = nn.Parameter(weight.clone(), layer.weight.requires_grad)
+    small.weight = nn.Parameter(weight.clone())
     if layer._parameters.get("bias") is not None:
-        small.bias = nn.Parameter(layer.bias.data[cut.outputs].clone(), layer.bias.requires_grad)
+        small.bias = nn.Parameter(layer.bias.data[cut.outputs].clone())
     follow = dict(zip(affine.widths(layer.weight.shape), (len(cut.inputs), len(cut.outputs)), strict=True))
     held = {key: value for key, value in vars(layer).items() if type(value) is int}
     vars(small).update({key: follow.get(value, value) for key, value in held.items()})
@@ -323,11 +383,9 @@ def _cut_norm(layer: nn.Module, kept: Tensor, name: str) -> nn.Module:
 @torch.no_grad()
 def _answers_alike(layer: nn.Module, small: nn.Module, width: int) -> bool:
     """Whether both give the same for channels that repeat, so that neither counts its channels."""
-    form, generator = _observed_norm(layer), torch.Generator().manual_seed(0)
+    form, answers = _observed_norm(layer), []
     assert form is not None
-    x = torch.randn(_shape(form, width), generator=generator, dtype=torch.float64)
-    values = [torch.rand(width, generator=generator, dtype=torch.float64) + 0.5 for _ in layer.parameters()]
-    answers = []
+    x, values = _probe(layer, form, width)
     for each in (layer, small):
         times = _numbers(each) // width
         y = _answer(each, [value.repeat(times) for value in values], torch.cat([x] * times, form[0]))

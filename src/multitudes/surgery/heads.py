@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from multitudes.core.calling import Input, input_errors, prediction_in, split_call
+from multitudes.core.calling import Input, input_errors, mapped, prediction_in, split_call
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.locking import evaluating
 from multitudes.core.trace import hooked, unmoved
@@ -83,7 +83,7 @@ def _observed(network: nn.Module, example: Input, read: Callable[[Any], Tensor |
 
     def cut(name: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         order.append(name)
-        return _cut(args), _cut(kwargs)
+        return mapped(Tensor.detach, args), mapped(Tensor.detach, kwargs)
 
     try:
         for parameter in frozen:
@@ -120,16 +120,6 @@ def _own_weights(layer: nn.Module) -> list[nn.Parameter]:
     if parametrize.is_parametrized(layer):
         own += list(layer.get_submodule("parametrizations").parameters())
     return [parameter for parameter in own if parameter.dim() > 1]
-
-
-def _cut(inputs: Any) -> Any:
-    if isinstance(inputs, Tensor):
-        return inputs.detach()
-    if isinstance(inputs, dict):
-        return {key: _cut(value) for key, value in inputs.items()}
-    if type(inputs) in (list, tuple):
-        return type(inputs)(map(_cut, inputs))
-    return inputs
 
 
 def _outputs(output: Any) -> Tensor | None:

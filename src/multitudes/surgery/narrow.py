@@ -11,27 +11,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace as replaced
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, call, plain_attention
+from multitudes.core.calling import Input
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.multitude import Multitude
-from multitudes.core.proof import alike
 from multitudes.core.seeding import seeded
 from multitudes.core.trace import observing
 from multitudes.surgery.activation_size import keep_scale
 from multitudes.surgery.affine import is_computed, kind_of
-from multitudes.surgery.attention import (
-    HeadChoice,
-    attention_layers,
-    close_attention,
-    observe_attention,
-    open_attention,
-)
+from multitudes.surgery.attention import HeadChoice, observe_attention
 from multitudes.surgery.build import Build, build_function, built_at, refuse_options, whole_network
 from multitudes.surgery.cuts import (
     CannotNarrow,
@@ -39,18 +33,20 @@ from multitudes.surgery.cuts import (
     cut_layer,
     follows,
     inputs_of,
+    is_attention,
     is_depthwise,
     makes,
     norm_groups,
     width_of,
 )
+from multitudes.surgery.heads import final_layers
+from multitudes.surgery.initialise import is_hugging_face
 from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, is_frozen, replace, select, within
-from multitudes.surgery.narrow_config import follow_configs, narrower_models, untrue_configs
+from multitudes.surgery.narrow_config import follow_configs, narrower_models
 from multitudes.surgery.narrow_proof import prove, runs_like, standing_alone
 from multitudes.surgery.observe import example_for, executed
-from multitudes.surgery.sizes import changed
 from multitudes.surgery.start import starting
-from multitudes.surgery.watch import Along, Watch, gives_output, loses_the_same
+from multitudes.surgery.watch import Along, Watch, changed, loses_the_same
 
 
 def narrow(
@@ -119,25 +115,23 @@ def narrowed_copy(
     Channels are chosen at random, from torch's random state. Where weights are `redrawn` after, a Hugging Face model
     whose channels cannot be followed is the one that its configuration gives.
     """
-    opened = open_attention(model)
-    built = narrower_models(opened, factor)
+    built = narrower_models(model, factor)
     grouping = factor, gamma, min_channels, _selected(model, layers)
     try:
-        narrowed, cuts = _observed_copy(opened, built, grouping, example)
-        closed = _closed(narrowed, model, example)
+        narrowed, cuts = _observed_copy(model, built, grouping, example)
     except ValueError:
         if redrawn and gamma == 1 and "" in built and runs_like(built[""], model, example):
             return built[""], _widths(model, built[""])
         raise
     if factor < 1 and not built:
-        _warn_of_configs(closed, model)
-    return closed, cuts
+        _warn_of_configs(narrowed, model)
+    return narrowed, cuts
 
 
 def _widths(model: nn.Module, narrow: nn.Module) -> dict[str, Cut]:
     """The widths of a narrower network's layers, as cuts."""
-    pairs = {name: (inputs_of(m), width_of(m)) for name, m in narrow.named_modules() if makes(m)}
-    known = {name for name, m in model.named_modules() if makes(m)}
+    pairs = {name: (inputs_of(m), width_of(m)) for name, m in _known(narrow).items() if makes(m)}
+    known = {name for name, m in _known(model).items() if makes(m)}
     return {
         name: Cut(torch.arange(inputs), torch.arange(width), 1, f"{inputs} -> {width}, gamma 1")
         for name, (inputs, width) in pairs.items()
@@ -146,12 +140,15 @@ def _widths(model: nn.Module, narrow: nn.Module) -> dict[str, Cut]:
 
 
 def _warn_of_configs(narrowed: nn.Module, model: nn.Module) -> None:
-    if (wrong := untrue_configs(narrowed)) and not untrue_configs(model):
-        warnings.warn(
-            f"the configuration of {', '.join(wrong)} cannot express the narrowed widths: members predict and are "
-            "saved by mt.save, but save_pretrained gives what from_pretrained does not load",
-            stacklevel=4,
-        )
+    for name, module in model.named_modules():
+        pairs = zip(module.parameters(), narrowed.get_submodule(name).parameters(), strict=True)
+        if is_hugging_face(module) and any(whole.shape != small.shape for whole, small in pairs):
+            warnings.warn(
+                f"the configuration of {type(module).__name__} cannot express the narrowed widths: members predict and "
+                "are saved by mt.save, but save_pretrained gives what from_pretrained does not load",
+                stacklevel=4,
+            )
+            return
 
 
 # -- observed ----------------------------------------------------------------------------------------------
@@ -163,11 +160,16 @@ def _observed_copy(
     """The narrowed copy by what is observed of the network, and every layer's cut."""
     _check_layers(model)
     factor, gamma, min_channels, grouped = grouping
-    known = {name: module for name, module in model.named_modules() if makes(module) or follows(module)}
+    known = _known(model)
     order = executed(model, example, [name for name, module in known.items() if makes(module)])
     if not order:
         raise CannotNarrow(f"model ({type(model).__name__}) has no layer that can be narrowed")
-    counts = {n: width_of(m) for n, m in _layers_of(built).items() if n in known and makes(known[n])}
+    counts = {
+        name: width_of(layer)
+        for prefix, network in built.items()
+        for own, layer in _known(network).items()
+        if makes(layer) and (name := f"{prefix}.{own}".strip(".")) in known
+    }
     if counts.get(order[-1], 0) != width_of(known[order[-1]]):  # an output layer of the user's own
         counts.pop(order[-1], None)
     twins = _twins(known, order)
@@ -180,7 +182,7 @@ def _observed_copy(
     along = _along(model, example, cuts, heads, built)
     cuts |= {name: cuts[other] for name, other in twins.items()}
     narrowed = _cut(model, cuts, along)
-    changed(narrowed, [size for size in watch.sizes if not any(within(size.owner[0], name) for name in built)])
+    changed(narrowed, [size for size in watch.sizes if not any(within(size.path[0], name) for name in built)])
     follow_configs(narrowed, built, [name for name in order[-1:] if name not in counts])
     prove(model, narrowed, cuts, example, along, heads.sources)
     return narrowed, cuts
@@ -199,28 +201,35 @@ def _watched(
     Those are the first, frozen ones, and those that give the output. `counts` are the widths that layers of Hugging
     Face models have by their configurations.
     """
-    found, patterns = observe_attention(model, example, {name: known[name] for name in order})
-    widths = {name: width_of(known[name]) for name in order}
+    found, patterns = observe_attention(model, example, order)
+    outputs = _output_layers(model, example)
+    last = {name for name in order if any(within(each, name) for each in outputs)}
     seed = int(torch.randint(2**62, ()))
 
-    def watched(whole: set[str]) -> tuple[Watch, Tensor]:
+    def watched(whole: set[str]) -> Watch:
         generator = torch.Generator().manual_seed(seed)
         whole = whole - {name for name, count in counts.items() if count < width_of(known[name])}
-        heads = HeadChoice(found, widths, factor, generator, counts, whole)
-        watch = Watch(factor, whole, generator, heads, patterns, counts)
-        return watch, watch.run(model, example, known)
+        heads = HeadChoice(found, factor, generator, counts, whole)
+        watch = Watch(heads, patterns)
+        watch.run(model, example, known)
+        return watch
 
     with observing(model):
-        whole = {order[-1]} | {name for name in order if is_frozen(known[name])}
-        watch, output = watched(whole)
-        if bool(output.isnan().any()):  # several layers give the output
-            whole |= {n for n in order if gives_output(model, n, example, known)}
-            watch, _ = watched(whole)
+        whole = {order[-1], *last} | {name for name in order if is_frozen(known[name])}
+        watch = watched(whole)
         if frozen := _cut_frozen(model, watch.cuts):  # what it reads must be whole as well
             before = executed(model, example, known)
             whole |= set(before[: before.index(frozen[-1])])
-            watch, _ = watched(whole)
+            watch = watched(whole)
     return watch, whole | {order[0]}
+
+
+def _output_layers(model: nn.Module, example: Input) -> list[str]:
+    """The layers that give the output, as far as gradients tell; the proof finds others."""
+    try:
+        return final_layers(model, example)
+    except (ValueError, RuntimeError):  # as of code that cannot run with gradients
+        return []
 
 
 def _twins(known: dict[str, nn.Module], order: list[str]) -> dict[str, str]:
@@ -241,35 +250,21 @@ def _twins(known: dict[str, nn.Module], order: list[str]) -> dict[str, str]:
     return twins
 
 
-def _layers_of(built: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """The layers of networks, by their names in the network that these are parts of."""
-    return {
-        f"{name}.{own}" if name and own else name or own: module
-        for name, network in built.items()
-        for own, module in network.named_modules()
-    }
+def _known(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that make channels or follow them, by name; what is inside attention belongs to it."""
+    known = {name: module for name, module in model.named_modules() if makes(module) or follows(module)}
+    inside = {f"{name}.out_proj" for name, module in known.items() if is_attention(module)}
+    return {name: module for name, module in known.items() if name not in inside}
 
 
 def _selected(model: nn.Module, layers: Selector) -> set[str]:
     """The layers that may be split into groups."""
-    known = {name: m for name, m in model.named_modules() if kind_of(m) in PRODUCTS and makes(m)}
-    inside = {f"{name}.out_proj" for name in attention_layers(model)}
     try:
-        return set(select(model, layers, known)) - inside
+        return set(select(model, layers, {name: m for name, m in _known(model).items() if kind_of(m) in PRODUCTS}))
     except ValueError:
         if layers is None:
             return set()
         raise
-
-
-def _closed(narrowed: nn.Module, model: nn.Module, example: Input) -> nn.Module:
-    """The narrowed network with torch's own attention again, which must give the same."""
-    closed = close_attention(narrowed, model)
-    if closed is not narrowed:
-        with observing(closed, narrowed), plain_attention():
-            if not alike(call(closed, example)[None], call(narrowed, example)[None]):
-                raise CannotNarrow(f"model ({type(model).__name__}) gives another output with narrower attention")
-    return closed
 
 
 # -- parameters that stand alone ---------------------------------------------------------------------------
@@ -284,15 +279,16 @@ def _along(
     What such a parameter would lose along the last axis of a width, or of a number of heads, that fits must be what the
     layers behind it lose, which is observed.
     """
-    layers = [(width_of(layer), cut.outputs) for layer, cut in _made(model, cuts)]
+    made = {name: model.get_submodule(name) for name in cuts}
+    layers = [(width_of(m), cuts[name].outputs) for name, m in made.items() if makes(m) and not is_depthwise(m)]
     widths = {width: kept for width, kept in layers if len(kept) < width}
     exact = {(width, len(kept)): kept for width, kept in layers}
     fixed: dict[str, tuple[tuple[int, Tensor], ...]] = {}
     along: dict[str, tuple[tuple[int, Tensor], ...]] = {}
     for name in standing_alone(model):
-        whole, small = model.get_parameter(name), _of_built(name, built)
-        near = heads.inside(name.rpartition(".")[0])
-        if small is not None:
+        whole, near = model.get_parameter(name), heads.inside(name.rpartition(".")[0])
+        if of := [prefix for prefix in built if within(name, prefix)]:
+            small = built[of[0]].get_parameter(name.removeprefix(f"{of[0]}."))
             counts = {(size, len(kept)): kept for size, kept in (*heads.inside("").items(), *near.items())}
             fixed[name] = _between(name, whole.shape, small.shape, exact | counts)
             continue
@@ -303,12 +299,6 @@ def _along(
     if along and not loses_the_same(model, example, cuts, along):
         along = {name: kept for name, kept in along.items() if loses_the_same(model, example, cuts, {name: kept})}
     return fixed | along
-
-
-def _made(model: nn.Module, cuts: Mapping[str, Cut]) -> list[tuple[nn.Module, Cut]]:
-    """The layers that make channels of their own, and their cuts."""
-    layers = [(model.get_submodule(name), cut) for name, cut in cuts.items()]
-    return [(layer, cut) for layer, cut in layers if makes(layer) and not is_depthwise(layer)]
 
 
 def _between(
@@ -324,14 +314,6 @@ def _between(
     return tuple((axis, kept[pair]) for axis, pair in axes)
 
 
-def _of_built(name: str, built: Mapping[str, nn.Module]) -> nn.Parameter | None:
-    """The parameter of a narrower Hugging Face model by its name in the network."""
-    for prefix, network in built.items():
-        if within(name, prefix):
-            return network.get_parameter(name.removeprefix(f"{prefix}.") if prefix else name)
-    return None
-
-
 # -- cut ---------------------------------------------------------------------------------------------------
 
 
@@ -345,7 +327,7 @@ def _cut(model: nn.Module, cuts: Mapping[str, Cut], along: Along) -> nn.Module:
             if parameter is not None:
                 mine: Any = small[name]._parameters[own]
                 shared = first.setdefault(id(parameter), mine)
-                if shared is not mine and shared.shape == mine.shape and torch.equal(shared, mine):
+                if mine is not None and shared is not mine and shared.shape == mine.shape and torch.equal(shared, mine):
                     small[name].register_parameter(own, shared)
     try:
         narrowed = replace(model, small)
@@ -366,8 +348,12 @@ def _cut(model: nn.Module, cuts: Mapping[str, Cut], along: Along) -> nn.Module:
 
 def _cut_frozen(model: nn.Module, cuts: dict[str, Cut]) -> list[str]:
     """The layers with frozen parameters that would lose inputs, in the order in which they run."""
-    frozen = {name: model.get_submodule(name) for name in cuts if is_frozen(model.get_submodule(name))}
-    return [name for name, layer in frozen.items() if len(cuts[name].inputs) < inputs_of(layer)]
+    frozen: dict[str, Any] = {n: model.get_submodule(n) for n in cuts if is_frozen(model.get_submodule(n))}
+    return [
+        name for name, layer in frozen.items()
+        if len(cuts[name].inputs) < inputs_of(layer)
+        or (is_attention(layer) and [len(kept) for kept in cuts[name].others] != [layer.kdim, layer.vdim])
+    ]  # fmt: skip
 
 
 def _check_layers(model: nn.Module) -> None:
@@ -401,24 +387,16 @@ def warn_of_whole(model: nn.Module, narrowed: nn.Module, members: int = 1) -> No
         )
 
 
-def layer_notes(cuts: dict[str, Cut], network: nn.Module) -> dict[str, str]:
-    """Notes for `summary()` by the names of layers in the narrowed network; torch's attention has its queries' note."""
-    there = dict(network.named_modules())
-    notes = {name.removesuffix(".q_proj"): cut.note for name, cut in cuts.items() if name not in there}
-    return {n: text for n, text in notes.items() if n in there} | {n: c.note for n, c in cuts.items() if n in there}
-
-
 def rescaled(narrowed: nn.Module, model: nn.Module, cuts: dict[str, Cut], example: Input) -> nn.Module:
     """The narrowed network with its weights scaled so that activations are as large as the model's."""
     if sum(p.numel() for p in narrowed.parameters()) == sum(p.numel() for p in model.parameters()):
         return narrowed
-    opened, whole = open_attention(narrowed), open_attention(model)
-    layers = {name: whole.get_submodule(name) for name in cuts}
+    layers = {name: model.get_submodule(name) for name in cuts}
     tables = {id(p) for m in layers.values() if isinstance(m, nn.Embedding) for p in m.parameters()}
     alone = {n: m for n, m in layers.items() if not any(id(p) in tables for p in m.parameters())}
     products = {name: cuts[name].outputs for name, layer in alone.items() if makes(layer)}
-    keep_scale(whole, opened, example, example, products)
-    return close_attention(opened, narrowed)
+    keep_scale(model, narrowed, example, example, products)
+    return narrowed
 
 
 def _grouped(layer: Any, cut: Cut, factor: float, gamma: int, min_channels: int, heads: HeadChoice, name: str) -> Cut:
@@ -426,16 +404,17 @@ def _grouped(layer: Any, cut: Cut, factor: float, gamma: int, min_channels: int,
     if follows(layer):
         regrouped = isinstance(layer, nn.GroupNorm) and len(cut.inputs) % layer.num_groups
         note = f"{layer.num_groups} groups -> {norm_groups(layer, len(cut.inputs))}" if regrouped else ""
-        return Cut(cut.inputs, cut.outputs, 1, note)
+        return replaced(cut, note=note)
     own, width = getattr(layer, "groups", 1), width_of(layer)
     exact = width * factor
-    wanted = 1 if is_depthwise(layer) or isinstance(layer, (*TRANSPOSED, nn.Embedding)) else gamma
+    single = is_depthwise(layer) or is_attention(layer) or isinstance(layer, (*TRANSPOSED, nn.Embedding))
+    wanted = 1 if single else gamma
     used = next(
         g for g in range(wanted, 0, -1)
         if g == 1 or (not (len(cut.inputs) % (own * g) or len(cut.outputs) % (own * g))
         and len(cut.inputs) // (own * g) >= min_channels)
     )  # fmt: skip
     rounded = f", rounded up from {exact:g}" if width != len(cut.outputs) > exact + 1e-9 else ""
-    bound = f", {said}" if (said := heads.note(name, width)) else ""
+    bound = f", {said}" if (said := heads.note(name)) else ""
     note = f"{len(cut.inputs)} -> {len(cut.outputs)}{bound}, gamma {used}{'' if bound else rounded}"
-    return Cut(cut.inputs, cut.outputs, used, note)
+    return replaced(cut, gamma=used, note=note)

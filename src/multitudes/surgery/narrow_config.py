@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -18,7 +18,7 @@ from multitudes.core.seeding import seeded
 from multitudes.surgery.cuts import CannotNarrow, GroupedLinear
 from multitudes.surgery.initialise import is_hugging_face
 
-__all__ = ["follow_configs", "narrowed_config", "narrower_models", "untrue_configs"]
+__all__ = ["follow_configs", "narrowed_config", "narrower_models"]
 
 _WIDTHS = (
     "intermediate_size", "hidden_dim", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "d_inner",
@@ -149,31 +149,8 @@ def narrower_models(model: nn.Module, factor: float, name: str = "") -> dict[str
     return {own: built for part in parts for own, built in part.items()}
 
 
-def untrue_configs(network: nn.Module) -> list[str]:
-    """The Hugging Face models in a network whose configurations give models of other widths, by class."""
-    wrong = []
-    for _, module in _outermost(network):
-        with seeded(0):
-            try:
-                other = type(module)(copy.deepcopy(module.config))
-                shapes = {name: parameter.shape for name, parameter in other.named_parameters()}
-            except Exception:  # whatever a model's own code may raise of a configuration that it does not allow
-                shapes = {}
-        if any(parameter.shape != shapes.get(name) for name, parameter in module.named_parameters()):
-            wrong.append(type(module).__name__)
-    return wrong
-
-
 def _of(name: str, module: nn.Module) -> str:
     return f"model {name!r} ({type(module).__name__})" if name else f"model ({type(module).__name__})"
-
-
-def _outermost(model: nn.Module, name: str = "") -> Iterator[tuple[str, Any]]:
-    if is_hugging_face(model):
-        yield name, model
-        return
-    for child, module in model.named_children():
-        yield from _outermost(module, f"{name}.{child}" if name else child)
 
 
 def _built(module: Any, config: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,9 +15,9 @@ from multitudes.core.draws.stochastic import expecting
 from multitudes.core.noise import STILL, Redrawn
 from multitudes.core.proof import alike, running_statistics
 from multitudes.core.settings import holding
-from multitudes.core.trace import hooked, observing, unmoved
+from multitudes.core.trace import observing, unmoved
 from multitudes.surgery.cuts import CannotNarrow, Cut, follows, input_axis, makes, output_axis
-from multitudes.surgery.observe import followed_attention
+from multitudes.surgery.observe import Read, answered
 from multitudes.surgery.watch import Along
 
 __all__ = ["prove", "runs_like", "standing_alone"]
@@ -39,23 +40,20 @@ def prove(
     stand alone were cut. Outputs of layers that are `sharpened` are made large: attention by small queries and keys is
     a mean, in which nobody could tell one head from another.
     """
-    moved = _moved_constants(model, narrowed, cuts, along or {}, sharpened)
-    with observing(model, narrowed), followed_attention(), moved:
-        wanted, want = _at_full_width(model, narrowed, cuts, example, sharpened)
-        got: list[tuple[str, Tensor]] = []
+    with observing(model, narrowed), _moved_weights(model, narrowed, cuts, along or {}, sharpened):
+        wanted, want = _at_full_width(model, narrowed, cuts, example)
+        got: list[tuple[str, list[Tensor]]] = []
 
-        def see(name: str, layer: nn.Module, args: Any, _: Tensor) -> None:
-            if not isinstance(layer, nn.Embedding):
-                got.append((name, args[0]))
+        def see(name: str, layer: nn.Module, read: Read, y: Tensor) -> Tensor:
+            got.append((name, read.inputs))
+            return y
 
         try:
-            with hooked(narrowed, cuts, see):
-                output = call(narrowed, example)
+            output = answered(narrowed, example, cuts, see)
         except (RuntimeError, ValueError, IndexError) as error:
             raise CannotNarrow(_unfit(model, str(error).splitlines()[0])) from error
-    for (name, x), (other, y) in zip(got, wanted, strict=False):
-        y = y if x.shape == y.shape else _of_kept_heads(y)
-        if name != other or x.shape != y.shape or not _equal(x, y):
+    for (name, inputs), (other, expected) in zip(got, wanted, strict=False):
+        if name != other or not all(map(_same_input, inputs, expected)):
             raise CannotNarrow(
                 f"model ({type(model).__name__}) cannot be narrowed, since what its forward does before layer {name!r} "
                 f"gives that layer other values, or others of its channels, when there are fewer of them"
@@ -107,67 +105,56 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return bool(other.isfinite().all()) and alike(one[None], other[None])
 
 
-def _of_kept_heads(x: Tensor) -> Tensor:
-    """Take the heads that are kept from the input of a layer that is applied to each; the others are NaN throughout."""
-    for axis in range(x.dim() - 1):
-        there = ~x.isnan().movedim(axis, 0).flatten(1).all(1)
-        x = x.index_select(axis, there.nonzero()[:, 0])
-    return x
+def _same_input(x: Tensor, expected: Tensor) -> bool:
+    """Return whether a layer of the narrowed network sees what it would see in the model."""
+    if x.shape != expected.shape:  # as it is applied to each head: those that are dropped are NaN throughout
+        for axis in range(expected.dim() - 1):
+            there = ~expected.isnan().movedim(axis, 0).flatten(1).all(1)
+            expected = expected.index_select(axis, there.nonzero()[:, 0])
+    return x.shape == expected.shape and _equal(x, expected)
 
 
 def _at_full_width(
-    model: nn.Module, narrowed: nn.Module, cuts: Mapping[str, Cut], example: Input, sharpened: Collection[str]
-) -> tuple[list[tuple[str, Tensor]], Tensor]:
+    model: nn.Module, narrowed: nn.Module, cuts: Mapping[str, Cut], example: Input
+) -> tuple[list[tuple[str, list[Tensor]]], Tensor]:
     """Return the kept channels that each layer reads, in the order in which layers run, and the output."""
-    seen: list[tuple[str, Tensor]] = []
+    seen: list[tuple[str, list[Tensor]]] = []
 
-    keywords: dict[str, dict[str, Any]] = {}
-
-    def note(name: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        keywords[name] = kwargs
-
-    def narrow(name: str, layer: nn.Module, args: Any, y: Tensor) -> Tensor:
-        cut, kwargs = cuts[name], keywords[name]
-        if isinstance(layer, nn.Embedding):
-            small = narrowed.get_submodule(name)(*args, **kwargs)
-            return torch.full_like(y, torch.nan).index_copy_(-1, cut.outputs.to(y.device), small.to(y.dtype))
-        x = args[0].index_select(input_axis(layer), cut.inputs.to(y.device))
-        seen.append((name, x))
-        if name in sharpened and all(name != before for before, _ in seen[:-1]):
-            _sharpen(narrowed.get_submodule(name), x)
-        small = narrowed.get_submodule(name)(x, *args[1:], **kwargs)
+    def narrow(name: str, layer: nn.Module, read: Read, y: Tensor) -> Tensor | tuple[Any, ...]:
+        cut = cuts[name]
+        kept = [
+            x.index_select(input_axis(layer), index.to(x.device))
+            for x, index in zip(read.inputs, cut.indices, strict=False)
+        ]
+        seen.append((name, kept))
+        small = narrowed.get_submodule(name)(*kept, *read.args, **read.kwargs)
+        small, *weights = small if isinstance(small, tuple) else (small,)
         axis = input_axis(layer) if follows(layer) else output_axis(layer)
-        return torch.full_like(y, torch.nan).index_copy_(axis, cut.outputs.to(y.device), small.to(y.dtype))
+        whole = torch.full_like(y, torch.nan).index_copy_(axis, cut.outputs.to(y.device), small.to(y.dtype))
+        return (whole, *weights) if weights else whole
 
-    with hooked(model, cuts, narrow, note):
-        return seen, call(model, example)
-
-
-def _sharpen(layer: nn.Module, x: Tensor) -> None:
-    """Scale a layer's parameters so that its outputs are about as large as those of trained queries."""
-    size = layer(x).nan_to_num().float().square().mean().sqrt()
-    if size > 0:
-        for parameter in layer.parameters():
-            parameter.data = parameter.data * (3 / size).to(parameter.dtype)
+    return seen, answered(model, example, cuts, narrow)
 
 
 @contextmanager
-def _moved_constants(
+def _moved_weights(
     model: nn.Module, narrowed: nn.Module, cuts: Mapping[str, Cut], along: Along, sharpened: Collection[str]
 ) -> Iterator[None]:
-    """Move parameters that are the same number throughout, of layers and those that stand alone, in both networks."""
+    """Move parameters that are the same number throughout, and of layers that attention reads, in both networks."""
     before: list[tuple[nn.Parameter, Tensor]] = []
     generator = torch.Generator().manual_seed(0)
-    for parameter in [p for name in sharpened for p in narrowed.get_submodule(name).parameters()]:
-        before.append((parameter, parameter.data))
 
     def move(parameter: nn.Parameter, values: Tensor) -> None:
         before.append((parameter, parameter.data))
         parameter.data = values
 
-    for parameter in [p for name in cuts for p in narrowed.get_submodule(name).parameters()]:
-        if _is_constant(parameter.data):
-            move(parameter, _random(parameter.data, generator))
+    for name in cuts:
+        for parameter in narrowed.get_submodule(name).parameters():
+            if name in sharpened and parameter.dim() > 1:
+                spread = 3 / math.sqrt(parameter[0].numel())
+                move(parameter, spread * torch.randn(parameter.shape, generator=generator).to(parameter))
+            elif _is_constant(parameter.data):
+                move(parameter, _random(parameter.data, generator))
     for name in standing_alone(model):
         parameter, small = model.get_parameter(name), narrowed.get_parameter(name)
         if _is_constant(parameter.data):

@@ -1,22 +1,42 @@
-"""Observe a network at work: an input that fits it, its layers in the order in which they run, and their outputs."""
+"""Observe a network at work: an input that fits it, its layers in order, what a method reaches of it.
+
+In some runs layers give something else than they compute.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from multitudes.core.attention import math_attention
 from multitudes.core.calling import Input, call, plain_attention
+from multitudes.core.multitude import REACH, Multitude
 from multitudes.core.seeding import seeded
-from multitudes.core.trace import observing, record
+from multitudes.core.trace import hooked, observing, record
+from multitudes.surgery.cuts import is_attention
 from multitudes.surgery.layers import PRODUCTS
 
-__all__ = ["call_order", "cheap_example", "example_for", "executed", "followed_attention"]
+__all__ = [
+    "Answer",
+    "Read",
+    "answered",
+    "call_order",
+    "cheap_example",
+    "example_for",
+    "executed",
+    "followed_attention",
+    "kinds_left",
+    "read_by",
+    "tell_reach",
+]
 
 _SIDES = (32, 28, 224, 64, 16, 8, 96, 128, 48, 256, 299, 384, 512, 12, 20, 24, 40, 56, 80, 100, 112, 160, 192)
 _LENGTHS = (128, 64, 32, 256, 512, 1000, 1024, 16, 8, 100, 96, 48, 2048, 4096, 16000)
@@ -88,3 +108,132 @@ def executed(model: nn.Module, example: Input, kinds: Collection[type[nn.Module]
 def call_order(model: nn.Module, example: Input) -> list[str]:
     """The names of all modules that a forward calls, each time, in the order in which it enters them."""
     return [call.name for call in record(model, example, tensors=False).calls if call.name]
+
+
+# -- layers that give something else -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a layer is called with: its inputs that have channels, of attention three, and its other arguments."""
+
+    inputs: list[Tensor]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+Answer = Callable[[str, nn.Module, Read, Tensor], Tensor | tuple[Any, ...]]
+"""What a layer, of some name, gives in the place of its output; of attention perhaps with its weights."""
+
+
+def read_by(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Read:
+    """Tell a layer's inputs from its other arguments; an embedding has indices alone."""
+    names = ("query", "key", "value") if is_attention(layer) else tuple(kwargs)[:1]
+    count = 0 if isinstance(layer, nn.Embedding) else max(1, len(names))
+    named = [name for name in names if name in kwargs][: max(0, count - len(args))]
+    others = {name: value for name, value in kwargs.items() if name not in named}
+    return Read([*args[:count], *(kwargs[name] for name in named)], args[count:], others)
+
+
+def answered(
+    model: nn.Module,
+    example: Input,
+    names: Collection[str],
+    answer: Answer,
+    mode: AbstractContextManager[Any] = nullcontext(),  # noqa: B008
+) -> Tensor:
+    """The prediction of a network on an example where `answer` gives the outputs of some layers.
+
+    Attention computes step by step: NaN in, NaN out. A function `mode` sees what the network calls before others do.
+    """
+    begun: list[Read] = []
+
+    def enter(name: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        begun.append(read_by(layer, args, kwargs))
+
+    def leave(name: str, layer: nn.Module, _: Any, y: Any) -> Any:
+        given = answer(name, layer, begun.pop(), y[0] if isinstance(y, tuple) else y)
+        return (given, *y[1:]) if isinstance(y, tuple) and isinstance(given, Tensor) else given
+
+    with followed_attention(), mode, hooked(model, names, leave, enter):
+        return call(model, example)
+
+
+# -- what a method reaches -----------------------------------------------------------------------------------
+
+
+_SHOWN = 5
+"""The most kinds of layers that a warning names."""
+
+
+def tell_reach(
+    net: Multitude,
+    model: nn.Module,
+    converted: Collection[str],
+    example: Input | None = None,
+    *,
+    on_purpose: Collection[str] = (),
+    warn: bool = True,
+) -> None:
+    """Note for `summary()` what share of `model` its converted layers, by name, are; warn where it is below one half.
+
+    Layers that a method leaves out `on_purpose` do not count for the warning.
+    """
+    parameters = _share(_parameters(model, converted), _parameters(model, [""]))
+    counted = _multiply_adds(model, converted, on_purpose, example)
+    told = f"reaches {parameters:.0%} of the parameters"
+    unknown = "unknown without an example" if example is None else "not counted"
+    told += f" (multiply-adds are {unknown})" if counted is None else ""
+    told += "" if counted is None else f" and {_share(counted[0], counted[2]):.0%} of the multiply-adds"
+    net.notes[REACH] = told.replace("%", " %")
+    fair = _share(_parameters(model, converted), _parameters(model, [""]) - _parameters(model, on_purpose))
+    small = fair < 0.5 or (counted is not None and _share(counted[0], counted[2] - counted[1]) < 0.5)
+    left = kinds_left(model, [*converted, *on_purpose])
+    if warn and small and left:
+        warnings.warn(
+            f"the method {net.notes[REACH]} of model ({type(model).__name__}); left out are {left}", stacklevel=3
+        )
+
+
+def kinds_left(model: nn.Module, converted: Collection[str]) -> str:
+    """The classes that hold the other parameters, largest first, and how many layers of each there are."""
+    taken = {id(module) for name in converted for module in model.get_submodule(name).modules()}
+    layers: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for module in model.modules():
+        own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        if own and id(module) not in taken:
+            layers[type(module).__name__] += 1
+            sizes[type(module).__name__] += own
+    kinds = [f"{kind} ({layers[kind]})" for kind, _ in sizes.most_common()]
+    return ", ".join(kinds[:_SHOWN]) + (", ..." if len(kinds) > _SHOWN else "")
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 1.0
+
+
+def _parameters(model: nn.Module, names: Collection[str]) -> int:
+    found = {id(p): p.numel() for name in names for p in model.get_submodule(name).parameters()}
+    return sum(found.values())
+
+
+def _multiply_adds(
+    model: nn.Module, converted: Collection[str], on_purpose: Collection[str], example: Input | None
+) -> tuple[int, int, int] | None:
+    """Count those of the converted layers, of layers left out on purpose, and of all; None if no example runs."""
+    if any(isinstance(module, nn.RNNBase | nn.Conv3d) for module in model.modules()) and example is None:
+        return None
+    x = cheap_example(model) if example is None else example
+    if x is None:
+        return None
+    try:
+        with plain_attention():
+            trace = record(model, x, {*converted, *on_purpose}, tensors=False, work=True)
+    except Exception:  # whatever a network may raise that cannot be run here: nothing is known then
+        return None
+    ours, others = (
+        sum(call.work for call in trace.calls if any(call.module is model.get_submodule(name) for name in names))
+        for names in (converted, on_purpose)
+    )
+    return (ours, others, trace.multiply_adds) if trace.multiply_adds else None

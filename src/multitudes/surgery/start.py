@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from multitudes.core.calling import Input
 from multitudes.core.checks import check_choice, check_count, check_seed
@@ -27,6 +27,7 @@ from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.locking import initializing
 from multitudes.core.multitude import plain
 from multitudes.core.seeding import seeded
+from multitudes.core.trace import State, torch_states
 from multitudes.surgery.heads import output_layers
 from multitudes.surgery.initialise import Judgement, judged, redraw
 from multitudes.surgery.layers import Factory, Selector, built, check_model
@@ -76,7 +77,7 @@ class Start:
     ) -> None:
         self._factory = None if isinstance(model, nn.Module) else model
         self._seed = seed
-        self._states: list[Tensor] = []
+        self._states: list[State] = []
         self._built: list[weakref.ref[nn.Module]] = []
         self._typed = init is not None
         self._heads: list[str] | None = None
@@ -107,11 +108,11 @@ class Start:
     def seeded(self) -> Iterator[None]:
         """Random numbers from the seed, behind those that building the network has used."""
         with initializing(), seeded(self._seed):
-            if self._seed is not None and self._states:
-                _set_states(self._states)
+            for _, put, state in self._states:
+                put(state)
             yield
             if self._seed is not None:
-                self._states = _get_states()
+                self._states = torch_states(tuple(self.given.parameters()))
 
     # -- networks ----------------------------------------------------------------------------------------
 
@@ -224,14 +225,3 @@ def _outside() -> int:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
         level, frame = level + 1, frame.f_back
     return level
-
-
-def _get_states() -> list[Tensor]:
-    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return [torch.get_rng_state(), *on_devices]
-
-
-def _set_states(states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state_all(states[1:])

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from multitudes.core.calling import Input, call, tensors_in
-from multitudes.core.trace import Trace, hooked, observing, recording
+from multitudes.core.calling import Input, tensors_in
+from multitudes.core.trace import Trace, observing, recording
 from multitudes.surgery.attention import HeadChoice, Pattern, choose
 from multitudes.surgery.cuts import (
     CannotNarrow,
@@ -24,10 +25,9 @@ from multitudes.surgery.cuts import (
     output_axis,
     width_of,
 )
-from multitudes.surgery.observe import followed_attention
-from multitudes.surgery.sizes import Size, followed_sizes, note_sizes
+from multitudes.surgery.observe import Read, answered
 
-__all__ = ["Along", "Watch", "gives_output", "loses_the_same"]
+__all__ = ["Along", "Size", "Watch", "changed", "followed_sizes", "loses_the_same", "note_sizes"]
 
 Along = Mapping[str, tuple[tuple[int, Tensor], ...]]
 """Cuts of parameters that stand alone, by name: which axes are cut, and the entries that are kept along them."""
@@ -36,46 +36,32 @@ _LOOKS = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.
 
 
 class Watch(TorchFunctionMode):
-    """One run in which each layer's dropped channels are NaN; layers in `last` keep all of theirs.
+    """One run in which each layer's dropped channels are NaN.
 
     A channel that is NaN anywhere is dropped. Elsewhere it may have been padded, or masked, with numbers. `heads`
-    chooses where attention binds channels together, `patterns` say how the network takes axes of some sizes apart, and
-    `counts` gives wanted widths, where they are known.
+    chooses where attention binds channels together, and `patterns` say how the network takes axes of some sizes apart.
     """
 
-    def __init__(
-        self,
-        factor: float,
-        last: set[str],
-        generator: torch.Generator,
-        heads: HeadChoice,
-        patterns: Mapping[int, Pattern],
-        counts: Mapping[str, int],
-    ) -> None:
+    def __init__(self, heads: HeadChoice, patterns: Mapping[int, Pattern]) -> None:
         super().__init__()
         self.trace = Trace()
-        self.factor, self.last, self.generator = factor, last, generator
-        self.heads, self.patterns, self.counts = heads, patterns, counts
+        self.heads, self.patterns = heads, patterns
         self.cuts: dict[str, Cut] = {}
         self.chosen: dict[tuple[int, int], Tensor] = {}  # one choice a width, so that channels that are added agree
         self.sizes: list[Size] = []  # the numbers that the network holds
         self.mixer = ""  # what made all channels NaN of some, and where
 
     def run(self, model: nn.Module, example: Input, names: Collection[str]) -> Tensor:
-        def see(name: str, layer: nn.Module, args: Any, y: Tensor) -> Tensor:
-            with torch._C.DisableTorchFunction():
-                return self.see(name, layer, args[0] if args else y, y)
-
         try:
             with followed_sizes(model, names) as self.sizes:
-                return self._run(model, example, names, see)
+                return self._run(model, example, names)
         except (KeyError, TypeError, RuntimeError):  # as of a table whose keys are held numbers, or a scripted function
             self.sizes, self.trace, self.cuts = [], Trace(), {}
-            return self._run(model, example, names, see)
+            return self._run(model, example, names)
 
-    def _run(self, model: nn.Module, example: Input, names: Collection[str], see: Any) -> Tensor:
-        with recording(model, trace=self.trace), followed_attention(), self, hooked(model, names, see):
-            return call(model, example)
+    def _run(self, model: nn.Module, example: Input, names: Collection[str]) -> Tensor:
+        with recording(model, trace=self.trace):
+            return answered(model, example, names, self.see, self)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _LOOKS and args[0].is_floating_point() and bool(args[0].isnan().any()):
@@ -85,7 +71,7 @@ class Watch(TorchFunctionMode):
             )
         result = function(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():
-            note_sizes(getattr(function, "__name__", ""), args, kwargs or {}, result, self.heads.groups)
+            note_sizes(getattr(function, "__name__", ""), args, kwargs or {}, result, self.heads.shares)
         if not self.mixer and isinstance(result, Tensor) and result.is_floating_point():
             self._look_for_a_mixer(function, (*args, *(kwargs or {}).values()), result)
         return result
@@ -109,49 +95,46 @@ class Watch(TorchFunctionMode):
         kind = nn.MultiheadAttention if isinstance(module, nn.MultiheadAttention) else type(module)
         return f"layer {name!r} ({kind.__name__})"
 
-    def see(self, name: str, layer: Any, x: Tensor, y: Tensor) -> Tensor:
+    def see(self, name: str, layer: Any, read: Read, y: Tensor) -> Tensor:
         """Note what a layer keeps, and let its dropped channels be NaN."""
-        embedding = isinstance(layer, nn.Embedding)
-        dropped: Any = None if embedding else x.isnan().movedim(input_axis(layer), 0)
-        if self._is_of_each_head(layer, dropped):
-            whole = torch.arange(inputs_of(layer))
-            cut = Cut(whole, whole if follows(layer) else torch.arange(width_of(layer)))
-            out = torch.where(dropped[0].unsqueeze(-1), torch.nan, 0.0).to(y).expand_as(y).clone()
-        elif follows(layer):
-            inputs = self._kept(dropped, name)
-            cut, out = Cut(inputs, inputs), torch.where(x.isnan(), torch.nan, 0.0).to(y)
-        else:
-            inputs = torch.arange(layer.num_embeddings) if embedding else self._kept(dropped, name)
-            outputs = self._outputs(name, layer, inputs)
-            cut, out = Cut(inputs, outputs), torch.full_like(y, torch.nan)
-            out.index_fill_(output_axis(layer), outputs.to(y.device), 0.0)
-        before = self.cuts.setdefault(name, cut)
-        if not (torch.equal(before.inputs, cut.inputs) and torch.equal(before.outputs, cut.outputs)):
-            raise CannotNarrow(f"layer {name!r} is used in several places that see different channels")
-        return out
+        with torch._C.DisableTorchFunction():
+            dropped = [x.isnan().movedim(input_axis(layer), 0) for x in read.inputs]
+            if self._is_of_each_head(layer, dropped):
+                whole = torch.arange(inputs_of(layer))
+                cut = Cut(whole, whole if follows(layer) else torch.arange(width_of(layer)))
+                out = torch.where(dropped[0][0].unsqueeze(-1), torch.nan, 0.0).to(y).expand_as(y).clone()
+            elif follows(layer):
+                kept = self._kept(dropped[0], name)
+                cut, out = Cut(kept, kept), torch.where(read.inputs[0].isnan(), torch.nan, 0.0).to(y)
+            else:
+                kept, *others = [self._kept(x, name) for x in dropped] or [torch.arange(layer.num_embeddings)]
+                cut = Cut(kept, self._outputs(name, layer, kept), others=tuple(others))
+                out = torch.full_like(y, torch.nan).index_fill_(output_axis(layer), cut.outputs.to(y.device), 0.0)
+            if self.cuts.setdefault(name, cut) != cut:
+                raise CannotNarrow(f"layer {name!r} is used in several places that see different channels")
+            return out
 
-    def _is_of_each_head(self, layer: nn.Module, dropped: Any) -> bool:
+    def _is_of_each_head(self, layer: nn.Module, dropped: list[Tensor]) -> bool:
         """Return whether a layer's channels are kept in some places, and dropped in others, as those of heads are."""
-        if dropped is None or not self.heads.found or input_axis(layer) != -1:
+        if len(dropped) != 1 or not self.heads.found or input_axis(layer) != -1:
             return False
-        return bool(dropped.any()) and not bool(dropped.all()) and bool((dropped == dropped[:1]).all())
+        return bool(dropped[0].any()) and not bool(dropped[0].all()) and bool((dropped[0] == dropped[0][:1]).all())
 
     def _outputs(self, name: str, layer: Any, inputs: Tensor) -> Tensor:
-        width = width_of(layer)
+        width, heads = width_of(layer), self.heads
         if is_depthwise(layer):
             each = width // layer.in_channels
             return (inputs.unsqueeze(1) * each + torch.arange(each)).flatten()
-        if name in self.last:
+        if name in heads.whole:
             return torch.arange(width)
-        count = self.counts.get(name)
-        bound = self.heads.outputs(name, width, isinstance(layer, nn.Embedding))
+        count, bound = heads.counts.get(name), heads.outputs(name, width)
         if bound is not None and count in (None, len(bound)):
             return bound
         pattern = self.patterns.get(width, (1, 1))
         unit = math.prod(pattern)
-        count = count or math.ceil(round(width * self.factor / unit, 9)) * unit
+        count = count or math.ceil(round(width * heads.factor / unit, 9)) * unit
         if (width, count) not in self.chosen:
-            self.chosen[width, count] = choose(width, count, self.generator, pattern)
+            self.chosen[width, count] = choose(width, count, heads.generator, pattern)
         return self.chosen[width, count]
 
     def _kept(self, mask: Any, name: str) -> Tensor:
@@ -164,29 +147,15 @@ class Watch(TorchFunctionMode):
         return (~dropped).nonzero()[:, 0].cpu()
 
 
-def gives_output(model: nn.Module, name: str, example: Input, names: Collection[str]) -> bool:
-    """Return whether a layer's output reaches the network's without another layer between: NaN gets through."""
-
-    def mark(other: str, layer: nn.Module, args: Any, y: Tensor) -> Tensor:
-        if follows(layer):
-            return torch.where(args[0].isnan(), torch.nan, 0.0).to(y)
-        return torch.full_like(y, torch.nan if other == name else 0.0)
-
-    with followed_attention(), hooked(model, names, mark):
-        return bool(call(model, example).isnan().any())
-
-
 def loses_the_same(model: nn.Module, example: Input, cuts: Mapping[str, Cut], along: Along) -> bool:
     """Return whether the entries that parameters would lose reach, as NaN, only channels that the next layers lose."""
     reached: list[bool] = []
 
-    def see(name: str, layer: nn.Module, args: Any, y: Tensor) -> Tensor:
-        if isinstance(layer, nn.Embedding):
-            return torch.zeros_like(y)
-        nan = args[0].isnan()
-        seen = nan.movedim(input_axis(layer), 0).flatten(1).any(1).cpu()
-        reached.extend((~seen[cuts[name].inputs]).tolist() if bool(seen.any()) else ())
-        return torch.where(nan, torch.nan, 0.0).to(y) if follows(layer) else torch.zeros_like(y)
+    def see(name: str, layer: nn.Module, read: Read, y: Tensor) -> Tensor:
+        for x, kept in zip(read.inputs, cuts[name].indices, strict=False):
+            seen = x.isnan().movedim(input_axis(layer), 0).flatten(1).any(1).cpu()
+            reached.extend((~seen[kept]).tolist() if bool(seen.any()) else ())
+        return torch.where(read.inputs[0].isnan(), torch.nan, 0.0).to(y) if follows(layer) else torch.zeros_like(y)
 
     before = {name: model.get_parameter(name).data for name in along}
     try:
@@ -196,9 +165,120 @@ def loses_the_same(model: nn.Module, example: Input, cuts: Mapping[str, Cut], al
                 dropped = torch.ones(values.shape[axis], dtype=torch.bool).index_fill_(0, index, False).nonzero()[:, 0]
                 values.index_fill_(axis, dropped.to(values.device), torch.nan)
             model.get_parameter(name).data = values
-        with observing(model), followed_attention(), hooked(model, cuts, see):
-            output = call(model, example)
+        with observing(model):
+            output = answered(model, example, cuts, see)
     finally:
         for name, values in before.items():
             model.get_parameter(name).data = values
     return bool(reached) and all(reached) and not bool(output.isnan().any())
+
+
+# -- numbers that a network holds ----------------------------------------------------------------------------
+
+
+class Size(int):
+    """A number that a network holds; it knows where, and how many entries are kept of axes of that size.
+
+    Its hash is its own, so that no cache, as einops has one, answers with a number from another run.
+    """
+
+    path: tuple[Any, ...]
+    """A module's name, the attributes that lead to the number, and its place in a list."""
+    kept: set[int]
+
+    __hash__ = object.__hash__
+
+    @classmethod
+    def at(cls, value: int, path: tuple[Any, ...]) -> Size:
+        size = cls(value)
+        size.path, size.kept = path, set()
+        return size
+
+
+@contextmanager
+def followed_sizes(model: nn.Module, leave: Collection[str]) -> Iterator[list[Size]]:
+    """Inside, the numbers that modules hold are `Size`s; those of modules named by `leave` stay what they are."""
+    found: list[Size] = []
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    seen: set[int] = set()
+
+    def sized(value: Any, path: tuple[Any, ...]) -> Any:
+        if type(value) is int and value > 1:
+            found.append(Size.at(value, path))
+            return found[-1]
+        if type(value) in (list, tuple) and all(type(each) is int for each in value):
+            return type(value)(sized(each, (*path, place)) for place, each in enumerate(value))
+        return value
+
+    def follow(held: dict[str, Any], path: tuple[Any, ...]) -> None:
+        for key, value in list(held.items()):
+            if key.startswith("_") or key == "training":
+                continue
+            if (new := sized(value, (*path, key))) is not value:
+                before.append((held, key, value))
+                held[key] = new
+            elif _is_plain(value) and len(path) < 3 and id(value) not in seen:
+                seen.add(id(value))
+                follow(vars(value), (*path, key))
+
+    try:
+        for name, module in model.named_modules():
+            if name not in leave:
+                follow(vars(module), (name,))
+        yield found
+    finally:
+        for held, key, value in before:
+            held[key] = value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is an object with attributes, as configurations are."""
+    return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, Tensor)
+
+
+def note_sizes(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, shares: Mapping[int, int]
+) -> None:
+    """Record how many entries along an axis are kept, not NaN throughout, where a function was given its size.
+
+    `shares` says how many query heads that share keys and values are kept: these are repeated as often.
+    """
+    rest = [*args[1:], *kwargs.values()]
+    flat = [each for arg in rest for each in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+    sizes = [each for each in flat if isinstance(each, Size)]
+    if not sizes:
+        return
+    if name == "repeat_interleave":
+        for size in sizes:
+            size.kept |= {shares[int(size)]} if int(size) in shares else set()
+    elif name in ("split", "narrow"):
+        for part, size in zip(result if isinstance(result, tuple) else [result], sizes, strict=False):
+            size.kept |= {_kept(part, axis) for axis, whole in enumerate(args[0].shape) if part.shape[axis] != whole}
+    elif name in ("view", "reshape", "expand", "unflatten") and isinstance(result, Tensor):
+        dim, *shape = flat if name == "unflatten" else [0, *flat]
+        first = int(dim) if dim >= 0 else result.dim() + int(dim) - len(shape) + 1
+        for axis, size in enumerate(shape, first):
+            if isinstance(size, Size) and first + len(shape) <= result.dim():
+                size.kept.add(_kept(result, axis))
+
+
+def _kept(x: Tensor, axis: int) -> int:
+    if not x.is_floating_point() or not x.numel():
+        return x.shape[axis]
+    return int((~x.isnan().movedim(axis, 0).flatten(1).all(1)).sum())
+
+
+def changed(network: nn.Module, sizes: Collection[Size]) -> None:
+    """Set the numbers of a narrowed network whose axes have all lost the same entries, in place."""
+    for size in sizes:
+        if len(size.kept) == 1 and (kept := min(size.kept)) != size:
+            name, *owners, key = size.path
+            held: Any = network.get_submodule(name)
+            if isinstance(key, int):
+                *owners, listed = owners
+            for owner in owners:
+                held = getattr(held, owner)
+            if isinstance(key, int):
+                numbers = vars(held)[listed]
+                kept, key = type(numbers)([*numbers[:key], kept, *numbers[key + 1 :]]), listed
+            vars(held)[key] = kept

@@ -20,9 +20,9 @@ from multitudes.methods.member_affine import joined
 from multitudes.methods.own_layers import own_parts
 from multitudes.methods.registry import Method, Settings, Training, by
 from multitudes.surgery.affine import SEVERAL, affine_layers, kind_of, maps_of, select_affine, weight_of
-from multitudes.surgery.coverage import kinds_left, tell_reach
 from multitudes.surgery.heads import output_layers
 from multitudes.surgery.layers import CONVOLUTIONS, Factory, Selector, check_untied, select, within
+from multitudes.surgery.observe import kinds_left, tell_reach
 from multitudes.surgery.start import starting
 
 __all__ = ["ROWS", "LoraMembers", "lora"]

@@ -55,9 +55,8 @@ from multitudes.methods.patching.layers import (
 )
 from multitudes.methods.registry import Method, Settings
 from multitudes.surgery.affine import affine_layers, maps_of
-from multitudes.surgery.coverage import tell_reach
 from multitudes.surgery.layers import Factory, Selector, is_frozen, replace, select
-from multitudes.surgery.observe import example_for, executed
+from multitudes.surgery.observe import example_for, executed, tell_reach
 from multitudes.surgery.start import Start, starting
 
 PLACES = ("norm", "input", "output")

@@ -31,8 +31,8 @@ from multitudes.core.multitude import Multitude
 from multitudes.methods.registry import Method, Settings, Training, by
 from multitudes.methods.variance.layers import KLS, LAYERS, VarianceLayer, check_options, variance_layers
 from multitudes.surgery.affine import affine_layers, is_computed, kind_of, maps_of
-from multitudes.surgery.coverage import kinds_left, tell_reach
 from multitudes.surgery.layers import Factory, Selector, is_frozen, replace, select
+from multitudes.surgery.observe import kinds_left, tell_reach
 from multitudes.surgery.start import starting
 from multitudes.training.optimizers import can_fuse
 
