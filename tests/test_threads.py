@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import multitudes as mt
-from multitudes.core.calling import plain_attention
-from multitudes.core.locking import one_thread
+from multitudes.core.calling import one_thread, plain_attention
 from tests import cases, drawing_cases
 
 THREADS, INPUTS = 6, 24

@@ -1,12 +1,15 @@
-"""Call any network: its arguments, its answer, and the errors where they do not fit."""
+"""Call any network: its arguments, its answer, the errors where they do not fit, and one thread at a time."""
 
 from __future__ import annotations
 
 import copy
 import inspect
+import os
+import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -344,3 +347,54 @@ def one_per_input(predictions: Tensor, x: Input) -> Tensor:
             "second dimension of x must be the batch, and the network must give one prediction for each input"
         )
     return predictions
+
+
+# -- one thread at a time ------------------------------------------------------------------------------------
+
+_LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+_FINDING = threading.Lock()
+_INITIALIZING = threading.RLock()
+
+
+def initializing() -> threading.RLock:
+    """The lock of code that initializes networks: torch has one random state for all threads.
+
+    It is taken before a network's lock, never after it.
+    """
+    return _INITIALIZING
+
+
+def one_thread(network: nn.Module) -> AbstractContextManager[object]:
+    """The lock of a network, held by the thread that runs it; each copy of a network has a lock of its own.
+
+    `torch.compile` cannot trace a lock: a compiled network is called without one.
+    """
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    with _FINDING:
+        return _LOCKS.setdefault(network, threading.RLock())
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside, each module's own mode again after; for one thread at a time."""
+    shared = getattr(type(model), "shares", None)  # a multitude's network is no child of it
+    network: nn.Module = model if shared is None else getattr(model, shared)
+    with one_thread(network):
+        modes = [(module, module.training) for module in (*model.modules(), network)]
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+
+def _forget() -> None:
+    global _FINDING, _INITIALIZING
+    _FINDING, _INITIALIZING = threading.Lock(), threading.RLock()
+    _LOCKS.clear()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget)  # the threads that held them are not in the child

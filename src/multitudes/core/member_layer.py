@@ -10,8 +10,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from multitudes.core.calling import InputError
-from multitudes.core.locking import evaluating
+from multitudes.core.calling import InputError, evaluating
 from multitudes.core.tiling import Run
 from multitudes.core.unreadable import unreadable
 from multitudes.core.views import RUNNING

@@ -16,9 +16,11 @@ from multitudes.core.calling import (
     Output,
     call,
     check_input,
+    evaluating,
     input_errors,
     mapped,
     one_per_input,
+    one_thread,
     plain_attention,
     raise_about,
     tensors_in,
@@ -34,7 +36,6 @@ from multitudes.core.draws.engine import Draws, Run
 from multitudes.core.draws.frozen import find_rows, rows_to_find
 from multitudes.core.draws.functional import keep_noise, to_be_kept
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
-from multitudes.core.locking import evaluating, one_thread
 from multitudes.core.seeding import seeded
 from multitudes.core.tasks import Criterion
 from multitudes.core.tasks.predictive import Predictive

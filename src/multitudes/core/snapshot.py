@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, repeat
-from operator import eq, is_not
+from itertools import chain
+from operator import eq
 from types import FunctionType
 from typing import Any
 
@@ -42,7 +42,8 @@ class Snapshot:
         self.before = list(map(dict, self.live))
         tensors = [getattr(module, registry) for module in modules for registry in ("_parameters", "_buffers")]
         self.tensors = list(filter(None, tensors))
-        self.places = self._places()
+        self.names = list(map(set, self.tensors))
+        self.absent = [value is None for registry in self.tensors for value in registry.values()]
         self.empty = [registry for registry in (*registries, *tensors) if not registry]
         self.deep: dict[int, list[tuple[dict[str, Any], str, Any]]] = {}
         seen: set[int] = set()  # a configuration that all modules hold is read once
@@ -65,7 +66,8 @@ class Snapshot:
             same
             and not any(self.empty)
             and list(map(type, self.modules)) == self.types
-            and self._places() == self.places
+            and list(map(dict.keys, self.tensors)) == self.names
+            and [value is None for registry in self.tensors for value in registry.values()] == self.absent
             and all(_numbers_of(tensor) == before for tensor, before in self.constants)
             and all(fingerprint(held.get(key)) == before for held, key, before in chain(*self.deep.values()))
             and all(_class_settings(kind) == before for kind, before in self.of_classes)
@@ -78,11 +80,6 @@ class Snapshot:
             if (module := written.get(id(held))) is not None:
                 self.before[index] = dict(held)
                 self.deep[id(module)] = list(_deep_settings(module, set()))
-
-    def _places(self) -> tuple[list[str], list[bool]]:
-        """Return the names of all parameters and buffers, and whether there is one."""
-        values = chain.from_iterable(map(dict.values, self.tensors))
-        return list(chain.from_iterable(self.tensors)), list(map(is_not, values, repeat(None)))
 
 
 class Versions:
@@ -157,10 +154,11 @@ def _numbers_of(tensor: Tensor) -> tuple[int, int]:
 def _deep_settings(module: nn.Module, seen: set[int]) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """Yield the settings that may change in place (lists, configurations), and all those of drawing layers."""
     caches = getattr(module, "found_anew", ())
+    own = type(module).__module__.startswith("multitudes.methods.")  # nobody changes what these hold
     for key, value in vars(module).items():
         if key in _STANDARD or key in caches or isinstance(value, (Tensor, nn.Module)):
             continue
-        if _writes_itself(module) or not (isinstance(value, _PLAIN) or id(value) in seen):
+        if _writes_itself(module) or not (own or isinstance(value, _PLAIN) or id(value) in seen):
             seen.add(id(value))
             yield vars(module), key, fingerprint(value)
 

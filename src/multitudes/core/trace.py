@@ -24,10 +24,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from multitudes.core.architecture import equal
 from multitudes.core.attributes import attributes_restored, writing_modules
-from multitudes.core.calling import Input, call, input_errors, mapped, tensors_in
+from multitudes.core.calling import Input, call, evaluating, input_errors, mapped, tensors_in
 from multitudes.core.dispatching import NumbersDrawn, Overlapping
 from multitudes.core.draws.stochastic import expecting
-from multitudes.core.locking import evaluating
 from multitudes.core.noise import STILL, Redrawn
 from multitudes.core.seeding import torch_generators
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.batches import ROWS, Batches
-from multitudes.core.calling import Input, input_errors, moved, split_batch
+from multitudes.core.calling import Input, evaluating, input_errors, moved, split_batch
 from multitudes.core.checks import check_count
-from multitudes.core.locking import evaluating
 from multitudes.core.multitude import Multitude
 from multitudes.core.predictor import Predictor, predicted, predictor
 from multitudes.core.progress import ProgressBar

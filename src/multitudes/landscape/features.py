@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.batches import Batches
-from multitudes.core.calling import Input, call, input_errors, plain_attention, tensors_in
+from multitudes.core.calling import Input, call, evaluating, input_errors, plain_attention, tensors_in
 from multitudes.core.checks import check_count, check_seed
 from multitudes.core.devices import device_in
 from multitudes.core.draws.stochastic import stochastic_layers
-from multitudes.core.locking import evaluating
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import mixed
 from multitudes.core.trace import hooked

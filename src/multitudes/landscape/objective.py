@@ -14,10 +14,18 @@ from torch.autograd.functional import vhp
 from torch.func import functional_call
 
 from multitudes.core.attention import math_attention
-from multitudes.core.calling import Input, InputError, call_with, input_errors, moved, plain_attention, slots
+from multitudes.core.calling import (
+    Input,
+    InputError,
+    call_with,
+    evaluating,
+    input_errors,
+    moved,
+    plain_attention,
+    slots,
+)
 from multitudes.core.checks import check_number, check_seed
 from multitudes.core.draws.stochastic import expecting
-from multitudes.core.locking import evaluating
 from multitudes.core.multitude import Criterion, Multitude, plain
 from multitudes.core.seeding import mixed, seeded
 from multitudes.landscape.targets import count_targets, task_and_criterion, with_targets

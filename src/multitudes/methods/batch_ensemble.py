@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from multitudes.core.calling import evaluating
 from multitudes.core.checks import check_choice, check_number
 from multitudes.core.copying import copied
-from multitudes.core.locking import evaluating
 from multitudes.core.member_layer import MemberLayer
 from multitudes.core.shared import SharedMembers
 from multitudes.methods.member_affine import AffineMemberLayer, joined

@@ -18,12 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from multitudes.core.calling import Input
+from multitudes.core.calling import Input, evaluating
 from multitudes.core.checks import check_number
 from multitudes.core.copying import copied
 from multitudes.core.draws.functional import noise_to_keep, to_be_kept
 from multitudes.core.draws.stochastic import Stochastic, stochastic_layers
-from multitudes.core.locking import evaluating
 from multitudes.core.multitude import Multitude
 from multitudes.core.quick_dropout import QuickDropout
 from multitudes.methods.registry import Method, Settings, by

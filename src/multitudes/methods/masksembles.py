@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, tile
+from multitudes.core.calling import Input, evaluating, tile
 from multitudes.core.checks import check_choice, check_number
 from multitudes.core.copying import copied
-from multitudes.core.locking import evaluating
 from multitudes.core.runners.one_by_one import member_view
 from multitudes.core.runners.side_by_side import SideBySide
 from multitudes.core.shared import SharedMembers

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
+from multitudes.core.calling import evaluating
 from multitudes.core.copying import copied
-from multitudes.core.locking import evaluating
 from multitudes.core.member_layer import MemberLayer, rows_missing
 from multitudes.core.tiling import Run, Slot, mapped
 from multitudes.core.views import view

@@ -27,11 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.batches import Batches
-from multitudes.core.calling import call_with
+from multitudes.core.calling import call_with, evaluating
 from multitudes.core.checks import check_choice, check_count, check_number
 from multitudes.core.copying import Sharing, copied
 from multitudes.core.draws.stochastic import Draw, Stochastic, drawing
-from multitudes.core.locking import evaluating
 from multitudes.core.members import Members, fuse
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import mixed, seeded

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from multitudes.core.calling import evaluating
 from multitudes.core.draws.stochastic import stochastic_layers
-from multitudes.core.locking import evaluating
 from multitudes.core.predictor import Predictor
 from multitudes.core.proof import rows_interact
 from multitudes.core.tasks.predictive import Predictive

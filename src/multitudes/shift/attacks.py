@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from multitudes.core.calling import evaluating
 from multitudes.core.checks import check_count, check_number, check_seed
-from multitudes.core.locking import evaluating
 from multitudes.core.seeding import mixed
 from multitudes.core.tasks.predictive import Predictive
 from multitudes.shift.checks import Bounds, check_call, check_classes, check_labels, class_predictions

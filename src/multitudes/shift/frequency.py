@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from multitudes.core.calling import evaluating
 from multitudes.core.checks import check_count, check_number, check_seed
-from multitudes.core.locking import evaluating
 from multitudes.core.tasks.predictive import Predictive
 from multitudes.shift.checks import (
     Bounds,

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from multitudes.core.calling import call
+from multitudes.core.calling import call, evaluating
 from multitudes.core.copying import copied
-from multitudes.core.locking import evaluating
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import mixed, seeded
 from multitudes.core.tasks import task_of

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from multitudes.core.calling import Input, input_errors, mapped, prediction_in, split_call
+from multitudes.core.calling import Input, evaluating, input_errors, mapped, prediction_in, split_call
 from multitudes.core.draws.stochastic import expecting
-from multitudes.core.locking import evaluating
 from multitudes.core.trace import hooked, unmoved
 from multitudes.surgery.layers import Selector, select
 from multitudes.surgery.observe import example_for

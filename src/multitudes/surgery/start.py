@@ -21,10 +21,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from multitudes.core.calling import Input
+from multitudes.core.calling import Input, initializing
 from multitudes.core.checks import check_choice, check_count, check_seed
 from multitudes.core.draws.stochastic import stochastic_layers
-from multitudes.core.locking import initializing
 from multitudes.core.multitude import plain
 from multitudes.core.seeding import seeded
 from multitudes.core.trace import State, torch_states

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from multitudes.core.batches import Batches
-from multitudes.core.calling import Input, call_with, input_errors
+from multitudes.core.calling import Input, call_with, evaluating, input_errors
 from multitudes.core.devices import device_in
 from multitudes.core.draws.stochastic import expecting
-from multitudes.core.locking import evaluating
 from multitudes.core.settings import holding
 
 State = dict[str, Tensor]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial, reduce
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from multitudes.core.calling import InputError
 
 __all__ = [
-    *("CROSS_ENTROPIES", "Criterion", "at_least_float32", "fitting", "in_one_dtype", "is_any", "reduced"),
+    *("CROSS_ENTROPIES", "Criterion", "at_least_float32", "is_any", "reduced"),
     *("setting_of", "spread", "target_losses", "unwrapped", "weighted_by_row", "weighted_mean"),
 ]
 
@@ -49,32 +48,6 @@ def setting_of(criterion: Any, name: str, default: Any) -> Any:
 
 
 # -- calling it --------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def fitting(prediction: Tensor, y: Tensor) -> Iterator[None]:
-    """Turn torch's errors about targets that do not fit predictions into a sentence."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, InputError):
-        raise
-    except (RuntimeError, ValueError, IndexError) as error:
-        if "CUDA error" in str(error):
-            raise
-        what = f"y of shape {list(y.shape)} ({y.dtype})"
-        raise InputError(f"{what} does not fit predictions of shape {list(prediction.shape)}: {error}") from error
-
-
-def in_one_dtype(prediction: Tensor, criterion: Any) -> tuple[Tensor, Any]:
-    """Convert a prediction and a criterion's own weights to the dtype that holds both."""
-    own = dict(criterion.named_buffers()) if isinstance(criterion, nn.Module) else getattr(criterion, "keywords", {})
-    weights = {name: t for name, t in own.items() if isinstance(t, Tensor) and t.is_floating_point()}
-    if all(tensor.dtype == prediction.dtype for tensor in weights.values()):
-        return prediction, criterion
-    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in weights.values()), prediction.dtype)
-    if isinstance(criterion, nn.Module):
-        return prediction.to(dtype), copy.deepcopy(criterion).to(dtype)
-    return prediction.to(dtype), partial(criterion, **{name: tensor.to(dtype) for name, tensor in weights.items()})
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial, reduce
 from typing import Any, ClassVar, Self
 
 import torch
@@ -14,8 +16,6 @@ from multitudes.core.calling import InputError
 from multitudes.core.tasks.criteria import (
     Criterion,
     at_least_float32,
-    fitting,
-    in_one_dtype,
     is_any,
     setting_of,
     spread,
@@ -201,7 +201,17 @@ class Task(ABC):
 
     def _fitted(self, criterion: Criterion, prediction: Tensor, y: Tensor) -> tuple[Criterion, Tensor, Tensor]:
         """A criterion, a prediction and targets in the shapes and dtypes that torch's criteria take."""
-        prediction, criterion = in_one_dtype(prediction, criterion)
+        own = (
+            dict(criterion.named_buffers()) if isinstance(criterion, nn.Module) else getattr(criterion, "keywords", {})
+        )
+        weights = {name: t for name, t in own.items() if isinstance(t, Tensor) and t.is_floating_point()}
+        if any(tensor.dtype != prediction.dtype for tensor in weights.values()):
+            dtype = reduce(torch.promote_types, (tensor.dtype for tensor in weights.values()), prediction.dtype)
+            prediction = prediction.to(dtype)
+            if isinstance(criterion, nn.Module):
+                criterion = copy.deepcopy(criterion).to(dtype)
+            else:
+                criterion = partial(criterion, **{name: tensor.to(dtype) for name, tensor in weights.items()})
         prediction, y = self._placed(prediction, self.aligned(y))
         if self.class_axis is not None and not y.is_floating_point():
             return criterion, prediction, y.to(torch.int64)
@@ -215,3 +225,17 @@ class Task(ABC):
         if weight.dim() == 1 or weight.shape != y.shape:
             return weight
         return self.aligned(weight, 0).reshape(fitted.shape if weight.numel() == fitted.numel() else weight.shape)
+
+
+@contextmanager
+def fitting(prediction: Tensor, y: Tensor) -> Iterator[None]:
+    """Turn torch's errors about targets that do not fit predictions into a sentence."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, InputError):
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        if "CUDA error" in str(error):
+            raise
+        what = f"y of shape {list(y.shape)} ({y.dtype})"
+        raise InputError(f"{what} does not fit predictions of shape {list(prediction.shape)}: {error}") from error

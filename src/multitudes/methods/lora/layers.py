@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from multitudes.core.calling import evaluating
 from multitudes.core.copying import copied
-from multitudes.core.locking import evaluating
 from multitudes.methods.member_affine import AffineMemberLayer
 from multitudes.surgery.affine import AffineMap, kind_of, weight_of
 from multitudes.surgery.layers import CONVOLUTIONS
