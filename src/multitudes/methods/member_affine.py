@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from multitudes.core.calling import evaluating
 from multitudes.core.copying import copied
-from multitudes.core.locking import evaluating
 from multitudes.core.member_layer import MemberLayer, rows_missing
 from multitudes.core.shared import SharedMembers
 from multitudes.surgery.affine import (

@@ -26,8 +26,8 @@ from multitudes.core.tasks.predictive import Predictive
 from multitudes.data.columns import Column
 from multitudes.data.preprocessing import Preprocessing, layout_of, mean_std
 from multitudes.data.splits import spread
+from multitudes.evaluation.calibrate import helpful_scaling
 from multitudes.evaluation.conformal import Conformal
-from multitudes.evaluation.helpful import helpful_scaling
 from multitudes.methods.registry import chosen, collect
 from multitudes.sklearn.inputs import check_names, columns_of, encoded, fitted_encoder, is_frame, of_numbers, plain
 from multitudes.sklearn.learned import SEED, Learned, predicted
