@@ -253,7 +253,7 @@ def test_code_that_looks_at_values_is_refused() -> None:
 
 
 def usual(network: nn.Module, device: str, training: bool = False) -> str:
-    return runner_for(INDEPENDENT, Use(device, training, 8, False, gradients=training, convolves=convolves(network)))
+    return runner_for(INDEPENDENT, Use(device, training, 8, False, convolves=convolves(network)))
 
 
 def test_auto_takes_vmap_for_transformers_and_packs_convolutions_on_a_gpu() -> None:

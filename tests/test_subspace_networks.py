@@ -251,8 +251,10 @@ def test_an_ensemble_of_subspaces_draws_from_each_members_own() -> None:
     np.testing.assert_allclose(fused(eye, draws=0)[..., 0].detach(), [WAY.mean(0), far.mean(0)])
     fused.runner = "vmapped"
     np.testing.assert_allclose(fused(eye, draws=3, seed=1)[..., 0].detach().unflatten(0, (2, 3)), few)
+    fused.runner = "packed"
     with pytest.raises(ValueError, match="runner 'packed' cannot run this network"):
-        fused.runner = "packed"
+        fused(eye, draws=3, seed=1)
+    fused.runner = "auto"
     assert fused.predict(eye, "regression", draws=4).members == 8
     np.testing.assert_allclose(fused.member(1)(eye, draws=0)[0, :, 0].detach(), far.mean(0))
     mt.check(fused, eye)

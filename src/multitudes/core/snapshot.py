@@ -22,7 +22,6 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 _STANDARD = frozenset(vars(nn.Module())) - {"training"} | {"draw", "expects"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), tuple, torch.dtype, torch.device, torch.Size)
-_READ = (bool, int, float, complex, str, tuple, list, dict, set)
 _METHODS = (FunctionType, property, staticmethod, classmethod)
 
 
@@ -54,7 +53,7 @@ class Snapshot:
         held = [tensor for module in modules for tensor in held_by(module) if isinstance(tensor, Tensor)]
         self.constants = [(tensor, _numbers_of(tensor)) for tensor in held if id(tensor) not in own]
         kinds = {kind for module in modules for kind in type(module).__mro__ if _is_foreign(kind)}
-        self.of_classes = [(kind, _class_settings(kind)) for kind in kinds]
+        self.methods = [(kind, _methods(kind)) for kind in kinds]
 
     def unchanged(self) -> bool:
         """Return whether the modules are as they were."""
@@ -70,7 +69,7 @@ class Snapshot:
             and [value is None for registry in self.tensors for value in registry.values()] == self.absent
             and all(_numbers_of(tensor) == before for tensor, before in self.constants)
             and all(fingerprint(held.get(key)) == before for held, key, before in chain(*self.deep.values()))
-            and all(_class_settings(kind) == before for kind, before in self.of_classes)
+            and all(_methods(kind) == before for kind, before in self.methods)
         )
 
     def accept(self, modules: Sequence[nn.Module]) -> None:
@@ -167,10 +166,5 @@ def _is_foreign(kind: type) -> bool:
     return not kind.__module__.startswith(("torch.", "builtins", "multitudes."))
 
 
-def _class_settings(kind: type) -> dict[str, Any]:
-    """Return the attributes of a class that its code may read, and its methods."""
-    return {
-        key: fingerprint(value) if isinstance(value, _READ) else value
-        for key, value in vars(kind).items()
-        if isinstance(value, (*_READ, *_METHODS)) and not key.startswith("__")
-    }
+def _methods(kind: type) -> dict[str, Any]:
+    return {key: value for key, value in vars(kind).items() if isinstance(value, _METHODS)}

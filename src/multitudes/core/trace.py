@@ -403,7 +403,7 @@ def unmoved(network: nn.Module, x: Input, trace: Trace | None = None) -> Iterato
                 trace.buffers.add(name)
                 buffer.copy_(before)
         trace.attributes.update(_joined(*place) for place in attributes)
-        if any(get() != state for get, _, state in others):
+        if not trace.unknown_random and any(get() != state for get, _, state in others):
             trace.unknown_random[""] = None
         for _, put, state in [*(states if torchs.seen else []), *others]:  # else other threads may have moved torch's
             put(state)

@@ -190,7 +190,9 @@ def _operator(name: str, function: Any) -> None:
 
 for _name in (
     "bool", "float", "int", "index", "getitem", "setitem", "matmul", "rmatmul", "eq", "ne", "lt", "le", "gt", "ge",
-    "and", "or", "xor", "invert", "abs", "floordiv", "mod", "rsub", "rtruediv", "rpow",
+    "and", "or", "xor", "invert", "abs", "pos", "floordiv", "mod", "lshift", "rshift", "rsub", "rtruediv", "rpow",
+    "rfloordiv", "rmod", "rand", "ror", "rxor", "rlshift", "rrshift", "iand", "ior", "ixor", "ilshift", "irshift",
+    "ifloordiv", "imod", "ipow", "contains", "complex", "reversed",
 ):  # fmt: skip
     _operator(f"__{_name}__", getattr(Tensor, f"__{_name}__"))
 

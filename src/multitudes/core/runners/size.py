@@ -11,6 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from multitudes.core.calling import Input, tensors_in
 from multitudes.core.draws.stochastic import stochastic_layers
+from multitudes.core.snapshot import hooked_module
 from multitudes.core.trace import recording, unmoved
 
 __all__ = [
@@ -66,7 +67,7 @@ def is_small(member: nn.Module, members: int, x: Input, run: Callable[[], Tensor
     kinds = {t.dtype for t in (*tensors, *member.parameters()) if t.is_floating_point()}
     if not kinds <= {torch.float32, torch.float64} or torch.is_autocast_enabled("cpu"):
         return False
-    if stochastic_layers(member) or not tensors[0].dim() or not len(tensors[0]):
+    if stochastic_layers(member) or hooked_module(member) is not None or not tensors[0].dim() or not len(tensors[0]):
         return False
     if members * sum(p.nbytes for p in member.parameters()) > MOST_WEIGHTS:
         return False

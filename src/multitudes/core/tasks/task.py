@@ -79,6 +79,9 @@ class Task(ABC):
     next_tokens: Any = False
     """True if position t predicts the label at t + 1; a setting."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"  # the same in every process
+
     # -- predictions and targets ---------------------------------------------------------------------------
 
     def check_shape(self, shape: Sequence[int]) -> None:

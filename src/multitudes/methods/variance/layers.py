@@ -100,7 +100,7 @@ class VarianceLayer(Stochastic):
             self.log_alpha.fill_(self.start)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "weight" and "sigma" in self.__dict__.get("_parameters", ()):
+        if name == "weight" and ("sigma" in self.__dict__ or "sigma" in self.__dict__.get("_parameters", ())):
             return torch.zeros_like(self.sigma)
         return super().__getattr__(name)
 
