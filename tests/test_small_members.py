@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.core import members as module
-from multitudes.core.runners.size import MANY, MOST_BYTES, MOST_BYTES_EACH, MOST_OPERATIONS, MOST_WEIGHTS
+from multitudes.core.runners.size import MANY, MOST_BYTES, MOST_KERNELS, MOST_MAPS, MOST_WEIGHTS
 
 from .hard_networks import HARD
 
@@ -49,28 +49,18 @@ def test_small_members_run_packed_and_predict_what_each_does_alone(build: Callab
     torch.testing.assert_close(net.predict(x).predictions, alone(net, x))
 
 
-def test_the_multiply_adds_of_a_layer_in_the_mean_decide() -> None:
-    net = several(lambda: nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU()), 3)
-    most = int(MOST_OPERATIONS / (64 * 64 * 9 * 6 * 6))
-    assert (most + 1) * 64 * 6 * 6 * 4 < MOST_BYTES_EACH and 3 * most * 64 * 6 * 6 * 4 < MOST_BYTES
-    assert chosen(net, torch.zeros(2, 64, 6, 6)) == "packed"  # what is counted first decides nothing
-    assert chosen(net, torch.zeros(most, 64, 6, 6)) == "packed"
-    assert chosen(net, torch.zeros(most + 1, 64, 6, 6)) == "loop"
+def test_the_bytes_of_the_largest_feature_map_of_all_members_decide() -> None:
+    members = 3
+    net = several(lambda: nn.Sequential(nn.Conv2d(1, 64, 3, padding=1), nn.ReLU()), members)
+    most = MOST_MAPS // (64 * 32 * 32 * 4 * members)
+    assert chosen(net, torch.zeros(2, 1, 32, 32)) == "packed"
+    assert chosen(net, torch.zeros(most, 1, 32, 32)) == "packed"
+    assert chosen(net, torch.zeros(most + 1, 1, 32, 32)) == "loop"
 
 
 def test_the_bytes_of_the_largest_activation_of_all_members_decide() -> None:
-    members = 2 * MOST_BYTES // MOST_BYTES_EACH
-    net = several(lambda: nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 3)), members)
-    most = MOST_BYTES // (64 * 4 * members)
-    assert most * (16 * 64 + 64 * 3) / 2 < MOST_OPERATIONS
-    assert chosen(net, torch.zeros(most, 16)) == "packed"
-    assert chosen(net, torch.zeros(most + 1, 16)) == "loop"
-
-
-def test_the_bytes_of_the_largest_activation_of_one_member_decide() -> None:
     net = several(lambda: nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 3)), MANY)
-    most = MOST_BYTES_EACH // (64 * 4)
-    assert most * 64 * 4 * MANY <= MOST_BYTES
+    most = MOST_BYTES // (64 * 4 * MANY)
     assert chosen(net, torch.zeros(most, 16)) == "packed"
     assert chosen(net, torch.zeros(most + 1, 16)) == "loop"
 
@@ -89,10 +79,17 @@ def test_the_bytes_of_all_members_weights_decide() -> None:
     assert chosen(many, torch.zeros(2, 128)) == "loop"
 
 
+def test_the_bytes_of_all_members_kernels_decide() -> None:
+    members = MOST_KERNELS // (4 * 64 * 64 * 9)
+    few, many = (several(lambda: nn.Conv2d(64, 64, 3, bias=False), count) for count in (members, members + 1))
+    assert chosen(few, torch.zeros(2, 64, 4, 4)) == "packed"
+    assert chosen(many, torch.zeros(2, 64, 4, 4)) == "loop"
+
+
 def test_images_of_another_size_are_counted_by_their_own() -> None:
-    net = several(lambda: nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3)), 2)
+    net = several(lambda: nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 16, 3)), 2)
     assert chosen(net, torch.zeros(4, 3, 8, 8)) == "packed"
-    assert chosen(net, torch.zeros(4, 3, 64, 64)) == "loop"
+    assert chosen(net, torch.zeros(4, 3, 192, 192)) == "loop"
 
 
 @pytest.mark.parametrize("slow", [nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 4, 1)])

@@ -14,32 +14,23 @@ from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.snapshot import hooked_module
 from multitudes.core.trace import recording, unmoved
 
-__all__ = [
-    "MANY",
-    "MOST_BYTES",
-    "MOST_BYTES_EACH",
-    "MOST_OPERATIONS",
-    "MOST_WEIGHTS",
-    "convolves",
-    "is_small",
-    "is_watched",
-]
-
-MOST_OPERATIONS = 15e6
-"""The multiply-adds of a member's layer, in the mean, up to which packed members are faster on a CPU."""
-
-MOST_BYTES = 2**20
-"""The most bytes of all members' largest activation, so that it stays in a core's cache."""
-
-MOST_BYTES_EACH = 2**17
-"""The most bytes of one member's largest activation."""
+__all__ = ["MANY", "MOST_BYTES", "MOST_KERNELS", "MOST_MAPS", "MOST_WEIGHTS", "convolves", "is_small", "is_watched"]
 
 MANY = 8
 """The members from which calling layers M times takes longer than stacking their weights in every call. Of fewer, only
-convolutions of several rows are faster packed."""
+convolutions of several rows are faster packed, which keeps their feature maps channels-last."""
 
-MOST_WEIGHTS = 2**22
-"""The most bytes that all members' weights may take, since they are stacked in every call."""
+MOST_WEIGHTS = 2**20
+"""The most bytes of all members' weights where nothing is a convolution, since they are stacked in every call."""
+
+MOST_BYTES = 2**20
+"""The most bytes of all members' largest activation where nothing is a convolution, so that it stays in a cache."""
+
+MOST_KERNELS = 2**23
+"""The most bytes of all members' weights where there are convolutions."""
+
+MOST_MAPS = 2**25
+"""The most bytes of all members' largest activation where there are convolutions."""
 
 
 def convolves(network: nn.Module) -> bool:
@@ -69,16 +60,15 @@ def is_small(member: nn.Module, members: int, x: Input, run: Callable[[], Tensor
         return False
     if stochastic_layers(member) or hooked_module(member) is not None or not tensors[0].dim() or not len(tensors[0]):
         return False
-    if members * sum(p.nbytes for p in member.parameters()) > MOST_WEIGHTS:
-        return False
     convolutions = [module for module in member.modules() if isinstance(module, _ConvNd)]
     of_one_pixel = sum(max(module.kernel_size) == 1 for module in convolutions)
     if 4 * of_one_pixel > len(convolutions) or any(module.groups > 1 for module in convolutions):
         return False
     if members < MANY and (not convolutions or len(tensors[0]) < 2):
         return False
-    layers = sum(parameter.dim() > 1 for parameter in member.parameters())
+    most_weights, most_bytes = (MOST_KERNELS, MOST_MAPS) if convolutions else (MOST_WEIGHTS, MOST_BYTES)
+    if members * sum(p.nbytes for p in member.parameters()) > most_weights:
+        return False
     with unmoved(member, x), torch.no_grad(), recording(member, (), work=True) as trace:
         run()
-    fits = trace.nbytes <= MOST_BYTES_EACH and trace.nbytes * members <= MOST_BYTES
-    return fits and trace.multiply_adds / max(1, layers) <= MOST_OPERATIONS
+    return trace.nbytes * members <= most_bytes
