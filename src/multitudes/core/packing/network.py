@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from multitudes.core.architecture import stackable
@@ -19,7 +20,17 @@ from multitudes.core.noise import draws_by
 from multitudes.core.packing.rules import DROPOUTS, LAYERS
 from multitudes.core.packing.values import CannotPack, Many, Stacked, Team, Value, applied, mapped
 
-__all__ = ["PackedNetwork"]
+__all__ = ["PackedNetwork", "gains_channels_last"]
+
+
+def gains_channels_last(network: nn.Module) -> bool:
+    """Return whether a CPU should keep feature maps channels-last, where max pooling is several times faster.
+
+    Torch's batch norm is less exact so in training: its error was 5e-5 of the output instead of 3e-7.
+    """
+    modules = list(network.modules())
+    inexact = any(isinstance(module, _BatchNorm) and module.training for module in modules)
+    return any(isinstance(module, nn.MaxPool2d) for module in modules) and not inexact
 
 
 class PackedNetwork:
@@ -32,7 +43,7 @@ class PackedNetwork:
 
     def __init__(self, network: nn.Module, members: int) -> None:
         self.network = network
-        self.team = Team(members)
+        self.team = Team(members, gains_channels_last(network))
         self.weights = _replaced_weights(network, self.team)
         self.writing = writing_modules(network)
         drawing = stochastic_layers(network)

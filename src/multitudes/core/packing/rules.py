@@ -59,11 +59,11 @@ def convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Any:
-    """A shared input needs one plain convolution; after that, grouped ones, which a CPU runs faster channels-last."""
+    """A shared input needs one plain convolution; after that, grouped ones."""
     if weight is None or not _are_many(weight, bias) or input.dim() != weight.dim():
         return NotImplemented
     team = weight.team
-    if isinstance(input, Tensor) and input.dim() == 4 and input.device.type == "cpu":
+    if team.channels_last and isinstance(input, Tensor) and input.dim() == 4 and input.device.type == "cpu":
         input = input.clone(memory_format=torch.channels_last)
     if isinstance(input, Many) and worth_a_product(input.packed(), weight, padding, groups):
         return Packed(pointwise(input.packed(), weight.stacked(), _flat(bias), stride), team)

@@ -36,6 +36,8 @@ class Team:
     """The members that run together."""
 
     members: int
+    channels_last: bool = False
+    """True where a CPU keeps feature maps channels-last."""
     gradients: bool = False
     """True where gradients are recorded."""
     mapped: set[str] = field(default_factory=set)

@@ -11,6 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from multitudes.core.calling import Input, tensors_in
 from multitudes.core.draws.stochastic import stochastic_layers
+from multitudes.core.packing.network import gains_channels_last
 from multitudes.core.snapshot import hooked_module
 from multitudes.core.trace import recording, unmoved
 
@@ -18,19 +19,19 @@ __all__ = ["MANY", "MOST_BYTES", "MOST_KERNELS", "MOST_MAPS", "MOST_WEIGHTS", "c
 
 MANY = 8
 """The members from which calling layers M times takes longer than stacking their weights in every call. Of fewer, only
-convolutions of several rows are faster packed, which keeps their feature maps channels-last."""
+convolutions of several rows are faster packed."""
 
 MOST_WEIGHTS = 2**20
 """The most bytes of all members' weights where nothing is a convolution, since they are stacked in every call."""
 
-MOST_BYTES = 2**20
-"""The most bytes of all members' largest activation where nothing is a convolution, so that it stays in a cache."""
-
 MOST_KERNELS = 2**23
 """The most bytes of all members' weights where there are convolutions."""
 
+MOST_BYTES = 2**19
+"""The most bytes of all members' largest activation, so that it stays in a cache."""
+
 MOST_MAPS = 2**25
-"""The most bytes of all members' largest activation where there are convolutions."""
+"""The same where feature maps are channels-last, which makes pooling faster than a cache does."""
 
 
 def convolves(network: nn.Module) -> bool:
@@ -66,9 +67,8 @@ def is_small(member: nn.Module, members: int, x: Input, run: Callable[[], Tensor
         return False
     if members < MANY and (not convolutions or len(tensors[0]) < 2):
         return False
-    most_weights, most_bytes = (MOST_KERNELS, MOST_MAPS) if convolutions else (MOST_WEIGHTS, MOST_BYTES)
-    if members * sum(p.nbytes for p in member.parameters()) > most_weights:
+    if members * sum(p.nbytes for p in member.parameters()) > (MOST_KERNELS if convolutions else MOST_WEIGHTS):
         return False
     with unmoved(member, x), torch.no_grad(), recording(member, (), work=True) as trace:
         run()
-    return trace.nbytes * members <= most_bytes
+    return trace.nbytes * members <= (MOST_MAPS if gains_channels_last(member) else MOST_BYTES)
