@@ -94,16 +94,18 @@ def tokens(rows: int, length: int = 7) -> dict[str, Tensor]:
 
 def rows_through(net: mt.Multitude, name: str, x: Any) -> int:
     """How many rows a module is called with in one forward of a network, which has seen such an input before."""
-    net(x)
-    counted = [0]
+    module, counted = net.network.get_submodule(name), [0]
+    forward = module.forward
 
-    def count(module: nn.Module, args: Any, kwargs: Any) -> None:
-        given = [value for value in [*args, *kwargs.values()] if isinstance(value, Tensor)]
-        counted[0] += len(given[0])
+    def count(*args: Any, **kwargs: Any) -> Any:
+        counted[0] += len(next(value for value in [*args, *kwargs.values()] if isinstance(value, Tensor)))
+        return forward(*args, **kwargs)
 
-    handle = net.network.get_submodule(name).register_forward_pre_hook(count, with_kwargs=True)
+    module.forward = count  # hooks would change how members run
     try:
         net(x)
+        counted[0] = 0
+        net(x)
     finally:
-        handle.remove()
+        del module.forward
     return counted[0]

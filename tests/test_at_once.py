@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import multitudes as mt
 from multitudes.core import at_once as module
 from multitudes.core.at_once import at_once, products
-from multitudes.core.runners.selection import INDEPENDENT, Use, runner_for
+from multitudes.core.runners.selection import INDEPENDENT, Use, runners_for
 from multitudes.core.runners.size import convolves
 
 # -- networks ----------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def test_code_that_looks_at_values_is_refused() -> None:
 
 
 def usual(network: nn.Module, device: str, training: bool = False) -> str:
-    return runner_for(INDEPENDENT, Use(device, training, 8, False, convolves=convolves(network)))
+    return runners_for(INDEPENDENT, Use(device, training, 8, False, convolves=convolves(network)))[0]
 
 
 def test_auto_takes_vmap_for_transformers_and_packs_convolutions_on_a_gpu() -> None:

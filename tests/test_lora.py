@@ -119,15 +119,9 @@ def test_members_of_a_transformer_predict_and_learn_as_each_alone(model: Callabl
 
 def test_what_comes_before_the_first_adapted_layer_runs_once() -> None:
     x = tokens(6)
-    for layers, before, after in (
-        (None, "bert.embeddings", "bert.encoder.layer.0"),
-        (lambda name, _: "layer.1." in name, "bert.encoder.layer.0", "bert.encoder.layer.1"),
-    ):
-        net = mt.lora(bert(), 4, rank=2, layers=layers, seed=0).train()
-        for batch in (x, {key: value[:1] for key, value in x.items()}):
-            rows = len(batch["input_ids"])
-            assert rows_through(net, before, batch) == rows
-            assert rows_through(net, f"{after}.output", batch) == 4 * rows
+    net = mt.lora(bert(), 4, rank=2, layers=lambda name, _: "layer.1." in name, seed=0).train()
+    for batch in (x, {key: value[:1] for key, value in x.items()}):
+        assert rows_through(net, "bert.encoder.layer.0", batch) == len(batch["input_ids"])
     for batch in (x, {key: value[:1] for key, value in x.items()}):  # more than a quarter of it comes before
         assert rows_through(net.eval(), "bert.encoder.layer.0", batch) == len(batch["input_ids"])
 

@@ -391,7 +391,7 @@ def test_a_mask_may_come_with_some_batches_alone(method: Callable[..., Any], tra
             assert rows_through(net, "bert.encoder.layer.0", some) == rows
 
 
-def test_members_of_a_residual_network_are_tiled_on_the_way_into_the_block() -> None:
+def test_members_of_a_residual_network_share_what_comes_before_the_block() -> None:
     def block() -> nn.Module:
         return Of(lambda net, x, gate: x + torch.tanh(net.inner(x)) * gate, inner=nn.Linear(6, 6))
 
@@ -407,7 +407,7 @@ def test_members_of_a_residual_network_are_tiled_on_the_way_into_the_block() -> 
         for rows in (7, 1, 3):
             x = torch.randn(rows, 6)
             predictions = net.train(training)(x)
-            assert rows_through(net, "blocks.1", x) == rows and rows_through(net, "blocks.3", x) == 3 * rows
+            assert rows_through(net, "blocks.1", x) == rows
             for index in range(3):
                 torch.testing.assert_close(predictions[index], net.member(index)(x))
     mt.check(net, x)
@@ -454,3 +454,97 @@ def test_draws_before_the_boundary_are_each_members_own() -> None:
     handle.remove()
     rows = torch.cat(seen)[-20:].unflatten(0, (4, 5))
     assert all(not torch.equal(rows[i], rows[j]) for i in range(4) for j in range(i))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_members_side_by_side_follow_whatever_axis_the_batch_is(training: bool) -> None:
+    """Sequences first, and rows that see each other: one batch of all members' rows would be another computation."""
+
+    def run(net: Any, x: Tensor) -> Tensor:
+        h = net.body(x)
+        h, _ = net.attention(h, h, h)
+        return net.last(h.mean(0) - h.mean((0, 1)))
+
+    model = Of(run, body=nn.Linear(6, 8), attention=nn.MultiheadAttention(8, 2), last=nn.Linear(8, 3))
+    net = mt.batch_ensemble(model, 3, layers="attention|last", seed=0).train(training)
+    x = torch.randn(5, 4, 6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        predictions = net(x)
+    for index in range(3):
+        torch.testing.assert_close(predictions[index], net.member(index)(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_function_mode_around_a_member_layer_makes_no_difference() -> None:
+    def run(net: Any, x: Tensor) -> Tensor:
+        h = torch.relu(net.body(x))
+        with torch.device("cpu"):
+            h = net.middle(h)
+            h = h + torch.ones(3)[0]
+        return net.last(h)
+
+    model = Of(run, body=nn.Linear(6, 32), middle=nn.Linear(32, 8), last=nn.Linear(8, 3))
+    net = mt.heads(model, 3, layers=["middle", "last"], seed=0).train()
+    before = torch._C._len_torch_function_stack()
+    for rows in (5, 3):
+        x = torch.randn(rows, 6)
+        for index, prediction in enumerate(net(x)):
+            torch.testing.assert_close(prediction, net.member(index)(x))
+    assert torch._C._len_torch_function_stack() == before
+
+
+def test_hooks_on_layers_that_differ_can_keep_what_they_see() -> None:
+    model = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+    net, x = mt.heads(model, 3, layers=["2"], seed=0).train(), torch.randn(5, 6)
+    before, kept = net(x), []
+    handle = net.network.get_submodule("3").register_forward_hook(lambda module, args, output: kept.append(output))
+    torch.testing.assert_close(net(x), before)
+    handle.remove()
+    assert len(kept) and all(bool((each >= 0).all()) for each in kept[-1:])
+    torch.testing.assert_close(net(x), before)
+
+
+def test_batch_norms_behind_shared_layers_take_their_statistics_over_all_members() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(32, 2)
+    )
+    net = mt.batch_ensemble(model, 3, layers=["2", "5"], seed=0).train()
+    x = torch.randn(4, 3, 6, 6)
+    net(x)
+    norm = net.get_submodule("3")
+    norm.reset_running_stats()
+    shared = torch.relu(net.get_submodule("0")(x))
+    each = torch.cat([member[2](shared) for member in (net.member(i) for i in range(3))])  # [M*B, C, H, W]
+    net(x)
+    torch.testing.assert_close(norm.running_mean, 0.1 * each.mean((0, 2, 3)))
+    torch.testing.assert_close(norm.running_var, 0.9 + 0.1 * each.var((0, 2, 3)))
+
+
+def test_draws_of_members_are_each_their_own_inside_blocks_too() -> None:
+    block = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    net = mt.heads(mt.mc_dropout(nn.Sequential(nn.Linear(4, 8), block, nn.Linear(8, 3))), 3, layers=["1", "2"], seed=0)
+    x = torch.randn(5, 4)
+    drawn = net.eval()(x, draws=6, seed=1)
+    torch.testing.assert_close(drawn, net(x, draws=6, seed=1))
+    one_draw_each = net(x, draws=1, seed=1).unflatten(0, (3, 1))
+    torch.testing.assert_close(drawn.unflatten(0, (3, 6))[:, :1], one_draw_each)
+
+
+def test_rows_of_their_own_need_a_batch_that_comes_first() -> None:
+    model = Of(
+        lambda net, x: net.last(net.attention(x, x, x)[0].mean(0)),
+        attention=nn.MultiheadAttention(6, 2), last=nn.Linear(6, 3),
+    )  # fmt: skip
+    net = mt.batch_ensemble(model, 2, rows="own", seed=0, task="classification").train()
+    with pytest.raises(
+        ValueError, match="rows='own' needs members that can lie side by side in one batch: the first axis"
+    ):
+        net.loss(torch.randn(4, 4, 6), torch.zeros(4, dtype=torch.int64))
+    model.attention.batch_first = True
+    first = Of(
+        lambda net, x: net.last(net.attention(x, x, x)[0].mean(1)), attention=model.attention, last=nn.Linear(6, 3)
+    )
+    net = mt.batch_ensemble(first, 2, rows="own", seed=0, task="classification").train()
+    x, y = torch.randn(4, 5, 6), torch.tensor([0, 1, 2, 1])
+    own = [F.cross_entropy(net.member(i)(x[2 * i : 2 * i + 2]), y[2 * i : 2 * i + 2]) for i in range(2)]
+    torch.testing.assert_close(net.loss(x, y), torch.stack(own).mean())

@@ -12,7 +12,7 @@ alone, since a compiler fuses them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -68,6 +68,43 @@ def at_once(count: int) -> Iterator[AtOnce]:
         members = AtOnce(count, level)
         with _Rules(members):
             yield members
+
+
+class Lane:
+    """The vmap level of members that share weights, entered when it is first needed and left at the end of `with`.
+
+    What a network computes before that runs once, outside of vmap.
+    """
+
+    def __init__(self, count: int, checks: bool = False) -> None:
+        self.count = count
+        self.checks = checks
+        """True to refuse what would run again in the backward pass, outside of the level."""
+        self.members: AtOnce | None = None
+        self._stack = ExitStack()
+        self._modes = 0
+
+    def enter(self) -> AtOnce:
+        """Enter the level, unless it was entered before."""
+        if self.members is None:
+            self.members = self._stack.enter_context(at_once(self.count))
+            self._modes = torch._C._len_torch_function_stack()
+        return self.members
+
+    @property
+    def disturbed(self) -> bool:
+        """True if the network left a function mode, as `with torch.device(...)`, in which the level was entered."""
+        return self.members is not None and torch._C._len_torch_function_stack() != self._modes
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return the tensors of all members, `[M, ...]`; what they share is expanded."""
+        return tensor.expand(self.count, *tensor.shape) if self.members is None else self.members.whole(tensor)
+
+    def __enter__(self) -> Lane:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
 
 _is_own = _functorch.is_batchedtensor
@@ -258,9 +295,17 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """With fixed statistics it is a product and a sum."""
-    if training or running_mean is None or running_var is None:
+    """With fixed statistics it is a product and a sum; members that share running ones are more rows of the batch."""
+    if running_mean is None or running_var is None:
         return NotImplemented
+    if training:
+        own = [tensor is not None and _is_own(tensor) for tensor in (running_mean, weight, bias)]
+        if any(own) or not _is_own(input):
+            return NotImplemented
+        x = members.whole(input)
+        with members.outside():
+            norm = F.batch_norm(x.flatten(0, 1), running_mean, running_var, weight, bias, True, momentum, eps)
+            return members.own(norm.unflatten(0, x.shape[:2]))
     scale = (running_var + eps).rsqrt()
     if weight is not None:
         scale = scale * weight

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor
+from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
+from multitudes.core.at_once import AtOnce
 from multitudes.core.calling import InputError, evaluating
-from multitudes.core.tiling import Run
+from multitudes.core.draws.stochastic import Draw, stochastic_layers
 from multitudes.core.unreadable import unreadable
 from multitudes.core.views import RUNNING
 
-__all__ = ["MemberLayer", "member_layers", "rows_missing"]
+__all__ = ["MemberLayer", "member_layers"]
 
 
 class MemberLayer(nn.Module):
@@ -27,20 +32,14 @@ class MemberLayer(nn.Module):
     batched = False
     """True where all members run by one batched product, which is faster than M products while it fits the caches."""
 
-    many_inputs = False
-    """True where it takes whatever the layer takes, so that a run must show which arguments hold rows (`note_rows`)."""
-
     tiles = True
-    """True where it takes rows `[B, ...]` that are not tiled, if `untiled` is set."""
+    """True where it takes the rows of all members as one batch, `[M*B, ...]`."""
 
     member: int | None = None
-    """The member that it is, in a view that is one member; None where it takes the rows of all."""
-
-    untiled = False
-    """True where its input is `[B, ...]`, the same rows for all members, and not `[M*B, ...]`."""
+    """The member that it is, in a view that is one member; None where it is all of them."""
 
     in_view = False
-    """True for a layer of a view of the network (see `views.py`)."""
+    """True for a layer of a view of the network (see `views.py`). There all members run under vmap, or one alone."""
 
     def __init__(self, layer: nn.Module, members: int, axis: int = -1) -> None:
         """`axis` is that of channels in x, counted from the last."""
@@ -85,9 +84,6 @@ class MemberLayer(nn.Module):
         """The names of the parameters that hold one tensor for each member, `[M, ...]`."""
         return [name for name, parameter in self._parameters.items() if parameter is not None]
 
-    def note_rows(self, seen: Run, more: Run) -> None:
-        """Learn from two runs of the network which arguments hold rows."""
-
     def fold(self, index: int) -> nn.Module:
         """The plain layer that member `index` sees."""
         raise NotImplementedError
@@ -97,17 +93,23 @@ class MemberLayer(nn.Module):
         return {"member": index, "in_view": True}
 
     def as_all(self) -> dict[str, Any]:
-        """Return the attributes of this layer in a view in which members run side by side."""
+        """Return the attributes of this layer in the view in which all members run under vmap."""
         return {"in_view": True}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            in_view, learns = RUNNING.get()
-            if in_view and not self.in_view:
+            is_view, learns, lane = RUNNING.get()
+            if is_view and not self.in_view:
                 raise InputError(
                     f"{self._named()} is called by way of an object that is no module of the network, where its "
                     "members cannot be told apart: leave it out by layers=, or make it a submodule of what calls it"
                 )
+            if self.in_view and self.member is None and lane is None:
+                raise InputError(
+                    f"{self._named()} runs again outside of its network's forward, which members cannot share"
+                )
+            if lane is not None and lane.checks and checkpointed():
+                raise InputError(f"{self._named()} runs inside torch.utils.checkpoint, which members cannot share")
             if learns and not torch.is_grad_enabled() and checkpointed_without_gradient():
                 raise InputError(
                     f"{self._named()} would not learn: no input of the part that torch.utils.checkpoint runs with "
@@ -129,40 +131,86 @@ class MemberLayer(nn.Module):
             return True
         if x.dim() == 2:  # one product of all rows is faster than one for each member, however many rows there are
             return False
-        return not x.is_cuda and weight.numel() * (self.members if self.member is None else 1) < x.numel()
+        return not x.is_cuda and weight.numel() * (1 if self.in_view else self.members) < x.numel()
 
     @property
     def _hooked(self) -> bool:
         return bool(self.layer._forward_hooks or self.layer._forward_pre_hooks)
 
+    # -- all members -------------------------------------------------------------------------------------
+
+    def _all(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Apply a function of all members' rows, `[M, B, ...] -> [M, B, ...]`, to the rows of this layer's input."""
+        if (members := self._at_once()) is None:
+            return function(self._rows(x)).flatten(0, 1)
+        rows = members.whole(x)
+        with members.outside():
+            return members.own(function(rows))
+
+    def _at_once(self) -> AtOnce | None:
+        """Return the members that run under vmap; None where their rows are one batch."""
+        lane = RUNNING.get().lane if self.in_view else None
+        return None if lane is None else lane.enter()
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """Return x `[M*B, ...]` as `[M, B, ...]`."""
+        if x.dim() <= -self.axis or x.shape[0] % self.members:
+            raise ValueError(
+                f"a {type(self.layer).__name__} that tells {self.members} members apart got an input of shape "
+                f"{list(x.shape)}, whose first axis does not hold the rows of each member one after the other"
+            )
+        return x.unflatten(0, (self.members, -1))
+
     def _each(self, x: Tensor, own: Callable[[int, Tensor], Tensor]) -> Tensor:
         """Apply each member's `own` layer, a function of its number, to its rows."""
         if self.member is not None:
             return own(self.member, x)
-        return torch.cat([own(index, rows) for index, rows in enumerate(self._rows(x))])
+        return self._all(lambda rows: torch.stack([own(index, each) for index, each in enumerate(rows)]), x)
 
-    def _by_member(
-        self, function: Callable[..., Tensor], x: Tensor, *values: Tensor, untiled: bool | None = None
-    ) -> Tensor:
-        """`function` of the rows of x `[M*B, C, ...]` and their member's own of each `values [M, C]`, in x's dtype.
-
-        `untiled` is that of the layer's input where it is not given.
-        """
+    def _by_member(self, function: Callable[..., Tensor], x: Tensor, *values: Tensor) -> Tensor:
+        """Apply a function to the rows of x `[..., C, ...]` and their member's own of `values [M, C]`, in x's dtype."""
         shape = [1] * x.dim()
         shape[self.axis] = -1
         if self.member is not None:
             return function(x, *(each[self.member].to(x.dtype).view(shape) for each in values))
-        return function(
-            self._rows(x, untiled), *(each.to(x.dtype).view(self.members, *shape) for each in values)
-        ).flatten(0, 1)
+        own = [each.to(x.dtype).view(self.members, *shape) for each in values]
+        return self._all(lambda rows: function(rows, *own), x)
 
-    def _rows(self, x: Tensor, untiled: bool | None = None) -> Tensor:
-        """Return x `[M*B, ...]`, or rows `[B, ...]` that are not tiled, as `[M, B, ...]`."""
-        if self.untiled if untiled is None else untiled:
-            return x.expand(self.members, *x.shape)
-        if x.dim() <= -self.axis or x.shape[0] % self.members:
-            raise ValueError(rows_missing(self.layer, self.members, x))
-        return x.unflatten(0, (self.members, -1))
+    def _separately(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a function of a member's number and its own arguments for each member, whatever it takes and gives."""
+        members = self._at_once()
+        if members is None:
+            raise ValueError(f"{self._named()} cannot tell its members' rows apart in one batch")
+
+        def part(index: int) -> Any:
+            return tree_map_only(
+                Tensor, lambda t: members.whole(t)[index] if is_batchedtensor(t) else t, (args, kwargs)
+            )
+
+        parts = [part(index) for index in range(self.members)]
+        draw = next((layer.draw for layer in stochastic_layers(self) if isinstance(layer.draw, Draw)), Draw())
+        numbers = members.whole(draw.index)  # of the random source of each member
+        answers = []
+        with members.outside():
+            for index, (own, named) in enumerate(parts):
+                with draw.at(numbers[index]):
+                    answers.append(run(index, *own, **named))
+            return tree_map(partial(_joined, members), *answers)
+
+
+_CHECKPOINT = inspect.unwrap(checkpoint).__code__
+
+
+def _joined(members: AtOnce, *parts: Any) -> Any:
+    return members.own(torch.stack(parts)) if isinstance(parts[0], Tensor) else parts[0]
+
+
+def checkpointed() -> bool:
+    """Return whether this runs inside torch's checkpointing, which runs its part again in the backward pass."""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code is not _CHECKPOINT:
+        frame = frame.f_back
+    return frame is not None
 
 
 def checkpointed_without_gradient() -> bool:
@@ -170,7 +218,7 @@ def checkpointed_without_gradient() -> bool:
 
     Then nothing inside gets a gradient, in a network of one member too, and torch shows no more than a warning.
     """
-    function = torch.utils.checkpoint.CheckpointFunction.forward.__code__
+    function = CheckpointFunction.forward.__code__
     frame, given = sys._getframe(), None
     while frame is not None:
         given = frame.f_locals["args"] if frame.f_code is function else given  # of the outermost
@@ -181,11 +229,3 @@ def checkpointed_without_gradient() -> bool:
 def member_layers(network: nn.Module) -> dict[str, MemberLayer]:
     """Return the layers of a network that differ between members, by name."""
     return {name: module for name, module in network.named_modules() if isinstance(module, MemberLayer)}
-
-
-def rows_missing(layer: nn.Module, members: int, x: Tensor) -> str:
-    """Return the error message for an input that cannot be the tiled batch."""
-    return (
-        f"a {type(layer).__name__} that tells {members} members apart got an input of shape {list(x.shape)}, whose "
-        "first axis does not hold the rows of each member one after the other"
-    )

@@ -21,7 +21,7 @@ from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.multitude import Multitude, plain
 from multitudes.core.runners.loop import LoopRunner
 from multitudes.core.runners.packed import PackedRunner
-from multitudes.core.runners.selection import INDEPENDENT, Use, runner_for
+from multitudes.core.runners.selection import INDEPENDENT, Use, runners_for
 from multitudes.core.runners.size import convolves, is_small, is_watched
 from multitudes.core.runners.template import CannotStack
 from multitudes.core.runners.verify import Verdicts, difference
@@ -119,7 +119,7 @@ class Members(Multitude):
             small = not first.is_cuda and self._packs_small(x)
             rows = len(first) if first.dim() else 0
             use = Use(first.device.type, self.training, rows, False, convolves=convolves(self.template), small=small)
-            self._chosen[key] = runner_for(INDEPENDENT, use)
+            self._chosen[key] = runners_for(INDEPENDENT, use)[0]
         return self._chosen[key]
 
     @uncompiled
@@ -229,20 +229,13 @@ class Members(Multitude):
 
     # -- the protocol ------------------------------------------------------------------------------------
 
-    def loss(
-        self,
-        x: Input,
-        y: Tensor,
-        criterion: Criterion | None = None,
-        *,
-        task: str | None = None,
-        dataset_size: int | None = None,
-        weight: Tensor | None = None,
-    ) -> Tensor:
-        options: dict[str, Any] = {"task": task or self.chosen_task, "dataset_size": dataset_size, "weight": weight}
-        if not isinstance(self.template, Multitude):
-            return super().loss(x, y, criterion, **options)
-        return torch.stack([member.loss(x, y, criterion, **options) for member in self.network]).sum()  # type: ignore[operator]
+    def _losses(
+        self, x: Input, y: Tensor, criterion: Criterion | None, task: str | None, weight: Tensor | None
+    ) -> list[Tensor]:
+        if not self._nested:
+            return super()._losses(x, y, criterion, task, weight)
+        task = task or self.chosen_task
+        return [member.loss(x, y, criterion, task=task, weight=weight) for member in self.network]  # type: ignore[operator]
 
     def kl(self, **prior: Any) -> Tensor:
         """The sum of the members' divergences."""

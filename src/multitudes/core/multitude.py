@@ -195,11 +195,15 @@ class Multitude(Tasked):
         """
         if not self._targets_checked and not torch.compiler.is_compiling():
             self._warn_of_copies(x, y, task)
-        predictions = self(x)
-        by_member = predictions.unflatten(0, (self.members, -1))
-        objective = self._criterion(criterion, task, predictions, y, averages=by_member.shape[1] > 1)
-        losses = member_losses(objective, by_member, y, weight, not self.independent)
-        return self._combine(losses, dataset_size)
+        losses = self._losses(x, y, criterion, task, weight)
+        if losses[0].dim():
+            raise ValueError(f"criterion must give one number, the batch's mean, got shape {list(losses[0].shape)}")
+        total = torch.stack(losses).sum() if self.independent else torch.stack(losses).mean()
+        if dataset_size is None:
+            return total
+        if isinstance(dataset_size, bool) or not isinstance(dataset_size, int) or dataset_size < 1:
+            raise ValueError(f"dataset_size must be the number of training examples, got {dataset_size!r}")
+        return total + self.kl() / dataset_size if self.divergences else total
 
     def kl(self, **prior: Any) -> Tensor:
         """The divergence from the prior that the method's objective asks for, a scalar; 0 where it asks for none."""
@@ -248,6 +252,15 @@ class Multitude(Tasked):
     def _of_first(self, x: Input) -> Tensor:
         """One draw of the first member alone, `[B, ...]`."""
         return self._predictions(x)[0]
+
+    def _losses(
+        self, x: Input, y: Tensor, criterion: Criterion | None, task: str | None, weight: Tensor | None
+    ) -> list[Tensor]:
+        """Return the loss of each member, or one number that is the mean of all."""
+        predictions = self(x)
+        by_member = predictions.unflatten(0, (self.members, -1))
+        objective = self._criterion(criterion, task, predictions, y, averages=by_member.shape[1] > 1)
+        return member_losses(objective, by_member, y, weight, not self.independent)
 
     def _prepare(self, x: Input) -> None:
         """What is to be found out about `x` before the first draw."""
@@ -425,17 +438,6 @@ class Multitude(Tasked):
         if task is not None:
             self.task = task
         return self
-
-    def _combine(self, losses: list[Tensor], dataset_size: int | None) -> Tensor:
-        """The sum of independent members' losses, the mean of others', and one example's part of the divergence."""
-        if losses[0].dim():
-            raise ValueError(f"criterion must give one number, the batch's mean, got shape {list(losses[0].shape)}")
-        total = torch.stack(losses).sum() if self.independent else torch.stack(losses).mean()
-        if dataset_size is None:
-            return total
-        if isinstance(dataset_size, bool) or not isinstance(dataset_size, int) or dataset_size < 1:
-            raise ValueError(f"dataset_size must be the number of training examples, got {dataset_size!r}")
-        return total + self.kl() / dataset_size if self.divergences else total
 
 
 def plain(model: nn.Module) -> nn.Module:

@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, InputError, input_errors, tensors_in, use_of
+from multitudes.core.calling import Input, InputError, input_errors, tensors_in, tile, use_of
 from multitudes.core.calling import rows as some_rows
 from multitudes.core.clipping import clip_each
 from multitudes.core.compiling import uncompiled
 from multitudes.core.copying import copied, share_hooks
 from multitudes.core.draws.functional import to_be_kept
+from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.member_layer import member_layers
 from multitudes.core.multitude import Multitude
-from multitudes.core.proof import first_difference, running_statistics, silent_trial
+from multitudes.core.proof import first_difference, rows_interact, running_statistics
 from multitudes.core.runners.one_by_one import OneByOne, member_view
-from multitudes.core.runners.selection import SHARED, Use, runner_for
-from multitudes.core.runners.side_by_side import SideBySide
+from multitudes.core.runners.selection import SHARED, Use, runners_for
+from multitudes.core.runners.side_by_side import CannotShare, SideBySide, Tiled
 from multitudes.core.runners.verify import FAILURES, Verdicts, difference
+from multitudes.core.settings import computing_hooks
 from multitudes.core.snapshot import Versions
 from multitudes.core.tasks import Criterion
-from multitudes.core.tiling import Boundary, Run, Unseen, find_boundary, observed
-from multitudes.core.trace import unmoved
+from multitudes.core.trace import Shape, recording, unmoved
 from multitudes.core.views import copies, run, write
 
 __all__ = ["SharedMembers"]
+
+Runner = OneByOne | SideBySide | Tiled
 
 _WARNING = "Cannot batch the members of this network ({reason}); running them one after the other."
 
@@ -37,14 +41,13 @@ _WARNING = "Cannot batch the members of this network ({reason}); running them on
 class SharedMembers(Multitude):
     """Members that share one network's weights: a network some of whose layers differ between members.
 
-    They run side by side in one batch `[M*B, ...]`, member-major, or one by one, as `runners/selection.py` says. Side
-    by side, what comes before the first layer that differs runs once where that is the same computation: the batch is
-    tiled at a `Boundary`, as late as possible, or else as a whole. Each way is verified on the first input of each
-    kind; where none computes what the members compute alone, they run one by one. Batch norms in training take their
-    statistics over the tiled batch, all members' together.
+    They run one by one; side by side under vmap, where what comes before the first layer that differs runs once; or
+    tiled in one batch `[M*B, ...]`, member-major. The table in `runners/selection.py` says which are tried, in which
+    order; each is verified on the first input of each kind, and one by one is always right. Batch norms in training
+    take their statistics over all members' rows together.
     """
 
-    found_anew = (*Multitude.found_anew, "_versions", "_runners", "_one_by_one", "_whole")
+    found_anew = (*Multitude.found_anew, "_versions", "_runners", "_one_by_one", "_divides")
 
     rows = "shared"
     """The rows that a member trains on: all rows of the batch, "shared", or its own part of them, "own"."""
@@ -60,15 +63,21 @@ class SharedMembers(Multitude):
         super().forget()
         self._versions = Versions(self.network)
         self._one_by_one = OneByOne(self.network, self.members, self._versions)
-        self._runners: dict[Any, OneByOne | SideBySide] = {}  # by version and kind of input; and by mode, the last one
-        self._whole = Verdicts()  # whether members can lie side by side in one batch from the start
+        self._runners: dict[tuple[int, Hashable], Runner] = {}  # by version and kind of input
+        self._divides = Verdicts()  # whether each member can run on rows of its own
+        if not hasattr(self, "_in_graphs"):
+            self._in_graphs: dict[bool, bool] = {}  # by mode, whether compiled graphs run tiled; copies keep it
 
     def _predictions(self, x: Input) -> Tensor:
-        runner = self._runner(x)
+        if torch.compiler.is_compiling():
+            return self._graph_runner(x)(x)
+        key = self._key(x)
+        runner = self._runners[key] if key in self._runners else self._chosen(x)
         try:
             return runner(x)
-        except Unseen:
-            return self._learned(runner, x)(x)
+        except CannotShare:  # only on this input
+            self._runners[key] = self._one_by_one
+            return self._one_by_one(x)
 
     @property
     def independent(self) -> bool:  # type: ignore[override]
@@ -90,34 +99,25 @@ class SharedMembers(Multitude):
             return super().clip_grad_norm_(max_norm)
         return clip_each(self.parameters(), self.members, max_norm)
 
-    def loss(
-        self,
-        x: Input,
-        y: Tensor,
-        criterion: Criterion | None = None,
-        *,
-        task: str | None = None,
-        dataset_size: int | None = None,
-        weight: Tensor | None = None,
-    ) -> Tensor:
-        """Return `Multitude.loss`; with `rows="own"` the mean over members of each one's loss on its part of the batch.
+    def _losses(
+        self, x: Input, y: Tensor, criterion: Criterion | None, task: str | None, weight: Tensor | None
+    ) -> list[Tensor]:
+        """With `rows="own"` return each member's loss on its part of the batch.
 
         Parts are equally large, one after the other. Where the batch cannot be divided evenly, some of its rows belong
         to two members.
         """
         if self.rows == "shared" or not self.training:
-            return super().loss(x, y, criterion, task=task, dataset_size=dataset_size, weight=weight)
+            return super()._losses(x, y, criterion, task, weight)
         parts = self._parts(len(y), y.device)
         with input_errors(x):
             self.settle(x)
-            self._check_divides(x)
             divided = x if parts.numel() == len(y) else some_rows(x, parts.flatten())
-            predictions = SideBySide(self.network, self.members).divided(divided)
+            predictions = self._dividing(x).divided(divided)
         weights = [None] * self.members if weight is None else weight[parts].unbind()
         own_loss = self._criterion(criterion, task, predictions, y[parts[0]]).loss
         each = zip(predictions, y[parts], weights, strict=True)
-        losses = [own_loss(part, target, weight=own) for part, target, own in each]
-        return self._combine(losses, dataset_size)
+        return [own_loss(part, target, weight=own) for part, target, own in each]
 
     def _parts(self, rows: int, device: torch.device) -> Tensor:
         """The rows of each member's part of a batch, `[M, ceil(B / M)]`.
@@ -135,8 +135,7 @@ class SharedMembers(Multitude):
 
     def train(self, mode: bool = True) -> SharedMembers:
         super().train(mode)
-        for runner in (self._one_by_one, *self._runners.values()):  # a compiled graph cannot look for what has changed
-            runner.refresh()
+        self._one_by_one.refresh()  # a compiled graph cannot look for what has changed
         return self
 
     # -- the protocol ------------------------------------------------------------------------------------
@@ -145,7 +144,8 @@ class SharedMembers(Multitude):
         return run(self._one_by_one.views.current()[0], x)
 
     def _prepare(self, x: Input) -> None:
-        self._runner(x)
+        if self._key(x) not in self._runners:
+            self._chosen(x)
 
     def _member(self, index: int) -> nn.Module:
         layers = member_layers(self.network).values()
@@ -158,148 +158,130 @@ class SharedMembers(Multitude):
             write(member, copies(views.written(index)))
         return member
 
-    def _check_divides(self, x: Input) -> None:
-        """Refuse `rows="own"` where members side by side do not compute what they compute alone."""
-        whole = SideBySide(self.network, self.members)
-        reason = self._whole.reason(self._versions.look(), self.network, x, lambda: self._difference(x, whole))
-        if reason:
+    def _dividing(self, x: Input) -> SideBySide | Tiled:
+        """Return a runner that gives each member rows of its own, verified on inputs like `x`."""
+        runner = Tiled(self.network, self.members) if self._tiles() else self._side_by_side()
+        member = member_view(self.network, 0)
+
+        def find() -> str:
+            with running_statistics(self.network):
+                trouble = self._difference(x, runner, divided=True)
+                return trouble or rows_interact(self.network, lambda x: run(member, x).unsqueeze(0), x)
+
+        if reason := self._divides.reason(self._versions.look(), self.network, x, find):
             raise InputError(f"rows='own' needs members that can lie side by side in one batch: {reason}")
+        return runner
 
     # -- runners -----------------------------------------------------------------------------------------
 
-    def _runner(self, x: Input) -> OneByOne | SideBySide:
-        """The runner for this kind of input, which is looked for once."""
-        if torch.compiler.is_compiling():
-            # Nothing can be tried while a graph is compiled: what was found in this mode counts.
-            default = self._one_by_one if runner_for(SHARED, self._use(x)) == "one_by_one" else None
-            known = self._runners.get(self.training, default)
-            return self._chosen(x) if known is None else known
-        key = self._key(x)
-        return self._runners[key] if key in self._runners else self._chosen(x)
+    def _tiles(self) -> bool:
+        """Return whether all layers that differ between members take the rows of all as one batch."""
+        return all(layer.tiles for layer in member_layers(self.network).values())
 
-    def _key(self, x: Input) -> tuple[int, Hashable, int]:
+    def _side_by_side(self) -> SideBySide:
+        return SideBySide(self.network, self.members, self._versions)
+
+    def takes_tiled(self, x: Input) -> bool:
+        """Return whether members compute in one batch `[M*B, ...]` what each computes alone."""
+        return self._tiles() and not self._difference(x, Tiled(self.network, self.members))
+
+    def _key(self, x: Input) -> tuple[int, Hashable]:
         mode, kind = use_of(self.network, x)
-        return (
-            self._versions.look(),
-            kind,
-            0 if mode else _batch(x).bit_length(),
-        )  # large and small batches may differ in what pays
+        size = 0 if mode else _batch(x).bit_length()  # large and small batches may differ in what pays
+        return self._versions.look(), (kind, size, self._versions.hooked)
 
-    def _use(self, x: Input, **known: Any) -> Use:
+    def _graph_runner(self, x: Input) -> Runner:
+        """Return the runner while a graph is compiled, when nothing can be compared: the last one in this mode.
+
+        A device that is fastest with one by one needs no look at an eager run.
+        """
+        if self.training not in self._in_graphs and self._names(x)[0] != "one_by_one":
+            self._chosen(x)
+        return Tiled(self.network, self.members) if self._in_graphs.get(self.training) else self._one_by_one
+
+    def _names(self, x: Input, **known: Any) -> tuple[str, ...]:
+        """Return the names of the runners to try, in order."""
         table = isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()
-        return Use(tensors_in(x)[0].device.type, self.training, _batch(x), table, **known)
+        return runners_for(SHARED, Use(tensors_in(x)[0].device.type, self.training, _batch(x), table, **known))
 
     @uncompiled
-    def _chosen(self, x: Input) -> OneByOne | SideBySide:
+    def _chosen(self, x: Input) -> Runner:
         key = self._key(x)
-        runner = self._found(x)
-        self._versions.accept(list(member_layers(self.network).values()))  # they may have noted where rows are
+        runner = self._runners[key] = self._found(x)
         known = {number for number, _ in self._versions.snapshots.values()}
-        self._runners = {key: old for key, old in self._runners.items() if isinstance(key, bool) or key[0] in known}
-        self._runners[key] = runner
-        in_graphs: OneByOne | SideBySide = runner
-        if isinstance(runner, SideBySide) and runner.boundary and runner.boundary.tiled:  # by hooks
-            whole = SideBySide(self.network, self.members)
-            in_graphs = self._one_by_one if self._difference(x, whole) else whole
-        self._runners[self.training] = in_graphs
+        self._runners = {key: old for key, old in self._runners.items() if key[0] in known}
+        self._in_graphs[self.training] = isinstance(runner, Tiled) or (
+            isinstance(runner, SideBySide) and self.takes_tiled(x)
+        )
         return runner
 
-    def _learned(self, before: OneByOne | SideBySide, x: Input) -> OneByOne | SideBySide:
-        """The runner for an input that comes with a tensor which others of its kind did not have."""
-        runner = self._chosen(x)
-        old, new = (getattr(each, "boundary", None) for each in (before, runner))
-        if old is not None and new is not None:
-            joined = SideBySide(self.network, self.members, new.joined(old), self._versions)
-            runner = self._runners[self._key(x)] = runner if self._difference(x, joined) else joined
-        return runner
-
-    def _found(self, x: Input) -> OneByOne | SideBySide:
-        """The first runner that the table names and that computes what each member computes alone."""
+    def _found(self, x: Input) -> Runner:
+        """Return the first runner that the table names and that computes what each member computes alone."""
         if not _batch(x):
-            return SideBySide(self.network, self.members) if self._wanted(x) else self._one_by_one
-        reason = ""
-        for boundary in self._boundaries(x):
-            runner = SideBySide(self.network, self.members, boundary, self._versions)
+            return self._one_by_one
+        work, hooked = self._work(x)
+        reasons, names = [], self._names(x, **work)
+        if hooked and len(names) > 1:  # a hook cannot keep what it sees side by side
+            names = "tiled", "side_by_side"
+        for name in names:
+            if name == "one_by_one" or (name == "tiled" and not self._tiles()):
+                continue
+            runner = self._side_by_side() if name == "side_by_side" else Tiled(self.network, self.members)
             if not (reason := self._difference(x, runner)):
                 return runner
-        if self._wanted(x):
-            warnings.warn(_WARNING.format(reason=reason), stacklevel=2)
+            reasons.append(f"{name.replace('_', ' ')}, {reason}")
+        if reasons:
+            warnings.warn(_WARNING.format(reason="; ".join(reasons)), stacklevel=2)
         return self._one_by_one
 
-    def _wanted(self, x: Input, **known: float) -> bool:
-        return runner_for(SHARED, self._use(x, **known)) == "side_by_side"
+    def _work(self, x: Input) -> tuple[dict[str, float], bool]:
+        """Return what the choice of a runner depends on, as one run of the first member shows it.
 
-    def _boundaries(self, x: Input) -> Iterator[Boundary | None]:
-        """Yield the boundaries at which the batch may be tiled, the latest first; None stands for the whole input.
-
-        Not after something has drawn random numbers, since each member has numbers of its own.
+        The flag is true where hooks see what differs between members.
         """
-        twice = torch.zeros(2, dtype=torch.int64, device=tensors_in(x)[0].device)
-        x = x if _batch(x) > 1 else some_rows(x, twice)  # of one row, all lengths are the same
-        layers = member_layers(self.network)
-        seen, more = self._seen(x)
-        first = next((name for name in seen.order if name in layers), None)
-        largest = max((seen.nbytes.get(name, 0) for name in layers), default=0)
-        products = {"products": self.members * largest} if all(each.batched for each in layers.values()) else {}
-        if first is not None and not to_be_kept(self.network):
-            for layer in layers.values():
-                layer.note_rows(seen, more)
-            able = [name for name in seen.around(first) if seen.may_tile(name)]
-            for name in able:
-                if not self._wanted(x, shared=seen.before(name), **products):
-                    continue
-                slots = seen.row_slots(name, more)
-                for own in ({}, slots) if name == first else (slots,):
-                    if (boundary := self._boundary(x, own)) is not None:
-                        yield boundary
-        if self._wanted(x, **products):
-            yield None
-
-    def _boundary(self, x: Input, slots: Any) -> Boundary | None:
-        """The boundary that tiles these arguments; None where the network cannot run so."""
-
-        def look(network: nn.Module) -> None:
-            with running_statistics(self.network), silent_trial(self.network, x):
-                run(network, x)
-
+        member = member_view(self.network, 0)
+        hooked = {name for name, module in member.named_modules() if _has_hooks(module)}
+        differing = {*member_layers(member), *(name for name, m in member.named_modules() if isinstance(m, Stochastic))}
         try:
-            return find_boundary(self.network, member_layers(self.network), slots, _batch(x), self.members, look)
+            with unmoved(self.network, x), torch.no_grad(), recording(member, tensors=False, work=True) as trace:
+                run(member, x)
         except torch.OutOfMemoryError:
             raise
         except FAILURES:
-            return None
-
-    def _seen(self, x: Input) -> tuple[Run, Run]:
-        """A run of the first member, and one with a row more; nothing where these cannot be."""
-        member = member_view(self.network, 0)
-        inside = {id(m) for layer in member_layers(member).values() for m in layer.modules() if m is not layer}
-        index = torch.arange(_batch(x) + 1, device=tensors_in(x)[0].device) % _batch(x)
-        runs = []
-        for rows in (x, some_rows(x, index)):
-            try:
-                with unmoved(self.network, x):
-                    runs.append(observed(member, inside, partial(run, member, rows)))
-            except torch.OutOfMemoryError:
-                raise
-            except FAILURES:
-                return Run(), Run()
-        return (runs[0], runs[1]) if runs[0].order == runs[1].order else (Run(), Run())
+            return {}, False
+        first = next((place for place, call in enumerate(trace.calls) if call.name in differing), None)
+        if first is None or to_be_kept(self.network):
+            return {}, False
+        layers = member_layers(member)
+        calls, after = [call for call in trace.calls if call.name in layers], trace.calls[first:]
+        given = [value for call in calls for value in call.args if isinstance(value, Shape)]
+        largest = max((value.nbytes for value in given), default=0)
+        work = {
+            "shared": trace.calls[first].before / max(1, trace.multiply_adds),
+            "products": self.members * largest if all(layer.batched for layer in layers.values()) else inf,
+        }
+        return work, not hooked.isdisjoint(call.name for call in (*trace.calls[first].inside, *after))
 
     # -- verification ------------------------------------------------------------------------------------
 
-    def _difference(self, x: Input, runner: SideBySide) -> str:
-        """Return how members side by side differ from the first and the last one alone; "" where they agree.
+    def _difference(self, x: Input, runner: SideBySide | Tiled, divided: bool = False) -> str:
+        """Return how members in one run differ from the first and the last one alone; "" where they agree.
 
-        A batch of one row is verified as two rows too: of one row, all lengths are the same.
+        A batch of one row is verified as two rows too: of one row, all lengths are the same. With `divided`, members
+        get rows of their own, which are the same here.
         """
         if _batch(x) == 1:
             twice = some_rows(x, torch.zeros(2, dtype=torch.int64, device=tensors_in(x)[0].device))
-            if reason := self._difference(twice, runner):
+            if reason := self._difference(twice, runner, divided):
                 return reason
         few = sorted({0, self.members - 1})
         with running_statistics(self.network):
             alone = [member_view(self.network, index) for index in few]
-            fast = SideBySide(self.network, self.members, runner.boundary)  # keeps what its code writes to itself
+
+            def fast(x: Input) -> Tensor:
+                if isinstance(runner, Tiled):
+                    return runner(x)
+                return runner.divided(tile(x, self.members), checks=True) if divided else runner(x, checks=True)
 
             def layer() -> str:
                 part = partial(_own_rows, few[-1], self.members)
@@ -308,7 +290,13 @@ class SharedMembers(Multitude):
             def plain(x: Input) -> Tensor:
                 return torch.stack([_unmoved(each, x) for each in alone])
 
-            return difference(self.network, x, lambda x: fast(x)[few], plain, layer=layer)
+            named = layer if isinstance(runner, Tiled) else None
+            return difference(self.network, x, lambda x: fast(x)[few], plain, layer=named)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks that may keep what they see: those of weight norms keep nothing."""
+    return bool(module._forward_hooks) or len(module._forward_pre_hooks) > len(computing_hooks(module))
 
 
 def _unmoved(network: nn.Module, x: Input) -> Tensor:

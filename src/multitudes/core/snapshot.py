@@ -85,7 +85,7 @@ class Versions:
     """Number the states of a network: another number whenever it has changed, and one for each mode.
 
     What the network's own code writes into its attributes, and a runner puts there, is no change (`accept`). Nor are
-    hooks, most of which only look on; `written` counts both.
+    hooks: `hooked` has the places of modules that have some.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -96,7 +96,7 @@ class Versions:
         """Start with the network as it is now."""
         self.modules: list[nn.Module] = []
         self.snapshots: dict[tuple[bool, ...], tuple[int, Snapshot]] = {}
-        self.pre_hooks: list[dict[int, Any]] = []
+        self.hooked: tuple[int, ...] = ()
         self.number = self.count = self.written = 0
 
     def look(self) -> int:
@@ -109,9 +109,8 @@ class Versions:
             self.count += 1
             known = self.count, Snapshot(self.modules, hooks=())
             self.snapshots[tuple([module.training for module in self.modules])] = known
-        if (pre_hooks := [dict(module._forward_pre_hooks) for module in self.modules]) != self.pre_hooks:
-            self.pre_hooks = pre_hooks
-            self.written += 1
+        hooks = [place for place, m in enumerate(self.modules) if m._forward_hooks or m._forward_pre_hooks]
+        self.hooked = tuple(hooks)
         self.number = known[0]
         return self.number
 

@@ -11,17 +11,18 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from multitudes.core.at_once import Lane
 from multitudes.core.calling import Input, call
 from multitudes.core.compiling import uncompiled
 from multitudes.core.settings import FOUND_ANEW
 from multitudes.core.snapshot import Versions
 
-__all__ = ["RUNNING", "Changes", "Views", "Written", "copies", "may_write", "run", "same", "view", "write"]
+__all__ = ["RUNNING", "Changes", "Running", "Views", "Written", "copies", "may_write", "run", "same", "view", "write"]
 
 Changes = Mapping[str, Mapping[str, Any]]
 """Attributes that differ in a view, by the name of the module."""
@@ -79,15 +80,24 @@ def _seen(name: str, value: Any, twins: Mapping[int, nn.Module], depth: int = 3)
     return type(value)(_seen("", held, twins, depth - 1) for held in value)
 
 
-RUNNING: ContextVar[tuple[bool, bool]] = ContextVar("running", default=(False, False))
-"""Two flags of the current run: a view runs; gradients are wanted."""
+class Running(NamedTuple):
+    """Facts about the current run of a network whose members share weights."""
+
+    is_view: bool = False
+    learns: bool = False
+    """True if gradients are wanted."""
+    lane: Lane | None = None
+    """The lane of a view in which all members run under vmap."""
 
 
-def run(each: nn.Module, x: Input, is_view: bool = True) -> Tensor:
+RUNNING: ContextVar[Running] = ContextVar("running", default=Running())  # noqa: B039 (immutable)
+
+
+def run(each: nn.Module, x: Input, is_view: bool = True, lane: Lane | None = None) -> Tensor:
     """Run a view, or the network itself, and find its prediction."""
     if torch.compiler.is_compiling():
         return call(each, x)
-    token = RUNNING.set((is_view, torch.is_grad_enabled()))
+    token = RUNNING.set(Running(is_view, torch.is_grad_enabled(), lane))
     try:
         return call(each, x)
     finally:

@@ -64,8 +64,8 @@ class RankOne(AffineMemberLayer):
         if self.kinds == "r":
             return y
         if self.biases is None:
-            return self._by_member(torch.mul, y, self.s, untiled=False)
-        return self._by_member(lambda y, s, b: torch.addcmul(b, y, s), y, self.s, self.biases, untiled=False)
+            return self._by_member(torch.mul, y, self.s)
+        return self._by_member(lambda y, s, b: torch.addcmul(b, y, s), y, self.s, self.biases)
 
     def weight_of_member(self, index: int, affine: AffineMap, weight: Tensor) -> Tensor:
         prefix = self.prefixes[affine.weight]

@@ -20,7 +20,6 @@ from multitudes.core.calling import Input, evaluating, tile
 from multitudes.core.checks import check_choice, check_number
 from multitudes.core.copying import copied
 from multitudes.core.runners.one_by_one import member_view
-from multitudes.core.runners.side_by_side import SideBySide
 from multitudes.core.shared import SharedMembers
 from multitudes.methods.member_affine import AffineMemberLayer, joined
 from multitudes.methods.registry import Method, by
@@ -176,8 +175,8 @@ def _keep_scale(model: nn.Module, net: SharedMembers, x: Input, names: list[str]
     """Scale the masked layers' weights by all members at once, or by the first where a batch cannot hold them all."""
     kept = {name: None for name in names}
     with evaluating(net):
-        trouble = net._difference(x, SideBySide(net.network, net.members))
-    if trouble:
+        tiles = net.takes_tiled(x)
+    if not tiles:
         first: Any = member_view(net.network, 0)
         keep_scale(model, first, x, x, kept)
         for name in names:

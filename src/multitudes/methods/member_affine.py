@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from multitudes.core.calling import evaluating
 from multitudes.core.copying import copied
-from multitudes.core.member_layer import MemberLayer, rows_missing
+from multitudes.core.member_layer import MemberLayer
 from multitudes.core.shared import SharedMembers
 from multitudes.surgery.affine import (
-    RECURRENT,
     SEVERAL,
     AffineMap,
     axis_of,
@@ -31,22 +29,15 @@ __all__ = ["AffineMemberLayer", "joined"]
 
 Net = TypeVar("Net", bound=SharedMembers)
 
-_ARGUMENTS = {
-    nn.MultiheadAttention: (
-        "query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal",
-    ),
-    nn.Bilinear: ("input1", "input2"),
-} | {kind: ("input", "hx") for kind in RECURRENT}  # fmt: skip
-
 
 class AffineMemberLayer(MemberLayer):
     """A layer of affine maps that differs between members.
 
-    A subclass says what each member's weight of a map is (`weight_of_member`). A layer of one map takes the tiled batch
-    `[M*B, I, ...]` to `[M*B, O, ...]`, as the subclass runs it (`run_all`). One of several maps or several inputs
-    (attention, recurrence) reads its weights as tensors, so that no map in it can be replaced alone: it runs once for
-    each member, with the member's own tensors in their places. What belongs to a map is a tensor `[M, ...]`, whose name
-    begins with the map's prefix: `r` of the one map there is, or `out_proj_weight_r`.
+    A subclass says what each member's weight of a map is (`weight_of_member`), and how a layer of one map runs
+    (`run_all`). A layer of several maps or several inputs (attention, recurrence) reads its weights as tensors, so that
+    no map in it can be replaced alone: it runs once for each member, with the member's own tensors in their places. The
+    tensors of a map are `[M, ...]`; their names begin with the map's prefix: `r` of a single map, or
+    `out_proj_weight_r`.
     """
 
     def __init__(self, layer: nn.Module, members: int) -> None:
@@ -94,12 +85,11 @@ class AffineMemberLayer(MemberLayer):
             return self.run_all(*args, **kwargs)
         if self.member is not None:
             return functional_call(self.layer, self.tensors(self.member), args, kwargs)
-        kind = kind_of(self.layer)
-        assert kind is not None
-        given = dict(zip(_ARGUMENTS[kind], args, strict=False)) | kwargs
-        parts = _split(self.layer, given, self.members)
-        answers = [functional_call(self.layer, self.tensors(index), (), own) for index, own in enumerate(parts)]
-        return _joined(answers, _output_axes(self.layer))
+
+        def run(index: int, *args: Any, **kwargs: Any) -> Any:
+            return functional_call(self.layer, self.tensors(index), args, kwargs)
+
+        return self._separately(run, args, kwargs)
 
     def run_all(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run a layer of one map for all members, or for the one that this is in a view."""
@@ -175,59 +165,3 @@ def joined(
     net = kind(replace(network, layers), members).like(start.given, task)
     net.rows = rows
     return net
-
-
-# -- the rows of layers of several maps -------------------------------------------------------------------
-
-
-def _input_axes(layer: Any, given: Mapping[str, Any]) -> dict[str, int]:
-    """The axis of the batch in each argument that has one."""
-    kind = kind_of(layer)
-    if kind is nn.Bilinear:
-        return {"input1": 0, "input2": 0}
-    batch = 0 if layer.batch_first else 1
-    if kind in RECURRENT:
-        return {"input": batch, "hx": 1}
-    mask = given.get("attn_mask")
-    own = {"attn_mask": 0} if isinstance(mask, Tensor) and mask.dim() == 3 else {}
-    return {"query": batch, "key": batch, "value": batch, "key_padding_mask": 0} | own
-
-
-def _output_axes(layer: Any) -> Sequence[int]:
-    if kind_of(layer) is nn.Bilinear:
-        return (0,)
-    return (0 if layer.batch_first else 1), (1 if kind_of(layer) in RECURRENT else 0)
-
-
-def _split(layer: Any, given: Mapping[str, Any], members: int) -> list[dict[str, Any]]:
-    """Each member's arguments, of those that hold the rows of all members one after the other."""
-    axes = _input_axes(layer, given)
-    dims = {"input1": 2, "input2": 2}
-    parts: list[dict[str, Any]] = [dict(given) for _ in range(members)]
-    for name, axis in axes.items():
-        if given.get(name) is None:
-            continue
-        rows = _parts(given[name], axis, members, dims.get(name, 2 if name == "key_padding_mask" else 3), layer)
-        for own, part in zip(parts, rows, strict=True):
-            own[name] = part
-    return parts
-
-
-def _parts(value: Any, axis: int, members: int, dims: int, layer: nn.Module) -> list[Any]:
-    if type(value) is tuple:  # an LSTM's two states
-        return list(zip(*(_parts(each, axis, members, dims, layer) for each in value), strict=True))
-    if not isinstance(value, Tensor):
-        raise ValueError(f"a {type(layer).__name__} cannot tell the members' rows apart in a {type(value).__name__}")
-    if value.dim() < dims or value.shape[axis] % members:
-        raise ValueError(rows_missing(layer, members, value))
-    return list(value.chunk(members, axis))
-
-
-def _joined(answers: Sequence[Any], axes: Sequence[int]) -> Any:
-    first = answers[0]
-    if isinstance(first, Tensor):
-        return torch.cat(list(answers), axes[0])
-    if first is None:
-        return None
-    each = axes if len(axes) == len(first) and len(axes) > 1 else [axes[0]] * len(first)
-    return tuple(_joined(parts, (axis,)) for parts, axis in zip(zip(*answers, strict=True), each, strict=True))

@@ -44,17 +44,10 @@ class Mimo(Multitude):
         axis = self.outputs % output.dim()
         return output.unflatten(axis, (self.members, -1)).movedim(axis, 0)
 
-    def loss(
-        self,
-        x: Input,
-        y: Tensor,
-        criterion: Criterion | None = None,
-        *,
-        task: str | None = None,
-        dataset_size: int | None = None,
-        weight: Tensor | None = None,
-    ) -> Tensor:
-        """The mean over members of each one's loss on its own, shuffled, inputs."""
+    def _losses(
+        self, x: Input, y: Tensor, criterion: Criterion | None, task: str | None, weight: Tensor | None
+    ) -> list[Tensor]:
+        """Return each member's loss on its own, shuffled, inputs."""
         x = _tensor(x)
         if len(y) != len(x):
             raise ValueError(f"y must have one target for each of the {len(x)} inputs, got {len(y)}")
@@ -66,8 +59,7 @@ class Mimo(Multitude):
         targets = [y[order] for order in orders]
         own_loss = self._criterion(criterion, task, predictions, targets[0]).loss
         weights = [None if weight is None else weight[order] for order in orders]
-        losses = [own_loss(p, y, weight=w) for p, y, w in zip(predictions, targets, weights, strict=True)]
-        return self._combine(losses, dataset_size)
+        return [own_loss(p, y, weight=w) for p, y, w in zip(predictions, targets, weights, strict=True)]
 
     def _orders(self, batch: int, device: torch.device) -> list[Tensor]:
         """Which inputs each member sees: a share `repetition` is the same for all, the rest shuffled apart."""

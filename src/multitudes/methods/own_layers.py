@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_map
 
 from multitudes.core.calling import evaluating
 from multitudes.core.copying import copied
-from multitudes.core.member_layer import MemberLayer, rows_missing
-from multitudes.core.tiling import Run, Slot, mapped
+from multitudes.core.member_layer import MemberLayer
 from multitudes.core.views import view
 from multitudes.methods.member_affine import AffineMemberLayer
 from multitudes.surgery.affine import SEVERAL, AffineMap, kind_of, maps_of, plain_copy, weight_of
@@ -45,10 +43,13 @@ class Own(AffineMemberLayer):
     def run_all(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self.batched or self.member is not None or self._hooked:
             return self._each(x, lambda index, rows: self.run_member(index, rows, self.weights, *args, **kwargs))
-        rows = self._rows(x)
-        y = torch.bmm(rows.flatten(1, -2), self.weights.mT)  # one batched product for all members
+        return self._all(self._product, x)
+
+    def _product(self, rows: Tensor) -> Tensor:
+        """One batched product for all members, `[M, B, ..., I] -> [M, B, ..., O]`."""
+        y = torch.bmm(rows.flatten(1, -2), self.weights.mT)
         y = y if self.biases is None else y + self.biases.unsqueeze(1)
-        return y.view(*rows.shape[:-1], -1).flatten(0, 1)
+        return y.view(*rows.shape[:-1], -1)
 
     def shared_weight(self, affine: AffineMap) -> Tensor:
         return self.weights
@@ -69,18 +70,15 @@ class Own(AffineMemberLayer):
 class OwnBlock(MemberLayer):
     """A whole block, of whatever layers, whose parameters and buffers `[M, ...]` are each member's own.
 
-    It runs once for each member, on the member's rows of each argument that holds rows, with the member's tensors: a
-    batch norm inside has statistics for each member.
+    It runs once for each member, with the member's tensors: a batch norm inside has statistics for each member.
     """
 
-    many_inputs = True
+    tiles = False
     batched = True  # at least no worse than one run for each member
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__(copied(blocks[0]), len(blocks))
         self.places: dict[str, str] = {}  # of every tensor of the block, the name that its stack has here
-        self.row_slots: list[list[int | str]] = []  # the arguments that hold rows, once a run has shown them
-        self.other_slots: list[list[int | str]] = []  # and those that do not
         named: dict[int, str] = {}
         for path, first in self.layer.named_modules():
             alike = [block.get_submodule(path) for block in blocks]
@@ -117,13 +115,6 @@ class OwnBlock(MemberLayer):
         """All members' of a tensor of the block, by its name there."""
         return self._stacks()[self.places[name]]
 
-    def note_rows(self, seen: Run, more: Run) -> None:
-        lengths, others = seen.lengths.get(self.place, {}), more.lengths.get(self.place, {})
-        for slot, length in lengths.items():
-            known = self.other_slots if others.get(slot, length) == length else self.row_slots
-            if list(slot) not in known:
-                known.append(list(slot))
-
     def _stacks(self) -> dict[str, Tensor]:
         tensors = [*self._parameters.items(), *self._buffers.items()]
         return {name: tensor for name, tensor in tensors if tensor is not None}
@@ -131,34 +122,8 @@ class OwnBlock(MemberLayer):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.member is not None:
             return self._run(self.member, args, kwargs)
-        rows = [self._rows_of(index, args, kwargs) for index in range(self.members)]
         unbound = {own: tensor.unbind() for own, tensor in self._stacks().items()}
-        return _joined([self._run(index, *given, unbound) for index, given in enumerate(rows)])
-
-    def _rows_of(self, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Member `index`'s part of the arguments."""
-        given = dict(enumerate(args)) | kwargs
-        first: list[int] = []
-        mapped(
-            lambda slot, tensor: first.append(len(tensor)) if tensor.dim() and self._holds_rows(slot) else None, given
-        )
-        if not first:
-            raise ValueError(rows_missing(self.layer, self.members, torch.zeros(())))
-        total = max(first) * (self.members if self.untiled else 1)
-
-        def own(slot: Slot, tensor: Tensor) -> Tensor:
-            if not tensor.dim() or not self._holds_rows(slot) or len(tensor) != total:
-                return tensor
-            if total % self.members:
-                raise ValueError(rows_missing(self.layer, self.members, tensor))
-            return tensor.chunk(self.members)[index] if total else tensor
-
-        part = mapped(own, given)
-        return tuple(part[number] for number in range(len(args))), {key: part[key] for key in kwargs}
-
-    def _holds_rows(self, slot: Slot) -> bool:
-        """Return whether an argument may hold rows: it does, or was not seen, as a mask that was not there before."""
-        return list(slot) in self.row_slots or list(slot) not in self.other_slots
+        return self._separately(lambda index, *own, **named: self._run(index, own, named, unbound), args, kwargs)
 
     def _run(self, index: int, args: Any, kwargs: Any, unbound: Mapping[str, Any] | None = None) -> Any:
         stacks: Mapping[str, Any] = self._stacks() if unbound is None else unbound
@@ -221,21 +186,6 @@ def _registry(modules: Mapping[str, nn.Module], place: str) -> tuple[dict[str, A
     path, _, name = place.rpartition(".")
     parameters, buffers = modules[path]._parameters, modules[path]._buffers
     return (parameters if name in parameters else buffers), name
-
-
-def _joined(answers: list[Any]) -> Any:
-    """Concatenate the members' answers of a block."""
-
-    def join(*parts: Any) -> Any:
-        if not isinstance(parts[0], Tensor):
-            return parts[0]
-        if not parts[0].dim():
-            raise ValueError(
-                "a block of each member's own answers with a number for all rows, of which there are several"
-            )
-        return torch.cat(parts)
-
-    return tree_map(join, answers[0], *answers[1:])
 
 
 def own_parts(network: nn.Module, names: Collection[str], members: int, drawn: bool) -> dict[str, MemberLayer]:

@@ -80,15 +80,18 @@ class Draw:
         ask = _Numbers.apply if several else _Numbers.forward  # the former takes a tenth of a millisecond
         return ask(self.index, self, kind, shape, dtype, device)
 
-    @contextmanager
-    def of_member(self, index: int | Tensor, members: int) -> Iterator[None]:
+    def of_member(self, index: int | Tensor, members: int) -> AbstractContextManager[None]:
         """Give a member random numbers of its own for the duration of a call."""
-        draw_index = self.index
-        self.index = draw_index * members + index
+        return self.at(self.index * members + index)
+
+    @contextmanager
+    def at(self, index: Tensor) -> Iterator[None]:
+        """Draw as the draw of another number for the duration of a call."""
+        before, self.index = self.index, index
         try:
             yield
         finally:
-            self.index = draw_index
+            self.index = before
 
     def generator(self, draw_index: int, device: torch.device) -> torch.Generator:
         key = draw_index, device

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-__all__ = ["INDEPENDENT", "SHARED", "Row", "Use", "runner_for"]
+__all__ = ["INDEPENDENT", "SHARED", "Row", "Use", "runners_for"]
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Use:
 
 @dataclass(frozen=True)
 class Row:
-    """A runner, and the uses that it is for; None stands for any."""
+    """Runners to try, in order, and the uses that they are for; None stands for any."""
 
-    runner: str
+    runners: tuple[str, ...]
     device: str | None = None
     training: bool | None = None
     table: bool | None = None
@@ -56,30 +56,34 @@ class Row:
         )
 
 
+SIDE_BY_SIDE, TILED = ("side_by_side", "tiled"), ("tiled", "side_by_side")
+
 SHARED = (
-    Row("side_by_side", training=True),
-    Row("side_by_side", device="cuda"),
-    Row("side_by_side", table=True, most_rows=4096),
-    Row("side_by_side", least_shared=0.25),
-    Row("side_by_side", most_products=16e6),
-    Row("one_by_one"),
+    Row(SIDE_BY_SIDE, training=True, least_shared=0.05),
+    Row(SIDE_BY_SIDE, device="cuda", least_shared=0.05),
+    Row(SIDE_BY_SIDE, least_shared=0.25),
+    Row(TILED, training=True),
+    Row(TILED, device="cuda"),
+    Row(TILED, table=True, most_rows=4096),
+    Row(TILED, most_products=16e6),
+    Row(("one_by_one",)),
 )
 """Members that share weights: a CPU computes one large batch in more time than M small ones."""
 
 INDEPENDENT = (
-    Row("packed", device="cuda", convolves=True),
-    Row("vmapped", device="cuda"),
-    Row("packed", device="cpu", small=True),
-    Row("loop"),
+    Row(("packed",), device="cuda", convolves=True),
+    Row(("vmapped",), device="cuda"),
+    Row(("packed",), device="cpu", small=True),
+    Row(("loop",)),
 )
 """Members that share no weight: a CPU is fastest with one after the other, unless they are small; a GPU, with all at
 once, which fills it."""
 
 
-def runner_for(table: Sequence[Row], use: Use) -> str:
-    """Return the runner of the first row that fits.
+def runners_for(table: Sequence[Row], use: Use) -> tuple[str, ...]:
+    """Return the runners to try, in order: those of the first row that fits.
 
-    >>> runner_for(SHARED, Use("cpu", training=False, rows=32, table=False))
-    'one_by_one'
+    >>> runners_for(SHARED, Use("cpu", training=False, rows=32, table=False))
+    ('one_by_one',)
     """
-    return next(row.runner for row in table if row.fits(use))
+    return next(row.runners for row in table if row.fits(use))

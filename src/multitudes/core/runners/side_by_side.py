@@ -1,52 +1,94 @@
-"""Members that share weights, side by side in one batch `[M*B, ...]` from a boundary on."""
+"""Members that share weights, all of them in one run: side by side under vmap, or tiled in one batch."""
 
 from __future__ import annotations
 
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, tile
+from multitudes.core.at_once import Lane
+from multitudes.core.attributes import attributes_restored, writing_modules
+from multitudes.core.calling import Input, InputError, mapped, tensors_in, tile
+from multitudes.core.draws.stochastic import as_member, stochastic_layers
 from multitudes.core.member_layer import member_layers
 from multitudes.core.snapshot import Versions
-from multitudes.core.tiling import Boundary, tiled_view
-from multitudes.core.views import Views, run
+from multitudes.core.views import Views, may_write, run, view
 
-__all__ = ["SideBySide"]
+__all__ = ["CannotShare", "SideBySide", "Tiled"]
 
 
-class SideBySide:
-    """Run what comes before a boundary once, and all members' rows as one batch after it, `x -> [M, B, ...]`.
+class CannotShare(InputError):
+    """The reason why members cannot share one run."""
 
-    Without a boundary the whole input is tiled.
-    """
 
-    def __init__(
-        self, network: nn.Module, members: int, boundary: Boundary | None = None, versions: Versions | None = None
-    ) -> None:
-        self.members = members
-        self.boundary = boundary
-        self.views = None if boundary is None else Views(network, partial(_tiling, boundary, members), versions)
-        self.network = network
+class Tiled:
+    """Run all members' rows as one batch `[M*B, ...]`, member-major, by the network itself."""
+
+    def __init__(self, network: nn.Module, members: int) -> None:
+        self.network, self.members = network, members
 
     def __call__(self, x: Input) -> Tensor:
-        if self.views is None:
-            return self.divided(tile(x, self.members))
-        (network,) = self.views.current()
-        predictions = run(network, x)
-        if self.views.may_write:
-            self.views.show()
-        return predictions.unflatten(0, (self.members, -1))
-
-    def refresh(self) -> None:
-        """Make the view anew if the network has changed."""
-        if self.views is not None and self.views.views:
-            self.views.current()
+        return self.divided(tile(x, self.members))
 
     def divided(self, x: Input) -> Tensor:
-        """Run a batch `[M*B, ...]` whose parts are the members' own rows."""
+        """Run a batch `[M*B, ...]` whose parts are the members' own rows, `-> [M, B, ...]`."""
         return run(self.network, x, is_view=False).unflatten(0, (self.members, -1))
 
 
-def _tiling(boundary: Boundary, members: int, network: nn.Module) -> list[nn.Module]:
-    return [tiled_view(network, boundary, member_layers(network), members)]
+class SideBySide:
+    """Run the network's own code for all members, under vmap from the first layer that differs between them.
+
+    What comes before that layer runs once. A network that writes attributes or assigns buffers as it runs is refused,
+    since each member would have to write its own.
+    """
+
+    def __init__(self, network: nn.Module, members: int, versions: Versions | None = None) -> None:
+        self.members = members
+        self.views = Views(network, _views, versions)
+
+    def __call__(self, x: Input, checks: bool = False) -> Tensor:
+        """Return `[M, B, ...]`; with `checks`, raise an error for gradient checkpointing as well."""
+        (network,) = self.views.current()
+        with Lane(self.members, checks) as lane:
+            if stochastic_layers(network):  # each member has random numbers of its own, before that layer as well
+                lane.enter()
+            return self._run(network, lane, x)
+
+    def divided(self, x: Input, checks: bool = False) -> Tensor:
+        """Run a batch `[M*B, ...]` whose parts are the members' own rows, `-> [M, B, ...]`."""
+        (network,), rows = self.views.current(), len(tensors_in(x)[0])
+        with Lane(self.members, checks) as lane:
+            members = lane.enter()
+
+            def own(tensor: Tensor) -> Tensor:
+                is_divided = tensor.shape[:1] == (rows,)
+                return members.own(tensor.unflatten(0, (self.members, -1))) if is_divided else tensor
+
+            return self._run(network, lane, mapped(own, x))
+
+    def _run(self, network: nn.Module, lane: Lane, x: Input) -> Tensor:
+        writing = writing_modules(network)
+        buffers = [(module, dict(module._buffers)) for _, module in writing]
+        own_numbers: AbstractContextManager[None] = nullcontext()
+        if lane.members is not None:
+            own_numbers = as_member(network, lane.members.own(torch.arange(self.members)), self.members)
+        try:
+            with own_numbers, attributes_restored(writing) as written:
+                predictions = lane.whole(run(network, x, lane=lane))
+        finally:
+            for module, own in buffers:
+                if any(module._buffers[name] is not buffer for name, buffer in own.items()):
+                    module._buffers.update(own)
+                    raise CannotShare("its code assigns buffers as it runs")
+        if lane.disturbed:
+            raise CannotShare("a layer that differs between members runs inside a function mode")
+        if written:
+            path, name = min(written)
+            raise CannotShare(f"the forward of module {path!r} writes its attribute {name!r}")
+        return predictions
+
+
+def _views(network: nn.Module) -> list[nn.Module]:
+    """Return the one view in which layers that differ between members run under vmap."""
+    return [view(network, {name: layer.as_all() for name, layer in member_layers(network).items()}, may_write)]
