@@ -39,7 +39,13 @@ class MemberLayer(nn.Module):
     """The member that it is, in a view that is one member; None where it is all of them."""
 
     in_view = False
-    """True for a layer of a view of the network (see `views.py`). There all members run under vmap, or one alone."""
+    """True for a layer of a view of the network (see `views.py`)."""
+
+    vmapped = False
+    """True in a view in which all members run under vmap."""
+
+    untiled = False
+    """True in a view whose rows are tiled by this layer: its input is `[B, ...]`, the same for all members."""
 
     def __init__(self, layer: nn.Module, members: int, axis: int = -1) -> None:
         """`axis` is that of channels in x, counted from the last."""
@@ -94,7 +100,7 @@ class MemberLayer(nn.Module):
 
     def as_all(self) -> dict[str, Any]:
         """Return the attributes of this layer in the view in which all members run under vmap."""
-        return {"in_view": True}
+        return {"in_view": True, "vmapped": True}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -104,7 +110,7 @@ class MemberLayer(nn.Module):
                     f"{self._named()} is called by way of an object that is no module of the network, where its "
                     "members cannot be told apart: leave it out by layers=, or make it a submodule of what calls it"
                 )
-            if self.in_view and self.member is None and lane is None:
+            if self.vmapped and lane is None:
                 raise InputError(
                     f"{self._named()} runs again outside of its network's forward, which members cannot share"
                 )
@@ -131,7 +137,12 @@ class MemberLayer(nn.Module):
             return True
         if x.dim() == 2:  # one product of all rows is faster than one for each member, however many rows there are
             return False
-        return not x.is_cuda and weight.numel() * (1 if self.in_view else self.members) < x.numel()
+        return not x.is_cuda and weight.numel() * (1 if self._gets_own_rows else self.members) < x.numel()
+
+    @property
+    def _gets_own_rows(self) -> bool:
+        """True where x has the rows of one member, alone or under vmap."""
+        return self.member is not None or self.vmapped
 
     @property
     def _hooked(self) -> bool:
@@ -139,21 +150,26 @@ class MemberLayer(nn.Module):
 
     # -- all members -------------------------------------------------------------------------------------
 
-    def _all(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Apply a function of all members' rows, `[M, B, ...] -> [M, B, ...]`, to the rows of this layer's input."""
+    def _all(self, function: Callable[[Tensor], Tensor], x: Tensor, made: bool = False) -> Tensor:
+        """Apply a function of all members' rows, `[M, B, ...] -> [M, B, ...]`, to those of x.
+
+        Rows that this layer has `made` itself are tiled, whatever its input is.
+        """
         if (members := self._at_once()) is None:
-            return function(self._rows(x)).flatten(0, 1)
+            return function(self._rows(x, made)).flatten(0, 1)
         rows = members.whole(x)
         with members.outside():
             return members.own(function(rows))
 
     def _at_once(self) -> AtOnce | None:
         """Return the members that run under vmap; None where their rows are one batch."""
-        lane = RUNNING.get().lane if self.in_view else None
+        lane = RUNNING.get().lane if self.vmapped else None
         return None if lane is None else lane.enter()
 
-    def _rows(self, x: Tensor) -> Tensor:
-        """Return x `[M*B, ...]` as `[M, B, ...]`."""
+    def _rows(self, x: Tensor, made: bool = False) -> Tensor:
+        """Return x `[M*B, ...]`, or untiled rows `[B, ...]`, as `[M, B, ...]`."""
+        if self.untiled and not made:
+            return x.expand(self.members, *x.shape)
         if x.dim() <= -self.axis or x.shape[0] % self.members:
             raise ValueError(
                 f"a {type(self.layer).__name__} that tells {self.members} members apart got an input of shape "
@@ -167,14 +183,14 @@ class MemberLayer(nn.Module):
             return own(self.member, x)
         return self._all(lambda rows: torch.stack([own(index, each) for index, each in enumerate(rows)]), x)
 
-    def _by_member(self, function: Callable[..., Tensor], x: Tensor, *values: Tensor) -> Tensor:
+    def _by_member(self, function: Callable[..., Tensor], x: Tensor, *values: Tensor, made: bool = False) -> Tensor:
         """Apply a function to the rows of x `[..., C, ...]` and their member's own of `values [M, C]`, in x's dtype."""
         shape = [1] * x.dim()
         shape[self.axis] = -1
         if self.member is not None:
             return function(x, *(each[self.member].to(x.dtype).view(shape) for each in values))
         own = [each.to(x.dtype).view(self.members, *shape) for each in values]
-        return self._all(lambda rows: function(rows, *own), x)
+        return self._all(lambda rows: function(rows, *own), x, made)
 
     def _separately(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a function of a member's number and its own arguments for each member, whatever it takes and gives."""

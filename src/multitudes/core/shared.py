@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import Any
@@ -36,6 +37,20 @@ __all__ = ["SharedMembers"]
 Runner = OneByOne | SideBySide | Tiled
 
 _WARNING = "Cannot batch the members of this network ({reason}); running them one after the other."
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Facts about a network, as one run shows them, on which the choice of a runner depends."""
+
+    first: str = ""
+    """The first layer that differs between members; empty where a layer draws, or nothing is known."""
+    shared: float = 0.0
+    """The share of the multiply-adds that comes before it."""
+    products: float = inf
+    """Bytes of all members' input of a layer, where all that differ are batched products."""
+    hooked: bool = False
+    """True where hooks see what differs between members."""
 
 
 class SharedMembers(Multitude):
@@ -219,14 +234,20 @@ class SharedMembers(Multitude):
         """Return the first runner that the table names and that computes what each member computes alone."""
         if not _batch(x):
             return self._one_by_one
-        work, hooked = self._work(x)
-        reasons, names = [], self._names(x, **work)
-        if hooked and len(names) > 1:  # a hook cannot keep what it sees side by side
-            names = "tiled", "side_by_side"
+        work = self._work(x)
+        names = self._names(x, shared=work.shared, products=work.products)
+        if work.hooked and len(names) > 1:  # a hook cannot keep what it sees under vmap
+            names = "tiled_late", "tiled", "side_by_side"
+        reasons = []
         for name in names:
-            if name == "one_by_one" or (name == "tiled" and not self._tiles()):
+            if name == "one_by_one" or (name != "side_by_side" and not self._tiles()):
                 continue
-            runner = self._side_by_side() if name == "side_by_side" else Tiled(self.network, self.members)
+            if name == "tiled_late" and not work.first:
+                continue
+            runner: SideBySide | Tiled = self._side_by_side()
+            if name != "side_by_side":
+                first = work.first if name == "tiled_late" else ""
+                runner = Tiled(self.network, self.members, first, self._versions)
             if not (reason := self._difference(x, runner)):
                 return runner
             reasons.append(f"{name.replace('_', ' ')}, {reason}")
@@ -234,33 +255,31 @@ class SharedMembers(Multitude):
             warnings.warn(_WARNING.format(reason="; ".join(reasons)), stacklevel=2)
         return self._one_by_one
 
-    def _work(self, x: Input) -> tuple[dict[str, float], bool]:
-        """Return what the choice of a runner depends on, as one run of the first member shows it.
-
-        The flag is true where hooks see what differs between members.
-        """
+    def _work(self, x: Input) -> _Work:
+        """Run the first member once, to see when it calls the layers that differ."""
         member = member_view(self.network, 0)
+        layers = member_layers(member)
+        drawing = {name for name, module in member.named_modules() if isinstance(module, Stochastic)}
         hooked = {name for name, module in member.named_modules() if _has_hooks(module)}
-        differing = {*member_layers(member), *(name for name, m in member.named_modules() if isinstance(m, Stochastic))}
         try:
             with unmoved(self.network, x), torch.no_grad(), recording(member, tensors=False, work=True) as trace:
                 run(member, x)
         except torch.OutOfMemoryError:
             raise
         except FAILURES:
-            return {}, False
-        first = next((place for place, call in enumerate(trace.calls) if call.name in differing), None)
-        if first is None or to_be_kept(self.network):
-            return {}, False
-        layers = member_layers(member)
-        calls, after = [call for call in trace.calls if call.name in layers], trace.calls[first:]
-        given = [value for call in calls for value in call.args if isinstance(value, Shape)]
+            return _Work()
+        place = next((place for place, call in enumerate(trace.calls) if call.name in layers.keys() | drawing), None)
+        if place is None or to_be_kept(self.network):
+            return _Work()
+        first, after = trace.calls[place], trace.calls[place:]
+        given = [value for call in after if call.name in layers for value in call.args if isinstance(value, Shape)]
         largest = max((value.nbytes for value in given), default=0)
-        work = {
-            "shared": trace.calls[first].before / max(1, trace.multiply_adds),
-            "products": self.members * largest if all(layer.batched for layer in layers.values()) else inf,
-        }
-        return work, not hooked.isdisjoint(call.name for call in (*trace.calls[first].inside, *after))
+        return _Work(
+            "" if drawing else first.name,
+            first.before / max(1, trace.multiply_adds),
+            self.members * largest if all(layer.batched for layer in layers.values()) else inf,
+            not hooked.isdisjoint(call.name for call in (*first.inside, *after)),
+        )
 
     # -- verification ------------------------------------------------------------------------------------
 
@@ -275,13 +294,16 @@ class SharedMembers(Multitude):
             if reason := self._difference(twice, runner, divided):
                 return reason
         few = sorted({0, self.members - 1})
+        trial: SideBySide | Tiled = SideBySide(self.network, self.members)  # of its own, which keeps what code writes
+        if isinstance(runner, Tiled):
+            trial = Tiled(self.network, self.members, runner.first)
         with running_statistics(self.network):
             alone = [member_view(self.network, index) for index in few]
 
             def fast(x: Input) -> Tensor:
-                if isinstance(runner, Tiled):
-                    return runner(x)
-                return runner.divided(tile(x, self.members), checks=True) if divided else runner(x, checks=True)
+                if isinstance(trial, Tiled):
+                    return trial(x)
+                return trial.divided(tile(x, self.members), checks=True) if divided else trial(x, checks=True)
 
             def layer() -> str:
                 part = partial(_own_rows, few[-1], self.members)
@@ -290,8 +312,9 @@ class SharedMembers(Multitude):
             def plain(x: Input) -> Tensor:
                 return torch.stack([_unmoved(each, x) for each in alone])
 
-            named = layer if isinstance(runner, Tiled) else None
-            return difference(self.network, x, lambda x: fast(x)[few], plain, layer=named)
+            return difference(
+                self.network, x, lambda x: fast(x)[few], plain, layer=layer if isinstance(trial, Tiled) else None
+            )
 
 
 def _has_hooks(module: nn.Module) -> bool:

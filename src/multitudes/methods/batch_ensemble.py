@@ -64,8 +64,8 @@ class RankOne(AffineMemberLayer):
         if self.kinds == "r":
             return y
         if self.biases is None:
-            return self._by_member(torch.mul, y, self.s)
-        return self._by_member(lambda y, s, b: torch.addcmul(b, y, s), y, self.s, self.biases)
+            return self._by_member(torch.mul, y, self.s, made=True)
+        return self._by_member(lambda y, s, b: torch.addcmul(b, y, s), y, self.s, self.biases, made=True)
 
     def weight_of_member(self, index: int, affine: AffineMap, weight: Tensor) -> Tensor:
         prefix = self.prefixes[affine.weight]

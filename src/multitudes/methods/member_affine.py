@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -13,6 +14,7 @@ from multitudes.core.copying import copied
 from multitudes.core.member_layer import MemberLayer
 from multitudes.core.shared import SharedMembers
 from multitudes.surgery.affine import (
+    RECURRENT,
     SEVERAL,
     AffineMap,
     axis_of,
@@ -86,7 +88,12 @@ class AffineMemberLayer(MemberLayer):
         if self.member is not None:
             return functional_call(self.layer, self.tensors(self.member), args, kwargs)
 
-        def run(index: int, *args: Any, **kwargs: Any) -> Any:
+        if kind_of(self.layer) not in RECURRENT and (members := self._at_once()) is not None:
+            each = [self.tensors(index) for index in range(self.members)]
+            own = {name: members.own(torch.stack([tensors[name] for tensors in each])) for name in each[0]}
+            return functional_call(self.layer, own, args, kwargs)
+
+        def run(index: int, *args: Any, **kwargs: Any) -> Any:  # vmap takes no recurrence
             return functional_call(self.layer, self.tensors(index), args, kwargs)
 
         return self._separately(run, args, kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +24,23 @@ class CannotShare(InputError):
 
 
 class Tiled:
-    """Run all members' rows as one batch `[M*B, ...]`, member-major, by the network itself."""
+    """Run all members' rows as one batch `[M*B, ...]`, member-major: from the start, or from one layer on.
 
-    def __init__(self, network: nn.Module, members: int) -> None:
-        self.network, self.members = network, members
+    What comes before the layer named `first` runs once, on rows `[B, ...]` that this layer tiles.
+    """
+
+    def __init__(self, network: nn.Module, members: int, first: str = "", versions: Versions | None = None) -> None:
+        self.network, self.members, self.first = network, members, first
+        self.views = Views(network, partial(_tiling_view, first), versions) if first else None
 
     def __call__(self, x: Input) -> Tensor:
-        return self.divided(tile(x, self.members))
+        if self.views is None:
+            return self.divided(tile(x, self.members))
+        (network,) = self.views.current()
+        predictions = run(network, x)
+        if self.views.may_write:
+            self.views.show()
+        return predictions.unflatten(0, (self.members, -1))
 
     def divided(self, x: Input) -> Tensor:
         """Run a batch `[M*B, ...]` whose parts are the members' own rows, `-> [M, B, ...]`."""
@@ -45,7 +56,7 @@ class SideBySide:
 
     def __init__(self, network: nn.Module, members: int, versions: Versions | None = None) -> None:
         self.members = members
-        self.views = Views(network, _views, versions)
+        self.views = Views(network, _vmapped_view, versions)
 
     def __call__(self, x: Input, checks: bool = False) -> Tensor:
         """Return `[M, B, ...]`; with `checks`, raise an error for gradient checkpointing as well."""
@@ -89,6 +100,10 @@ class SideBySide:
         return predictions
 
 
-def _views(network: nn.Module) -> list[nn.Module]:
-    """Return the one view in which layers that differ between members run under vmap."""
+def _tiling_view(first: str, network: nn.Module) -> list[nn.Module]:
+    layers = member_layers(network)
+    return [view(network, {name: {"in_view": True, "untiled": name == first} for name in layers})]
+
+
+def _vmapped_view(network: nn.Module) -> list[nn.Module]:
     return [view(network, {name: layer.as_all() for name, layer in member_layers(network).items()}, may_write)]
