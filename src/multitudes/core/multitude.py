@@ -31,8 +31,7 @@ from multitudes.core.compiling import uncompiled
 from multitudes.core.copying import copied, share_registries
 from multitudes.core.divergences import Divergence
 from multitudes.core.draws.adaptive import predict_adaptively
-from multitudes.core.draws.bypass import check_called, drawing_weights
-from multitudes.core.draws.engine import Draws, Run
+from multitudes.core.draws.engine import Draws, Run, check_called
 from multitudes.core.draws.frozen import find_rows, rows_to_find
 from multitudes.core.draws.functional import keep_noise, to_be_kept
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
@@ -146,10 +145,8 @@ class Multitude(Tasked):
         if self._settled:
             return
         self._look(x)
-        alone = type(self)._predictions is Multitude._predictions
-        if alone and drawing_weights(self.network):
-            with unmoved(self.network, x), expecting(self.network):
-                check_called(self.network, lambda: self._predictions(x))
+        if type(self)._predictions is Multitude._predictions:
+            check_called(self.network, x, self._predictions)
         self._settled = not (to_be_kept(self.template) or rows_to_find(self.template))
 
     def check_rewrites(self, x: Input) -> None:

@@ -62,6 +62,15 @@ class Scaling:
         """The log of the members' mean probabilities, `[B, C, ...]`, scaled."""
         return log_probs
 
+    def or_else(self, other: Self, predictive: Predictive, target: Tensor) -> Self:
+        """Return itself if it lowers the NLL by more than float32 rounds, and else the other scaling."""
+        before = -predictive.log_probs
+        scaled = replace(predictive, predictions=self.predictions(predictive.predictions, predictive.reading))
+        after = -self.log_probs(scaled.log_probs)
+        gain = (before.double() - after.double()).gather(1, target[:, None]).mean()
+        better = bool(gain > 1e-7 * before.gather(1, target[:, None]).double().mean())  # never where it is NaN
+        return self if better else other
+
 
 @dataclass(frozen=True, eq=False)
 class Temperature(Scaling):
@@ -80,8 +89,8 @@ class Temperature(Scaling):
     def fit(cls, predictive: Predictive, target: Tensor, members: int = 1) -> Self:
         """The T of least NLL; 1 where no other is better. The NLL is convex in 1/T, so there is but one."""
         # The mean is a single member, whose logits are its log-probabilities.
-        fitted = cls(_temperatures(predictive.log_probs.unsqueeze(0), target, 1)[0])
-        return fitted if _is_better(fitted, predictive, target) else cls(torch.ones_like(fitted.temperature))
+        own = _temperatures(predictive.log_probs.unsqueeze(0), target, 1)[0]
+        return cls(own).or_else(cls(torch.ones_like(own)), predictive, target)
 
     def log_probs(self, log_probs: Tensor) -> Tensor:
         if not torch.compiler.is_exporting() and self.temperature == 1:
@@ -103,8 +112,8 @@ class MemberTemperature(Scaling):
         Each member's own best T may make the mean worse: where calibrated members disagree, their mean is not sure
         enough. The minimum found is the one nearby, which need not be the only one.
         """
-        fitted = cls(_temperatures(predictive.member_log_probs, target, members))
-        return fitted if _is_better(fitted, predictive, target) else cls(torch.ones_like(fitted.temperature))
+        own = _temperatures(predictive.member_log_probs, target, members)
+        return cls(own).or_else(cls(torch.ones_like(own)), predictive, target)
 
     def predictions(self, predictions: Tensor, task: Task) -> Tensor:
         members = len(self.temperature)
@@ -139,8 +148,7 @@ class Vector(Scaling):
             for rows, own in _chunks(log_probs, target):
                 yield F.cross_entropy(at[0] * rows + at[1], own, reduction="sum") / len(target)
 
-        fitted = cls(*_minimised(objective, start))
-        return fitted if _is_better(fitted, predictive, target) else cls(*start)
+        return cls(*_minimised(objective, start)).or_else(cls(*start), predictive, target)
 
     def log_probs(self, log_probs: Tensor) -> Tensor:
         if not torch.compiler.is_exporting() and bool((self.weight == 1).all() and (self.bias == 0).all()):
@@ -236,15 +244,6 @@ def _temperatures(logits: Tensor, target: Tensor, members: int) -> Tensor:
             yield F.nll_loss(log_probs, classes, reduction="sum") / len(target)
 
     return bounded(_minimised(objective, torch.zeros(members, dtype=torch.float64, device=logits.device)))
-
-
-def _is_better(scaling: Scaling, predictive: Predictive, target: Tensor) -> bool:
-    """Whether predictions have a lower NLL once they are scaled, by more than float32 rounds."""
-    before = -predictive.log_probs
-    scaled = replace(predictive, predictions=scaling.predictions(predictive.predictions, predictive.reading))
-    after = -scaling.log_probs(scaled.log_probs)
-    gain = (before.double() - after.double()).gather(1, target[:, None]).mean()
-    return bool(gain > 1e-7 * before.gather(1, target[:, None]).double().mean())  # never where it is NaN
 
 
 # Fitting ------------------------------------------------------------------------------------------------

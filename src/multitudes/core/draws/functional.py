@@ -141,12 +141,8 @@ def keep_noise(network: nn.Module, x: Input, run: Callable[[], Tensor]) -> dict[
 
     What cannot be kept on is an error each time. In a network that is frozen, what is found is frozen too.
     """
-    mark = vars(network).pop(_MARK)
-    try:
-        found = _kept(network, x, run, mark["rate"])
-    except BaseException:
-        vars(network)[_MARK] = mark
-        raise
+    found = _kept(network, x, run, vars(network)[_MARK]["rate"])
+    del vars(network)[_MARK]
     if (seed := network._buffers.pop(SEED, None)) is not None:
         for number, name in enumerate(found):
             module: Any = network.get_submodule(name)
