@@ -32,8 +32,7 @@ from multitudes.core.copying import copied, share_registries
 from multitudes.core.divergences import Divergence
 from multitudes.core.draws.adaptive import predict_adaptively
 from multitudes.core.draws.engine import Draws, Run, check_called
-from multitudes.core.draws.frozen import find_rows, rows_to_find
-from multitudes.core.draws.functional import keep_noise, to_be_kept
+from multitudes.core.draws.functional import find_noise, noise_to_find, to_be_kept
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
 from multitudes.core.seeding import seeded
 from multitudes.core.tasks import Criterion
@@ -147,7 +146,7 @@ class Multitude(Tasked):
         self._look(x)
         if type(self)._predictions is Multitude._predictions:
             check_called(self.network, x, self._predictions)
-        self._settled = not (to_be_kept(self.template) or rows_to_find(self.template))
+        self._settled = not noise_to_find(self.template)
 
     def check_rewrites(self, x: Input) -> None:
         """Raise an error if the network writes into its input, but for what stays when written again, as by ReLU."""
@@ -283,7 +282,7 @@ class Multitude(Tasked):
         return plain_attention(self.network)
 
     def _look(self, x: Input) -> None:
-        if to_be_kept(self.template) or rows_to_find(self.template):
+        if noise_to_find(self.template):
             self.find_noise(x)
 
     @uncompiled
@@ -293,10 +292,7 @@ class Multitude(Tasked):
         Where it is frozen, look as well along which axes the rows lie.
         """
         with plain_attention():
-            find_rows(self.network, x, self._of_first)
-            if to_be_kept(self.network):
-                self.notes |= keep_noise(self.network, x, lambda: self._of_first(x))
-                find_rows(self.network, x, self._of_first)
+            self.notes |= find_noise(self.network, x, self._of_first)
 
     def draw_numbers(self, x: Input, numbers: range, seed: int | None, memory: str | float | None) -> Tensor:
         """The draws of these numbers, `[D, M, B, ...]`."""
