@@ -63,7 +63,7 @@ class Multitude(Tasked):
     independent = False
     """Whether the members share no weight. Then each learns from its own loss, and the losses add up."""
 
-    found_anew: tuple[str, ...] = ("_draw_cache", "_settled", "_last", "_rewrites")
+    found_anew: tuple[str, ...] = ("_draw_cache", "_settled", "_rewrites")
     """The attributes that are caches, filled by running, which copies and files leave out."""
 
     _rewrites = False  # whether the network writes into its input what stays when it is written again
@@ -100,7 +100,6 @@ class Multitude(Tasked):
         """Clear the caches (`found_anew`), which are filled again by running."""
         self._draw_cache = Draws()
         self._settled = self._rewrites = False
-        self._last = None
 
     # -- the four verbs ----------------------------------------------------------------------------------
 
