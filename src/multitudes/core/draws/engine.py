@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.at_once import at_once
-from multitudes.core.calling import Input, InputError, kind_of, tensors_in, use_of
+from multitudes.core.calling import Input, InputError, kind_of, tensors_in
 from multitudes.core.dispatching import NumbersDrawn
 from multitudes.core.draws.memory import Meter, OverBudget, free_bytes, in_bytes
 from multitudes.core.draws.stochastic import Draw, Stochastic, drawing, expecting
-from multitudes.core.proof import alike
-from multitudes.core.runners.verify import FAILURES
+from multitudes.core.runners.verify import FAILURES, Verdicts, difference
 from multitudes.core.seeding import mixed, seeded, torch_generators
+from multitudes.core.settings import holding
 from multitudes.core.trace import Trace, recording, unmoved
 
 __all__ = ["Cost", "Draws", "Run", "check_called", "cost_key", "one_by_one", "vmapped"]
@@ -88,7 +88,7 @@ class Draws:
 
     runner: str = "vmapped"
     seeds_torch: bool = False  # whether random numbers come from torch's own state as well
-    verified: set[Hashable] = field(default_factory=set)
+    verdicts: Verdicts = field(default_factory=Verdicts)
     costs: dict[Hashable, Cost] = field(default_factory=dict)
 
     def make(self, run: Run, numbers: range, seed: int | None = None, memory: str | float | None = None) -> Tensor:
@@ -136,7 +136,7 @@ class Draws:
         """Make draws under vmap, as many at once as fit; two show for each new size how much memory they take."""
         key = cost_key(run.x)
         if key not in self.costs:
-            self.costs[key] = self._verified(run, numbers[-2:])
+            self.costs[key] = self._cost(run, numbers[-2:])
         cost, size = self.costs[key], len(numbers)
         if cost.shared + size * cost.each > min(CACHED, run.memory or CACHED):
             budget = run.budget()
@@ -147,25 +147,31 @@ class Draws:
         parts = [vmapped(run, numbers[start : start + size]) for start in range(0, len(numbers), size)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _verified(self, run: Run, numbers: range) -> Cost:
-        """Return what draws under vmap cost.
-
-        For each new use, raise an error if the last differs from one made alone, or if the network writes as it runs.
-        """
-        use = torch.is_grad_enabled(), use_of(run.network, run.x)
+    def _cost(self, run: Run, numbers: range) -> Cost:
+        """Return what these draws cost under vmap; raise an error if they differ from draws made one by one."""
         meter, written = Meter(run.budget() / 2), Trace()  # an operation's result is seen only when it is there
         with unmoved(run.network, run.x, written), meter:
-            drawn = vmapped(run, numbers, meter)
-        if use not in self.verified:
-            with unmoved(run.network, run.x):
-                want = one_by_one(run, numbers[-1:])
-            if names := sorted(written.attributes | written.buffers):
-                raise ValueError(f"it writes {names[0]!r} as it runs, which each draw must do by itself")
-            if not alike(drawn[-1:].flatten(0, 1), want.flatten(0, 1)):
-                raise ValueError("it gives other predictions than draw by draw")
-            self.verified.add(use)
+            vmapped(run, numbers, meter)
+        runner = "vmapped", torch.is_grad_enabled()
+        if reason := self.verdicts.reason(runner, run.network, run.x, lambda: _difference(run, numbers, written)):
+            raise ValueError(reason)
         shared = meter.base or 0
         return Cost(shared, max(1, meter.peak - shared) / len(numbers))
+
+
+def _difference(run: Run, numbers: range, written: Trace) -> str:
+    """Return how draws under vmap differ from the last of them made alone; `written` shows what they write."""
+    if names := sorted(written.attributes | written.buffers):
+        return f"it writes {names[0]!r} as it runs, which each draw must do by itself"
+
+    def drawn(runner: Callable[[Run, range], Tensor], own: range) -> Callable[[Input], Tensor]:
+        def last(x: Input) -> Tensor:
+            with holding(run.layers, "expects", False):  # which a verification holds to be true
+                return runner(run, own)[-1]
+
+        return last
+
+    return difference(run.network, run.x, drawn(vmapped, numbers), drawn(one_by_one, numbers[-1:]))
 
 
 def cost_key(x: Input) -> Hashable:
