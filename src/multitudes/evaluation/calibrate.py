@@ -46,7 +46,7 @@ FEWEST = 20
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """What was fitted to held-out data: a scaling, the scores for sets or intervals, or both.
+    """A fit to held-out data: a scaling, the scores for sets or intervals, or both.
 
     `calibration(predictive)` gives calibrated predictions.
     """
@@ -70,17 +70,17 @@ class Calibration:
         """The log of the members' mean probabilities, `[B, C, ...]`, calibrated."""
         return log_probs if self.scaling is None else self.scaling.log_probs(log_probs)
 
-    # What it is made of -----------------------------------------------------------------------------------
+    # Its parts --------------------------------------------------------------------------------------------
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What was fitted, by name: `temperature`, `scores`, ..."""
+        """The fitted tensors by name: `temperature`, `scores`, ..."""
         parts = [vars(part) for part in (self.scaling, self.conformal) if part is not None]
         return {name: value for part in parts for name, value in part.items() if isinstance(value, Tensor)}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What was chosen: the task, the scaling, the score and its settings."""
+        """The choices: the task, the scaling, the score and its settings."""
         scaling = None if self.scaling is None else type(self.scaling).__name__
         score = {} if self.conformal is None else {"score": asdict(self.conformal.score)}
         return {"task": self.task, "scaling": scaling, **score}
@@ -99,12 +99,10 @@ class Calibration:
 
     def __eq__(self, other: object) -> bool:
         """Return whether the other gives the same predictions the same calibration."""
-        if self is other or not isinstance(other, Calibration):
-            return self is other
-        ours, theirs = self.tensors, other.tensors
-        if self.settings != other.settings or ours.keys() != theirs.keys():
+        if not isinstance(other, Calibration) or self.settings != other.settings:
             return False
-        return all(
+        ours, theirs = self.tensors, other.tensors
+        return ours.keys() == theirs.keys() and all(
             tensor is theirs[name] or torch.equal(tensor.cpu(), theirs[name].cpu()) for name, tensor in ours.items()
         )
 
@@ -129,7 +127,7 @@ class Calibrated(PredictorModule):
 
     @property
     def calibration(self) -> Calibration:
-        """What was fitted, as it is now."""
+        """The calibration with the buffers as they are now."""
         return self._calibration.with_tensors(dict(self.named_buffers(recurse=False)))
 
     @property
@@ -139,11 +137,11 @@ class Calibrated(PredictorModule):
 
     @property
     def task(self) -> str:
-        """What the predictions are of; see `Predictive`."""
+        """The task of the predictions; see `Predictive`."""
         return self._calibration.task
 
     def forward(self, x: Input, **options: Any) -> Tensor:
-        """What the network gives: `[B, ...] -> [S, B, ...]`, not calibrated."""
+        """Return the predictions of the network, `[B, ...] -> [S, B, ...]`, not calibrated."""
         return self.net(x, **options)
 
     def predict(self, x: Input, task: str | None = None, **options: Any) -> Predictive:
@@ -165,7 +163,7 @@ class Calibrated(PredictorModule):
         }
         return ", ".join(f"{name}={value}" for name, value in (settings | tensors).items())
 
-    # What nn.Module must know ---------------------------------------------------------------------------
+    # For nn.Module ------------------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Calibrated:
         before = dict(self._buffers)

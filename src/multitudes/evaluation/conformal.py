@@ -55,15 +55,15 @@ _FOR_SCORES, _FOR_SETS = 0x5C02E5, 0x5E75
 
 @dataclass(frozen=True)
 class ConformalScore:
-    """How badly a class, or a number, fits a prediction: "lac", "aps", "raps", "absolute", "scaled" or "cqr"."""
+    """The misfit of a class, or a number, to a prediction: "lac", "aps", "raps", "absolute", "scaled" or "cqr"."""
 
     name: str
     k_reg: int = 5
     """The rank, from 1, up to which "raps" adds no penalty."""
     penalty: float = 0.01
-    """What "raps" adds for each rank after that."""
+    """The penalty that "raps" adds for each rank after that."""
     randomized: bool = False
-    """Whether "aps" and "raps" add a random part of the class's own probability."""
+    """True if "aps" and "raps" add a random part of the class's own probability."""
 
     def __post_init__(self) -> None:
         names = sorted({name for task in TASKS.values() for name in task.scores})
@@ -111,7 +111,7 @@ class Conformal:
     scores: Tensor
     """The scores of all N held-out targets, in rising order, `[N]`, float64."""
     shares: Tensor
-    """What each of them is of its input, `[N]`: 1, where an input has one target."""
+    """The share of its input that each of them is, `[N]`: 1, where an input has one target."""
 
     @classmethod
     def fit(
@@ -175,7 +175,7 @@ def conformal_scores(
     ignore: int | None = None,
     seed: int | None = None,
 ) -> Tensor:
-    """How badly each target fits its prediction, in float64: `[B, ...]`, of values the shape of `mean`.
+    """Score how badly each target fits its prediction, in float64: `[B, ...]`, for values the shape of `mean`.
 
     Targets that are `ignore` have a score of NaN. By default the score is the first of `Task.scores`: "aps",
     "absolute" or, for gaussian predictions, "scaled". A `seed` is for randomized scores alone.

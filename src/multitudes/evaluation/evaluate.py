@@ -159,34 +159,27 @@ def _measured(
     """
     metrics: dict[str, Metric] | None = None
     count = 0
-    for predicted, target in pairs:
+    for p, target in pairs:
         if target is None:
             raise ValueError("data must have targets, batches of (x, y), to be scored; got inputs alone")
         if metrics is None:
-            metrics = _declared(predicted, reading, settings, groups, shifted)
-        read = read_batch(predicted, target, **reading)
+            known = {**settings, "members": p.members}
+            if p.reading.classes:
+                known["classes"] = p.reading.class_count(p.predictions.shape[1:])
+            # Metrics that keep a number of every row would keep one of every pixel or token.
+            dense = len(places(p)) > (2 if p.reading.several_labels else 1)
+            metrics = {
+                each.score: each.streaming(**{name: known[name] for name in each.class_settings if name in known})
+                for group in groups
+                for each in METRICS.values()
+                if each.group == group and each.kind.fits(p, reading["noise_precision"])
+                and (each.shifted or not shifted) and not (each.kept and dense)
+            }  # fmt: skip
+        read = read_batch(p, target, **reading)
         count += len(read)
         for metric in metrics.values():
             metric.update(read)
     return {name: Score(float(metric.compute()), count) for name, metric in (metrics or {}).items()}
-
-
-def _declared(
-    p: Predictive, reading: Mapping[str, Any], settings: Mapping[str, int], groups: Sequence[str], shifted: bool
-) -> dict[str, Metric]:
-    """Make the declared metrics of predictions like `p`, by the names of their scores."""
-    known = {**settings, "members": p.members}
-    if p.reading.classes:
-        known["classes"] = p.reading.class_count(p.predictions.shape[1:])
-    # Metrics that keep a number of every row would keep one of every pixel or token.
-    dense = len(places(p)) > (2 if p.reading.several_labels else 1)
-    return {
-        each.score: each.streaming(**{name: known[name] for name in each.class_settings if name in known})
-        for group in groups
-        for each in METRICS.values()
-        if each.group == group and each.kind.fits(p, reading["noise_precision"])
-        and (each.shifted or not shifted) and not (each.kept and dense)
-    }  # fmt: skip
 
 
 def _under(place: str, scores: Mapping[str, Score]) -> dict[str, Score]:

@@ -1,4 +1,4 @@
-"""What an evaluation says: numbers by name, each with the count it was computed over."""
+"""The result of an evaluation: numbers by name, each with the count it was computed over."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Evaluation(Mapping[str, float]):
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many inputs, or pixels, each score was computed over."""
+        """The number of inputs, or pixels, that each score was computed over."""
         return {name: score.count for name, score in self.scores.items()}
 
     def under(self, prefix: str) -> Evaluation:

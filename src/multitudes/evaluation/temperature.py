@@ -31,13 +31,13 @@ LARGEST_TEMPERATURE = 100.0
 """Temperatures lie between 1/100 and 100: of perfect predictions the best one is 0, of random labels infinity."""
 
 LEAST_LOG_PROB = -1e4
-"""What a scaling takes a lower log-probability for: classes that a network excludes have one of -inf."""
+"""The lowest log-probability for a scaling, as which it takes lower ones: excluded classes have one of -inf."""
 
 FLOOR = 1e-6
-"""What isotonic regression gives a class at least, before the classes are normalised: a 0 can never be taken back."""
+"""The least that isotonic regression gives a class, before the classes are normalised: a 0 cannot be taken back."""
 
 LEAST_FACTOR = 1e-12
-"""What a variance is multiplied with at least: where no target lies off its mean, the best factor is 0."""
+"""The least factor of a variance: where no target lies off its mean, the best one is 0."""
 
 _CHUNK = 2**22  # how many numbers of a fit are looked at together, in float64
 
@@ -168,7 +168,7 @@ class Isotonic(Scaling):
     knots: Tensor
     """Probabilities in rising order, `[C, K]`; where a class has fewer than K, its last one is repeated."""
     heights: Tensor
-    """What becomes of them, `[C, K]`."""
+    """The values that replace them, `[C, K]`."""
 
     @classmethod
     def fit(cls, predictive: Predictive, target: Tensor, members: int = 1) -> Self:
@@ -259,7 +259,7 @@ def _chunks(values: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 @torch.inference_mode(False)
 @torch.enable_grad()
 def _minimised(objective: Callable[[Tensor], Iterable[Tensor]], start: Tensor) -> Tensor:
-    """Where the sum of the parts of an objective is least, by L-BFGS from `start`.
+    """Minimise the sum of the parts of an objective by L-BFGS from `start`; return the minimum's place.
 
     The parts are gone backward through one at a time, so that only one is held: they must share no part of the graph.
     """
