@@ -116,7 +116,11 @@ def evaluate(
     detection = OODDetection()
 
     def predicted(batches: Any, change: Change | None = None) -> Iterator[tuple[Predictive, Tensor | None]]:
-        return predictions(net, batches, progress, device, _prepared(change, preprocess), **options)
+        def prepared(x: Any, index: int) -> Input:
+            changed = x if change is None else change(x, index)
+            return changed if preprocess is None else preprocess(changed)
+
+        return predictions(net, batches, progress, device, prepared, **options)
 
     def watched(batches: Any) -> Iterator[tuple[Predictive, Tensor | None]]:
         for prediction, target in predicted(batches):
@@ -186,15 +190,8 @@ def _under(place: str, scores: Mapping[str, Score]) -> dict[str, Score]:
     return {f"{place}/{name}": score for name, score in scores.items()}
 
 
-def _prepared(change: Change | None, preprocess: Callable[[Any], Input] | None) -> Change | None:
-    """First `change`, then `preprocess`, where they are given."""
-    if preprocess is None or change is None:
-        return change if preprocess is None else lambda x, index: preprocess(x)
-    return lambda x, index: preprocess(change(x, index))
-
-
 def _corruption(name: str, severity: int, seed: int) -> Change:
-    """Each batch has noise of its own, and the same one in every evaluation."""
+    """Corrupt each batch with noise of its own, the same in every evaluation."""
 
     def change(x: Any, index: int) -> Input:
         if not isinstance(x, Tensor):
@@ -218,9 +215,8 @@ def _summary(scores: Mapping[str, Score], corruptions: Sequence[tuple[str, int]]
     found: dict[str, list[Score]] = {}
     for place in ("shift/mean/{}", "shift/mean"):
         for name, severity in corruptions:
-            start = f"shift/{name}/{severity}/"
-            for score in [score for score in scores if score.startswith(start)]:
-                found.setdefault(f"{place.format(severity)}/{score.removeprefix(start)}", []).append(scores[score])
+            for measure, score in Evaluation(scores).under(f"shift/{name}/{severity}").scores.items():
+                found.setdefault(f"{place.format(severity)}/{measure}", []).append(score)
     return {
         name: Score(sum(each.value for each in own) / len(own), sum(each.count for each in own))
         for name, own in found.items()
@@ -231,7 +227,7 @@ def _relative(
     scores: Mapping[str, Score], corruptions: Sequence[tuple[str, int]], baseline: Evaluation
 ) -> dict[str, Score]:
     """Corruption errors relative to those of a baseline: mCE, relative mCE, mCNLL, mCECE; of values none."""
-    own = {name: score.value for name, score in scores.items()}
+    own = Evaluation(scores)
 
     def table(values: Mapping[str, float], measure: str) -> dict[str, list[float]]:
         rows: dict[str, list[float]] = {}
