@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from multitudes.core.batches import Batches
 from multitudes.core.calling import Input
 from multitudes.core.checks import check_count, check_number, check_seed
+from multitudes.core.devices import device_in
 from multitudes.core.multitude import Multitude
 from multitudes.core.predictor import PredictorModule, multitude_of
 from multitudes.core.tasks import task_of
@@ -299,8 +300,7 @@ def calibrate(
     plan = _Plan(task or multitude.task, scaling, conformal, share, seed, ignore, k_reg, penalty, randomized)
     predictive, target = _predicted(multitude, data, task=task, seed=seed, **options)
     calibration = _fitted(predictive, target, multitude.members, plan)
-    device = next((parameter.device for parameter in multitude.parameters()), torch.device("cpu"))
-    return Calibrated(multitude, calibration.to(device))
+    return Calibrated(multitude, calibration.to(device_in(multitude)))
 
 
 def fit_calibration(

@@ -153,7 +153,11 @@ class Draws:
         with unmoved(run.network, run.x, written), meter:
             vmapped(run, numbers, meter)
         runner = "vmapped", torch.is_grad_enabled()
-        if reason := self.verdicts.reason(runner, run.network, run.x, lambda: _difference(run, numbers, written)):
+        try:
+            reason = self.verdicts.reason(runner, run.network, run.x, lambda: _difference(run, numbers, written))
+        except torch.OutOfMemoryError as error:  # of the moved weights, which draws do not need
+            raise OverBudget from error
+        if reason:
             raise ValueError(reason)
         shared = meter.base or 0
         return Cost(shared, max(1, meter.peak - shared) / len(numbers))
