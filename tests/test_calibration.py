@@ -134,7 +134,7 @@ def test_one_of_the_two_gets_all_the_data(scaling, conformal):
     net, (x, y) = network().eval(), data()
     calibrated = calibrate(net, (x, y), scaling=scaling, conformal=conformal)
     p = mt.predict(net, x)  # in the same batches as `calibrate`, so that no bit differs
-    assert calibrated.calibration.equals(fit_calibration(p, y, scaling=scaling, conformal=conformal))
+    assert calibrated.calibration == fit_calibration(p, y, scaling=scaling, conformal=conformal)
 
 
 def test_tensors_loaders_and_generators_are_read_alike():

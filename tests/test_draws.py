@@ -7,6 +7,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -278,9 +279,27 @@ def test_what_comes_before_the_first_draw_is_computed_once() -> None:
         net.get_submodule(name).register_forward_hook(lambda *_, name=name: calls.__setitem__(name, calls[name] + 1))
     x = torch.randn(4, 3, 8, 8)
     assert net(x, draws=16).shape == (16, 4, CLASSES)
-    assert calls == {"conv1": 3, "fc.layer": 3}  # the first time, two draws are compared with one alone
+    assert calls == {"conv1": 4, "fc.layer": 4}  # the first time, two draws are measured, and compared with one alone
     net(x, draws=16)
-    assert calls == {"conv1": 4, "fc.layer": 4}
+    assert calls == {"conv1": 5, "fc.layer": 5}
+
+
+def test_too_little_memory_to_verify_draws_leaves_the_network_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x, asked, randn = convolutional(), torch.randn(5, 3, 6, 6), [], torch.randn
+
+    def too_much(*args: Any, **kwargs: Any) -> Tensor:
+        asked.append(args)
+        if len(asked) == 2:  # one weight is moved by then
+            raise torch.OutOfMemoryError("out of memory")
+        return randn(*args, **kwargs)
+
+    before = copy.deepcopy(net.state_dict())
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "randn", too_much)
+        drawn = net(x, draws=3, seed=0)
+    assert len(asked) == 2
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+    torch.testing.assert_close(drawn, net(x, draws=3, seed=0))
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ def test_a_calibrated_network_is_frozen_with_its_calibration() -> None:
     calibrated = calibrate(net, (x, y), seed=0)
     frozen = mt.freeze(calibrated, draws=3, seed=0)
     assert torch.equal(frozen.predict(x).probs, frozen.predict(x).probs)
-    assert frozen.calibration.equals(calibrated.calibration) and frozen.members == 3
+    assert frozen.calibration == calibrated.calibration and frozen.members == 3
 
 
 def test_the_numbers_of_frozen_layers_are_uniform_and_normal() -> None:

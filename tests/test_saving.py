@@ -173,7 +173,7 @@ def test_a_calibrated_network_is_saved_with_its_calibration(scaling: str | None,
     x, y = torch.randn(80, 6), torch.arange(80) % 5
     calibrated = calibrate(net, (x, y), scaling=scaling, conformal="raps", seed=0)
     loaded = load(save(calibrated, tmp_path / "net.safetensors"))
-    assert isinstance(loaded, Calibrated) and loaded.calibration.equals(calibrated.calibration)
+    assert isinstance(loaded, Calibrated) and loaded.calibration == calibrated.calibration
     one, two = calibrated.predict(x), loaded.predict(x)
     assert torch.equal(one.probs, two.probs) and torch.equal(one.set(0.9), two.set(0.9))
 

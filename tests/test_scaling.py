@@ -105,7 +105,7 @@ def test_a_fit_may_happen_in_inference_mode(scaling):
     p, y = classifier()
     outside = fit_calibration(p, y, scaling=scaling, seed=0)
     with torch.inference_mode():
-        assert fit_calibration(*classifier(), scaling=scaling, seed=0).equals(outside)
+        assert fit_calibration(*classifier(), scaling=scaling, seed=0) == outside
 
 
 # Temperatures of the members --------------------------------------------------------------------------------

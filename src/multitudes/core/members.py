@@ -15,8 +15,7 @@ from multitudes.core.calling import Input, InputError, plain_attention, tensors_
 from multitudes.core.compiling import uncompiled
 from multitudes.core.copying import copied
 from multitudes.core.divergences import Divergence
-from multitudes.core.draws.frozen import find_rows
-from multitudes.core.draws.functional import keep_noise, to_be_kept
+from multitudes.core.draws.functional import find_noise
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.multitude import Multitude, plain
 from multitudes.core.runners.loop import LoopRunner
@@ -177,11 +176,7 @@ class Members(Multitude):
     def find_noise(self, x: Input) -> None:
         with plain_attention():
             for index, member in enumerate(self.network):
-                run = partial(self._loop.one, index, member)
-                find_rows(member, x, run)
-                if to_be_kept(member):
-                    self.notes |= keep_noise(member, x, partial(run, x))
-                    find_rows(member, x, run)
+                self.notes |= find_noise(member, x, partial(self._loop.one, index, member))
 
     # -- shared frozen parameters ------------------------------------------------------------------------
 

@@ -31,10 +31,8 @@ from multitudes.core.compiling import uncompiled
 from multitudes.core.copying import copied, share_registries
 from multitudes.core.divergences import Divergence
 from multitudes.core.draws.adaptive import predict_adaptively
-from multitudes.core.draws.bypass import check_called, drawing_weights
-from multitudes.core.draws.engine import Draws, Run
-from multitudes.core.draws.frozen import find_rows, rows_to_find
-from multitudes.core.draws.functional import keep_noise, to_be_kept
+from multitudes.core.draws.engine import Draws, Run, check_called
+from multitudes.core.draws.functional import find_noise, noise_to_find, to_be_kept
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
 from multitudes.core.seeding import seeded
 from multitudes.core.tasks import Criterion
@@ -65,7 +63,7 @@ class Multitude(Tasked):
     independent = False
     """Whether the members share no weight. Then each learns from its own loss, and the losses add up."""
 
-    found_anew: tuple[str, ...] = ("_draw_cache", "_settled", "_last", "_rewrites")
+    found_anew: tuple[str, ...] = ("_draw_cache", "_settled", "_rewrites")
     """The attributes that are caches, filled by running, which copies and files leave out."""
 
     _rewrites = False  # whether the network writes into its input what stays when it is written again
@@ -102,7 +100,6 @@ class Multitude(Tasked):
         """Clear the caches (`found_anew`), which are filled again by running."""
         self._draw_cache = Draws()
         self._settled = self._rewrites = False
-        self._last = None
 
     # -- the four verbs ----------------------------------------------------------------------------------
 
@@ -146,11 +143,9 @@ class Multitude(Tasked):
         if self._settled:
             return
         self._look(x)
-        alone = type(self)._predictions is Multitude._predictions
-        if alone and drawing_weights(self.network):
-            with unmoved(self.network, x), expecting(self.network):
-                check_called(self.network, lambda: self._predictions(x))
-        self._settled = not (to_be_kept(self.template) or rows_to_find(self.template))
+        if type(self)._predictions is Multitude._predictions:
+            check_called(self.network, x, self._predictions)
+        self._settled = not noise_to_find(self.template)
 
     def check_rewrites(self, x: Input) -> None:
         """Raise an error if the network writes into its input, but for what stays when written again, as by ReLU."""
@@ -299,7 +294,7 @@ class Multitude(Tasked):
         return plain_attention(self.network)
 
     def _look(self, x: Input) -> None:
-        if to_be_kept(self.template) or rows_to_find(self.template):
+        if noise_to_find(self.template):
             self.find_noise(x)
 
     @uncompiled
@@ -309,10 +304,7 @@ class Multitude(Tasked):
         Where it is frozen, look as well along which axes the rows lie.
         """
         with plain_attention():
-            find_rows(self.network, x, self._of_first)
-            if to_be_kept(self.network):
-                self.notes |= keep_noise(self.network, x, lambda: self._of_first(x))
-                find_rows(self.network, x, self._of_first)
+            self.notes |= find_noise(self.network, x, self._of_first)
 
     def draw_numbers(self, x: Input, numbers: range, seed: int | None, memory: str | float | None) -> Tensor:
         """The draws of these numbers, `[D, M, B, ...]`."""

@@ -67,16 +67,16 @@ def silent_trial(network: nn.Module, x: Input) -> Iterator[Callable[[], str]]:
 def _moved_weights(network: nn.Module) -> Iterator[None]:
     """Replace every weight by another of about the same size, none of them nearly zero."""
     before = [(parameter, parameter.data) for parameter in network.parameters()]
-    for number, (parameter, data) in enumerate(before):
-        if data.is_floating_point() and data.layout is torch.strided and data.numel():
-            generator = torch.Generator(data.device).manual_seed(number)
-            noise = torch.randn(data.shape, generator=generator, dtype=data.dtype, device=data.device)
-            size = data.float().square().mean().sqrt()
-            fan_in = max(1, data.numel() // max(1, data.shape[0])) if data.dim() > 1 else 1
-            usual = 0.3 * fan_in**-0.5  # of what is much smaller than that, a gate of 1e-6 say, the effect is hidden
-            by = torch.where(size > 0.1 * usual, 0.1 * size, usual)
-            parameter.data = data + (noise * by).to(data.dtype)
-    try:
+    try:  # there may not be enough memory
+        for number, (parameter, data) in enumerate(before):
+            if data.is_floating_point() and data.layout is torch.strided and data.numel():
+                generator = torch.Generator(data.device).manual_seed(number)
+                noise = torch.randn(data.shape, generator=generator, dtype=data.dtype, device=data.device)
+                size = data.float().square().mean().sqrt()
+                fan_in = max(1, data.numel() // max(1, data.shape[0])) if data.dim() > 1 else 1
+                usual = 0.3 * fan_in**-0.5  # the effect of a much smaller weight, a gate of 1e-6 say, is hidden
+                by = torch.where(size > 0.1 * usual, 0.1 * size, usual)
+                parameter.data = data + (noise * by).to(data.dtype)
         yield
     finally:
         for parameter, data in before:

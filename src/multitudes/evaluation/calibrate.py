@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from multitudes.core.batches import Batches
 from multitudes.core.calling import Input
 from multitudes.core.checks import check_count, check_number, check_seed
+from multitudes.core.devices import device_in
 from multitudes.core.multitude import Multitude
 from multitudes.core.predictor import PredictorModule, multitude_of
 from multitudes.core.tasks import task_of
@@ -46,7 +47,7 @@ FEWEST = 20
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """What was fitted to held-out data: a scaling, the scores for sets or intervals, or both.
+    """A fit to held-out data: a scaling, the scores for sets or intervals, or both.
 
     `calibration(predictive)` gives calibrated predictions.
     """
@@ -70,17 +71,17 @@ class Calibration:
         """The log of the members' mean probabilities, `[B, C, ...]`, calibrated."""
         return log_probs if self.scaling is None else self.scaling.log_probs(log_probs)
 
-    # What it is made of -----------------------------------------------------------------------------------
+    # Its parts --------------------------------------------------------------------------------------------
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What was fitted, by name: `temperature`, `scores`, ..."""
+        """The fitted tensors by name: `temperature`, `scores`, ..."""
         parts = [vars(part) for part in (self.scaling, self.conformal) if part is not None]
         return {name: value for part in parts for name, value in part.items() if isinstance(value, Tensor)}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What was chosen: the task, the scaling, the score and its settings."""
+        """The choices: the task, the scaling, the score and its settings."""
         scaling = None if self.scaling is None else type(self.scaling).__name__
         score = {} if self.conformal is None else {"score": asdict(self.conformal.score)}
         return {"task": self.task, "scaling": scaling, **score}
@@ -97,12 +98,14 @@ class Calibration:
         """The same on another device."""
         return self.with_tensors({name: tensor.to(device) for name, tensor in self.tensors.items()})
 
-    def equals(self, other: Calibration) -> bool:
-        """Whether the other gives the same predictions the same calibration."""
-        if self.settings != other.settings or self.tensors.keys() != other.tensors.keys():
+    def __eq__(self, other: object) -> bool:
+        """Return whether the other gives the same predictions the same calibration."""
+        if not isinstance(other, Calibration) or self.settings != other.settings:
             return False
-        pairs = [(tensor, other.tensors[name]) for name, tensor in self.tensors.items()]
-        return all(one is two or torch.equal(one.cpu(), two.cpu()) for one, two in pairs)
+        ours, theirs = self.tensors, other.tensors
+        return ours.keys() == theirs.keys() and all(
+            tensor is theirs[name] or torch.equal(tensor.cpu(), theirs[name].cpu()) for name, tensor in ours.items()
+        )
 
 
 class Calibrated(PredictorModule):
@@ -125,7 +128,7 @@ class Calibrated(PredictorModule):
 
     @property
     def calibration(self) -> Calibration:
-        """What was fitted, as it is now."""
+        """The calibration with the buffers as they are now."""
         return self._calibration.with_tensors(dict(self.named_buffers(recurse=False)))
 
     @property
@@ -135,11 +138,11 @@ class Calibrated(PredictorModule):
 
     @property
     def task(self) -> str:
-        """What the predictions are of; see `Predictive`."""
+        """The task of the predictions; see `Predictive`."""
         return self._calibration.task
 
     def forward(self, x: Input, **options: Any) -> Tensor:
-        """What the network gives: `[B, ...] -> [S, B, ...]`, not calibrated."""
+        """Return the predictions of the network, `[B, ...] -> [S, B, ...]`, not calibrated."""
         return self.net(x, **options)
 
     def predict(self, x: Input, task: str | None = None, **options: Any) -> Predictive:
@@ -161,7 +164,7 @@ class Calibrated(PredictorModule):
         }
         return ", ".join(f"{name}={value}" for name, value in (settings | tensors).items())
 
-    # What nn.Module must know ---------------------------------------------------------------------------
+    # For nn.Module ------------------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Calibrated:
         before = dict(self._buffers)
@@ -194,15 +197,49 @@ class Calibrated(PredictorModule):
 # -- calibrate ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class _Plan:
-    """What is to be fitted, and to which part of the data."""
+    """The parts of a calibration to fit, and the data for each; a ValueError where a setting does not fit the task."""
 
-    scaling: str | None
-    score: ConformalScore | None
-    share: float
-    seed: int | None
-    ignore: int | None
+    def __init__(
+        self,
+        task: str,
+        scaling: str | None = "auto",
+        conformal: str | None = "auto",
+        share: float = 0.5,
+        seed: int | None = None,
+        ignore: int | None = None,
+        k_reg: int | None = None,
+        penalty: float | None = None,
+        randomized: bool = False,
+    ) -> None:
+        from multitudes.metrics.inputs import check_ignore  # here: a network that predicts needs no metrics
+
+        reading = task_of(task)
+        scaling = _one_of("scaling", scaling, reading.scalings, task)
+        conformal = _one_of("conformal", conformal, (*reading.scores, None), task)
+        if scaling is None and conformal is None:
+            raise ValueError("scaling and conformal must not both be None: there is nothing to calibrate")
+        check_number("share", share, 0, above=True, below=1)
+        check_seed(seed)
+        check_ignore("ignore", ignore)
+        given = {name: value for name, value in (("k_reg", k_reg), ("penalty", penalty)) if value is not None}
+        if given and conformal != "raps":
+            raise ValueError(f"{' and '.join(given)} must be left out but for 'raps', got conformal={conformal!r}")
+        if conformal is None and randomized:
+            raise ValueError("randomized=True is for 'aps' and 'raps', got conformal=None")
+        settings: dict[str, Any] = {**given, "randomized": randomized}
+        self.scaling = scaling
+        self.score = None if conformal is None else ConformalScore(conformal, **settings)
+        self.share, self.seed, self.ignore = share, seed, ignore
+
+
+def _one_of(name: str, value: str | None, choices: tuple[str | None, ...], task: str) -> str | None:
+    if value == "auto":
+        return choices[0]
+    if value not in choices:
+        allowed = ", ".join(repr(choice) for choice in (*choices, "auto"))
+        raise ValueError(f"{name} must be one of {allowed} for {task}, got {value!r}")
+    return value
 
 
 def calibrate(
@@ -260,38 +297,26 @@ def calibrate(
     if isinstance(net, Calibrated):
         raise ValueError("net is calibrated already: calibrate its network, net.net")
     multitude = multitude_of(net)
-    plan = _planned(task or multitude.task, scaling, conformal, share, seed, ignore, k_reg, penalty, randomized)
+    plan = _Plan(task or multitude.task, scaling, conformal, share, seed, ignore, k_reg, penalty, randomized)
     predictive, target = _predicted(multitude, data, task=task, seed=seed, **options)
     calibration = _fitted(predictive, target, multitude.members, plan)
-    device = next((parameter.device for parameter in multitude.parameters()), torch.device("cpu"))
-    return Calibrated(multitude, calibration.to(device))
+    return Calibrated(multitude, calibration.to(device_in(multitude)))
 
 
 def fit_calibration(
-    predictive: Predictive,
-    target: Tensor,
-    *,
-    members: int | None = None,
-    scaling: str | None = "auto",
-    conformal: str | None = "auto",
-    share: float = 0.5,
-    seed: int | None = None,
-    ignore: int | None = None,
-    k_reg: int | None = None,
-    penalty: float | None = None,
-    randomized: bool = False,
+    predictive: Predictive, target: Tensor, *, members: int | None = None, **settings: Any
 ) -> Calibration:
-    """What `calibrate` fits, from predictions and their targets: `calibration(other)` calibrates other predictions.
+    """Fit what `calibrate` fits, to predictions and their targets: `calibration(other)` calibrates other predictions.
 
-    `members` says how many members the S predictions are of, member-major; by default each is of its own. The other
-    arguments are those of `calibrate`.
+    `members` is the number of members that made the S predictions, member-major; by default each made one. The
+    settings are those of `calibrate`.
 
     >>> p = Predictive(torch.tensor([[[2.0, 0.0], [2.0, 0.0], [2.0, 0.0]]]))  # says 88 %, and is right twice of 3
     >>> calibration = fit_calibration(p, torch.tensor([0, 0, 1]), conformal=None)
     >>> calibration(p).probs[0]
     tensor([0.6667, 0.3333])
     """
-    plan = _planned(predictive.task, scaling, conformal, share, seed, ignore, k_reg, penalty, randomized)
+    plan = _Plan(predictive.task, **settings)
     return _fitted(predictive, target, predictive.members if members is None else members, plan)
 
 
@@ -367,34 +392,32 @@ def _divided(inputs: int, plan: _Plan) -> tuple[Tensor, Tensor]:
 
 
 def helpful_scaling(predictive: Predictive, target: Tensor, members: int, seed: int = 0) -> Calibration | None:
-    """The task's own scaling, fitted to held-out rows, if there are enough of them and it helps; else None."""
-    known = predictive.reading.scalings[0] is not None
-    if not known or len(target) < FEWEST or not scaling_helps(predictive, target, members, seed):
-        return None
-    return fit_calibration(predictive, target, members=members, conformal=None)
+    """Fit the task's own scaling to held-out rows; None where there are too few, or where it does not help.
 
-
-def scaling_helps(predictive: Predictive, target: Tensor, members: int, seed: int = 0) -> bool:
-    """Whether a scaling that is fitted to half of the rows improves the log score of the other half, and back.
-
-    Of classes by more than a standard error, since the best temperature of few rows is chance, and by more than a prior
-    of its logarithm costs (`PRIOR`): of a few rows that are all right, the best temperature is near 0. Of numbers at
-    all, since too narrow intervals do more harm than too wide ones.
+    It helps if a scaling that is fitted to half of the rows improves the log score of the other half, and back. For
+    classes the gain must be more than a standard error, since the best temperature of few rows is chance, and more than
+    a prior of its logarithm costs (`PRIOR`): of a few rows that are all right, the best temperature is near 0. For
+    numbers any gain counts, since too narrow intervals do more harm than too wide ones.
     """
-    order = torch.randperm(len(target), generator=torch.Generator().manual_seed(seed))
-    halves = order.tensor_split(2)
-    gains = []
-    for fitted_to, other in (halves, halves[::-1]):
-        fitted = fit_calibration(predictive[fitted_to], target[fitted_to], members=members, conformal=None)
-        rest = predictive[other]
-        gains.append(log_scores(fitted(rest), target[other]) - log_scores(rest, target[other]))
-    gain = torch.cat(gains)
+    if predictive.reading.scalings[0] is None or len(target) < FEWEST:
+        return None
+    halves = torch.randperm(len(target), generator=torch.Generator().manual_seed(seed)).tensor_split(2)
+    gain = torch.cat([_gain(predictive, target, members, *parts)[1] for parts in (halves, halves[::-1])])
+    whole, earned = _gain(predictive, target, members, *[torch.arange(len(target))] * 2)
     if not predictive.reading.classes:
-        return bool(gain.mean() > 0)
-    whole = fit_calibration(predictive, target, members=members, conformal=None)
+        return whole if bool(gain.mean() > 0) else None
     price = float(whole.tensors["temperature"].log().square().sum()) / (2 * PRIOR**2)
-    earned = log_scores(whole(predictive), target) - log_scores(predictive, target)
-    return bool(gain.mean() > gain.std() / len(gain) ** 0.5) and float(earned.sum()) > price
+    helps = bool(gain.mean() > gain.std() / len(gain) ** 0.5) and float(earned.sum()) > price
+    return whole if helps else None
+
+
+def _gain(
+    predictive: Predictive, target: Tensor, members: int, fitted_to: Tensor, scored: Tensor
+) -> tuple[Calibration, Tensor]:
+    """Fit the scaling to some rows; return it, and by how much it improves the log score of each of some others."""
+    scaling = fit_calibration(predictive[fitted_to], target[fitted_to], members=members, conformal=None)
+    rest, own = predictive[scored], target[scored]
+    return scaling, log_scores(scaling(rest), own) - log_scores(rest, own)
 
 
 def log_scores(predictive: Predictive, target: Tensor) -> Tensor:
@@ -403,46 +426,3 @@ def log_scores(predictive: Predictive, target: Tensor) -> Tensor:
 
     read = read_batch(predictive, target)
     return (read.target_log_prob if predictive.reading.classes else read.log_density).double()
-
-
-# Checks -------------------------------------------------------------------------------------------------
-
-
-def _planned(
-    task: str,
-    scaling: str | None,
-    conformal: str | None,
-    share: float,
-    seed: int | None,
-    ignore: int | None,
-    k_reg: int | None,
-    penalty: float | None,
-    randomized: bool,
-) -> _Plan:
-    """What is to be fitted; a ValueError where something does not fit."""
-    from multitudes.metrics.inputs import check_ignore
-
-    reading = task_of(task)
-    scaling = _one_of("scaling", scaling, reading.scalings, task)
-    conformal = _one_of("conformal", conformal, (*reading.scores, None), task)
-    if scaling is None and conformal is None:
-        raise ValueError("scaling and conformal must not both be None: there is nothing to calibrate")
-    check_number("share", share, 0, above=True, below=1)
-    check_seed(seed)
-    check_ignore("ignore", ignore)
-    given = {name: value for name, value in (("k_reg", k_reg), ("penalty", penalty)) if value is not None}
-    if given and conformal != "raps":
-        raise ValueError(f"{' and '.join(given)} must be left out but for 'raps', got conformal={conformal!r}")
-    if conformal is None and randomized:
-        raise ValueError("randomized=True is for 'aps' and 'raps', got conformal=None")
-    settings: dict[str, Any] = {**given, "randomized": randomized}
-    return _Plan(scaling, None if conformal is None else ConformalScore(conformal, **settings), share, seed, ignore)
-
-
-def _one_of(name: str, value: str | None, choices: tuple[str | None, ...], task: str) -> str | None:
-    if value == "auto":
-        return choices[0]
-    if value not in choices:
-        allowed = ", ".join(repr(choice) for choice in (*choices, "auto"))
-        raise ValueError(f"{name} must be one of {allowed} for {task}, got {value!r}")
-    return value

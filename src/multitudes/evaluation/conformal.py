@@ -55,15 +55,15 @@ _FOR_SCORES, _FOR_SETS = 0x5C02E5, 0x5E75
 
 @dataclass(frozen=True)
 class ConformalScore:
-    """How badly a class, or a number, fits a prediction: "lac", "aps", "raps", "absolute", "scaled" or "cqr"."""
+    """The misfit of a class, or a number, to a prediction: "lac", "aps", "raps", "absolute", "scaled" or "cqr"."""
 
     name: str
     k_reg: int = 5
     """The rank, from 1, up to which "raps" adds no penalty."""
     penalty: float = 0.01
-    """What "raps" adds for each rank after that."""
+    """The penalty that "raps" adds for each rank after that."""
     randomized: bool = False
-    """Whether "aps" and "raps" add a random part of the class's own probability."""
+    """True if "aps" and "raps" add a random part of the class's own probability."""
 
     def __post_init__(self) -> None:
         names = sorted({name for task in TASKS.values() for name in task.scores})
@@ -90,9 +90,17 @@ class ConformalScore:
             scores = scores + self.penalty * (ranks - self.k_reg).clamp(min=0)
         return torch.empty_like(scores).scatter_(1, order, scores)
 
-    def reach(self, predictive: Predictive) -> Tensor:
-        """How far a score of 1 is from the mean, in float64, of the mean's shape."""
-        return predictive.std.double() if self.name == "scaled" else torch.ones_like(predictive.mean.double())
+    def band(self, predictive: Predictive) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `low`, `high` and `reach` in float64, each of the mean's shape.
+
+        A value y has the score `max(low - y, y - high) / reach`; a score of 1 is `reach` outside of low and high.
+        """
+        if self.name == "cqr":  # the widest interval between the predicted quantiles, as it is without calibration
+            low, high = replace(predictive, calibration=None).interval()
+        else:
+            low = high = predictive.mean
+        reach = predictive.std.double() if self.name == "scaled" else torch.ones_like(low.double())
+        return low.double(), high.double(), reach
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +111,7 @@ class Conformal:
     scores: Tensor
     """The scores of all N held-out targets, in rising order, `[N]`, float64."""
     shares: Tensor
-    """What each of them is of its input, `[N]`: 1, where an input has one target."""
+    """The share of its input that each of them is, `[N]`: 1, where an input has one target."""
 
     @classmethod
     def fit(
@@ -150,12 +158,12 @@ class Conformal:
             u = _uniform(probs, seed, _FOR_SETS) if self.score.randomized else None
             found = torch.cat([self.score.of_classes(*part) <= threshold + TIE for part in _parts(probs, u)])
             return found.movedim(1, predictive.reading.class_axis or 1)
-        if self.score.name == "cqr":
-            return _moved(*_between_quantiles(predictive), threshold, predictive.predictions)
-        mean = predictive.mean.double()
+        low, high, reach = self.score.band(predictive)
         # Infinity itself, which times a standard deviation of 0 would be NaN.
-        reach = threshold * self.score.reach(predictive) if threshold < math.inf else torch.full_like(mean, math.inf)
-        return (mean - reach).to(predictive.mean), (mean + reach).to(predictive.mean)
+        by = threshold * reach if threshold < math.inf else torch.full_like(reach, math.inf)
+        middle = (low + high) / 2  # all that is left of an interval whose ends would pass each other
+        dtype = torch.promote_types(predictive.predictions.dtype, torch.float32)
+        return torch.minimum(low - by, middle).to(dtype), torch.maximum(high + by, middle).to(dtype)
 
 
 @torch.no_grad()
@@ -167,7 +175,7 @@ def conformal_scores(
     ignore: int | None = None,
     seed: int | None = None,
 ) -> Tensor:
-    """How badly each target fits its prediction, in float64: `[B, ...]`, of values the shape of `mean`.
+    """Score how badly each target fits its prediction, in float64: `[B, ...]`, for values the shape of `mean`.
 
     Targets that are `ignore` have a score of NaN. By default the score is the first of `Task.scores`: "aps",
     "absolute" or, for gaussian predictions, "scaled". A `seed` is for randomized scores alone.
@@ -179,11 +187,9 @@ def conformal_scores(
     score = _fitting(score, predictive.reading)
     check_seed(seed)
     target = check_targets(predictive, target, ignore)
-    if score.name == "cqr":
-        low, high = _between_quantiles(predictive)
-        return torch.maximum(low - target.double(), target.double() - high)
     if not predictive.reading.classes:
-        return (target.double() - predictive.mean.double()).abs() / _positive(score.reach(predictive))
+        low, high, reach = score.band(predictive)
+        return torch.maximum(low - target.double(), target.double() - high) / _positive(reach)
     target = predictive.reading.targets_by_class(target, predictive.predictions.shape[1:]).long()
     ignored = torch.zeros_like(target, dtype=torch.bool) if ignore is None else target == ignore
     if predictive.reading.ignored is not None:
@@ -203,19 +209,6 @@ def check_targets(predictive: Predictive, target: Tensor, ignore: int | None = N
 
     read_batch(predictive, target, ignore=ignore)
     return target.to(predictive.predictions.device)
-
-
-def _between_quantiles(predictive: Predictive) -> tuple[Tensor, Tensor]:
-    """The widest central interval between the predicted quantiles, as it is without calibration, in float64."""
-    low, high = replace(predictive, calibration=None).interval()
-    return low.double(), high.double()
-
-
-def _moved(low: Tensor, high: Tensor, by: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """An interval whose ends are further out by a number; one that would be less than nothing is its middle."""
-    middle = (low + high) / 2
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    return torch.minimum(low - by, middle).to(dtype), torch.maximum(high + by, middle).to(dtype)
 
 
 def _fitting(score: ConformalScore | str | None, task: Task) -> ConformalScore:

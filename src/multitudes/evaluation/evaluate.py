@@ -26,58 +26,11 @@ from multitudes.shift.corruptions import CORRUPTIONS, EXTRA, corrupt
 
 __all__ = ["evaluate"]
 
-# -- what is measured --------------------------------------------------------------------------------------
-
-
-class _Pass:
-    """The metrics of one pass over data; the first prediction tells which."""
-
-    def __init__(self, reading: Mapping[str, Any], settings: Mapping[str, int], groups: Sequence[str], shifted: bool):
-        """`reading` says how predictions are read, `settings` are those of the metrics."""
-        self.reading, self.settings, self.groups, self.shifted = reading, settings, groups, shifted
-        self.count = 0
-        self.metrics: dict[str, Metric] | None = None
-
-    def declared(self, p: Predictive) -> dict[str, Metric]:
-        """The declared metrics of predictions like `p`, by the names of their scores."""
-        known = {**self.settings, "members": p.members}
-        if p.reading.classes:
-            known["classes"] = p.reading.class_count(p.predictions.shape[1:])
-        # Metrics that keep a number of every row would keep one of every pixel or token.
-        dense = len(places(p)) > (2 if p.reading.several_labels else 1)
-        return {
-            each.score: each.streaming(**{name: known[name] for name in each.class_settings if name in known})
-            for group in self.groups
-            for each in METRICS.values()
-            if each.group == group and each.kind.fits(p, self.reading["noise_precision"])
-            and (each.shifted or not self.shifted) and not (each.kept and dense)
-        }  # fmt: skip
-
-    def over(self, pairs: Iterable[tuple[Predictive, Tensor | None]], prefix: str) -> dict[str, Score]:
-        for predicted, target in pairs:
-            self.update(predicted, target)
-        return self.scores(prefix)
-
-    def update(self, predicted: Predictive, target: Tensor | None) -> None:
-        if target is None:
-            raise ValueError("data must have targets, batches of (x, y), to be scored; got inputs alone")
-        if self.metrics is None:
-            self.metrics = self.declared(predicted)
-        read = read_batch(predicted, target, **self.reading)
-        self.count += len(read)
-        for metric in self.metrics.values():
-            metric.update(read)
-
-    def scores(self, prefix: str = "") -> dict[str, Score]:
-        found = self.metrics or {}
-        return {prefix + name: Score(float(metric.compute()), self.count) for name, metric in found.items()}
-
-
 Watch = Callable[[str | None, Predictive, Tensor | None], None]
-"""What is told of every prediction: which data it is of, None for those that are scored; itself; and its targets."""
+"""`watch(name, p, target)` gets every prediction; the name is that of its data, None for those that are scored."""
 
-
-# -- evaluate ----------------------------------------------------------------------------------------------
+Change = Callable[[Any, int], Input]
+"""From an input, and the number of its batch, to the input that the network gets."""
 
 
 def evaluate(
@@ -159,50 +112,86 @@ def evaluate(
         raise ValueError(f"baseline needs corruptions, shift=True or names of them, got shift={shift!r}")
     batches = data if isinstance(data, Iterator) and not corruptions else Batches(data).batches
     reading = {"ignore": ignore, "noise_precision": noise_precision, "scale": scale}
-    measured = partial(_Pass, reading, {"bins": bins, "min_count": min_count}, shifted=False)
+    settings = {"bins": bins, "min_count": min_count}
+    detection = OODDetection()
 
     def predicted(batches: Any, change: Change | None = None) -> Iterator[tuple[Predictive, Tensor | None]]:
-        return predictions(net, batches, progress, device, _prepared(change, preprocess), **options)
+        def prepared(x: Any, index: int) -> Input:
+            changed = x if change is None else change(x, index)
+            return changed if preprocess is None else preprocess(changed)
 
-    own, detection = measured(groups), OODDetection()
-    for prediction, target in predicted(batches):
-        own.update(prediction, target)
-        if watch is not None:
-            watch(None, prediction, target)
-        if unknown:
-            detection.update(prediction, False)
-    scores = own.scores()
+        return predictions(net, batches, progress, device, prepared, **options)
+
+    def watched(batches: Any) -> Iterator[tuple[Predictive, Tensor | None]]:
+        for prediction, target in predicted(batches):
+            if watch is not None:
+                watch(None, prediction, target)
+            if unknown:
+                detection.update(prediction, False)
+            yield prediction, target
+
+    scores = _measured(watched(batches), reading, settings, groups)
     for name, severity in corruptions:
-        change = _corruption(name, severity, seed or 0)
-        scores |= measured(GROUPS, shifted=True).over(predicted(batches, change), f"shift/{name}/{severity}/")
+        pairs = predicted(batches, _corruption(name, severity, seed or 0))
+        scores |= _under(f"shift/{name}/{severity}", _measured(pairs, reading, settings, shifted=True))
     scores |= _summary(scores, corruptions)
     if baseline is not None:
         scores |= _relative(scores, corruptions, baseline)
     for name, version in versions.items():
-        scores |= measured(groups).over(predicted(Batches(version).batches), f"shift/{name}/")
+        pairs = predicted(Batches(version).batches)
+        scores |= _under(f"shift/{name}", _measured(pairs, reading, settings, groups))
     for name, other in unknown.items():
         found = copy.deepcopy(detection)
         for prediction, _ in predicted(Batches(other).batches):
             found.update(prediction, True)
             if watch is not None:
                 watch(name, prediction, None)
-        scores |= _detected(found.compute(), f"ood/{name}/" if name else "ood/")
+        scores |= _under(f"ood/{name}" if name else "ood", _detected(found.compute()))
     return Evaluation(scores)
 
 
-Change = Callable[[Any, int], Input]
-"""From an input, and the number of its batch, to the input that the network gets."""
+def _measured(
+    pairs: Iterable[tuple[Predictive, Tensor | None]],
+    reading: Mapping[str, Any],
+    settings: Mapping[str, int],
+    groups: Sequence[str] = GROUPS,
+    shifted: bool = False,
+) -> dict[str, Score]:
+    """Score predictions by the declared metrics that fit the first of them.
+
+    `reading` tells how predictions are read, `settings` are those of the metrics.
+    """
+    metrics: dict[str, Metric] | None = None
+    count = 0
+    for p, target in pairs:
+        if target is None:
+            raise ValueError("data must have targets, batches of (x, y), to be scored; got inputs alone")
+        if metrics is None:
+            known = {**settings, "members": p.members}
+            if p.reading.classes:
+                known["classes"] = p.reading.class_count(p.predictions.shape[1:])
+            # Metrics that keep a number of every row would keep one of every pixel or token.
+            dense = len(places(p)) > (2 if p.reading.several_labels else 1)
+            metrics = {
+                each.score: each.streaming(**{name: known[name] for name in each.class_settings if name in known})
+                for group in groups
+                for each in METRICS.values()
+                if each.group == group and each.kind.fits(p, reading["noise_precision"])
+                and (each.shifted or not shifted) and not (each.kept and dense)
+            }  # fmt: skip
+        read = read_batch(p, target, **reading)
+        count += len(read)
+        for metric in metrics.values():
+            metric.update(read)
+    return {name: Score(float(metric.compute()), count) for name, metric in (metrics or {}).items()}
 
 
-def _prepared(change: Change | None, preprocess: Callable[[Any], Input] | None) -> Change | None:
-    """First `change`, then `preprocess`, where they are given."""
-    if preprocess is None or change is None:
-        return change if preprocess is None else lambda x, index: preprocess(x)
-    return lambda x, index: preprocess(change(x, index))
+def _under(place: str, scores: Mapping[str, Score]) -> dict[str, Score]:
+    return {f"{place}/{name}": score for name, score in scores.items()}
 
 
 def _corruption(name: str, severity: int, seed: int) -> Change:
-    """Each batch has noise of its own, and the same one in every evaluation."""
+    """Corrupt each batch with noise of its own, the same in every evaluation."""
 
     def change(x: Any, index: int) -> Input:
         if not isinstance(x, Tensor):
@@ -212,10 +201,10 @@ def _corruption(name: str, severity: int, seed: int) -> Change:
     return change
 
 
-def _detected(table: OODTable, prefix: str) -> dict[str, Score]:
+def _detected(table: OODTable) -> dict[str, Score]:
     measures = {"auroc": "auroc", "aupr": "aupr", "fpr95": "fpr"}
     return {
-        f"{prefix}{uncertainty}/{name}": Score(float(getattr(detection, measure)), table.inside + table.outside)
+        f"{uncertainty}/{name}": Score(float(getattr(detection, measure)), table.inside + table.outside)
         for uncertainty, detection in table.items()
         for name, measure in measures.items()
     }
@@ -226,9 +215,8 @@ def _summary(scores: Mapping[str, Score], corruptions: Sequence[tuple[str, int]]
     found: dict[str, list[Score]] = {}
     for place in ("shift/mean/{}", "shift/mean"):
         for name, severity in corruptions:
-            start = f"shift/{name}/{severity}/"
-            for score in [score for score in scores if score.startswith(start)]:
-                found.setdefault(f"{place.format(severity)}/{score.removeprefix(start)}", []).append(scores[score])
+            for measure, score in Evaluation(scores).under(f"shift/{name}/{severity}").scores.items():
+                found.setdefault(f"{place.format(severity)}/{measure}", []).append(score)
     return {
         name: Score(sum(each.value for each in own) / len(own), sum(each.count for each in own))
         for name, own in found.items()
@@ -239,7 +227,7 @@ def _relative(
     scores: Mapping[str, Score], corruptions: Sequence[tuple[str, int]], baseline: Evaluation
 ) -> dict[str, Score]:
     """Corruption errors relative to those of a baseline: mCE, relative mCE, mCNLL, mCECE; of values none."""
-    own = {name: score.value for name, score in scores.items()}
+    own = Evaluation(scores)
 
     def table(values: Mapping[str, float], measure: str) -> dict[str, list[float]]:
         rows: dict[str, list[float]] = {}

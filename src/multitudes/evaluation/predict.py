@@ -77,7 +77,7 @@ def predictions(
     prepare: Callable[[Any, int], Input] | None = None,
     **options: Any,
 ) -> Iterator[tuple[Predictive, Tensor | None]]:
-    """What `net` predicts of each batch, on its own device, and the batch's targets.
+    """Yield the predictions of each batch, on the network's own device, and the batch's targets.
 
     `prepare(x, number of the batch)` gives what the network is called with instead of `x`, which is on its device.
     """

@@ -1,4 +1,4 @@
-"""What an evaluation says: numbers by name, each with the count it was computed over."""
+"""The result of an evaluation: numbers by name, each with the count it was computed over."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Evaluation(Mapping[str, float]):
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many inputs, or pixels, each score was computed over."""
+        """The number of inputs, or pixels, that each score was computed over."""
         return {name: score.count for name, score in self.scores.items()}
 
     def under(self, prefix: str) -> Evaluation:
@@ -88,7 +88,8 @@ class Evaluation(Mapping[str, float]):
         """Read what `save` has written."""
         try:
             table = json.loads(Path(path).read_text())
-            return cls({name: Score(_number(row["value"]), int(row["count"])) for name, row in table.items()})
+            values = {name: math.nan if row["value"] is None else float(row["value"]) for name, row in table.items()}
+            return cls({name: Score(value, int(table[name]["count"])) for name, value in values.items()})
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"path {str(path)!r} does not hold an evaluation: {error}") from error
 
@@ -98,7 +99,3 @@ def plain_number(value: float) -> float | str | None:
     if math.isnan(value):
         return None
     return value if math.isfinite(value) else str(value)
-
-
-def _number(value: Any) -> float:
-    return math.nan if value is None else float(value)

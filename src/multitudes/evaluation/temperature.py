@@ -31,13 +31,13 @@ LARGEST_TEMPERATURE = 100.0
 """Temperatures lie between 1/100 and 100: of perfect predictions the best one is 0, of random labels infinity."""
 
 LEAST_LOG_PROB = -1e4
-"""What a scaling takes a lower log-probability for: classes that a network excludes have one of -inf."""
+"""The lowest log-probability for a scaling, as which it takes lower ones: excluded classes have one of -inf."""
 
 FLOOR = 1e-6
-"""What isotonic regression gives a class at least, before the classes are normalised: a 0 can never be taken back."""
+"""The least that isotonic regression gives a class, before the classes are normalised: a 0 cannot be taken back."""
 
 LEAST_FACTOR = 1e-12
-"""What a variance is multiplied with at least: where no target lies off its mean, the best factor is 0."""
+"""The least factor of a variance: where no target lies off its mean, the best one is 0."""
 
 _CHUNK = 2**22  # how many numbers of a fit are looked at together, in float64
 
@@ -62,6 +62,15 @@ class Scaling:
         """The log of the members' mean probabilities, `[B, C, ...]`, scaled."""
         return log_probs
 
+    def or_else(self, other: Self, predictive: Predictive, target: Tensor) -> Self:
+        """Return itself if it lowers the NLL by more than float32 rounds, and else the other scaling."""
+        before = -predictive.log_probs
+        scaled = replace(predictive, predictions=self.predictions(predictive.predictions, predictive.reading))
+        after = -self.log_probs(scaled.log_probs)
+        gain = (before.double() - after.double()).gather(1, target[:, None]).mean()
+        better = bool(gain > 1e-7 * before.gather(1, target[:, None]).double().mean())  # never where it is NaN
+        return self if better else other
+
 
 @dataclass(frozen=True, eq=False)
 class Temperature(Scaling):
@@ -80,8 +89,8 @@ class Temperature(Scaling):
     def fit(cls, predictive: Predictive, target: Tensor, members: int = 1) -> Self:
         """The T of least NLL; 1 where no other is better. The NLL is convex in 1/T, so there is but one."""
         # The mean is a single member, whose logits are its log-probabilities.
-        fitted = cls(_temperatures(predictive.log_probs.unsqueeze(0), target, 1)[0])
-        return fitted if _is_better(fitted, predictive, target) else cls(torch.ones_like(fitted.temperature))
+        own = _temperatures(predictive.log_probs.unsqueeze(0), target, 1)[0]
+        return cls(own).or_else(cls(torch.ones_like(own)), predictive, target)
 
     def log_probs(self, log_probs: Tensor) -> Tensor:
         if not torch.compiler.is_exporting() and self.temperature == 1:
@@ -103,8 +112,8 @@ class MemberTemperature(Scaling):
         Each member's own best T may make the mean worse: where calibrated members disagree, their mean is not sure
         enough. The minimum found is the one nearby, which need not be the only one.
         """
-        fitted = cls(_temperatures(predictive.member_log_probs, target, members))
-        return fitted if _is_better(fitted, predictive, target) else cls(torch.ones_like(fitted.temperature))
+        own = _temperatures(predictive.member_log_probs, target, members)
+        return cls(own).or_else(cls(torch.ones_like(own)), predictive, target)
 
     def predictions(self, predictions: Tensor, task: Task) -> Tensor:
         members = len(self.temperature)
@@ -139,8 +148,7 @@ class Vector(Scaling):
             for rows, own in _chunks(log_probs, target):
                 yield F.cross_entropy(at[0] * rows + at[1], own, reduction="sum") / len(target)
 
-        fitted = cls(*_minimised(objective, start))
-        return fitted if _is_better(fitted, predictive, target) else cls(*start)
+        return cls(*_minimised(objective, start)).or_else(cls(*start), predictive, target)
 
     def log_probs(self, log_probs: Tensor) -> Tensor:
         if not torch.compiler.is_exporting() and bool((self.weight == 1).all() and (self.bias == 0).all()):
@@ -160,7 +168,7 @@ class Isotonic(Scaling):
     knots: Tensor
     """Probabilities in rising order, `[C, K]`; where a class has fewer than K, its last one is repeated."""
     heights: Tensor
-    """What becomes of them, `[C, K]`."""
+    """The values that replace them, `[C, K]`."""
 
     @classmethod
     def fit(cls, predictive: Predictive, target: Tensor, members: int = 1) -> Self:
@@ -238,15 +246,6 @@ def _temperatures(logits: Tensor, target: Tensor, members: int) -> Tensor:
     return bounded(_minimised(objective, torch.zeros(members, dtype=torch.float64, device=logits.device)))
 
 
-def _is_better(scaling: Scaling, predictive: Predictive, target: Tensor) -> bool:
-    """Whether predictions have a lower NLL once they are scaled, by more than float32 rounds."""
-    before = -predictive.log_probs
-    scaled = replace(predictive, predictions=scaling.predictions(predictive.predictions, predictive.reading))
-    after = -scaling.log_probs(scaled.log_probs)
-    gain = (before.double() - after.double()).gather(1, target[:, None]).mean()
-    return bool(gain > 1e-7 * before.gather(1, target[:, None]).double().mean())  # never where it is NaN
-
-
 # Fitting ------------------------------------------------------------------------------------------------
 
 
@@ -260,7 +259,7 @@ def _chunks(values: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 @torch.inference_mode(False)
 @torch.enable_grad()
 def _minimised(objective: Callable[[Tensor], Iterable[Tensor]], start: Tensor) -> Tensor:
-    """Where the sum of the parts of an objective is least, by L-BFGS from `start`.
+    """Minimise the sum of the parts of an objective by L-BFGS from `start`; return the minimum's place.
 
     The parts are gone backward through one at a time, so that only one is held: they must share no part of the graph.
     """

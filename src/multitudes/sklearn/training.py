@@ -15,7 +15,7 @@ from multitudes.core.calling import call, evaluating
 from multitudes.core.copying import copied
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import mixed, seeded
-from multitudes.core.tasks import task_of
+from multitudes.core.tasks import tasks_of
 from multitudes.core.tasks.gaussian import beta_nll
 from multitudes.data.kinds import table_training
 from multitudes.methods.registry import Method, Recording
@@ -138,7 +138,7 @@ def trained(
     with seeded(seed):
         net = recipe.built(x[:8].cpu(), layout, seed)
         plan = {**recipe.method.train(net, training, settings), "dataset_size": len(train)}
-        plan["criterion"] = beta_nll if task_of(recipe.task).knows(beta_nll) else None
+        plan["criterion"] = beta_nll if recipe.task in tasks_of(beta_nll) else None
         times = recipe.method.times(plan["epochs"] * len(batches), settings)
         if not times:
             plan["average"] = average

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.core.calling import Input, InputError, kind_of, rows, tensors_in, versions
+from multitudes.core.calling import Input, InputError, rows, tensors_in, versions
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.proof import rows_interact
 from multitudes.core.tasks.predictive import Predictive
@@ -25,14 +25,14 @@ def _check(net: Any, x: Input, tolerance: float, max_draws: int) -> None:
         raise InputError(f"tolerance must be above 0, got {tolerance!r}")
     if isinstance(max_draws, bool) or not isinstance(max_draws, int) or max_draws < 2:
         raise InputError(f"max_draws must be a whole number, 2 or more, got {max_draws!r}")
-    verified = net._draw_cache.verified
-    if len(tensors_in(x)[0]) > 1 and ("apart", kind_of(x)) not in verified:
-        if rows_interact(net.network, net._predictions, x):
-            raise InputError(
-                "draws='auto' draws some inputs more often than others, and this network's predictions for one input "
-                "depend on the others, or its batch is not the first dimension of x: give a number of draws"
-            )
-        verified.add(("apart", kind_of(x)))
+    if len(tensors_in(x)[0]) == 1:
+        return
+    verdicts = net._draw_cache.verdicts
+    if verdicts.reason("rows", net.network, x, lambda: rows_interact(net.network, net._predictions, x)):
+        raise InputError(
+            "draws='auto' draws some inputs more often than others, and this network's predictions for one input "
+            "depend on the others, or its batch is not the first dimension of x: give a number of draws"
+        )
 
 
 def schedule(max_draws: int) -> list[int]:

@@ -18,23 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.at_once import at_once
-from multitudes.core.calling import Input, InputError, kind_of, tensors_in, use_of
+from multitudes.core.calling import Input, InputError, kind_of, tensors_in
 from multitudes.core.dispatching import NumbersDrawn
 from multitudes.core.draws.memory import Meter, OverBudget, free_bytes, in_bytes
-from multitudes.core.draws.stochastic import Draw, Stochastic, drawing
-from multitudes.core.proof import alike
-from multitudes.core.runners.verify import FAILURES
+from multitudes.core.draws.stochastic import Draw, Stochastic, drawing, expecting
+from multitudes.core.runners.verify import FAILURES, Verdicts, difference
 from multitudes.core.seeding import mixed, seeded, torch_generators
-from multitudes.core.trace import Trace, unmoved
+from multitudes.core.settings import holding
+from multitudes.core.trace import Trace, recording, unmoved
 
-__all__ = ["Cost", "Draws", "Run", "cost_key", "one_by_one", "vmapped"]
+__all__ = ["Cost", "Draws", "Run", "check_called", "cost_key", "one_by_one", "vmapped"]
 
 CACHED = 128e6
 """Bytes that draws may hold at once on a CPU, however much memory there is: with more, each draw takes longer."""
-
-
-class Different(ValueError):
-    """Draws under vmap differ from those that are made one by one."""
 
 
 @dataclass
@@ -92,7 +88,7 @@ class Draws:
 
     runner: str = "vmapped"
     seeds_torch: bool = False  # whether random numbers come from torch's own state as well
-    verified: set[Hashable] = field(default_factory=set)
+    verdicts: Verdicts = field(default_factory=Verdicts)
     costs: dict[Hashable, Cost] = field(default_factory=dict)
 
     def make(self, run: Run, numbers: range, seed: int | None = None, memory: str | float | None = None) -> Tensor:
@@ -128,18 +124,19 @@ class Draws:
         except torch.OutOfMemoryError:
             raise
         except FAILURES as error:
-            place = f"{_culprit(run.network, error.__traceback__)} ({str(error).splitlines()[0]})"
-            trouble = str(error) if isinstance(error, Different) else f"vmap cannot run {place}"
+            place, trouble = _culprit(run.network, error.__traceback__), str(error).splitlines()[0]
         drawn = one_by_one(run, numbers)  # an error where the input does not fit
         self.runner = "one_by_one"
-        warnings.warn(f"{trouble}, so the draws run one after the other, which is slower", stacklevel=2)
+        warnings.warn(
+            f"vmap cannot run {place} ({trouble}), so the draws run one after the other, which is slower", stacklevel=2
+        )
         return drawn
 
     def _in_chunks(self, run: Run, numbers: range) -> Tensor:
         """Make draws under vmap, as many at once as fit; two show for each new size how much memory they take."""
         key = cost_key(run.x)
         if key not in self.costs:
-            self.costs[key] = self._verified(run, numbers[-2:])
+            self.costs[key] = self._cost(run, numbers[-2:])
         cost, size = self.costs[key], len(numbers)
         if cost.shared + size * cost.each > min(CACHED, run.memory or CACHED):
             budget = run.budget()
@@ -150,25 +147,35 @@ class Draws:
         parts = [vmapped(run, numbers[start : start + size]) for start in range(0, len(numbers), size)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _verified(self, run: Run, numbers: range) -> Cost:
-        """Return what draws under vmap cost.
-
-        For each new use, raise an error if the last differs from one made alone, or if the network writes as it runs.
-        """
-        use = torch.is_grad_enabled(), use_of(run.network, run.x)
+    def _cost(self, run: Run, numbers: range) -> Cost:
+        """Return what these draws cost under vmap; raise an error if they differ from draws made one by one."""
         meter, written = Meter(run.budget() / 2), Trace()  # an operation's result is seen only when it is there
         with unmoved(run.network, run.x, written), meter:
-            drawn = vmapped(run, numbers, meter)
-        if use not in self.verified:
-            with unmoved(run.network, run.x):
-                want = one_by_one(run, numbers[-1:])
-            if names := sorted(written.attributes | written.buffers):
-                raise Different(f"the network writes {names[0]!r} as it runs, which each draw must do by itself")
-            if not alike(drawn[-1:].flatten(0, 1), want.flatten(0, 1)):
-                raise Different("under vmap the network gives other predictions than draw by draw")
-            self.verified.add(use)
+            vmapped(run, numbers, meter)
+        runner = "vmapped", torch.is_grad_enabled()
+        try:
+            reason = self.verdicts.reason(runner, run.network, run.x, lambda: _difference(run, numbers, written))
+        except torch.OutOfMemoryError as error:  # of the moved weights, which draws do not need
+            raise OverBudget from error
+        if reason:
+            raise ValueError(reason)
         shared = meter.base or 0
         return Cost(shared, max(1, meter.peak - shared) / len(numbers))
+
+
+def _difference(run: Run, numbers: range, written: Trace) -> str:
+    """Return how draws under vmap differ from the last of them made alone; `written` shows what they write."""
+    if names := sorted(written.attributes | written.buffers):
+        return f"it writes {names[0]!r} as it runs, which each draw must do by itself"
+
+    def drawn(runner: Callable[[Run, range], Tensor], own: range) -> Callable[[Input], Tensor]:
+        def last(x: Input) -> Tensor:
+            with holding(run.layers, "expects", False):  # which a verification holds to be true
+                return runner(run, own)[-1]
+
+        return last
+
+    return difference(run.network, run.x, drawn(vmapped, numbers), drawn(one_by_one, numbers[-1:]))
 
 
 def cost_key(x: Input) -> Hashable:
@@ -197,3 +204,31 @@ def _culprit(network: nn.Module, traceback: TracebackType | None) -> str:
             found = f"layer {name!r} ({type(module).__name__})"
         traceback = traceback.tb_next
     return found
+
+
+def check_called(network: nn.Module, x: Input, predict: Callable[[Input], Tensor]) -> None:
+    """Run a network once; raise an error where it computes with the weight of a layer that draws past its forward.
+
+    The noise of that layer would be left out in silence.
+    """
+    drawing_layers = {name: module for name, module in network.named_modules() if isinstance(module, Stochastic)}
+    layers = {name: layer for name, layer in drawing_layers.items() if next(layer.parameters(), None) is not None}
+    owners: dict[Tensor, str] = {
+        parameter: f"{own.rpartition('.')[2]} of layer {name!r} ({type(layer).__name__})"
+        for name, layer in layers.items()
+        for own, parameter in layer.named_parameters()
+    }
+    if not layers or "" in drawing_layers:  # a network that is such a layer itself is always called
+        return
+    trace = Trace()
+    watched = recording(network, layers, trace, tensors=False, functions=owners.keys())
+    try:
+        with unmoved(network, x), expecting(network), torch.no_grad(), watched:
+            predict(x)
+    finally:  # a weight with components has another rank, at which the run may fail
+        for use in trace.functions:
+            if not use.inside:
+                raise InputError(
+                    f"the network computes with the {owners[use.tensors[0]]} instead of calling the layer, so that "
+                    "its noise would be left out: leave the layer out by layers="
+                )

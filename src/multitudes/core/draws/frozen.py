@@ -8,7 +8,7 @@ share them. Two runs, of two rows and of three, show which axis is the batch axi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class Frozen(Sharing):
     frozen: Tensor
     kept: list[Tensor] | None = None
     seen: list[Shape] | None = None  # the shapes of the numbers, while the batch axis is looked for
-    _axes: dict[str, int | None] | None = {}  # noqa: RUF012 (of files from before it was looked for)
+    _axes: dict[str, int | None] | None
 
     def __init__(self, layer: Stochastic, seed: Tensor) -> None:
         super().__init__(layer)
@@ -127,21 +127,21 @@ def scrambled(numbers: Tensor) -> Tensor:
 # -- the batch axis ----------------------------------------------------------------------------------------
 
 
-def rows_to_find(network: nn.Module) -> bool:
-    """Return whether the batch axis of a frozen layer's numbers has yet to be found."""
-    return any(True for _ in _unknown(network))
+def rows_to_find(network: nn.Module) -> dict[str, Frozen]:
+    """Return the frozen layers whose numbers have a batch axis that has yet to be found, by name."""
+    modules = network.named_modules()
+    return {name: module for name, module in modules if isinstance(module, Frozen) and module._axes is None}
 
 
 @torch.no_grad()
 def find_rows(network: nn.Module, x: Input, run: Callable[[Input], Any]) -> None:
     """Find the batch axes of frozen layers' numbers: those that are longer for more rows."""
-    layers = dict(_unknown(network))
+    layers = rows_to_find(network)
     if layers:
         with unmoved(network, x):
             two, three = (_shapes(layers, x, count, run) for count in (2, 3))
-        axes = {name: _axes(name, layer, two[name], three[name]) for name, layer in layers.items()}
         for name, layer in layers.items():
-            layer._axes = axes[name]
+            layer._axes = _axes(name, layer, two[name], three[name])
 
 
 def _shapes(
@@ -159,12 +159,6 @@ def _shapes(
     finally:
         for layer in layers.values():
             del layer.seen
-
-
-def _unknown(network: nn.Module) -> Iterator[tuple[str, Frozen]]:
-    for name, module in network.named_modules():
-        if isinstance(module, Frozen) and module._axes is None:
-            yield name, module
 
 
 def _axes(name: str, layer: Frozen, two: Sequence[Shape], three: Sequence[Shape]) -> dict[str, int | None]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from multitudes.core.calling import Input, InputError
-from multitudes.core.draws.frozen import Frozen, scrambled
+from multitudes.core.draws.frozen import Frozen, find_rows, rows_to_find, scrambled
 from multitudes.core.draws.stochastic import Stochastic, expecting, stochastic_layers
 from multitudes.core.noise import STILL, Redrawn
 from multitudes.core.proof import alike, running_statistics
@@ -27,13 +27,8 @@ from multitudes.core.settings import holding
 from multitudes.core.trace import recording, unmoved
 
 __all__ = [
-    "FunctionalNoise",
-    "freeze_when_found",
-    "keep_noise",
-    "kept_class",
-    "noise_to_keep",
-    "own_class",
-    "to_be_kept",
+    *("FunctionalNoise", "find_noise", "freeze_when_found", "kept_class"),
+    *("noise_to_find", "noise_to_keep", "own_class", "to_be_kept"),
 ]
 
 CHILD = "functional_noise"
@@ -122,12 +117,12 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 
 
 def noise_to_keep(network: nn.Module, rate: float | None) -> None:
-    """Leave word that the network's functional noise is to be kept on, once an input shows where it is."""
+    """Mark a network: its functional noise is to be kept on, once an input shows where it is."""
     vars(network)[_MARK] = {"rate": rate}
 
 
 def freeze_when_found(network: nn.Module, seed: Tensor) -> None:
-    """Leave word that functional noise that is found later is to be frozen, with numbers that come from a seed."""
+    """Mark a network: functional noise that is found later is to be frozen, with numbers that come from a seed."""
     network.register_buffer(SEED, seed)
 
 
@@ -136,21 +131,27 @@ def to_be_kept(network: nn.Module) -> bool:
     return _MARK in vars(network)
 
 
-def keep_noise(network: nn.Module, x: Input, run: Callable[[], Tensor]) -> dict[str, str]:
-    """Keep on what the network's own code draws in training, seen in one `run`; what it is, by the module's name.
+def noise_to_find(network: nn.Module) -> bool:
+    """Return whether an input has yet to show functional noise, or the batch axes of frozen noise."""
+    return to_be_kept(network) or bool(rows_to_find(network))
 
-    What cannot be kept on is an error each time. In a network that is frozen, what is found is frozen too.
+
+def find_noise(network: nn.Module, x: Input, run: Callable[[Input], Tensor]) -> dict[str, str]:
+    """Find the batch axes of frozen noise, and keep on what the network's own code draws in training.
+
+    Return what is kept on, by the module's name; noise that cannot be kept on is an error each time. In a network that
+    is frozen, what is found is frozen too.
     """
-    mark = vars(network).pop(_MARK)
-    try:
-        found = _kept(network, x, run, mark["rate"])
-    except BaseException:
-        vars(network)[_MARK] = mark
-        raise
+    find_rows(network, x, run)
+    if not to_be_kept(network):
+        return {}
+    found = _kept(network, x, partial(run, x), vars(network)[_MARK]["rate"])
+    del vars(network)[_MARK]
     if (seed := network._buffers.pop(SEED, None)) is not None:
         for number, name in enumerate(found):
             module: Any = network.get_submodule(name)
             module.add_module(CHILD, Frozen(module._modules[CHILD], scrambled(scrambled(seed) + number)))
+        find_rows(network, x, run)
     return {name: f"{', '.join(sorted(functions))} in its own code stays on" for name, functions in found.items()}
 
 

@@ -171,9 +171,7 @@ def drawing(layers: Sequence[Stochastic], draw: Draw) -> Iterator[None]:
         yield
     finally:
         for layer, own in zip(layers, before, strict=True):
-            vars(layer).pop(
-                "draw", None
-            )  # what was not there before counts as written; children may have that name, too
+            vars(layer).pop("draw", None)  # not delattr, which may find a child of that name
             if own is not None:
                 layer.draw = own
 

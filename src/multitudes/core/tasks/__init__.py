@@ -56,7 +56,7 @@ def task_of(name: str, quantiles: Sequence[float] | None = None, next_tokens: bo
 
 def tasks_of(criterion: Criterion) -> tuple[str, ...]:
     """The tasks that a criterion is for; none where it is not known."""
-    return tuple(name for name, task in TASKS.items() if task.knows(criterion))
+    return tuple(name for name, task in TASKS.items() if is_any(criterion, task.criteria))
 
 
 def one_of(tasks: Sequence[str], sign: str = "") -> str:

@@ -287,24 +287,21 @@ def _check_several(shape: Sequence[int]) -> None:
 
 def check_clear(predictions: Tensor, y: Tensor) -> None:
     """Raise InputError where targets do not tell that predictions `[S, B, C, ...]` classify."""
+    _check_several(predictions.shape)
     shape = predictions.shape[1:]
-    if len(shape) < 2 or shape[1] == 1:
-        _check_several(predictions.shape)
     if not isinstance(y, Tensor) or len(shape) < 3:
         return
     in_dim_1, last = y.shape == shape[:1] + shape[2:], y.shape == shape[:-1]
     if y.shape == shape and y.is_floating_point():
         in_dim_1, last = _adds_up(y, 1), _adds_up(y, -1)
-    if last and in_dim_1:
-        raise InputError(
-            f"predictions of shape {list(shape)} for targets of shape {list(y.shape)} may have their classes in dim 1 "
-            "or last, and no task was chosen: pass task='classification' for dim 1, or task='tokens' for classes last"
-        )
     if last:
-        raise InputError(
-            f"predictions of shape {list(shape)} for targets of shape {list(y.shape)} have their classes last: "
-            "pass task='tokens'"
-        )
+        way_out = "have their classes last: pass task='tokens'"
+        if in_dim_1:
+            way_out = (
+                "may have their classes in dim 1 or last, and no task was chosen: pass task='classification' for dim "
+                "1, or task='tokens' for classes last"
+            )
+        raise InputError(f"predictions of shape {list(shape)} for targets of shape {list(y.shape)} {way_out}")
 
 
 def _adds_up(y: Tensor, dim: int) -> bool:

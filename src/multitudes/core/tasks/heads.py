@@ -76,9 +76,7 @@ def _inside(network: nn.Module) -> Any:
     """The user's own network, without the wrappers of the library and of `torch.compile`."""
     while True:
         own = type(network).__module__.startswith("multitudes.")
-        inner = vars(network).get("network") if own else network._modules.get("_orig_mod")
-        if inner is None and own:
-            inner = network._modules.get("network")
+        inner = getattr(network, "network", None) if own else network._modules.get("_orig_mod")
         if not isinstance(inner, nn.Module):
             return network
         network = inner

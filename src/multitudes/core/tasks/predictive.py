@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, wraps
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,28 +19,7 @@ from torch import Tensor
 from multitudes.core.tasks import TASKS, task_of
 from multitudes.core.tasks.criteria import at_least_float32
 
-__all__ = ["Calibration", "Predictive"]
-
-
-class Calibration(Protocol):
-    """The interface of a `Predictive` to its calibration (see `evaluation.calibrate`)."""
-
-    @property
-    def conformal(self) -> Any:
-        """The scores for sets and intervals, whose `set(predictive, level, seed)` gives them; or None."""
-        ...
-
-    def log_probs(self, log_probs: Tensor) -> Tensor:
-        """The log of the members' mean probabilities, `[B, C, ...]`, calibrated."""
-        ...
-
-    def to(self, device: torch.device | str) -> Self:
-        """The same on another device."""
-        ...
-
-    def equals(self, other: Any) -> bool:
-        """Return whether the other gives the same predictions the same calibration."""
-        ...
+__all__ = ["Predictive"]
 
 
 def quantity(compute: Callable[[Any], Tensor]) -> cached_property[Tensor]:
@@ -107,8 +86,8 @@ class Predictive:
     task: str = "classification"
     draws: Tensor | None = None
     """The number of draws of each input, `[B]`, with `draws="auto"`."""
-    calibration: Calibration | None = None
-    """The scaling and scores of a calibrated network, fitted to data that it was not trained on."""
+    calibration: Any = None
+    """The `evaluation.calibrate.Calibration` of a calibrated network, fitted to data that it was not trained on."""
     quantiles: tuple[float, ...] | None = None
     """The levels of `task="quantiles"`; evenly spaced from 0.05 to 0.95 where they are not given."""
     next_tokens: bool = False
@@ -128,9 +107,9 @@ class Predictive:
 
     def _require(self, quantity: str) -> None:
         if quantity not in self.reading.quantities:
-            tasks = [name for name, kind in TASKS.items() if quantity in kind.quantities]
+            *tasks, last = (name for name, kind in TASKS.items() if quantity in kind.quantities)
+            needed = f"{', '.join(tasks)} or {last}" if tasks else last
             # Not an AttributeError, which hasattr and getattr would swallow.
-            needed = " or ".join(filter(None, [", ".join(tasks[:-1]), tasks[-1]]))
             raise ValueError(f"{quantity} needs task {needed}, got predictions of {self.task}")
 
     @property
@@ -392,7 +371,7 @@ class Predictive:
             one, other = list(first.predictions.shape), list(part.predictions.shape)
             if one[:1] + one[2:] != other[:1] + other[2:]:
                 raise ValueError(f"parts must have the same shape but for dim 1, got {one} and {other}")
-            if not _same(part.calibration, first.calibration):
+            if part.calibration != first.calibration:
                 raise ValueError("parts must have the same calibration, or none, got predictions that differ in it")
         counts = [part.draws for part in parts if part.draws is not None]
         return replace(
@@ -419,7 +398,3 @@ def _entropy(log_probs: Tensor, dim: int) -> Tensor:
     """`-sum p log p` over `dim`, where p log p is 0 at p = 0."""
     finite = log_probs.clamp(min=torch.finfo(log_probs.dtype).min)  # 0 * -inf would be NaN
     return (log_probs.exp() * -finite).sum(dim)
-
-
-def _same(one: Calibration | None, other: Calibration | None) -> bool:
-    return one is other or (one is not None and other is not None and one.equals(other))

@@ -16,7 +16,6 @@ from multitudes.core.calling import InputError
 from multitudes.core.tasks.criteria import (
     Criterion,
     at_least_float32,
-    is_any,
     setting_of,
     spread,
     target_losses,
@@ -154,10 +153,6 @@ class Task(ABC):
         """The default criterion."""
         criterion: Criterion = self.criteria[0]
         return criterion
-
-    def knows(self, criterion: Criterion) -> bool:
-        """Return whether a criterion is known to be for this task."""
-        return is_any(criterion, self.criteria)
 
     def averages_rows(self, criterion: Criterion) -> bool:
         """Return whether a criterion is known to be the mean over rows, so that batches can be put together.
