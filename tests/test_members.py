@@ -138,7 +138,7 @@ def test_check_proves_hard_networks_right(name: str) -> None:
 
 def test_check_finds_members_that_mix() -> None:
     net = mt.fuse([Cnn() for _ in range(2)])
-    net._predictions = lambda x: net._loop(x).flip(0)
+    net._predictions = lambda x: net._runners.loop(x).flip(0)
     with pytest.raises(ValueError, match="member 0 differs from itself alone"):
         mt.check(net, torch.randn(2, 3, 8, 8))
 

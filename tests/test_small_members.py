@@ -283,7 +283,7 @@ def test_other_transforms_see_the_loop() -> None:
         traced = torch.jit.trace(net, x[0], check_trace=False)
         torch.testing.assert_close(got, torch.stack([alone(net, each) for each in x]))
         torch.testing.assert_close(traced(x[1]), alone(net, x[1]))
-    assert not net._fast
+    assert not net._runners.fast
 
 
 def test_compiled_it_is_the_loop() -> None:
@@ -292,7 +292,7 @@ def test_compiled_it_is_the_loop() -> None:
     x = torch.randn(4, 16)
     with torch.no_grad():
         assert torch.equal(torch.compile(net, backend="eager", fullgraph=True)(x), alone(net, x))
-    assert not net._fast
+    assert not net._runners.fast
 
 
 def test_copies_are_small_too() -> None:

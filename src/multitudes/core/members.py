@@ -11,28 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.architecture import equal, of_one_architecture, own_parameters, share_frozen, shared_parameters
-from multitudes.core.calling import Input, InputError, plain_attention, tensors_in
+from multitudes.core.calling import Input, InputError, plain_attention
 from multitudes.core.compiling import uncompiled
 from multitudes.core.copying import copied
 from multitudes.core.divergences import Divergence
 from multitudes.core.draws.functional import find_noise
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.multitude import Multitude, plain
-from multitudes.core.runners.loop import LoopRunner
-from multitudes.core.runners.packed import PackedRunner
-from multitudes.core.runners.selection import INDEPENDENT, Use, runners_for
-from multitudes.core.runners.size import convolves, is_small, is_watched
-from multitudes.core.runners.template import CannotStack
-from multitudes.core.runners.verify import Verdicts, difference
-from multitudes.core.runners.vmapped import VmappedRunner
+from multitudes.core.runners.independent import RUNNERS, IndependentRunners
 from multitudes.core.tasks import Criterion
 
 __all__ = ["RUNNERS", "Members", "fuse"]
-
-RUNNERS = ("auto", "loop", "packed", "vmapped")
-
-FAST: dict[str, type[PackedRunner] | type[VmappedRunner]] = {"packed": PackedRunner, "vmapped": VmappedRunner}
-"""The runners that compute all members at once, each compared with the loop before it is used."""
 
 
 class Members(Multitude):
@@ -49,7 +38,7 @@ class Members(Multitude):
     """
 
     independent = True
-    found_anew = (*Multitude.found_anew, "_nested", "_loop", "_fast", "_verdicts", "_chosen", "_shared")
+    found_anew = (*Multitude.found_anew, "_runners", "_shared")
 
     def __init__(self, networks: Iterable[nn.Module], members: int) -> None:
         super().__init__(nn.ModuleList(of_one_architecture(networks)), members)
@@ -60,11 +49,7 @@ class Members(Multitude):
 
     def forget(self) -> None:
         super().forget()
-        self._nested = isinstance(self.network[0], Multitude)
-        self._loop = LoopRunner(self.network)
-        self._fast: dict[str, PackedRunner | VmappedRunner] = {}
-        self._verdicts = Verdicts()
-        self._chosen: dict[Any, str] = {}
+        self._runners = IndependentRunners(self.network, isinstance(self.network[0], Multitude))
         self._shared: list[tuple[str, nn.Parameter]] = list(shared_parameters(list(self.network)).items())
 
     @property
@@ -82,101 +67,41 @@ class Members(Multitude):
     def runner(self, name: str) -> None:
         if name not in RUNNERS:
             raise ValueError(f"runner must be one of {', '.join(RUNNERS)}, got {name!r}")
-        if name in FAST:
+        if name not in ("auto", "loop"):
             try:
-                self._prepared(name)
+                self._runners.prepared(name)
             except InputError as refusal:
                 raise ValueError(f"runner {name!r} cannot run this network: {refusal}") from refusal
         self._runner = name
 
     def _predictions(self, x: Input) -> Tensor:
-        runner = self._runner_of(x)
-        predictions = self._loop(x) if runner is None else runner(x)
-        # Members that are multitudes themselves give [S, B, ...] each.
-        return predictions.flatten(0, 1) if self._nested else predictions
-
-    def _runner_of(self, x: Input) -> PackedRunner | VmappedRunner | None:
-        """Return the fast runner to use, which was compared with the loop; None for the loop."""
         if self._shared and torch.is_grad_enabled():
             self._check_frozen()
-        name = self._usual(x) if self._runner == "auto" else self._runner
-        if name == "loop":
-            return None
-        reason = self.refusal(name, x)
-        if reason and self._runner != "auto":
-            raise InputError(f"runner {name!r} cannot run this network: {reason}")
-        return None if reason else self._fast[name]
-
-    def _usual(self, x: Input) -> str:
-        """The name of the runner that is usually the fastest, by the table of `runners/selection.py`."""
-        first = x if isinstance(x, Tensor) else tensors_in(x)[0]
-        if not first.is_cuda and (torch.compiler.is_compiling() or is_watched()):
-            return "loop"
-        autocast = torch.is_autocast_enabled(first.device.type)
-        key = first.device.type, self.training, autocast, first.dtype, first.shape
-        if key not in self._chosen:
-            small = not first.is_cuda and self._packs_small(x)
-            rows = len(first) if first.dim() else 0
-            use = Use(first.device.type, self.training, rows, False, convolves=convolves(self.template), small=small)
-            self._chosen[key] = runners_for(INDEPENDENT, use)[0]
-        return self._chosen[key]
-
-    @uncompiled
-    def _packs_small(self, x: Input) -> bool:
-        """Whether members are small on `x`, and the packed runner has a rule for each of their steps."""
-        if not is_small(self.template, self.members, x, partial(self._of_first, x)) or self.refusal("packed", x):
-            return False
-        packed = self._fast["packed"]
-        return isinstance(packed, PackedRunner) and packed.all_steps_have_rules()
+        predictions = self._runners.run(self._runner, x)
+        # Members that are multitudes themselves give [S, B, ...] each.
+        return predictions.flatten(0, 1) if self._runners.nested else predictions
 
     def refusal(self, name: str, x: Input) -> str:
         """Return why a runner cannot run inputs like `x` in the present mode; an empty string if it can."""
-        if torch.compiler.is_compiling() and (name, self.training) in self._verdicts.in_mode:
-            return self._verdicts.in_mode[name, self.training]
-        return self._checked(name, x)
-
-    def _prepared(self, name: str) -> PackedRunner | VmappedRunner:
-        """Return a runner that fits the networks as they are; what was found of an earlier one counts no more."""
-        if self._nested:
-            raise CannotStack("its members are multitudes themselves, which run one after the other")
-        if name not in self._fast:
-            self._fast[name] = FAST[name](self.network)
-        runner = self._fast[name]
-        if runner.prepare():
-            self._verdicts.forget(name, self.training)
-        return runner
-
-    @uncompiled
-    def _checked(self, name: str, x: Input) -> str:
-        try:
-            runner = self._prepared(name)
-        except InputError as refusal:
-            self._verdicts.in_mode[name, self.training] = str(refusal)
-            return str(refusal)
-        return self._verdicts.reason(
-            runner.name,
-            self.network,
-            x,
-            lambda: difference(self.network, x, runner, self._loop, buffers=True, gradients=self.training),
-        )
+        return self._runners.refusal(name, x)
 
     def _prepare(self, x: Input) -> None:
-        if self._nested:
+        if self._runners.nested:
             for member in self.network:
                 member._prepare(x)  # type: ignore[operator]
-        self._runner_of(x)
+        self._runners.choose(self._runner, x)
 
     def _attention(self) -> AbstractContextManager[Any]:
         return plain_attention(self.template) if stochastic_layers(self.template) else nullcontext()
 
     def _of_first(self, x: Input) -> Tensor:
-        return self._loop.one(0, self.template, x)
+        return self._runners.loop.one(0, self.template, x)
 
     @uncompiled
     def find_noise(self, x: Input) -> None:
         with plain_attention():
             for index, member in enumerate(self.network):
-                self.notes |= find_noise(member, x, partial(self._loop.one, index, member))
+                self.notes |= find_noise(member, x, partial(self._runners.loop.one, index, member))
 
     # -- shared frozen parameters ------------------------------------------------------------------------
 
@@ -227,7 +152,7 @@ class Members(Multitude):
     def _losses(
         self, x: Input, y: Tensor, criterion: Criterion | None, task: str | None, weight: Tensor | None
     ) -> list[Tensor]:
-        if not self._nested:
+        if not self._runners.nested:
             return super()._losses(x, y, criterion, task, weight)
         task = task or self.chosen_task
         return [member.loss(x, y, criterion, task=task, weight=weight) for member in self.network]  # type: ignore[operator]

@@ -175,7 +175,7 @@ def _keep_scale(model: nn.Module, net: SharedMembers, x: Input, names: list[str]
     """Scale the masked layers' weights by all members at once, or by the first where a batch cannot hold them all."""
     kept = {name: None for name in names}
     with evaluating(net):
-        tiles = net.takes_tiled(x)
+        tiles = net._runners.takes_tiled(x)
     if not tiles:
         first: Any = member_view(net.network, 0)
         keep_scale(model, first, x, x, kept)
