@@ -33,7 +33,7 @@ from torchmetrics import Metric
 from multitudes.core.checks import check_count
 from multitudes.core.tasks.predictive import Predictive
 from multitudes.metrics.inputs import places, read_rows, read_without_target
-from multitudes.metrics.streaming import KeptMetric, StreamingMetric, SumsMetric, mean_of
+from multitudes.metrics.streaming import StreamingMetric, mean_of
 
 __all__ = ["METRICS"]
 
@@ -185,7 +185,7 @@ class Declaration:
             "__qualname__": name, "declaration": self, "higher_is_better": higher,
             "update": _signed(update, [_parameter("self"), *self.data], None),
         }  # fmt: skip
-        made = type(name, (_DeclaredMetric, KeptMetric if self.kept else SumsMetric), members)
+        made = type(name, (_DeclaredMetric,), members)
         return _signed(made, [*self.class_settings.values(), _parameter("kwargs", Any, inspect.Parameter.VAR_KEYWORD)])
 
 
@@ -205,8 +205,7 @@ class _DeclaredMetric(StreamingMetric):
         of_compute = _given(own.compute, settings).keys() - _given(own.update, settings).keys()
         looked_at = {name: value for name, value in settings.items() if name not in of_compute}
         shape = tuple(settings[each] if isinstance(each, str) else each for each in own.shape)
-        state: dict[str, Any] = {"columns": own.kept} if own.kept else {"shape": shape}
-        super().__init__(settings=tuple(looked_at.values()), **state, **kwargs)
+        super().__init__(shape=shape, columns=own.kept, settings=tuple(looked_at.values()), **kwargs)
         self.settings = settings
         for name, value in settings.items():
             setattr(self, name, value)

@@ -199,6 +199,8 @@ def _read_frames(
 
 
 def _read_frame(frame: Predictive | Tensor, mask: Any, name: str) -> tuple[Rows, Tensor]:
+    if isinstance(frame, Rows):  # of which some may have been left out
+        raise ValueError(f"prediction must be a Predictive or probabilities of a whole frame, got {frame!r}")
     rows = read_without_target(frame)
     mask = torch.ones(places(frame), dtype=torch.bool) if mask is None else mask
     check_mask(name, mask, places(frame))
