@@ -63,7 +63,6 @@ ANALYSES: dict[str, Callable[[mt.Multitude], Any]] = {
     "feature_uncertainty": lambda net: landscape.feature_uncertainty(net, DATA, draws=2),
     "neighbour_covariance": lambda net: landscape.neighbour_covariance(net, DATA),
     "feature_spectrum": lambda net: landscape.feature_spectrum(net, DATA, draws=2),
-    "frequency_accuracy": lambda net: landscape.frequency_accuracy(net, X, Y, [0.0, 1.0], draws=2, seed=0),
     "function_prior": lambda net: landscape.function_prior(),
     "similarity": lambda net: landscape.similarity({"a": net, "b": [LEFT, RIGHT]}, X, draws=2),
     "function_map": lambda net: landscape.function_map({"a": net, "b": [LEFT, RIGHT]}, X, draws=3),

@@ -11,7 +11,7 @@ from multitudes.landscape.directions import filter_normalised, random_direction
 from multitudes.landscape.explanation import Explanation, explain
 from multitudes.landscape.features import FeatureUncertainty, feature_uncertainty, neighbour_covariance
 from multitudes.landscape.flatness import expected_sharpness, loss_variance, sharpness
-from multitudes.landscape.fourier import FeatureSpectrum, feature_spectrum, frequency_accuracy
+from multitudes.landscape.fourier import FeatureSpectrum, feature_spectrum
 from multitudes.landscape.function_space import FunctionMap, Similarity, function_map, similarity
 from multitudes.landscape.growing import growth, initialisation_against_order
 from multitudes.landscape.hessian import HessianSpectrum, hessian_spectrum
@@ -38,7 +38,6 @@ __all__ = [
     "feature_spectrum",
     "feature_uncertainty",
     "filter_normalised",
-    "frequency_accuracy",
     "function_map",
     "function_prior",
     "growth",
