@@ -108,7 +108,7 @@ def tell_planes(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
     """Fig. 5."""
     axes = tuple(torch.tensor(axis) for axis in piece["axes"])
     loss, accuracy, agreement = (torch.tensor(piece[key]) for key in ("loss", "accuracy", "agreement"))
-    unknown = Scores(torch.zeros(2), None, None)
+    unknown = Scores(torch.zeros(2, 1))
     alone = Frame(torch.zeros(2), torch.eye(2))  # the plane by itself, as the rest of weight space is not kept
     at = torch.tensor(piece["coordinates"])
     found = Plane(axes, loss, accuracy, agreement, ("run 0", "run 1"), at, unknown, alone)
@@ -130,7 +130,7 @@ def tell_tunnel(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
     """Fig. S2 and S3."""
     t, way, line, under = torch.tensor(piece["t"]), piece["tunnel"], piece["linear"], piece["stitched"]
     scores = {
-        name: Scores(*(torch.tensor(one[key]) for key in ("loss", "accuracy", "agreement")))
+        name: Scores(torch.column_stack([torch.tensor(one[key]) for key in ("loss", "accuracy", "agreement")]))
         for name, one in (("scores", way), ("linear", line))
     }
     figures["tunnel"] = Path(t=t, weights=torch.zeros(len(t), 0), **scores).plot()
