@@ -1,4 +1,4 @@
-"""Feature maps in frequencies: which ones layers pass (`shift.accuracy_by_frequency`: which ones harm accuracy).
+"""Feature maps in frequencies: which ones layers pass.
 
 Park & Kim, "Blurs Behave Like Ensembles" (2022), section 2.2 and Fig. 6: the log amplitude of the Fourier transform of
 feature maps, relative to that of frequency 0. Dropout adds high frequencies, smoothing takes them away. Frequencies are
