@@ -13,7 +13,7 @@ from multitudes.landscape.features import FeatureUncertainty, feature_uncertaint
 from multitudes.landscape.flatness import expected_sharpness, loss_variance, sharpness
 from multitudes.landscape.fourier import FeatureSpectrum, feature_spectrum
 from multitudes.landscape.function_space import FunctionMap, Similarity, function_map, similarity
-from multitudes.landscape.growing import growth, initialisation_against_order
+from multitudes.landscape.growing import growth
 from multitudes.landscape.hessian import HessianSpectrum, hessian_spectrum
 from multitudes.landscape.path import Path, tunnel
 from multitudes.landscape.planes import Plane, plane
@@ -42,7 +42,6 @@ __all__ = [
     "function_prior",
     "growth",
     "hessian_spectrum",
-    "initialisation_against_order",
     "loss_variance",
     "neighbour_covariance",
     "plane",

@@ -86,6 +86,8 @@ def similarity(
     """Weights and predictions of solutions against each other (Fig. 2, 3).
 
     `solutions` are checkpoints, networks, members or draws, by run: see `read_solutions`, whose arguments these are.
+    Of networks that were trained from two initialisations, each with two orders of batches, it shows which of the two
+    makes functions differ (Fig. S4).
 
     >>> left, right = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     >>> _ = left.weight.data.copy_(torch.eye(2)), right.weight.data.copy_(2 * torch.eye(2).flip(0))
