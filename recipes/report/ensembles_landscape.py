@@ -82,9 +82,9 @@ def tell_train(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
 
 def tell_similarity(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
     """Fig. 2 (a, b) and 3."""
-    along = {matrix: torch.tensor(values) for matrix, values in piece["along"].items()}
-    labels = tuple(f"checkpoint {at}" for at in range(len(along["cosine"])))
-    figures["trajectory"] = Similarity(labels, ("run 0",) * len(labels), labels, **along).plot()
+    cosine, apart, divergence = (torch.tensor(piece["along"][key]) for key in ("cosine", "disagreement", "divergence"))
+    labels = tuple(f"checkpoint {at}" for at in range(len(cosine)))
+    figures["trajectory"] = Similarity(labels, ("run 0",) * len(labels), labels, cosine, apart, divergence).plot()
     rows = [
         [title, *(number(piece[key][matrix]) for matrix in ("cosine", "disagreement", "divergence"))]
         for title, key in (("two checkpoints of one run", "within_runs"), ("of two runs", "between_runs"))

@@ -169,8 +169,7 @@ class WeightScorer:
             return self._scores(torch.stack([self._answer(s, x, n) for s, n in pairs]) for x, _ in self.batches)
         if self._fused is None:
             self._fused = Fused(self.model, self.at_once, [x for x, _ in self.batches])
-        self._fused.load(states)
-        return self._scores(self._fused.answers())
+        return self._scores(self._fused.answers(states))
 
     def score_all(self, weights: Tensor) -> Scores:
         """The scores of any number of settings `[K, P]`."""
