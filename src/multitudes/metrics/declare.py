@@ -25,7 +25,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Generic, TypeVar, get_type_hints
 
 from torch import Tensor
 from torchmetrics import Metric
@@ -107,18 +107,7 @@ def read_batch(p: Predictive, target: Tensor, **settings: Any) -> Any:
 
 # Declarations -------------------------------------------------------------------------------------------
 
-
-R = TypeVar("R", covariant=True)
-
-
-class Functional(Protocol[R]):
-    """A metric of one batch: `nll(prediction, target)`; `declaration` is what it comes from."""
-
-    declaration: Declaration[Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> R:
-        """A batch, then settings -> the result."""
-
+R = TypeVar("R")
 
 METRICS: dict[str, Declaration[Any]] = {}
 """The declared metrics, by the name of their function."""
@@ -149,8 +138,8 @@ class Declaration(Generic[R]):
     """Of the function; `class_name` is that of the class."""
     update: Callable[..., Tensor] = field(init=False)
 
-    def __call__(self, update: Callable[..., Tensor]) -> Functional[R]:
-        """Declare the metric whose update this is; gives its function."""
+    def __call__(self, update: Callable[..., Tensor]) -> Callable[..., R]:
+        """Declare the metric whose update this is; gives the function of one batch, with the update's docstring."""
         self.update, self.name = update, update.__name__
         self.score = self.score or self.name
         if self.group not in (None, *GROUPS):
@@ -161,8 +150,15 @@ class Declaration(Generic[R]):
         METRICS[self.name] = self
         RANKS.update({self.name: self.better, self.score: self.better})
         update.__globals__[self.class_name] = self.streaming  # where pickle looks for it
-        function: Functional[R] = self.functional()
-        function.declaration = self
+        parameters = [*self.data, *self.settings.values()]
+
+        @functools.wraps(update)
+        def function(*args: Any, **kwargs: Any) -> R:
+            given = _bound(parameters, *args, **kwargs)
+            return self.result(self.sums(given), given)
+
+        _signed(function, parameters, get_type_hints(self.compute).get("return", Any))
+        function.declaration = self  # type: ignore[attr-defined]
         return function
 
     @functools.cached_property
@@ -187,20 +183,9 @@ class Declaration(Generic[R]):
         """What a batch adds, which is given by name together with the settings."""
         return self.update(self.kind.read(**_given(self.kind.read, given)), **_given(self.update, given))
 
-    def result(self, sums: Tensor, settings: Mapping[str, Any]) -> Any:
+    def result(self, sums: Tensor, settings: Mapping[str, Any]) -> R:
         """What all batches together give."""
         return self.compute(sums, **_given(self.compute, settings))
-
-    def functional(self) -> Any:
-        """The function of one batch, with the update's docstring."""
-        parameters = [*self.data, *self.settings.values()]
-
-        @functools.wraps(self.update)
-        def function(*args: Any, **kwargs: Any) -> Any:
-            given = _bound(parameters, *args, **kwargs)
-            return self.result(self.sums(given), given)
-
-        return _signed(function, parameters, get_type_hints(self.compute).get("return", Any))
 
     @functools.cached_property
     def streaming(self) -> type[Metric]:
