@@ -161,11 +161,11 @@ def measured(
         "ece": metrics.ECE(bins=10),
         "mean_iou": metrics.MeanIoU(CLASSES),
     }
-    consistency = metrics.TemporalConsistency()
+    consistency = metrics.Consistency()
     dtype = next(layer.weight.dtype for layer in net.modules() if isinstance(layer, nn.Conv2d))
     for sequence in sequences(video.names):
-        consistency.new_sequence()
         predictor = net if decay is None else mt.temporal(net, frames=REMEMBERED, decay=decay)
+        before: list[Tensor] = []
         for index in sequence:
             x, y = (video.images[index, None] - mean) / std, video.labels[index, None].long()
             x = x.to(dtype, memory_format=torch.channels_last)
@@ -173,7 +173,9 @@ def measured(
             rows = metrics.read_rows(p, y, ignore=UNLABELLED)
             for metric in scores.values():
                 metric.update(rows)
-            consistency.update(p.probs, y != UNLABELLED)
+            if before:
+                consistency.update([*before, p.probs], video.labels[index - 1 : index + 1, None] != UNLABELLED)
+            before = [p.probs]
     scores["consistency"] = consistency
     return rounded({name: float(metric.compute()) for name, metric in scores.items()})
 
@@ -181,11 +183,12 @@ def measured(
 def described(video: Frames) -> dict[str, Any]:
     """How long a video is, how many of the camera's frames are between two of its own, and how much it moves."""
     found = sequences(video.names)
-    truth = metrics.TemporalConsistency()
+    truth = metrics.Consistency()
     for sequence in found:
-        truth.new_sequence()
-        for label in video.labels[sequence.start : sequence.stop, None].long():
-            truth.update(F.one_hot(label, CLASSES + 1).movedim(-1, 1).float(), label != UNLABELLED)
+        labels = video.labels[sequence.start : sequence.stop, None].long()
+        if len(labels) > 1:
+            frames = (F.one_hot(label, CLASSES + 1).movedim(-1, 1).float() for label in labels)
+            truth.update(frames, labels != UNLABELLED)
     steps = {place(video.names[i + 1])[1] - place(video.names[i])[1] for sequence in found for i in sequence[:-1]}
     return {
         "sequences": [len(sequence) for sequence in found],

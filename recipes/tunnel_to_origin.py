@@ -96,13 +96,13 @@ def stitched(
     unit = places / length.unsqueeze(1)
     angle = torch.cat([torch.zeros(1).double(), 2 * (unit.diff(dim=0).norm(dim=1) / 2).clamp(max=1).asin()]).cumsum(0)
     radius = length.unsqueeze(1) * share
-    scores = scorer.score_all(settings).map(lambda part: part.movedim(0, -1).reshape(*part.shape[1:], *radius.shape))
+    columns = scorer.score_all(settings).table.T.unflatten(1, radius.shape)
     return Stitched(
         radius * angle.cos().unsqueeze(1),
         radius * angle.sin().unsqueeze(1),
-        scores.loss,
-        scores.accuracy,
-        scores.agreement,
+        columns[0],
+        columns[1],
+        columns[2:],
         tuple(range(0, len(places), across)),
         share,
     )

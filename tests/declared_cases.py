@@ -69,18 +69,8 @@ def case_of(declaration):
     return Case(make, DATA[declaration.kind.name], partial(function, **fixed), declaration)
 
 
-class Video(Case):
-    def feed(self, metric, half):
-        metric.new_sequence()
-        for frame in logits(5, S, 2, C, 3, seed=half.start):
-            metric.update(Predictive(frame))
-
-
 DECLARED = {each.class_name: case_of(each) for each in METRICS.values() if each.kind.name in DATA}
-CASES = DECLARED | {
-    "OODDetection": Case(metrics.OODDetection, of_data(P, Y == 0)),
-    "TemporalConsistency": Video(metrics.TemporalConsistency, None),
-}
+CASES = DECLARED | {"OODDetection": Case(metrics.OODDetection, of_data(P, Y == 0))}
 OF_ROWS = {n: c for n, c in DECLARED.items() if c.declaration.kind.read in (read_rows, read_without_target)}
 OF_FORECASTS = {n: c for n, c in DECLARED.items() if c.data is DATA["regression"]}
 

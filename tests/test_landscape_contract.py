@@ -63,7 +63,6 @@ ANALYSES: dict[str, Callable[[mt.Multitude], Any]] = {
     "feature_uncertainty": lambda net: landscape.feature_uncertainty(net, DATA, draws=2),
     "neighbour_covariance": lambda net: landscape.neighbour_covariance(net, DATA),
     "feature_spectrum": lambda net: landscape.feature_spectrum(net, DATA, draws=2),
-    "frequency_accuracy": lambda net: landscape.frequency_accuracy(net, X, Y, [0.0, 1.0], draws=2, seed=0),
     "function_prior": lambda net: landscape.function_prior(),
     "similarity": lambda net: landscape.similarity({"a": net, "b": [LEFT, RIGHT]}, X, draws=2),
     "function_map": lambda net: landscape.function_map({"a": net, "b": [LEFT, RIGHT]}, X, draws=3),
@@ -137,10 +136,6 @@ def spectrum(network: Any = NET, data: Any = (R, C), **options: Any) -> Any:
 
 def tunnel(b: Any = OTHER, data: Any = (R, C), **options: Any) -> Any:
     return landscape.tunnel(NET, NET, b, data, **options)
-
-
-def order(make: Any = lambda seed: nn.Linear(5, 4), **options: Any) -> Any:
-    return landscape.initialisation_against_order(make, lambda net, seed: None, R, **options)
 
 
 def read(**solutions: Any) -> Any:
@@ -252,9 +247,6 @@ ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: landscape.diversity_plane(NET, (R, C), reference="b"), "label must be one of run 0, got 'b'"),
     (lambda: landscape.growth({"a": {"x": NET, "y": OTHER}, "b": {"x": NET}}, (R, C)), "kinds .*, but 'b' has no 'y'"),
     (lambda: landscape.growth([NET], R), "data must hold the true classes"),
-    (lambda: order(lambda seed: NET), "make must give a new network each time"),
-    (lambda: order(lambda seed: seed), "make must give an nn.Module, got int"),
-    (lambda: order(seeds=(1, 1)), r"seeds must be two different numbers, got \(1, 1\)"),
     # priors
     (lambda: landscape.function_prior("laplace"), "kind must be one of gaussian, dropout, patching, got 'laplace'"),
     (lambda: landscape.function_prior(functions=0), "functions must be a whole number"),

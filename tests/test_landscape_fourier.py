@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.landscape.fourier import feature_spectrum, frequency_accuracy
-from multitudes.methods.smoothing import Blur, Smooth
-from multitudes.shift.frequency import accuracy_by_frequency
+from multitudes.landscape.fourier import feature_spectrum
+from multitudes.methods.smoothing import Smooth
 
 
 def noise(count: int = 32, height: int = 16, width: int = 16) -> Tensor:
@@ -77,13 +76,3 @@ def test_layers_without_maps_are_passed_over_unless_maps_turns_them_into_some() 
     assert list(feature_spectrum(network, noise()).layers) == ["0"]
     maps = feature_spectrum(network, noise(), layers=["1"], maps=lambda t: t.unflatten(1, (3, 14, 14))).layers["1"]
     torch.testing.assert_close(maps.diagonal, feature_spectrum(network, noise()).layers["0"].diagonal)
-
-
-def test_accuracy_by_frequency_is_that_of_shift_with_a_figure() -> None:
-    torch.manual_seed(0)
-    network = nn.Sequential(Blur(), nn.Flatten(), nn.Linear(512, 3))
-    x, y = noise(20), torch.arange(20) % 3
-    found = frequency_accuracy(network, x, y, width=0.25, size=1.0, seed=0)
-    want = accuracy_by_frequency(network, x, y, width=0.25, size=1.0, seed=0)
-    assert dict(zip(found.frequencies.tolist(), found.accuracies.tolist(), strict=True)) == pytest.approx(want)
-    assert list(found.plot().data[0].x) == list(want)

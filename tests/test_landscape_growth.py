@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.landscape import subspaces
-from multitudes.landscape.growing import growth, initialisation_against_order
+from multitudes.landscape.growing import growth
 
 
 def net(seed: int) -> nn.Module:
@@ -73,50 +73,3 @@ def test_the_members_of_an_ensemble_are_runs_whose_mean_prediction_is_better_tha
     torch.testing.assert_close(found.brier, growth(nets, (X, Y)).brier)
     assert float(found.brier[0, -1]) <= np.mean([growth([one], (X, Y)).brier.item() for one in nets])
     assert float(found.divergence[0, 0]) == pytest.approx(0, abs=1e-6) and float(found.divergence[0, 1]) > 0.001
-
-
-# -- randomness --------------------------------------------------------------------------------------------
-
-
-def train(model: nn.Module, seed: int) -> None:
-    """A few large steps, each on a batch that follows from torch's random state."""
-    optimizer = torch.optim.SGD(model.parameters(), 0.2)
-    for _ in range(10):
-        rows = torch.randint(0, 30, (4,))
-        optimizer.zero_grad()
-        F.cross_entropy(model(X[rows]), Y[rows]).backward()
-        optimizer.step()
-
-
-def make(seed: int) -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 3))
-
-
-def test_four_runs_differ_by_initialisation_by_order_or_by_both() -> None:
-    seen = []
-
-    def trained(model: nn.Module, seed: int) -> None:
-        seen.append((model[1].weight.detach().sum().item(), seed))
-        train(model, seed)
-
-    inputs = torch.randn(200, 1, 8, 8, generator=torch.Generator().manual_seed(2))
-    found = initialisation_against_order(make, trained, inputs, seeds=(3, 8))
-    (a, s0), (b, s1), (c, s2), (d, s3) = seen
-    assert a == b != c == d and (s0, s1, s2, s3) == (3, 8, 3, 8)
-    apart = found.similarity.disagreement
-    assert found.disagreement == {
-        "order": pytest.approx(float(apart[0, 1] + apart[2, 3]) / 2),
-        "initialisation": pytest.approx(float(apart[0, 2] + apart[1, 3]) / 2),
-        "both": pytest.approx(float(apart[0, 3] + apart[1, 2]) / 2),
-    }
-    assert min(found.disagreement.values()) > 0
-    pytest.importorskip("plotly")
-    assert list(found.plot().data[0].x) == ["order", "initialisation", "both"]
-
-
-def test_equal_seeds_give_equal_functions_on_a_cpu() -> None:
-    before = torch.get_rng_state()
-    found = initialisation_against_order(make, train, X, repeat=True)
-    assert found.disagreement["neither"] == 0
-    assert len(found.similarity.labels) == 5
-    assert torch.equal(torch.get_rng_state(), before)

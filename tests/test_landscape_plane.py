@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import multitudes as mt
@@ -314,8 +314,17 @@ def test_a_folder_never_mixes_what_was_asked(tmp_path, measured, change):
     measured.update(points=0)
     plane(network, (x, y), **options)
     assert measured["points"] == 3
-    assert all(json.loads(path.read_text())["points"] for path in tmp_path.iterdir())
+    assert all(load_file(path)["done"].all() for path in tmp_path.iterdir())
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_folder_keeps_a_loss_that_is_not_a_number(tmp_path, measured):
+    network = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 4))
+    options = {"along": [random_direction(network)], "span": 1e38, "points": 3, "folder": tmp_path}
+    first = plane(network, rows(), **options).loss
+    assert first.isfinite().tolist() == [False, True, False]
+    assert torch.equal(plane(network, rows(), **options).loss.isnan(), first.isnan())
+    assert measured["points"] == 3
 
 
 def test_progress_is_shown_on_stderr(capsys):

@@ -79,7 +79,9 @@ def test_a_path_minimises_the_loss_of_the_task(task: str) -> None:
     ],
 )
 def test_a_criterion_that_contradicts_the_task_is_refused(analysis, task: str, criterion, of: str) -> None:
-    with pytest.raises(ValueError, match=f"criterion .* is for task '{of}'.*, and network.task is '{task}'"):
+    with pytest.raises(
+        ValueError, match=f"criterion .* is for task '{of}'.*, and the task is '{task}': set network.task='{of}'"
+    ):
         analysis(dropping(task), rows(task), criterion=criterion)
 
 
@@ -90,7 +92,7 @@ def test_draws_are_averaged_for_a_criterion_of_your_own_only_where_the_task_is_s
         plane(network, rows("classification"), **options, draws=2)
         network = mt.Multitude(network.network)  # without a task
         assert plane(network, rows("classification"), **options).loss.isfinite().all()
-    with pytest.raises(ValueError, match="set network.task to one of classification, tokens, binary"):
+    with pytest.raises(ValueError, match="set network.task=, one of classification, tokens, binary"):
         plane(network, rows("classification"), **options, draws=2)
 
 

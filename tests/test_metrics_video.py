@@ -1,5 +1,3 @@
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -25,17 +23,14 @@ def test_consistency_is_the_share_of_pixels_that_keep_their_label(shape):
         result = metrics.consistency(frames, masks)
         expected = text_consistency(found, None if masks is None else masks.numpy())
         assert float(result) == pytest.approx(expected)
-        metric = metrics.TemporalConsistency()
-        for t, frame in enumerate(frames):
-            metric.update(frame.probs, None if masks is None else masks[t])
+        metric = metrics.Consistency()
+        for t in range(len(frames) - 1):  # as a stream: each frame with the one before
+            metric.update([frame.probs for frame in frames[t : t + 2]], None if masks is None else masks[t : t + 2])
         assert float(metric.compute()) == pytest.approx(expected)
 
 
 def test_a_single_frame_has_none_to_be_compared_with():
     z, kept = video(t=1)
-    metric = metrics.TemporalConsistency()
-    metric.update(Predictive(z[0]), kept[0])
-    assert metric.compute().isnan()
     with pytest.raises(ValueError, match="frames must be 2 or more, to compare each with the next, got 1"):
         metrics.consistency([Predictive(z[0])], kept)
 
@@ -66,36 +61,19 @@ def test_a_still_video_is_consistent_and_a_flickering_one_is_not():
 
 def test_the_last_frame_of_a_video_is_not_compared_with_the_first_of_the_next():
     one, other = torch.eye(2)[:1, :, None], torch.eye(2)[1:, :, None]
-    metric = metrics.TemporalConsistency()
-    for frame in (one, one, other):
-        metric.update(frame)
+    metric = metrics.Consistency()
+    metric.update([one, one, other])
     assert metric.compute() == 0.5
-    metric.new_sequence()
-    metric.update(one.expand(3, 2, 1))  # of any size
-    assert metric.compute() == 0.5 and metric.sums[1] == 2
-    metric.reset()
-    metric.update(one)
-    assert metric.compute().isnan()
-
-
-def test_calling_the_metric_compares_a_frame_with_the_one_before():
-    z, _ = video()
-    called, updated = metrics.TemporalConsistency(), metrics.TemporalConsistency()
-    for frame in z:
-        called(Predictive(frame))
-        updated.update(Predictive(frame))
-    assert called.compute() == updated.compute() and called.sums[1] == 5 * 40
+    metric.update([one.expand(3, 2, 1)] * 2)  # of any size
+    assert metric.compute() == 0.8 and metric.sums[1] == 5
 
 
 def test_temporal_smoothing_makes_a_noisy_video_more_consistent():
     scene = 2 * torch.nn.functional.one_hot(classes(3, 1, 8, 8), 3).movedim(-1, 1)
     stream = mt.temporal(torch.nn.Identity(), frames=5)
-    plain, smooth = metrics.TemporalConsistency(), metrics.TemporalConsistency()
-    for t in range(20):
-        frame = scene + logits(1, 3, 8, 8, seed=t)
-        plain.update(Predictive(frame[None]))
-        smooth.update(stream(frame))
-    assert smooth.compute() > plain.compute() + 0.1
+    frames = [scene + logits(1, 3, 8, 8, seed=t) for t in range(20)]
+    plain = metrics.consistency(Predictive(frame[None]) for frame in frames)
+    assert metrics.consistency(map(stream, frames)) > plain + 0.1
 
 
 def test_bad_frames():
@@ -113,21 +91,9 @@ def test_bad_frames():
         metrics.consistency(frames, [kept[0], kept[1], kept[2, 0, :, 0], *kept[3:]])
     with pytest.raises(ValueError, match=r"masks must be a boolean tensor \[6\], got list"):
         metrics.consistency(torch.eye(3)[[0, 1, 2, 0, 1, 2]], [True] * 6)
-    metric = metrics.TemporalConsistency()
-    metric.update(frames[0])
-    with pytest.raises(ValueError, match=r"mask must be a boolean tensor \[2, 4, 5\], got torch.int64 \[2, 4, 5\]"):
-        metric.update(frames[1], kept[1].long())
-    with pytest.raises(ValueError, match=r"mask must be a boolean tensor \[2, 4, 5\], got torch.bool \[4, 5\]"):
-        metric.update(frames[1], kept[1, 0])
-    with pytest.raises(ValueError, match=r"size of the frame before, \[2, 4, 5\], got \[1, 4, 5\]; new_sequence\(\)"):
-        metric.update(frames[1][:1])
-    with pytest.raises(ValueError, match=r"prediction must hold probabilities within 0 and 1, got nan"):
-        metric.update(torch.full((2, 3, 4, 5), math.nan))
     rows = metrics.read_rows(frames[1], kept[1].long())
-    for bad, got in ((torch.zeros(3), r"shape \[3\]"), (kept.tolist(), "list"), (None, "NoneType"), (rows, "Rows")):
-        with pytest.raises(ValueError, match=rf"prediction must be .*probabilities.* got {got}"):
-            metric.update(bad)
-    with pytest.raises(ValueError, match="prediction must be of task classification"):
-        metric.update(Predictive(z[0], "regression"))
-    metric.update(frames[1])  # nothing of all that was counted
-    assert metric.compute() == metrics.consistency(frames[:2])
+    for bad, got in ((torch.zeros(3), r"shape \[3\]"), (kept.tolist(), "list"), (None, "NoneType")):
+        with pytest.raises(ValueError, match=rf"frames\[1\]: prediction must be .*probabilities.* got {got}"):
+            metrics.consistency([frames[0], bad])
+    with pytest.raises(ValueError, match=r"frames\[1\]: prediction must be a Predictive or .*, got Rows"):
+        metrics.consistency([frames[0], rows])  # of which some may have been left out

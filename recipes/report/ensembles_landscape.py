@@ -82,9 +82,9 @@ def tell_train(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
 
 def tell_similarity(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
     """Fig. 2 (a, b) and 3."""
-    along = {matrix: torch.tensor(values) for matrix, values in piece["along"].items()}
-    labels = tuple(f"checkpoint {at}" for at in range(len(along["cosine"])))
-    figures["trajectory"] = Similarity(labels, ("run 0",) * len(labels), labels, **along).plot()
+    cosine, apart, divergence = (torch.tensor(piece["along"][key]) for key in ("cosine", "disagreement", "divergence"))
+    labels = tuple(f"checkpoint {at}" for at in range(len(cosine)))
+    figures["trajectory"] = Similarity(labels, ("run 0",) * len(labels), labels, cosine, apart, divergence).plot()
     rows = [
         [title, *(number(piece[key][matrix]) for matrix in ("cosine", "disagreement", "divergence"))]
         for title, key in (("two checkpoints of one run", "within_runs"), ("of two runs", "between_runs"))
@@ -108,7 +108,7 @@ def tell_planes(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
     """Fig. 5."""
     axes = tuple(torch.tensor(axis) for axis in piece["axes"])
     loss, accuracy, agreement = (torch.tensor(piece[key]) for key in ("loss", "accuracy", "agreement"))
-    unknown = Scores(torch.zeros(2), None, None)
+    unknown = Scores(torch.zeros(2, 1))
     alone = Frame(torch.zeros(2), torch.eye(2))  # the plane by itself, as the rest of weight space is not kept
     at = torch.tensor(piece["coordinates"])
     found = Plane(axes, loss, accuracy, agreement, ("run 0", "run 1"), at, unknown, alone)
@@ -130,7 +130,7 @@ def tell_tunnel(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
     """Fig. S2 and S3."""
     t, way, line, under = torch.tensor(piece["t"]), piece["tunnel"], piece["linear"], piece["stitched"]
     scores = {
-        name: Scores(*(torch.tensor(one[key]) for key in ("loss", "accuracy", "agreement")))
+        name: Scores(torch.column_stack([torch.tensor(one[key]) for key in ("loss", "accuracy", "agreement")]))
         for name, one in (("scores", way), ("linear", line))
     }
     figures["tunnel"] = Path(t=t, weights=torch.zeros(len(t), 0), **scores).plot()

@@ -11,9 +11,9 @@ from multitudes.landscape.directions import filter_normalised, random_direction
 from multitudes.landscape.explanation import Explanation, explain
 from multitudes.landscape.features import FeatureUncertainty, feature_uncertainty, neighbour_covariance
 from multitudes.landscape.flatness import expected_sharpness, loss_variance, sharpness
-from multitudes.landscape.fourier import FeatureSpectrum, feature_spectrum, frequency_accuracy
+from multitudes.landscape.fourier import FeatureSpectrum, feature_spectrum
 from multitudes.landscape.function_space import FunctionMap, Similarity, function_map, similarity
-from multitudes.landscape.growing import growth, initialisation_against_order
+from multitudes.landscape.growing import growth
 from multitudes.landscape.hessian import HessianSpectrum, hessian_spectrum
 from multitudes.landscape.path import Path, tunnel
 from multitudes.landscape.planes import Plane, plane
@@ -38,12 +38,10 @@ __all__ = [
     "feature_spectrum",
     "feature_uncertainty",
     "filter_normalised",
-    "frequency_accuracy",
     "function_map",
     "function_prior",
     "growth",
     "hessian_spectrum",
-    "initialisation_against_order",
     "loss_variance",
     "neighbour_covariance",
     "plane",

@@ -6,90 +6,72 @@ import ctypes
 import hashlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from multitudes.core.files import DamagedError, read_json, write_json
-from multitudes.landscape.weights import Scores
+from multitudes.core.archives import read_tensors, write_tensors
+from multitudes.core.files import DamagedError
 
 __all__ = ["Cache", "fingerprint"]
 
 SECONDS = 5.0
 """How often the file is written, at most."""
-
-Row = list[Any]
-"""Loss, accuracy and agreements of one point; accuracy and agreements may be None."""
+ENTRY, WHAT = "multitudes.scores", "a cache of scores"
 
 
 class Cache:
-    """Scores of numbered points of numbered landscapes, in memory and, where there is a folder, in a JSON file.
+    """Rows of C scores for each of K points of L landscapes, in memory and, where there is a folder, in a file.
 
-    The file's name has the fingerprint of the call's arguments. It is written atomically inside `with`, every few
+    The file's name is the fingerprint of the call's arguments. It is written atomically inside `with`, every few
     seconds, and at its end, also after an error or an interrupt.
 
-    >>> with Cache() as cache:
-    ...     cache.add(0, [3, 4], Scores(torch.tensor([0.5, 0.7]), None, None))
-    >>> cache.missing(0, 5)
-    [0, 1, 2]
+    >>> with Cache((1, 5, 2)) as cache:
+    ...     cache.add(0, torch.tensor([3, 4]), torch.tensor([[0.5, 1.0], [0.7, 0.5]]).double())
+    >>> cache.missing(0, at_once=2)
+    [tensor([0, 1]), tensor([2])]
     """
 
-    def __init__(self, folder: str | os.PathLike[str] | None = None, name: str = "", fingerprint: str = "") -> None:
-        self.rows: dict[str, Row] = {}
-        self.fingerprint = fingerprint
-        self.path = None if folder is None else Path(folder) / f"{name}-{fingerprint[:16]}.json"
+    def __init__(
+        self, shape: tuple[int, int, int], folder: str | os.PathLike[str] | None = None, fingerprint: str = ""
+    ) -> None:
+        self.table = torch.full(shape, torch.nan, dtype=torch.float64)
+        self.done = torch.zeros(shape[:2], dtype=torch.bool)
+        self.path = None if folder is None else Path(folder) / f"plane-{fingerprint}.safetensors"
         self.written = time.monotonic()
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._read(self.path)
+        if self.path is not None and self.path.exists():
+            with suppress(DamagedError):  # its points are computed again
+                held, _ = read_tensors(self.path, ENTRY, WHAT)
+                self.table, self.done = held["table"], held["done"]
 
-    def missing(self, landscape: int, count: int) -> list[int]:
-        """The points from 0 to `count - 1` of a landscape that have no scores yet."""
-        return [point for point in range(count) if f"{landscape} {point}" not in self.rows]
+    def missing(self, landscape: int, at_once: int) -> list[Tensor]:
+        """The points of a landscape that have no scores yet, in parts of at most `at_once`."""
+        return [part for part in (~self.done[landscape]).nonzero()[:, 0].split(at_once) if len(part)]
 
-    def add(self, landscape: int, points: Sequence[int], scores: Scores) -> None:
-        """Store the scores of some points."""
-        columns = [scores.loss, scores.accuracy, scores.agreement]
-        values = [[None] * len(points) if column is None else column.tolist() for column in columns]
-        for point, *row in zip(points, *values, strict=True):
-            self.rows[f"{landscape} {point}"] = row
+    def add(self, landscape: int, points: Tensor, rows: Tensor) -> None:
+        """Store the scores `[N, C]` of the points `[N]`."""
+        self.table[landscape, points] = rows
+        self.done[landscape, points] = True
         if time.monotonic() - self.written > SECONDS:
             self.write()
-
-    def scores(self, landscape: int, count: int) -> Scores:
-        """The scores of points 0 to `count - 1` of a landscape."""
-        columns = zip(*(self.rows[f"{landscape} {point}"] for point in range(count)), strict=True)
-        loss, accuracy, agreement = (
-            None if column[0] is None else torch.tensor(column, dtype=torch.float64) for column in columns
-        )
-        assert loss is not None
-        return Scores(loss, accuracy, agreement)
 
     def write(self) -> None:
         """Write the file, where there is one."""
         self.written = time.monotonic()
         if self.path is not None:
-            write_json(self.path, {"fingerprint": self.fingerprint, "points": self.rows})
+            write_tensors(self.path, {"table": self.table, "done": self.done}, ENTRY, {}, WHAT)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.write()
-
-    def _read(self, path: Path) -> None:
-        if not path.exists():
-            return
-        try:
-            held = read_json(path)
-        except DamagedError:
-            return  # its points are computed again
-        if held["fingerprint"] != self.fingerprint:  # the names of files are cut short
-            raise ValueError(f"folder has {path.name!r} of another call: choose another folder")
-        self.rows = held["points"]
 
 
 def fingerprint(*parts: Any) -> str:
@@ -106,7 +88,7 @@ def fingerprint(*parts: Any) -> str:
             held = part.detach().cpu().contiguous()
             digest.update(ctypes.string_at(held.data_ptr(), held.nbytes))
         elif isinstance(part, Mapping):
-            add([entry for item in part.items() for entry in item])
+            add(list(part.items()))
         elif isinstance(part, (list, tuple)):
             digest.update(f"[{len(part)}".encode())
             for entry in part:

@@ -1,4 +1,4 @@
-"""Feature maps in frequencies: which ones layers pass, and which ones harm a network's accuracy.
+"""Feature maps in frequencies: which ones layers pass.
 
 Park & Kim, "Blurs Behave Like Ensembles" (2022), section 2.2 and Fig. 6: the log amplitude of the Fourier transform of
 feature maps, relative to that of frequency 0. Dropout adds high frequencies, smoothing takes them away. Frequencies are
@@ -8,7 +8,7 @@ in units of pi radians for each pixel: 1 is the highest that a row of points can
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from multitudes.landscape.features import AsMap, Maps, mean_over_inputs
 from multitudes.landscape.figures import COLOURS, add_line, figure
-from multitudes.shift.frequency import accuracy_by_frequency
 from multitudes.surgery.layers import Selector
 
-__all__ = ["FeatureSpectrum", "FrequencyAccuracy", "LayerSpectrum", "feature_spectrum", "frequency_accuracy"]
+__all__ = ["FeatureSpectrum", "LayerSpectrum", "feature_spectrum"]
 
 FLOOR = 1e-6
 """The least amplitude, so that one of 0 has a logarithm."""
@@ -104,31 +103,3 @@ def _spectrum(amplitudes: Tensor) -> LayerSpectrum:
     steps = torch.arange(side // 2 + 1)
     diagonal = relative[(steps * height / side).round().long(), (steps * width / side).round().long()]
     return LayerSpectrum(steps * 2 / side, diagonal)
-
-
-# -- noise of one frequency --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class FrequencyAccuracy:
-    """The accuracy `[F]` against noise of each frequency `[F]`, in units of pi."""
-
-    frequencies: Tensor
-    accuracies: Tensor
-
-    def plot(self) -> Any:
-        """Accuracy against frequency (Fig. 6c)."""
-        fig = figure("Accuracy against noise of one frequency", "frequency / π", "accuracy")
-        add_line(fig, self.frequencies, self.accuracies, mode="lines+markers")
-        return fig
-
-
-def frequency_accuracy(
-    net: nn.Module, x: Tensor, y: Tensor, frequencies: Sequence[float] | None = None, **options: Any
-) -> FrequencyAccuracy:
-    """The accuracy against noise of each frequency (Fig. 6c), by `multitudes.shift.accuracy_by_frequency`.
-
-    `options` are its own: `size` and `width` of the noise, `draws`, `seed`, `batch_size`, `bounds`.
-    """
-    found = accuracy_by_frequency(net, x, y, frequencies, **options)
-    return FrequencyAccuracy(torch.tensor(list(found)), torch.tensor(list(found.values())))

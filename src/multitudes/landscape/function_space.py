@@ -12,7 +12,7 @@ and a map of functions, t-SNE of the softmax outputs of each solution, or of its
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from multitudes.landscape.solutions import Labelled, read_solutions
 from multitudes.metrics.divergences import pairwise_js
 from multitudes.metrics.diversity import cosine_similarity, pairwise_disagreement
 
-__all__ = ["FunctionMap", "Similarity", "ValueSimilarity", "function_map", "similarity"]
+__all__ = ["FunctionMap", "Similarity", "function_map", "similarity"]
 
 MATRICES = ("cosine", "disagreement", "divergence")
 
@@ -34,7 +34,11 @@ MATRICES = ("cosine", "disagreement", "divergence")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Similarity(Labelled):
-    """How similar S solutions are, pair by pair: three matrices `[S, S]`, float64, on the CPU."""
+    """How similar S solutions are, pair by pair: three matrices `[S, S]`, float64, on the CPU.
+
+    Where numbers are predicted, disagreement is the root mean square difference of means; divergence, where Gaussians
+    are, the mean of the Kullback-Leibler divergences of both directions, else NaN.
+    """
 
     cosine: Tensor
     """Cosine of the angle between the weights; NaN between networks of different tensors."""
@@ -42,7 +46,8 @@ class Similarity(Labelled):
     """The fraction of inputs on which the labels differ."""
     divergence: Tensor
     """The Jensen-Shannon divergence of the probabilities, in nats, mean over inputs."""
-    differ: ClassVar[str] = "disagreement of labels"
+    differ: str = "disagreement of labels"
+    """The title of the disagreement."""
 
     def mean(self, matrix: str = "disagreement", *, same_run: bool, kind: str | None = None) -> float:
         """The mean of a matrix over pairs of different solutions, both of one run or of two; NaN without such pairs.
@@ -70,22 +75,14 @@ class Similarity(Labelled):
         return fig.update_yaxes(showticklabels=len(self.labels) <= 12, col=1)  # the rows of both are the same
 
 
-class ValueSimilarity(Similarity):
-    """Similarity of networks that predict numbers.
-
-    Disagreement is the root mean square difference of means; divergence, where Gaussians are predicted, the mean of the
-    Kullback-Leibler divergences of both directions, else NaN.
-    """
-
-    differ: ClassVar[str] = "RMS difference of means"
-
-
 def similarity(
     solutions: Any, data: Any = None, *, model: nn.Module | None = None, draws: int = 10, seed: int = 0
 ) -> Similarity:
     """Weights and predictions of solutions against each other (Fig. 2, 3).
 
     `solutions` are checkpoints, networks, members or draws, by run: see `read_solutions`, whose arguments these are.
+    Of networks that were trained from two initialisations, each with two orders of batches, it shows which of the two
+    makes functions differ (Fig. S4).
 
     >>> left, right = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     >>> _ = left.weight.data.copy_(torch.eye(2)), right.weight.data.copy_(2 * torch.eye(2).flip(0))
@@ -96,7 +93,7 @@ def similarity(
     read = read_solutions(solutions, data, model=model, draws=draws, seed=seed)
     cosines = _cosines(read.networks)
     if not read.predictive.reading.classes:
-        return ValueSimilarity(*read.places, cosines, *_apart(read.predictive))
+        return Similarity(*read.places, cosines, *_apart(read.predictive), "RMS difference of means")
     return Similarity(*read.places, cosines, pairwise_disagreement(read.predictive), pairwise_js(read.predictive))
 
 

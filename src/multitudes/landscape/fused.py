@@ -34,8 +34,8 @@ class Fused:
     """K copies of a network, to be filled with weights, which answer each of `inputs` together.
 
     >>> fused = Fused(nn.Linear(2, 3), 4, [torch.ones(5, 2)])
-    >>> fused.load([{"weight": torch.full((3, 2), float(k)), "bias": torch.zeros(3)} for k in range(4)])
-    >>> [answers[:, 0, 0].tolist() for answers in fused.answers()]
+    >>> states = [{"weight": torch.full((3, 2), float(k)), "bias": torch.zeros(3)} for k in range(4)]
+    >>> [answers[:, 0, 0].tolist() for answers in fused.answers(states)]
     [[0.0, 2.0, 4.0, 6.0]]
     """
 
@@ -48,21 +48,16 @@ class Fused:
                 inputs = [x.to(memory_format=torch.channels_last) for x in inputs]
             rows = _rows_at_a_time(model, inputs[0])
             self.inputs = [[x] if rows is None else list(x.split(rows)) for x in inputs]
-        self.loaded = 0
 
-    def load(self, states: list[State]) -> None:
-        """Fill the copies; where there are more copies than states, the last one is used again."""
-        for index, member in enumerate(self.members.network):
+    def answers(self, states: list[State]) -> Iterator[Tensor]:
+        """Yield the answers `[len(states), B, ...]` to each of the inputs; at most K settings."""
+        for member, state in zip(self.members.network, states, strict=False):
             own = dict(member.named_parameters()) | dict(member.named_buffers())
-            for name, value in states[min(index, len(states) - 1)].items():
+            for name, value in state.items():
                 own[name].data.copy_(value)
-        self.loaded = len(states)
-
-    def answers(self) -> Iterator[Tensor]:
-        """The answers `[K, B, ...]` to each of the inputs."""
         with expecting(self.members.network):
             for parts in self.inputs:
-                yield torch.cat([self.members(part)[: self.loaded] for part in parts], 1)
+                yield torch.cat([self.members(part)[: len(states)] for part in parts], 1)
 
 
 def settings_at_once(model: nn.Module, x: Input) -> int:

@@ -103,8 +103,14 @@ def hessian_spectrum(
     check_count("max_iterations", max_iterations)
     check_number("tolerance", tolerance, 0, above=True)
     check_choice("method", method, METHODS)
-    chosen = _minibatches(data, batch_size, batches, seed)
-    objective = Objective(network, chosen, weight_decay=weight_decay, augment=augment, seed=seed, **options)
+    check_count("batch_size", batch_size)
+    check_seed(seed)
+    if batches is not None:
+        check_count("batches", batches)
+    chosen = Batches(shuffled(data, seed), batch_size).on(torch.device("cpu"))
+    objective = Objective(
+        network, list(islice(chosen, batches)), weight_decay=weight_decay, augment=augment, seed=seed, **options
+    )
     size = objective.start.numel()
     if top >= size:
         raise ValueError(f"top must be below the number of weights, {size}, got {top}")
@@ -126,15 +132,6 @@ def hessian_spectrum(
         rough = (residuals / values.abs()).max().item()
         warnings.warn(f"power iteration stopped early: residuals are up to {rough:.1g} of an eigenvalue", stacklevel=2)
     return HessianSpectrum(values, residuals)
-
-
-def _minibatches(data: Any, batch_size: int, count: int | None, seed: int) -> list[Any]:
-    """The first mini-batches; two tensors are shuffled and cut into equal parts of at most `batch_size` rows."""
-    check_count("batch_size", batch_size)
-    check_seed(seed)
-    if count is not None:
-        check_count("batches", count)
-    return list(islice(Batches(shuffled(data, seed), batch_size).on(torch.device("cpu")), count))
 
 
 def _lanczos_top(hessian: Product, start: Tensor, top: int, tolerance: float) -> tuple[Tensor, Tensor]:

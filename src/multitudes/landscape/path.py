@@ -169,11 +169,9 @@ def tunnel(
     weights = torch.stack(halves).cpu()  # the points, and the middles between them
     t = torch.linspace(0, 1, len(weights), dtype=torch.float64)
     line = torch.stack([torch.lerp(start.double(), end.double(), float(at)) for at in t]).cpu()
-    own = scorer.score_solutions(list(ends.values()))
-    scores, linear = (
-        Scores.join([own.map(lambda part: part[:1]), scorer.score_all(way[1:-1]), own.map(lambda part: part[1:])])
-        for way in (weights, line)
-    )
+    first, last = scorer.score_solutions(list(ends.values())).table.split(1)
+    between_ends = (scorer.score_all(way[1:-1]).table for way in (weights, line))
+    scores, linear = (Scores(torch.cat([first, inner, last])) for inner in between_ends)
     return Path(t, weights, scores, linear)
 
 

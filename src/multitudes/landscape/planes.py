@@ -178,40 +178,37 @@ def plane(
     axes = _ticks(frame, ends, points, margin) if along is None else _steps(span, points, frame.axes)
     coordinates = frame.project(torch.stack([flat_state(state, alone) for state in states.values()]))
     grid = torch.cartesian_prod(*axes).view(-1, frame.axes)
-    cache = Cache()
+    shape = (len(draw_indices), len(grid), 2 + len(states) if scorer.classes else 1)
+    cache = Cache(shape)
     if folder is not None:
         given_to = (frame.origin, frame.directions, grid, list(states.items()), scorer.identity(), seeds, draws, noise)
-        cache = Cache(folder, "plane", fingerprint(*given_to))
+        cache = Cache(shape, folder, fingerprint(*given_to))
     # A large network's weights take a CPU longer than measuring them takes a GPU; not every other device has float64.
     near = frame.to(scorer.device) if scorer.device.type == "cuda" else frame
     given_scores = []
-    bar = ProgressBar(len(draw_indices) * len(grid), progress, "points")
+    bar = ProgressBar(cache.done.numel(), progress, "points")
     try:
         with cache:
             for number, draw_index in enumerate(draw_indices):
-                given_scores.append(scorer.score_solutions(list(states.values()), draw_index))
-                missing = cache.missing(number, len(grid))
-                for start in range(0, len(missing), scorer.at_once):
-                    chunk = missing[start : start + scorer.at_once]
-                    noises = None if draw_index is None else [_at(draw_index, at, noise) for at in chunk]
+                given_scores.append(scorer.score_solutions(list(states.values()), draw_index).table)
+                for chunk in cache.missing(number, scorer.at_once):
+                    noises = None if draw_index is None else [_at(draw_index, at, noise) for at in chunk.tolist()]
                     cache.add(number, chunk, scorer.score(near.weights(grid[chunk]), noises))
-                    bar.update(len(cache.rows))
+                    bar.update(int(cache.done.sum()))
     finally:
         bar.clear()
-    shape = tuple(len(axis) for axis in axes)
-    on_grid = [
-        cache.scores(number, len(grid)).map(lambda part: part.movedim(0, -1).reshape(*part.shape[1:], *shape))
-        for number in range(len(draw_indices))
-    ]
-    found, own = ((one[0] if seeds is None else Scores.join(one, torch.stack)) for one in (on_grid, given_scores))
+    own, on_grid = torch.stack(given_scores), cache.table.unflatten(1, [len(axis) for axis in axes]).movedim(-1, 1)
+    if seeds is None:
+        own, on_grid = own[0], on_grid[0]
+    at = -1 - len(axes)  # the scores' dimension
     return Plane(
         axes,
-        found.loss,
-        found.accuracy,
-        found.agreement,
+        on_grid.select(at, 0),
+        on_grid.select(at, 1) if scorer.classes else None,
+        on_grid.narrow(at, 2, len(states)) if scorer.classes else None,
         tuple(states),
         coordinates,
-        own,
+        Scores(own),
         frame,
         None if seeds is None else tuple(seeds),
     )

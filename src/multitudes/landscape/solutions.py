@@ -132,6 +132,8 @@ def read_solutions(
     check_count("draws", draws)
     check_seed(seed)
     found = list(_found(solutions, model))
+    if not found:
+        raise ValueError("solutions must hold at least one network, got none")
     batches, target = _cached(data)
     rows: list[tuple[str, str, nn.Module]] = []
     predictions: list[Tensor] = []
@@ -235,17 +237,13 @@ def _found(solutions: Any, model: nn.Module | None) -> Iterator[tuple[str, str, 
         named = {f"run {index}": run for index, run in enumerate(solutions)}
     else:
         named = {"run 0": solutions}
-    empty = True
     for run, source in named.items():
         kinds = dict(source) if isinstance(source, Mapping) and not _is_state(source) else {None: source}
         for kind, part in kinds.items():
             place = f"solutions[{run!r}]" + (f"[{kind!r}]" if kind is not None else "")
             for own_kind, network in _networks_in(part, model, place):
                 for suffix, alone, task in _alone(network):
-                    empty = False
                     yield run + suffix, own_kind if kind is None else str(kind), alone, task
-    if empty:
-        raise ValueError("solutions must hold at least one network, got none")
 
 
 def _alone(network: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:

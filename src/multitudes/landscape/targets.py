@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from multitudes.core.batches import Batches
 from multitudes.core.calling import Input, tensors_in
 from multitudes.core.multitude import Criterion, Multitude
-from multitudes.core.tasks import TASKS, Task, one_of, task_of, tasks_of
+from multitudes.core.tasks import Task, criterion_for, task_of, tasks_of
 from multitudes.core.tasks.classes import check_clear
 
 __all__ = ["count_targets", "shuffled", "task_and_criterion", "with_targets"]
@@ -63,21 +63,13 @@ def task_and_criterion(
     if chosen is None and known and network is not net and known != tasks_of(F.cross_entropy):
         chosen = known[0]
     task = chosen or "classification"
-    if known and task not in known:
-        name = getattr(criterion, "__name__", type(criterion).__name__)
-        raise ValueError(
-            f"criterion {name} is for task {one_of(known)}, and network.task is {task!r}: "
-            f"set {one_of(known, 'network.task = ')}"
-        )
-    if averages and criterion is not None and not known and chosen is None:
-        raise ValueError(
-            "network must be a multitude with a task beside a criterion of your own, since draws are averaged by "
-            f"task: set network.task to one of {', '.join(TASKS)}"
-        )
-    if criterion is not None and not known:
+    if criterion is not None and not known and (chosen or not averages):
         return task, criterion
-    own = task_of(task, net.quantiles, net.next_tokens)
-    return task, TaskLoss(own.criterion if criterion is None else criterion, own, chosen is not None)
+    try:
+        found = criterion_for(chosen, criterion, averages)
+    except ValueError as error:  # which tells of an argument that the analyses do not have
+        raise ValueError(str(error).replace("pass task=", "set task=").replace("task=", "network.task=")) from error
+    return task, TaskLoss(found, task_of(task, net.quantiles, net.next_tokens), chosen is not None)
 
 
 def with_targets(data: Any, device: torch.device) -> list[tuple[Input, Tensor]]:

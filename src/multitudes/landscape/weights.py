@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,27 +58,25 @@ def state_of(given: Solution, network: nn.Module, what: str) -> State:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """The scores of K settings: the loss, and where the targets are classes, accuracy and agreement; on the CPU."""
+    """The scores of K settings, in float64 on the CPU."""
 
-    loss: Tensor
-    """`[K]`, float64."""
-    accuracy: Tensor | None
-    """`[K]`: the fraction of right labels."""
-    agreement: Tensor | None
-    """`[K, R]`: the fraction of labels that equal those of each of R solutions."""
+    table: Tensor
+    """`[K, 1]`, the loss; where the targets are classes `[K, 2 + R]`, with accuracy and agreement with R solutions."""
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Scores:
-        """The scores with each tensor changed."""
-        return Scores(*(None if part is None else change(part) for part in self._parts()))  # type: ignore[arg-type]
+    @property
+    def loss(self) -> Tensor:
+        """`[K]`."""
+        return self.table[..., 0]
 
-    @classmethod
-    def join(cls, scores: Sequence[Scores], how: Callable[[list[Tensor]], Tensor] = torch.cat) -> Scores:
-        """All settings of several scores, one after the other; or with `torch.stack`, in front of each other."""
-        columns = zip(*(one._parts() for one in scores), strict=True)
-        return cls(*(None if column[0] is None else how(list(column)) for column in columns))  # type: ignore[arg-type]
+    @property
+    def accuracy(self) -> Tensor | None:
+        """`[K]`: the fraction of right labels; None where the targets are no classes."""
+        return self.table[..., 1] if self.table.shape[-1] > 1 else None
 
-    def _parts(self) -> tuple[Tensor | None, ...]:
-        return self.loss, self.accuracy, self.agreement
+    @property
+    def agreement(self) -> Tensor | None:
+        """`[K, R]`: the fraction of labels that equal those of each of R solutions."""
+        return self.table[..., 2:] if self.table.shape[-1] > 1 else None
 
 
 def measured(result: Any, what: str) -> Tensor:
@@ -158,11 +156,12 @@ class WeightScorer:
         answers = [[self._answer(state, x, noise) for x, _ in self.batches] for state in here]
         if self.classes:
             self.references = [[answer.argmax(1) for answer in of_one] for of_one in answers]
-        return Scores.join([self._scores([answer.unsqueeze(0) for answer in of_one]) for of_one in answers])
+        rows = [self._scores([answer.unsqueeze(0) for answer in of_one]) for of_one in answers]
+        return Scores(torch.cat(rows))
 
     @torch.no_grad()
-    def score(self, weights: Tensor, noises: Sequence[Noise] | None = None) -> Scores:
-        """The scores of settings `[K, P]`, at most `at_once` of them; with noise, a network that draws draws."""
+    def score(self, weights: Tensor, noises: Sequence[Noise] | None = None) -> Tensor:
+        """The table of settings `[K, P]`, at most `at_once` of them; with noise, a network that draws draws."""
         states = [unflattened(vector.to(self.device), self.model) for vector in weights]
         states = [state | self.statistics(state) for state in states]
         if noises is not None:
@@ -170,12 +169,11 @@ class WeightScorer:
             return self._scores(torch.stack([self._answer(s, x, n) for s, n in pairs]) for x, _ in self.batches)
         if self._fused is None:
             self._fused = Fused(self.model, self.at_once, [x for x, _ in self.batches])
-        self._fused.load(states)
-        return self._scores(self._fused.answers())
+        return self._scores(self._fused.answers(states))
 
     def score_all(self, weights: Tensor) -> Scores:
         """The scores of any number of settings `[K, P]`."""
-        return Scores.join([self.score(chunk) for chunk in weights.split(self.at_once)])
+        return Scores(torch.cat([self.score(chunk) for chunk in weights.split(self.at_once)]))
 
     def statistics(self, state: State) -> State:
         """The batch-norm statistics that go with weights, where they are recomputed."""
@@ -195,8 +193,8 @@ class WeightScorer:
                     answers.append(call_with(self.model, state, x))
             return self.reading.averaged(torch.stack(answers))
 
-    def _scores(self, answers: Iterable[Tensor]) -> Scores:
-        """The scores of K settings, from their answers `[K, B, ...]` to each batch."""
+    def _scores(self, answers: Iterable[Tensor]) -> Tensor:
+        """The table of scores of K settings, from their answers `[K, B, ...]` to each batch."""
         loss: Any = 0.0
         right: Any = 0
         agree: Any = 0
@@ -212,9 +210,10 @@ class WeightScorer:
                 agreed = [(labels == of_one[index]).flatten(1).sum(1) for of_one in self.references]
                 agree = agree + (torch.stack(agreed, 1).cpu() if agreed else torch.zeros(len(labels), 0))
                 counted, total = counted + number, total + y.numel()
-        if not self.classes:
-            return Scores(loss / weight, None, None)
-        return Scores(loss / weight, right.double() / counted, agree.double() / total)
+        columns = [(loss / weight)[:, None]]
+        if self.classes:
+            columns += [(right.double() / counted)[:, None], agree.double() / total]
+        return torch.cat(columns, 1)
 
     def _check_targets(self, cross_entropy: bool) -> bool:
         """Whether the targets are classes of the predictions; an error where the loss cannot be computed."""

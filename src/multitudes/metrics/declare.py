@@ -21,11 +21,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Annotated, Any, ClassVar, Protocol, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Generic, TypeVar, get_type_hints
 
 from torch import Tensor
 from torchmetrics import Metric
@@ -33,7 +33,7 @@ from torchmetrics import Metric
 from multitudes.core.checks import check_count
 from multitudes.core.tasks.predictive import Predictive
 from multitudes.metrics.inputs import places, read_rows, read_without_target
-from multitudes.metrics.streaming import KeptMetric, StreamingMetric, SumsMetric, mean_of
+from multitudes.metrics.streaming import StreamingMetric, mean_of
 
 __all__ = ["METRICS"]
 
@@ -107,30 +107,59 @@ def read_batch(p: Predictive, target: Tensor, **settings: Any) -> Any:
 
 # Declarations -------------------------------------------------------------------------------------------
 
+R = TypeVar("R")
 
-@dataclass(frozen=True, eq=False)
-class Declaration:
-    """All that is known of a metric."""
+METRICS: dict[str, Declaration[Any]] = {}
+"""The declared metrics, by the name of their function."""
 
-    name: str
-    """Of the function; `class_name` is that of the class."""
+
+@dataclass(eq=False)
+class Declaration(Generic[R]):
+    """All that is known of a metric; it decorates the update, of which it makes the function."""
+
     class_name: str
-    update: Callable[..., Tensor]
-    compute: Callable[..., Any]
-    kind: Kind
+    compute: Callable[..., R] = mean_of  # type: ignore[assignment]
+    _: KW_ONLY
     better: Better
-    shape: tuple[int | str, ...]
+    kind: Kind = CLASSIFICATION
+    shape: tuple[int | str, ...] = (2,)
     """Of the sums; a name is a setting, or one of the class alone, such as the number of `classes`."""
-    kept: int
+    kept: int = 0
     """How many numbers are kept of every row instead of sums; 0 for none."""
-    group: str | None
+    group: str | None = None
     """One of `GROUPS`; None for what `evaluate` leaves out."""
-    score: str
-    """The name in an evaluation."""
-    shifted: bool
+    score: str = ""
+    """The name in an evaluation; that of the function by default."""
+    shifted: bool = False
     """Whether `evaluate` computes it of corrupted images too."""
-    chosen: Sequence[str] | None
+    order: Sequence[str] | None = None
     """The names of the settings in order; None for all, those of the update first and of the reader last."""
+    name: str = field(init=False)
+    """Of the function; `class_name` is that of the class."""
+    update: Callable[..., Tensor] = field(init=False)
+
+    def __call__(self, update: Callable[..., Tensor]) -> Callable[..., R]:
+        """Declare the metric whose update this is; gives the function of one batch, with the update's docstring."""
+        self.update, self.name = update, update.__name__
+        self.score = self.score or self.name
+        if self.group not in (None, *GROUPS):
+            raise ValueError(f"group must be None or one of {', '.join(GROUPS)}, got {self.group!r}")
+        if self.name in METRICS and METRICS[self.name].update.__module__ != update.__module__:
+            other = METRICS[self.name].update.__module__
+            raise ValueError(f"{self.name} must be declared once, got another in {other}")
+        METRICS[self.name] = self
+        RANKS.update({self.name: self.better, self.score: self.better})
+        update.__globals__[self.class_name] = self.streaming  # where pickle looks for it
+        parameters = [*self.data, *self.settings.values()]
+
+        @functools.wraps(update)
+        def function(*args: Any, **kwargs: Any) -> R:
+            given = _bound(parameters, *args, **kwargs)
+            return self.result(self.sums(given), given)
+
+        _signed(function, parameters, get_type_hints(self.compute).get("return", Any))
+        function.declaration = self  # type: ignore[attr-defined]
+        return function
 
     @functools.cached_property
     def data(self) -> list[inspect.Parameter]:
@@ -142,7 +171,7 @@ class Declaration:
         """The function's parameters beside those of a batch, by name."""
         found = {each.name: each for each in [*_parameters(self.update)[1:], *_parameters(self.compute)[1:]]}
         found |= {each.name: each for each in _parameters(self.kind.read) if _check(each)}
-        return {name: found[name] for name in self.chosen or found}
+        return {name: found[name] for name in self.order or found}
 
     @functools.cached_property
     def class_settings(self) -> dict[str, inspect.Parameter]:
@@ -154,20 +183,9 @@ class Declaration:
         """What a batch adds, which is given by name together with the settings."""
         return self.update(self.kind.read(**_given(self.kind.read, given)), **_given(self.update, given))
 
-    def result(self, sums: Tensor, settings: Mapping[str, Any]) -> Any:
+    def result(self, sums: Tensor, settings: Mapping[str, Any]) -> R:
         """What all batches together give."""
         return self.compute(sums, **_given(self.compute, settings))
-
-    def functional(self) -> Any:
-        """The function of one batch, with the update's docstring."""
-        parameters = [*self.data, *self.settings.values()]
-
-        @functools.wraps(self.update)
-        def function(*args: Any, **kwargs: Any) -> Any:
-            given = _bound(parameters, *args, **kwargs)
-            return self.result(self.sums(given), given)
-
-        return _signed(function, parameters, get_type_hints(self.compute).get("return", Any))
 
     @functools.cached_property
     def streaming(self) -> type[Metric]:
@@ -185,18 +203,14 @@ class Declaration:
             "__qualname__": name, "declaration": self, "higher_is_better": higher,
             "update": _signed(update, [_parameter("self"), *self.data], None),
         }  # fmt: skip
-        made = type(name, (_DeclaredMetric, KeptMetric if self.kept else SumsMetric), members)
+        made = type(name, (_DeclaredMetric,), members)
         return _signed(made, [*self.class_settings.values(), _parameter("kwargs", Any, inspect.Parameter.VAR_KEYWORD)])
-
-
-METRICS: dict[str, Declaration] = {}
-"""The declared metrics, by the name of their function."""
 
 
 class _DeclaredMetric(StreamingMetric):
     """What the classes of declared metrics share; settings are attributes too."""
 
-    declaration: ClassVar[Declaration]
+    declaration: ClassVar[Declaration[Any]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         own = self.declaration
@@ -205,8 +219,7 @@ class _DeclaredMetric(StreamingMetric):
         of_compute = _given(own.compute, settings).keys() - _given(own.update, settings).keys()
         looked_at = {name: value for name, value in settings.items() if name not in of_compute}
         shape = tuple(settings[each] if isinstance(each, str) else each for each in own.shape)
-        state: dict[str, Any] = {"columns": own.kept} if own.kept else {"shape": shape}
-        super().__init__(settings=tuple(looked_at.values()), **state, **kwargs)
+        super().__init__(shape=shape, columns=own.kept, settings=tuple(looked_at.values()), **kwargs)
         self.settings = settings
         for name, value in settings.items():
             setattr(self, name, value)
@@ -224,52 +237,7 @@ class _DeclaredMetric(StreamingMetric):
         return self.declaration.result(self._all(), self.settings)
 
 
-R = TypeVar("R", covariant=True)
-
-
-class Functional(Protocol[R]):
-    """A metric of one batch: `nll(prediction, target)`; `declaration` is what it comes from."""
-
-    declaration: Declaration
-
-    def __call__(self, *args: Any, **kwargs: Any) -> R:
-        """A batch, then settings -> the result."""
-
-
-def metric(
-    class_name: str,
-    compute: Callable[..., R] = mean_of,  # type: ignore[assignment]
-    *,
-    better: Better,
-    kind: Kind = CLASSIFICATION,
-    shape: tuple[int | str, ...] = (2,),
-    kept: int = 0,
-    group: str | None = None,
-    score: str | None = None,
-    shifted: bool = False,
-    settings: Sequence[str] | None = None,
-) -> Callable[[Callable[..., Tensor]], Functional[R]]:
-    """Declare the metric whose update is decorated; `Declaration` says what the arguments are."""
-
-    def declare(update: Callable[..., Tensor]) -> Functional[R]:
-        name = update.__name__
-        declaration = Declaration(
-            name, class_name, update, compute, kind, better, shape, kept, group, score or name, shifted, settings
-        )
-        if group not in (None, *GROUPS):
-            raise ValueError(f"group must be None or one of {', '.join(GROUPS)}, got {group!r}")
-        if name in METRICS and METRICS[name].update.__module__ != update.__module__:
-            raise ValueError(f"{name} must be declared once, got another in {METRICS[name].update.__module__}")
-        METRICS[name] = declaration
-        RANKS.update({name: better, declaration.score: better})
-        update.__globals__[class_name] = declaration.streaming  # where pickle looks for it
-        function = declaration.functional()
-        function.declaration = declaration
-        return function
-
-    return declare
-
-
+metric = Declaration
 F = TypeVar("F", bound=Callable[..., Any])
 
 

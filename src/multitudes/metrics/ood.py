@@ -17,7 +17,7 @@ from torch import Tensor
 from multitudes.core.checks import check_number
 from multitudes.metrics.declare import HIGHER, LOWER, ranked
 from multitudes.metrics.inputs import Prediction, Rows, check_mask, kind_of, places, read_without_target
-from multitudes.metrics.streaming import KeptMetric
+from multitudes.metrics.streaming import StreamingMetric
 from multitudes.metrics.uncertainties import OF_PROBABILITIES, UNCERTAINTIES, has_logits
 
 __all__ = ["Detection", "OODDetection", "OODTable", "aupr", "auroc", "detect", "fpr_at_recall"]
@@ -233,7 +233,7 @@ def detect(
     return detect_compute(torch.cat(tables), uncertainties, positive, recall)
 
 
-class OODDetection(KeptMetric):
+class OODDetection(StreamingMetric):
     """`detect`, streaming.
 
     It keeps a number for each prediction and uncertainty, and one more: in float32 36 MB for a million predictions and

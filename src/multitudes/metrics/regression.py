@@ -43,7 +43,7 @@ def _root(sums: Tensor) -> Tensor:
     return mean_of(sums).sqrt()
 
 
-@metric("RMSE", _root, better=LOWER, kind=REGRESSION, group="scores", shifted=True, settings=["scale"])
+@metric("RMSE", _root, better=LOWER, kind=REGRESSION, group="scores", shifted=True, order=["scale"])
 def rmse(forecasts: Forecasts) -> Tensor:
     """Root mean squared error of the members' mean: one root, over all outputs of all inputs.
 
@@ -193,7 +193,7 @@ def _diagram(sums: Tensor) -> QuantileCalibration:
     return QuantileCalibration(_levels(sums.shape[1], sums), mean_of(sums), int(sums[1, 0]))
 
 
-_OF_LEVELS: dict[str, Any] = {"kind": REGRESSION, "shape": (2, "levels"), "settings": ["levels", "noise_precision"]}
+_OF_LEVELS: dict[str, Any] = {"kind": REGRESSION, "shape": (2, "levels"), "order": ["levels", "noise_precision"]}
 
 
 @metric("QuantileDiagram", _diagram, better=NEITHER, **_OF_LEVELS)

@@ -46,10 +46,7 @@ def corruption_error(errors: Table, baseline: Table | None = None) -> Tensor:
     >>> corruption_error(errors, baseline), corruption_error(errors)
     (tensor([0.5000, 0.9000], dtype=torch.float64), tensor([0.2000, 0.3600], dtype=torch.float64))
     """
-    names, table = _read_table("errors", errors)
-    if baseline is None:
-        return table.mean(1)
-    return _ratio(table, _read_like("baseline", baseline, names, table), names, "baseline's errors")
+    return _growth(errors, 0.0, baseline, 0.0, "baseline's errors")
 
 
 @ranked(LOWER, "mean_corruption_error", "mcnll", "mcece")
@@ -75,14 +72,9 @@ def relative_corruption_error(
     >>> relative_corruption_error(errors, 0.1, baseline, 0.2)  # 0.5 / 1
     tensor([0.5000], dtype=torch.float64)
     """
-    names, table = _read_table("errors", errors)
     if (baseline is None) != (baseline_clean is None):
         raise ValueError(f"baseline and baseline_clean must be given together, got baseline_clean={baseline_clean!r}")
-    growth = table - _read_clean("clean", clean)
-    if baseline is None or baseline_clean is None:
-        return growth.mean(1)
-    base = _read_like("baseline", baseline, names, table) - _read_clean("baseline_clean", baseline_clean)
-    return _ratio(growth, base, names, "baseline's errors beyond baseline_clean")
+    return _growth(errors, clean, baseline, baseline_clean, "baseline's errors beyond baseline_clean")
 
 
 @ranked(LOWER)
@@ -93,11 +85,22 @@ def relative_mean_corruption_error(
     return relative_corruption_error(errors, clean, baseline, baseline_clean).mean()
 
 
-def _ratio(table: Tensor, base: Tensor, names: list[str], what: str) -> Tensor:
+def _growth(errors: Table, clean: float, baseline: Table | None, baseline_clean: float | None, what: str) -> Tensor:
+    """The errors beyond `clean` under each corruption, over those of a baseline, of which an error tells as `what`."""
+    names, table = _read_table("errors", errors)
+    growth = table - _read_clean("clean", clean)
+    if baseline is None:
+        return growth.mean(1)
+    found, base = _read_table("baseline", baseline)
+    if sorted(found) != sorted(names):
+        raise ValueError(f"baseline must hold the corruptions of errors, {', '.join(names)}, got {', '.join(found)}")
+    if base.shape != table.shape:
+        raise ValueError(f"baseline must hold as many severities as errors, {table.shape[1]}, got {base.shape[1]}")
+    base = base[[found.index(name) for name in names]] - _read_clean("baseline_clean", baseline_clean)
     total = base.sum(1)
     if bool((total == 0).any()):
         raise ValueError(f"{what} must not add up to 0, as they do for {names[int((total == 0).nonzero()[0])]}")
-    return table.sum(1) / total
+    return growth.sum(1) / total
 
 
 def _read_table(argument: str, values: Table) -> tuple[list[str], Tensor]:
@@ -123,17 +126,7 @@ def _read_table(argument: str, values: Table) -> tuple[list[str], Tensor]:
     return names, torch.stack(scores)
 
 
-def _read_like(argument: str, values: Table, names: list[str], like: Tensor) -> Tensor:
-    """The scores of the same corruptions and severities, in the same order, `[K, severities]`."""
-    found, table = _read_table(argument, values)
-    if sorted(found) != sorted(names):
-        raise ValueError(f"{argument} must hold the corruptions of errors, {', '.join(names)}, got {', '.join(found)}")
-    if table.shape != like.shape:
-        raise ValueError(f"{argument} must hold as many severities as errors, {like.shape[1]}, got {table.shape[1]}")
-    return table[[found.index(name) for name in names]]
-
-
-def _read_clean(argument: str, value: float) -> Tensor:
+def _read_clean(argument: str, value: float | None) -> Tensor:
     clean = torch.as_tensor(value, dtype=torch.float64)
     if clean.ndim or not bool(clean.isfinite()):
         raise ValueError(f"{argument} must be one finite number, the score without corruption, got {value!r}")
@@ -199,6 +192,8 @@ def _read_frames(
 
 
 def _read_frame(frame: Predictive | Tensor, mask: Any, name: str) -> tuple[Rows, Tensor]:
+    if isinstance(frame, Rows):  # of which some may have been left out
+        raise ValueError(f"prediction must be a Predictive or probabilities of a whole frame, got {frame!r}")
     rows = read_without_target(frame)
     mask = torch.ones(places(frame), dtype=torch.bool) if mask is None else mask
     check_mask(name, mask, places(frame))

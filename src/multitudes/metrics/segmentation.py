@@ -1,7 +1,7 @@
-"""Scores of dense predictions: confusion of classes, IoU, accuracy by class, and consistency frame by frame.
+"""Scores of dense predictions: confusion of classes, IoU, accuracy by class.
 
 A pixel is a row, so accuracy, NLL, Brier score and ECE over pixels are `accuracy`, `nll`, `brier` and `ece` with
-`ignore`, and the consistency of a whole video is `consistency` with `masks`. With the pixels of true class i and
+`ignore`, and the consistency of a video is `consistency` with `masks`. With the pixels of true class i and
 predicted class j counted as `n_ij` over the whole dataset,
 
     IoU_c = n_cc / (sum_j n_cj + sum_i n_ic - n_cc),    accuracy_c = n_cc / sum_j n_cj.
@@ -16,14 +16,8 @@ from typing import Any
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_confusion_matrix
 
-from multitudes.core.tasks.predictive import Predictive
 from multitudes.metrics.declare import HIGHER, NEITHER, SEGMENTATION, metric
-from multitudes.metrics.inputs import Rows, check_mask, places, read_without_target
-from multitudes.metrics.streaming import SumsMetric, mean_of, total_of
-
-__all__ = ["TemporalConsistency"]
-
-# Confusion of classes -----------------------------------------------------------------------------------
+from multitudes.metrics.inputs import Rows
 
 
 def _counts(rows: Rows) -> Tensor:
@@ -83,60 +77,3 @@ def mean_class_accuracy(rows: Rows) -> Tensor:
     0.8333
     """
     return _counts(rows)
-
-
-# Videos, frame by frame ---------------------------------------------------------------------------------
-
-
-class TemporalConsistency(SumsMetric):
-    """`consistency`, fed frame by frame; `new_sequence()` between videos, whose frames are no neighbours.
-
-    >>> import torch
-    >>> metric = TemporalConsistency()
-    >>> for p in torch.tensor([[0.9, 0.9], [0.8, 0.2], [0.7, 0.1]]):  # three frames of two pixels: one of four flips
-    ...     metric.update(torch.stack([p, 1 - p])[None])
-    >>> float(metric.compute())
-    0.75
-    """
-
-    full_state_update = True  # so that `forward`, too, compares a frame with the one before
-    higher_is_better = True
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.new_sequence()
-
-    def new_sequence(self) -> None:
-        """Begin another video: the next frame has none before it."""
-        self._last: Tensor | None = None
-
-    def update(self, prediction: Predictive | Tensor, mask: Tensor | None = None) -> None:
-        """Add the next frame of B videos, logits `[S, B, C, ...]` or probabilities `[B, C, ...]`.
-
-        A boolean `mask [B, ...]` is true where a pixel counts, such as `target != 255`; it has to in both frames.
-        """
-        if isinstance(prediction, Rows):  # of which some may have been left out
-            raise ValueError(f"prediction must be a Predictive or probabilities of a whole frame, got {prediction!r}")
-        labels = read_without_target(prediction).label.view(places(prediction))
-        if mask is not None:
-            check_mask("mask", mask, labels.shape)
-            labels = labels.where(mask.to(labels.device), -1)
-        before = labels if self._last is None else self._last.to(labels.device)
-        if before.shape != labels.shape:
-            raise ValueError(
-                f"prediction must have the size of the frame before, {list(before.shape)}, got {list(labels.shape)}; "
-                "new_sequence() begins another video"
-            )
-        if self._last is not None:
-            seen = (before >= 0) & (labels >= 0)
-            self._add(total_of(before[seen] == labels[seen]))
-        self._last = labels
-
-    def compute(self) -> Tensor:
-        """The share over all steps so far, a float64 scalar; NaN if there were none."""
-        return mean_of(self._all())
-
-    def reset(self) -> None:
-        """Forget everything."""
-        super().reset()
-        self.new_sequence()

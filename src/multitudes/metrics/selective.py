@@ -122,7 +122,7 @@ def aurc(rows: Rows, uncertainty: Uncertainty = "max_probability") -> Tensor:
 
 @metric(
     "AccuracyAtCoverage", _accuracy_at, better=HIGHER, kept=2, group="selective", score="accuracy_at_90",
-    settings=["coverage", "uncertainty", "ignore"],
+    order=["coverage", "uncertainty", "ignore"],
 )  # fmt: skip
 def accuracy_at_coverage(rows: Rows, uncertainty: Uncertainty = "max_probability") -> Tensor:
     """The accuracy on the least uncertain share `coverage` of `[B, C, ...]`, rounded up to whole rows.

@@ -1,7 +1,4 @@
-"""How metrics stream: what they keep of each batch, and how batches and processes are joined.
-
-`declare.py` makes a class of each declared metric, from a `SumsMetric` or a `KeptMetric`.
-"""
+"""How metrics stream: what they keep of each batch, and how batches and processes are joined."""
 
 from __future__ import annotations
 
@@ -43,57 +40,41 @@ def mean_of(total: Tensor) -> Tensor:
 
 
 class StreamingMetric(Metric):
-    """What all metrics share. `settings` is what their updates depend on, apart from the data."""
+    """A metric whose state is one tensor of float64 sums of a `shape`, or `columns` numbers of every row.
+
+    Sums are added up over batches and processes, rows concatenated. `settings` is what updates depend on, apart from
+    the data.
+    """
 
     full_state_update = False
     is_differentiable = False
+    sums: Tensor
+    values: list[Tensor]
 
-    def __init__(self, *, settings: tuple[object, ...] = (), **kwargs: Any) -> None:
+    def __init__(
+        self, *, shape: Sequence[int] = (), columns: int = 0, settings: tuple[object, ...] = (), **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         # A collection takes two metrics for one, and updates only the first, if their states are equal after the first
         # batch, as those of accuracy and error are where half are right. Names of states must be equal too: this one is
         # always empty, and only has a name.
         self.add_state(f"{type(self).__name__}{settings}", [], dist_reduce_fx=None)
-
-    def _add(self, values: Tensor) -> None:
-        """Add what a batch gave."""
-        raise NotImplementedError
-
-    def _all(self) -> Tensor:
-        """What all batches so far gave."""
-        raise NotImplementedError
-
-
-class SumsMetric(StreamingMetric):
-    """A metric whose state is one tensor of float64 sums, added up over batches and processes."""
-
-    sums: Tensor
-
-    def __init__(self, *, shape: Sequence[int] = (2,), **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.add_state("sums", torch.zeros(*shape, dtype=torch.float64), dist_reduce_fx="sum")
-
-    def _add(self, sums: Tensor) -> None:
-        self.sums = self.sums + sums.to(self.sums.device)
-
-    def _all(self) -> Tensor:
-        return self.sums
-
-
-class KeptMetric(StreamingMetric):
-    """A metric whose state is a few numbers of every row, concatenated over batches and processes."""
-
-    values: list[Tensor]
-
-    def __init__(self, *, columns: int, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.add_state("values", [], dist_reduce_fx="cat")
         self.columns = columns
+        if columns:
+            self.add_state("values", [], dist_reduce_fx="cat")
+        else:
+            self.add_state("sums", torch.zeros(*shape, dtype=torch.float64), dist_reduce_fx="sum")
 
-    def _add(self, values: Tensor) -> None:
-        self.values.append(values.to(self.device))
+    def _add(self, found: Tensor) -> None:
+        """Add what a batch gave."""
+        if self.columns:
+            self.values.append(found.to(self.device))
+        else:
+            self.sums = self.sums + found.to(self.sums.device)
 
     def _all(self) -> Tensor:
-        """The numbers of all rows so far, `[N, columns]`."""
+        """What all batches so far gave: sums, or rows `[N, columns]`."""
+        if not self.columns:
+            return self.sums
         # After processes were joined it is one tensor, and no list any more.
         return dim_zero_cat(self.values) if len(self.values) else torch.empty(0, self.columns, device=self.device)

@@ -6,7 +6,7 @@ small and for large images.
 
 from multitudes.shift.attacks import Attack, fgsm, iterative_fast_sign, pgd
 from multitudes.shift.corruptions import CORRUPTIONS, EXTRA, corrupt
-from multitudes.shift.frequency import accuracy_by_frequency, frequency_noise
+from multitudes.shift.frequency import frequency_noise
 from multitudes.shift.sequences import DIRECTIONS, SHAPES, Video, translated, video
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "SHAPES",
     "Attack",
     "Video",
-    "accuracy_by_frequency",
     "corrupt",
     "fgsm",
     "frequency_noise",

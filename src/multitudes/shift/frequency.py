@@ -1,4 +1,4 @@
-"""Noise of a chosen frequency, and the accuracy of a network under it.
+"""Noise of a chosen frequency.
 
 Park & Kim, "Blurs Behave Like Ensembles: Spatial Smoothings to Improve Accuracy, Uncertainty, and Robustness" (2022),
 section 2.2 and Fig. 6: `x_noise = x + F^-1(F(delta) * M_f)`, where delta is Gaussian noise, F the two-dimensional
@@ -11,26 +11,14 @@ but the authors' code makes M_f a square ring, the difference of two squares aro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from multitudes.core.calling import evaluating
-from multitudes.core.checks import check_count, check_number, check_seed
-from multitudes.core.tasks.predictive import Predictive
-from multitudes.shift.checks import (
-    Bounds,
-    check_bounds,
-    check_call,
-    check_classes,
-    check_floats,
-    check_labels,
-    class_predictions,
-)
+from multitudes.core.checks import check_number
+from multitudes.shift.checks import Bounds, check_bounds, check_floats
 from multitudes.shift.noise import generator_of, normal
 
-__all__ = ["accuracy_by_frequency", "band_limited", "band_mask", "frequency_noise"]
+__all__ = ["band_limited", "band_mask", "frequency_noise"]
 
 _DIGITS = 9  # frequencies are compared after rounding, so that neighbouring bands neither overlap nor leave a gap
 
@@ -83,6 +71,8 @@ def frequency_noise(
 ) -> Tensor:
     """Images with Gaussian noise of one frequency, `x + F^-1(F(delta) * M_f)`, `[..., H, W]` as before.
 
+    A network's accuracy against it (Fig. 6c) is `metrics.accuracy(predict(net, frequency_noise(x, f)), y)`.
+
     Args:
         images: floating-point images `[..., H, W]`; they are left as they are.
         frequency: f, the middle of the ring, from 0 to 1 in units of pi.
@@ -99,69 +89,14 @@ def frequency_noise(
     (tensor(64), tensor(64))
     """
     check_floats("images", images)
-    low, high = _ring(frequency, width)
+    check_number("frequency", frequency, 0, 1)
+    check_number("width", width, 0, 1, above=True)
     check_number("size", size, 0)
     check_bounds(bounds)
     like = torch.empty(0, dtype=torch.promote_types(images.dtype, torch.float32))  # on the CPU: the same everywhere
     delta = size * normal(images.shape, like, generator_of(seed)).to(images.device)
-    noisy = (images + band_limited(delta, low, high)).to(images.dtype)
+    noisy = (images + band_limited(delta, frequency - width / 2, frequency + width / 2)).to(images.dtype)
     return noisy if bounds is None else noisy.clamp(*bounds)
-
-
-def accuracy_by_frequency(
-    net: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    frequencies: Sequence[float] | None = None,
-    *,
-    size: float = 0.1,
-    width: float = 0.1,
-    draws: int | None = None,
-    seed: int | None = None,
-    batch_size: int = 256,
-    bounds: Bounds = None,
-) -> dict[float, float]:
-    """The accuracy against noise of each frequency (Fig. 6c): `{frequency: accuracy}`.
-
-    Args:
-        net: a multitude, of which the predictive mean counts, or a plain network `[B, ...] -> [B, C]`.
-        x: images `[N, ..., H, W]`.
-        y: their classes, `[N]`.
-        frequencies: where to measure; by default all multiples of `width` up to 1 whose rings are not empty. Where
-            `width` divides 1, those rings together are the whole spectrum.
-        size, width, bounds: of the noise, see `frequency_noise`.
-        draws: how many draws the multitude makes of each member.
-        seed: makes noise and draws repeatable.
-        batch_size: how many images are predicted at a time.
-
-    >>> blind = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1, 2))  # reads the mean alone
-    >>> _ = nn.init.constant_(blind[2].bias, 0.0), blind[2].weight.data.copy_(torch.tensor([[-1.0], [1.0]]))
-    >>> x = torch.linspace(-1, 1, 1000).view(-1, 1, 1, 1).expand(-1, 1, 4, 4)
-    >>> accuracy = accuracy_by_frequency(blind, x, (x[:, 0, 0, 0] > 0).long(), width=0.5, size=9.0, seed=0)
-    >>> accuracy[0.0] < 0.9, accuracy[0.5], accuracy[1.0]
-    (True, 1.0, 1.0)
-    """
-    check_call(net, x, None)
-    check_labels("y", y, x)
-    check_seed(seed)
-    check_count("batch_size", batch_size)
-    chosen = _multiples(width, *x.shape[-2:]) if frequencies is None else list(frequencies)
-    if not chosen:
-        raise ValueError("frequencies must hold at least one, got none")
-    for frequency in chosen:
-        band_limited(torch.zeros(x.shape[-2:]), *_ring(frequency, width))  # raises where the ring is empty
-    accuracies = {}
-    for frequency in chosen:
-        noisy = frequency_noise(x, frequency, size, width, seed, bounds=bounds)
-        right = 0
-        for images, labels in zip(noisy.split(batch_size), y.split(batch_size), strict=True):
-            with evaluating(net), torch.no_grad():
-                predictions = class_predictions(net, images, draws, seed)
-            check_classes("y", labels, predictions.shape[2])
-            predicted = Predictive(predictions).label
-            right += int((predicted == labels.to(predicted.device)).sum())
-        accuracies[frequency] = right / len(x)
-    return accuracies
 
 
 # -- for the attacks ---------------------------------------------------------------------------------------
@@ -194,19 +129,6 @@ def _frequencies(height: int, width: int) -> Tensor:
     down = 2 * torch.fft.fftfreq(height, dtype=torch.float64).abs()
     across = 2 * torch.fft.fftfreq(width, dtype=torch.float64).abs()
     return torch.maximum(down[:, None], across).round(decimals=_DIGITS)
-
-
-def _ring(frequency: float, width: float) -> tuple[float, float]:
-    check_number("frequency", frequency, 0, 1)
-    check_number("width", width, 0, 1, above=True)
-    return frequency - width / 2, frequency + width / 2
-
-
-def _multiples(step: float, height: int, width: int) -> list[float]:
-    """The multiples of `step` up to 1 whose rings hold some frequency of an image of this size."""
-    _ring(0.0, step)
-    middles = [round(number * step, _DIGITS) for number in range(int(1 / step + 1e-9) + 1)]
-    return [middle for middle in middles if band_mask(height, width, *_ring(middle, step)).any()]
 
 
 def _spacing(pixels: int) -> str:
