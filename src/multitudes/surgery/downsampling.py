@@ -7,6 +7,7 @@ the block, zeros in place of what its strided layer gives, and where NaN comes o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,12 +90,12 @@ class Step(Call):
             return max(stride if isinstance(stride, (tuple, list)) else (stride,)) > 1
         return self.pools and (self.gives_one_value or smaller(self.output, self.input))
 
-    def origin(self) -> Step | None:
-        """The last layer before this one that does not just pass on what it reads, as far as layers show it."""
+    def behind(self) -> Iterator[Step]:
+        """The layers before this one, each the one that gave the next its input, or else ran last before it."""
         before = self.feeder or self.previous
-        while before is not None and before.passes_on:
+        while before is not None:
+            yield before
             before = before.feeder or before.previous
-        return before
 
 
 def smaller(output: Any, input: Any) -> bool:
@@ -163,22 +164,19 @@ def downsamplings(run: Run) -> list[str]:
 
 def _continues(run: Run, seen: Step) -> bool:
     """A pooling right after another pooling; or one that is not global, right after a first strided convolution."""
-    origin = seen.origin()
+    origin = next((before for before in seen.behind() if not before.passes_on), None)
     if isinstance(seen.module, nn.Conv2d) or origin is None or not origin.downsamples:
         return False
-    if isinstance(origin.module, nn.Conv2d):
-        return run.reads_input(origin) and not isinstance(seen.module, GLOBAL)
-    return True
+    first = isinstance(origin.module, nn.Conv2d)
+    return not first or (run.reads_input(origin) and not isinstance(seen.module, GLOBAL))
 
 
 def _after_lone_norm(seen: Step) -> bool:
     """A global pooling whose last norm reads what no layer gave: a sum of branches, as in pre-activation networks."""
-    before = seen.feeder or seen.previous
-    while before is not None and before.passes_on and not isinstance(before.module, NORMS):
-        before = before.feeder or before.previous
-    if not seen.gives_one_value or before is None or not isinstance(before.module, NORMS):
+    norm = next((b for b in seen.behind() if isinstance(b.module, NORMS) or not b.passes_on), None)
+    if not seen.gives_one_value or norm is None or not isinstance(norm.module, NORMS):
         return False
-    origin = before.feeder
+    origin = norm.feeder
     while origin is not None and origin.passes_on:
         origin = origin.feeder
     return origin is None
