@@ -25,54 +25,41 @@ from torch import nn
 from multitudes.core.calling import Input, initializing
 from multitudes.core.checks import check_choice, check_count, check_seed
 from multitudes.core.draws.stochastic import stochastic_layers
-from multitudes.core.multitude import plain
 from multitudes.core.seeding import seeded
 from multitudes.core.trace import State, torch_states
 from multitudes.surgery.heads import output_layers
 from multitudes.surgery.initialise import Own, judge, redraw
 from multitudes.surgery.layers import Factory, Selector, built, check_model
 
-__all__ = ["INITS", "Start", "starting"]
+__all__ = ["INITS", "Start"]
 
 INITS = ("fresh", "pretrained", "heads")
 
 
-def starting(
-    model: nn.Module | Factory,
-    members: int,
-    init: str | None,
-    heads: Selector = None,
-    *,
-    example: Input | None = None,
-    seed: int | None = None,
-    nested: bool = False,
-) -> Start:
-    """Check what every method asks of its first arguments, and say what to start from.
-
-    Multitudes that only draw are converted as their network. Other multitudes are converted by few (`nested`).
-    """
-    check_count("members", members)
-    if init is not None:
-        check_choice("init", init, INITS)
-    if heads is not None and init != "heads":
-        raise ValueError(f"heads={heads!r} needs init='heads', got init={init!r}")
-    check_seed(seed)
-    start = Start(model, init, heads, example, seed)
-    check_model(start.given, nested)
-    return start
-
-
 class Start:
-    """The network that a method converts, and the weights that what it makes of it starts from."""
+    """The network that a method converts, and the weights that what it makes of it starts from.
+
+    It checks what every method asks of its first arguments. Multitudes that only draw are converted as their network.
+    Other multitudes are converted by few (`nested`).
+    """
 
     def __init__(
         self,
         model: nn.Module | Factory,
+        members: int,
         init: str | None,
         heads: Selector = None,
+        *,
         example: Input | None = None,
         seed: int | None = None,
+        nested: bool = False,
     ) -> None:
+        check_count("members", members)
+        if init is not None:
+            check_choice("init", init, INITS)
+        if heads is not None and init != "heads":
+            raise ValueError(f"heads={heads!r} needs init='heads', got init={init!r}")
+        check_seed(seed)
         self._factory = None if isinstance(model, nn.Module) else model
         self._seed, self._states = seed, list[State]()
         self._own: dict[str, Own] | None = None
@@ -87,7 +74,7 @@ class Start:
         with self.seeded():
             self.given = built(model)
             """The network or the multitude that was given, or that the factory has built."""
-        self.network = plain(self.given)
+        self.network = check_model(self.given, nested)
         """What is converted; it is left as it was."""
 
     @contextmanager
