@@ -58,43 +58,31 @@ def select(
         raise ValueError(f"model ({type(model).__name__}) has no layer that can be converted: {has}")
     if layers is None:
         return able
-    try:
-        return _chosen(model, layers, able)
-    except ValueError as error:
-        raise ValueError(str(error).replace("layers", argument, 1)) from error
-
-
-def _chosen(model: nn.Module, layers: Selector, able: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    if not (callable(layers) or isinstance(layers, Iterable)):
-        raise ValueError(f"layers must be None, a regular expression, a list of names or a function, got {layers!r}")
     if isinstance(layers, str):
-        chosen = {name: m for name, m in able.items() if _fullmatch(layers, name)}
+        try:
+            pattern = re.compile(layers)
+        except re.error as error:
+            raise ValueError(f"{argument}={layers!r} is not a regular expression: {error}") from error
+        chosen = {name: module for name, module in able.items() if pattern.fullmatch(name)}
     elif callable(layers):
-        chosen = {name: m for name, m in able.items() if _selected(layers, name, m)}
+        try:
+            chosen = {name: module for name, module in able.items() if layers(name, module)}
+        except TypeError as error:
+            raise ValueError(f"{argument} must be a function of (name, module), got one that fails: {error}") from error
+    elif isinstance(layers, Iterable):
+        chosen = _listed(model, able, list(layers), argument)
     else:
-        chosen = _listed(model, able, list(layers))
+        raise ValueError(
+            f"{argument} must be None, a regular expression, a list of names or a function, got {layers!r}"
+        )
     if not chosen:
         given = "a function" if callable(layers) else repr(layers)
-        raise ValueError(f"layers={given} selects nothing; it could select: {', '.join(able)}")
+        raise ValueError(f"{argument}={given} selects nothing; it could select: {', '.join(able)}")
     return chosen
 
 
-def _selected(layers: Callable[[str, nn.Module], bool], name: str, module: nn.Module) -> bool:
-    try:
-        return bool(layers(name, module))
-    except TypeError as error:
-        raise ValueError(f"layers must be a function of (name, module), got one that fails: {error}") from error
-
-
-def _fullmatch(pattern: str, name: str) -> bool:
-    try:
-        return re.fullmatch(pattern, name) is not None
-    except re.error as error:
-        raise ValueError(f"layers={pattern!r} is not a regular expression: {error}") from error
-
-
-def _listed(model: nn.Module, able: dict[str, nn.Module], wanted: list[str]) -> dict[str, nn.Module]:
-    def named(names: Any, want: str) -> list[str]:
+def _listed(model: nn.Module, able: dict[str, nn.Module], wanted: list[str], argument: str) -> dict[str, nn.Module]:
+    def named(names: Iterable[str], want: str) -> list[str]:
         return [name for name in names if name == want or name.endswith(f".{want}")]
 
     for want in wanted:
@@ -104,10 +92,10 @@ def _listed(model: nn.Module, able: dict[str, nn.Module], wanted: list[str]) -> 
         if others:
             kind = type(model.get_submodule(others[0])).__name__
             raise ValueError(
-                f"layers: layer {others[0]!r} is a {kind}, which this method cannot convert; "
+                f"{argument}: layer {others[0]!r} is a {kind}, which this method cannot convert; "
                 f"it can convert: {', '.join(able)}"
             )
-        raise ValueError(f"layers: no layer is named {want!r}; there are: {', '.join(able)}")
+        raise ValueError(f"{argument}: no layer is named {want!r}; there are: {', '.join(able)}")
     chosen = {name for want in wanted for name in named(able, want)}
     return {name: module for name, module in able.items() if name in chosen}
 
