@@ -110,7 +110,7 @@ def _several(layer: Any, kind: type[nn.Module]) -> tuple[AffineMap, ...]:
 
 
 def is_changed(layer: nn.Module) -> bool:
-    """Whether one of a layer's tensors is computed from others."""
+    """Return whether one of a layer's tensors is computed from others."""
     return any(parametrize.is_parametrized(module) or computing_hooks(module) for module in layer.modules())
 
 
@@ -122,7 +122,7 @@ def _weight_is_known(layer: Any) -> bool:
 
 
 def has_other_hooks(layer: nn.Module) -> bool:
-    """Whether a layer has forward hooks beside those that compute its weight."""
+    """Return whether a layer has forward hooks beside those that compute its weight."""
     return len(layer._forward_hooks) + len(layer._forward_pre_hooks) > len(computing_hooks(layer))
 
 
@@ -152,7 +152,7 @@ def _observed(layer: nn.Module) -> tuple[AffineMap, ...]:
 
 @torch.no_grad()
 def computes(layer: nn.Module, affine: AffineMap) -> bool:
-    """Whether a layer computes a map, in training and in evaluation."""
+    """Return whether a layer computes a map, in training and in evaluation."""
     probe: Any = copied(layer)
     generator = torch.Generator().manual_seed(0)
     width = affine.widths(probe.weight.shape)[0]
@@ -212,7 +212,7 @@ def weight_of(layer: Any) -> Tensor:
 
 
 def is_computed(layer: nn.Module) -> bool:
-    """Whether a layer's weight is computed from others."""
+    """Return whether a layer's weight is computed from others."""
     return layer._parameters.get("weight") is None
 
 
@@ -224,7 +224,7 @@ def axis_of(layer: Any) -> int:
 def run_with(
     layer: Any, affine: AffineMap, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """What a layer of one map makes of x with another weight and bias."""
+    """Run a layer of one map on x with another weight and bias."""
     kind = kind_of(layer)
     hooked = layer._forward_hooks or layer._forward_pre_hooks
     if hooked and kind is not None and "weight" in layer._parameters:  # where it is None too, but not where computed

@@ -18,15 +18,12 @@ from multitudes.surgery.observe import example_for
 
 __all__ = ["final_layers", "output_layers"]
 
-_NAMES = ("classifier", "score", "lm_head", "fc", "head", "heads")
-"""Usual names of the child that gives a network's output."""
-
 
 def output_layers(network: nn.Module, heads: Selector = None, example: Input | None = None) -> list[str]:
     """The names of a network's output layers: those that `heads` selects, or those that are found.
 
     They are found by running the network on `example`, or on noise of a size that fits it. A Hugging Face model's are
-    the layers beside its base model. Where the network cannot be run, its last child is taken if it has a usual name.
+    the layers beside its base model.
     """
     if heads is not None:
         kinds = tuple({type(m) for name, m in network.named_modules() if name and any(True for _ in m.parameters())})
@@ -39,14 +36,13 @@ def output_layers(network: nn.Module, heads: Selector = None, example: Input | N
 
 def _beside_base_model(network: nn.Module) -> list[str]:
     """The children with weights beside a Hugging Face model's base model, also of a network that only wraps it."""
-    children = [name for name, child in network.named_children() if any(True for _ in child.parameters())]
+    children = {name: child for name, child in network.named_children() if any(True for _ in child.parameters())}
     if not hasattr(type(network), "base_model_prefix") and len(children) == 1 and not network._parameters:
-        return [f"{children[0]}.{name}" for name in _beside_base_model(network.get_submodule(children[0]))]
+        return [f"{name}.{inner}" for name, child in children.items() for inner in _beside_base_model(child)]
     base = getattr(network, str(getattr(network, "base_model_prefix", "")), None)
     if not isinstance(base, nn.Module) or base is network:
         return []
-    others = [name for name, child in network.named_children() if child is not base]
-    return [name for name in others if any(True for _ in network.get_submodule(name).parameters())]
+    return [name for name, child in children.items() if child is not base]
 
 
 def _found(network: nn.Module, example: Input | None) -> list[str]:
@@ -55,9 +51,6 @@ def _found(network: nn.Module, example: Input | None) -> list[str]:
         with input_errors(x):
             return _observed(network, x)
     except ValueError as error:
-        children = [name for name, child in network.named_children() if any(True for _ in child.parameters())]
-        if example is None and children and children[-1] in _NAMES:
-            return children[-1:]
         raise ValueError(
             f"heads must be given, which says which layers of model ({type(network).__name__}) give its output: they "
             f"could not be found, since {error}"

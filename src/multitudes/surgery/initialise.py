@@ -27,9 +27,9 @@ from multitudes.core.seeding import seeded
 from multitudes.core.settings import computing_hooks, holding
 from multitudes.surgery.layers import within
 
-__all__ = ["Own", "is_hugging_face", "judge", "redraw"]
+__all__ = ["RULES", "Own", "is_hugging_face", "judge", "redraw"]
 
-_RULES = ("reset_parameters", "_reset_parameters", "_init_weights")
+RULES = ("reset_parameters", "_reset_parameters", "_init_weights")
 _SAMPLE = 2**16
 """The most numbers of a parameter that are compared."""
 _FEW = 16
@@ -90,7 +90,7 @@ def _run_rules(network: nn.Module, only: Collection[str] | None = None) -> None:
     for module in reversed(modules.values()):
         if id(module) in chosen:
             with _plain_weights(module) as plain:
-                for rule in filter(None, (_rule(plain, name, 0) for name in _RULES)):
+                for rule in filter(None, (_rule(plain, name, 0) for name in RULES)):
                     # What a rule that fails has not drawn stays as it was, as if it had no rule.
                     with suppress(RuntimeError, AttributeError, TypeError, LookupError):
                         rule()
@@ -204,9 +204,9 @@ class Own:
 
     reason: str
     kept: bool = False
-    """Whether it keeps its value."""
+    """True if it keeps its value."""
     exact: bool = False
-    """Whether it starts as the code that initialised it would have it."""
+    """True if it starts as the code that initialised it would have it."""
     constants: tuple[complex, ...] = ()
     """Values that stay where they are; the others are drawn by the rule, then scaled and shifted."""
     scale: float = 1.0

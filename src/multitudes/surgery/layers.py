@@ -15,7 +15,7 @@ from multitudes.core.copying import copied
 from multitudes.core.multitude import Multitude, plain
 
 Selector = None | str | Sequence[str] | Callable[[str, nn.Module], bool]
-"""Which layers: None for a method's default, a regular expression matched against the whole qualified name, a
+"""Layers: None for a method's default, a regular expression matched against the whole qualified name, a
 list of names or dotted suffixes, or a function of `(name, module)`."""
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -124,16 +124,15 @@ def check_untied(model: nn.Module, names: Iterable[str], new: Mapping[str, nn.Mo
     `new` are the layers that take their places, where they are known.
     """
     new = new or {}
-    owners: dict[int, set[tuple[int, str]]] = {}
+    owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add((id(module), name))
+            owners.setdefault(id(parameter), []).append(name)
     for name in names:
         for parameter in model.get_submodule(name).parameters():
-            if len(owners[id(parameter)]) > 1:
-                tied = sorted(owner for _, owner in owners[id(parameter)])
-                if all(owner in new for owner in tied) and _share([new[owner] for owner in tied]):
-                    continue
+            tied = sorted(owners[id(parameter)])
+            instead = [new[owner] for owner in tied if owner in new]
+            if len(tied) > 1 and not (len(instead) == len(tied) and _share(instead)):
                 raise ValueError(
                     f"layers {' and '.join(map(repr, tied))} share a weight, so {name!r} cannot be replaced"
                 )
@@ -166,7 +165,7 @@ def plain_layer(
 
 
 Factory = Callable[[], nn.Module]
-"""What builds a network: a function without arguments, or the network's class where it needs none."""
+"""A builder of a network: a function without arguments, or the network's class where it needs none."""
 
 
 def built(model: nn.Module | Factory) -> nn.Module:

@@ -107,7 +107,7 @@ def call_order(model: nn.Module, example: Input) -> list[str]:
 
 @dataclass(frozen=True)
 class Read:
-    """What a layer is called with: its inputs that have channels, of attention three, and its other arguments."""
+    """The arguments of a layer: its inputs that have channels, of attention three, and the others."""
 
     inputs: list[Tensor]
     args: tuple[Any, ...]
@@ -115,7 +115,7 @@ class Read:
 
 
 Answer = Callable[[str, nn.Module, Read, Tensor], Tensor | tuple[Any, ...]]
-"""What a layer, of some name, gives in the place of its output; of attention perhaps with its weights."""
+"""A function that gives a layer's output in its place; of attention perhaps with its weights."""
 
 
 def read_by(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Read:

@@ -1,4 +1,4 @@
-"""What a converted network starts from: its own weights, new ones, or new output layers; for all methods alike.
+"""The weights that a converted network starts from: its own, new ones, or new output layers; for all methods.
 
 | `init` | the weights |
 |---|---|
@@ -68,14 +68,14 @@ class Start:
         self._selected, self._example = heads, example
         self.mode = init or "fresh"
         self.fresh = self.mode == "fresh"
-        """Whether all weights are new."""
+        """True if all weights are new."""
         self.redraws = self.fresh and self._factory is None
-        """Whether the layers' own rules draw all weights anew; a factory has drawn them already."""
+        """True if the layers' own rules draw all weights; a factory has drawn them already."""
         with self.seeded():
             self.given = built(model)
             """The network or the multitude that was given, or that the factory has built."""
         self.network = check_model(self.given, nested)
-        """What is converted; it is left as it was."""
+        """The network to convert, which stays as it was."""
 
     @contextmanager
     def seeded(self) -> Iterator[None]:
@@ -119,7 +119,7 @@ class Start:
             yield network
 
     def same(self, ways_out: str) -> str:
-        """What is said where all members would be one network."""
+        """The text of an error: all members would be one network."""
         stays = "so all members would be the same network, and stay so, since they learn from the same batches"
         if self._factory is not None and self.mode != "heads":
             return f"model builds the same network every time, {stays}: let it draw weights, or {ways_out}"
@@ -162,7 +162,7 @@ class Start:
         return own
 
     def noted(self, notes: Mapping[str, str] | None = None) -> dict[str, str]:
-        """What the summary tells of layers: what the method did to them, and what did not start by their rules."""
+        """Notes for the summary, by layer: the method's own, and parameters that did not start by their rules."""
         texts = {name: [text] for name, text in (notes or {}).items()}
         if self.mode == "heads":
             for name in self.heads:
