@@ -115,28 +115,25 @@ class Run:
         self.model = copied(model)
         self.inputs = tensors_in(example)
         self.layers: list[Step] = []
-        self.blocks: list[Step] = []
         names = [name for name, _ in self.model.named_modules() if name]
         trace = record(self.model, example, names)
         self.output = trace.output
+        self._steps: dict[Call, Step] = {}
         makers: dict[int, Step] = {}
-        steps: dict[Call, Step] = {}
         for call, begins in trace.steps:
             if begins:
-                own = vars(call) | {"inside": tuple(steps[outer] for outer in call.inside)}
+                own = vars(call) | {"inside": tuple(self._steps[outer] for outer in call.inside)}
                 feeder = makers.get(id(call.args[0])) if call.args else None
                 previous = self.layers[-1] if self.layers else None
-                steps[call] = Step(**own, start=len(self.layers), feeder=feeder, previous=previous)
-            elif any(True for _ in call.module.children()) and not isinstance(call.module, LAYERS):
-                self.blocks.append(steps[call])
-            else:
-                self.layers.append(steps[call])
-                makers[id(call.output)] = steps[call]  # the trace holds all outputs, so that none shares its id
+                self._steps[call] = Step(**own, start=len(self.layers), feeder=feeder, previous=previous)
+            elif isinstance(call.module, LAYERS) or not any(True for _ in call.module.children()):
+                self.layers.append(self._steps[call])
+                makers[id(call.output)] = self._steps[call]  # the trace holds all outputs, so that none shares its id
 
     def calls(self, name: str) -> list[Step]:
         """The calls of a module."""
         module = self.model.get_submodule(name)
-        return [seen for seen in (*self.layers, *self.blocks) if seen.module is module]
+        return [seen for seen in self._steps.values() if seen.module is module]
 
     def reads_input(self, seen: Step) -> bool:
         """Return whether it reads the network's own input, and not yet what a layer with weights has made of it."""
